@@ -1,0 +1,236 @@
+"""Configuration -> objects: the one file that knows every concrete class."""
+
+import importlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from afterimage import corrections, credit, objectives
+from afterimage.config import (
+    ConfigError,
+    CorrectionConfig,
+    CreditConfig,
+    ObjectiveConfig,
+    OldLogpsConfig,
+    RunConfig,
+    TaskConfig,
+    Unit,
+)
+from afterimage.corrections import Control
+from afterimage.engines.embedded import EmbeddedEngine
+from afterimage.envs import Taskset
+from afterimage.envs.calculator import CalculatorTasks
+from afterimage.envs.chat import Chat
+from afterimage.envs.retail import RetailTasks
+from afterimage.loop import Parts
+from afterimage.objectives import Surrogate
+from afterimage.observe.metrics import RunLog, TensorBoardSink
+from afterimage.observe.recorder import Recorder, Watcher
+from afterimage.old_logps import OldLogps
+from afterimage.old_logps.current_recompute import CurrentRecompute
+from afterimage.old_logps.ewma_prox import EwmaProx
+from afterimage.old_logps.rollout import Rollout as RolloutRoute
+from afterimage.old_logps.snapshot_old import SnapshotOld
+from afterimage.policy import DTYPES, Policy
+from afterimage.publish import DirectPublisher
+from afterimage.rollout import Rollout, Speaker
+from afterimage.schedule import Ledger, Line
+from afterimage.trainer import Correction, Objective, Rules, Trainer
+from afterimage.trajectory import Batch, Credited, Failure, Group, Open
+
+SHIPPED_POLICY = Path(__file__).parent / "base_policy"
+"""The small model that comes with the package: `policy = "base"`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a run takes place: what `launch` has made before the parts are built."""
+
+    policy: Policy
+    log: RunLog
+    watcher: Watcher
+
+
+def build(config: RunConfig, site: Site) -> Parts:
+    """Everything the loop touches."""
+    policy, ledger = site.policy, Ledger()
+    taskset = build_taskset(config.task)
+    speaker = build_speaker(config, policy, taskset)
+    old = build_old_logps(
+        config.old_logps, policy, temperature=config.engine.temperature, micro_tokens=config.trainer.micro_tokens
+    )
+    rules = Rules(
+        correction=build_correction(config.correction),
+        objective=build_objective(config.objective),
+        temperature=config.engine.temperature,
+    )
+    schedule = config.schedule
+    sinks = [TensorBoardSink(site.log.path / "tensorboard")] if config.tensorboard else []
+    recorder = Recorder(site.log, site.watcher, partial(_decode, policy), sinks=sinks)
+
+    def arrived(piece: Open) -> None:
+        ledger.arrived(piece)
+        old.arrived(piece)
+
+    def gave_up(episode: int, failure: Failure) -> None:
+        ledger.settle([episode])
+        recorder.failure(episode, failure)
+
+    return Parts(
+        config=config,
+        tasks=taskset.train(config.seed),
+        held_out=taskset.held_out(config.eval.tasks),
+        engine=speaker.engine,
+        rollout=Rollout(speaker, taskset, config.rollout, arrived=arrived, gave_up=gave_up),
+        examination=Rollout(speaker, taskset, config.rollout, gave_up=recorder.failure),
+        line=Line(
+            max_staleness=schedule.max_staleness, groups_per_step=schedule.groups_per_step, window=schedule.window
+        ),
+        ledger=ledger,
+        credit=build_credit(config.credit),
+        policy=policy,
+        old=old,
+        trainer=Trainer(policy, config.trainer, rules, old, num_steps=config.steps * config.trainer.steps_per_batch),
+        publisher=DirectPublisher(speaker.engine, dtype=DTYPES[config.engine.dtype]),
+        log=recorder,
+        worker=ThreadPoolExecutor(1, thread_name_prefix="trainer"),
+    )
+
+
+def _decode(policy: Policy, tokens: Sequence[int]) -> str:
+    return str(policy.tokenizer.decode(list(tokens)))
+
+
+def policy_folder(config: RunConfig) -> Path:
+    """Where the policy is that the run begins with."""
+    return SHIPPED_POLICY if config.policy == "base" else Path(config.policy)
+
+
+def build_speaker(config: RunConfig, policy: Policy, taskset: Taskset) -> Speaker:
+    """The engine, and the conversation format of the policy's tokenizer with the task set's tools."""
+    engine = EmbeddedEngine(
+        policy_folder(config),
+        dtype=config.engine.dtype,
+        threads=config.engine.threads,
+        max_slots=config.engine.max_running,
+        max_context=config.engine.max_context,
+    )
+    return Speaker(engine, Chat(policy.tokenizer, taskset.tools), config.engine)
+
+
+def build_taskset(config: TaskConfig) -> Taskset:
+    """A shipped task set, or whatever `module:factory` makes."""
+    match config.env:
+        case "retail":
+            return RetailTasks(level=int(config.level), latency_s=config.latency_s, latency_sigma=config.latency_sigma)
+        case "calculator":
+            return CalculatorTasks()
+    module, _, factory = config.env.partition(":")
+    try:
+        made: Taskset = getattr(importlib.import_module(module), factory)()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"task.env {config.env!r} cannot be made: {error}") from error
+    return made
+
+
+def build_credit(config: CreditConfig) -> Callable[[Sequence[Group]], list[Credited]]:
+    """The advantage estimator, a function of the groups of one batch."""
+    match config.estimator:
+        case "grpo":
+            return credit.grpo
+        case "grpo_no_std":
+            return credit.grpo_no_std
+        case "rloo":
+            return credit.rloo
+        case "dr_grpo":
+            return credit.dr_grpo
+        case "reinforce_batch":
+            return credit.reinforce_batch
+        case "turn_level":
+            return credit.turn_level
+
+
+def build_correction(config: CorrectionConfig) -> Correction:
+    """What is done about D: the veto first, then the control on the aggregated ratio."""
+
+    def judge(old_logp: Tensor, batch: Batch) -> Control:
+        log_d = corrections.log_discrepancy(old_logp, batch.behavior_logp, sampled=batch.sampled)
+        verdict = corrections.start(batch.sampled)
+        if config.veto_below:
+            verdict = corrections.veto(log_d, verdict, sequence=batch.sequence, below=config.veto_below)
+        of_unit = corrections.aggregate(log_d, _units(config.unit, batch), sampled=batch.sampled, how=config.aggregate)
+        match config.control:
+            case "none":
+                return corrections.none(of_unit, verdict)
+            case "mask":
+                return corrections.mask(of_unit, verdict, low=config.low, high=config.high)
+            case "truncate":
+                return corrections.truncate(of_unit, verdict, high=config.high)
+            case "mask_weight":
+                return corrections.mask_weight(of_unit, verdict, low=config.low, high=config.high)
+
+    return judge
+
+
+def build_objective(config: ObjectiveConfig) -> Objective:
+    """The loss of the trust region on S, its denominator, and the terms beside it."""
+    of_ratio = _surrogate(config)
+    unit: Unit = "sequence" if config.kind == "gspo" else config.unit
+
+    def surrogate(logp: Tensor, old_logp: Tensor, batch: Batch) -> Surrogate:
+        ids = _units(unit, batch)
+        log_s = corrections.log_staleness(logp, old_logp, unit=ids, sampled=batch.sampled, how=config.aggregate)
+        return of_ratio(log_s, batch.advantage)
+
+    def norm(sampled: Tensor, keep: Tensor, sequence: Tensor) -> Tensor:
+        return objectives.token_norm(sampled, keep, sequence=sequence, how=config.normalise, constant=config.constant)
+
+    return Objective(
+        surrogate=surrogate,
+        norm=norm,
+        reference_kl=config.reference_kl,
+        entropy=config.entropy,
+        idle_at_zero=not (
+            config.kind == "kl_penalty" or config.normalise == "kept" or config.reference_kl or config.entropy
+        ),
+    )
+
+
+def build_old_logps(config: OldLogpsConfig, policy: Policy, *, temperature: float, micro_tokens: int) -> OldLogps:
+    """The route. It scores at the sampling temperature, in passes of at most `micro_tokens`."""
+    match config.route:
+        case "rollout":
+            return RolloutRoute()
+        case "current_recompute":
+            return CurrentRecompute()
+        case "snapshot_old":
+            return SnapshotOld(policy, temperature=temperature, micro_tokens=micro_tokens)
+        case "ewma_prox":
+            return EwmaProx(policy, beta=config.beta, temperature=temperature, micro_tokens=micro_tokens)
+
+
+def _surrogate(config: ObjectiveConfig) -> Callable[[Tensor, Tensor], Surrogate]:
+    low, high = config.clip_low, config.clip_high
+    match config.kind:
+        case "ppo_clip":
+            return partial(objectives.ppo_clip, low=low, high=high)
+        case "dual_clip":
+            return partial(objectives.dual_clip, low=low, high=high, cap=config.dual_clip)
+        case "gspo":
+            return partial(objectives.gspo, low=low, high=high)
+        case "cispo":
+            return partial(objectives.cispo, low=low, high=high)
+        case "kl_penalty":
+            return partial(objectives.kl_penalty, coefficient=config.kl_penalty)
+        case "none":
+            return objectives.none
+
+
+def _units(unit: Unit, batch: Batch) -> Tensor:
+    return corrections.unit_ids(
+        unit, sequence=batch.sequence, turn=batch.turn, version=batch.version, sampled=batch.sampled
+    )

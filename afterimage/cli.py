@@ -1,0 +1,228 @@
+"""The command line. Errors a user can mend are one line and exit code 2; nothing here imports torch before it must."""
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import shlex
+import sys
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from rich.console import Console
+from rich.markup import escape
+
+from afterimage.config import ConfigError, RunConfig, nearest
+from afterimage.recipes import RECIPES
+
+CUT_SHORT = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of `afterimage`. Leaves with 0, 1 (the run failed), 2 (the command cannot be right) or 130."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        chosen = _parser(given).parse_args(given)
+        chosen.given = given
+        sys.exit(chosen.act(chosen))
+    except ConfigError as error:
+        _complain(str(error))
+
+
+def _complain(message: str) -> NoReturn:
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]afterimage:[/] {escape(message)}", highlight=False)
+    sys.exit(2)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with errors in one line that names the nearest words."""
+
+    known: tuple[str, ...] = ()
+
+    def error(self, message: str) -> NoReturn:
+        _complain(message)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            options = getattr(found, "knobs", self.known)
+            _complain(f"unknown argument {unknown[0]}{nearest(unknown[0].split('=')[0], options)}")
+        return found
+
+
+def _parser(given: Sequence[str]) -> _Parser:
+    parser = _Parser(prog="afterimage", description="Asynchronous RL for language-model agents.", allow_abbrev=False)
+    verbs = parser.add_subparsers(dest="verb", required=True, parser_class=_Parser, metavar="VERB")
+
+    train = verbs.add_parser("train", help="run a recipe", allow_abbrev=False)
+    train.add_argument("recipe", help=f"one of: {', '.join(RECIPES)}")
+    train.set_defaults(act=_train)
+
+    evaluate = verbs.add_parser(
+        "eval", help="success of a run's policy on a recipe's held-out tasks", allow_abbrev=False
+    )
+    evaluate.add_argument("trained", type=Path, metavar="folder", help="a run folder or a model folder")
+    evaluate.add_argument("recipe", help=f"one of: {', '.join(RECIPES)}")
+    evaluate.set_defaults(act=_eval)
+
+    for verb in (train, evaluate):
+        recipe = RECIPES[given[position]]() if (position := _recipe_position(given)) is not None else None
+        _add_knobs(verb, recipe)
+
+    report = verbs.add_parser("report", help="write (again) the report of a run", allow_abbrev=False)
+    report.add_argument("run", type=Path, help="a run folder")
+    report.set_defaults(act=_report)
+
+    verbs.add_parser("recipes", help="list the recipes", allow_abbrev=False).set_defaults(act=_recipes)
+    return parser
+
+
+def _recipe_position(given: Sequence[str]) -> int | None:
+    """Where the recipe's name stands, once a verb that takes one was given."""
+    place = {"train": 1, "eval": 2}.get(given[0] if given else "")
+    if place is None or len(given) <= place or given[place].startswith("-"):
+        return None
+    if given[place] not in RECIPES:
+        raise ConfigError(f"unknown recipe {given[place]!r}{nearest(given[place], list(RECIPES))}")
+    return place
+
+
+def _add_knobs(parser: _Parser, recipe: RunConfig | None) -> None:
+    """One option per knob of `RunConfig`; its help is the docstring under the field."""
+    names = []
+    for section, cls in _sections():
+        docs = field_docs(cls)
+        group = parser.add_argument_group(section or "run", inspect.getdoc(cls))
+        for field in dataclasses.fields(cls):
+            if dataclasses.is_dataclass(_types(cls)[field.name]) or field.name == "recipe":
+                continue
+            name = f"{section}.{field.name}" if section else field.name
+            shown = _default(recipe, name) if recipe else field.default
+            group.add_argument(
+                f"--{name}",
+                type=_reader(_types(cls)[field.name]),
+                default=argparse.SUPPRESS,
+                metavar=_metavar(_types(cls)[field.name]),
+                help=f"{docs.get(field.name, '')} Now: {shown}".replace("%", "%%"),
+            )
+            names.append(f"--{name}")
+    parser.set_defaults(knobs=tuple(names))
+
+
+def _sections() -> Iterator[tuple[str, type[Any]]]:
+    yield "", RunConfig
+    for field in dataclasses.fields(RunConfig):
+        kind = _types(RunConfig)[field.name]
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            yield field.name, kind
+
+
+def _types(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _default(recipe: RunConfig, name: str) -> Any:
+    value: Any = recipe
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _metavar(kind: Any) -> str:
+    return "|".join(typing.get_args(kind)) if typing.get_origin(kind) is Literal else kind.__name__.upper()
+
+
+def _reader(kind: Any) -> Callable[[str], Any]:
+    """What turns an option's text into a value of the field's type."""
+
+    def read(text: str) -> Any:
+        if typing.get_origin(kind) is Literal:
+            if text not in typing.get_args(kind):
+                raise argparse.ArgumentTypeError(f"cannot be {text!r}{nearest(text, typing.get_args(kind))}")
+            return text
+        if kind is bool:
+            if text.lower() not in ("true", "false"):
+                raise argparse.ArgumentTypeError(f"must be true or false, got {text!r}")
+            return text.lower() == "true"
+        try:
+            return kind(text)
+        except ValueError:
+            wanted = {int: "a whole number", float: "a number"}[kind]
+            raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}") from None
+
+    return read
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass.
+
+    >>> from afterimage.config import EvalConfig
+    >>> field_docs(EvalConfig)["every"]
+    'Steps between evaluations; 0 evaluates before the first step and after the last.'
+    """
+    tree = ast.parse(inspect.getsource(cls)).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    docs = {}
+    for field, text in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            docs[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
+    return docs
+
+
+def configure(chosen: argparse.Namespace) -> RunConfig:
+    """The recipe with the knobs that were given."""
+    config = RECIPES[chosen.recipe]()
+    top: dict[str, Any] = {}
+    for name, value in vars(chosen).items():
+        if f"--{name}" not in chosen.knobs:
+            continue
+        section, _, field = name.rpartition(".")
+        if section:
+            base = top.get(section, getattr(config, section))
+            top[section] = dataclasses.replace(base, **{field: value})
+        else:
+            top[field] = value
+    return dataclasses.replace(config, **top)
+
+
+def _train(chosen: argparse.Namespace) -> int:
+    config = configure(chosen)
+    from afterimage.launch.local import RunFailed, train
+
+    try:
+        train(config, command=shlex.join(["afterimage", *chosen.given]))
+    except RunFailed as failure:
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]the run failed:[/] {escape(str(failure))}")
+        return 1
+    except KeyboardInterrupt:
+        return CUT_SHORT
+    return 0
+
+
+def _eval(chosen: argparse.Namespace) -> int:
+    config = configure(chosen)
+    from afterimage.launch.local import evaluate
+
+    result = evaluate(chosen.trained, config)
+    Console().print(f"success {result.success:.1%} (95% {result.low:.1%} to {result.high:.1%}) on {result.tasks} tasks")
+    return 0
+
+
+def _report(chosen: argparse.Namespace) -> int:
+    from afterimage.observe.report import write_report
+
+    Console(soft_wrap=True).print(str(write_report(chosen.run)), highlight=False)
+    return 0
+
+
+def _recipes(chosen: argparse.Namespace) -> int:
+    for name, recipe in RECIPES.items():
+        Console().print(f"[bold]{name}[/]  {(inspect.getdoc(recipe) or '').splitlines()[0]}")
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,303 @@
+"""Every knob, in the order the data flows. Frozen, checked once, read by name; imports no torch.
+
+The docstring under a field is its `--help`. A recipe is a function that returns a `RunConfig`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Literal
+
+
+class ConfigError(ValueError):
+    """A knob has a value it cannot have. The message names field, value and range."""
+
+
+def _at_least(where: str, low: float, /, **values: float) -> None:
+    for name, value in values.items():
+        if not value >= low:
+            raise ConfigError(f"{where}.{name} must be >= {low:g}, got {value}")
+
+
+def _within(where: str, low: float, high: float, /, **values: float) -> None:
+    for name, value in values.items():
+        if not low <= value <= high:
+            raise ConfigError(f"{where}.{name} must be between {low:g} and {high:g}, got {value}")
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """The words somebody may have meant, as the end of a sentence.
+
+    >>> nearest("snapsht_old", ["rollout", "snapshot_old"])
+    '; did you mean snapshot_old?'
+    """
+    close = get_close_matches(word, known, n=2, cutoff=0.5)
+    return f"; did you mean {' or '.join(close)}?" if close else f"; there are: {', '.join(known)}"
+
+
+Dtype = Literal["float32", "bfloat16"]
+SHIPPED_ENVS = ("retail", "calculator")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskConfig:
+    """What the agent is trained on."""
+
+    env: str = "retail"
+    """Who poses the tasks: `retail`, `calculator`, or `module:factory` for a task set of your own."""
+    level: Literal["1", "2", "3"] = "1"
+    """How hard the retail desk is: 1 for a small model; 2 and 3 for real ones."""
+    latency_s: float = 0.0
+    """Mean of the log-normal waiting time of a retail tool call; 0 answers at once."""
+    latency_sigma: float = 0.5
+    """Spread of that waiting time: the standard deviation of its logarithm."""
+
+    def __post_init__(self) -> None:
+        _at_least("task", 0, latency_s=self.latency_s, latency_sigma=self.latency_sigma)
+        if self.env not in SHIPPED_ENVS and ":" not in self.env:
+            raise ConfigError(f"task.env cannot be {self.env!r}{nearest(self.env, SHIPPED_ENVS)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The program that samples."""
+
+    dtype: Dtype = "bfloat16"
+    """Precision of generation. Apart from the trainer's: what lies between them is the discrepancy."""
+    threads: int = 1
+    """Processor threads of the engine process; the trainer takes the others."""
+    max_running: int = 128
+    """Replies generated at the same time."""
+    max_context: int = 1024
+    """Tokens an episode may hold, prompt and replies together."""
+    temperature: float = 1.0
+    """Sampling temperature. It is part of the behaviour policy, so the trainer applies it too."""
+    top_p: float = 1.0
+    """Refused below 1: the embedded engine does not record the truncated support."""
+    max_reply_tokens: int = 96
+    """Tokens of one reply."""
+
+    def __post_init__(self) -> None:
+        _at_least(
+            "engine", 1, threads=self.threads, max_running=self.max_running, max_reply_tokens=self.max_reply_tokens
+        )
+        _at_least("engine", 16, max_context=self.max_context)
+        if not self.temperature > 0:
+            raise ConfigError(f"engine.temperature must be > 0, got {self.temperature}")
+        if self.top_p != 1.0:
+            raise ConfigError(
+                f"engine.top_p must be 1.0, got {self.top_p}: top-p samples from a truncated support, and without "
+                "recording that support no log-probability of it can be replayed in the trainer"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """How an episode is run."""
+
+    max_turns: int = 10
+    """Replies an episode may take; then it ends with what it has."""
+    timeout_s: float = 60.0
+    """Seconds an environment may take for one answer."""
+    retries: int = 1
+    """Times a failed episode is begun again with the same seed."""
+    max_failed_share: float = 0.2
+    """Share of failed episodes (of the last 100 or more) above which the run stops."""
+
+    def __post_init__(self) -> None:
+        _at_least("rollout", 1, max_turns=self.max_turns)
+        _at_least("rollout", 0, retries=self.retries)
+        _within("rollout", 0, 1, max_failed_share=self.max_failed_share)
+        if not self.timeout_s > 0:
+            raise ConfigError(f"rollout.timeout_s must be > 0, got {self.timeout_s}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleConfig:
+    """Who may begin, and in which order results are taken. See docs/staleness.md."""
+
+    max_staleness: int = 2
+    """Versions a token may lag behind the policy that trains on it (window 1). 0 is synchronous training."""
+    groups_per_step: int = 16
+    """Tasks per batch."""
+    group_size: int = 8
+    """Episodes per task."""
+    window: int = 1
+    """Look-ahead: each group of a batch may come from the `window` oldest positions in line. 1 is strict order."""
+
+    def __post_init__(self) -> None:
+        _at_least("schedule", 0, max_staleness=self.max_staleness)
+        _at_least("schedule", 1, groups_per_step=self.groups_per_step, group_size=self.group_size, window=self.window)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreditConfig:
+    """From rewards to advantages."""
+
+    estimator: Literal["grpo", "grpo_no_std", "rloo", "dr_grpo", "reinforce_batch", "turn_level"] = "grpo"
+    """How siblings are compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OldLogpsConfig:
+    """Where the trainer-side log-probability of the sampling version comes from."""
+
+    route: Literal["rollout", "current_recompute", "snapshot_old", "ewma_prox"] = "snapshot_old"
+    """`snapshot_old` is exact; the others put something in its place."""
+    beta: float = 0.5
+    """`ewma_prox`: decay per published version; the mean age tends to beta / (1 - beta) versions."""
+    baseline: bool = False
+    """Allow a combination that the linter refuses, as a baseline to compare with."""
+
+    def __post_init__(self) -> None:
+        _within("old_logps", 0, 0.9999, beta=self.beta)
+
+
+Unit = Literal["token", "turn", "segment", "sequence"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionConfig:
+    """What is done about the discrepancy D = pi_old / mu: same weights, two programs."""
+
+    control: Literal["none", "mask", "truncate", "mask_weight"] = "mask_weight"
+    """Keep or drop inside the band, truncate the weight, or weight inside and drop outside."""
+    low: float = 0.5
+    """Lower end of the band on D."""
+    high: float = 2.0
+    """Upper end of the band on D."""
+    unit: Unit = "token"
+    """What D is aggregated over."""
+    aggregate: Literal["mean", "sum"] = "mean"
+    """Geometric mean of the ratios in a unit, or their product."""
+    veto_below: float = 0.0
+    """Drop a whole sequence with any token whose D is below this; 0 never does."""
+
+    def __post_init__(self) -> None:
+        _within("correction", 0, 1, low=self.low, veto_below=self.veto_below)
+        _at_least("correction", 1, high=self.high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveConfig:
+    """What is done about staleness S = pi / pi_old: same program, newer weights; and the loss."""
+
+    kind: Literal["ppo_clip", "dual_clip", "gspo", "cispo", "kl_penalty", "none"] = "ppo_clip"
+    """The trust region."""
+    clip_low: float = 0.2
+    """S below 1 - clip_low gives no further gradient."""
+    clip_high: float = 0.28
+    """S above 1 + clip_high gives no further gradient."""
+    dual_clip: float = 3.0
+    """`dual_clip`: bound on the loss of a negative advantage, in multiples of it."""
+    kl_penalty: float = 1.0
+    """`kl_penalty`: the coefficient c of S A - c / 2 (log S)^2."""
+    unit: Unit = "token"
+    """What S is aggregated over."""
+    aggregate: Literal["mean", "sum"] = "mean"
+    """Geometric mean of the ratios in a unit, or their product."""
+    normalise: Literal["action_tokens", "kept", "sequence_mean", "constant"] = "action_tokens"
+    """What the loss is divided by; `action_tokens` counts them before masking."""
+    constant: float = 1000.0
+    """`normalise = "constant"`: tokens per sequence that the sum is divided by (Dr. GRPO)."""
+    reference_kl: float = 0.0
+    """Coefficient of the KL to the policy that the run began with."""
+    entropy: float = 0.0
+    """Coefficient of the entropy bonus."""
+
+    def __post_init__(self) -> None:
+        _within("objective", 0, 1, clip_low=self.clip_low)
+        _at_least("objective", 0, clip_high=self.clip_high, kl_penalty=self.kl_penalty)
+        _at_least("objective", 0, reference_kl=self.reference_kl)
+        _at_least("objective", 1, constant=self.constant)
+        if not self.dual_clip > 1:
+            raise ConfigError(f"objective.dual_clip must be > 1 (1 stops fresh data too), got {self.dual_clip}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerConfig:
+    """The program that learns."""
+
+    dtype: Dtype = "float32"
+    """Precision of the forward pass; the optimizer's weights are always float32."""
+    optimizer: str = "AdamW"
+    """Name of a class in torch.optim."""
+    lr: float = 3e-4
+    """Learning rate after warm-up."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls over the run's steps."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises from 0."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay, for optimizers that have it."""
+    grad_clip: float = 1.0
+    """Norm that the gradient is clipped to."""
+    steps_per_batch: int = 1
+    """Optimizer steps per batch; each takes an equal share of its sequences."""
+    micro_tokens: int = 4096
+    """Tokens per forward and backward pass."""
+    threads: int = 0
+    """Processor threads; 0 takes what the engine leaves."""
+
+    def __post_init__(self) -> None:
+        _at_least("trainer", 1, steps_per_batch=self.steps_per_batch, micro_tokens=self.micro_tokens)
+        _at_least("trainer", 0, warmup_steps=self.warmup_steps, weight_decay=self.weight_decay, threads=self.threads)
+        if not self.lr > 0:
+            raise ConfigError(f"trainer.lr must be > 0, got {self.lr}")
+        if not self.grad_clip > 0:
+            raise ConfigError(f"trainer.grad_clip must be > 0, got {self.grad_clip}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig:
+    """How success is measured: on held-out tasks, sampled at the run's temperature by the engine."""
+
+    tasks: int = 256
+    """Held-out tasks; 0 never evaluates."""
+    every: int = 0
+    """Steps between evaluations; 0 evaluates before the first step and after the last."""
+
+    def __post_init__(self) -> None:
+        _at_least("eval", 0, tasks=self.tasks, every=self.every)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One run."""
+
+    recipe: str
+    """The recipe's name, for the record."""
+    policy: str = "base"
+    """A Hugging Face model folder; `base` is the small model that comes with the package."""
+    runs: Path = Path("runs")
+    """Where run folders are made."""
+    name: str = ""
+    """Name of the run folder; empty makes one from the recipe, the seed and the time."""
+    seed: int = 0
+    """Tasks, episodes and sampling noise derive from it."""
+    steps: int = 80
+    """Batches to train on."""
+    minutes: float = 0.0
+    """Stop after this many minutes, if earlier than `steps`; 0 never does."""
+    tensorboard: bool = False
+    """Also write TensorBoard events into the run folder."""
+    task: TaskConfig = field(default_factory=TaskConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    credit: CreditConfig = field(default_factory=CreditConfig)
+    old_logps: OldLogpsConfig = field(default_factory=OldLogpsConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+    def __post_init__(self) -> None:
+        _at_least("run", 1, steps=self.steps)
+        _at_least("run", 0, minutes=self.minutes, seed=self.seed)
+        if self.trainer.steps_per_batch > self.schedule.groups_per_step * self.schedule.group_size:
+            raise ConfigError(
+                f"trainer.steps_per_batch must be <= {self.schedule.groups_per_step * self.schedule.group_size} "
+                f"(the sequences of a batch), got {self.trainer.steps_per_batch}"
+            )

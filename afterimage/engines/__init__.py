@@ -1,0 +1,97 @@
+"""Engines sample. Tokens go in, tokens come out with the log-probability and the version they were sampled with."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from afterimage.trajectory import Sampled
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample one reply.
+
+    The noise of a token is keyed by `seed` and the token's absolute position in its sequence, so that a reply which
+    continues in a second `sample` goes on with its own noise.
+    """
+
+    max_tokens: int
+    stop_tokens: tuple[int, ...]
+    """The reply ends with the first of these; it is part of the reply, for the policy chose it."""
+    temperature: float = 1.0
+    """0 is greedy: the distribution is then a point mass, and every log-probability is 0."""
+    seed: int = 0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be >= 1, got {self.max_tokens}")
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature must be >= 0 (0 is greedy), got {self.temperature}")
+
+
+def require_full_support(params: SamplingParams) -> None:
+    """Refuse sampling that cuts tokens off: their log-probability would be one that the trainer cannot reproduce.
+
+    >>> require_full_support(SamplingParams(max_tokens=8, stop_tokens=(), temperature=0.7))
+    """
+    if params.top_p < 1 or params.top_k > 0:
+        raise ValueError(
+            f"top_p={params.top_p}, top_k={params.top_k} truncate the support: the reply would be sampled from a "
+            "renormalised distribution that the trainer's softmax does not have, and every importance ratio would be "
+            "biased. Use top_p=1 and top_k=0; the temperature is free"
+        )
+
+
+ReplyStop = Literal["stop", "length", "interrupted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What `sample` returns: one piece of one version, and why it ended. An interrupted piece may be empty."""
+
+    piece: Sampled
+    stop: ReplyStop
+
+
+class EngineDied(RuntimeError):
+    """The engine can no longer sample: the machinery failed, and the run ends with this error."""
+
+
+class Engine(Protocol):
+    """Tokens in, tokens out, never re-tokenised.
+
+    Every returned token has one log-probability, under the distribution really sampled (temperature included). The
+    version is stamped inside the engine under the lock that guards weight changes.
+    """
+
+    async def start(self) -> None:
+        """Bring the engine up. Until `load` and `resume`, `sample` waits."""
+        ...
+
+    async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
+        """Continue `tokens`. Waits while the engine is interrupted. Raises `EngineDied`."""
+        ...
+
+    async def interrupt(self) -> None:
+        """Make every pending `sample` return what it has, and return when all have. Later ones wait for `resume`."""
+        ...
+
+    async def load(self, update: Mapping[str, Tensor], version: int) -> None:
+        """Take these weights; tokens sampled from now on carry `version`. Only between `interrupt` and `resume`."""
+        ...
+
+    async def resume(self) -> None:
+        """Sample again."""
+        ...
+
+    async def close(self) -> None:
+        """Give everything back. Pending samples end with `EngineDied`."""
+        ...
+
+    def metrics(self) -> Mapping[str, float]:
+        """Counters since the last call: tokens, seconds busy, re-prefilled tokens and seconds."""
+        ...

@@ -1,0 +1,305 @@
+"""The engine that needs no server: a process of its own on this machine, reached through a socket.
+
+Its threads are set before torch loads there: with more threads than cores, generation and training slow each other
+down twenty times. The process gets a session of its own and ignores Ctrl-C, so only `close` or the end of this
+process ends it.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors.torch import save as pack_tensors
+from torch import Tensor
+
+from afterimage.engines import EngineDied, Reply, SamplingParams, require_full_support
+from afterimage.engines.wire import Frames, Header, pack
+from afterimage.trajectory import Sampled
+
+_LAST_WORDS = 2000
+_NOT_STARTED = "the engine has not been started: await start() first"
+_COUNTERS = (
+    "sampled_tokens", "prefill_tokens", "cached_tokens", "reprefill_tokens", "reprefill_s", "busy_s", "idle_s", "steps",
+    "rows",
+)  # fmt: skip
+_PROGRAM = (
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); import sys; "
+    "from afterimage.engines.worker import main; main(int(sys.argv[1]), sys.argv[2])"
+)
+
+
+class EmbeddedEngine:
+    """`Engine` in a child process. Start it, use it and close it on one event loop.
+
+    `dtype` is the engine's alone; weights are cast when they are loaded. `max_slots` replies are sampled at once,
+    further ones wait; contexts of past turns are kept in idle slots, so a few more slots than episodes in flight
+    are well spent. A reply ends with "length" where its sequence reaches `max_context`.
+    """
+
+    def __init__(
+        self,
+        model_folder: Path,
+        *,
+        dtype: Literal["bfloat16", "float32"] = "bfloat16",
+        threads: int = 1,
+        max_slots: int = 128,
+        max_context: int = 2048,
+    ) -> None:
+        _check(model_folder, dtype=dtype, threads=threads, max_slots=max_slots, max_context=max_context)
+        self._options: dict[str, str | int] = {
+            "model_folder": str(model_folder.resolve()),
+            "dtype": dtype,
+            "threads": threads,
+            "max_slots": max_slots,
+            "max_context": max_context,
+        }
+        self.max_context = max_context
+        self.runner = ""
+        """Which program runs the model; known after `start`."""
+        self.vocab_size = 0
+        self._numbers = itertools.count()
+        self._replies: dict[int, asyncio.Future[Reply]] = {}
+        self._answers: dict[int, asyncio.Future[None]] = {}
+        self._counters = dict.fromkeys(_COUNTERS, 0.0)
+        self._error = ""
+        """Why the engine can no longer sample; empty while it can."""
+        self._child: _Child | None = None
+
+    async def start(self) -> None:
+        """Start the process and wait until it is ready for weights. Raises ValueError if it refuses the model."""
+        if self._child is not None:
+            raise RuntimeError("this engine has been started before; make a new one")
+        self._child = _Child(self._options)
+        ready = self._answers[_READY] = asyncio.get_running_loop().create_future()
+        await self._child.connect(_Link(self._arrived, self._lost))
+        await ready
+
+    async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
+        self._check_request(tokens, params)
+        number = next(self._numbers)
+        fields = [number, list(tokens), params.max_tokens, params.stop_tokens, params.temperature, params.seed]
+        self._send({"op": "sample", "request": fields})
+        future = self._replies[number] = asyncio.get_running_loop().create_future()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if self._replies.pop(number, None) and not self._error:
+                self._send({"op": "cancel", "id": number})
+            raise
+
+    async def interrupt(self) -> None:
+        await self._ask({"op": "interrupt"})
+
+    async def load(self, update: Mapping[str, Tensor], version: int) -> None:
+        """As the Protocol says; the tensors must not change before this returns."""
+        if version < 0:
+            raise ValueError(f"version must be >= 0, got {version}")
+        await self._ask({"op": "load", "version": version}, await asyncio.to_thread(_pack_update, update))
+
+    async def resume(self) -> None:
+        await self._ask({"op": "resume"})
+
+    async def close(self) -> None:
+        """End the process and wait for it. Harmless when it is gone already."""
+        self._end("the engine is closed")
+        if self._child is not None:
+            await self._child.close()
+
+    def metrics(self) -> Mapping[str, float]:
+        """Counters since the last call. A step's time is charged to re-prefilling by the share of its tokens."""
+        counters, self._counters = self._counters, dict.fromkeys(_COUNTERS, 0.0)
+        rows, steps = counters.pop("rows"), counters["steps"]
+        return counters | {"batch_size_mean": rows / steps if steps else 0.0}
+
+    @property
+    def pid(self) -> int:
+        """The process that samples."""
+        if self._child is None:
+            raise RuntimeError(_NOT_STARTED)
+        return self._child.pid
+
+    def _check_request(self, tokens: Sequence[int], params: SamplingParams) -> None:
+        require_full_support(params)
+        if not tokens:
+            raise ValueError("nothing to continue: sample needs at least one token")
+        if len(tokens) >= self.max_context:
+            raise ValueError(f"{len(tokens)} tokens leave no room for a reply; raise max_context={self.max_context}")
+        ids = (*tokens, *params.stop_tokens)
+        if self.vocab_size and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            raise ValueError(
+                f"token ids from {min(ids)} to {max(ids)}, but the model has 0 to {self.vocab_size - 1}; "
+                "do tokenizer and model belong together?"
+            )
+
+    def _send(self, header: Header, body: bytes = b"") -> None:
+        if self._error:
+            raise EngineDied(self._error)
+        if self._child is None:
+            raise RuntimeError(_NOT_STARTED)
+        self._child.send(pack(header, body))
+
+    async def _ask(self, header: Header, body: bytes = b"") -> None:
+        """Send and wait for the acknowledgement, which comes after everything the process said before it."""
+        number = next(self._numbers)
+        self._send({**header, "id": number}, body)
+        future = self._answers[number] = asyncio.get_running_loop().create_future()
+        await future
+
+    def _arrived(self, header: Header) -> None:
+        for name, amount in header.get("counters", {}).items():
+            self._counters[name] += amount
+        match header["op"]:
+            case "replies":
+                for number, tokens, behavior_logp, stop in header["replies"]:
+                    piece = Sampled(tuple(tokens), tuple(behavior_logp), header["version"])
+                    _settle(self._replies.pop(number, None), Reply(piece, stop))
+            case "done":
+                _settle(self._answers.pop(header["id"], None), None, error=_fault(header))
+            case "ready":
+                self.runner, self.vocab_size = header["runner"], header["vocab_size"]
+                _settle(self._answers.pop(_READY, None), None)
+            case "refused":
+                _settle(self._answers.pop(_READY, None), None, error=ValueError(header["error"]))
+
+    def _lost(self) -> None:
+        """The connection is gone, and with it the process."""
+        if not self._error and self._child is not None:
+            self._end(self._child.last_words())
+
+    def _end(self, error: str) -> None:
+        """Nothing more will come: everyone who waits gets `EngineDied`."""
+        self._error = self._error or error
+        for futures in (self._replies, self._answers):
+            for future in futures.values():
+                _settle(future, None, error=EngineDied(self._error))
+            futures.clear()
+
+
+_READY = -1
+
+
+def _settle(future: "asyncio.Future[Any] | None", result: Reply | None, *, error: Exception | None = None) -> None:
+    """Answer a caller, unless it has stopped waiting."""
+    if future is None or future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+def _fault(header: Header) -> Exception | None:
+    match header["fault"]:
+        case "":
+            return None
+        case "weights":
+            return ValueError(header["error"])
+    return RuntimeError(header["error"])
+
+
+class _Link(asyncio.Protocol):
+    """Bytes from the process become frames; its end becomes one call."""
+
+    def __init__(self, arrived: Callable[[Header], None], lost: Callable[[], None]) -> None:
+        self._frames = Frames()
+        self._on_frame = arrived
+        self._on_end = lost
+
+    def data_received(self, data: bytes) -> None:
+        for header, _ in self._frames.feed(data):
+            self._on_frame(header)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._on_end()
+
+
+class _Child:
+    """The process, its socket, and where its error output goes."""
+
+    def __init__(self, options: Mapping[str, str | int]) -> None:
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-X", "faulthandler", "-c", _PROGRAM, str(theirs.fileno()), json.dumps(options)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._stderr,
+                start_new_session=True,
+                env=_environment(int(options["threads"])),
+            )
+        self._socket = ours
+        self._transport: asyncio.WriteTransport | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def connect(self, link: _Link) -> None:
+        self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: link, sock=self._socket)
+
+    def send(self, frame: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(frame)
+
+    def last_words(self) -> str:
+        """Why the process ended. It has hung up, which only its end does, so its exit code is there."""
+        code = self._process.wait()
+        self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - _LAST_WORDS))
+        output = self._stderr.read().decode(errors="replace").strip()
+        reason = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        return f"the engine process (pid {self.pid}) ended with {reason}" + (f":\n{output}" if output else "")
+
+    async def close(self) -> None:
+        """End the process and wait for it. It has nothing to save: whoever waits for it gets `EngineDied`."""
+        if self._transport is not None:
+            self._transport.abort()
+        self._socket.close()
+        self._process.kill()
+        try:
+            await asyncio.to_thread(self._process.wait)
+        finally:
+            self._process.wait()
+            self._stderr.close()
+
+
+def _environment(threads: int) -> dict[str, str]:
+    root = str(Path(__file__).parents[2])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "HF_HUB_OFFLINE": "1",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "4096",
+    }
+
+
+def _pack_update(update: Mapping[str, Tensor]) -> bytes:
+    """Safetensors bytes. Tensors that share memory (tied weights) are written out one by one."""
+    return pack_tensors({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in update.items()})
+
+
+def _check(model_folder: Path, *, dtype: str, **limits: int) -> None:
+    """Refuse what cannot work before a process is started."""
+    if dtype not in ("bfloat16", "float32"):
+        raise ValueError(f"dtype must be bfloat16 or float32, got {dtype!r}")
+    for name, value in limits.items():
+        if value < 1:
+            raise ValueError(f"{name} must be >= 1, got {value}")
+    path = model_folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{model_folder} is not a model folder: it has no config.json")
+    known = json.loads(path.read_text()).get("max_position_embeddings")
+    if known is not None and limits["max_context"] > known:
+        raise ValueError(f"max_context={limits['max_context']} is more than the model's {known} positions")

@@ -1,0 +1,171 @@
+"""The public fake: an engine that says what it is told to, for tests of everything that stands on an engine.
+
+In-process, deterministic, without a model. Time passes only in `token_delay`, so a test decides with events or a
+virtual clock which reply is the slow one and where an interrupt finds it.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from afterimage.engines import EngineDied, Reply, ReplyStop, SamplingParams, require_full_support
+from afterimage.engines.runner import check_update
+from afterimage.trajectory import Sampled
+
+Say = Callable[[Sequence[int], SamplingParams], Sequence[int]]
+"""`(tokens so far, params)` -> the tokens that follow, up to and including a stop token or as many as are asked for."""
+Delay = Callable[[Sequence[int], SamplingParams], Awaitable[None]]
+"""`(tokens so far, params)` -> what the next token waits for."""
+
+
+class ScriptedEngine:
+    """`Engine` that samples nothing. `logp` is the log-probability of every token, or a function of (context, token).
+
+    A continued reply asks `say` again, with what was said so far. `parameters` are the weights that `load` expects, by
+    name; without them it takes any.
+
+    >>> async def hello() -> Reply:
+    ...     engine = ScriptedEngine(lambda tokens, params: [5, 6, 7])
+    ...     await engine.start()
+    ...     await engine.load({}, version=3)
+    ...     await engine.resume()
+    ...     return await engine.sample([1], SamplingParams(max_tokens=2, stop_tokens=()))
+    >>> reply = asyncio.run(hello())
+    >>> reply.piece.tokens, reply.piece.version, reply.stop
+    ((5, 6), 3, 'length')
+    """
+
+    def __init__(
+        self,
+        say: Say,
+        *,
+        logp: float | Callable[[Sequence[int], int], float] = -0.5,
+        token_delay: Delay | None = None,
+        parameters: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self._say = say
+        self._logp = logp
+        self._token_delay = token_delay
+        self._parameters = parameters
+        self.version = -1
+        self._pending: set[asyncio.Event] = set()
+        """One event per reply being said; setting it makes the reply end with what it has."""
+        self._open = asyncio.Event()
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self._started = False
+        self._error = ""
+        self._sampled_tokens = 0
+
+    async def start(self) -> None:
+        self._started = True
+
+    async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
+        require_full_support(params)
+        if not tokens:
+            raise ValueError("nothing to continue: sample needs at least one token")
+        self._check_alive()
+        while not self._open.is_set():
+            await self._open.wait()
+        self._check_alive()
+        halt = asyncio.Event()
+        self._pending.add(halt)
+        self._quiet.clear()
+        try:
+            return await self._reply(tuple(tokens), params, halt)
+        finally:
+            self._pending.discard(halt)
+            if not self._pending:
+                self._quiet.set()
+
+    async def _reply(self, tokens: tuple[int, ...], params: SamplingParams, halt: asyncio.Event) -> Reply:
+        said: list[int] = []
+        behavior_logp: list[float] = []
+        stop: ReplyStop | None = None
+        version = self.version
+        for token in self._script(tokens, params):
+            if self._token_delay is not None and not await _before(self._token_delay((*tokens, *said), params), halt):
+                stop = "interrupted"
+                break
+            behavior_logp.append(self._logp((*tokens, *said), token) if callable(self._logp) else self._logp)
+            said.append(token)
+        self._check_alive()
+        self._sampled_tokens += len(said)
+        if stop is None:
+            stop = "stop" if said[-1] in params.stop_tokens else "length"
+        return Reply(Sampled(tuple(said), tuple(behavior_logp), version), stop)
+
+    def _script(self, tokens: tuple[int, ...], params: SamplingParams) -> list[int]:
+        """What will be said if nothing interrupts it."""
+        script: list[int] = []
+        for token in self._say(tokens, params):
+            script.append(token)
+            if token in params.stop_tokens or len(script) == params.max_tokens:
+                return script
+        raise ValueError(
+            f"say gave {len(script)} tokens, neither the {params.max_tokens} asked for nor one of the stop tokens "
+            f"{params.stop_tokens}: end the script with a stop token"
+        )
+
+    async def interrupt(self) -> None:
+        self._check_alive()
+        self._open.clear()
+        for halt in self._pending:
+            halt.set()
+        await self._quiet.wait()
+
+    async def load(self, update: Mapping[str, Tensor], version: int) -> None:
+        self._check_alive()
+        if version < 0:
+            raise ValueError(f"version must be >= 0, got {version}")
+        if self._open.is_set():
+            raise RuntimeError("load while sampling: interrupt first, so that no reply mixes two versions")
+        if self._parameters is not None:
+            check_update(update, {name: tensor.shape for name, tensor in self._parameters.items()}, {})
+        self.version = version
+
+    async def resume(self) -> None:
+        self._check_alive()
+        if self.version < 0:
+            raise RuntimeError("resume before the first load: there are no weights to sample from")
+        self._open.set()
+
+    async def close(self) -> None:
+        """End every pending reply with `EngineDied`."""
+        self.die("the engine is closed")
+        await self._quiet.wait()
+
+    def die(self, error: str) -> None:
+        """Fail as an engine whose process has ended: every pending and later call raises `EngineDied`."""
+        self._error = self._error or error
+        self._open.set()
+        for halt in self._pending:
+            halt.set()
+
+    def metrics(self) -> Mapping[str, float]:
+        """Tokens said since the last call."""
+        sampled_tokens, self._sampled_tokens = self._sampled_tokens, 0
+        return {"sampled_tokens": float(sampled_tokens)}
+
+    def _check_alive(self) -> None:
+        if self._error:
+            raise EngineDied(self._error)
+        if not self._started:
+            raise RuntimeError("the engine has not been started: await start() first")
+
+
+async def _before(delay: Awaitable[None], halt: asyncio.Event) -> bool:
+    """Wait for `delay`. False as soon as `halt` is set, and `delay` is then cancelled."""
+    waiting = asyncio.ensure_future(delay)
+    halted = asyncio.ensure_future(halt.wait())
+    try:
+        await asyncio.wait((waiting, halted), return_when=asyncio.FIRST_COMPLETED)
+        if halt.is_set():
+            return False
+        await waiting
+        return True
+    finally:
+        waiting.cancel()
+        halted.cancel()
+        await asyncio.wait((waiting, halted))

@@ -1,0 +1,150 @@
+"""The embedded engine's process: one loop that reads messages, steps the batcher, and answers.
+
+Only this loop touches the weights and the version, and it does so between steps: that is the guard under which every
+reply gets its version. The process ends by itself when the other side is gone.
+"""
+
+import json
+import os
+import select
+import socket
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from safetensors.torch import load as unpack_tensors
+
+from afterimage.engines.batcher import Batcher, Finished, Request
+from afterimage.engines.decoder import Qwen3Runner, supports
+from afterimage.engines.runner import DTYPES, Runner
+from afterimage.engines.wire import Frames, Header, pack
+
+_READ_BYTES = 1 << 20
+
+Refusal = tuple[str, str]
+"""Whose fault it is (`order` or `weights`) and what is wrong; both empty when nothing is."""
+TAKEN: Refusal = ("", "")
+
+
+def main(descriptor: int, options: str) -> None:
+    """Serve the engine at the other end of the socket until it hangs up. `options` is JSON."""
+    wanted = json.loads(options)
+    torch.set_num_threads(wanted["threads"])
+    torch.set_num_interop_threads(1)
+    limits = {"max_slots": wanted["max_slots"], "max_context": wanted["max_context"]}
+    # Never closed: the other side then sees the end only once the last words are written and there is an exit code.
+    os.dup(descriptor)
+    with socket.socket(fileno=descriptor) as connection, torch.inference_mode():
+        try:
+            runner = build_runner(Path(wanted["model_folder"]), dtype=wanted["dtype"], **limits)
+        except (ValueError, OSError) as error:
+            connection.sendall(pack({"op": "refused", "error": str(error)}))
+            return
+        worker = _Worker(connection, Batcher(runner, **limits))
+        worker.send({"op": "ready", "runner": runner.name, "vocab_size": runner.vocab_size})
+        worker.serve()
+
+
+def build_runner(folder: Path, *, dtype: str, max_slots: int, max_context: int) -> Runner:
+    """Our decoder where it computes this model exactly, transformers' forward pass for everything else."""
+    config = json.loads((folder / "config.json").read_text())
+    if supports(config):
+        return Qwen3Runner(config, dtype=DTYPES[dtype], max_slots=max_slots, max_context=max_context)
+    # Here, because importing transformers takes longer than all the rest of the start.
+    from afterimage.engines.fallback import TransformersRunner
+
+    return TransformersRunner(folder, dtype=DTYPES[dtype], max_slots=max_slots, max_context=max_context)
+
+
+class _Worker:
+    def __init__(self, connection: socket.socket, batcher: Batcher) -> None:
+        self._connection = connection
+        self._batcher = batcher
+        self._frames = Frames()
+        self._version = -1
+        self._running = False
+        self._idle_s = 0.0
+
+    def serve(self) -> None:
+        """Messages first, then one step, until the connection ends."""
+        while True:
+            working = self._running and self._batcher.has_work
+            start = perf_counter()
+            readable, _, _ = select.select([self._connection], [], [], 0 if working else None)
+            if not working:
+                self._idle_s += perf_counter() - start
+            if readable and not self._receive():
+                return
+            if self._running and self._batcher.has_work and not self._reply(self._batcher.step()):
+                return
+
+    def send(self, header: Header) -> bool:
+        """False when nobody listens any more. The counters since the last message travel along."""
+        counters = {**self._batcher.counters, "idle_s": self._idle_s}
+        self._batcher.counters.clear()
+        self._idle_s = 0.0
+        try:
+            self._connection.sendall(pack({**header, "counters": counters}))
+        except (BrokenPipeError, ConnectionResetError):
+            return False
+        return True
+
+    def _receive(self) -> bool:
+        """Take what has arrived. False at the end of the connection."""
+        try:
+            data = self._connection.recv(_READ_BYTES)
+        except ConnectionResetError:
+            return False
+        alive = bool(data)
+        for header, body in self._frames.feed(data):
+            alive = alive and self._handle(header, body)
+        return alive
+
+    def _handle(self, header: Header, body: bytes) -> bool:
+        match header["op"]:
+            case "sample":
+                self._batcher.submit(_request(header["request"]))
+                return True
+            case "cancel":
+                self._batcher.cancel(header["id"])
+                return True
+            case "interrupt":
+                finished = self._batcher.interrupt() if self._running else []
+                self._running = False
+                return self._reply(finished) and self._acknowledge(header)
+            case "load":
+                return self._acknowledge(header, *self._load(body, header["version"]))
+            case "resume":
+                return self._acknowledge(header, *self._resume())
+        raise ValueError(f"unknown message {header['op']!r}")
+
+    def _load(self, body: bytes, version: int) -> Refusal:
+        if self._running:
+            return "order", "load while sampling: interrupt first, so that no reply mixes two versions"
+        try:
+            self._batcher.load(unpack_tensors(body))
+        except ValueError as error:
+            return "weights", str(error)
+        self._version = version
+        return TAKEN
+
+    def _resume(self) -> Refusal:
+        if self._version < 0:
+            return "order", "resume before the first load: there are no weights to sample from"
+        self._running = True
+        return TAKEN
+
+    def _acknowledge(self, header: Header, fault: str = "", error: str = "") -> bool:
+        return self.send({"op": "done", "id": header["id"], "fault": fault, "error": error})
+
+    def _reply(self, finished: list[Finished]) -> bool:
+        if not finished:
+            return True
+        replies = [[reply.id, reply.tokens, reply.behavior_logp, reply.stop] for reply in finished]
+        return self.send({"op": "replies", "version": self._version, "replies": replies})
+
+
+def _request(fields: list[Any]) -> Request:
+    number, tokens, max_tokens, stop_tokens, temperature, seed = fields
+    return Request(number, tuple(tokens), max_tokens, tuple(stop_tokens), temperature, seed)

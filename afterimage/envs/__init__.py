@@ -1,0 +1,76 @@
+"""Environments pose tasks, answer replies and judge episodes. They speak messages; `chat.py` makes tokens of them."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, Protocol
+
+from afterimage.trajectory import Task
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call the policy made. `error` says why the text is not a call, for the environment to answer."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation, as chat templates know them."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the environment says: new messages, and at the end the verdict.
+
+    `rewards` are named channels and only count when `done`; `reward` is an optional reward for the last reply alone.
+    """
+
+    messages: tuple[Message, ...]
+    done: bool = False
+    rewards: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    reward: float = 0.0
+    facts: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+
+
+class EnvError(Exception):
+    """The environment's own fault. The episode is retried, then reported; the run goes on."""
+
+
+class Env(Protocol):
+    """One episode: single use, seeded. Both methods may raise `EnvError`."""
+
+    async def begin(self) -> Turn:
+        """The opening messages (system, user)."""
+        ...
+
+    async def step(self, reply: Message) -> Turn:
+        """Answer the policy's reply. `reply.role` is "assistant"."""
+        ...
+
+
+class Taskset(Protocol):
+    """Where tasks come from, and the environment that poses each."""
+
+    name: str
+    tools: tuple[Mapping[str, Any], ...]
+    """JSON schemas of the tools, as chat templates take them."""
+
+    def train(self, seed: int) -> Iterator[Task]:
+        """Endless, in an order that depends on `seed` alone."""
+        ...
+
+    def held_out(self, count: int) -> list[Task]:
+        """The same tasks each time, none of which `train` ever yields."""
+        ...
+
+    def env(self, task: Task, seed: int) -> Env:
+        """A fresh environment for one episode. Everything random in it comes from `task` and `seed`."""
+        ...

@@ -1,0 +1,135 @@
+"""A small second environment: a sum to work out, one tool that works it out, and an answer to give as text."""
+
+import ast
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from random import Random
+from types import MappingProxyType
+from typing import Any
+
+from afterimage.envs import EnvError, Message, ToolCall, Turn
+from afterimage.trajectory import Task
+
+TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "calculate",
+        "description": "Work out an expression of whole numbers with + - * and parentheses.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string", "description": "For example (12 + 7) * 3."}},
+            "required": ["expression"],
+        },
+    },
+}
+
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
+MAX_LENGTH = 100
+
+
+class CalculatorTasks:
+    """Sums of `terms` numbers. Reward is 1 when the final text holds the result as a number of its own."""
+
+    name = "calculator"
+    tools: tuple[Mapping[str, Any], ...] = (TOOL,)
+
+    def __init__(self, *, terms: int = 3) -> None:
+        if terms < 2:
+            raise ValueError(f"terms must be >= 2, got {terms}")
+        self.terms = terms
+
+    def train(self, seed: int) -> Iterator[Task]:
+        index = seed * 10**9
+        while True:
+            yield Task(self.name, "train", index)
+            index += 1
+
+    def held_out(self, count: int) -> list[Task]:
+        return [Task(self.name, "held_out", index) for index in range(count)]
+
+    def expression(self, task: Task) -> str:
+        """The sum a task asks for.
+
+        >>> tasks = CalculatorTasks(terms=2)
+        >>> tasks.expression(Task("calculator", "train", 1)) == tasks.expression(Task("calculator", "train", 1))
+        True
+        """
+        random = Random(f"{task.key}/{self.terms}")
+        parts = [str(random.randrange(10, 100))]
+        for _ in range(self.terms - 1):
+            parts += [random.choice("+-*"), str(random.randrange(10, 100))]
+        return " ".join(parts)
+
+    def env(self, task: Task, seed: int) -> "CalculatorEnv":
+        """Nothing here is random beyond the task, so `seed` changes nothing."""
+        return CalculatorEnv(self.expression(task))
+
+
+class CalculatorEnv:
+    """One question. A reply without a tool call is the answer and ends the episode."""
+
+    def __init__(self, expression: str) -> None:
+        self._expression = expression
+        self._state = "new"
+        self._errors = 0
+
+    async def begin(self) -> Turn:
+        if self._state != "new":
+            raise EnvError("an episode begins once; make a new environment")
+        self._state = "open"
+        system = Message("system", "Work it out with the tool, then give the number.")
+        return Turn((system, Message("user", f"What is {self._expression}?")))
+
+    async def step(self, reply: Message) -> Turn:
+        if self._state != "open":
+            raise EnvError(f"step() in an episode that is {self._state}")
+        if reply.tool_calls:
+            answers = tuple(Message("tool", self._answer(call)) for call in reply.tool_calls)
+            return Turn(answers, facts=MappingProxyType({"tool_errors": float(self._errors)}))
+        self._state = "over"
+        right = str(calculate(self._expression)) in reply.content.rstrip(".").split()
+        facts = MappingProxyType({"tool_errors": float(self._errors)})
+        return Turn((), done=True, rewards=MappingProxyType({"success": float(right)}), facts=facts)
+
+    def _answer(self, call: ToolCall) -> str:
+        try:
+            if call.error:
+                raise ValueError(call.error)
+            if call.name != "calculate":
+                raise ValueError(f"unknown tool {call.name!r}; the tool is calculate")
+            if set(call.arguments) != {"expression"}:
+                raise ValueError("calculate takes expression")
+            return str(calculate(str(call.arguments["expression"])))
+        except ValueError as error:
+            self._errors += 1
+            return f"Error: {error}"
+
+
+def calculate(expression: str) -> int:
+    """The value of an expression of whole numbers; `ValueError` says what is wrong with any other text.
+
+    >>> calculate("(12 + 7) * -3")
+    -57
+    """
+    if len(expression) > MAX_LENGTH:
+        raise ValueError(f"an expression may have {MAX_LENGTH} characters, this has {len(expression)}")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise ValueError(f"cannot read {expression!r}") from None
+    return _value(tree.body)
+
+
+def _value(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int() as value) if not isinstance(value, bool):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_value(left), _value(right))
+    raise ValueError("only whole numbers, + - * and parentheses")

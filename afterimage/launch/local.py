@@ -1,0 +1,165 @@
+"""One machine: the engine in a process of its own, the trainer beside the event loop in this one."""
+
+import asyncio
+import math
+import os
+import time
+import traceback
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from afterimage import loop
+from afterimage.build import Site, build, build_speaker, build_taskset, policy_folder
+from afterimage.config import ConfigError, RunConfig
+from afterimage.observe.live import LiveDisplay
+from afterimage.observe.metrics import RunFolder, RunLog
+from afterimage.observe.report import write_report
+from afterimage.policy import DTYPES, Policy
+from afterimage.publish import DirectPublisher
+from afterimage.rollout import Rollout, examine
+
+POLICY = "policy"
+"""Where a run folder holds the trained model."""
+
+
+class RunFailed(RuntimeError):
+    """The machinery of a run failed. Its `__cause__` is the first error; the run folder holds the traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run that ended, and what it left behind."""
+
+    folder: Path
+    report: Path
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One row per step."""
+        return RunFolder(self.folder).metrics()
+
+    @property
+    def policy(self) -> Policy:
+        """The trained policy, read from the run folder."""
+        return Policy.load(self.folder / POLICY)
+
+
+def train(config: RunConfig, *, console: Console | None = None, command: str = "") -> Run:
+    """Run `config` to its end, with progress on the terminal. `command` is what the report says to do it again.
+
+    Leaves a run folder with metrics, conversations, the policy as a Hugging Face folder, and the report. Raises
+    `ConfigError` before anything is trained, `RunFailed` when the machinery fails; after Ctrl-C the folder is complete
+    and `KeyboardInterrupt` goes on.
+    """
+    console = console or Console(soft_wrap=True)
+    share_processor(config)
+    policy = Policy.load(policy_folder(config), dtype=config.trainer.dtype)
+    folder = config.runs / (config.name or f"{config.recipe}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
+    log = RunLog.create(folder, config)
+    log.event("started", cores=cores(), **({"command": command} if command else {}))
+    reason = "finished"
+    try:
+        with LiveDisplay(config, console=console) as display:
+            asyncio.run(_supervise(config, Site(policy, log, display)))
+    except ExceptionGroup as failures:
+        reason = "failed"
+        error = first_leaf(failures)
+        log.failed("".join(traceback.format_exception(error)))
+        raise RunFailed(f"{type(error).__name__}: {error} (traceback in {folder / 'error.txt'})") from error
+    except KeyboardInterrupt:
+        reason = "Ctrl-C"
+        console.print("[yellow]stopped; saving what there is[/]")
+        raise
+    finally:
+        log.event("stopped", reason=reason)
+        log.close()
+        if reason != "failed":
+            policy.save(folder / POLICY)
+        report = write_report(folder)
+        console.print(f"run folder {folder}\nreport     {report}", highlight=False)
+    return Run(folder, report)
+
+
+async def _supervise(config: RunConfig, site: Site) -> None:
+    """The loop under one parent; whatever happens, the trainer's thread ends and the engine is given back."""
+    parts = build(config, site)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(loop.run(parts))
+    finally:
+        parts.worker.shutdown(wait=True)
+        await parts.engine.close()
+
+
+def first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that began it: groups nest as tasks do, and the first to fail comes first."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """Held-out success, with its 95% Wilson interval."""
+
+    successes: int
+    tasks: int
+
+    @property
+    def success(self) -> float:
+        return self.successes / self.tasks
+
+    @property
+    def low(self) -> float:
+        return self._wilson(-1)
+
+    @property
+    def high(self) -> float:
+        return self._wilson(+1)
+
+    def _wilson(self, side: int) -> float:
+        z, n, p = 1.96, self.tasks, self.success
+        spread = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+        return (p + z * z / (2 * n) + side * spread) / (1 + z * z / n)
+
+
+def evaluate(trained: Path, config: RunConfig, *, console: Console | None = None) -> Grade:
+    """Held-out success of a run's policy, or of any model folder, on the recipe's tasks."""
+    if config.eval.tasks < 1:
+        raise ConfigError(f"eval.tasks must be >= 1 to evaluate, got {config.eval.tasks}")
+    folder = trained / POLICY if (trained / POLICY).is_dir() else trained
+    config = replace(config, policy=str(folder))
+    share_processor(config)
+    policy = Policy.load(policy_folder(config), dtype=config.trainer.dtype)
+    console = console or Console()
+
+    async def grade() -> list[bool]:
+        taskset = build_taskset(config.task)
+        speaker = build_speaker(config, policy, taskset)
+        rollout = Rollout(speaker, taskset, config.rollout)
+        try:
+            await speaker.engine.start()
+            await DirectPublisher(speaker.engine, dtype=DTYPES[config.engine.dtype]).publish(policy)
+            with LiveDisplay(config, console=console) as display:
+                tasks = taskset.held_out(config.eval.tasks)
+                return await examine(rollout, tasks, seed=config.seed, progress=display.phase)
+        finally:
+            await speaker.engine.close()
+
+    graded = asyncio.run(grade())
+    return Grade(sum(graded), len(graded))
+
+
+def share_processor(config: RunConfig) -> None:
+    """Divide the cores between trainer and engine: with more threads than cores both run many times slower."""
+    torch.set_num_threads(config.trainer.threads or max(1, cores() - config.engine.threads))
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

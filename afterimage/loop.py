@@ -1,0 +1,155 @@
+"""THE DATA PATH: tasks -> groups -> credit -> batch -> old log-probabilities -> loss -> weights -> engines.
+
+    produce()   admits groups      waits for a ticket            release() in train() unblocks it
+    rollout     runs episodes      waits for engine, environment  resume() in publish() unblocks it
+    train()     consumes batches   waits for the oldest groups    finished episodes unblock it
+
+Healthy end: `train` returns, the producer and all episodes under it are cancelled. Any failure of the machinery ends
+every task and leaves `run` with its own error; a failed episode is data and ends nothing.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from afterimage.config import RunConfig
+from afterimage.engines import Engine
+from afterimage.observe.recorder import Recorder
+from afterimage.old_logps import OldLogps
+from afterimage.policy import Policy
+from afterimage.publish import Publisher
+from afterimage.rollout import Rollout, describe, examine, require_finished
+from afterimage.schedule import Ledger, Line, measure_staleness
+from afterimage.trainer import Trainer
+from afterimage.trajectory import Batch, Credited, Group, Task, collate
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the loop touches, each typed by its Protocol and made by `build.py`."""
+
+    config: RunConfig
+    tasks: Iterator[Task]
+    held_out: Sequence[Task]
+    engine: Engine
+    rollout: Rollout
+    examination: Rollout
+    line: Line
+    ledger: Ledger
+    credit: Callable[[Sequence[Group]], list[Credited]]
+    policy: Policy
+    old: OldLogps
+    trainer: Trainer
+    publisher: Publisher
+    log: Recorder
+    worker: Executor
+
+    async def beside(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run trainer code in its own thread, so that episodes go on meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self.worker, partial(function, *arguments))
+
+
+async def run(parts: Parts) -> None:
+    """Until the configured steps or minutes are done."""
+    parts.log.phase("starting the engine")
+    await parts.engine.start()
+    await publish(parts)
+    if parts.held_out:
+        parts.log.write(0, {"version": parts.policy.version, **await evaluate(parts, step=0)})
+    async with asyncio.TaskGroup() as tasks:
+        producer = tasks.create_task(produce(parts))
+        await train(parts)
+        producer.cancel()
+
+
+async def produce(parts: Parts) -> None:
+    """tasks -> groups. Waits for a ticket; train() returns tickets."""
+    work = partial(parts.rollout.group, size=parts.config.schedule.group_size, seed=parts.config.seed)
+    async with asyncio.TaskGroup() as in_flight:
+        for task in parts.tasks:
+            await parts.line.admit(partial(work, task), in_flight)
+
+
+async def train(parts: Parts) -> None:
+    """groups -> weights. Waits for the oldest groups; produce() admits them."""
+    deadline = time.monotonic() + 60 * parts.config.minutes if parts.config.minutes else float("inf")
+    for step in range(1, parts.config.steps + 1):
+        began = time.monotonic()
+        with parts.log.span("wait", f"for the groups of step {step}"):
+            groups = await parts.line.take()
+        waited = time.monotonic() - began
+        require_finished(groups)
+        batch = collate(parts.credit(groups))
+        ages = measure_staleness(batch, groups, version=parts.policy.version, bound=parts.line.bound)
+        learnt = await learn(batch, parts, step)
+        trained_on = parts.policy.version
+        consume(groups, parts, step)
+        parts.policy.version += 1
+        published_s = await publish(parts)
+        parts.line.release()
+        last = step == parts.config.steps or time.monotonic() > deadline
+        graded = await evaluate(parts, step) if parts.held_out and (last or due(parts.config, step)) else {}
+        waits = {"schedule/wait_groups_s": waited, "publish/seconds": published_s, "version": trained_on}
+        parts.log.write(step, {**waits, **describe(groups), **ages, **learnt, **engine_metrics(parts), **graded})
+        if last:
+            break
+
+
+async def learn(batch: Batch, parts: Parts, step: int) -> Mapping[str, Any]:
+    """The optimizer steps of one batch. Pieces sampled by the weights about to change are scored in between."""
+    with parts.log.span("old_logps", f"step {step}"):
+        work = await parts.beside(parts.trainer.prepare, batch)
+    for number, part in enumerate(work.parts):
+        with parts.log.span("trainer", f"step {step}"):
+            await parts.beside(parts.trainer.backward, part)
+        if number == 0 and parts.old.needs.closing:
+            await parts.engine.interrupt()
+            await parts.beside(parts.old.closing, parts.policy, parts.ledger.of(parts.policy.version))
+        with parts.log.span("trainer", f"step {step}"):
+            await parts.beside(parts.trainer.step)
+    parts.log.points({"step": step, **point} for point in parts.trainer.points())
+    return parts.trainer.metrics()
+
+
+def consume(groups: Sequence[Group], parts: Parts, step: int) -> None:
+    """What was trained on is written down, and nothing more will be asked about it."""
+    finished = [trajectory for group in groups for trajectory in group.trajectories]
+    parts.ledger.settle(trajectory.episode for trajectory in finished)
+    parts.log.trajectories(step, finished)
+
+
+async def publish(parts: Parts) -> float:
+    """weights -> engines, as `policy.version`. Returns the seconds it took."""
+    began = time.monotonic()
+    with parts.log.span("publish", f"version {parts.policy.version}"):
+        await parts.publisher.publish(parts.policy)
+        parts.old.published(parts.policy, parts.ledger.versions)
+    return time.monotonic() - began
+
+
+def due(config: RunConfig, step: int) -> bool:
+    """Whether held-out tasks are run after this step."""
+    return config.eval.every > 0 and step % config.eval.every == 0
+
+
+async def evaluate(parts: Parts, step: int) -> Mapping[str, float]:
+    """Held-out success of the version that the engine holds. Training waits; episodes in flight go on."""
+    with parts.log.span("eval", f"step {step}"):
+        graded = await examine(parts.examination, parts.held_out, seed=parts.config.seed, progress=parts.log.phase)
+    success = sum(graded) / len(graded)
+    parts.log.event("eval", step=step, version=parts.policy.version, success=success, tasks=len(graded))
+    return {"eval/success": success}
+
+
+def engine_metrics(parts: Parts) -> dict[str, float]:
+    """The engine's counters since the last step, with its throughput and the share of the time that it worked."""
+    counters = parts.engine.metrics()
+    elapsed = counters["busy_s"] + counters["idle_s"] or 1.0
+    rates = {"tokens_per_s": counters["sampled_tokens"] / elapsed, "busy_share": counters["busy_s"] / elapsed}
+    return {f"engine/{name}": value for name, value in {**counters, **rates}.items()}

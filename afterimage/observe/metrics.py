@@ -1,0 +1,315 @@
+"""What a run writes down, and how it is read again: `RunLog` writes a run folder, `RunFolder` reads one.
+
+Every file but the configuration is JSON lines, flushed a line at a time, so a run that is killed leaves whole lines and
+at most one torn one at the end. Reading needs no torch: a report can be made on another machine.
+"""
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Literal, Protocol, Self
+
+from afterimage.config import ConfigError
+
+Reduction = Literal["mean", "sum", "max", "min", "last"]
+Row = dict[str, Any]
+
+CONFIG, METRICS, EVENTS = "config.json", "metrics.jsonl", "events.jsonl"
+TRAJECTORIES, SAMPLES, ERROR, REPORT = "trajectories.jsonl", "samples.jsonl", "error.txt", "report.html"
+
+
+class Sink(Protocol):
+    """Where a step's numbers go."""
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """`metrics` are already reduced: one value per name."""
+        ...
+
+
+@dataclasses.dataclass(slots=True)
+class _Tally:
+    reduce: Reduction
+    value: float = 0.0
+    weight: float = 0.0
+
+    def add(self, value: float, weight: float) -> None:
+        match self.reduce:
+            case "mean":
+                self.value += value * weight if weight else 0.0
+            case "sum":
+                self.value += value * weight
+            case "max":
+                self.value = value if not self.weight else max(self.value, value)
+            case "min":
+                self.value = value if not self.weight else min(self.value, value)
+            case "last":
+                self.value = value
+        self.weight += weight
+
+    def result(self) -> float:
+        if self.reduce != "mean":
+            return self.value
+        return self.value / self.weight if self.weight else math.nan
+
+
+class Metrics:
+    """One step's numbers. A value is given together with its reduction, and reduced once.
+
+    >>> metrics = Metrics()
+    >>> for reward, tokens in ((1.0, 10), (0.0, 30)):
+    ...     metrics.add("rollout/reward_mean", reward)
+    ...     metrics.add("rollout/tokens", tokens, reduce="sum")
+    ...     metrics.add("objective/loss", reward, weight=tokens)
+    ...     metrics.count("schedule/staleness_histogram", {2: tokens})
+    >>> metrics.take()["objective/loss"]
+    0.25
+    >>> metrics.take()
+    {}
+    """
+
+    def __init__(self) -> None:
+        self._tallies: dict[str, _Tally] = {}
+        self._counts: dict[str, dict[str, float]] = {}
+
+    def add(self, name: str, value: float, *, reduce: Reduction = "mean", weight: float = 1.0) -> None:
+        """`weight` counts in means and sums: a mean over tokens is given as (mean of a batch, weight=its tokens)."""
+        tally = self._tallies.setdefault(name, _Tally(reduce))
+        if tally.reduce != reduce:
+            raise ValueError(f"{name} is reduced by {tally.reduce}, and now by {reduce}; one name has one reduction")
+        tally.add(float(value), float(weight))
+
+    def count(self, name: str, counts: Mapping[Any, float]) -> None:
+        """Add to a histogram, bin by bin."""
+        bins = self._counts.setdefault(name, {})
+        for key, amount in counts.items():
+            bins[str(key)] = bins.get(str(key), 0) + amount
+
+    def update(self, values: Mapping[str, float], *, reduce: Reduction = "last") -> None:
+        """Several values under one reduction."""
+        for name, value in values.items():
+            self.add(name, value, reduce=reduce)
+
+    def take(self) -> Row:
+        """The reduced values, in the order in which they were first added; then begin again."""
+        reduced: Row = {name: tally.result() for name, tally in self._tallies.items()}
+        reduced.update(self._counts)
+        self._tallies, self._counts = {}, {}
+        return reduced
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it: non-finite numbers become None; dataclasses, paths, numpy and torch scalars what they stand for.
+
+    >>> plain({1: float("nan"), "path": Path("runs"), "ok": (1, 2.5)})
+    {'1': None, 'path': 'runs', 'ok': [1, 2.5]}
+    """
+    match value:
+        case None | bool() | str():
+            return value
+        case int():
+            return int(value)
+        case float():
+            return float(value) if math.isfinite(value) else None
+        case Path():
+            return str(value)
+        case Mapping():
+            return {str(key): plain(item) for key, item in value.items()}
+        case list() | tuple() | set() | frozenset():
+            return [plain(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if hasattr(value, "item"):
+        return plain(value.item())
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON: {value!r}")
+
+
+def dumps(value: Any, indent: int | None = None) -> str:
+    """Valid JSON on one line (or indented), whatever the numbers are."""
+    return json.dumps(plain(value), allow_nan=False, ensure_ascii=False, indent=indent)
+
+
+class RunLog:
+    """The files of one run, for writing. Also a `Sink`. Every line is on its way to disk when the call returns.
+
+    `clock` is read for seconds; the run's own time begins at 0 when the log is made.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.path = path
+        self._clock = clock
+        self._start = clock()
+        self._files: dict[str, IO[str]] = {}
+
+    @classmethod
+    def create(cls, path: Path, config: Any = None, *, clock: Callable[[], float] = time.monotonic) -> Self:
+        """Make the run folder and write the configuration. Refuses a folder that already holds a run."""
+        held = [name for name in (CONFIG, METRICS, EVENTS, TRAJECTORIES, SAMPLES) if (path / name).exists()]
+        if held:
+            raise ConfigError(f"{path} already holds a run ({', '.join(held)}); choose another name or remove it")
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"{path} is a file; a run needs a folder")
+        path.mkdir(parents=True, exist_ok=True)
+        log = cls(path, clock)
+        with (path / CONFIG).open("x", encoding="utf-8") as file:
+            file.write(dumps({} if config is None else config, indent=2) + "\n")
+        return log
+
+    @property
+    def seconds(self) -> float:
+        """Since the run began."""
+        return self._clock() - self._start
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """One step's reduced metrics. `time_s` is added when it is not among them."""
+        self._append(METRICS, {"step": step, "time_s": round(self.seconds, 3), **metrics})
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Something that happened, at the time it happened."""
+        self._append(EVENTS, {"time": round(self.seconds, 3), "kind": kind, **fields})
+
+    @contextmanager
+    def span(self, lane: str, label: str = "") -> Iterator[None]:
+        """An event of kind "span" that lasts as long as the block, also when the block raises."""
+        start = self.seconds
+        try:
+            yield
+        finally:
+            self.event("span", lane=lane, start=round(start, 3), end=round(self.seconds, 3), label=label)
+
+    def trajectory(self, record: Mapping[str, Any]) -> None:
+        """One finished episode: step, episode, task, reward, stop, turns, versions, num_tokens."""
+        self._append(TRAJECTORIES, record)
+
+    def points(self, points: Iterable[Mapping[str, Any]]) -> None:
+        """A bounded sample of tokens: step, lag, log_d, log_s, exact. The caller bounds it."""
+        for point in points:
+            self._append(SAMPLES, point)
+
+    def failed(self, error: str) -> None:
+        """Why the run failed, for whoever looks at the folder."""
+        (self.path / ERROR).write_text(error.rstrip() + "\n", encoding="utf-8", errors="replace")
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        if name not in self._files:
+            self._files[name] = (self.path / name).open("a", encoding="utf-8", errors="replace", newline="\n")
+        self._files[name].write(dumps(record) + "\n")
+        self._files[name].flush()
+
+
+class TensorBoardSink:
+    """Numbers as TensorBoard events. Histograms and text stay in `metrics.jsonl`."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                "run.tensorboard needs the package tensorboard, which is not installed: "
+                "pip install 'afterimage[tensorboard]'"
+            ) from error
+        self._writer: Any = SummaryWriter(str(path))
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for name, value in metrics.items():
+            if isinstance(value, int | float) and name != "step" and math.isfinite(value):
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class BrokenFile(ValueError):
+    """A file of a run folder has a line in its middle that is not a JSON object."""
+
+
+def read_jsonl(path: Path) -> Iterator[Row]:
+    """The objects of a JSON-lines file. A last line that was cut off is skipped, and only the last.
+
+    Nothing is read of a file that is not there. Raises `BrokenFile` at any other line that is not a JSON object.
+    """
+    if not path.is_file():
+        return
+    torn = ""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            if torn:
+                raise BrokenFile(torn)
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if isinstance(row, dict):
+                yield row
+            else:
+                torn = f"{path.name}, line {number} is not a JSON object"
+
+
+class RunFolder:
+    """The files of one run, for reading: also of one that goes on, was cut off, or failed.
+
+    `gaps` collects, in words, what was missing or broken in whatever has been read so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.gaps: list[str] = []
+        if not path.is_dir():
+            raise ConfigError(f"{path} is not a run folder: there is no such folder")
+        if not any((path / name).exists() for name in (CONFIG, METRICS, EVENTS)):
+            raise ConfigError(f"{path} is not a run folder: it has no {CONFIG}, {METRICS} or {EVENTS}")
+
+    def config(self) -> Row:
+        """`config.json`, or an empty dict."""
+        file = self.path / CONFIG
+        if not file.is_file():
+            self._gap(f"{CONFIG} is missing")
+            return {}
+        try:
+            config = json.loads(file.read_bytes())
+        except (ValueError, RecursionError):
+            config = None
+        if isinstance(config, dict):
+            return config
+        self._gap(f"{CONFIG} is not a JSON object")
+        return {}
+
+    def metrics(self) -> list[Row]:
+        """One row per step."""
+        return list(self.rows(METRICS))
+
+    def rows(self, name: str) -> Iterator[Row]:
+        """The objects of a JSON-lines file as far as they can be read."""
+        if not (self.path / name).is_file():
+            self._gap(f"{name} is missing")
+            return
+        try:
+            yield from read_jsonl(self.path / name)
+        except BrokenFile as error:
+            self._gap(f"{error}; what follows it was not read")
+
+    def error(self) -> str:
+        """Why the run failed; empty when it did not."""
+        file = self.path / ERROR
+        return file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
+
+    def _gap(self, text: str) -> None:
+        if text not in self.gaps:
+            self.gaps.append(text)

@@ -1,0 +1,103 @@
+"""Everything the loop says about a run, on its way to the run folder, the terminal and TensorBoard."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from afterimage.observe.metrics import RunLog, Sink
+
+if TYPE_CHECKING:  # the records bring torch along, and a report must not need it
+    from afterimage.trajectory import Failure, Piece, Trajectory
+
+
+class Watcher(Protocol):
+    """Somebody who looks on: the live display."""
+
+    def update(self, metrics: Mapping[str, Any]) -> None: ...
+
+    def phase(self, text: str, done: int = 0, total: int = 0) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+class Recorder:
+    """The one thing the loop writes to. `decode` turns tokens into text for the stored conversations."""
+
+    def __init__(
+        self, log: RunLog, watcher: Watcher, decode: Callable[[Sequence[int]], str], *, sinks: Sequence[Sink] = ()
+    ) -> None:
+        self._log = log
+        self._watcher = watcher
+        self._decode = decode
+        self._sinks = sinks
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for sink in (self._log, *self._sinks):
+            sink.write(step, metrics)
+        self._watcher.update({"step": step, "time_s": self._log.seconds, **metrics})
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self._log.event(kind, **fields)
+
+    def phase(self, text: str, *, done: int = 0, total: int = 0) -> None:
+        """What the run is busy with, for whoever looks on; not written down."""
+        self._watcher.phase(text, done, total)
+
+    @contextmanager
+    def span(self, lane: str, label: str) -> Iterator[None]:
+        """Something that lasts as long as the block."""
+        with self._log.span(lane, label):
+            yield
+
+    def points(self, points: Iterable[Mapping[str, Any]]) -> None:
+        self._log.points(points)
+
+    def failure(self, episode: int, failure: "Failure") -> None:
+        """An episode that its environment could not finish."""
+        self._log.event(
+            "episode_failed",
+            episode=episode,
+            task=failure.task.key,
+            stage=failure.stage,
+            error=failure.error,
+            turns=failure.turns,
+            sampled_tokens=failure.sampled_tokens,
+        )
+        self._watcher.note(f"episode {episode} of {failure.task.key} failed in {failure.stage}: {failure.error}")
+
+    def trajectories(self, step: int, finished: Iterable["Trajectory"]) -> None:
+        """The conversations that a step trained on."""
+        for trajectory in finished:
+            self._log.trajectory(
+                {
+                    "step": step,
+                    "episode": trajectory.episode,
+                    "task": trajectory.task.key,
+                    "reward": trajectory.reward,
+                    "success": trajectory.success,
+                    "stop": trajectory.stop,
+                    "versions": sorted(trajectory.versions),
+                    "num_tokens": len(trajectory),
+                    "turns": self._turns(trajectory.pieces),
+                }
+            )
+
+    def _turns(self, pieces: Sequence["Piece"]) -> list[dict[str, Any]]:
+        """Runs of pieces by who spoke; within a reply one piece per version."""
+        turns: list[dict[str, Any]] = []
+        for piece in pieces:
+            version = getattr(piece, "version", None)
+            role = "environment" if version is None else "assistant"
+            text = self._decode(piece.tokens)
+            shown = {
+                "text": text,
+                "version": version,
+                "provenance": piece.provenance.name,
+                "num_tokens": len(piece.tokens),
+            }
+            if turns and turns[-1]["role"] == role:
+                turns[-1]["text"] += text
+                turns[-1]["pieces"].append(shown)
+            else:
+                turns.append({"role": role, "text": text, "pieces": [shown]})
+        return turns

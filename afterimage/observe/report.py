@@ -1,0 +1,70 @@
+"""One self-contained HTML page about a run: no network, no script but the page's own, everything of the run escaped."""
+
+import base64
+import hashlib
+import os
+from importlib.resources import files
+from pathlib import Path
+
+from afterimage.observe import figures, sections
+from afterimage.observe.gather import Gathered, gather
+from afterimage.observe.markup import Markup, el, join
+from afterimage.observe.metrics import REPORT
+from afterimage.observe.timeline import pace
+
+
+def write_report(run_folder: Path) -> Path:
+    """Write `report.html` into a run folder, also of a run that goes on, failed, or lost some of its files.
+
+    Raises `ConfigError` when the folder holds no run. An older report is replaced as a whole.
+    """
+    page = render(gather(run_folder))
+    path, fresh = run_folder / REPORT, run_folder / f".{REPORT}.{os.getpid()}"
+    fresh.write_bytes(page.encode("utf-8", "replace"))
+    fresh.replace(path)
+    return path
+
+
+def render(run: Gathered) -> str:
+    """The page as text."""
+    style, script = _asset("report.css"), _asset("report.js")
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src '{_digest(script)}'; "
+    policy += "base-uri 'none'; form-action 'none'"
+    head = el(
+        "head",
+        el("meta", charset="utf-8"),
+        el("meta", http_equiv="Content-Security-Policy", content=policy),
+        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        el("meta", name="color-scheme", content="light dark"),
+        el("meta", name="referrer", content="no-referrer"),
+        el("title", f"{run.name} · afterimage"),
+        el("style", Markup(style)),
+    )
+    body = el(
+        "body",
+        el(
+            "main",
+            sections.header(run),
+            sections.tiles(run),
+            figures.learning(run),
+            sections.factors(run),
+            figures.staleness(run),
+            figures.two_factors(run),
+            pace(run),
+            sections.conversations(run),
+            sections.failures(run),
+            sections.reproduce(run),
+        ),
+        el("div", id="tip", role="status", hidden=True),
+        el("script", Markup(script)),
+    )
+    return join(Markup("<!doctype html>\n"), el("html", head, body, lang="en"))
+
+
+def _asset(name: str) -> str:
+    return (files("afterimage.observe") / name).read_text(encoding="utf-8")
+
+
+def _digest(script: str) -> str:
+    """The hash by which the page's policy admits this script and no other."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -1,0 +1,217 @@
+"""What the numbers of a run say, in words: who waits for whom, what the two factors mean under a route, the outcome."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+NONE = "—"
+"""Stands where a number is missing."""
+
+EXACT_ROUTES = frozenset({"snapshot_old", "old_logit_model", "interrupt_sync"})
+"""Routes whose old_logp is the log-probability of the very version that sampled the token."""
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None: whatever else a run folder holds in its place.
+
+    >>> number(2), number("2"), number(None), number(float("nan"))
+    (2.0, None, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        value = float(value)
+    except OverflowError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def percent(share: float | None, digits: int = 0) -> str:
+    """
+    >>> percent(0.4336), percent(0.9964), percent(0.9964, 1), percent(None)
+    ('43%', '99.6%', '99.6%', '—')
+    """
+    if share is None:
+        return NONE
+    if digits == 0 and (0 < share < 0.01 or 0.99 < share < 1):
+        digits = 1
+    return f"{100 * share:.{digits}f}%"
+
+
+def duration(seconds: float | None) -> str:
+    """
+    >>> duration(4.26), duration(372), duration(7384), duration(None)
+    ('4.3 s', '6:12', '2:03:04', '—')
+    """
+    if seconds is None:
+        return NONE
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def amount(value: float | None) -> str:
+    """A number for a reader: three significant digits, thousands grouped.
+
+    >>> amount(2310.4), amount(0.004123), amount(12.0), amount(0), amount(1.5e-6), amount(None)
+    ('2,310', '0.00412', '12', '0', '1.5e-06', '—')
+    """
+    if value is None:
+        return NONE
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    if value and abs(value) < 1e-4:
+        return f"{value:.2g}"
+    return f"{value:.3g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Shares of the wall time: the trainer waiting for finished groups, the engine with nothing to generate."""
+
+    trainer: float | None
+    engine: float | None
+
+    @property
+    def sentence(self) -> str:
+        """The bottleneck, in one sentence."""
+        if self.trainer is None and self.engine is None:
+            return "Too little has been recorded to say who waits for whom."
+        trainer, engine = self.trainer or 0.0, self.engine or 0.0
+        facts = f"the trainer waited for episodes {percent(trainer)} of the time"
+        if self.engine is not None:
+            facts += f", the engine stood idle {percent(engine)}"
+        if self.trainer is None:
+            facts = f"the engine stood idle {percent(engine)} of the time"
+        if max(trainer, engine) < 0.1:
+            return f"Generation and training keep pace: {facts}."
+        if trainer >= engine:
+            return f"Generation is the bottleneck: {facts}."
+        return f"Training is the bottleneck: {facts}."
+
+
+def waiting(rows: Sequence[Mapping[str, Any]]) -> Waiting:
+    """Over the steps of `rows`, which follow one another; the first row's time is where the count begins.
+
+    >>> rows = [{"time_s": 10.0}, {"time_s": 20.0, "schedule/wait_groups_s": 4.0, "engine/busy_share": 0.9}]
+    >>> waiting(rows).sentence
+    'Generation is the bottleneck: the trainer waited for episodes 40% of the time, the engine stood idle 10%.'
+    """
+    waited = elapsed = idle = measured = 0.0
+    for before, row in pairwise(rows):
+        start, end = number(before.get("time_s")), number(row.get("time_s"))
+        if start is None or end is None or end <= start:
+            continue
+        wait, busy = number(row.get("schedule/wait_groups_s")), number(row.get("engine/busy_share"))
+        if wait is not None:
+            waited, elapsed = waited + min(wait, end - start), elapsed + end - start
+        if busy is not None:
+            idle, measured = idle + (1 - busy) * (end - start), measured + end - start
+    return Waiting(
+        trainer=waited / elapsed if elapsed else None,
+        engine=min(1.0, max(0.0, idle / measured)) if measured else None,
+    )
+
+
+def factor_names(route: str) -> tuple[str, str]:
+    """What log D and log S are under a route, a sentence each, without claiming more than the route delivers."""
+    if route in EXACT_ROUTES:
+        return (
+            "log D compares engine and trainer about the same weights: numerics, which should not depend on the age of "
+            "a token.",
+            "log S compares the trainer's weights now with those that sampled: movement, which should grow with age.",
+        )
+    if route == "rollout":
+        return (
+            "log D is 0 by construction: old_logp is the engine's own number.",
+            "So log S holds both factors, numerics and staleness, in one ratio.",
+        )
+    return (
+        f"log D here is old_logp - behavior_logp, which under {route} mixes numerics with part of the staleness.",
+        "log S is logp - old_logp, only the rest of the staleness.",
+    )
+
+
+def semantics(setting: Any, exact_share: float | None) -> list[tuple[str, str]]:
+    """What a run's settings mean, as (heading, sentence). `setting(name)` gives a knob; `exact_share` was measured."""
+    route, bound = str(setting("old_logps.route", "unknown")), setting("schedule.max_staleness")
+    return [
+        ("Old log-probabilities", _route_words(route, exact_share)),
+        ("Discrepancy", _control_words(setting, route)),
+        ("Staleness", _objective_words(setting, route)),
+        (
+            "Schedule",
+            "Synchronous: generation waits for every step."
+            if bound == 0
+            else f"Asynchronous: generation goes on while the trainer works; the budget lets tokens be at most {bound} "
+            "versions behind, and nothing is thrown away for being slow.",
+        ),
+    ]
+
+
+def _route_words(route: str, exact_share: float | None) -> str:
+    share = "" if exact_share is None else f" Measured: exact for {percent(exact_share, 1)} of the action tokens."
+    match route:
+        case "snapshot_old":
+            return (
+                "Exact. The weights of every version that a token still needs are kept, and each token is scored by "
+                "the version that sampled it. The two factors are cleanly apart." + share
+            )
+        case "rollout":
+            return (
+                "Approximate. The engine's own number stands for old_logp, so log D is 0 by construction and log S "
+                "holds numerics and staleness together." + share
+            )
+        case "current_recompute":
+            return (
+                "Approximate. The weights at the start of the step stand for those that sampled, so old_logp - "
+                "behavior_logp mixes numerics with staleness, and log S sees only this step's own movement." + share
+            )
+        case "ewma_prox":
+            return (
+                "Approximate. A moving average of the weights stands for those that sampled, so old_logp - "
+                "behavior_logp mixes numerics with whatever staleness the average misses." + share
+            )
+        case "unknown":
+            return "Not known: the configuration could not be read."
+    if route in EXACT_ROUTES:
+        return f"Exact ({route}): every token is scored by the weights that sampled it." + share
+    return f"{route}: read its own page for what stands in place of the sampling version." + share
+
+
+def _control_words(setting: Any, route: str) -> str:
+    control, low, high = setting("correction.control"), setting("correction.low"), setting("correction.high")
+    band = f"[{low}, {high}], per {setting('correction.unit')}"
+    where = "D = π_old / μ" if route in EXACT_ROUTES else "the stand-in for D = π_old / μ"
+    match control:
+        case "none":
+            return f"Nothing is done about {where}."
+        case "mask":
+            return f"Tokens with {where} outside {band} are dropped."
+        case "truncate":
+            return f"Tokens are weighted by {where}, truncated at {high}."
+        case "mask_weight":
+            return f"Tokens are weighted by {where} inside {band} and dropped outside."
+    return "Not known."
+
+
+def _objective_words(setting: Any, route: str) -> str:
+    kind = setting("objective.kind")
+    where = "S = π / π_old" if route in EXACT_ROUTES else "the stand-in for S = π / π_old"
+    match kind:
+        case "none":
+            return f"Nothing bounds {where}."
+        case "kl_penalty":
+            return f"{where} is held by a quadratic penalty with coefficient {setting('objective.kl_penalty')}."
+        case None:
+            return "Not known."
+    low, high = number(setting("objective.clip_low")), number(setting("objective.clip_high"))
+    if low is None or high is None:
+        return f"{kind} on {where}."
+    return f"{kind}: no further gradient where {where} leaves [{1 - low:g}, {1 + high:g}]."

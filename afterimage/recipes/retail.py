@@ -1,0 +1,23 @@
+"""The demo: a small model at a customer-service desk with tools."""
+
+from dataclasses import replace
+from typing import Any
+
+from afterimage.config import EngineConfig, RunConfig, ScheduleConfig, TaskConfig, TrainerConfig
+
+
+def retail(**changes: Any) -> RunConfig:
+    """The retail desk at its demo level, asynchronous with a staleness of up to 2 versions and the exact route.
+
+    On two cores: see benchmarks/results for what it reaches and how long it takes.
+    """
+    config = RunConfig(
+        recipe="retail",
+        steps=100,
+        minutes=8.5,
+        task=TaskConfig(env="retail", level="1", latency_s=1.0),
+        schedule=ScheduleConfig(max_staleness=2, groups_per_step=16, group_size=8),
+        engine=EngineConfig(max_running=400, max_context=512),
+        trainer=TrainerConfig(lr=4e-4, lr_schedule="linear"),
+    )
+    return replace(config, **changes)

@@ -1,0 +1,254 @@
+"""engine x environment -> Trajectory.
+
+A weight update interrupts generation; the same reply then continues from the same tokens under the next version.
+A failed episode is data: begun again with the same seed, then reported. Any other failure ends the run.
+"""
+
+import asyncio
+import hashlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from afterimage.config import EngineConfig, RolloutConfig
+from afterimage.engines import Engine, SamplingParams
+from afterimage.envs import Taskset, Turn
+from afterimage.envs.chat import Chat
+from afterimage.trajectory import Failure, Given, Group, Open, Piece, Sampled, Stop, Task, Trajectory
+
+FAILED_WINDOW = 100
+"""Episodes over which the share of failures is judged."""
+
+
+class EpisodeFailed(Exception):
+    """An environment broke in a named stage; the cause is its `__cause__`."""
+
+
+class TooManyFailures(RuntimeError):
+    """More episodes fail than the run allows."""
+
+
+@asynccontextmanager
+async def stage(name: str, timeout_s: float) -> AsyncIterator[None]:
+    """The one broad except: what environment code raises, or its time-out, becomes EpisodeFailed(name)."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except Exception as error:
+        raise EpisodeFailed(name) from error
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed that depends on every part.
+
+    >>> derive_seed(0, "train", 1) == derive_seed(0, "train", 1) != derive_seed(0, "train", 2)
+    True
+    """
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class Speaker:
+    """Where replies come from: an engine, how it samples, and how its tokens become messages."""
+
+    engine: Engine
+    chat: Chat
+    config: EngineConfig
+
+    def room(self, length: int) -> int:
+        """Tokens the next reply may have after a context of `length`."""
+        return min(self.config.max_reply_tokens, self.config.max_context - length)
+
+
+class Rollout:
+    """Runs episodes. `arrived` is told of each piece the moment it comes back; `gave_up` of failed episodes."""
+
+    def __init__(
+        self,
+        speaker: Speaker,
+        taskset: Taskset,
+        config: RolloutConfig,
+        *,
+        arrived: Callable[[Open], None] = lambda piece: None,
+        gave_up: Callable[[int, Failure], None] = lambda episode, failure: None,
+    ) -> None:
+        self.speaker = speaker
+        self.taskset = taskset
+        self.config = config
+        self._arrived = arrived
+        self._gave_up = gave_up
+        self._begun = 0
+        self._outcomes: deque[bool] = deque(maxlen=FAILED_WINDOW)
+
+    async def group(self, task: Task, *, size: int, seed: int) -> Group:
+        """`size` siblings at once: the same task and environment seed, each with sampling noise of its own."""
+        env_seed = derive_seed(seed, task.key)
+        async with asyncio.TaskGroup() as siblings:
+            running = [
+                siblings.create_task(self.episode(task, env_seed=env_seed, noise_seed=derive_seed(env_seed, index)))
+                for index in range(size)
+            ]
+        results = [episode.result() for episode in running]
+        return Group(
+            task=task,
+            trajectories=tuple(result for result in results if isinstance(result, Trajectory)),
+            failures=tuple(result for result in results if isinstance(result, Failure)),
+        )
+
+    async def episode(self, task: Task, *, env_seed: int, noise_seed: int) -> Trajectory | Failure:
+        """One episode, begun again after a failure of its environment, `retries` times."""
+        for attempt in range(self.config.retries + 1):
+            episode, self._begun = self._begun, self._begun + 1
+            pieces: list[Piece] = []
+            try:
+                trajectory = await self._attempt(pieces, task, episode, (env_seed, noise_seed))
+            except EpisodeFailed as failed:
+                failure = _describe(failed, task, pieces)
+                self._gave_up(episode, failure)
+                self._judge(failure, final=attempt == self.config.retries)
+            else:
+                self._outcomes.append(True)
+                return trajectory
+        return failure
+
+    async def _attempt(self, pieces: list[Piece], task: Task, episode: int, seeds: tuple[int, int]) -> Trajectory:
+        """begin, then reply and step by turns, until the environment or a limit ends it."""
+        env_seed, noise_seed = seeds
+        chat, timeout_s = self.speaker.chat, self.config.timeout_s
+        async with stage("begin", timeout_s):
+            env = self.taskset.env(task, env_seed)
+            turn = await env.begin()
+            pieces.append(Given(chat.opening(turn.messages)))
+        stop: Stop = "done"
+        turn_rewards: list[float] = []
+        while not turn.done:
+            if len(turn_rewards) == self.config.max_turns:
+                stop = "max_turns"
+                break
+            if self.speaker.room(_length(pieces)) < 1:
+                stop = "max_tokens"
+                break
+            reply, ended = await self._speak(pieces, episode, noise_seed)
+            async with stage(f"step {len(turn_rewards) + 1}", timeout_s):
+                turn = await env.step(chat.parse(reply))
+                turn_rewards.append(turn.reward)
+                if not turn.done:
+                    pieces.append(Given(chat.following(turn.messages, ended=ended)))
+        return _finish(pieces, turn, turn_rewards, Trajectory((), {}, stop, task, noise_seed, episode))
+
+    async def _speak(self, pieces: list[Piece], episode: int, seed: int) -> tuple[list[int], bool]:
+        """One reply, over as many versions as it takes. Its tokens, and whether it ended by a stop token."""
+        spoken: list[int] = []
+        context = [token for piece in pieces for token in piece.tokens]
+        room = self.speaker.room(len(context))
+        while True:
+            params = SamplingParams(
+                max_tokens=room - len(spoken),
+                stop_tokens=self.speaker.chat.stop_tokens,
+                temperature=self.speaker.config.temperature,
+                seed=seed,
+            )
+            reply = await self.speaker.engine.sample(context, params)
+            piece = reply.piece
+            if piece.tokens:
+                start = len(context)
+                context.extend(piece.tokens)
+                spoken.extend(piece.tokens)
+                pieces.append(piece)
+                self._arrived(Open(episode, tuple(context), start, piece))
+            if reply.stop != "interrupted":
+                return spoken, reply.stop == "stop"
+
+    def _judge(self, failure: Failure, *, final: bool) -> None:
+        """Count a failure; too many of them are the machinery's problem."""
+        if not final:
+            return
+        self._outcomes.append(False)
+        failed = self._outcomes.count(False)
+        if len(self._outcomes) == FAILED_WINDOW and failed > self.config.max_failed_share * FAILED_WINDOW:
+            raise TooManyFailures(
+                f"{failed} of the last {FAILED_WINDOW} episodes failed, more than rollout.max_failed_share = "
+                f"{self.config.max_failed_share:g} allows; the last one in {failure.stage}: {failure.error}"
+            )
+
+
+class Progress(Protocol):
+    """Told what the run is busy with, and how far it got."""
+
+    def __call__(self, text: str, *, done: int = 0, total: int = 0) -> None: ...
+
+
+async def examine(rollout: Rollout, tasks: Sequence[Task], *, seed: int, progress: Progress) -> list[bool]:
+    """Success on each task, one episode each. The environment's seed is the task's own: `seed` varies the replies."""
+    done = 0
+
+    async def grade(task: Task) -> bool:
+        nonlocal done
+        noise_seed = derive_seed(seed, "examination", task.key)
+        outcome = await rollout.episode(task, env_seed=derive_seed("examination", task.key), noise_seed=noise_seed)
+        done += 1
+        progress("held-out tasks", done=done, total=len(tasks))
+        return isinstance(outcome, Trajectory) and outcome.success
+
+    async with asyncio.TaskGroup() as group:
+        running = [group.create_task(grade(task)) for task in tasks]
+    return [task.result() for task in running]
+
+
+def _length(pieces: Sequence[Piece]) -> int:
+    return sum(len(piece.tokens) for piece in pieces)
+
+
+def _finish(pieces: list[Piece], turn: Turn, turn_rewards: list[float], blank: Trajectory) -> Trajectory:
+    rewards = dict(turn.rewards) if turn.done else {}
+    spoken = tuple(turn_rewards) if any(turn_rewards) else ()
+    return replace(blank, pieces=tuple(pieces), rewards=rewards, turn_rewards=spoken, facts=dict(turn.facts))
+
+
+def _describe(failed: EpisodeFailed, task: Task, pieces: Sequence[Piece]) -> Failure:
+    cause = failed.__cause__
+    sampled = [piece for piece in pieces if isinstance(piece, Sampled)]
+    return Failure(
+        task=task,
+        stage=str(failed),
+        error=f"{type(cause).__name__}: {cause}",
+        turns=len(sampled),
+        sampled_tokens=_length(sampled),
+    )
+
+
+def require_finished(groups: Sequence[Group]) -> None:
+    """Raises `TooManyFailures` when no episode of a batch was finished: there is nothing to train on."""
+    failures = [failure for group in groups for failure in group.failures]
+    if failures and not any(group.trajectories for group in groups):
+        raise TooManyFailures(
+            f"all {len(failures)} episodes of a batch failed; the last one in {failures[-1].stage}: "
+            f"{failures[-1].error}"
+        )
+
+
+def describe(groups: Sequence[Group]) -> dict[str, float]:
+    """What the consumed groups were like, as metrics. Failed episodes are counted, never hidden."""
+    finished = [trajectory for group in groups for trajectory in group.trajectories]
+    failures = sum(len(group.failures) for group in groups)
+    facts = {name for trajectory in finished for name in trajectory.facts}
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(values) / max(len(finished), 1)
+
+    return {
+        "rollout/episodes": len(finished),
+        "rollout/failed": failures,
+        "rollout/success": mean(trajectory.success for trajectory in finished),
+        "rollout/reward_mean": mean(trajectory.reward for trajectory in finished),
+        "rollout/turns_mean": mean(trajectory.num_turns for trajectory in finished),
+        "rollout/tokens_mean": mean(len(trajectory) for trajectory in finished),
+        "rollout/sampled_tokens": sum(trajectory.num_sampled for trajectory in finished),
+        "rollout/cut_short_share": mean(trajectory.stop != "done" for trajectory in finished),
+        "rollout/uniform_groups_share": sum(len({t.reward for t in group.trajectories}) <= 1 for group in groups)
+        / max(len(groups), 1),
+        **{f"env/{name}": mean(t.facts.get(name, 0.0) for t in finished) for name in sorted(facts - {"success"})},
+    }

@@ -1,0 +1,169 @@
+"""Who may begin, in which order results are taken, and how old what is taken can be.
+
+`Line` holds budget, order and look-ahead window in one object, because the staleness bound needs all three
+(derivation: docs/staleness.md). `Ledger` knows every piece that was sampled and not yet consumed, and so which
+versions somebody still needs.
+"""
+
+import asyncio
+import math
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+from afterimage.trajectory import Batch, Group, Open
+
+Work = Callable[[], Awaitable[Group]]
+
+
+def staleness(policy_version: int, token_version: int) -> int:
+    """Published versions between sampling a token and training on it.
+
+    >>> staleness(7, 5)
+    2
+    """
+    return policy_version - token_version
+
+
+def staleness_bound(max_staleness: int, groups_per_step: int, window: int) -> int:
+    """The largest staleness a token can have when its batch is taken, one version being published per batch.
+
+    >>> staleness_bound(2, 16, window=1)
+    2
+    >>> staleness_bound(2, 16, window=4)
+    3
+    """
+    if max_staleness == 0:
+        return 0  # the whole budget is one batch: nothing can be left behind
+    return max_staleness + math.ceil((window - 1) / groups_per_step)
+
+
+class Line:
+    """Groups in admission order, at most `(max_staleness + 1) * groups_per_step` of them live.
+
+    A ticket is taken before a group's work begins and comes back with `release`, which the loop calls when every
+    engine holds the version that the batch led to. `take` hands out groups one by one from the `window` oldest
+    positions, the oldest finished first; `window=1` is strict admission order.
+
+    `admit` waits for a ticket: `release` unblocks it. `take` waits for finished groups: their work unblocks it.
+    """
+
+    def __init__(self, *, max_staleness: int, groups_per_step: int, window: int = 1) -> None:
+        self.groups_per_step = groups_per_step
+        self.window = window
+        self.bound = staleness_bound(max_staleness, groups_per_step, window)
+        self._tickets = asyncio.Semaphore((max_staleness + 1) * groups_per_step)
+        self._admitted = 0
+        self._oldest = 0
+        self._finished: dict[int, Group] = {}
+        self._ahead: set[int] = set()  # taken positions that lie after the oldest one not taken
+        self._unreleased = 0
+        self._arrival = asyncio.Event()
+
+    @property
+    def num_open(self) -> int:
+        """Groups admitted and not yet taken."""
+        return self._admitted - self._oldest - len(self._ahead)
+
+    @property
+    def num_finished(self) -> int:
+        """Groups that wait to be taken."""
+        return len(self._finished)
+
+    async def admit(self, work: Work, tasks: asyncio.TaskGroup) -> None:
+        """Wait for a ticket, then start `work` as a child of `tasks`."""
+        await self._tickets.acquire()
+        tasks.create_task(self._finish(self._admitted, work))
+        self._admitted += 1
+
+    async def _finish(self, position: int, work: Work) -> None:
+        self._finished[position] = await work()
+        self._arrival.set()
+
+    async def take(self) -> list[Group]:
+        """The next batch of `groups_per_step` groups, in the order in which the window allows them."""
+        while (chosen := self._choose()) is None:
+            self._arrival.clear()
+            await self._arrival.wait()
+        for position in chosen:
+            self._ahead.add(position)
+        while self._oldest in self._ahead:
+            self._ahead.remove(self._oldest)
+            self._oldest += 1
+        self._unreleased += len(chosen)
+        return [self._finished.pop(position) for position in chosen]
+
+    def _choose(self) -> list[int] | None:
+        """Positions of a whole batch, or None while it cannot be made up. O(groups_per_step + window)."""
+        chosen: set[int] = set()
+        order: list[int] = []
+        oldest = self._oldest
+        while len(order) < self.groups_per_step:
+            while oldest in chosen or oldest in self._ahead:
+                oldest += 1
+            reach = range(oldest, oldest + self.window)
+            position = next((p for p in reach if p in self._finished and p not in chosen), None)
+            if position is None:
+                return None
+            chosen.add(position)
+            order.append(position)
+        return order
+
+    def release(self) -> None:
+        """Give back the tickets of everything taken. Call when all engines hold the version it led to."""
+        for _ in range(self._unreleased):
+            self._tickets.release()
+        self._unreleased = 0
+
+
+class Ledger:
+    """Every piece that was sampled and not yet consumed, by episode.
+
+    The versions of these pieces are what a route must still be able to answer for: they pin snapshots, and they are
+    what is left to score when the weights are about to leave a version.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, deque[Open]] = {}
+        self._count: Counter[int] = Counter()
+
+    def arrived(self, piece: Open) -> None:
+        self._pieces.setdefault(piece.episode, deque()).append(piece)
+        self._count[piece.piece.version] += 1
+
+    def settle(self, episodes: Iterable[int]) -> None:
+        """These episodes were consumed or given up: nothing more will be asked about them."""
+        for episode in episodes:
+            for piece in self._pieces.pop(episode, ()):
+                self._count[piece.piece.version] -= 1
+        self._count = +self._count
+
+    @property
+    def versions(self) -> frozenset[int]:
+        """Versions that some unconsumed piece was sampled with."""
+        return frozenset(self._count)
+
+    def of(self, version: int) -> list[Open]:
+        """The unconsumed pieces of one version: partial, finished and queued."""
+        return [piece for pieces in self._pieces.values() for piece in pieces if piece.piece.version == version]
+
+
+class StalenessError(AssertionError):
+    """A token older than the bound reached the trainer: the schedule broke its promise."""
+
+
+def measure_staleness(batch: Batch, groups: Sequence[Group], *, version: int, bound: int) -> dict[str, object]:
+    """Ages of a batch's action tokens where it is consumed, as metrics. Raises `StalenessError` beyond `bound`."""
+    ages = Counter((version - batch.version[batch.sampled]).tolist())
+    oldest = max(ages, default=0)
+    if oldest > bound or min(ages, default=0) < 0:
+        raise StalenessError(f"tokens of age {min(ages)} to {oldest} at version {version}; the bound is 0 to {bound}")
+    tokens = sum(ages.values())
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    mixed = sum(len(trajectory.versions) > 1 for trajectory in trajectories)
+    return {
+        "schedule/staleness_max": oldest,
+        "schedule/staleness_mean": sum(age * count for age, count in ages.items()) / max(tokens, 1),
+        "schedule/staleness_bound": bound,
+        "schedule/staleness_histogram": {str(age): count for age, count in sorted(ages.items())},
+        "schedule/mixed_version_share": mixed / max(len(trajectories), 1),
+    }

@@ -1,0 +1,181 @@
+"""What do policies score that do not understand? One answer to everything, the first of all that is listed, chance.
+
+    python benchmarks/retail_degenerate.py [--tasks 1000]
+
+Each policy below knows the desk's form: it finds the order, asks what it is told to ask, does one blind thing and
+says it is done. None may score above 15% at any level; the scripted expert scores 100%. The table goes to
+`results/retail_degenerate.md`.
+"""
+
+import argparse
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from afterimage.envs import Message, ToolCall
+from afterimage.envs.retail import LEVELS, RetailEnv, RetailTasks, script
+from afterimage.envs.retail.database import REASONS
+from afterimage.envs.retail.tools import ARGUMENTS, READS
+from afterimage.trajectory import Task
+
+CEILING = 0.15
+MAX_TURNS = 20
+NUMBER = re.compile(r"(?<![\w.])(?:\d{4}|\d{2})(?!\w)")
+
+
+@dataclass(slots=True)
+class Sight:
+    """What a blind policy has in view: the numbers of the last records, and chance."""
+
+    random: Random
+    said: list[Message] = field(default_factory=list)
+
+    def numbers(self, role: str) -> list[str]:
+        return [number for m in self.said if m.role == role for number in NUMBER.findall(m.content)]
+
+    @property
+    def order(self) -> str:
+        return self.numbers("user")[0]
+
+    def listed(self, key: str) -> list[str]:
+        """Numbers of items, payments or the point in the order's record, in its order."""
+        record = next(m.content for m in reversed(self.said) if m.role == "tool" and "point" in m.content)
+        if record.startswith("{"):
+            return re.findall(rf'"{key}_id": (\d+)', record)
+        part = {"item": "items: (.*?);", "payment": "pay: (.*?);", "point": "point (.*)"}[key]
+        return NUMBER.findall("".join(re.findall(part, record)))
+
+
+Act = Callable[[Sight], Message]
+
+
+def call(name: str, *values: str) -> Message:
+    return Message("assistant", "", (ToolCall(name, dict(zip(ARGUMENTS[name], values, strict=True))),))
+
+
+def random_call(sight: Sight) -> Message:
+    """Any tool that writes, its arguments drawn from the numbers seen."""
+    name = sight.random.choice([name for name in ARGUMENTS if name not in READS])
+    numbers = sight.numbers("tool") + sight.numbers("user")
+    values = {"order_id": sight.order, "reason": sight.random.choice(REASONS)}
+    return call(name, *[values.get(key) or sight.random.choice(numbers) for key in ARGUMENTS[name]])
+
+
+def random_valid_call(sight: Sight) -> Message:
+    """Any tool that writes, each argument drawn from the numbers of its own kind."""
+    name = sight.random.choice([name for name in ARGUMENTS if name not in READS])
+    kinds = {"item_id": "item", "payment_id": "payment", "point_id": "point", "new_item_id": "item"}
+    values = {"order_id": sight.order, "reason": sight.random.choice(REASONS)}
+    picked = [values.get(key) or sight.random.choice(sight.listed(kinds[key])) for key in ARGUMENTS[name]]
+    return call(name, *picked)
+
+
+def last_numbers(sight: Sight) -> Message:
+    seen = [number for m in sight.said for number in NUMBER.findall(m.content)]
+    return call("return_item", sight.order, seen[-1], seen[-1])
+
+
+POLICIES: dict[str, tuple[Act, tuple[str, ...]]] = {
+    **{f"always refuse ({reason})": ((lambda s, r=reason: call("refuse", s.order, r)), ()) for reason in REASONS},
+    "always hand over": (lambda s: call("hand_over", s.order), ()),
+    "always cancel": (lambda s: call("cancel_order", s.order), ()),
+    "return the first item to the first payment": (
+        lambda s: call("return_item", s.order, s.listed("item")[0], s.listed("payment")[0]),
+        ("Which item?", "Refund to what?"),
+    ),
+    "return the last item to the last payment": (
+        lambda s: call("return_item", s.order, s.listed("item")[-1], s.listed("payment")[-1]),
+        ("Which item?", "Refund to what?"),
+    ),
+    "return any item to any payment": (
+        lambda s: call("return_item", s.order, s.random.choice(s.listed("item")), s.random.choice(s.listed("payment"))),
+        ("Which item?", "Refund to what?"),
+    ),
+    "exchange the first item for the second": (
+        lambda s: call("exchange_item", s.order, *s.listed("item")[:2]),
+        ("Which item?", "Which colour?"),
+    ),
+    "redirect to the last number said": (
+        lambda s: call("redirect_order", s.order, s.numbers("user")[-1]),
+        ("Where to?",),
+    ),
+    "copy the last number": (last_numbers, ("Which item?", "Refund to what?")),
+    "any call, any numbers": (random_call, ("Which item?", "Refund to what?", "Where to?")),
+    "any call, numbers of the right kind": (random_valid_call, ("Which item?", "Refund to what?", "Where to?")),
+    "only talk": (lambda s: Message("assistant", "Done."), ()),
+}
+
+
+async def replies(sight: Sight, level: int, act: Act, questions: Sequence[str]) -> AsyncIterator[Message]:
+    """The blind policy's side of a conversation."""
+    if level > 2:
+        yield Message("assistant", "Your email?")
+        yield call("find_user", re.findall(r"[\w.]+@[\w.]+\w", sight.said[-1].content)[0])
+    for _ in range(3):
+        start = len(sight.said)
+        yield Message("assistant", "Which order?")
+        fresh = Sight(sight.random, sight.said[start:])
+        yield call("get_order", fresh.order)
+        for question in questions:
+            yield Message("assistant", question)
+        fresh.said = sight.said[start:]
+        yield act(fresh)
+        yield Message("assistant", "Done.")
+
+
+async def score(tasks: RetailTasks, index: int, act: Act, questions: Sequence[str]) -> float:
+    task = Task(tasks.name, "held_out", index)
+    env: RetailEnv = tasks.env(task, 0)
+    turn = await env.begin()
+    sight = Sight(Random(index), list(turn.messages))
+    async for reply in replies(sight, tasks.level, act, questions):
+        turn = await env.step(reply)
+        sight.said += [reply, *turn.messages]
+        if turn.done:
+            break
+    return turn.rewards.get("success", 0.0)
+
+
+async def expert(tasks: RetailTasks, index: int) -> float:
+    task = Task(tasks.name, "held_out", index)
+    env = tasks.env(task, 0)
+    turn = await env.begin()
+    for reply in script(tasks.scenario(task)):
+        turn = await env.step(reply)
+    return turn.rewards.get("success", 0.0)
+
+
+async def measure(count: int) -> dict[str, list[float]]:
+    """Success of every policy at every level."""
+    table: dict[str, list[float]] = {"scripted expert": [], **{name: [] for name in POLICIES}}
+    for level in LEVELS:
+        tasks = RetailTasks(level=level)
+        table["scripted expert"].append(sum([await expert(tasks, i) for i in range(count)]) / count)
+        for name, (act, questions) in POLICIES.items():
+            table[name].append(sum([await score(tasks, i, act, questions) for i in range(count)]) / count)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="success of policies that do not understand")
+    parser.add_argument("--tasks", type=int, default=1000, help="held-out tasks per policy and level")
+    count = parser.parse_args().tasks
+    table = asyncio.run(measure(count))
+    lines = [f"Success on {count} held-out tasks, `python benchmarks/retail_degenerate.py --tasks {count}`.", ""]
+    lines += ["| policy | " + " | ".join(f"level {level}" for level in LEVELS) + " |", "|---|" + "---|" * len(LEVELS)]
+    lines += [f"| {name} | " + " | ".join(f"{value:.1%}" for value in row) + " |" for name, row in table.items()]
+    text = "\n".join(lines) + "\n"
+    print(text)  # noqa: T201
+    Path(__file__).parent.joinpath("results", "retail_degenerate.md").write_text(text)
+    worst = max(value for name, row in table.items() if name != "scripted expert" for value in row)
+    if worst > CEILING or min(table["scripted expert"]) < 1.0:
+        raise SystemExit(
+            f"out of bounds: the best blind policy scores {worst:.1%}, the expert {table['scripted expert']}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,13 @@
+"""For every test: one torch thread (tiny models, shared machines), and the shapes in the signatures of credit,
+corrections and objectives checked at every call."""
+
+import os
+
+os.environ.update(OMP_WAIT_POLICY="PASSIVE", OMP_NUM_THREADS="1")  # before torch loads
+
+from jaxtyping import install_import_hook
+
+install_import_hook(
+    ["afterimage.credit", "afterimage.corrections", "afterimage.objectives"],
+    "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
+)

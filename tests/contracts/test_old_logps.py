@@ -1,0 +1,63 @@
+"""Every old-logit route keeps the contract of `OldLogps`, under every dtype-independent promise that the suite checks.
+
+The suite itself is tried on a route that lies about exactness, one that forgets, and one that lets a gradient through.
+"""
+
+from collections.abc import Callable
+
+import pytest
+from torch import Tensor
+
+from afterimage.build import build_old_logps
+from afterimage.config import OldLogpsConfig
+from afterimage.old_logps import OldLogps
+from afterimage.old_logps.current_recompute import CurrentRecompute
+from afterimage.old_logps.rollout import Rollout
+from afterimage.policy import Policy
+from afterimage.testing import check_old_logps
+from afterimage.trajectory import Batch
+
+ROUTES = ("rollout", "current_recompute", "snapshot_old", "ewma_prox")
+
+
+def maker(route: str) -> Callable[[Policy], OldLogps]:
+    return lambda policy: build_old_logps(OldLogpsConfig(route=route), policy, temperature=1.0, micro_tokens=32)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_route_keeps_the_contract(route: str) -> None:
+    check_old_logps(maker(route))
+
+
+class Liar(Rollout):
+    def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
+        return batch.behavior_logp, batch.sampled & batch.clean
+
+
+class Unclean(Rollout):
+    def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
+        return batch.behavior_logp, batch.sampled & ~batch.clean
+
+
+class Leaky(CurrentRecompute):
+    def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
+        return super().logps(batch, now.requires_grad_())
+
+
+class Forgetful(Rollout):
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
+        self.asked += 1
+        values, exact = super().logps(batch, now)
+        return values * self.asked, exact
+
+
+@pytest.mark.parametrize(
+    ("broken", "what"),
+    [(Liar, "called exact"), (Unclean, "kept cache"), (Leaky, "no gradient"), (Forgetful, "asked twice")],
+)
+def test_the_suite_finds_a_route_that_breaks_it(broken: Callable[[], OldLogps], what: str) -> None:
+    with pytest.raises(AssertionError, match=what):
+        check_old_logps(lambda policy: broken())

@@ -1,0 +1,106 @@
+"""Promises: every mistake a user can make on the command line is one line, names the nearest words, and exits with 2
+before anything is trained; knobs reach the config; help is the docstring under the field."""
+
+from pathlib import Path
+
+import pytest
+
+from afterimage import cli
+from afterimage.config import RunConfig
+from afterimage.recipes import RECIPES
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    assert end.value.code == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (("train", "retial"), "unknown recipe 'retial'; did you mean retail?"),
+        (("train", "retail", "--trainer.lrr", "1"), "unknown argument --trainer.lrr; did you mean --trainer.lr"),
+        (("train", "retail", "--sede=1"), "unknown argument --sede=1; did you mean --seed or"),
+        (
+            ("train", "retail", "--old_logps.route", "snapsht"),
+            "--old_logps.route: cannot be 'snapsht'; did you mean snapshot_old",
+        ),
+        (("train", "retail", "--trainer.lr", "fast"), "--trainer.lr: must be a number, got 'fast'"),
+        (("train", "retail", "--steps", "2.5"), "--steps: must be a whole number, got '2.5'"),
+        (("train", "retail", "--trainer.lr", "-1"), "trainer.lr must be > 0, got -1.0"),
+        (("train", "retail", "--schedule.max_staleness", "-1"), "schedule.max_staleness must be >= 0, got -1"),
+        (("train", "retail", "--correction.low", "1.5"), "correction.low must be between 0 and 1, got 1.5"),
+        (("train", "retail", "--engine.top_p", "0.9"), "truncated support"),
+        (("train", "retail", "--tensorboard", "perhaps"), "--tensorboard: must be true or false, got 'perhaps'"),
+        (("train",), "the following arguments are required: recipe"),
+        (("trian", "retail"), "invalid choice: 'trian'"),
+        (("report", "no-such-run"), "no-such-run is not a run folder"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], says: str
+) -> None:
+    assert says in complaint(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    "prepare, says", [("missing", "no model folder at"), ("empty", "not a Hugging Face model folder")]
+)
+def test_a_wrong_model_folder_is_told_before_a_run_folder_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], prepare: str, says: str
+) -> None:
+    model = tmp_path / "model"
+    if prepare == "empty":
+        model.mkdir()
+    line = complaint(capsys, "train", "retail", "--policy", str(model), "--runs", str(tmp_path / "runs"))
+    assert says in line and not (tmp_path / "runs").exists()
+
+
+def test_a_run_folder_that_holds_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "metrics.jsonl").write_text('{"step": 1}\n')
+    line = complaint(capsys, "train", "retail", "--runs", str(tmp_path), "--name", "mine")
+    assert "already holds a run" in line
+    assert (tmp_path / "mine" / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def parse(*arguments: str) -> RunConfig:
+    return cli.configure(cli._parser(arguments).parse_args(arguments))
+
+
+def test_knobs_reach_the_config() -> None:
+    config = parse(
+        "train", "retail", "--trainer.lr", "1e-5", "--seed=3", "--tensorboard", "true", "--runs", "elsewhere"
+    )
+    assert (config.trainer.lr, config.seed, config.tensorboard, config.runs) == (1e-5, 3, True, Path("elsewhere"))
+    assert config.trainer.grad_clip == RECIPES["retail"]().trainer.grad_clip
+
+
+def test_help_is_the_docstring_under_the_field(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["train", "retail", "--help"])
+    assert end.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--schedule.max_staleness" in text
+    assert "Versions a token may lag behind the policy that trains on it (window 1)." in text
+
+
+def test_every_knob_has_a_docstring() -> None:
+    for _, section in cli._sections():
+        docs = cli.field_docs(section)
+        assert not [
+            name
+            for name in cli._types(section)
+            if name not in docs and not hasattr(cli._types(section)[name], "__dataclass_fields__")
+        ]
+
+
+def test_recipes_are_listed_with_what_they_do(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["recipes"])
+    out = capsys.readouterr().out
+    assert end.value.code == 0 and all(name in out for name in RECIPES)

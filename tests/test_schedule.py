@@ -1,0 +1,163 @@
+"""Promises: the staleness bound holds with stragglers for budgets 0 to 3 and every window, and is reached; groups are
+taken in the order the window allows; tickets limit what is live; the ledger knows which versions are needed."""
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from afterimage.schedule import Ledger, Line, StalenessError, measure_staleness, staleness_bound
+from afterimage.trajectory import Batch, Credited, Given, Group, Open, Sampled, Task, Trajectory, collate
+
+STEPS = 40
+
+
+@dataclass
+class World:
+    """Groups whose every token is stamped with the version of its moment; one in seven takes very long."""
+
+    line: Line
+    slow_ticks: int
+    version: int = 0
+    live: int = 0
+    most_live: int = 0
+    admitted: int = 0
+    ages: list[int] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
+
+    async def group(self, number: int, ticks: int) -> Group:
+        pieces: list[Given | Sampled] = [Given((0,))]
+        for _ in range(ticks):
+            pieces.append(Sampled((1,), (-0.5,), self.version))
+            await asyncio.sleep(0)
+        task = Task("toy", "train", number)
+        return Group(task, (Trajectory(tuple(pieces), {"r": 1.0}, "done", task, seed=0, episode=number),))
+
+    async def produce(self, rng: random.Random) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(10**9):
+                ticks = self.slow_ticks if number % 7 == 3 else rng.randint(1, 3)
+                await self.line.admit(lambda number=number, ticks=ticks: self.group(number, ticks), tasks)
+                self.admitted += 1
+                self.live += 1
+                self.most_live = max(self.most_live, self.live)
+
+    async def train(self, steps: int) -> None:
+        for _ in range(steps):
+            groups = await self.line.take()
+            self.order += [group.task.index for group in groups]
+            for group in groups:
+                for piece in group.trajectories[0].sampled:
+                    self.ages.append(self.version - piece.version)
+            for _ in range(5):
+                await asyncio.sleep(0)
+            self.version += 1
+            self.live -= len(groups)
+            self.line.release()
+
+    async def run(self, steps: int, seed: int) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            producer = tasks.create_task(self.produce(random.Random(seed)))
+            await self.train(steps)
+            producer.cancel()
+
+
+def simulate(budget: int, groups: int, window: int, *, slow: int, seed: int = 0) -> World:
+    async def main() -> World:
+        world = World(Line(max_staleness=budget, groups_per_step=groups, window=window), slow_ticks=slow)
+        await world.run(STEPS, seed)
+        return world
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("budget", [0, 1, 2, 3])
+def test_with_stragglers_the_bound_holds_and_is_reached(budget: int) -> None:
+    world = simulate(budget, groups=4, window=1, slow=40)
+    assert max(world.ages) == budget
+    assert world.order == sorted(world.order)
+    assert world.most_live <= (budget + 1) * 4
+
+
+@given(
+    budget=st.integers(0, 3),
+    groups=st.integers(1, 5),
+    window=st.integers(1, 12),
+    slow=st.integers(1, 120),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_window_outruns_its_derived_bound(budget: int, groups: int, window: int, slow: int, seed: int) -> None:
+    world = simulate(budget, groups, window, slow=slow, seed=seed)
+    assert max(world.ages) <= staleness_bound(budget, groups, window)
+    assert len(set(world.order)) == len(world.order) == STEPS * groups
+
+
+def test_a_window_lets_finished_groups_pass_a_straggler_up_to_its_reach() -> None:
+    straight, windowed = (simulate(2, groups=4, window=w, slow=200) for w in (1, 5))
+    assert straight.order == sorted(straight.order)
+    assert windowed.order != sorted(windowed.order)
+    assert max(windowed.ages) == staleness_bound(2, 4, 5) == 3
+    for place, number in enumerate(windowed.order):
+        skipped = set(range(number)) - set(windowed.order[:place])
+        assert not skipped or number - min(skipped) < 5
+
+
+def test_the_first_failure_of_work_ends_the_line() -> None:
+    async def main() -> None:
+        line = Line(max_staleness=0, groups_per_step=1)
+
+        async def broken() -> Group:
+            raise RuntimeError("out of tea")
+
+        async with asyncio.TaskGroup() as tasks:
+            await line.admit(broken, tasks)
+            await line.take()
+
+    with pytest.raises(ExceptionGroup) as failure:
+        asyncio.run(main())
+    assert "out of tea" in repr(failure.value.exceptions)
+
+
+def piece(episode: int, version: int) -> Open:
+    return Open(episode, (1, 2), 1, Sampled((2,), (-0.1,), version))
+
+
+def test_ledger_pins_a_version_until_its_last_piece_is_settled() -> None:
+    ledger = Ledger()
+    for episode, version in [(1, 0), (1, 1), (2, 1)]:
+        ledger.arrived(piece(episode, version))
+    assert ledger.versions == {0, 1}
+    assert [item.episode for item in ledger.of(1)] == [1, 2]
+    ledger.settle([1])
+    assert ledger.versions == {1}
+    ledger.settle([2, 99])
+    assert ledger.versions == frozenset()
+
+
+def batch_of(versions: list[int]) -> tuple[Batch, list[Group]]:
+    task = Task("toy", "train", 0)
+    pieces = (Given((0,)), *(Sampled((1,), (-0.5,), version) for version in versions))
+    trajectory = Trajectory(pieces, {"r": 1.0}, "done", task, seed=0)
+    return collate([Credited(trajectory, (1.0,))]), [Group(task, (trajectory,))]
+
+
+def test_ages_are_counted_where_the_batch_is_consumed() -> None:
+    batch, groups = batch_of([3, 3, 4, 5])
+    ages = measure_staleness(batch, groups, version=5, bound=2)
+    assert ages["schedule/staleness_max"] == 2
+    assert ages["schedule/staleness_mean"] == pytest.approx(1.25)
+    assert ages["schedule/staleness_histogram"] == {"0": 1, "1": 1, "2": 2}
+    assert ages["schedule/mixed_version_share"] == 1.0
+    assert torch.equal(batch.version, torch.tensor([-1, 3, 3, 4, 5]))
+
+
+@pytest.mark.parametrize("version, bound", [(6, 2), (4, 2)])
+def test_a_token_older_than_the_bound_or_from_the_future_is_an_error(version: int, bound: int) -> None:
+    batch, groups = batch_of([3, 5])
+    with pytest.raises(StalenessError, match=f"the bound is 0 to {bound}"):
+        measure_staleness(batch, groups, version=version, bound=bound)
