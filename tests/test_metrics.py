@@ -1,6 +1,5 @@
 """What is promised of a run's files.
 
-- Value and reduction travel together: weighted means, sums, maxima, last values, histograms, by numbers worked by hand.
 - Whatever is written is valid JSON: non-finite numbers are null, numpy and torch scalars are numbers.
 - A line is on disk when the call returns; a file cut at any byte is read up to its last whole line, and only the last
   line may be broken.
@@ -23,54 +22,12 @@ from hypothesis import strategies as st
 from afterimage.config import ConfigError
 from afterimage.observe.metrics import (
     BrokenFile,
-    Metrics,
     RunFolder,
     RunLog,
     TensorBoardSink,
     dumps,
     read_jsonl,
 )
-
-
-def test_reductions() -> None:
-    metrics = Metrics()
-    for value in (1.0, 4.0, 1.0):
-        metrics.add("mean", value)
-        metrics.add("sum", value, reduce="sum")
-        metrics.add("max", value, reduce="max")
-        metrics.add("min", value, reduce="min")
-        metrics.add("last", value, reduce="last")
-    assert metrics.take() == {"mean": 2.0, "sum": 6.0, "max": 4.0, "min": 1.0, "last": 1.0}
-    assert metrics.take() == {}
-
-
-def test_a_mean_counts_by_weight() -> None:
-    metrics = Metrics()
-    metrics.add("loss", 0.5, weight=30)
-    metrics.add("loss", 1.5, weight=10)
-    metrics.add("loss", float("nan"), weight=0)
-    assert metrics.take() == {"loss": 0.75}
-
-
-def test_negative_maximum() -> None:
-    metrics = Metrics()
-    metrics.add("max", -3.0, reduce="max")
-    metrics.add("max", -7.0, reduce="max")
-    assert metrics.take() == {"max": -3.0}
-
-
-def test_histograms_add_up_bin_by_bin() -> None:
-    metrics = Metrics()
-    metrics.count("staleness", {0: 3, 1: 4})
-    metrics.count("staleness", {1: 1, 2: 5})
-    assert metrics.take() == {"staleness": {"0": 3, "1": 5, "2": 5}}
-
-
-def test_one_name_has_one_reduction() -> None:
-    metrics = Metrics()
-    metrics.add("reward", 1.0)
-    with pytest.raises(ValueError, match="reduced by mean, and now by sum"):
-        metrics.add("reward", 1.0, reduce="sum")
 
 
 def test_non_finite_numbers_are_null() -> None:

@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Literal, Protocol, Self
+from typing import IO, Any, Protocol, Self
 
 from afterimage.config import ConfigError
 
-Reduction = Literal["mean", "sum", "max", "min", "last"]
 Row = dict[str, Any]
 
 CONFIG, METRICS, EVENTS = "config.json", "metrics.jsonl", "events.jsonl"
@@ -28,77 +27,6 @@ class Sink(Protocol):
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """`metrics` are already reduced: one value per name."""
         ...
-
-
-@dataclasses.dataclass(slots=True)
-class _Tally:
-    reduce: Reduction
-    value: float = 0.0
-    weight: float = 0.0
-
-    def add(self, value: float, weight: float) -> None:
-        match self.reduce:
-            case "mean":
-                self.value += value * weight if weight else 0.0
-            case "sum":
-                self.value += value * weight
-            case "max":
-                self.value = value if not self.weight else max(self.value, value)
-            case "min":
-                self.value = value if not self.weight else min(self.value, value)
-            case "last":
-                self.value = value
-        self.weight += weight
-
-    def result(self) -> float:
-        if self.reduce != "mean":
-            return self.value
-        return self.value / self.weight if self.weight else math.nan
-
-
-class Metrics:
-    """One step's numbers. A value is given together with its reduction, and reduced once.
-
-    >>> metrics = Metrics()
-    >>> for reward, tokens in ((1.0, 10), (0.0, 30)):
-    ...     metrics.add("rollout/reward_mean", reward)
-    ...     metrics.add("rollout/tokens", tokens, reduce="sum")
-    ...     metrics.add("objective/loss", reward, weight=tokens)
-    ...     metrics.count("schedule/staleness_histogram", {2: tokens})
-    >>> metrics.take()["objective/loss"]
-    0.25
-    >>> metrics.take()
-    {}
-    """
-
-    def __init__(self) -> None:
-        self._tallies: dict[str, _Tally] = {}
-        self._counts: dict[str, dict[str, float]] = {}
-
-    def add(self, name: str, value: float, *, reduce: Reduction = "mean", weight: float = 1.0) -> None:
-        """`weight` counts in means and sums: a mean over tokens is given as (mean of a batch, weight=its tokens)."""
-        tally = self._tallies.setdefault(name, _Tally(reduce))
-        if tally.reduce != reduce:
-            raise ValueError(f"{name} is reduced by {tally.reduce}, and now by {reduce}; one name has one reduction")
-        tally.add(float(value), float(weight))
-
-    def count(self, name: str, counts: Mapping[Any, float]) -> None:
-        """Add to a histogram, bin by bin."""
-        bins = self._counts.setdefault(name, {})
-        for key, amount in counts.items():
-            bins[str(key)] = bins.get(str(key), 0) + amount
-
-    def update(self, values: Mapping[str, float], *, reduce: Reduction = "last") -> None:
-        """Several values under one reduction."""
-        for name, value in values.items():
-            self.add(name, value, reduce=reduce)
-
-    def take(self) -> Row:
-        """The reduced values, in the order in which they were first added; then begin again."""
-        reduced: Row = {name: tally.result() for name, tally in self._tallies.items()}
-        reduced.update(self._counts)
-        self._tallies, self._counts = {}, {}
-        return reduced
 
 
 def plain(value: Any) -> Any:
