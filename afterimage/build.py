@@ -28,7 +28,7 @@ from afterimage.envs.chat import Chat
 from afterimage.envs.retail import RetailTasks
 from afterimage.loop import Parts
 from afterimage.objectives import Surrogate
-from afterimage.observe.metrics import RunLog, TensorBoardSink
+from afterimage.observe.metrics import RunLog, TensorBoardSink, require_tensorboard
 from afterimage.observe.recorder import Recorder, Watcher
 from afterimage.old_logps import OldLogps
 from afterimage.old_logps.current_recompute import CurrentRecompute
@@ -47,17 +47,19 @@ SHIPPED_POLICY = Path(__file__).parent / "base_policy"
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
-    """Where a run takes place: what `launch` has made before the parts are built."""
+class Machine:
+    """What generates and what learns. Making it refuses whatever is wrong, before there is a run folder."""
 
     policy: Policy
-    log: RunLog
-    watcher: Watcher
+    taskset: Taskset
+    speaker: Speaker
+    old: OldLogps
+    trainer: Trainer
 
 
-def build(config: RunConfig, site: Site) -> Parts:
-    """Everything the loop touches."""
-    policy, ledger = site.policy, Ledger()
+def build_machine(config: RunConfig) -> Machine:
+    """Raises `ConfigError` for anything that can be known to be wrong without starting the engine."""
+    policy = Policy.load(policy_folder(config), dtype=config.trainer.dtype)
     taskset = build_taskset(config.task)
     speaker = build_speaker(config, policy, taskset)
     old = build_old_logps(
@@ -68,9 +70,18 @@ def build(config: RunConfig, site: Site) -> Parts:
         objective=build_objective(config.objective),
         temperature=config.engine.temperature,
     )
-    schedule = config.schedule
-    sinks = [TensorBoardSink(site.log.path / "tensorboard")] if config.tensorboard else []
-    recorder = Recorder(site.log, site.watcher, partial(_decode, policy), sinks=sinks)
+    trainer = Trainer(policy, config.trainer, rules, old, num_steps=config.steps * config.trainer.steps_per_batch)
+    if config.tensorboard:
+        require_tensorboard()
+    return Machine(policy, taskset, speaker, old, trainer)
+
+
+def build(config: RunConfig, machine: Machine, log: RunLog, watcher: Watcher) -> Parts:
+    """Everything the loop touches."""
+    policy, taskset, speaker, old = machine.policy, machine.taskset, machine.speaker, machine.old
+    ledger, schedule = Ledger(), config.schedule
+    sinks = [TensorBoardSink(log.path / "tensorboard")] if config.tensorboard else []
+    recorder = Recorder(log, watcher, partial(_decode, policy), sinks=sinks)
 
     def arrived(piece: Open) -> None:
         ledger.arrived(piece)
@@ -94,7 +105,7 @@ def build(config: RunConfig, site: Site) -> Parts:
         credit=build_credit(config.credit),
         policy=policy,
         old=old,
-        trainer=Trainer(policy, config.trainer, rules, old, num_steps=config.steps * config.trainer.steps_per_batch),
+        trainer=machine.trainer,
         publisher=DirectPublisher(speaker.engine, dtype=DTYPES[config.engine.dtype]),
         log=recorder,
         worker=ThreadPoolExecutor(1, thread_name_prefix="trainer"),
@@ -112,14 +123,18 @@ def policy_folder(config: RunConfig) -> Path:
 
 def build_speaker(config: RunConfig, policy: Policy, taskset: Taskset) -> Speaker:
     """The engine, and the conversation format of the policy's tokenizer with the task set's tools."""
-    engine = EmbeddedEngine(
-        policy_folder(config),
-        dtype=config.engine.dtype,
-        threads=config.engine.threads,
-        max_slots=config.engine.max_running,
-        max_context=config.engine.max_context,
-    )
-    return Speaker(engine, Chat(policy.tokenizer, taskset.tools), config.engine)
+    try:
+        engine = EmbeddedEngine(
+            policy_folder(config),
+            dtype=config.engine.dtype,
+            threads=config.engine.threads,
+            max_slots=config.engine.max_running,
+            max_context=config.engine.max_context,
+        )
+        chat = Chat(policy.tokenizer, taskset.tools)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return Speaker(engine, chat, config.engine)
 
 
 def build_taskset(config: TaskConfig) -> Taskset:

@@ -85,9 +85,13 @@ def _recipe_position(given: Sequence[str]) -> int | None:
     place = {"train": 1, "eval": 2}.get(given[0] if given else "")
     if place is None or len(given) <= place or given[place].startswith("-"):
         return None
-    if given[place] not in RECIPES:
-        raise ConfigError(f"unknown recipe {given[place]!r}{nearest(given[place], list(RECIPES))}")
+    _require_recipe(given[place])
     return place
+
+
+def _require_recipe(name: str) -> None:
+    if name not in RECIPES:
+        raise ConfigError(f"unknown recipe {name!r}{nearest(name, list(RECIPES))}")
 
 
 def _add_knobs(parser: _Parser, recipe: RunConfig | None) -> None:
@@ -174,6 +178,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 def configure(chosen: argparse.Namespace) -> RunConfig:
     """The recipe with the knobs that were given."""
+    _require_recipe(chosen.recipe)
     config = RECIPES[chosen.recipe]()
     top: dict[str, Any] = {}
     for name, value in vars(chosen).items():
@@ -190,10 +195,17 @@ def configure(chosen: argparse.Namespace) -> RunConfig:
 
 def _train(chosen: argparse.Namespace) -> int:
     config = configure(chosen)
-    from afterimage.launch.local import RunFailed, train
+    from afterimage.launch.local import train
+
+    return _run(lambda: train(config, command=shlex.join(["afterimage", *chosen.given])))
+
+
+def _run(work: Callable[[], object]) -> int:
+    """The exit code of a run: 0, 1 when its machinery failed, 130 after Ctrl-C."""
+    from afterimage.launch.local import RunFailed
 
     try:
-        train(config, command=shlex.join(["afterimage", *chosen.given]))
+        work()
     except RunFailed as failure:
         Console(stderr=True, soft_wrap=True).print(f"[bold red]the run failed:[/] {escape(str(failure))}")
         return 1
@@ -206,9 +218,11 @@ def _eval(chosen: argparse.Namespace) -> int:
     config = configure(chosen)
     from afterimage.launch.local import evaluate
 
-    result = evaluate(chosen.trained, config)
-    Console().print(f"success {result.success:.1%} (95% {result.low:.1%} to {result.high:.1%}) on {result.tasks} tasks")
-    return 0
+    def grade() -> None:
+        grade = evaluate(chosen.trained, config)
+        Console().print(f"success {grade.success:.1%} (95% {grade.low:.1%} to {grade.high:.1%}) on {grade.tasks} tasks")
+
+    return _run(grade)
 
 
 def _report(chosen: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 
 class ConfigError(ValueError):
@@ -36,6 +36,14 @@ def nearest(word: str, known: Sequence[str]) -> str:
     return f"; did you mean {' or '.join(close)}?" if close else f"; there are: {', '.join(known)}"
 
 
+def _among_choices(where: str, section: object) -> None:
+    """Fields with a fixed set of words hold one of them, also when they come from Python."""
+    for name, kind in get_type_hints(type(section)).items():
+        value = getattr(section, name)
+        if get_origin(kind) is Literal and value not in get_args(kind):
+            raise ConfigError(f"{where}.{name} cannot be {value!r}{nearest(str(value), get_args(kind))}")
+
+
 Dtype = Literal["float32", "bfloat16"]
 SHIPPED_ENVS = ("retail", "calculator")
 
@@ -54,6 +62,7 @@ class TaskConfig:
     """Spread of that waiting time: the standard deviation of its logarithm."""
 
     def __post_init__(self) -> None:
+        _among_choices("task", self)
         _at_least("task", 0, latency_s=self.latency_s, latency_sigma=self.latency_sigma)
         if self.env not in SHIPPED_ENVS and ":" not in self.env:
             raise ConfigError(f"task.env cannot be {self.env!r}{nearest(self.env, SHIPPED_ENVS)}")
@@ -79,6 +88,7 @@ class EngineConfig:
     """Tokens of one reply."""
 
     def __post_init__(self) -> None:
+        _among_choices("engine", self)
         _at_least(
             "engine", 1, threads=self.threads, max_running=self.max_running, max_reply_tokens=self.max_reply_tokens
         )
@@ -103,7 +113,7 @@ class RolloutConfig:
     retries: int = 1
     """Times a failed episode is begun again with the same seed."""
     max_failed_share: float = 0.2
-    """Share of failed episodes (of the last 100 or more) above which the run stops."""
+    """Share of failed episodes above which the run stops, of the last 100 (judged from the 20th on)."""
 
     def __post_init__(self) -> None:
         _at_least("rollout", 1, max_turns=self.max_turns)
@@ -138,6 +148,9 @@ class CreditConfig:
     estimator: Literal["grpo", "grpo_no_std", "rloo", "dr_grpo", "reinforce_batch", "turn_level"] = "grpo"
     """How siblings are compared."""
 
+    def __post_init__(self) -> None:
+        _among_choices("credit", self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldLogpsConfig:
@@ -147,10 +160,9 @@ class OldLogpsConfig:
     """`snapshot_old` is exact; the others put something in its place."""
     beta: float = 0.5
     """`ewma_prox`: decay per published version; the mean age tends to beta / (1 - beta) versions."""
-    baseline: bool = False
-    """Allow a combination that the linter refuses, as a baseline to compare with."""
 
     def __post_init__(self) -> None:
+        _among_choices("old_logps", self)
         _within("old_logps", 0, 0.9999, beta=self.beta)
 
 
@@ -175,6 +187,7 @@ class CorrectionConfig:
     """Drop a whole sequence with any token whose D is below this; 0 never does."""
 
     def __post_init__(self) -> None:
+        _among_choices("correction", self)
         _within("correction", 0, 1, low=self.low, veto_below=self.veto_below)
         _at_least("correction", 1, high=self.high)
 
@@ -207,9 +220,10 @@ class ObjectiveConfig:
     """Coefficient of the entropy bonus."""
 
     def __post_init__(self) -> None:
+        _among_choices("objective", self)
         _within("objective", 0, 1, clip_low=self.clip_low)
         _at_least("objective", 0, clip_high=self.clip_high, kl_penalty=self.kl_penalty)
-        _at_least("objective", 0, reference_kl=self.reference_kl)
+        _at_least("objective", 0, reference_kl=self.reference_kl, entropy=self.entropy)
         _at_least("objective", 1, constant=self.constant)
         if not self.dual_clip > 1:
             raise ConfigError(f"objective.dual_clip must be > 1 (1 stops fresh data too), got {self.dual_clip}")
@@ -241,6 +255,7 @@ class TrainerConfig:
     """Processor threads; 0 takes what the engine leaves."""
 
     def __post_init__(self) -> None:
+        _among_choices("trainer", self)
         _at_least("trainer", 1, steps_per_batch=self.steps_per_batch, micro_tokens=self.micro_tokens)
         _at_least("trainer", 0, warmup_steps=self.warmup_steps, weight_decay=self.weight_decay, threads=self.threads)
         if not self.lr > 0:

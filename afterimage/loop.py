@@ -61,7 +61,8 @@ async def run(parts: Parts) -> None:
     await parts.engine.start()
     await publish(parts)
     if parts.held_out:
-        parts.log.write(0, {"version": parts.policy.version, **await evaluate(parts, step=0)})
+        graded = await evaluate(parts, step=0)
+        parts.log.write(0, {"version": parts.policy.version, **engine_metrics(parts), **graded})
     async with asyncio.TaskGroup() as tasks:
         producer = tasks.create_task(produce(parts))
         await train(parts)
@@ -74,6 +75,7 @@ async def produce(parts: Parts) -> None:
     async with asyncio.TaskGroup() as in_flight:
         for task in parts.tasks:
             await parts.line.admit(partial(work, task), in_flight)
+        raise RuntimeError(f"{parts.config.task.env} ran out of training tasks: its train() has to be endless")
 
 
 async def train(parts: Parts) -> None:
@@ -129,7 +131,7 @@ async def publish(parts: Parts) -> float:
     began = time.monotonic()
     with parts.log.span("publish", f"version {parts.policy.version}"):
         await parts.publisher.publish(parts.policy)
-        parts.old.published(parts.policy, parts.ledger.versions)
+        await parts.beside(parts.old.published, parts.policy, parts.ledger.versions)
     return time.monotonic() - began
 
 
@@ -144,7 +146,7 @@ async def evaluate(parts: Parts, step: int) -> Mapping[str, float]:
         graded = await examine(parts.examination, parts.held_out, seed=parts.config.seed, progress=parts.log.phase)
     success = sum(graded) / len(graded)
     parts.log.event("eval", step=step, version=parts.policy.version, success=success, tasks=len(graded))
-    return {"eval/success": success}
+    return {"eval/success": success, "eval/version": parts.policy.version}
 
 
 def engine_metrics(parts: Parts) -> dict[str, float]:

@@ -16,10 +16,10 @@ from afterimage.config import EngineConfig, RolloutConfig
 from afterimage.engines import Engine, SamplingParams
 from afterimage.envs import Taskset, Turn
 from afterimage.envs.chat import Chat
-from afterimage.trajectory import Failure, Given, Group, Open, Piece, Sampled, Stop, Task, Trajectory
+from afterimage.trajectory import Failure, Given, Group, Open, Piece, Sampled, Stop, Task, Trajectory, walk
 
-FAILED_WINDOW = 100
-"""Episodes over which the share of failures is judged."""
+FAILED_LEAST, FAILED_WINDOW = 20, 100
+"""Episodes over which the share of failures is judged: not before the first number, and the last of the second."""
 
 
 class EpisodeFailed(Exception):
@@ -38,6 +38,11 @@ async def stage(name: str, timeout_s: float) -> AsyncIterator[None]:
             yield
     except Exception as error:
         raise EpisodeFailed(name) from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise EpisodeFailed(name) from error  # something inside the environment was cancelled, not this episode
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -122,6 +127,11 @@ class Rollout:
             env = self.taskset.env(task, env_seed)
             turn = await env.begin()
             pieces.append(Given(chat.opening(turn.messages)))
+        if self.speaker.room(_length(pieces)) < 1:
+            raise ValueError(
+                f"the opening prompt of {task.key} has {_length(pieces)} tokens, engine.max_context is "
+                f"{self.speaker.config.max_context}: no reply fits; raise engine.max_context"
+            )
         stop: Stop = "done"
         turn_rewards: list[float] = []
         while not turn.done:
@@ -168,9 +178,9 @@ class Rollout:
             return
         self._outcomes.append(False)
         failed = self._outcomes.count(False)
-        if len(self._outcomes) == FAILED_WINDOW and failed > self.config.max_failed_share * FAILED_WINDOW:
+        if len(self._outcomes) >= FAILED_LEAST and failed > self.config.max_failed_share * len(self._outcomes):
             raise TooManyFailures(
-                f"{failed} of the last {FAILED_WINDOW} episodes failed, more than rollout.max_failed_share = "
+                f"{failed} of the last {len(self._outcomes)} episodes failed, more than rollout.max_failed_share = "
                 f"{self.config.max_failed_share:g} allows; the last one in {failure.stage}: {failure.error}"
             )
 
@@ -215,7 +225,7 @@ def _describe(failed: EpisodeFailed, task: Task, pieces: Sequence[Piece]) -> Fai
         task=task,
         stage=str(failed),
         error=f"{type(cause).__name__}: {cause}",
-        turns=len(sampled),
+        turns=max((turn for _, _, turn in walk(pieces)), default=-1) + 1,
         sampled_tokens=_length(sampled),
     )
 

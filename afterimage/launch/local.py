@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from afterimage import loop
-from afterimage.build import Site, build, build_speaker, build_taskset, policy_folder
+from afterimage.build import build, build_machine
 from afterimage.config import ConfigError, RunConfig
 from afterimage.observe.live import LiveDisplay
 from afterimage.observe.metrics import RunFolder, RunLog
@@ -57,16 +57,16 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
     """
     console = console or Console(soft_wrap=True)
     share_processor(config)
-    policy = Policy.load(policy_folder(config), dtype=config.trainer.dtype)
+    machine = build_machine(config)
     folder = config.runs / (config.name or f"{config.recipe}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
     log = RunLog.create(folder, config)
     log.event("started", cores=cores(), **({"command": command} if command else {}))
-    reason = "finished"
+    reason = "failed"
     try:
         with LiveDisplay(config, console=console) as display:
-            asyncio.run(_supervise(config, Site(policy, log, display)))
+            asyncio.run(_supervise(build(config, machine, log, display)))
+        reason = "finished"
     except ExceptionGroup as failures:
-        reason = "failed"
         error = first_leaf(failures)
         log.failed("".join(traceback.format_exception(error)))
         raise RunFailed(f"{type(error).__name__}: {error} (traceback in {folder / 'error.txt'})") from error
@@ -78,15 +78,14 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
         log.event("stopped", reason=reason)
         log.close()
         if reason != "failed":
-            policy.save(folder / POLICY)
+            machine.policy.save(folder / POLICY)
         report = write_report(folder)
         console.print(f"run folder {folder}\nreport     {report}", highlight=False)
     return Run(folder, report)
 
 
-async def _supervise(config: RunConfig, site: Site) -> None:
+async def _supervise(parts: loop.Parts) -> None:
     """The loop under one parent; whatever happens, the trainer's thread ends and the engine is given back."""
-    parts = build(config, site)
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(loop.run(parts))
@@ -129,29 +128,35 @@ class Grade:
 
 
 def evaluate(trained: Path, config: RunConfig, *, console: Console | None = None) -> Grade:
-    """Held-out success of a run's policy, or of any model folder, on the recipe's tasks."""
+    """Held-out success of a run's policy, or of any model folder, on the recipe's tasks.
+
+    Raises `ConfigError` for what is wrong beforehand and `RunFailed` when the machinery fails.
+    """
     if config.eval.tasks < 1:
         raise ConfigError(f"eval.tasks must be >= 1 to evaluate, got {config.eval.tasks}")
     folder = trained / POLICY if (trained / POLICY).is_dir() else trained
     config = replace(config, policy=str(folder))
     share_processor(config)
-    policy = Policy.load(policy_folder(config), dtype=config.trainer.dtype)
+    machine = build_machine(config)
     console = console or Console()
 
     async def grade() -> list[bool]:
-        taskset = build_taskset(config.task)
-        speaker = build_speaker(config, policy, taskset)
-        rollout = Rollout(speaker, taskset, config.rollout)
+        engine = machine.speaker.engine
+        rollout = Rollout(machine.speaker, machine.taskset, config.rollout)
         try:
-            await speaker.engine.start()
-            await DirectPublisher(speaker.engine, dtype=DTYPES[config.engine.dtype]).publish(policy)
+            await engine.start()
+            await DirectPublisher(engine, dtype=DTYPES[config.engine.dtype]).publish(machine.policy)
             with LiveDisplay(config, console=console) as display:
-                tasks = taskset.held_out(config.eval.tasks)
+                tasks = machine.taskset.held_out(config.eval.tasks)
                 return await examine(rollout, tasks, seed=config.seed, progress=display.phase)
         finally:
-            await speaker.engine.close()
+            await engine.close()
 
-    graded = asyncio.run(grade())
+    try:
+        graded = asyncio.run(grade())
+    except ExceptionGroup as failures:
+        error = first_leaf(failures)
+        raise RunFailed(f"{type(error).__name__}: {error}") from error
     return Grade(sum(graded), len(graded))
 
 

@@ -118,10 +118,11 @@ class LiveDisplay:
     def note(self, text: str) -> None:
         """Something worth a line: it stays above the panel."""
         with self._lock:
-            if self._live is not None:
-                self._live.console.print(Text.assemble(("• ", GENERATION), _one_line(text)))
-            else:
+            live = self._live
+            if live is None:
                 self._say(text)
+        if live is not None:  # outside the lock: rich's refresh holds its own while it asks for the panel
+            live.console.print(Text.assemble(("• ", GENERATION), _one_line(text)))
 
     def phase(self, text: str, done: int = 0, total: int = 0) -> None:
         """What happens outside a step: "evaluating the base policy", 120 of 256. Cheap to call often."""

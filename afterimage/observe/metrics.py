@@ -139,18 +139,23 @@ class RunLog:
         self._files[name].flush()
 
 
+def require_tensorboard() -> Any:
+    """Its writer class. ConfigError when the package is missing."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            "run.tensorboard needs the package tensorboard, which is not installed: "
+            "pip install 'afterimage[tensorboard]'"
+        ) from error
+    return SummaryWriter
+
+
 class TensorBoardSink:
     """Numbers as TensorBoard events. Histograms and text stay in `metrics.jsonl`."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                "run.tensorboard needs the package tensorboard, which is not installed: "
-                "pip install 'afterimage[tensorboard]'"
-            ) from error
-        self._writer: Any = SummaryWriter(str(path))
+        self._writer: Any = require_tensorboard()(str(path))
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         for name, value in metrics.items():

@@ -41,7 +41,7 @@ def status(run: Gathered) -> tuple[str, str]:
     """In words, and a colour."""
     if run.error:
         return "failed", "bad"
-    if run.planned and run.steps >= run.planned:
+    if (run.planned and run.steps >= run.planned) or (run.stopped and run.stopped.get("reason") == "finished"):
         return "finished", "good"
     if run.stopped:
         return f"stopped: {str(run.stopped.get('reason', 'no reason given'))[:120]}", "plain"
