@@ -3,6 +3,7 @@
 The docstring under a field is its `--help`. A recipe is a function that returns a `RunConfig`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -42,6 +43,21 @@ def _among_choices(where: str, section: object) -> None:
         value = getattr(section, name)
         if get_origin(kind) is Literal and value not in get_args(kind):
             raise ConfigError(f"{where}.{name} cannot be {value!r}{nearest(str(value), get_args(kind))}")
+
+
+def staleness_bound(max_staleness: int, groups_per_step: int, window: int) -> int:
+    """The largest staleness a token can have when its batch is taken, one version being published per batch.
+
+    Derived in docs/staleness.md.
+
+    >>> staleness_bound(2, 16, window=1)
+    2
+    >>> staleness_bound(2, 16, window=4)
+    3
+    """
+    if max_staleness == 0:
+        return 0  # the whole budget is one batch: nothing can be left behind
+    return max_staleness + math.ceil((window - 1) / groups_per_step)
 
 
 Dtype = Literal["float32", "bfloat16"]
@@ -139,6 +155,11 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         _at_least("schedule", 0, max_staleness=self.max_staleness)
         _at_least("schedule", 1, groups_per_step=self.groups_per_step, group_size=self.group_size, window=self.window)
+
+    @property
+    def staleness_bound(self) -> int:
+        """Versions that no token of a batch is ever older than."""
+        return staleness_bound(self.max_staleness, self.groups_per_step, self.window)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,35 +6,13 @@ versions somebody still needs.
 """
 
 import asyncio
-import math
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
+from afterimage.config import staleness_bound
 from afterimage.trajectory import Batch, Group, Open
 
 Work = Callable[[], Awaitable[Group]]
-
-
-def staleness(policy_version: int, token_version: int) -> int:
-    """Published versions between sampling a token and training on it.
-
-    >>> staleness(7, 5)
-    2
-    """
-    return policy_version - token_version
-
-
-def staleness_bound(max_staleness: int, groups_per_step: int, window: int) -> int:
-    """The largest staleness a token can have when its batch is taken, one version being published per batch.
-
-    >>> staleness_bound(2, 16, window=1)
-    2
-    >>> staleness_bound(2, 16, window=4)
-    3
-    """
-    if max_staleness == 0:
-        return 0  # the whole budget is one batch: nothing can be left behind
-    return max_staleness + math.ceil((window - 1) / groups_per_step)
 
 
 class Line:

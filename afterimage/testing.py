@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from afterimage.engines import Engine, EngineDied, Reply, SamplingParams
+from afterimage.engines import REQUIRED_COUNTERS, Engine, EngineDied, Reply, SamplingParams
 from afterimage.envs import Message, Taskset, ToolCall, Turn
 from afterimage.old_logps import Needs, OldLogps
 from afterimage.policy import DTYPES, Policy
@@ -232,6 +232,8 @@ async def _check_replies(engine: Engine, update: Mapping[str, Tensor], prompt: l
     assert (await engine.sample(prompt, _asking(6))).piece.tokens == said, (
         "the same seed and context gave another reply: noise must be keyed by (seed, position), not drawn from a stream"
     )
+    missing = set(REQUIRED_COUNTERS) - engine.metrics().keys()
+    assert not missing, f"metrics() lacks {sorted(missing)}: the loop and the report read them"
     first = said.index(said[3]) + 1
     reply = await engine.sample(prompt, _asking(6, stop_tokens=(said[3],)))
     _check_reply(reply, version=3)

@@ -3,21 +3,18 @@
     python benchmarks/demo.py --seeds 0 1 2          # about 20 minutes a seed on two quiet cores
 
 Each seed runs the retail recipe in a process of its own, as `make demo` does; the control then continues supervised
-training on the same kind of demonstrations for the wall-clock of that run, on all cores. Both are graded on the same
-256 held-out tasks, sampled at temperature 1 by the same engine. Writes a dated table under benchmarks/results/.
+training on the same kind of demonstrations for the wall-clock of that run. Both are graded on the same 256 held-out
+tasks, sampled at temperature 1 by the same engine. All seeds of RL first, then the controls; what a folder of runs
+already holds is not run again. Writes a dated table under benchmarks/results/.
 """
 
 import argparse
 import json
-import os
 import platform
 import subprocess
 import sys
-import tempfile
-import time
 from dataclasses import dataclass, replace
 from datetime import date
-from itertools import count
 from pathlib import Path
 
 import torch
@@ -31,69 +28,75 @@ from afterimage.observe.metrics import RunFolder
 from afterimage.recipes.base_policy.practice import Practice
 from afterimage.recipes.base_policy.train import continue_training
 
+CONTROL = "control"
 RESULTS = Path(__file__).parent / "results"
 CONSOLE = Console()
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One seed: the run, and the control that had the same time."""
+    """One seed: the run, and the control that had the same time (None while it was not run)."""
 
     seed: int
     base: float
     trained: float
     minutes: float
     steps: int
-    control: Grade
     lags: dict[str, int]
     mixed: float
     staleness: tuple[int, int]
+    control: float | None
 
 
-def rl(seed: int, runs: Path) -> tuple[list[dict[str, object]], float]:
-    """The recipe from the command line. Its metrics, and the seconds from start to prompt."""
-    began = time.monotonic()
-    name = f"seed{seed}"
+def rl(seed: int, folder: Path) -> None:
+    """The recipe, from the command line."""
     command = [sys.executable, "-m", "afterimage.cli", "train", "retail", "--seed", str(seed)]
-    subprocess.run([*command, "--runs", str(runs), "--name", name], check=True)
-    return RunFolder(runs / name).metrics(), time.monotonic() - began
+    subprocess.run([*command, "--runs", str(folder.parent), "--name", folder.name], check=True)
 
 
-def control(seed: int, seconds: float, folder: Path) -> Grade:
+def control(seed: int, folder: Path) -> None:
     """As many seconds of more supervised training from the same base policy, on demonstrations that differ by seed."""
     torch.set_num_threads(cores())
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED_POLICY)
     model = AutoModelForCausalLM.from_pretrained(SHIPPED_POLICY, dtype=torch.float32)
-    continue_training(model, Practice(tokenizer), seconds=seconds, start=10**6 * (seed + 1))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return evaluate(folder, replace(recipes.retail(), seed=seed), console=CONSOLE)
+    continue_training(model, Practice(tokenizer), seconds=seconds_of(folder), start=10**6 * (seed + 1))
+    model.save_pretrained(folder / CONTROL)
+    tokenizer.save_pretrained(folder / CONTROL)
+    grade = evaluate(folder / CONTROL, replace(recipes.retail(), seed=seed), console=CONSOLE)
+    (folder / CONTROL / "grade.json").write_text(json.dumps({"success": grade.success}))
 
 
-def measure(seed: int, runs: Path) -> Outcome:
-    rows, seconds = rl(seed, runs)
+def seconds_of(folder: Path) -> float:
+    """From the first to the last moment of a run, evaluations included."""
+    return next(float(event["time"]) for event in RunFolder(folder).rows("events.jsonl") if event["kind"] == "stopped")
+
+
+def finished(folder: Path) -> bool:
+    return folder.is_dir() and any(event["kind"] == "stopped" for event in RunFolder(folder).rows("events.jsonl"))
+
+
+def read(seed: int, folder: Path) -> Outcome:
+    rows = RunFolder(folder).metrics()
     steps = [row for row in rows if "schedule/staleness_max" in row]
-    graded = [float(str(row["eval/success"])) for row in rows if "eval/success" in row]
+    graded = [row["eval/success"] for row in rows if "eval/success" in row]
     lags: dict[str, int] = {}
     for row in steps:
-        for lag, tokens in dict(row["schedule/staleness_histogram"]).items():  # type: ignore[call-overload]
-            lags[lag] = lags.get(lag, 0) + int(tokens)
-    CONSOLE.print(f"seed {seed}: RL {graded[0]:.1%} -> {graded[-1]:.1%} in {seconds / 60:.1f} min; now the control")
-    with tempfile.TemporaryDirectory() as folder:
-        beside = control(seed, seconds, Path(folder))
+        for lag, tokens in row["schedule/staleness_histogram"].items():
+            lags[lag] = lags.get(lag, 0) + tokens
+    beside = folder / CONTROL / "grade.json"
     return Outcome(
         seed=seed,
         base=graded[0],
         trained=graded[-1],
-        minutes=seconds / 60,
+        minutes=seconds_of(folder) / 60,
         steps=len(steps),
-        control=beside,
         lags=lags,
-        mixed=sum(float(str(row["schedule/mixed_version_share"])) for row in steps) / len(steps),
+        mixed=sum(row["schedule/mixed_version_share"] for row in steps) / len(steps),
         staleness=(
-            max(int(str(row["schedule/staleness_max"])) for row in steps),
-            max(int(str(row["schedule/staleness_bound"])) for row in steps),
+            max(row["schedule/staleness_max"] for row in steps),
+            max(row["schedule/staleness_bound"] for row in steps),
         ),
+        control=json.loads(beside.read_text())["success"] if beside.exists() else None,
     )
 
 
@@ -112,15 +115,16 @@ def table(outcomes: list[Outcome], command: str) -> str:
     for outcome in outcomes:
         lags = sum(outcome.lags.values())
         shares = " / ".join(f"{outcome.lags.get(lag, 0) / lags:.0%}" for lag in ("0", "1", "2"))
+        beside = "not run" if outcome.control is None else _graded(outcome.control)
         lines.append(
-            f"| {outcome.seed} | {_graded(outcome.base)} | {_graded(outcome.trained)} | "
-            f"{_graded(outcome.control.success)} | {outcome.minutes:.1f} | {outcome.steps} | {shares} | "
-            f"{outcome.mixed:.0%} | {outcome.staleness[0]} / {outcome.staleness[1]} |"
+            f"| {outcome.seed} | {_graded(outcome.base)} | {_graded(outcome.trained)} | {beside} | "
+            f"{outcome.minutes:.1f} | {outcome.steps} | {shares} | {outcome.mixed:.0%} | "
+            f"{outcome.staleness[0]} / {outcome.staleness[1]} |"
         )
     lines += [
         "",
-        "The minutes are those of `afterimage train retail`, from its start to the report, evaluations included;",
-        "the control trained for as long on all cores.",
+        "Minutes are those of the run, its two evaluations included; the control trained for as long, in one process",
+        "with as many threads as there are cores.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -140,19 +144,19 @@ def _processor() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--runs", type=Path, default=Path("runs") / f"bench-demo-{os.getpid()}")
+    parser.add_argument("--runs", type=Path, default=Path("runs") / f"bench-demo-{date.today()}")
     chosen = parser.parse_args()
     command = "python benchmarks/demo.py --seeds " + " ".join(map(str, chosen.seeds))
-    target = next(
-        path for n in count() if not (path := RESULTS / f"{date.today()}-demo{f'-{n}' if n else ''}.md").exists()
-    )
-    outcomes = []
-    for seed in chosen.seeds:
-        outcomes.append(measure(seed, chosen.runs))
-        RESULTS.mkdir(exist_ok=True)
-        target.write_text(table(outcomes, command))
-        (chosen.runs / "outcomes.json").write_text(json.dumps([str(outcome) for outcome in outcomes]))
-    CONSOLE.print(f"{table(outcomes, command)}\n{target}", markup=False)
+    folders = {seed: chosen.runs / f"seed{seed}" for seed in chosen.seeds}
+    RESULTS.mkdir(exist_ok=True)
+    target = RESULTS / f"{date.today()}-demo.md"
+    for work, done in ((rl, finished), (control, lambda folder: (folder / CONTROL / "grade.json").exists())):
+        for seed, folder in folders.items():
+            if not done(folder):
+                work(seed, folder)
+            outcomes = [read(other, place) for other, place in folders.items() if finished(place)]
+            target.write_text(table(outcomes, command))
+    CONSOLE.print(f"{target.read_text()}\n{target}", markup=False)
 
 
 if __name__ == "__main__":

@@ -188,6 +188,27 @@ def test_a_hanging_environment_is_a_failed_episode() -> None:
     assert isinstance(outcome, Failure) and outcome.error.startswith("TimeoutError")
 
 
+def test_a_cancellation_inside_an_environment_fails_its_episode_alone() -> None:
+    class Leaky(Tasks):
+        def env(self, task: Task, seed: int) -> Any:
+            class Env:
+                async def begin(self) -> Turn:
+                    inner = asyncio.ensure_future(asyncio.sleep(60))
+                    inner.cancel()
+                    await inner
+                    raise AssertionError("unreachable")
+
+            return Env()
+
+    outcome, _ = play(Leaky(), retries=0)
+    assert isinstance(outcome, Failure) and outcome.error.startswith("CancelledError")
+
+
+def test_a_prompt_that_leaves_no_room_ends_the_run_with_the_knob_to_turn() -> None:
+    with pytest.raises(ValueError, match=r"has 30 tokens, engine.max_context is 20.*raise engine.max_context"):
+        play(Tasks([says("x" * 30), over()]), engine={"max_context": 20})
+
+
 def test_an_engines_death_is_no_failed_episode() -> None:
     def say(tokens: Sequence[int], params: SamplingParams) -> Sequence[int]:
         raise EngineDied("out of memory")
@@ -209,7 +230,7 @@ def test_too_many_failures_are_the_machinerys() -> None:
         for _ in range(200):
             await rollout.episode(TASK, env_seed=0, noise_seed=0)
 
-    with pytest.raises(TooManyFailures, match=r"50 of the last 100 episodes failed.*in begin: EnvError: gone"):
+    with pytest.raises(TooManyFailures, match=r"10 of the last 20 episodes failed.*in begin: EnvError: gone"):
         asyncio.run(main())
 
 

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from afterimage.schedule import Ledger, Line, StalenessError, measure_staleness, staleness_bound
+from afterimage.config import staleness_bound
+from afterimage.schedule import Ledger, Line, StalenessError, measure_staleness
 from afterimage.trajectory import Batch, Credited, Given, Group, Open, Sampled, Task, Trajectory, collate
 
 STEPS = 40

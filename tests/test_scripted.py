@@ -65,8 +65,8 @@ def test_an_interrupted_straggler_goes_on_under_the_next_version() -> None:
         await engine.resume()
         rest = await engine.sample([0, *piece.tokens], PARAMS)
         assert (rest.piece.tokens, rest.piece.version, rest.stop) == ((3, 4, STOP), 1, "stop")
-        assert engine.metrics() == {"sampled_tokens": 5.0}
-        assert engine.metrics() == {"sampled_tokens": 0.0}
+        assert engine.metrics()["sampled_tokens"] == 5.0
+        assert not any(engine.metrics().values())
         await engine.close()
 
     asyncio.run(live())

@@ -57,6 +57,10 @@ class Reply:
     stop: ReplyStop
 
 
+REQUIRED_COUNTERS = ("sampled_tokens", "reprefill_tokens", "reprefill_s", "busy_s", "idle_s")
+"""What every engine counts: tokens sampled, what weight updates made it compute again, and how its time went."""
+
+
 class EngineDied(RuntimeError):
     """The engine can no longer sample: the machinery failed, and the run ends with this error."""
 
@@ -93,5 +97,5 @@ class Engine(Protocol):
         ...
 
     def metrics(self) -> Mapping[str, float]:
-        """Counters since the last call: tokens, seconds busy, re-prefilled tokens and seconds."""
+        """Counters since the last call: at least `REQUIRED_COUNTERS`."""
         ...

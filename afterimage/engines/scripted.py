@@ -9,7 +9,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from afterimage.engines import EngineDied, Reply, ReplyStop, SamplingParams, require_full_support
+from afterimage.engines import (
+    REQUIRED_COUNTERS,
+    EngineDied,
+    Reply,
+    ReplyStop,
+    SamplingParams,
+    require_full_support,
+)
 from afterimage.engines.runner import check_update
 from afterimage.trajectory import Sampled
 
@@ -144,9 +151,9 @@ class ScriptedEngine:
             halt.set()
 
     def metrics(self) -> Mapping[str, float]:
-        """Tokens said since the last call."""
+        """Tokens said since the last call; the fake computes nothing, so its other counters are 0."""
         sampled_tokens, self._sampled_tokens = self._sampled_tokens, 0
-        return {"sampled_tokens": float(sampled_tokens)}
+        return dict.fromkeys(REQUIRED_COUNTERS, 0.0) | {"sampled_tokens": float(sampled_tokens)}
 
     def _check_alive(self) -> None:
         if self._error:

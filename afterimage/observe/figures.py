@@ -169,7 +169,7 @@ def two_factors(run: Gathered) -> Markup:
 def _by_lag(run: Gathered, factor: str) -> Markup:
     title = f"|log {factor.upper()}| by lag"
     means = average_lag(run, f"by_lag/log_{factor}_abs/")
-    source = "mean over all action tokens of the run"
+    source = "mean over all tokens with an advantage"
     if not means:
         found: dict[int, list[float]] = {}
         for point in run.points:
@@ -268,7 +268,12 @@ def _over_steps(run: Gathered) -> Markup:
     axis = Axis(label="", low=0, high=_top([value for _, value in [*d, *s]], 1e-6))
     keys = legend(("d", "mean |log D|"), ("s", "mean |log S|"))
     drawn = [line for line in lines if line.points]
-    return figure(title, "Means over a step's action tokens.", keys, line_plot(drawn, _steps(run), axis, label=title))
+    return figure(
+        title,
+        "Means over the tokens of a step that had an advantage.",
+        keys,
+        line_plot(drawn, _steps(run), axis, label=title),
+    )
 
 
 def _acted_on(run: Gathered) -> Markup:
@@ -284,7 +289,7 @@ def _acted_on(run: Gathered) -> Markup:
     axis = _share_axis(0, min(1.0, _top([value for _, value in [*dropped, *clipped]], 0.004)))
     mean = f"kept {percent(sum(v for _, v in kept) / len(kept), 2)} of all" if kept else "kept: not recorded"
     keys = legend(("d", f"dropped ({mean})"), ("s", "clipped"))
-    told = "Shares of a step's action tokens that the two thresholds acted on. Dropped is what was not kept."
+    told = "Shares of a step's tokens with an advantage that the two thresholds acted on. Dropped: not kept."
     drawn = [line for line in lines if line.points]
     return figure(title, told, keys, line_plot(drawn, _steps(run), axis, label=title))
 

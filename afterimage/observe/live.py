@@ -193,7 +193,7 @@ def _one_line(text: str) -> str:
 
 
 def _title(config: RunConfig) -> str:
-    bound = config.schedule.max_staleness
+    bound = config.schedule.staleness_bound
     mode = f"up to {bound} versions behind" if bound else "synchronous"
     return f"{config.recipe} · seed {config.seed} · {config.old_logps.route} · {mode}"
 

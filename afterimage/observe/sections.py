@@ -85,8 +85,8 @@ def tiles(run: Gathered) -> Markup:
     shown = (
         ("staleness, max", amount(newest), f"bound {amount(run.bound)}"),
         ("several versions", percent(_mean(run, "schedule/mixed_version_share")), "of the episodes"),
-        ("kept", percent(_mean(run, "correction/kept_share"), 1), "of the action tokens"),
-        ("clipped", percent(_mean(run, "objective/clipped_share"), 1), "of the action tokens"),
+        ("kept", percent(_mean(run, "correction/kept_share"), 1), "of the tokens with an advantage"),
+        ("clipped", percent(_mean(run, "objective/clipped_share"), 1), "of the tokens with an advantage"),
         ("engine", amount(_mean(run, "engine/tokens_per_s")), "tokens per second"),
         ("trainer", amount(_mean(run, "trainer/tokens_per_s")), "tokens per second"),
         ("trained on", amount(tokens or None), "action tokens"),

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from afterimage.config import staleness_bound
+
 NONE = "—"
 """Stands where a number is missing."""
 
-EXACT_ROUTES = frozenset({"snapshot_old", "old_logit_model", "interrupt_sync"})
+EXACT_ROUTES = frozenset({"snapshot_old"})
 """Routes whose old_logp is the log-probability of the very version that sampled the token."""
 
 
@@ -140,7 +142,8 @@ def factor_names(route: str) -> tuple[str, str]:
 
 def semantics(setting: Any, exact_share: float | None) -> list[tuple[str, str]]:
     """What a run's settings mean, as (heading, sentence). `setting(name)` gives a knob; `exact_share` was measured."""
-    route, bound = str(setting("old_logps.route", "unknown")), setting("schedule.max_staleness")
+    route, budget = str(setting("old_logps.route", "unknown")), setting("schedule.max_staleness")
+    bound = _bound(setting)
     return [
         ("Old log-probabilities", _route_words(route, exact_share)),
         ("Discrepancy", _control_words(setting, route)),
@@ -148,15 +151,24 @@ def semantics(setting: Any, exact_share: float | None) -> list[tuple[str, str]]:
         (
             "Schedule",
             "Synchronous: generation waits for every step."
-            if bound == 0
+            if budget == 0
             else f"Asynchronous: generation goes on while the trainer works; the budget lets tokens be at most {bound} "
             "versions behind, and nothing is thrown away for being slow.",
         ),
     ]
 
 
+def _bound(setting: Any) -> str:
+    knobs = [setting(f"schedule.{name}") for name in ("max_staleness", "groups_per_step", "window")]
+    return str(staleness_bound(*knobs)) if all(isinstance(knob, int) for knob in knobs) else "an unknown number of"
+
+
 def _route_words(route: str, exact_share: float | None) -> str:
-    share = "" if exact_share is None else f" Measured: exact for {percent(exact_share, 1)} of the action tokens."
+    share = (
+        ""
+        if exact_share is None
+        else f" Measured: exact for {percent(exact_share, 1)} of the tokens with an advantage."
+    )
     match route:
         case "snapshot_old":
             return (
@@ -180,8 +192,6 @@ def _route_words(route: str, exact_share: float | None) -> str:
             )
         case "unknown":
             return "Not known: the configuration could not be read."
-    if route in EXACT_ROUTES:
-        return f"Exact ({route}): every token is scored by the weights that sampled it." + share
     return f"{route}: read its own page for what stands in place of the sampling version." + share
 
 
@@ -214,4 +224,6 @@ def _objective_words(setting: Any, route: str) -> str:
     low, high = number(setting("objective.clip_low")), number(setting("objective.clip_high"))
     if low is None or high is None:
         return f"{kind} on {where}."
+    if kind == "cispo":
+        return f"cispo: {where} is a weight, held inside [{1 - low:g}, {1 + high:g}]; the gradient goes on outside."
     return f"{kind}: no further gradient where {where} leaves [{1 - low:g}, {1 + high:g}]."

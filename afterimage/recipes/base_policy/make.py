@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 from torch.multiprocessing.spawn import spawn
-from transformers import AutoTokenizer, Qwen3ForCausalLM
+from transformers import AutoTokenizer
 
 from afterimage.recipes.base_policy.model import GAIN, STD, make_model
 from afterimage.recipes.base_policy.practice import Practice, corpus
@@ -54,16 +54,12 @@ def shortened(recipe: Recipe, steps: int) -> Recipe:
     return replace(recipe, workers=1, stages=stages)
 
 
-def make(recipe: Recipe, folder: Path, *, resume: bool = False) -> dict[str, list[float]]:
-    """Write the model folder; returns every twentieth loss, by stage.
-
-    With `resume` the stages that the folder has already been through with the same settings are not run again.
-    """
+def make(recipe: Recipe, folder: Path) -> dict[str, list[float]]:
+    """Write the model folder; returns every twentieth loss, by stage."""
     folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer(corpus(recipe.corpus), recipe.vocab_size).save_pretrained(folder)
-    done = _finished(recipe, folder) if resume else {}
     with tempfile.TemporaryDirectory() as meeting:
-        arguments = (recipe, str(folder), str(Path(meeting) / "rank"), done)
+        arguments = (recipe, str(folder), str(Path(meeting) / "rank"))
         if recipe.workers == 1:
             _work(0, *arguments)
         else:
@@ -73,33 +69,19 @@ def make(recipe: Recipe, folder: Path, *, resume: bool = False) -> dict[str, lis
     return losses
 
 
-def _finished(recipe: Recipe, folder: Path) -> dict[str, list[float]]:
-    """Losses of the stages that the folder's weights have been through, as far as they are this recipe's."""
-    if not (folder / "recipe.json").exists():
-        return {}
-    record = json.loads((folder / "recipe.json").read_text())
-    made = {stage["name"]: stage for stage in record["recipe"]["stages"]}
-    if any(made[stage.name] != asdict(stage) for stage in recipe.stages if stage.name in record["losses"]):
-        raise ValueError(f"{folder} was made with other stages than this recipe's; leave out --resume to begin again")
-    return dict(record["losses"])
-
-
-def _work(rank: int, recipe: Recipe, folder: str, meeting: str, done: dict[str, list[float]]) -> None:
+def _work(rank: int, recipe: Recipe, folder: str, meeting: str) -> None:
     """One process's part."""
     place = Place(rank, recipe.workers)
     threads = torch.get_num_threads()
     join(place, meeting)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model, practice = make_model(tokenizer, recipe.seed), Practice(tokenizer)
-    losses = dict(done)
-    if done:
-        model.load_state_dict(Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict())
-    stages = [stage for stage in recipe.stages if stage.name not in done]
-    with _progress(stages, quiet=rank > 0) as report:
-        for stage in stages:
+    losses: dict[str, list[float]] = {}
+    with _progress(recipe.stages, quiet=rank > 0) as report:
+        for stage in recipe.stages:
             losses[stage.name] = train_stage(model, practice, stage, place=place, report=report)[::20]
-            if rank == 0:
-                save(model, recipe, losses, Path(folder))
+    if rank == 0:
+        save(model, recipe, losses, Path(folder))
     torch.set_num_threads(threads)
     if recipe.workers > 1:
         dist.destroy_process_group()

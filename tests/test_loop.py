@@ -1,0 +1,247 @@
+"""Promises of the loop, run with the scripted engine: observed staleness keeps the bound with a straggler in seven;
+`closing` gets every unscored piece of the version while generation is paused; a task set that runs out, a
+failing rollout and a failing route end the run with their own error."""
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from afterimage import loop
+from afterimage.build import build_correction, build_credit, build_objective
+from afterimage.config import EngineConfig, EvalConfig, RolloutConfig, RunConfig, ScheduleConfig, TaskConfig
+from afterimage.engines import SamplingParams
+from afterimage.engines.scripted import ScriptedEngine
+from afterimage.envs import Message, Turn
+from afterimage.launch.local import first_leaf
+from afterimage.old_logps import Needs
+from afterimage.policy import Policy
+from afterimage.publish import DirectPublisher
+from afterimage.rollout import Rollout, Speaker
+from afterimage.schedule import Ledger, Line
+from afterimage.testing import tiny_policy
+from afterimage.trainer import Rules, Trainer
+from afterimage.trajectory import Batch, Open, Task
+
+REPLY = 6
+"""Tokens of every reply; the last is the stop token 1."""
+
+
+class NumberChat:
+    stop_tokens = (1,)
+
+    def opening(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return (5, 2 + int(messages[0].content) % 7)
+
+    def following(self, messages: Sequence[Message], *, ended: bool) -> tuple[int, ...]:
+        return (4,)
+
+    def parse(self, tokens: Sequence[int]) -> Message:
+        return Message("assistant", str(sum(tokens)))
+
+
+class TwoTurns:
+    """Asks twice; which sibling is rewarded depends on what was said."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.said = task, 0
+
+    async def begin(self) -> Turn:
+        return Turn((Message("user", str(self.task.index)),))
+
+    async def step(self, reply: Message) -> Turn:
+        self.said += 1
+        if self.task.index == 13_013:
+            raise ZeroDivisionError("no such number")
+        if self.said < 2:
+            return Turn((Message("user", "again"),))
+        return Turn((), done=True, rewards={"r": float(int(reply.content) % 2)})
+
+
+class Numbers:
+    name = "numbers"
+    tools = ()
+
+    def __init__(self, tasks: Iterator[int]) -> None:
+        self.tasks = tasks
+
+    def train(self, seed: int) -> Iterator[Task]:
+        return (Task("numbers", "train", number) for number in self.tasks)
+
+    def held_out(self, number: int) -> list[Task]:
+        return []
+
+    def env(self, task: Task, seed: int) -> TwoTurns:
+        return TwoTurns(task)
+
+
+class Log:
+    """Keeps what the loop writes."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self.rows.append({"step": step, **metrics})
+
+    def phase(self, text: str, *, done: int = 0, total: int = 0) -> None: ...
+
+    def event(self, kind: str, **fields: Any) -> None: ...
+
+    def points(self, points: Any) -> None: ...
+
+    def trajectories(self, step: int, finished: Any) -> None: ...
+
+    def span(self, lane: str, label: str) -> Any:
+        return nullcontext()
+
+
+class ScoresAtClosing:
+    """Scores each piece when its version is about to be left, and answers from those scores alone."""
+
+    needs = Needs(closing=True)
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self.engine = engine
+        self.closed: dict[int, set[tuple[int, int]]] = {}
+        self.missing: list[int] = []
+
+    def published(self, policy: Policy, live: Any) -> None: ...
+
+    def arrived(self, piece: Open) -> None: ...
+
+    def closing(self, policy: Policy, unscored: Sequence[Open]) -> None:
+        assert not self.engine._pending, "generation goes on while the version is being closed"
+        assert all(piece.piece.version == policy.version for piece in unscored)
+        self.closed[policy.version] = {(piece.episode, piece.start) for piece in unscored}
+
+    def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
+        return batch.behavior_logp.clone(), torch.zeros_like(batch.sampled)
+
+    def costs(self) -> Mapping[str, float]:
+        return {}
+
+    def state(self) -> Mapping[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+def make(tasks: Iterator[int], *, budget: int = 1, steps: int = 12) -> loop.Parts:
+    config = RunConfig(
+        recipe="numbers",
+        steps=steps,
+        task=TaskConfig(env="tests:numbers"),
+        schedule=ScheduleConfig(max_staleness=budget, groups_per_step=2, group_size=3),
+        engine=EngineConfig(max_reply_tokens=REPLY),
+        rollout=RolloutConfig(retries=0),
+        eval=EvalConfig(tasks=0),
+    )
+
+    def say(tokens: Sequence[int], params: SamplingParams) -> list[int]:
+        spoken = REPLY - params.max_tokens
+        noise = [6 + (params.seed >> (3 * i)) % 50 for i in range(REPLY - 1)]
+        return [*noise[spoken:], 1]
+
+    async def wait(tokens: Sequence[int], params: SamplingParams) -> None:
+        slow = tokens[1] == 5  # one task in seven
+        for _ in range(40 if slow else 1):
+            await asyncio.sleep(0)
+
+    policy = tiny_policy()
+    engine = ScriptedEngine(say, token_delay=wait)
+    old = ScoresAtClosing(engine)
+    taskset, ledger = Numbers(tasks), Ledger()
+    speaker = Speaker(engine, NumberChat(), config.engine)  # type: ignore[arg-type]
+    rules = Rules(
+        correction=build_correction(config.correction), objective=build_objective(config.objective), temperature=1.0
+    )
+    return loop.Parts(
+        config=config,
+        tasks=taskset.train(0),
+        held_out=[],
+        engine=engine,
+        rollout=Rollout(speaker, taskset, config.rollout, arrived=ledger.arrived),
+        examination=Rollout(speaker, taskset, config.rollout),
+        line=Line(max_staleness=budget, groups_per_step=2),
+        ledger=ledger,
+        credit=build_credit(config.credit),
+        policy=policy,
+        old=old,
+        trainer=Trainer(policy, config.trainer, rules, old, num_steps=steps),
+        publisher=DirectPublisher(engine, dtype=torch.float32),
+        log=Log(),  # type: ignore[arg-type]
+        worker=ThreadPoolExecutor(1),
+    )
+
+
+@contextmanager
+def closing_worker(parts: loop.Parts) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        parts.worker.shutdown()
+
+
+def run(parts: loop.Parts) -> list[dict[str, Any]]:
+    async def main() -> None:
+        async with asyncio.timeout(60):
+            await loop.run(parts)
+
+    with closing_worker(parts):
+        asyncio.run(main())
+    return parts.log.rows  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize("budget", [0, 1, 3])
+def test_staleness_on_the_real_path_keeps_its_bound(budget: int) -> None:
+    rows = run(make(count(), budget=budget))
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert max(row["schedule/staleness_max"] for row in rows) == budget
+    assert all(row["rollout/episodes"] == 6 for row in rows)
+
+
+def test_closing_is_given_every_unscored_piece_of_the_version() -> None:
+    parts = make(count(), budget=2)
+    seen: dict[int, set[tuple[int, int]]] = {}
+    arrived = parts.rollout._arrived
+
+    def hear(piece: Open) -> None:
+        arrived(piece)
+        seen.setdefault(piece.piece.version, set()).add((piece.episode, piece.start))
+
+    parts.rollout._arrived = hear
+    run(parts)
+    closed = parts.old.closed  # type: ignore[attr-defined]
+    assert sorted(closed) == list(range(12))
+    for version, pieces in closed.items():
+        assert pieces == seen.get(version, set())
+    assert sum(map(len, closed.values())) >= 12 * 6 * 2
+
+
+@pytest.mark.parametrize(
+    "tasks, says",
+    [(iter(range(5)), "ran out of training tasks"), (iter([13_013] * 50), "all 6 episodes of a batch failed")],
+)
+def test_what_cannot_go_on_ends_with_its_own_error(tasks: Iterator[int], says: str) -> None:
+    with pytest.raises(ExceptionGroup) as failure:
+        run(make(tasks))
+    assert says in str(first_leaf(failure.value))
+
+
+def test_a_failing_route_ends_the_run() -> None:
+    parts = make(count())
+
+    def broken(policy: Policy, unscored: Sequence[Open]) -> None:
+        raise FloatingPointError("nan in a score")
+
+    parts.old.closing = broken  # type: ignore[method-assign]
+    with pytest.raises(ExceptionGroup) as failure:
+        run(parts)
+    assert str(first_leaf(failure.value)) == "nan in a score"
