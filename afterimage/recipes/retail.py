@@ -13,11 +13,11 @@ def retail(**changes: Any) -> RunConfig:
     """
     config = RunConfig(
         recipe="retail",
-        steps=100,
-        minutes=8.5,
-        task=TaskConfig(env="retail", level="1", latency_s=1.0),
+        steps=115,
+        minutes=8.0,
+        task=TaskConfig(env="retail", level="1", latency_s=0.6),
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=16, group_size=8),
         engine=EngineConfig(max_running=400, max_context=512),
-        trainer=TrainerConfig(lr=4e-4, lr_schedule="linear"),
+        trainer=TrainerConfig(lr=6e-4, lr_schedule="linear", warmup_steps=5),
     )
     return replace(config, **changes)
