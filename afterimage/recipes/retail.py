@@ -18,6 +18,6 @@ def retail(**changes: Any) -> RunConfig:
         task=TaskConfig(env="retail", level="1", latency_s=0.6),
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=16, group_size=8),
         engine=EngineConfig(max_running=400, max_context=512),
-        trainer=TrainerConfig(lr=6e-4, lr_schedule="linear", warmup_steps=5),
+        trainer=TrainerConfig(lr=5e-4, lr_schedule="linear", warmup_steps=5),
     )
     return replace(config, **changes)
