@@ -87,9 +87,9 @@ def build(config: RunConfig, machine: Machine, log: RunLog, watcher: Watcher) ->
         ledger.arrived(piece)
         old.arrived(piece)
 
-    def gave_up(episode: int, failure: Failure) -> None:
+    def gave_up(episode: int, failure: Failure, final: bool) -> None:
         ledger.settle([episode])
-        recorder.failure(episode, failure)
+        recorder.failure(episode, failure, final)
 
     return Parts(
         config=config,

@@ -60,8 +60,9 @@ def reinforce_batch(groups: Sequence[Group], *, group_baseline: bool = True, by_
 def turn_level(groups: Sequence[Group], *, discount: float = 1.0, std: bool = True) -> list[Credited]:
     """One advantage per turn: the discounted reward to go, normalised over all turns of the group.
 
-    Rewards are `Trajectory.turn_rewards`; where there are none, the whole reward falls on the last turn. With
-    discount 1, outcome rewards and equally many turns, `std=False` gives every turn what `grpo_no_std` gives.
+    A turn's reward is its own of `Trajectory.turn_rewards` (0 where there are none); the last turn has the
+    episode's reward besides. With discount 1, outcome rewards and equally many turns, `std=False` gives every turn
+    what `grpo_no_std` gives.
     Raises ValueError if `turn_rewards` has another length than the trajectory has turns.
     """
     items = _trajectories(groups)
@@ -164,9 +165,10 @@ def _lengths(groups: Sequence[Group]) -> Tensor:
 
 def _turn_rewards(item: Trajectory) -> Tensor:
     turns = item.num_turns
-    rewards = item.turn_rewards or ((0.0,) * (turns - 1) + (item.reward,))[:turns]
-    if len(rewards) != turns:
-        raise ValueError(f"episode {item.episode} of {item.task.key}: {len(rewards)} turn_rewards, {turns} turns")
+    own = item.turn_rewards or (0.0,) * turns
+    if len(own) != turns:
+        raise ValueError(f"episode {item.episode} of {item.task.key}: {len(own)} turn_rewards, {turns} turns")
+    rewards = own and (*own[:-1], own[-1] + item.reward)
     if not all(math.isfinite(reward) for reward in rewards):
         raise ValueError(f"episode {item.episode} of {item.task.key} has turn_rewards {rewards}")
     return torch.tensor(rewards, dtype=torch.float64)

@@ -68,6 +68,10 @@ class Speaker:
         return min(self.config.max_reply_tokens, self.config.max_context - length)
 
 
+GaveUp = Callable[[int, Failure, bool], None]
+"""Told of a failed attempt: its episode number, what happened, and whether it was the last one."""
+
+
 class Rollout:
     """Runs episodes. `arrived` is told of each piece the moment it comes back; `gave_up` of failed episodes."""
 
@@ -78,7 +82,7 @@ class Rollout:
         config: RolloutConfig,
         *,
         arrived: Callable[[Open], None] = lambda piece: None,
-        gave_up: Callable[[int, Failure], None] = lambda episode, failure: None,
+        gave_up: GaveUp = lambda episode, failure, final: None,
     ) -> None:
         self.speaker = speaker
         self.taskset = taskset
@@ -112,8 +116,9 @@ class Rollout:
                 trajectory = await self._attempt(pieces, task, episode, (env_seed, noise_seed))
             except EpisodeFailed as failed:
                 failure = _describe(failed, task, pieces)
-                self._gave_up(episode, failure)
-                self._judge(failure, final=attempt == self.config.retries)
+                final = attempt == self.config.retries
+                self._gave_up(episode, failure, final)
+                self._judge(failure, final=final)
             else:
                 self._outcomes.append(True)
                 return trajectory

@@ -103,7 +103,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A finished episode. `rewards` are named channels; `turn_rewards` has one number per turn, or none."""
+    """A finished episode. `rewards` are named channels; `turn_rewards`, beside them, one number a turn or none."""
 
     pieces: tuple[Piece, ...]
     rewards: Mapping[str, float]

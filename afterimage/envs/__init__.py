@@ -30,7 +30,8 @@ class Message:
 class Turn:
     """What the environment says: new messages, and at the end the verdict.
 
-    `rewards` are named channels and only count when `done`; `reward` is an optional reward for the last reply alone.
+    `rewards` are named channels and only count when `done`. `reward` is for the last reply alone, in addition; only
+    the credit estimator `turn_level` reads it.
     """
 
     messages: tuple[Message, ...]

@@ -202,7 +202,7 @@ class _Events:
                         self.spans.append(Span(str(event.get("lane")), start, end, str(event.get("label") or "")))
                 case "eval":
                     self.exams.append(event)
-                case "episode_failed":
+                case "episode_failed" if event.get("final", True):
                     self.failures.append(event)
                 case "started":
                     self.started = event

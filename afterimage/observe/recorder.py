@@ -52,11 +52,12 @@ class Recorder:
     def points(self, points: Iterable[Mapping[str, Any]]) -> None:
         self._log.points(points)
 
-    def failure(self, episode: int, failure: "Failure") -> None:
-        """An episode that its environment could not finish."""
+    def failure(self, episode: int, failure: "Failure", final: bool) -> None:
+        """An attempt that its environment could not finish; `final` when the episode is not begun again."""
         self._log.event(
             "episode_failed",
             episode=episode,
+            final=final,
             task=failure.task.key,
             stage=failure.stage,
             error=failure.error,
