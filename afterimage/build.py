@@ -195,10 +195,11 @@ def build_objective(config: ObjectiveConfig) -> Objective:
     """The loss of the trust region on S, its denominator, and the terms beside it."""
     of_ratio = _surrogate(config)
     unit: Unit = "sequence" if config.kind == "gspo" else config.unit
+    how = "mean" if config.kind == "gspo" else config.aggregate
 
     def surrogate(logp: Tensor, old_logp: Tensor, batch: Batch) -> Surrogate:
         ids = _units(unit, batch)
-        log_s = corrections.log_staleness(logp, old_logp, unit=ids, sampled=batch.sampled, how=config.aggregate)
+        log_s = corrections.log_staleness(logp, old_logp, unit=ids, sampled=batch.sampled, how=how)
         return of_ratio(log_s, batch.advantage)
 
     def norm(sampled: Tensor, keep: Tensor, sequence: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ class Chat:
         self._tools = [dict(tool) for tool in tools]
         self._end: str = tokenizer.eos_token
         self.stop_tokens: tuple[int, ...] = (int(tokenizer.eos_token_id),)
+        self.following((Message("user", "?"),), ended=True)  # a template that cannot go on is refused here
 
     def opening(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The whole prompt: these messages, the tools, and the beginning of the assistant's first reply."""

@@ -92,6 +92,7 @@ async def _supervise(parts: loop.Parts) -> None:
     finally:
         parts.worker.shutdown(wait=True)
         await parts.engine.close()
+        parts.log.close()
 
 
 def first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:

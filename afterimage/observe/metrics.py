@@ -28,6 +28,10 @@ class Sink(Protocol):
         """`metrics` are already reduced: one value per name."""
         ...
 
+    def close(self) -> None:
+        """Nothing more will be written."""
+        ...
+
 
 def plain(value: Any) -> Any:
     """As JSON has it: non-finite numbers become None; dataclasses, paths, numpy and torch scalars what they stand for.

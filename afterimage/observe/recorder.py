@@ -36,6 +36,11 @@ class Recorder:
             sink.write(step, metrics)
         self._watcher.update({"step": step, "time_s": self._log.seconds, **metrics})
 
+    def close(self) -> None:
+        """Close the further sinks; the run folder's files belong to whoever made them."""
+        for sink in self._sinks:
+            sink.close()
+
     def event(self, kind: str, **fields: Any) -> None:
         self._log.event(kind, **fields)
 
