@@ -5,9 +5,13 @@ import os
 
 os.environ.update(OMP_WAIT_POLICY="PASSIVE", OMP_NUM_THREADS="1")  # before torch loads
 
+from hypothesis import settings
 from jaxtyping import install_import_hook
 
 install_import_hook(
     ["afterimage.credit", "afterimage.corrections", "afterimage.objectives"],
     "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )
+
+settings.register_profile("house", deadline=None)  # tests time nothing
+settings.load_profile("house")
