@@ -12,6 +12,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from random import Random
 
@@ -48,6 +49,13 @@ class Sight:
         part = {"item": "items: (.*?);", "payment": "pay: (.*?);", "point": "point (.*)"}[key]
         return NUMBER.findall("".join(re.findall(part, record)))
 
+    @property
+    def other_variant(self) -> str:
+        """The first variant of the first item in the last record that is not the item itself."""
+        record = next(m.content for m in reversed(self.said) if m.role == "tool")
+        numbers = re.findall(r'"item_id": (\d+)', record) if '"item_id"' in record else NUMBER.findall(record)
+        return next((number for number in numbers if number != self.listed("item")[0]), numbers[0])
+
 
 Act = Callable[[Sight], Message]
 
@@ -73,12 +81,16 @@ def random_valid_call(sight: Sight) -> Message:
     return call(name, *picked)
 
 
+def look_at_variants(sight: Sight) -> Message:
+    return call("list_variants", sight.listed("item")[0])
+
+
 def last_numbers(sight: Sight) -> Message:
     seen = [number for m in sight.said for number in NUMBER.findall(m.content)]
     return call("return_item", sight.order, seen[-1], seen[-1])
 
 
-POLICIES: dict[str, tuple[Act, tuple[str, ...]]] = {
+POLICIES: dict[str, tuple[Act, tuple[str | Act, ...]]] = {
     **{f"always refuse ({reason})": ((lambda s, r=reason: call("refuse", s.order, r)), ()) for reason in REASONS},
     "always hand over": (lambda s: call("hand_over", s.order), ()),
     "always cancel": (lambda s: call("cancel_order", s.order), ()),
@@ -94,9 +106,9 @@ POLICIES: dict[str, tuple[Act, tuple[str, ...]]] = {
         lambda s: call("return_item", s.order, s.random.choice(s.listed("item")), s.random.choice(s.listed("payment"))),
         ("Which item?", "Refund to what?"),
     ),
-    "exchange the first item for the second": (
-        lambda s: call("exchange_item", s.order, *s.listed("item")[:2]),
-        ("Which item?", "Which colour?"),
+    "exchange the first item for its first variant": (
+        lambda s: call("exchange_item", s.order, s.listed("item")[0], s.other_variant),
+        ("Which item?", "Which colour?", look_at_variants),
     ),
     "redirect to the last number said": (
         lambda s: call("redirect_order", s.order, s.numbers("user")[-1]),
@@ -109,7 +121,7 @@ POLICIES: dict[str, tuple[Act, tuple[str, ...]]] = {
 }
 
 
-async def replies(sight: Sight, level: int, act: Act, questions: Sequence[str]) -> AsyncIterator[Message]:
+async def replies(sight: Sight, level: int, act: Act, questions: Sequence[str | Act]) -> AsyncIterator[Message]:
     """The blind policy's side of a conversation."""
     if level > 2:
         yield Message("assistant", "Your email?")
@@ -120,13 +132,14 @@ async def replies(sight: Sight, level: int, act: Act, questions: Sequence[str]) 
         fresh = Sight(sight.random, sight.said[start:])
         yield call("get_order", fresh.order)
         for question in questions:
-            yield Message("assistant", question)
+            fresh.said = sight.said[start:]
+            yield Message("assistant", question) if isinstance(question, str) else question(fresh)
         fresh.said = sight.said[start:]
         yield act(fresh)
         yield Message("assistant", "Done.")
 
 
-async def score(tasks: RetailTasks, index: int, act: Act, questions: Sequence[str]) -> float:
+async def score(tasks: RetailTasks, index: int, act: Act, questions: Sequence[str | Act]) -> float:
     task = Task(tasks.name, "held_out", index)
     env: RetailEnv = tasks.env(task, 0)
     turn = await env.begin()
@@ -164,7 +177,8 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=1000, help="held-out tasks per policy and level")
     count = parser.parse_args().tasks
     table = asyncio.run(measure(count))
-    lines = [f"Success on {count} held-out tasks, `python benchmarks/retail_degenerate.py --tasks {count}`.", ""]
+    command = f"python benchmarks/retail_degenerate.py --tasks {count}"
+    lines = [f"Success on {count} held-out tasks, {date.today()}, `{command}`.", ""]
     lines += ["| policy | " + " | ".join(f"level {level}" for level in LEVELS) + " |", "|---|" + "---|" * len(LEVELS)]
     lines += [f"| {name} | " + " | ".join(f"{value:.1%}" for value in row) + " |" for name, row in table.items()]
     text = "\n".join(lines) + "\n"
