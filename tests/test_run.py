@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -95,16 +97,22 @@ def test_too_many_failures_end_the_run_with_the_reason(tmp_path: Path) -> None:
     assert "TooManyFailures" in (tmp_path / "run" / "error.txt").read_text()
 
 
-def start(folder: Path, steps: int) -> subprocess.Popen[str]:
+@contextmanager
+def started(folder: Path, steps: int) -> Iterator[subprocess.Popen[str]]:
+    """A run in a process of its own, which does not outlive the test."""
     arguments = [
         "train", "retail", "--task.env", "tests.toy:ToyTasks", "--runs", str(folder), "--name", "run",
         "--steps", str(steps), "--eval.tasks", "0", "--schedule.groups_per_step", "2", "--schedule.group_size", "2",
         "--engine.max_reply_tokens", "8", "--engine.max_running", "8",
     ]  # fmt: skip
-    return subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "afterimage.cli", *arguments],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    ) as process:  # fmt: skip
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def wait_for_steps(folder: Path, number: int, process: "subprocess.Popen[str]") -> None:
@@ -120,11 +128,11 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the engine's process through /proc")
 def test_a_dead_engine_ends_the_run_within_seconds(tmp_path: Path) -> None:
-    process = start(tmp_path, steps=100_000)
-    wait_for_steps(tmp_path, 2, process)
-    for child in children(process.pid):
-        os.kill(child, signal.SIGKILL)
-    _, errors = process.communicate(timeout=10)
+    with started(tmp_path, steps=100_000) as process:
+        wait_for_steps(tmp_path, 2, process)
+        for child in children(process.pid):
+            os.kill(child, signal.SIGKILL)
+        _, errors = process.communicate(timeout=60)  # seconds on a quiet machine; the limit only tells it from a hang
     assert process.returncode == 1
     assert "EngineDied" in errors and "Traceback" not in errors
     assert "EngineDied" in (tmp_path / "run" / "error.txt").read_text()
@@ -132,10 +140,10 @@ def test_a_dead_engine_ends_the_run_within_seconds(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_saves_and_says_where_to_look(tmp_path: Path) -> None:
-    process = start(tmp_path, steps=100_000)
-    wait_for_steps(tmp_path, 2, process)
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=30)
+    with started(tmp_path, steps=100_000) as process:
+        wait_for_steps(tmp_path, 2, process)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert (tmp_path / "run" / "policy" / "model.safetensors").exists()
