@@ -16,7 +16,7 @@ from afterimage.config import EngineConfig, RolloutConfig
 from afterimage.engines import Engine, SamplingParams
 from afterimage.envs import Taskset, Turn
 from afterimage.envs.chat import Chat
-from afterimage.trajectory import Failure, Given, Group, Open, Piece, Sampled, Stop, Task, Trajectory, walk
+from afterimage.trajectory import Failure, Given, Group, Open, Piece, Sampled, Stop, Task, Trajectory, count_turns
 
 FAILED_LEAST, FAILED_WINDOW = 20, 100
 """Episodes over which the share of failures is judged: not before the first number, and the last of the second."""
@@ -118,7 +118,8 @@ class Rollout:
                 failure = _describe(failed, task, pieces)
                 final = attempt == self.config.retries
                 self._gave_up(episode, failure, final)
-                self._judge(failure, final=final)
+                if final:
+                    self._judge(failure)
             else:
                 self._outcomes.append(True)
                 return trajectory
@@ -177,10 +178,8 @@ class Rollout:
             if reply.stop != "interrupted":
                 return spoken, reply.stop == "stop"
 
-    def _judge(self, failure: Failure, *, final: bool) -> None:
+    def _judge(self, failure: Failure) -> None:
         """Count a failure; too many of them are the machinery's problem."""
-        if not final:
-            return
         self._outcomes.append(False)
         failed = self._outcomes.count(False)
         if len(self._outcomes) >= FAILED_LEAST and failed > self.config.max_failed_share * len(self._outcomes):
@@ -230,7 +229,7 @@ def _describe(failed: EpisodeFailed, task: Task, pieces: Sequence[Piece]) -> Fai
         task=task,
         stage=str(failed),
         error=f"{type(cause).__name__}: {cause}",
-        turns=max((turn for _, _, turn in walk(pieces)), default=-1) + 1,
+        turns=count_turns(pieces),
         sampled_tokens=_length(sampled),
     )
 

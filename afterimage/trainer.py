@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from afterimage.config import ConfigError, TrainerConfig
-from afterimage.corrections import Control, check_finite
+from afterimage.corrections import Control, bounded_exp, check_finite
 from afterimage.objectives import Surrogate, reference_kl
 from afterimage.old_logps import OldLogps
 from afterimage.policy import Policy, Scored, pack
@@ -228,7 +228,7 @@ class Trainer:
         loss = (part.factor[index] * surrogate.loss).sum()
         if objective.reference_kl:
             # Tokens are drawn from mu, the divergence is of pi: D * S carries over, whatever the controls say.
-            ratio = (logp.detach() - micro.behavior_logp).clamp(-20, 20).exp()
+            ratio = bounded_exp(logp.detach() - micro.behavior_logp)
             divergence = reference_kl(logp, part.reference_logp[index], sampled=micro.sampled)
             loss = loss + objective.reference_kl * (norm * ratio * divergence).sum()
             self._tally.add("objective/reference_kl", float((norm * divergence.detach()).sum()))

@@ -144,7 +144,7 @@ class Trajectory:
 
     @property
     def num_turns(self) -> int:
-        return max((turn for _, _, turn in walk(self.pieces)), default=-1) + 1
+        return count_turns(self.pieces)
 
     def __len__(self) -> int:
         return sum(len(piece.tokens) for piece in self.pieces)
@@ -168,6 +168,11 @@ def walk(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece, int]]:
         speaking = sampled
         yield start, piece, turn if sampled else -1
         start += len(piece.tokens)
+
+
+def count_turns(pieces: Sequence[Piece]) -> int:
+    """Replies, however many pieces each came in."""
+    return max((turn for _, _, turn in walk(pieces)), default=-1) + 1
 
 
 @dataclass(frozen=True, slots=True)
