@@ -30,7 +30,7 @@ from afterimage.loop import Parts
 from afterimage.objectives import Surrogate
 from afterimage.observe.metrics import RunLog, TensorBoardSink, require_tensorboard
 from afterimage.observe.recorder import Recorder, Watcher
-from afterimage.old_logps import OldLogps
+from afterimage.old_logps import OldLogps, Scoring
 from afterimage.old_logps.current_recompute import CurrentRecompute
 from afterimage.old_logps.ewma_prox import EwmaProx
 from afterimage.old_logps.rollout import Rollout as RolloutRoute
@@ -41,6 +41,9 @@ from afterimage.rollout import Rollout, Speaker
 from afterimage.schedule import Ledger, Line
 from afterimage.trainer import Correction, Objective, Rules, Trainer
 from afterimage.trajectory import Batch, Credited, Failure, Group, Open
+
+EWMA_BETA = 0.5
+"""Decay of `ewma_prox` unless another is given: a mean age of one version."""
 
 SHIPPED_POLICY = Path(__file__).parent / "base_policy"
 """The small model that comes with the package: `policy = "base"`."""
@@ -62,9 +65,8 @@ def build_machine(config: RunConfig) -> Machine:
     policy = Policy.load(policy_folder(config), dtype=config.trainer.dtype)
     taskset = build_taskset(config.task)
     speaker = build_speaker(config, policy, taskset)
-    old = build_old_logps(
-        config.old_logps, policy, temperature=config.engine.temperature, micro_tokens=config.trainer.micro_tokens
-    )
+    scoring = Scoring(config.engine.temperature, config.trainer.micro_tokens)
+    old = build_old_logps(config.old_logps, policy, scoring)
     rules = Rules(
         correction=build_correction(config.correction),
         objective=build_objective(config.objective),
@@ -216,17 +218,19 @@ def build_objective(config: ObjectiveConfig) -> Objective:
     )
 
 
-def build_old_logps(config: OldLogpsConfig, policy: Policy, *, temperature: float, micro_tokens: int) -> OldLogps:
-    """The route. It scores at the sampling temperature, in passes of at most `micro_tokens`."""
+def build_old_logps(config: OldLogpsConfig, policy: Policy, scoring: Scoring) -> OldLogps:
+    """The route."""
     match config.route:
         case "rollout":
             return RolloutRoute()
         case "current_recompute":
             return CurrentRecompute()
         case "snapshot_old":
-            return SnapshotOld(policy, temperature=temperature, micro_tokens=micro_tokens)
+            return SnapshotOld(policy, scoring=scoring)
         case "ewma_prox":
-            return EwmaProx(policy, beta=config.beta, temperature=temperature, micro_tokens=micro_tokens)
+            return EwmaProx(policy, beta=EWMA_BETA if config.beta is None else config.beta, scoring=scoring)
+        case _:
+            raise ConfigError(f"old_logps.route {config.route!r} is not there yet")
 
 
 def _surrogate(config: ObjectiveConfig) -> Callable[[Tensor, Tensor], Surrogate]:

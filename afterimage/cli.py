@@ -136,7 +136,18 @@ def _default(recipe: RunConfig, name: str) -> Any:
 
 
 def _metavar(kind: Any) -> str:
-    return "|".join(typing.get_args(kind)) if typing.get_origin(kind) is Literal else kind.__name__.upper()
+    if typing.get_origin(kind) is Literal:
+        return "|".join(typing.get_args(kind))
+    return _plain(kind).__name__.upper() + ("|none" if _optional(kind) else "")
+
+
+def _optional(kind: Any) -> bool:
+    return type(None) in typing.get_args(kind)
+
+
+def _plain(kind: Any) -> Any:
+    """`float` for `float` and for `float | None`."""
+    return typing.get_args(kind)[0] if _optional(kind) else kind
 
 
 def _reader(kind: Any) -> Callable[[str], Any]:
@@ -151,10 +162,12 @@ def _reader(kind: Any) -> Callable[[str], Any]:
             if text.lower() not in ("true", "false"):
                 raise argparse.ArgumentTypeError(f"must be true or false, got {text!r}")
             return text.lower() == "true"
+        if _optional(kind) and text.lower() == "none":
+            return None
         try:
-            return kind(text)
+            return _plain(kind)(text)
         except ValueError:
-            wanted = {int: "a whole number", float: "a number"}[kind]
+            wanted = {int: "a whole number", float: "a number"}[_plain(kind)]
             raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}") from None
 
     return read

@@ -5,7 +5,7 @@ The docstring under a field is its `--help`. A recipe is a function that returns
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -102,6 +102,8 @@ class EngineConfig:
     """Refused below 1: the embedded engine does not record the truncated support."""
     max_reply_tokens: int = 96
     """Tokens of one reply."""
+    keep_cache: bool = False
+    """Go on with the KV cache of the version before: quicker, but such tokens come from no version's policy."""
 
     def __post_init__(self) -> None:
         _among_choices("engine", self)
@@ -173,18 +175,105 @@ class CreditConfig:
         _among_choices("credit", self)
 
 
+Route = Literal[
+    "rollout",
+    "current_recompute",
+    "snapshot_old",
+    "old_logit_model",
+    "interrupt_sync",
+    "eager",
+    "interp_prox_loglinear",
+    "interp_prox_linear",
+    "ewma_prox",
+    "ppo_ewma_async",
+]
+EXACT_ROUTES = ("snapshot_old", "old_logit_model", "interrupt_sync")
+"""Exact for every clean token; `eager` is on the share that it covers, and on the rest as its fallback is."""
+
+_OF_ROUTES: dict[str, tuple[str, ...]] = {
+    "alpha": ("interp_prox_loglinear", "interp_prox_linear"),
+    "fresh": ("interp_prox_loglinear", "interp_prox_linear"),
+    "beta": ("ewma_prox", "ppo_ewma_async", "eager"),
+    "update_every": ("ewma_prox", "eager"),
+    "averages": ("ppo_ewma_async",),
+    "reset_below": ("ppo_ewma_async",),
+    "reset_patience": ("ppo_ewma_async",),
+    "reset_cooldown": ("ppo_ewma_async",),
+    "fallback": ("eager",),
+    "storage": ("snapshot_old", "old_logit_model", "eager"),
+    "memory_gb": ("snapshot_old", "old_logit_model", "eager"),
+    "spill": ("snapshot_old", "old_logit_model", "eager"),
+}
+"""Which routes read an option."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldLogpsConfig:
-    """Where the trainer-side log-probability of the sampling version comes from."""
+    """Where the trainer-side log-probability of the sampling version comes from. See docs/old-logps.md."""
 
-    route: Literal["rollout", "current_recompute", "snapshot_old", "ewma_prox"] = "snapshot_old"
-    """`snapshot_old` is exact; the others put something in its place."""
-    beta: float = 0.5
-    """`ewma_prox`: decay per published version; the mean age tends to beta / (1 - beta) versions."""
+    route: Route = "snapshot_old"
+    """Exact: `snapshot_old`, `old_logit_model`, `interrupt_sync`, `eager` with an exact fallback. Others stand in."""
+    alpha: float | None = None
+    """`interp_prox_*`: constant weight of the current policy; none follows the token's lag d, (d - 1) / d."""
+    fresh: Literal["trainer", "behavior"] = "trainer"
+    """`interp_prox_*` at lag 0: the trainer's log-probability (weight 1), or the engine's (weight 0)."""
+    beta: float | None = None
+    """Decay of `ewma_prox` (none: 0.5), mean age beta / (1 - beta); of `ppo_ewma_async` (none: follows staleness)."""
+    update_every: Literal["version", "step"] = "version"
+    """`ewma_prox`: average every published version, or the weights after every optimizer step."""
+    averages: int = 1
+    """`ppo_ewma_async`: averages of different ages; each token takes the one nearest to its lag."""
+    reset_below: float = 0.0
+    """`ppo_ewma_async`: reset the average when the share kept by the discrepancy control stays below this; 0 never."""
+    reset_patience: int = 3
+    """`ppo_ewma_async`: batches below `reset_below` in a row before a reset."""
+    reset_cooldown: int = 10
+    """`ppo_ewma_async`: batches between two resets, at least."""
+    fallback: Literal["snapshot_old", "interrupt_sync", "ewma_prox"] = "snapshot_old"
+    """`eager`: the route of the tokens that were not scored while their version was the trainer's."""
+    storage: Literal["delta", "full"] = "delta"
+    """Version store: lossless differences between neighbouring versions, or a full copy of each."""
+    memory_gb: float = 0.0
+    """Version store: refuse to hold more than this; 0 has no limit."""
+    spill: bool = False
+    """Version store: keep what it holds in files of the run folder instead of memory."""
+    baseline: bool = False
+    """Allow what the linter refuses because a ratio is 1 by construction: a baseline to compare with."""
 
     def __post_init__(self) -> None:
         _among_choices("old_logps", self)
-        _within("old_logps", 0, 0.9999, beta=self.beta)
+        _at_least("old_logps", 0, memory_gb=self.memory_gb)
+        _at_least(
+            "old_logps", 1,
+            averages=self.averages, reset_patience=self.reset_patience, reset_cooldown=self.reset_cooldown,
+        )  # fmt: skip
+        _within("old_logps", 0, 1, reset_below=self.reset_below, alpha=self.alpha or 0.0)
+        _within("old_logps", 0, 0.9999, beta=self.beta or 0.0)
+        for known in fields(self):
+            routes = _OF_ROUTES.get(known.name, (self.route,))
+            if self.route not in routes and getattr(self, known.name) != known.default:
+                raise ConfigError(
+                    f"old_logps.{known.name} is an option of {', '.join(routes)}; the route is {self.route}"
+                )
+
+    @property
+    def exact(self) -> bool:
+        """Whether every clean token gets the trainer's own log-probability under its version."""
+        route = self.fallback if self.route == "eager" else self.route
+        return route in EXACT_ROUTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditConfig:
+    """How wrong the route is, measured against full copies of the versions. See docs/old-logps.md."""
+
+    share: float = 0.0
+    """Share of a batch's sequences that are scored again to measure it; 0 measures nothing and keeps no copies."""
+    record: bool = False
+    """Keep every version and every batch in the run folder, for `afterimage audit`."""
+
+    def __post_init__(self) -> None:
+        _within("audit", 0, 1, share=self.share)
 
 
 Unit = Literal["token", "turn", "segment", "sequence"]
@@ -327,6 +416,7 @@ class RunConfig:
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
 
     def __post_init__(self) -> None:

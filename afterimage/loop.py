@@ -84,7 +84,7 @@ async def train(parts: Parts) -> None:
     for step in range(1, parts.config.steps + 1):
         began = time.monotonic()
         with parts.log.span("wait", f"for the groups of step {step}"):
-            groups = await parts.line.take()
+            groups = await take(parts)
         waited = time.monotonic() - began
         require_finished(groups)
         batch = collate(parts.credit(groups))
@@ -103,6 +103,18 @@ async def train(parts: Parts) -> None:
             break
 
 
+async def take(parts: Parts) -> list[Group]:
+    """The groups of the next batch. Until they are there, a route with work for idle time has the trainer's thread."""
+    async with asyncio.TaskGroup() as tasks:
+        taking = tasks.create_task(parts.line.take())
+        taking.add_done_callback(lambda _: parts.ledger.news.set())
+        while parts.old.needs.idle and not taking.done():
+            parts.ledger.news.clear()
+            if not await parts.beside(parts.old.idle, parts.policy):
+                await parts.ledger.news.wait()
+    return taking.result()
+
+
 async def learn(batch: Batch, parts: Parts, step: int) -> Mapping[str, Any]:
     """The optimizer steps of one batch. Pieces sampled by the weights about to change are scored in between."""
     with parts.log.span("old_logps", f"step {step}"):
@@ -116,6 +128,8 @@ async def learn(batch: Batch, parts: Parts, step: int) -> Mapping[str, Any]:
         with parts.log.span("trainer", f"step {step}"):
             await parts.beside(parts.trainer.step)
     parts.log.points({"step": step, **point} for point in parts.trainer.points())
+    for happened in parts.old.events():
+        parts.log.event(step=step, **happened)
     return parts.trainer.metrics()
 
 
@@ -130,7 +144,8 @@ async def publish(parts: Parts) -> float:
     """weights -> engines, as `policy.version`. Returns the seconds it took."""
     began = time.monotonic()
     with parts.log.span("publish", f"version {parts.policy.version}"):
-        await parts.publisher.publish(parts.policy)
+        await parts.beside(parts.publisher.prepare, parts.policy)
+        await parts.publisher.publish()
         await parts.beside(parts.old.published, parts.policy, parts.ledger.versions)
     return time.monotonic() - began
 

@@ -47,7 +47,10 @@ class Packed:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        return tuple(end - start for start, end in zip(self.offsets[:-1], self.offsets[1:], strict=True))
+        return tuple(end - start for start, end in self.spans())
+
+    def spans(self) -> list[tuple[int, int]]:
+        return list(zip(self.offsets[:-1], self.offsets[1:], strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +160,7 @@ class Policy:
         return self._forward(batch, where, temperature, with_entropy=True)
 
     @torch.no_grad()
-    def score(self, batch: Batch, where: Tensor, *, temperature: float, micro_tokens: int) -> Scored:
+    def score(self, batch: Batch | Packed, where: Tensor, *, temperature: float, micro_tokens: int) -> Scored:
         """`logps` on `where` without gradient, in passes of at most `micro_tokens` (one sequence may be longer).
 
         Runs only the sequences that hold a wanted token, each cut after its last wanted one.

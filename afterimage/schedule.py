@@ -103,10 +103,13 @@ class Ledger:
     def __init__(self) -> None:
         self._pieces: dict[int, deque[Open]] = {}
         self._count: Counter[int] = Counter()
+        self.news = asyncio.Event()
+        """Set when a piece arrives; whoever waits for it clears it."""
 
     def arrived(self, piece: Open) -> None:
         self._pieces.setdefault(piece.episode, deque()).append(piece)
         self._count[piece.piece.version] += 1
+        self.news.set()
 
     def settle(self, episodes: Iterable[int]) -> None:
         """These episodes were consumed or given up: nothing more will be asked about them."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from afterimage.config import ConfigError, TrainerConfig
-from afterimage.corrections import Control, bounded_exp, check_finite
+from afterimage.corrections import Control, bounded_exp, check_finite, start
 from afterimage.objectives import Surrogate, reference_kl
 from afterimage.old_logps import OldLogps
 from afterimage.policy import Policy, Scored, pack
@@ -32,6 +32,9 @@ MAX_POINTS = 256
 
 Correction = Callable[[Tensor, Batch], Control]
 """`(old_logp [T], batch)` -> what the discrepancy control says of each token."""
+
+Audit = Callable[[Batch, Tensor], Mapping[str, float]]
+"""`(batch, old_logp [T])` -> figures of how wrong the route is; `old_logp` is empty if the route answers inline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +61,8 @@ class Rules:
     objective: Objective
     temperature: float
     """The sampling temperature: it is part of mu, so it is part of pi."""
+    audit: Audit = lambda batch, old_logp: {}
+    """Called before the first optimizer step on a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +71,9 @@ class Part:
 
     batch: Batch
     old_logp: Tensor
+    """Empty if the route answers inline: it is then asked with each pass's own log-probabilities."""
     factor: Tensor
-    """Correction weight, 0 where dropped, times `norm`."""
+    """Correction weight, 0 where dropped; ones while that is not known."""
     norm: Tensor
     """Shares of the step's one denominator, before masking."""
     reference_logp: Tensor
@@ -110,19 +116,12 @@ class Trainer:
         rules, whole, steps = self.rules, batch, _split(batch, self.config.steps_per_batch)
         busy = self._busy(whole, torch.ones_like(whole.advantage)) or list(range(whole.num_sequences))
         batch, where = whole.select(busy)
-        now = torch.empty(0)
-        if self.old.needs.now:
-            scored = self._score(self.policy, batch)
-            now, tally.now_tokens = scored.logp, scored.forward_tokens
-        old_logp, exact = self.old.logps(batch, now)
-        logps = {"behavior_logp": batch.behavior_logp, "old_logp": old_logp}
-        check_finite(logps, batch.sampled, sequence=_episode(batch), version=batch.version)
-        control = rules.correction(old_logp, batch)
-        reference = self._score(self._reference, batch).logp if self._reference else torch.empty(0)
         lag = torch.where(batch.sampled, self.policy.version - batch.version, -1)
-        tally.learn_of(batch, old_logp, control, lag=lag)
+        old_logp, control = torch.empty(0), start(batch.sampled)
+        if not self.old.needs.inline:
+            old_logp, control = self._judge(batch, self._now(batch), lag)
+        reference = self._score(self._reference, batch).logp if self._reference else torch.empty(0)
         tally.figures["trainer/action_tokens"] = float(whole.sampled.sum())
-        tally.figures["old_logps/exact_fraction"] = exact[batch.sampled].double().mean().item()
         keep = whole.sampled.index_put((where,), control.keep)
         place = {sequence: i for i, sequence in enumerate(busy)}
         parts = []
@@ -131,9 +130,11 @@ class Trainer:
             share = rules.objective.norm(counted.sampled, keep[index], counted.sequence)
             norm = share.new_zeros(len(whole.tokens)).index_put((index,), share)
             own, index = batch.select([place[i] for i in members if i in place])
-            norm = norm[where][index]
-            own_reference = reference[index] if len(reference) else reference
-            parts.append(Part(own, old_logp[index], control.factor[index] * norm, norm, own_reference, lag[index]))
+            parts.append(
+                Part(own, _rows(old_logp, index), control.factor[index], norm[where][index],
+                     _rows(reference, index), lag[index])
+            )  # fmt: skip
+        tally.figures |= rules.audit(batch, old_logp)
         tally.prepare_s = time.perf_counter() - began
         return Work(tuple(parts))
 
@@ -141,7 +142,7 @@ class Trainer:
         """Add the gradient of this part's loss, whatever the micro-batches it is cut into."""
         began = time.perf_counter()
         self._tally.num_parts += 1
-        busy = self._busy(part.batch, part.factor)
+        busy = self._busy(part.batch, part.factor * part.norm)
         lengths = [len(range(*part.batch.spans()[i])) for i in busy]
         for members in pack(lengths, self.config.micro_tokens):
             micro, index = part.batch.select([busy[i] for i in members])
@@ -176,6 +177,7 @@ class Trainer:
         self._cast()
         self.policy.at_version = False
         self.steps += 1
+        self.old.trained(self.policy, self._tally.kept_share)
         self._tally.grad_norms.append(norm)
         self._tally.lr = rate
         self._tally.seconds += time.perf_counter() - began
@@ -223,9 +225,12 @@ class Trainer:
             logp = self.policy.logps(micro, temperature=self.rules.temperature, where=micro.sampled)
         logp, entropy = logp.cpu(), entropy.cpu()
         check_finite({"logp": logp.detach()}, micro.sampled, sequence=_episode(micro), version=micro.version)
-        old_logp, norm = part.old_logp[index], part.norm[index]
+        old_logp, factor, norm = _rows(part.old_logp, index), part.factor[index], part.norm[index]
+        if self.old.needs.inline:
+            old_logp, control = self._judge(micro, logp.detach(), part.lag[index])
+            factor = control.factor
         surrogate = objective.surrogate(logp, old_logp, micro)
-        loss = (part.factor[index] * surrogate.loss).sum()
+        loss = (factor * norm * surrogate.loss).sum()
         if objective.reference_kl:
             # Tokens are drawn from mu, the divergence is of pi: D * S carries over, whatever the controls say.
             ratio = bounded_exp(logp.detach() - micro.behavior_logp)
@@ -235,9 +240,27 @@ class Trainer:
         if objective.entropy:
             loss = loss - objective.entropy * (norm * entropy).sum()
             self._tally.add("objective/entropy", float((norm * entropy.detach()).sum()))
-        self._tally.learn(part, index, logp=logp, clipped=surrogate.clipped)
+        log_s = logp.detach() - old_logp
+        self._tally.learn(micro, old_logp, log_s=log_s, lag=part.lag[index], clipped=surrogate.clipped)
         self._tally.add("objective/loss", loss.item())
         return loss
+
+    def _now(self, batch: Batch) -> Tensor:
+        """The current log-probabilities, if the route reads them."""
+        if not self.old.needs.now:
+            return torch.empty(0)
+        scored = self._score(self.policy, batch)
+        self._tally.now_tokens += scored.forward_tokens
+        return scored.logp
+
+    def _judge(self, batch: Batch, now: Tensor, lag: Tensor) -> tuple[Tensor, Control]:
+        """Old log-probabilities from the route, and what the discrepancy control says of them."""
+        old_logp, exact = self.old.logps(batch, now)
+        logps = {"behavior_logp": batch.behavior_logp, "old_logp": old_logp}
+        check_finite(logps, batch.sampled, sequence=_episode(batch), version=batch.version)
+        control = self.rules.correction(old_logp, batch)
+        self._tally.judge(batch, old_logp, control, exact=exact, lag=lag)
+        return old_logp, control
 
     def _busy(self, batch: Batch, factor: Tensor) -> list[int]:
         """Sequences that can have a gradient, given what their tokens' losses are multiplied by."""
@@ -278,32 +301,40 @@ class Tally:
         self.num_parts = 0
         self._summed = {"objective/loss": 0.0}
         self.grad_norms: list[float] = []
+        self._judged: list[dict[str, Tensor]] = []
         self._rows: list[dict[str, Tensor]] = []
 
     def add(self, name: str, value: float) -> None:
         """To a sum over the sequences of one optimizer step; reported as the mean over the steps of the batch."""
         self._summed[name] = self._summed.get(name, 0.0) + value
 
-    def learn_of(self, batch: Batch, old_logp: Tensor, control: Control, *, lag: Tensor) -> None:
-        """Before the first optimizer step, of every action token that has a gradient."""
+    def judge(self, batch: Batch, old_logp: Tensor, control: Control, *, exact: Tensor, lag: Tensor) -> None:
+        """What the route and the discrepancy control said, of every action token that has a gradient."""
         own = batch.sampled
-        self.figures = {
-            "trainer/busy_tokens": float(own.sum()),
-            "correction/kept_share": control.keep[own].double().mean().item(),
-            "correction/weight_mean": control.factor[own].double().mean().item(),
-        }
-        self.figures |= _sizes("correction/log_d", (old_logp - batch.behavior_logp)[own], lag[own])
+        log_d = (old_logp - batch.behavior_logp)[own]
+        row = {"log_d": log_d, "lag": lag[own], "keep": control.keep[own].double()}
+        self._judged.append(row | {"weight": control.factor[own].double(), "exact": exact[own].double()})
 
-    def learn(self, part: Part, index: Tensor, *, logp: Tensor, clipped: Tensor) -> None:
+    def learn(self, batch: Batch, old_logp: Tensor, *, log_s: Tensor, lag: Tensor, clipped: Tensor) -> None:
         """Of one micro-batch, when its loss was formed: the tokens that were run."""
-        own = part.batch.sampled[index]
-        old_logp, behavior_logp = part.old_logp[index][own], part.batch.behavior_logp[index][own]
-        row = {"log_d": old_logp - behavior_logp, "log_s": logp.detach()[own] - old_logp}
-        self._rows.append(row | {"lag": part.lag[index][own], "clipped": clipped[own].double()})
+        own = batch.sampled
+        row = {"log_d": (old_logp - batch.behavior_logp)[own], "log_s": log_s[own]}
+        self._rows.append(row | {"lag": lag[own], "clipped": clipped[own].double()})
+
+    @property
+    def kept_share(self) -> float:
+        """Share of the action tokens judged so far that the discrepancy control kept."""
+        return torch.cat([row["keep"] for row in self._judged]).mean().item() if self._judged else 1.0
 
     def metrics(self) -> dict[str, float]:
         figures = self.figures | {name: value / max(1, self.num_parts) for name, value in self._summed.items()}
+        judged = _columns(self._judged)
         figures |= {
+            "trainer/busy_tokens": float(len(judged["lag"])),
+            "old_logps/exact_fraction": judged["exact"].mean().item(),
+            "correction/kept_share": judged["keep"].mean().item(),
+            "correction/weight_mean": judged["weight"].mean().item(),
+            **_sizes("correction/log_d", judged["log_d"], judged["lag"]),
             "objective/clipped_share": 0.0,
             "old_logps/seconds": self.prepare_s,
             "trainer/grad_norm": sum(self.grad_norms) / max(1, len(self.grad_norms)),
@@ -314,7 +345,7 @@ class Tally:
             "trainer/tokens_per_s": self.tokens / self.seconds if self.seconds else 0.0,
         }
         if self._rows:
-            column = self._columns()
+            column = _columns(self._rows)
             figures["objective/clipped_share"] = column["clipped"].sum().item() / figures["trainer/busy_tokens"]
             figures |= _sizes("objective/log_s", column["log_s"], column["lag"])
         return figures
@@ -322,13 +353,19 @@ class Tally:
     def points(self) -> list[dict[str, float]]:
         if not self._rows:
             return []
-        column = self._columns()
+        column = _columns(self._rows)
         chosen = torch.linspace(0, len(column["lag"]) - 1, min(MAX_POINTS, len(column["lag"]))).long()
         rows = zip(*(column[name][chosen].tolist() for name in ("log_d", "log_s", "lag")), strict=True)
         return [{"log_d": d, "log_s": s, "lag": lag} for d, s, lag in rows]
 
-    def _columns(self) -> dict[str, Tensor]:
-        return {name: torch.cat([row[name] for row in self._rows]) for name in self._rows[0]}
+
+def _columns(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+
+def _rows(values: Tensor, index: Tensor) -> Tensor:
+    """`values[index]`, or nothing of nothing."""
+    return values[index] if len(values) else values
 
 
 def _sizes(name: str, log_ratio: Tensor, lag: Tensor) -> dict[str, float]:

@@ -14,6 +14,7 @@ from afterimage.config import EngineConfig, OldLogpsConfig, RolloutConfig
 from afterimage.engines.embedded import EmbeddedEngine
 from afterimage.envs.chat import Chat
 from afterimage.envs.retail import RetailTasks
+from afterimage.old_logps import Scoring
 from afterimage.policy import DTYPES, Policy
 from afterimage.publish import DirectPublisher
 from afterimage.rollout import Rollout, Speaker
@@ -34,7 +35,7 @@ class Seen:
 
 def look(dtype: str) -> Seen:
     policy = Policy.load(SHIPPED_POLICY)
-    old = build_old_logps(OldLogpsConfig(route="snapshot_old"), policy, temperature=1.0, micro_tokens=4096)
+    old = build_old_logps(OldLogpsConfig(route="snapshot_old"), policy, Scoring(1.0, 4096))
     tasks = RetailTasks(level=1)
 
     async def play() -> list[Trajectory]:
@@ -52,7 +53,8 @@ def look(dtype: str) -> Seen:
         publisher = DirectPublisher(engine, dtype=DTYPES[dtype])
         try:
             await engine.start()
-            await publisher.publish(policy)
+            publisher.prepare(policy)
+            await publisher.publish()
             old.published(policy, live={0})
             async with asyncio.TaskGroup() as group:
                 running = [
@@ -62,7 +64,8 @@ def look(dtype: str) -> Seen:
                 await arrived.wait()
                 nudge(policy, seed=1, size=0.03)
                 policy.version = 1
-                await publisher.publish(policy)
+                publisher.prepare(policy)
+                await publisher.publish()
                 old.published(policy, live={0})
         finally:
             await engine.close()

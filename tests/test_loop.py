@@ -20,7 +20,7 @@ from afterimage.engines import SamplingParams
 from afterimage.engines.scripted import ScriptedEngine
 from afterimage.envs import Message, Turn
 from afterimage.launch.local import first_leaf
-from afterimage.old_logps import Needs
+from afterimage.old_logps import Needs, Passive
 from afterimage.policy import Policy
 from afterimage.publish import DirectPublisher
 from afterimage.rollout import Rollout, Speaker
@@ -102,7 +102,7 @@ class Log:
         return nullcontext()
 
 
-class ScoresAtClosing:
+class ScoresAtClosing(Passive):
     """Scores each piece when its version is about to be left, and answers from those scores alone."""
 
     needs = Needs(closing=True)
@@ -112,10 +112,6 @@ class ScoresAtClosing:
         self.closed: dict[int, set[tuple[int, int]]] = {}
         self.missing: list[int] = []
 
-    def published(self, policy: Policy, live: Any) -> None: ...
-
-    def arrived(self, piece: Open) -> None: ...
-
     def closing(self, policy: Policy, unscored: Sequence[Open]) -> None:
         assert not self.engine._pending, "generation goes on while the version is being closed"
         assert all(piece.piece.version == policy.version for piece in unscored)
@@ -123,14 +119,6 @@ class ScoresAtClosing:
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         return batch.behavior_logp.clone(), torch.zeros_like(batch.sampled)
-
-    def costs(self) -> Mapping[str, float]:
-        return {}
-
-    def state(self) -> Mapping[str, Any]:
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 def make(tasks: Iterator[int], *, budget: int = 1, steps: int = 12) -> loop.Parts:

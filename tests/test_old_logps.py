@@ -16,7 +16,7 @@ from torch import Tensor
 from afterimage.build import build_old_logps
 from afterimage.config import OldLogpsConfig
 from afterimage.corrections import log_discrepancy, log_staleness
-from afterimage.old_logps import OldLogps
+from afterimage.old_logps import OldLogps, Scoring
 from afterimage.old_logps.ewma_prox import Average, EwmaProx
 from afterimage.old_logps.rollout import Rollout
 from afterimage.old_logps.snapshot_old import SnapshotOld
@@ -41,7 +41,7 @@ def oracles() -> dict:
 
 
 def build(route: str, policy: Policy, *, temperature: float = 1.0) -> OldLogps:
-    return build_old_logps(OldLogpsConfig(route=route), policy, temperature=temperature, micro_tokens=48)
+    return build_old_logps(OldLogpsConfig(route=route), policy, Scoring(temperature, 48))
 
 
 def ask(route: OldLogps, policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -110,7 +110,7 @@ def test_the_two_factors_multiply_to_the_total_ratio(route: str) -> None:
 @pytest.mark.parametrize("plan", VERSIONS_IN_TURNS.values(), ids=VERSIONS_IN_TURNS.keys())
 def test_snapshots_equal_independent_full_copies(plan: list, dtype: str, tolerance: float) -> None:
     policy = tiny_policy(dtype=dtype)
-    route = SnapshotOld(policy, temperature=0.7, micro_tokens=48)
+    route = SnapshotOld(policy, scoring=Scoring(0.7, 48))
     copies = publish_five(policy, route)
     batch = collate([episode(0, plan), episode(1, [6, (3, 4)]), episode(2, plan)])
     values, exact = route.logps(batch, torch.empty(0))
@@ -124,7 +124,7 @@ def test_snapshots_equal_independent_full_copies(plan: list, dtype: str, toleran
 
 def test_snapshots_run_each_version_over_its_own_tokens_only() -> None:
     policy = tiny_policy()
-    route = SnapshotOld(policy, temperature=1.0, micro_tokens=48)
+    route = SnapshotOld(policy, scoring=Scoring(1.0, 48))
     publish_five(policy, route)
     route.costs()
     batch = collate([episode(0, [4, (2, 1), (3, 2), 5]), episode(1, [3, (4, 2)])])
@@ -138,7 +138,7 @@ def test_snapshots_run_each_version_over_its_own_tokens_only() -> None:
 
 def test_the_policy_scores_its_own_version_and_nothing_is_restored_for_it() -> None:
     policy = tiny_policy()
-    route = SnapshotOld(policy, temperature=1.0, micro_tokens=48)
+    route = SnapshotOld(policy, scoring=Scoring(1.0, 48))
     publish_five(policy, route)
     route.logps(collate([episode(0, [4, (2, 4)])]), torch.empty(0))
     assert route.costs()["restore_s"] == 0
@@ -148,7 +148,7 @@ def test_the_policy_scores_its_own_version_and_nothing_is_restored_for_it() -> N
 
 def test_a_version_that_nobody_declared_live_is_gone_with_numbers() -> None:
     policy = tiny_policy()
-    route = SnapshotOld(policy, temperature=1.0, micro_tokens=48)
+    route = SnapshotOld(policy, scoring=Scoring(1.0, 48))
     for version, live in ((0, {0}), (1, {0, 1}), (2, {1, 2})):
         policy.version = version
         route.published(policy, live)
@@ -206,14 +206,14 @@ def test_a_thousand_small_updates_are_not_lost(beta: float) -> None:
 
 def test_bfloat16_weights_are_averaged_in_float32() -> None:
     policy = tiny_policy(dtype="bfloat16")
-    route = EwmaProx(policy, beta=0.5, temperature=1.0, micro_tokens=48)
+    route = EwmaProx(policy, beta=0.5, scoring=Scoring(1.0, 48))
     publish_five(policy, route)
     assert {tensor.dtype for tensor in route.average.tensors.values()} == {torch.float32}
 
 
 def test_the_average_scores_with_the_average_and_counts_each_version_once() -> None:
     policy, batch = tiny_policy(), collate([episode(0, [4, (5, 0), 2, (3, 1)])])
-    route = EwmaProx(policy, beta=0.5, temperature=1.0, micro_tokens=48)
+    route = EwmaProx(policy, beta=0.5, scoring=Scoring(1.0, 48))
     first = {name: tensor.clone() for name, tensor in policy.weights().items()}
     route.published(policy, live={0})
     at_first, _ = route.logps(batch, torch.empty(0))
@@ -235,7 +235,7 @@ def test_the_average_scores_with_the_average_and_counts_each_version_once() -> N
 
 
 def test_an_average_of_nothing_says_so() -> None:
-    route = EwmaProx(tiny_policy(), beta=0.5, temperature=1.0, micro_tokens=48)
+    route = EwmaProx(tiny_policy(), beta=0.5, scoring=Scoring(1.0, 48))
     with pytest.raises(LookupError, match="no version was published"):
         route.logps(collate([episode(0, [4, (2, 0)])]), torch.empty(0))
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from afterimage.build import build_correction, build_objective, build_old_logps
 from afterimage.config import ConfigError, CorrectionConfig, ObjectiveConfig, OldLogpsConfig, TrainerConfig
 from afterimage.corrections import NonFinite
+from afterimage.old_logps import Scoring
 from afterimage.policy import Policy
 from afterimage.testing import episode, nudge, plain_logps, tiny_policy
 from afterimage.trainer import Rules, Trainer, lr_factor, make_optimizer
@@ -47,7 +48,7 @@ def make(
 ) -> Trainer:
     """A trainer whose route knows versions 0 and 1; the policy is at 1."""
     config = TrainerConfig(**{"optimizer": "SGD", "lr": 1.0, "grad_clip": 1e9} | trainer)
-    old = build_old_logps(OldLogpsConfig(route=route), policy, temperature=1.0, micro_tokens=64)
+    old = build_old_logps(OldLogpsConfig(route=route), policy, Scoring(1.0, 64))
     rules = Rules(
         correction=build_correction(correction),
         objective=build_objective(objective or ObjectiveConfig()),

@@ -91,6 +91,7 @@ async def _supervise(parts: loop.Parts) -> None:
             tasks.create_task(loop.run(parts))
     finally:
         parts.worker.shutdown(wait=True)
+        parts.old.close()
         await parts.engine.close()
         parts.log.close()
 
@@ -146,7 +147,9 @@ def evaluate(trained: Path, config: RunConfig, *, console: Console | None = None
         rollout = Rollout(machine.speaker, machine.taskset, config.rollout)
         try:
             await engine.start()
-            await DirectPublisher(engine, dtype=DTYPES[config.engine.dtype]).publish(machine.policy)
+            publisher = DirectPublisher(engine, dtype=DTYPES[config.engine.dtype])
+            publisher.prepare(machine.policy)
+            await publisher.publish()
             with LiveDisplay(config, console=console) as display:
                 tasks = machine.taskset.held_out(config.eval.tasks)
                 return await examine(rollout, tasks, seed=config.seed, progress=display.phase)

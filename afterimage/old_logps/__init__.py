@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from afterimage.corrections import has_behavior
-from afterimage.policy import Policy
+from afterimage.policy import Packed, Policy, Scored
 from afterimage.trajectory import Batch, Open
 
 
@@ -20,17 +20,32 @@ def has_clean_behavior(batch: Batch) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Scoring:
+    """How every route asks a model: at the sampling temperature, in passes of at most `micro_tokens`."""
+
+    temperature: float
+    micro_tokens: int
+
+    def __call__(self, policy: Policy, batch: Batch | Packed, where: Tensor) -> Scored:
+        return policy.score(batch, where, temperature=self.temperature, micro_tokens=self.micro_tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class Needs:
     """What a route costs, for `build` to size and for the loop to read instead of asking what it holds."""
 
     now: bool = False
     """`logps` reads `now`: one extra forward pass of the current weights per batch."""
+    inline: bool = False
+    """`logps` is a function of `now` and the batch alone: asked in every training pass, with that pass's own values."""
     snapshots: bool = False
     """Keeps the weights of every live version."""
     resident_models: int = 0
     """Models resident beside the trained one."""
     closing: bool = False
     """Wants `closing` called, with generation paused, before the step that leaves a version."""
+    idle: bool = False
+    """Has work for the trainer's thread while the trainer waits for episodes."""
 
 
 class OldLogps(Protocol):
@@ -39,15 +54,25 @@ class OldLogps(Protocol):
     needs: Needs
 
     def published(self, policy: Policy, live: Collection[int]) -> None:
-        """`policy` is at a new version. `live` are all versions that some token, queue or engine still needs."""
+        """Every engine holds `policy.version`, and all pieces of earlier versions have arrived.
+
+        `live` are all versions that some token, queue or engine still needs.
+        """
         ...
 
     def arrived(self, piece: Open) -> None:
         """A piece came back from an engine. Called on the event loop: must not block."""
         ...
 
+    def idle(self, policy: Policy) -> bool:
+        """The trainer has nothing to do: a bounded piece of work, at most about one forward pass. False if none."""
+        ...
+
     def closing(self, policy: Policy, unscored: Sequence[Open]) -> None:
-        """Last chance to score pieces of `policy.version` with the weights that sampled them."""
+        """Last chance to score pieces of `policy.version` with the weights that sampled them.
+
+        `unscored` are all of its pieces that were not consumed before this batch: partial, finished and queued.
+        """
         ...
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,12 +80,21 @@ class OldLogps(Protocol):
 
         `exact` is a claim: the value is the trainer's own log-probability at the weights of `version[t]`. `now` is
         `[T]`, the current policy's log-probability, detached (empty unless `needs.now`). Called before the first
-        optimizer step on a batch. LookupError if a version that the route needs was not kept.
+        optimizer step on a batch (`needs.inline`: in every training pass, on some of its sequences). LookupError if a
+        version that the route needs was not kept.
         """
+        ...
+
+    def trained(self, policy: Policy, kept: float) -> None:
+        """An optimizer step was taken. `kept`: share of its batch's action tokens that the discrepancy control kept."""
         ...
 
     def costs(self) -> Mapping[str, float]:
         """What it took since the last call (`forward_tokens`, `restore_s`) and what it holds (`resident_bytes`)."""
+        ...
+
+    def events(self) -> list[dict[str, Any]]:
+        """What happened since the last call that somebody should read about (`kind`, and why)."""
         ...
 
     def state(self) -> Mapping[str, Any]:
@@ -68,3 +102,37 @@ class OldLogps(Protocol):
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None:
+        """Give back processes and files. The last call."""
+        ...
+
+
+class Passive:
+    """A route that keeps nothing and costs nothing: what the others do differently is all they have to say."""
+
+    needs = Needs()
+
+    def published(self, policy: Policy, live: Collection[int]) -> None: ...
+
+    def arrived(self, piece: Open) -> None: ...
+
+    def idle(self, policy: Policy) -> bool:
+        return False
+
+    def closing(self, policy: Policy, unscored: Sequence[Open]) -> None: ...
+
+    def trained(self, policy: Policy, kept: float) -> None: ...
+
+    def costs(self) -> Mapping[str, float]:
+        return {}
+
+    def events(self) -> list[dict[str, Any]]:
+        return []
+
+    def state(self) -> Mapping[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,17 +1,16 @@
 """`current_recompute`: the trainer's forward pass at the start of the step stands for the old logit."""
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
-from afterimage.old_logps import Needs, has_clean_behavior
+from afterimage.old_logps import Needs, Passive, has_clean_behavior
 from afterimage.policy import Policy
-from afterimage.trajectory import Batch, Open
+from afterimage.trajectory import Batch
 
 
-class CurrentRecompute:
+class CurrentRecompute(Passive):
     """`prox = log pi_now` (algorithm.md, section 3): staleness lands in D, and S sees this step's own movement only.
 
     A token of the version that the policy still is gets its true old logit, and is counted as exact.
@@ -25,12 +24,6 @@ class CurrentRecompute:
     def published(self, policy: Policy, live: Collection[int]) -> None:
         self._policy = policy
 
-    def arrived(self, piece: Open) -> None:
-        """Keeps nothing."""
-
-    def closing(self, policy: Policy, unscored: Sequence[Open]) -> None:
-        """Scores nothing."""
-
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         if now.shape != batch.sampled.shape:
             raise ValueError(f"current_recompute needs `now` for {len(batch.sampled)} tokens, got {tuple(now.shape)}")
@@ -38,12 +31,3 @@ class CurrentRecompute:
         if self._policy is not None and self._policy.at_version:
             exact = has_clean_behavior(batch) & (batch.version == self._policy.version)
         return torch.where(batch.sampled, now, 0.0), exact
-
-    def costs(self) -> Mapping[str, float]:
-        return {}
-
-    def state(self) -> Mapping[str, Any]:
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Nothing to take back."""

@@ -1,14 +1,14 @@
 """`ewma_prox`: a bias-corrected moving average of the weights, about as old as the data, stands for the old policy."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from afterimage.old_logps import Needs
+from afterimage.old_logps import Needs, Passive, Scoring
 from afterimage.policy import Policy
-from afterimage.trajectory import Batch, Open
+from afterimage.trajectory import Batch
 
 
 class Average:
@@ -54,18 +54,17 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.detach().float()
 
 
-class EwmaProx:
+class EwmaProx(Passive):
     """`prox` from an average of the published versions, updated once per version. Never exact."""
 
     needs = Needs(resident_models=1)
 
-    def __init__(self, policy: Policy, *, beta: float, temperature: float, micro_tokens: int) -> None:
+    def __init__(self, policy: Policy, *, beta: float, scoring: Scoring) -> None:
         self.average = Average(beta=beta)
         self._movable = policy.twin()
         self._current = False
         self._version: int | None = None
-        self._temperature = temperature
-        self._micro_tokens = micro_tokens
+        self._scoring = scoring
         self._forward_tokens = 0
 
     def published(self, policy: Policy, live: Collection[int]) -> None:
@@ -74,21 +73,13 @@ class EwmaProx:
         self.average.update(policy.weights())
         self._version, self._current = policy.version, False
 
-    def arrived(self, piece: Open) -> None:
-        """Keeps nothing."""
-
-    def closing(self, policy: Policy, unscored: Sequence[Open]) -> None:
-        """Scores nothing."""
-
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         if not self.average.tensors:
             raise LookupError("ewma_prox has no weights to average: no version was published")
         if not self._current:
             self._movable.load_weights(self.average.tensors)
             self._current = True
-        scored = self._movable.score(
-            batch, batch.sampled, temperature=self._temperature, micro_tokens=self._micro_tokens
-        )
+        scored = self._scoring(self._movable, batch, batch.sampled)
         self._forward_tokens += scored.forward_tokens
         return scored.logp, torch.zeros_like(batch.sampled)
 

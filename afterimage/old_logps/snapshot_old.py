@@ -1,19 +1,19 @@
 """`snapshot_old`: the weights of every version that a token still needs are kept, and score it. Exact."""
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from afterimage.old_logps import Needs, has_clean_behavior
+from afterimage.old_logps import Needs, Passive, Scoring, has_clean_behavior
 from afterimage.policy import Policy
-from afterimage.trajectory import Batch, Open
+from afterimage.trajectory import Batch
 from afterimage.versions import VersionStore
 
 
-class SnapshotOld:
+class SnapshotOld(Passive):
     """`old_logp` from the weights of the version that sampled the token (algorithm.md, section 2).
 
     One movable model receives the weights of one version after the other. For a version it runs the sequences that
@@ -23,12 +23,11 @@ class SnapshotOld:
 
     needs = Needs(snapshots=True, resident_models=1)
 
-    def __init__(self, policy: Policy, *, temperature: float, micro_tokens: int) -> None:
+    def __init__(self, policy: Policy, *, scoring: Scoring) -> None:
         self._policy = policy
         self._movable = policy.twin()
         self._movable_at: int | None = None
-        self._temperature = temperature
-        self._micro_tokens = micro_tokens
+        self._scoring = scoring
         self._store = VersionStore()
         self._forward_tokens = 0
         self._restore_s = 0.0
@@ -38,20 +37,12 @@ class SnapshotOld:
         self._store.put(policy.version, policy.weights())
         self._store.keep(live)
 
-    def arrived(self, piece: Open) -> None:
-        """Keeps nothing: the weights are kept, and the batch brings the tokens."""
-
-    def closing(self, policy: Policy, unscored: Sequence[Open]) -> None:
-        """Scores nothing: the weights are kept."""
-
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         """LookupError if a version of the batch was in no `live` since it was published."""
         values = torch.zeros_like(batch.behavior_logp)
         for version in batch.version[batch.sampled].unique().tolist():
             where = batch.sampled & (batch.version == version)
-            scored = self._at(version).score(
-                batch, where, temperature=self._temperature, micro_tokens=self._micro_tokens
-            )
+            scored = self._scoring(self._at(version), batch, where)
             values = torch.where(where, scored.logp, values)
             self._forward_tokens += scored.forward_tokens
         return values, has_clean_behavior(batch)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from afterimage.build import build_old_logps
 from afterimage.config import OldLogpsConfig
-from afterimage.old_logps import OldLogps
+from afterimage.old_logps import OldLogps, Scoring
 from afterimage.old_logps.current_recompute import CurrentRecompute
 from afterimage.old_logps.rollout import Rollout
 from afterimage.policy import Policy
@@ -21,7 +21,7 @@ ROUTES = ("rollout", "current_recompute", "snapshot_old", "ewma_prox")
 
 
 def maker(route: str) -> Callable[[Policy], OldLogps]:
-    return lambda policy: build_old_logps(OldLogpsConfig(route=route), policy, temperature=1.0, micro_tokens=32)
+    return lambda policy: build_old_logps(OldLogpsConfig(route=route), policy, Scoring(1.0, 32))
 
 
 @pytest.mark.parametrize("route", ROUTES)
