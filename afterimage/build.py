@@ -33,6 +33,9 @@ from afterimage.observe.recorder import Recorder, Watcher
 from afterimage.old_logps import OldLogps, Scoring
 from afterimage.old_logps.current_recompute import CurrentRecompute
 from afterimage.old_logps.ewma_prox import EwmaProx
+from afterimage.old_logps.interp_prox_linear import InterpProxLinear
+from afterimage.old_logps.interp_prox_loglinear import InterpProxLoglinear
+from afterimage.old_logps.ppo_ewma_async import PpoEwmaAsync, Reset
 from afterimage.old_logps.rollout import Rollout as RolloutRoute
 from afterimage.old_logps.snapshot_old import SnapshotOld
 from afterimage.policy import DTYPES, Policy
@@ -132,6 +135,7 @@ def build_speaker(config: RunConfig, policy: Policy, taskset: Taskset) -> Speake
             threads=config.engine.threads,
             max_slots=config.engine.max_running,
             max_context=config.engine.max_context,
+            keep_cache=config.engine.keep_cache,
         )
         chat = Chat(policy.tokenizer, taskset.tools)
     except ValueError as error:
@@ -228,7 +232,14 @@ def build_old_logps(config: OldLogpsConfig, policy: Policy, scoring: Scoring) ->
         case "snapshot_old":
             return SnapshotOld(policy, scoring=scoring)
         case "ewma_prox":
-            return EwmaProx(policy, beta=EWMA_BETA if config.beta is None else config.beta, scoring=scoring)
+            beta = EWMA_BETA if config.beta is None else config.beta
+            return EwmaProx(policy, beta=beta, scoring=scoring, every_step=config.update_every == "step")
+        case "ppo_ewma_async":
+            reset = Reset(config.reset_below, config.reset_patience, config.reset_cooldown)
+            return PpoEwmaAsync(policy, scoring=scoring, averages=config.averages, beta=config.beta, reset=reset)
+        case "interp_prox_loglinear" | "interp_prox_linear":
+            kind = InterpProxLoglinear if config.route == "interp_prox_loglinear" else InterpProxLinear
+            return kind(policy, alpha=config.alpha, fresh=1.0 if config.fresh == "trainer" else 0.0)
         case _:
             raise ConfigError(f"old_logps.route {config.route!r} is not there yet")
 

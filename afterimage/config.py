@@ -249,6 +249,8 @@ class OldLogpsConfig:
         )  # fmt: skip
         _within("old_logps", 0, 1, reset_below=self.reset_below, alpha=self.alpha or 0.0)
         _within("old_logps", 0, 0.9999, beta=self.beta or 0.0)
+        if self.beta is not None and self.averages > 1:
+            raise ConfigError("old_logps.averages must be 1 with a fixed old_logps.beta: all would have the same age")
         for known in fields(self):
             routes = _OF_ROUTES.get(known.name, (self.route,))
             if self.route not in routes and getattr(self, known.name) != known.default:

@@ -143,7 +143,7 @@ def _pieces_of(version: int) -> list[Open]:
 
 def _ask(route: OldLogps, policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
     now = torch.empty(0)
-    if route.needs.now:
+    if route.needs.now or route.needs.inline:
         now = policy.score(batch, batch.sampled, temperature=1.0, micro_tokens=64).logp
     return route.logps(batch, now)
 

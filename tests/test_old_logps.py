@@ -7,6 +7,7 @@ forwards no token it need not; the average's age law, its linear-drift law and i
 
 import json
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,19 @@ from afterimage.build import build_old_logps
 from afterimage.config import OldLogpsConfig
 from afterimage.corrections import log_discrepancy, log_staleness
 from afterimage.old_logps import OldLogps, Scoring
-from afterimage.old_logps.ewma_prox import Average, EwmaProx
+from afterimage.old_logps.average import Average
+from afterimage.old_logps.ewma_prox import EwmaProx
+from afterimage.old_logps.ppo_ewma_async import PpoEwmaAsync, Reset
 from afterimage.old_logps.rollout import Rollout
 from afterimage.old_logps.snapshot_old import SnapshotOld
 from afterimage.policy import Policy
 from afterimage.testing import episode, nudge, plain_logps, tiny_policy
 from afterimage.trajectory import Batch, collate
 
-ROUTES = ("rollout", "current_recompute", "snapshot_old", "ewma_prox")
+ROUTES = (
+    "rollout", "current_recompute", "snapshot_old", "interp_prox_loglinear", "interp_prox_linear", "ewma_prox",
+    "ppo_ewma_async",
+)  # fmt: skip
 VERSIONS_IN_TURNS = {
     "one": [4, (5, 3)],
     "two in a turn": [4, (3, 2), (4, 3), 2],
@@ -46,7 +52,7 @@ def build(route: str, policy: Policy, *, temperature: float = 1.0) -> OldLogps:
 
 def ask(route: OldLogps, policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
     now = policy.score(batch, batch.sampled, temperature=1.0, micro_tokens=48).logp
-    return route.logps(batch, now if route.needs.now else torch.empty(0))
+    return route.logps(batch, now if route.needs.now or route.needs.inline else torch.empty(0))
 
 
 def publish_five(policy: Policy, route: OldLogps) -> list[Policy]:
@@ -158,9 +164,9 @@ def test_a_version_that_nobody_declared_live_is_gone_with_numbers() -> None:
 
 @pytest.mark.parametrize("beta", [0.0, 0.4, 0.5, 0.75])
 def test_the_age_of_an_average_follows_its_law_and_tends_to_its_limit(beta: float) -> None:
-    average, weights, ages = Average(beta=beta), [], []
+    average, weights, ages = Average(), [], []
     for k in range(60):
-        average.update({"w": torch.tensor([float(k)], dtype=torch.float64)})
+        average.update({"w": torch.tensor([float(k)], dtype=torch.float64)}, beta=beta)
         weights.append(average.weight)
         ages.append(average.age)
     shares = [beta**back for back in range(60)]  # of the update `back` ago, before they are made to sum to 1
@@ -175,9 +181,9 @@ def test_the_age_of_an_average_follows_its_law_and_tends_to_its_limit(beta: floa
 def test_under_linear_drift_an_average_is_the_weights_of_its_age_ago(beta: float) -> None:
     noise = torch.Generator().manual_seed(0)
     start, slope = (torch.randn(50, generator=noise, dtype=torch.float64) for _ in range(2))
-    average = Average(beta=beta)
+    average = Average()
     for k in range(40):
-        average.update({"w": start + k * slope})
+        average.update({"w": start + k * slope}, beta=beta)
         torch.testing.assert_close(average.tensors["w"], start + (k - average.age) * slope, atol=1e-6, rtol=0)
 
 
@@ -191,11 +197,11 @@ def test_a_thousand_small_updates_are_not_lost(beta: float) -> None:
     noise = torch.Generator().manual_seed(0)
     theta = 0.02 + 1e-3 * torch.randn(200, generator=noise, dtype=torch.float64)
     step = 1e-6 * torch.where(torch.rand(200, generator=noise) < 0.5, 1.0, -1.0).double()
-    average, weight, reference = Average(beta=beta), 1.0, theta.clone()
-    average.update({"w": theta.float()})
+    average, weight, reference = Average(), 1.0, theta.clone()
+    average.update({"w": theta.float()}, beta=beta)
     for _ in range(1000):
         theta = theta + step
-        average.update({"w": theta.float()})
+        average.update({"w": theta.float()}, beta=beta)
         weight = beta * weight + 1
         reference = reference + (theta - reference) / weight
     assert average.tensors["w"].dtype == torch.float32
@@ -242,10 +248,10 @@ def test_an_average_of_nothing_says_so() -> None:
 
 @pytest.mark.parametrize("case", oracles()["ewma"], ids=lambda case: f"beta {case['beta']}")
 def test_averages_agree_with_the_published_recursion(case: dict) -> None:
-    average = Average(beta=case["beta"])
-    average.update({"w": torch.tensor(case["theta"][0], dtype=torch.float64)})
+    average = Average()
+    average.update({"w": torch.tensor(case["theta"][0], dtype=torch.float64)}, beta=case["beta"])
     for theta, (weight, ewma) in zip(case["theta"][1:], trace_of(case), strict=True):
-        average.update({"w": torch.tensor(theta, dtype=torch.float64)})
+        average.update({"w": torch.tensor(theta, dtype=torch.float64)}, beta=case["beta"])
         assert average.weight == pytest.approx(weight, abs=1e-12)
         torch.testing.assert_close(average.tensors["w"], torch.tensor(ewma, dtype=torch.float64), atol=1e-12, rtol=0)
 
@@ -269,3 +275,119 @@ def test_the_rollout_proximal_policy_agrees_with_a_public_implementation() -> No
     values, _ = Rollout().logps(batch, torch.empty(0))
     expected = torch.tensor(case["values"]).flatten()
     torch.testing.assert_close(values[batch.sampled], expected[batch.sampled], atol=1e-6, rtol=0)
+
+
+def follow(route: PpoEwmaAsync, policy: Policy, lags: list[int], *, first: int = 0) -> list[float]:
+    """A batch of each lag, one a version, and the age of the first average after each."""
+    ages = []
+    for version, lag in enumerate(lags, start=first):
+        policy.version = version
+        route.published(policy, live={version})
+        route.logps(collate([episode(version, [3, (4, version - lag)])]), torch.empty(0))
+        route.trained(policy, kept=1.0)
+        nudge(policy, seed=version)
+        ages.append(route.averages[0].age)
+    return ages
+
+
+def test_an_average_follows_the_staleness_of_the_data_and_stays_there() -> None:
+    """From age 0 a target of 3 is reached and kept: under 1 more an update, and never beyond."""
+    policy = tiny_policy()
+    ages = follow(PpoEwmaAsync(policy, scoring=Scoring(1.0, 48)), policy, [0, 1, 2, *[3] * 20])
+    assert ages[0] == 0
+    assert all(0 <= later - earlier < 1 for earlier, later in pairwise(ages))
+    assert ages[-10:] == pytest.approx([3.0] * 10)
+
+
+def test_a_fixed_decay_has_its_own_age() -> None:
+    policy = tiny_policy()
+    ages = follow(PpoEwmaAsync(policy, scoring=Scoring(1.0, 48), beta=0.5), policy, [0, 1, 2, *[3] * 20])
+    assert ages[-1] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_the_weights_of_a_version_count_once_and_before_any_step() -> None:
+    policy = tiny_policy()
+    route = PpoEwmaAsync(policy, scoring=Scoring(1.0, 48), beta=0.5)
+    batch = collate([episode(0, [3, (4, 0)])])
+    truth = plain_logps(policy, batch.tokens.tolist()).float()
+    values, exact = route.logps(batch, torch.empty(0))
+    torch.testing.assert_close(values[batch.sampled], truth[batch.sampled], atol=1e-5, rtol=0)
+    assert not exact.any() and route.averages[0].weight == 1
+    nudge(policy, seed=1)
+    assert torch.equal(route.logps(batch, torch.empty(0))[0], values)
+    policy.version = 1
+    nudge(policy, seed=2)
+    with pytest.raises(RuntimeError, match="version 1 is gone"):
+        route.logps(batch, torch.empty(0))
+
+
+def test_each_token_takes_the_average_nearest_to_its_lag() -> None:
+    policy = tiny_policy()
+    route = PpoEwmaAsync(policy, scoring=Scoring(1.0, 48), averages=2)
+    for version in range(12):
+        policy.version = version
+        batch = collate([episode(version, [3, (4, max(0, version - 4)), 2, (4, version)])])
+        values, _ = route.logps(batch, torch.empty(0))
+        if version < 11:
+            nudge(policy, seed=version)
+    young, old = route.averages
+    assert young.age == pytest.approx(0, abs=1e-6) and old.age == pytest.approx(4, abs=0.05)
+    for average, where in ((young, batch.version == 11), (old, batch.version == 7)):
+        mean = policy.twin()
+        mean.load_weights(average.tensors)
+        truth = plain_logps(mean, batch.tokens.tolist()).float()
+        torch.testing.assert_close(values[where], truth[where], atol=1e-5, rtol=0)
+    assert route.costs()["ewma_age_1"] == old.age
+
+
+def test_a_reference_that_keeps_too_little_is_begun_anew_after_patience_and_not_within_the_cooldown() -> None:
+    policy, reset = tiny_policy(), Reset(below=0.5, patience=2, cooldown=4)
+    route = PpoEwmaAsync(policy, scoring=Scoring(1.0, 48), beta=0.75, reset=reset)
+    ages, happened = [], []
+    for version, kept in enumerate([0.9, 0.4, 0.9, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4, 0.9]):
+        policy.version = version
+        route.logps(collate([episode(version, [3, (4, version)])]), torch.empty(0))
+        for _ in range(2):  # two optimizer steps on the batch count once
+            route.trained(policy, kept)
+        nudge(policy, seed=version)
+        ages.append(route.averages[0].age)
+        happened += route.events()
+    assert [event["version"] for event in happened] == [5, 9]
+    assert [version for version, age in enumerate(ages) if age == 0] == [0, 5, 9]
+    assert happened[0]["kind"] == "ewma_reset" and "kept 0.400, 0.400" in happened[0]["reason"]
+
+
+def test_an_average_of_optimizer_steps_counts_steps() -> None:
+    policy = tiny_policy()
+    route = EwmaProx(policy, beta=0.5, scoring=Scoring(1.0, 48), every_step=True)
+    policy.version = 0
+    route.published(policy, live={0})
+    for step in range(3):
+        nudge(policy, seed=step)
+        route.trained(policy, kept=1.0)
+    policy.version = 1
+    route.published(policy, live={0, 1})
+    assert route.average.weight == 1 + 0.5 + 0.25 + 0.125
+
+
+@pytest.mark.parametrize("method", ["loglinear", "linear"])
+def test_interpolated_proxies_agree_with_a_public_implementation(method: str) -> None:
+    """AReaL's alpha is 0 at lag 0 and was formed in float32."""
+    vectors = oracles()
+    case = next(case for case in vectors["proximal"] if case["method"] == method)
+    inputs = {name: torch.tensor(vectors["inputs"][name]) for name in ("behavior_logp", "logp", "mask", "version")}
+    sampled = inputs["mask"].bool()
+    policy = tiny_policy()
+    policy.version = vectors["inputs"]["current_version"]
+    blank = collate([episode(i, [1, (10, 0)]) for i in range(6)])
+    flat = {
+        "behavior_logp": torch.where(sampled, inputs["behavior_logp"], 0.0).flatten(),
+        "sampled": sampled.flatten(),
+        "version": inputs["version"].flatten(),
+    }
+    batch = Batch(**{name: flat.get(name, getattr(blank, name)) for name in Batch.__slots__})
+    config = OldLogpsConfig(route=f"interp_prox_{method}", fresh="behavior")  # type: ignore[arg-type]
+    values, exact = build_old_logps(config, policy, Scoring(1.0, 48)).logps(batch, inputs["logp"].flatten())
+    expected = torch.tensor(case["values"]).flatten()
+    torch.testing.assert_close(values[batch.sampled], expected[batch.sampled], atol=1e-6, rtol=0)
+    assert not exact.any() and not values[~batch.sampled].any()

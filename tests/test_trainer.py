@@ -359,3 +359,61 @@ def test_a_restored_trainer_goes_on_as_if_it_had_never_stopped() -> None:
     assert torch.equal(weights(one.policy), weights(other.policy))
     assert one.metrics()["trainer/lr"] == other.metrics()["trainer/lr"]
     assert state["steps"] == 1  # a state does not move with its trainer
+
+
+@pytest.mark.parametrize("micro_tokens", [1, 10_000])
+def test_an_inline_route_is_asked_in_every_pass_with_that_pass_s_own_values(micro_tokens: int) -> None:
+    """Between two optimizer steps the policy moves, and so does the proxy; no forward pass is spent on it."""
+    trainer = make(tiny_policy(), route="interp_prox_loglinear", steps_per_batch=2, micro_tokens=micro_tokens, lr=1e-2)
+    asked: list[Tensor] = []
+    answer = trainer.old.logps
+
+    def listen(batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
+        plain = [plain_logps(trainer.policy, batch.tokens[a:b].tolist()).float() for a, b in batch.spans()]
+        error = (now - torch.cat(plain))[batch.sampled].abs().max()
+        assert error < 1e-5 and not now.requires_grad
+        asked.append(batch.sampled)
+        return answer(batch, now)
+
+    trainer.old.logps = listen  # type: ignore[method-assign]
+    figures = learn(trainer, a_batch())
+    assert sum(int(sampled.sum()) for sampled in asked) == figures["trainer/busy_tokens"]
+    assert figures["old_logps/forward_tokens"] == 0 and figures["old_logps/exact_fraction"] == 0
+    assert figures["correction/kept_share"] == 1
+
+
+def test_an_inline_proxy_of_weight_one_gives_the_gradient_of_recomputing_it() -> None:
+    recomputed, inline = (make(tiny_policy(), route="current_recompute") for _ in range(2))
+    whole = OldLogpsConfig(route="interp_prox_loglinear", alpha=1.0)
+    inline.old = build_old_logps(whole, inline.policy, Scoring(1.0, 64))
+    for trainer in (recomputed, inline):
+        trainer.backward(trainer.prepare(a_batch()).parts[0])
+    torch.testing.assert_close(gradient(recomputed), gradient(inline), atol=1e-6, rtol=1e-5)
+
+
+def test_a_route_hears_of_every_step_and_what_the_control_kept() -> None:
+    """A band around D = 1 that no token is in keeps none of them."""
+    narrow = CorrectionConfig(control="mask", low=0.0, high=1.0)
+    trainer = make(tiny_policy(), correction=narrow, steps_per_batch=2)
+    heard: list[float] = []
+    trainer.old.trained = lambda policy, kept: heard.append(kept)  # type: ignore[method-assign]
+    figures = learn(trainer, a_batch())
+    assert heard == [figures["correction/kept_share"]] * 2
+    assert 0 <= figures["correction/kept_share"] < 1
+
+
+def test_the_audit_sees_the_batch_before_anything_moves() -> None:
+    trainer = make(tiny_policy())
+    seen: list[tuple[Batch, Tensor]] = []
+
+    def audit(batch: Batch, old_logp: Tensor) -> Mapping[str, float]:
+        assert trainer.policy.at_version
+        seen.append((batch, old_logp))
+        return {"audit/seen": 1.0}
+
+    trainer.rules = Rules(
+        correction=trainer.rules.correction, objective=trainer.rules.objective, temperature=1.0, audit=audit
+    )
+    assert learn(trainer, a_batch())["audit/seen"] == 1
+    ((batch, old_logp),) = seen
+    assert old_logp.shape == batch.sampled.shape

@@ -7,60 +7,20 @@ import torch
 from torch import Tensor
 
 from afterimage.old_logps import Needs, Passive, Scoring
+from afterimage.old_logps.average import Average
 from afterimage.policy import Policy
 from afterimage.trajectory import Batch
 
 
-class Average:
-    """Exponentially weighted, bias-corrected mean of the weights (arXiv 2110.00641; algorithm.md, section 3).
-
-        w_k = beta * w_{k-1} + 1 ;   ewma_k = ewma_{k-1} + (theta_k - ewma_{k-1}) / w_k
-
-    Float32 at least: in bfloat16 an update is below the spacing of the numbers and would be lost. `age` is the mean
-    age of what it holds, in updates; it tends to beta / (1 - beta).
-    """
-
-    def __init__(self, *, beta: float) -> None:
-        self.beta = beta
-        self.weight = 0.0
-        self.age = 0.0
-        self.tensors: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def update(self, theta: Mapping[str, Tensor]) -> None:
-        """One more set of weights."""
-        if not self.tensors:
-            self.weight, self.age = 1.0, 0.0
-            self.tensors = {name: _wide(tensor).clone() for name, tensor in theta.items()}
-            return
-        before, self.weight = self.weight, self.beta * self.weight + 1
-        self.age = self.beta * before * (self.age + 1) / self.weight
-        for name, mean in self.tensors.items():
-            mean += (_wide(theta[name]) - mean) / self.weight
-
-    @property
-    def bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    def state(self) -> Mapping[str, Any]:
-        return {"weight": self.weight, "age": self.age, "tensors": {k: v.clone() for k, v in self.tensors.items()}}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self.weight, self.age = state["weight"], state["age"]
-        self.tensors = {name: tensor.clone() for name, tensor in state["tensors"].items()}
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.detach().float()
-
-
 class EwmaProx(Passive):
-    """`prox` from an average of the published versions, updated once per version. Never exact."""
+    """`prox` from an average of the weights: of every published version, or after every optimizer step. Never exact."""
 
     needs = Needs(resident_models=1)
 
-    def __init__(self, policy: Policy, *, beta: float, scoring: Scoring) -> None:
-        self.average = Average(beta=beta)
+    def __init__(self, policy: Policy, *, beta: float, scoring: Scoring, every_step: bool = False) -> None:
+        self.average = Average()
+        self._beta = beta
+        self._every_step = every_step
         self._movable = policy.twin()
         self._current = False
         self._version: int | None = None
@@ -70,8 +30,17 @@ class EwmaProx(Passive):
     def published(self, policy: Policy, live: Collection[int]) -> None:
         if policy.version == self._version:
             return
-        self.average.update(policy.weights())
-        self._version, self._current = policy.version, False
+        self._version = policy.version
+        if not (self._every_step and self.average.tensors):
+            self._take(policy)
+
+    def trained(self, policy: Policy, kept: float) -> None:
+        if self._every_step:
+            self._take(policy)
+
+    def _take(self, policy: Policy) -> None:
+        self.average.update(policy.weights(), beta=self._beta)
+        self._current = False
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         if not self.average.tensors:

@@ -17,7 +17,10 @@ from afterimage.policy import Policy
 from afterimage.testing import check_old_logps
 from afterimage.trajectory import Batch
 
-ROUTES = ("rollout", "current_recompute", "snapshot_old", "ewma_prox")
+ROUTES = (
+    "rollout", "current_recompute", "snapshot_old", "interp_prox_loglinear", "interp_prox_linear", "ewma_prox",
+    "ppo_ewma_async",
+)  # fmt: skip
 
 
 def maker(route: str) -> Callable[[Policy], OldLogps]:

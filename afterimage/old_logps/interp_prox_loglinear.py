@@ -1,0 +1,34 @@
+"""`interp_prox_loglinear`: between mu and pi on a logarithmic scale. Free, and tells nothing apart."""
+
+import torch
+from torch import Tensor
+
+from afterimage import proxies
+from afterimage.old_logps import Needs, Passive
+from afterimage.policy import Policy
+from afterimage.trajectory import Batch
+
+
+class InterpProxLoglinear(Passive):
+    """`prox = log mu + alpha (log pi - log mu)` (arXiv 2512.06547), formed anew in every training pass. Never exact.
+
+    `alpha` None follows the lag, (d - 1) / d, and is `fresh` at lag 0.
+    """
+
+    needs = Needs(inline=True)
+    _between = staticmethod(proxies.loglinear)
+
+    def __init__(self, policy: Policy, *, alpha: float | None = None, fresh: float = 1.0) -> None:
+        self._policy = policy
+        self._alpha = alpha
+        self._fresh = fresh
+
+    def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
+        if now.shape != batch.sampled.shape:
+            raise ValueError(f"an interpolated proxy needs `now` for {len(batch.sampled)} tokens, got {len(now)}")
+        lag = self._policy.version - batch.version
+        alpha = torch.full(lag.shape, self._alpha) if self._alpha is not None else None
+        if alpha is None:
+            alpha = proxies.weight_of_now(lag, fresh=self._fresh)
+        values = self._between(batch.behavior_logp, now, alpha, sampled=batch.sampled)
+        return values, torch.zeros_like(batch.sampled)
