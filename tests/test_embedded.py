@@ -2,7 +2,7 @@
 
 Numbers: in float32 each log-probability is transformers' own to 1e-5, over turns, slot reuse and weight changes, with
 our decoder and through the fallback; tokens depend on (weights, context, seed, position) and on nothing else.
-Work: a turn computes only what is new, siblings share their opening, dropped caches are counted.
+Work: a turn computes only what is new, siblings share their opening, dropped caches are counted, kept ones are told.
 Process: it dies loudly, alone, and never outlives its parent; Ctrl-C is not its business.
 """
 
@@ -81,9 +81,9 @@ def _weights(model: Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
-def _batcher(folder: Path, *, dtype: str = "float32", max_slots: int = 8) -> Batcher:
+def _batcher(folder: Path, *, dtype: str = "float32", max_slots: int = 8, keep_cache: bool = False) -> Batcher:
     runner = build_runner(folder, dtype=dtype, max_slots=max_slots, max_context=512)
-    return Batcher(runner, max_slots=max_slots, max_context=512)
+    return Batcher(runner, max_slots=max_slots, max_context=512, keep_cache=keep_cache)
 
 
 def _ask(number: int, tokens: Sequence[int], max_tokens: int = 8, *, temperature: float = 1.0) -> Request:
@@ -198,6 +198,52 @@ def test_after_a_load_contexts_are_computed_again_and_counted(kind: str, tmp_pat
     second = _run(batcher, _ask(0, context, 9))[0]
     assert batcher.counters["reprefill_tokens"] == 36 and batcher.counters["reprefill_s"] > 0
     assert _error(old, prompt, first) < 1e-5 and _error(new, context, second) < 1e-5
+
+
+def test_with_a_kept_cache_whatever_stands_on_older_keys_is_not_clean(tmp_path: Path) -> None:
+    """A continued reply, its next turn and its sibling are not; a new context, and the default, are."""
+    old, new = _model("qwen3, tied", seed=1), _model("qwen3, tied", seed=2)
+    old.save_pretrained(tmp_path)
+    prompt = _text(30, seed=3)
+
+    def until_the_load(*, keep_cache: bool) -> tuple[Batcher, list[int]]:
+        batcher = _batcher(tmp_path, keep_cache=keep_cache)
+        with torch.inference_mode():
+            batcher.load(_weights(old))
+        _run(batcher, _ask(0, prompt, 50), steps=7)
+        (first,) = batcher.interrupt()
+        assert first.clean and len(first.tokens) == 7
+        with torch.inference_mode():
+            batcher.load(_weights(new))
+        batcher.counters.clear()
+        return batcher, [*prompt, *first.tokens]
+
+    kept, context = until_the_load(keep_cache=True)
+    second = _run(kept, _ask(0, context, 9))[0]
+    assert not second.clean and _error(new, context, second) > 1e-3
+    assert (kept.counters["cached_tokens"], kept.counters["prefill_tokens"]) == (36, 0), "nothing is computed again"
+    assert kept.counters["reprefill_tokens"] == 0
+    turn = [*context, *second.tokens, *_text(5, seed=4)]
+    assert not _run(kept, _ask(1, turn, 3))[1].clean, "its own new tokens were computed over the older ones"
+    assert not _run(kept, _ask(2, [*prompt, *_text(5, seed=5)], 3))[2].clean, "the shared opening was copied"
+    fresh = _run(kept, _ask(3, _text(30, seed=6), 9))[3]
+    normal, _ = until_the_load(keep_cache=False)
+    assert fresh.clean and fresh == _run(normal, _ask(3, _text(30, seed=6), 9))[3]
+    again = _run(normal, _ask(0, context, 9))[0]
+    assert again.clean and _error(new, context, again) < 1e-5
+
+
+def test_a_slot_given_to_a_new_context_is_clean_again(tmp_path: Path) -> None:
+    old, new = _model("qwen3, tied", seed=1), _model("qwen3, tied", seed=2)
+    old.save_pretrained(tmp_path)
+    batcher = _batcher(tmp_path, max_slots=1, keep_cache=True)
+    with torch.inference_mode():
+        batcher.load(_weights(old))
+        _run(batcher, _ask(0, _text(30, seed=3)))
+        batcher.load(_weights(new))
+    context = _text(40, seed=4)
+    reply = _run(batcher, _ask(1, context))[1]
+    assert reply.clean and _error(new, context, reply) < 1e-5
 
 
 def test_a_reply_goes_on_with_its_own_noise_whoever_runs_beside_it(tmp_path: Path) -> None:
@@ -350,6 +396,21 @@ def test_a_day_in_the_life_of_the_process(folder: Path, update: Mapping[str, Ten
             await _cancel(engine)
 
     asyncio.run(live())
+
+
+def test_a_reply_says_that_it_stands_on_a_kept_cache(folder: Path, update: Mapping[str, Tensor]) -> None:
+    async def live(*, keep_cache: bool) -> list[bool]:
+        async with _engine(folder, update, keep_cache=keep_cache) as engine:
+            first = await engine.sample([1, 2, 3], _params(20))
+            await engine.interrupt()
+            await engine.load(update, 1)
+            await engine.resume()
+            second = await engine.sample([1, 2, 3, *first.piece.tokens], _params(5))
+            assert second.piece.version == 1
+            return [first.piece.clean, second.piece.clean]
+
+    assert asyncio.run(live(keep_cache=True)) == [True, False]
+    assert asyncio.run(live(keep_cache=False)) == [True, True]
 
 
 def _environment(pid: int) -> set[str]:

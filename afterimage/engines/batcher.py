@@ -47,13 +47,19 @@ class Finished:
     tokens: list[int]
     behavior_logp: list[float]
     stop: ReplyStop
+    clean: bool = True
+    """False if it was sampled over keys and values of an older version."""
 
 
 class Batcher:
-    """Slots, queue and sampling around a `Runner`. Not thread-safe: one loop owns it."""
+    """Slots, queue and sampling around a `Runner`. Not thread-safe: one loop owns it.
 
-    def __init__(self, runner: Runner, *, max_slots: int, max_context: int) -> None:
+    `keep_cache` goes on with what is cached when weights change. Replies over such a context are not clean.
+    """
+
+    def __init__(self, runner: Runner, *, max_slots: int, max_context: int, keep_cache: bool = False) -> None:
         self._runner = runner
+        self._keep_cache = keep_cache
         self._queue: deque[Request] = deque()
         self._active: dict[int, Request] = {}
         self._tokens = np.full((max_slots, max_context), -1, dtype=np.int32)
@@ -61,6 +67,8 @@ class Batcher:
         self._length = np.zeros(max_slots, dtype=np.int64)
         self._cached = np.zeros(max_slots, dtype=np.int64)
         """Tokens of the slot whose keys and values are in the cache."""
+        self._older = np.zeros(max_slots, dtype=np.int64)
+        """Of these, how many (the first ones) were cached under older weights. Later ones were computed over them."""
         self._limit = np.zeros(max_slots, dtype=np.int64)
         self._temperature = np.ones(max_slots, dtype=np.float32)
         self._seed = np.zeros(max_slots, dtype=np.uint64)
@@ -96,10 +104,13 @@ class Batcher:
         return finished
 
     def load(self, update: Mapping[str, Tensor]) -> None:
-        """Take new weights; what was cached under the old ones is computed again when it is next needed."""
+        """Take new weights. Unless it is kept, what was cached under the old ones is computed again when needed."""
         if self._active:
             raise RuntimeError(f"{len(self._active)} replies are being sampled; interrupt first")
         self._runner.load(update)
+        if self._keep_cache:
+            self._older[:] = self._cached
+            return
         kept = max(int(self._cached.max()), 0)
         self._stale, self._stale_tokens = self._cached.copy(), self._tokens[:, :kept].copy()
         self._cached[:] = 0
@@ -158,11 +169,12 @@ class Batcher:
             return None
         extends = idle & (cached == self._cached) & (cached > 0)
         slot = int(np.where(extends, cached, -1).argmax()) if extends.any() else self._victim(idle)
-        have = int(cached[slot]) if extends[slot] or slot == best else 0
+        source, have = slot, int(cached[slot]) if extends[slot] or slot == best else 0
         if cached[best] >= have + MIN_COPY:
-            have = int(cached[best])
+            source, have = best, int(cached[best])
             self._runner.copy_prefix(best, slot, have)
         self._cached[slot] = have
+        self._older[slot] = min(int(self._older[source]), have)
         self._open(slot, request, tokens)
         return slot
 
@@ -245,7 +257,8 @@ class Batcher:
     def _finish(self, slot: int, stop: ReplyStop) -> Finished:
         request = self._active.pop(slot)
         reply = slice(len(request.tokens), int(self._length[slot]))
-        return Finished(request.id, self._tokens[slot, reply].tolist(), self._logp[slot, reply].tolist(), stop)
+        tokens, logp = self._tokens[slot, reply].tolist(), self._logp[slot, reply].tolist()
+        return Finished(request.id, tokens, logp, stop, clean=not self._older[slot])
 
 
 def _common_prefix(held: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.int64]:

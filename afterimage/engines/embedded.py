@@ -41,10 +41,11 @@ class EmbeddedEngine:
 
     `dtype` is the engine's alone; weights are cast when they are loaded. `max_slots` replies are sampled at once,
     further ones wait; contexts of past turns are kept in idle slots, so a few more slots than episodes in flight
-    are well spent. A reply ends with "length" where its sequence reaches `max_context`.
+    are well spent. A reply ends with "length" where its sequence reaches `max_context`. With `keep_cache` a context
+    that was computed under older weights is used as it is, and what is sampled over it is not clean.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one for each knob of EngineConfig that the process needs
         self,
         model_folder: Path,
         *,
@@ -52,6 +53,7 @@ class EmbeddedEngine:
         threads: int = 1,
         max_slots: int = 128,
         max_context: int = 2048,
+        keep_cache: bool = False,
     ) -> None:
         _check(model_folder, dtype=dtype, threads=threads, max_slots=max_slots, max_context=max_context)
         self._options: dict[str, str | int] = {
@@ -60,6 +62,7 @@ class EmbeddedEngine:
             "threads": threads,
             "max_slots": max_slots,
             "max_context": max_context,
+            "keep_cache": keep_cache,
         }
         self.max_context = max_context
         self.runner = ""
@@ -158,8 +161,8 @@ class EmbeddedEngine:
             self._counters[name] += amount
         match header["op"]:
             case "replies":
-                for number, tokens, behavior_logp, stop in header["replies"]:
-                    piece = Sampled(tuple(tokens), tuple(behavior_logp), header["version"])
+                for number, tokens, behavior_logp, stop, clean in header["replies"]:
+                    piece = Sampled(tuple(tokens), tuple(behavior_logp), header["version"], clean)
                     _settle(self._replies.pop(number, None), Reply(piece, stop))
             case "done":
                 _settle(self._answers.pop(header["id"], None), None, error=_fault(header))

@@ -41,7 +41,7 @@ def main(descriptor: int, options: str) -> None:
         except (ValueError, OSError) as error:
             connection.sendall(pack({"op": "refused", "error": str(error)}))
             return
-        worker = _Worker(connection, Batcher(runner, **limits))
+        worker = _Worker(connection, Batcher(runner, **limits, keep_cache=wanted["keep_cache"]))
         worker.send({"op": "ready", "runner": runner.name, "vocab_size": runner.vocab_size})
         worker.serve()
 
@@ -141,7 +141,7 @@ class _Worker:
     def _reply(self, finished: list[Finished]) -> bool:
         if not finished:
             return True
-        replies = [[reply.id, reply.tokens, reply.behavior_logp, reply.stop] for reply in finished]
+        replies = [[reply.id, reply.tokens, reply.behavior_logp, reply.stop, reply.clean] for reply in finished]
         return self.send({"op": "replies", "version": self._version, "replies": replies})
 
 
