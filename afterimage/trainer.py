@@ -328,13 +328,8 @@ class Tally:
 
     def metrics(self) -> dict[str, float]:
         figures = self.figures | {name: value / max(1, self.num_parts) for name, value in self._summed.items()}
-        judged = _columns(self._judged)
         figures |= {
-            "trainer/busy_tokens": float(len(judged["lag"])),
-            "old_logps/exact_fraction": judged["exact"].mean().item(),
-            "correction/kept_share": judged["keep"].mean().item(),
-            "correction/weight_mean": judged["weight"].mean().item(),
-            **_sizes("correction/log_d", judged["log_d"], judged["lag"]),
+            "trainer/busy_tokens": 0.0,
             "objective/clipped_share": 0.0,
             "old_logps/seconds": self.prepare_s,
             "trainer/grad_norm": sum(self.grad_norms) / max(1, len(self.grad_norms)),
@@ -344,6 +339,15 @@ class Tally:
             "trainer/seconds": self.seconds,
             "trainer/tokens_per_s": self.tokens / self.seconds if self.seconds else 0.0,
         }
+        if self._judged:  # an inline route is asked about nothing when every sequence is idle
+            judged = _columns(self._judged)
+            figures |= {
+                "trainer/busy_tokens": float(len(judged["lag"])),
+                "old_logps/exact_fraction": judged["exact"].mean().item(),
+                "correction/kept_share": judged["keep"].mean().item(),
+                "correction/weight_mean": judged["weight"].mean().item(),
+                **_sizes("correction/log_d", judged["log_d"], judged["lag"]),
+            }
         if self._rows:
             column = _columns(self._rows)
             figures["objective/clipped_share"] = column["clipped"].sum().item() / figures["trainer/busy_tokens"]

@@ -1,5 +1,6 @@
 """Promises: the examples in the docs run as they stand, and the README shows the loop as it is."""
 
+import math
 import os
 import re
 import subprocess
@@ -50,3 +51,18 @@ def test_links_in_the_docs_lead_somewhere() -> None:
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_the_examples_for_other_trainers_run_and_do_what_they_say() -> None:
+    """Padded: one token in four has D = 2.5 and no gradient. Packed: the gradients are worked out by hand."""
+    padded, packed = blocks("docs/other-trainers.md", "python")
+    done = [
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        for code in (padded, packed)
+    ]
+    kept, gradient = re.fullmatch(r"kept (.*), gradient \[(.*)\]\n", done[0]).groups()  # type: ignore[union-attr]
+    assert kept == "75%" and [float(value) == 0 for value in gradient.split(", ")] == [False, False, True, False]
+    # r = 0.1. Lag 2: alpha 1/2, D = S = e^0.05. Lag 0: alpha 1, D = e^0.1, S = 1. All divided by 4; A = +1, +1, +1, -1.
+    old, fresh = -math.exp(0.1) / 4, math.exp(0.1) / 4
+    expected = [round(value, 4) for value in (old, old, -fresh, fresh)]
+    assert done[1] == f"loss {old * 2:.4f}, gradient {expected}\n"

@@ -417,3 +417,14 @@ def test_the_audit_sees_the_batch_before_anything_moves() -> None:
     assert learn(trainer, a_batch())["audit/seen"] == 1
     ((batch, old_logp),) = seen
     assert old_logp.shape == batch.sampled.shape
+
+
+@pytest.mark.parametrize("route", ["interp_prox_loglinear", "snapshot_old"])
+def test_a_batch_without_any_advantage_is_a_step_like_any_other(route: str) -> None:
+    """Siblings that all did as well as each other: nothing to learn, and nothing an inline route is asked about."""
+    trainer = make(tiny_policy(), route=route)
+    before = weights(trainer.policy)
+    figures = learn(trainer, collate([episode(i, [4, (3, 1)], advantage=0.0) for i in range(3)]))
+    assert torch.equal(weights(trainer.policy), before)
+    assert figures["trainer/action_tokens"] == 9 and figures["objective/loss"] == 0
+    assert trainer.points() == []
