@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: setup demo test check base-policy bench bench-demo bench-retail report
+.PHONY: setup demo test check base-policy bench bench-demo bench-retail bench-compare bench-routes report
 
 setup: .venv/.ready
 
@@ -36,6 +36,17 @@ bench-demo: setup
 
 bench-retail: setup
 	$(BIN)/python benchmarks/retail_degenerate.py
+
+# The routes against each other where staleness hurts: hours. What was cut short goes on.
+bench-compare: setup
+	$(BIN)/afterimage compare retail --name compare-routes --seeds 5 \
+		--routes rollout current_recompute interp_prox_loglinear ewma_prox ppo_ewma_async snapshot_old \
+		--schedule.max_staleness 6 --schedule.groups_per_step 8 --trainer.lr_schedule constant \
+		--steps 60 --eval.tasks 128 --eval.every 20
+
+# One core, minutes: what each route costs, and how wrong it is.
+bench-routes: setup
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/routes.py
 
 report: setup
 	$(BIN)/afterimage report $(RUN)

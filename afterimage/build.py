@@ -1,16 +1,19 @@
 """Configuration -> objects: the one file that knows every concrete class."""
 
 import importlib
+import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
 from afterimage import corrections, credit, objectives
+from afterimage.auditor import Auditor, Judge
 from afterimage.config import (
+    EWMA_BETA,
     ConfigError,
     CorrectionConfig,
     CreditConfig,
@@ -32,21 +35,23 @@ from afterimage.observe.metrics import RunLog, TensorBoardSink, require_tensorbo
 from afterimage.observe.recorder import Recorder, Watcher
 from afterimage.old_logps import OldLogps, Scoring
 from afterimage.old_logps.current_recompute import CurrentRecompute
+from afterimage.old_logps.eager import Eager
 from afterimage.old_logps.ewma_prox import EwmaProx
 from afterimage.old_logps.interp_prox_linear import InterpProxLinear
 from afterimage.old_logps.interp_prox_loglinear import InterpProxLoglinear
+from afterimage.old_logps.interrupt_sync import InterruptSync
+from afterimage.old_logps.old_logit_model import OldLogitModel
 from afterimage.old_logps.ppo_ewma_async import PpoEwmaAsync, Reset
 from afterimage.old_logps.rollout import Rollout as RolloutRoute
 from afterimage.old_logps.snapshot_old import SnapshotOld
 from afterimage.policy import DTYPES, Policy
 from afterimage.publish import DirectPublisher
+from afterimage.recording import RECORDED, Recording
 from afterimage.rollout import Rollout, Speaker
 from afterimage.schedule import Ledger, Line
 from afterimage.trainer import Correction, Objective, Rules, Trainer
 from afterimage.trajectory import Batch, Credited, Failure, Group, Open
-
-EWMA_BETA = 0.5
-"""Decay of `ewma_prox` unless another is given: a mean age of one version."""
+from afterimage.versions import VersionStore
 
 SHIPPED_POLICY = Path(__file__).parent / "base_policy"
 """The small model that comes with the package: `policy = "base"`."""
@@ -60,6 +65,7 @@ class Machine:
     taskset: Taskset
     speaker: Speaker
     old: OldLogps
+    auditor: Auditor
     trainer: Trainer
 
 
@@ -70,15 +76,19 @@ def build_machine(config: RunConfig) -> Machine:
     speaker = build_speaker(config, policy, taskset)
     scoring = Scoring(config.engine.temperature, config.trainer.micro_tokens)
     old = build_old_logps(config.old_logps, policy, scoring)
+    correction, objective = build_correction(config.correction), build_objective(config.objective)
+    judge = Judge(correction, objective.surrogate)
+    auditor = Auditor(policy, old, judge, scoring=scoring, share=config.audit.share)
     rules = Rules(
-        correction=build_correction(config.correction),
-        objective=build_objective(config.objective),
+        correction=correction,
+        objective=objective,
         temperature=config.engine.temperature,
+        audit=auditor.look,
     )
     trainer = Trainer(policy, config.trainer, rules, old, num_steps=config.steps * config.trainer.steps_per_batch)
     if config.tensorboard:
         require_tensorboard()
-    return Machine(policy, taskset, speaker, old, trainer)
+    return Machine(policy, taskset, speaker, old, auditor, trainer)
 
 
 def build(config: RunConfig, machine: Machine, log: RunLog, watcher: Watcher) -> Parts:
@@ -87,6 +97,8 @@ def build(config: RunConfig, machine: Machine, log: RunLog, watcher: Watcher) ->
     ledger, schedule = Ledger(), config.schedule
     sinks = [TensorBoardSink(log.path / "tensorboard")] if config.tensorboard else []
     recorder = Recorder(log, watcher, partial(_decode, policy), sinks=sinks)
+    if config.audit.record:
+        machine.auditor.recording = Recording(log.path / RECORDED)
 
     def arrived(piece: Open) -> None:
         ledger.arrived(piece)
@@ -110,8 +122,11 @@ def build(config: RunConfig, machine: Machine, log: RunLog, watcher: Watcher) ->
         credit=build_credit(config.credit),
         policy=policy,
         old=old,
+        auditor=machine.auditor,
         trainer=machine.trainer,
-        publisher=DirectPublisher(speaker.engine, dtype=DTYPES[config.engine.dtype]),
+        publisher=DirectPublisher(
+            speaker.engine, dtype=DTYPES[config.engine.dtype], store=_store(old) if shares_deltas(config) else None
+        ),
         log=recorder,
         worker=ThreadPoolExecutor(1, thread_name_prefix="trainer"),
     )
@@ -119,6 +134,23 @@ def build(config: RunConfig, machine: Machine, log: RunLog, watcher: Watcher) ->
 
 def _decode(policy: Policy, tokens: Sequence[int]) -> str:
     return str(policy.tokenizer.decode(list(tokens)))
+
+
+def shares_deltas(config: RunConfig) -> bool:
+    """Whether what the route keeps is what the engine loads: differences of weights in one precision."""
+    old = config.old_logps
+    keeps = (old.fallback if old.route == "eager" else old.route) == "snapshot_old"
+    return keeps and old.storage == "delta" and config.engine.dtype == config.trainer.dtype
+
+
+def _store(old: OldLogps) -> VersionStore | None:
+    """The version store of a route, or of the route that it falls back on."""
+    match old:
+        case SnapshotOld():
+            return old.store
+        case Eager():
+            return _store(old.fallback)
+    return None
 
 
 def policy_folder(config: RunConfig) -> Path:
@@ -135,6 +167,7 @@ def build_speaker(config: RunConfig, policy: Policy, taskset: Taskset) -> Speake
             threads=config.engine.threads,
             max_slots=config.engine.max_running,
             max_context=config.engine.max_context,
+            deltas=shares_deltas(config),
             keep_cache=config.engine.keep_cache,
         )
         chat = Chat(policy.tokenizer, taskset.tools)
@@ -230,7 +263,16 @@ def build_old_logps(config: OldLogpsConfig, policy: Policy, scoring: Scoring) ->
         case "current_recompute":
             return CurrentRecompute()
         case "snapshot_old":
-            return SnapshotOld(policy, scoring=scoring)
+            folder = Path(tempfile.gettempdir()) if config.spill else None
+            store = partial(VersionStore, storage=config.storage, memory_gb=config.memory_gb, folder=folder)
+            return SnapshotOld(policy, scoring=scoring, make_store=store)
+        case "old_logit_model":
+            return OldLogitModel(policy, scoring=scoring)
+        case "interrupt_sync":
+            return InterruptSync(policy, scoring=scoring)
+        case "eager":
+            rest = replace(config, route=config.fallback, fallback="snapshot_old")
+            return Eager(policy, scoring=scoring, fallback=build_old_logps(rest, policy, scoring))
         case "ewma_prox":
             beta = EWMA_BETA if config.beta is None else config.beta
             return EwmaProx(policy, beta=beta, scoring=scoring, every_step=config.update_every == "step")

@@ -190,6 +190,9 @@ Route = Literal[
 EXACT_ROUTES = ("snapshot_old", "old_logit_model", "interrupt_sync")
 """Exact for every clean token; `eager` is on the share that it covers, and on the rest as its fallback is."""
 
+EWMA_BETA = 0.5
+"""Decay of `ewma_prox` unless another is given: a mean age of one version."""
+
 _OF_ROUTES: dict[str, tuple[str, ...]] = {
     "alpha": ("interp_prox_loglinear", "interp_prox_linear"),
     "fresh": ("interp_prox_loglinear", "interp_prox_linear"),
@@ -200,9 +203,9 @@ _OF_ROUTES: dict[str, tuple[str, ...]] = {
     "reset_patience": ("ppo_ewma_async",),
     "reset_cooldown": ("ppo_ewma_async",),
     "fallback": ("eager",),
-    "storage": ("snapshot_old", "old_logit_model", "eager"),
-    "memory_gb": ("snapshot_old", "old_logit_model", "eager"),
-    "spill": ("snapshot_old", "old_logit_model", "eager"),
+    "storage": ("snapshot_old", "eager"),
+    "memory_gb": ("snapshot_old", "eager"),
+    "spill": ("snapshot_old", "eager"),
 }
 """Which routes read an option."""
 
@@ -236,7 +239,7 @@ class OldLogpsConfig:
     memory_gb: float = 0.0
     """Version store: refuse to hold more than this; 0 has no limit."""
     spill: bool = False
-    """Version store: keep what it holds in files of the run folder instead of memory."""
+    """Version store: keep what it holds in files of a temporary folder instead of memory."""
     baseline: bool = False
     """Allow what the linter refuses because a ratio is 1 by construction: a baseline to compare with."""
 

@@ -1,20 +1,27 @@
 """Hand a version to the engines. An engine is never left between versions."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from afterimage.engines import Engine
+from afterimage.engines import Engine, Update
 from afterimage.policy import Policy
+from afterimage.versions import Delta, VersionStore
 
 
 class Publisher(Protocol):
     """Brings `policy.version` to every engine."""
 
-    def prepare(self, policy: Policy) -> None:
-        """In the trainer's thread: what will travel, made while generation goes on."""
+    bytes: int
+    """Of what was last prepared to travel."""
+
+    def prepare(self, policy: Policy, live: Collection[int] = ()) -> None:
+        """In the trainer's thread: what will travel, made while generation goes on.
+
+        `live` are the older versions that somebody still needs.
+        """
         ...
 
     async def publish(self) -> None:
@@ -23,15 +30,25 @@ class Publisher(Protocol):
 
 
 class DirectPublisher:
-    """Full weights, handed straight to one engine in the engine's own precision."""
+    """Weights handed straight to one engine, in the engine's own precision.
 
-    def __init__(self, engine: Engine, *, dtype: torch.dtype) -> None:
+    With the route's version `store`, whose weights are in that precision, the one delta of a version that is formed is
+    put there, and it is what travels: if the engine takes deltas and holds the version before, and it is the smaller.
+    """
+
+    def __init__(self, engine: Engine, *, dtype: torch.dtype, store: VersionStore | None = None) -> None:
+        self.bytes = 0
         self._engine = engine
         self._dtype = dtype
-        self._prepared: tuple[dict[str, Tensor], int] | None = None
+        self._store = store
+        self._loaded = -1
+        """What the engine holds."""
+        self._prepared: tuple[Update, int] | None = None
 
-    def prepare(self, policy: Policy) -> None:
-        self._prepared = _cast(policy.weights(), self._dtype), policy.version
+    def prepare(self, policy: Policy, live: Collection[int] = ()) -> None:
+        update = self._delta(policy, live) or _cast(policy.weights(), self._dtype)
+        self.bytes = update.nbytes if isinstance(update, Delta) else _size(update)
+        self._prepared = update, policy.version
 
     async def publish(self) -> None:
         """Interrupt, load, resume. If loading fails the engine stays interrupted and the error ends the run."""
@@ -40,7 +57,24 @@ class DirectPublisher:
         (update, version), self._prepared = self._prepared, None
         await self._engine.interrupt()
         await self._engine.load(update, version)
+        self._loaded = version
         await self._engine.resume()
+
+    def _delta(self, policy: Policy, live: Collection[int]) -> Delta | None:
+        if self._store is None:
+            return None
+        weights = policy.weights()
+        self._store.keep(live)  # what nobody needs must not count against the memory limit
+        self._store.put(policy.version, weights)
+        older = self._store.versions[: self._store.versions.index(policy.version)]
+        if not self._engine.takes_deltas or self._loaded not in older:
+            return None
+        delta = self._store.delta(policy.version)
+        return delta if delta.base == self._loaded and delta.nbytes < _size(weights) else None
+
+
+def _size(weights: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in weights.values())
 
 
 def _cast(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -138,7 +138,7 @@ def test_snapshots_run_each_version_over_its_own_tokens_only() -> None:
     costs = route.costs()
     assert costs["forward_tokens"] == (4 + 2) + (4 + 2 + 3) + (3 + 4)
     one_copy = sum(tensor.nbytes for tensor in policy.weights().values())
-    assert costs["versions"] == 5 and costs["resident_bytes"] == 5 * one_copy
+    assert costs["versions"] == 5 and costs["movable_bytes"] == one_copy and costs["resident_bytes"] < 4 * one_copy
     assert route.costs()["forward_tokens"] == 0
 
 

@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from afterimage.trajectory import Sampled
+from afterimage.versions import Delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,10 @@ REQUIRED_COUNTERS = ("sampled_tokens", "reprefill_tokens", "reprefill_s", "busy_
 """What every engine counts: tokens sampled, what weight updates made it compute again, and how its time went."""
 
 
+Update = Mapping[str, Tensor] | Delta
+"""All weights, or what leads to them from those that the engine holds."""
+
+
 class EngineDied(RuntimeError):
     """The engine can no longer sample: the machinery failed, and the run ends with this error."""
 
@@ -71,6 +76,9 @@ class Engine(Protocol):
     Every returned token has one log-probability, under the distribution really sampled (temperature included). The
     version is stamped inside the engine under the lock that guards weight changes.
     """
+
+    takes_deltas: bool
+    """Whether `load` takes a `Delta` from the version that the engine holds."""
 
     async def start(self) -> None:
         """Bring the engine up. Until `load` and `resume`, `sample` waits."""
@@ -84,8 +92,11 @@ class Engine(Protocol):
         """Make every pending `sample` return what it has, and return when all have. Later ones wait for `resume`."""
         ...
 
-    async def load(self, update: Mapping[str, Tensor], version: int) -> None:
-        """Take these weights; tokens sampled from now on carry `version`. Only between `interrupt` and `resume`."""
+    async def load(self, update: Update, version: int) -> None:
+        """Take these weights; tokens sampled from now on carry `version`. Only between `interrupt` and `resume`.
+
+        ValueError for weights that do not fit, or a delta that does not lead to them; nothing is changed then.
+        """
         ...
 
     async def resume(self) -> None:

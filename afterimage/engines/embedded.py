@@ -8,32 +8,23 @@ process ends it.
 import asyncio
 import itertools
 import json
-import os
-import socket
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from safetensors.torch import save as pack_tensors
-from torch import Tensor
 
-from afterimage.engines import EngineDied, Reply, SamplingParams, require_full_support
-from afterimage.engines.wire import Frames, Header, pack
+from afterimage.engines import EngineDied, Reply, SamplingParams, Update, require_full_support
 from afterimage.trajectory import Sampled
+from afterimage.versions import Delta
+from afterimage.versions.codec import dumps
+from afterimage.wire import Child, Frames, Header, pack
 
-_LAST_WORDS = 2000
 _NOT_STARTED = "the engine has not been started: await start() first"
 _COUNTERS = (
     "sampled_tokens", "prefill_tokens", "cached_tokens", "reprefill_tokens", "reprefill_s", "busy_s", "idle_s", "steps",
     "rows",
 )  # fmt: skip
-_PROGRAM = (
-    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); import sys; "
-    "from afterimage.engines.worker import main; main(int(sys.argv[1]), sys.argv[2])"
-)
 
 
 class EmbeddedEngine:
@@ -42,7 +33,8 @@ class EmbeddedEngine:
     `dtype` is the engine's alone; weights are cast when they are loaded. `max_slots` replies are sampled at once,
     further ones wait; contexts of past turns are kept in idle slots, so a few more slots than episodes in flight
     are well spent. A reply ends with "length" where its sequence reaches `max_context`. With `keep_cache` a context
-    that was computed under older weights is used as it is, and what is sampled over it is not clean.
+    that was computed under older weights is used as it is, and what is sampled over it is not clean. With `deltas`
+    it takes deltas, for the memory of one more copy of the weights as they were given.
     """
 
     def __init__(  # noqa: PLR0913 - one for each knob of EngineConfig that the process needs
@@ -54,6 +46,7 @@ class EmbeddedEngine:
         max_slots: int = 128,
         max_context: int = 2048,
         keep_cache: bool = False,
+        deltas: bool = False,
     ) -> None:
         _check(model_folder, dtype=dtype, threads=threads, max_slots=max_slots, max_context=max_context)
         self._options: dict[str, str | int] = {
@@ -63,7 +56,9 @@ class EmbeddedEngine:
             "max_slots": max_slots,
             "max_context": max_context,
             "keep_cache": keep_cache,
+            "deltas": deltas,
         }
+        self.takes_deltas = deltas
         self.max_context = max_context
         self.runner = ""
         """Which program runs the model; known after `start`."""
@@ -101,11 +96,15 @@ class EmbeddedEngine:
     async def interrupt(self) -> None:
         await self._ask({"op": "interrupt"})
 
-    async def load(self, update: Mapping[str, Tensor], version: int) -> None:
+    async def load(self, update: Update, version: int) -> None:
         """As the Protocol says; the tensors must not change before this returns."""
         if version < 0:
             raise ValueError(f"version must be >= 0, got {version}")
-        await self._ask({"op": "load", "version": version}, await asyncio.to_thread(_pack_update, update))
+        delta = isinstance(update, Delta)
+        if delta and not self.takes_deltas:
+            raise ValueError("this engine keeps no weights that a delta could change: make it with deltas=True")
+        body = await asyncio.to_thread(_pack_update, update)
+        await self._ask({"op": "load", "version": version, "delta": delta}, body)
 
     async def resume(self) -> None:
         await self._ask({"op": "resume"})
@@ -224,72 +223,35 @@ class _Link(asyncio.Protocol):
         self._on_end()
 
 
-class _Child:
-    """The process, its socket, and where its error output goes."""
+class _Child(Child):
+    """The process, its socket on the event loop."""
 
     def __init__(self, options: Mapping[str, str | int]) -> None:
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-X", "faulthandler", "-c", _PROGRAM, str(theirs.fileno()), json.dumps(options)],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._stderr,
-                start_new_session=True,
-                env=_environment(int(options["threads"])),
-            )
-        self._socket = ours
+        super().__init__("engine", "afterimage.engines.worker", dict(options), threads=int(options["threads"]))
         self._transport: asyncio.WriteTransport | None = None
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     async def connect(self, link: _Link) -> None:
-        self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: link, sock=self._socket)
+        self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: link, sock=self.socket)
 
     def send(self, frame: bytes) -> None:
         if self._transport is not None:
             self._transport.write(frame)
 
-    def last_words(self) -> str:
-        """Why the process ended. It has hung up, which only its end does, so its exit code is there."""
-        code = self._process.wait()
-        self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - _LAST_WORDS))
-        output = self._stderr.read().decode(errors="replace").strip()
-        reason = f"exit code {code}" if code >= 0 else f"signal {-code}"
-        return f"the engine process (pid {self.pid}) ended with {reason}" + (f":\n{output}" if output else "")
-
     async def close(self) -> None:
-        """End the process and wait for it. It has nothing to save: whoever waits for it gets `EngineDied`."""
+        """End the process and wait for it. Whoever waits for it gets `EngineDied`."""
         if self._transport is not None:
             self._transport.abort()
-        self._socket.close()
-        self._process.kill()
+        self.kill()
         try:
-            await asyncio.to_thread(self._process.wait)
+            await asyncio.to_thread(self.wait)
         finally:
-            self._process.wait()
-            self._stderr.close()
+            self.wait()
 
 
-def _environment(threads: int) -> dict[str, str]:
-    root = str(Path(__file__).parents[2])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "HF_HUB_OFFLINE": "1",
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "4096",
-    }
-
-
-def _pack_update(update: Mapping[str, Tensor]) -> bytes:
+def _pack_update(update: Update) -> bytes:
     """Safetensors bytes. Tensors that share memory (tied weights) are written out one by one."""
+    if isinstance(update, Delta):
+        return dumps(update)
     return pack_tensors({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in update.items()})
 
 

@@ -15,10 +15,12 @@ from afterimage.engines import (
     Reply,
     ReplyStop,
     SamplingParams,
+    Update,
     require_full_support,
 )
 from afterimage.engines.runner import check_update
 from afterimage.trajectory import Sampled
+from afterimage.versions import Delta
 
 Say = Callable[[Sequence[int], SamplingParams], Sequence[int]]
 """`(tokens so far, params)` -> the tokens that follow, up to and including a stop token or as many as are asked for."""
@@ -42,6 +44,8 @@ class ScriptedEngine:
     >>> reply.piece.tokens, reply.piece.version, reply.stop
     ((5, 6), 3, 'length')
     """
+
+    takes_deltas = False
 
     def __init__(
         self,
@@ -122,8 +126,10 @@ class ScriptedEngine:
             halt.set()
         await self._quiet.wait()
 
-    async def load(self, update: Mapping[str, Tensor], version: int) -> None:
+    async def load(self, update: Update, version: int) -> None:
         self._check_alive()
+        if isinstance(update, Delta):
+            raise ValueError("this engine takes full weights: it has none that a delta could change")
         if version < 0:
             raise ValueError(f"version must be >= 0, got {version}")
         if self._open.is_set():

@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import load as unpack_tensors
+from torch import Tensor
 
 from afterimage.engines.batcher import Batcher, Finished, Request
 from afterimage.engines.decoder import Qwen3Runner, supports
 from afterimage.engines.runner import DTYPES, Runner
-from afterimage.engines.wire import Frames, Header, pack
+from afterimage.versions import Delta
+from afterimage.versions.codec import advance, loads
+from afterimage.wire import Frames, Header, pack
 
 _READ_BYTES = 1 << 20
 
@@ -41,7 +44,8 @@ def main(descriptor: int, options: str) -> None:
         except (ValueError, OSError) as error:
             connection.sendall(pack({"op": "refused", "error": str(error)}))
             return
-        worker = _Worker(connection, Batcher(runner, **limits, keep_cache=wanted["keep_cache"]))
+        batcher = Batcher(runner, **limits, keep_cache=wanted["keep_cache"])
+        worker = _Worker(connection, batcher, deltas=wanted["deltas"])
         worker.send({"op": "ready", "runner": runner.name, "vocab_size": runner.vocab_size})
         worker.serve()
 
@@ -58,9 +62,12 @@ def build_runner(folder: Path, *, dtype: str, max_slots: int, max_context: int) 
 
 
 class _Worker:
-    def __init__(self, connection: socket.socket, batcher: Batcher) -> None:
+    def __init__(self, connection: socket.socket, batcher: Batcher, *, deltas: bool) -> None:
         self._connection = connection
         self._batcher = batcher
+        self._deltas = deltas
+        self._given: dict[str, Tensor] = {}
+        """The weights of this version as they came, if deltas are to change them."""
         self._frames = Frames()
         self._version = -1
         self._running = False
@@ -114,20 +121,31 @@ class _Worker:
                 self._running = False
                 return self._reply(finished) and self._acknowledge(header)
             case "load":
-                return self._acknowledge(header, *self._load(body, header["version"]))
+                return self._acknowledge(header, *self._load(header, body))
             case "resume":
                 return self._acknowledge(header, *self._resume())
         raise ValueError(f"unknown message {header['op']!r}")
 
-    def _load(self, body: bytes, version: int) -> Refusal:
+    def _load(self, header: Header, body: bytes) -> Refusal:
         if self._running:
             return "order", "load while sampling: interrupt first, so that no reply mixes two versions"
         try:
-            self._batcher.load(unpack_tensors(body))
+            update = self._changed(loads(body)) if header["delta"] else unpack_tensors(body)
+            self._batcher.load(update)
         except ValueError as error:
             return "weights", str(error)
-        self._version = version
+        self._given = update if self._deltas else {}
+        self._version = header["version"]
         return TAKEN
+
+    def _changed(self, delta: Delta) -> dict[str, Tensor]:
+        """The weights of the delta's version, in place of those of this one."""
+        if delta.base != self._version:
+            raise ValueError(
+                f"the delta leads from version {delta.base} to {delta.version}, but the engine holds {self._version}"
+            )
+        advance(self._given, delta)
+        return self._given
 
     def _resume(self) -> Refusal:
         if self._version < 0:

@@ -27,8 +27,6 @@ class InterpProxLoglinear(Passive):
         if now.shape != batch.sampled.shape:
             raise ValueError(f"an interpolated proxy needs `now` for {len(batch.sampled)} tokens, got {len(now)}")
         lag = self._policy.version - batch.version
-        alpha = torch.full(lag.shape, self._alpha) if self._alpha is not None else None
-        if alpha is None:
-            alpha = proxies.weight_of_now(lag, fresh=self._fresh)
+        alpha = proxies.weight_of_now(lag, fresh=self._fresh) if self._alpha is None else self._alpha
         values = self._between(batch.behavior_logp, now, alpha, sampled=batch.sampled)
         return values, torch.zeros_like(batch.sampled)

@@ -19,7 +19,7 @@ from afterimage.trajectory import Batch
 
 ROUTES = (
     "rollout", "current_recompute", "snapshot_old", "interp_prox_loglinear", "interp_prox_linear", "ewma_prox",
-    "ppo_ewma_async",
+    "ppo_ewma_async", "interrupt_sync", "eager", "old_logit_model",
 )  # fmt: skip
 
 

@@ -1,0 +1,100 @@
+"""`eager`: tokens are scored while their version still is the trainer's, in time it would spend waiting for data."""
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from afterimage.old_logps import OldLogps, Passive, Scoring, has_clean_behavior
+from afterimage.old_logps.scored import Answers, Backlog, place_of
+from afterimage.policy import Policy
+from afterimage.trajectory import Batch, Open
+
+
+class Eager(Passive):
+    """Exact for what arrived in time and for what the trainer still is at; `fallback` answers the rest.
+
+    Finished turns stream in. What is sampled after the first optimizer step of a batch never is in time. Which share
+    of the tokens asked about was, is reported as `eager_exact_fraction`; a trainer that never waits covers about none.
+    """
+
+    def __init__(self, policy: Policy, *, scoring: Scoring, fallback: OldLogps) -> None:
+        self.fallback = fallback
+        self.needs = replace(fallback.needs, idle=True)
+        self._policy = policy
+        self._answers = Answers(scoring)
+        self._arrived: deque[Open] = deque()
+        self._waiting: dict[int, Backlog] = {}
+        """By version."""
+        self._asked = self._covered = 0
+
+    def published(self, policy: Policy, live: Collection[int]) -> None:
+        self._policy = policy
+        self._answers.keep(live, policy.version)
+        self._sort()
+        self._waiting = {version: waiting for version, waiting in self._waiting.items() if version >= policy.version}
+        self.fallback.published(policy, live)
+
+    def arrived(self, piece: Open) -> None:
+        self._arrived.append(piece)
+        self.fallback.arrived(piece)
+
+    def idle(self, policy: Policy) -> bool:
+        self._sort()
+        waiting = self._waiting.get(policy.version)
+        if not policy.at_version or not waiting:
+            return self.fallback.idle(policy)
+        self._answers.score(policy, waiting.take(self._answers.scoring.micro_tokens))
+        return True
+
+    def closing(self, policy: Policy, unscored: Sequence[Open]) -> None:
+        self.fallback.closing(policy, self._answers.lacking(unscored))
+
+    def trained(self, policy: Policy, kept: float) -> None:
+        self.fallback.trained(policy, kept)
+
+    def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
+        values, covered = self._answers.ask(self._policy, batch)
+        exact = covered & has_clean_behavior(batch)
+        rest = batch.sampled & ~covered
+        self._asked += int(batch.sampled.sum())
+        self._covered += int(covered.sum())
+        left = [i for i, (start, end) in enumerate(batch.spans()) if rest[start:end].any()]
+        if left:
+            part, index = replace(batch, sampled=rest).select(left)
+            theirs, claims = self.fallback.logps(part, now[index] if len(now) else now)
+            values = values.index_put((index,), torch.where(part.sampled, theirs, values[index]))
+            exact = exact.index_put((index,), torch.where(part.sampled, claims, exact[index]))
+        return values, exact
+
+    def costs(self) -> Mapping[str, float]:
+        theirs = self.fallback.costs()
+        spent = {
+            **theirs,
+            "forward_tokens": theirs.get("forward_tokens", 0.0) + self._answers.spent(),
+            "eager_exact_fraction": self._covered / max(1, self._asked),
+        }
+        self._asked = self._covered = 0
+        return spent
+
+    def events(self) -> list[dict[str, Any]]:
+        return self.fallback.events()
+
+    def state(self) -> Mapping[str, Any]:
+        return {"answers": self._answers.state(), "fallback": self.fallback.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._answers.restore(state["answers"])
+        self.fallback.restore(state["fallback"])
+
+    def close(self) -> None:
+        self.fallback.close()
+
+    def _sort(self) -> None:
+        """What the event loop has handed over, by version."""
+        while self._arrived:
+            piece = self._arrived.popleft()
+            self._waiting.setdefault(piece.piece.version, Backlog()).put(place_of(piece), piece.tokens)

@@ -1,0 +1,167 @@
+"""`old_logit_model`: a second model, in a process of its own, follows the version that samples. Exact."""
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from socket import MSG_DONTWAIT
+from typing import Any
+
+import torch
+from safetensors.torch import save as pack_tensors
+from torch import Tensor
+
+from afterimage.old_logps import Needs, Passive, Scoring, has_clean_behavior
+from afterimage.old_logps.scored import Answers, Place, place_of, require_answers
+from afterimage.policy import DTYPES, Policy
+from afterimage.trajectory import Batch, Open
+from afterimage.wire import Child, Frames, Header, pack
+
+_READ_BYTES = 1 << 20
+
+
+class OldLogitModelDied(RuntimeError):
+    """The process that scores is gone, and with it the answers it owed. The message has its last words."""
+
+
+class OldLogitModel(Passive):
+    """`old_logp` from a model that scores all tokens of a version before it loads the next (algorithm.md, section 2).
+
+    Costs one model's memory and no trainer time, but for the tokens of the current version that the process has not
+    got to when they are asked for: the trainer is at that version and scores them itself. `wait_s` is what publication
+    waited for the process to get to the version before, `answer_wait_s` what batches waited for answers it owed.
+
+    Everything to the process goes through one writer thread, in order, so that handing over never blocks; what it
+    says is read when the trainer's thread calls. The process starts at the first publication.
+    """
+
+    needs = Needs(resident_models=1)
+
+    def __init__(self, policy: Policy, *, scoring: Scoring) -> None:
+        self._policy = policy
+        self._answers = Answers(scoring)
+        self._owed: dict[Place, None] = {}
+        """Pieces that were handed over and are not answered, in order."""
+        self._sent = self._loaded = -1
+        self._child: Child | None = None
+        self._started = threading.Event()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="old-logit-writer")
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._frames = Frames()
+        self._wait_s = self._answer_wait_s = 0.0
+
+    @property
+    def pid(self) -> int:
+        """The process that scores."""
+        if self._child is None:
+            raise RuntimeError("the old-logit process is not there: it starts at the first publication")
+        return self._child.pid
+
+    def published(self, policy: Policy, live: Collection[int]) -> None:
+        self._policy = policy
+        self._answers.keep(live, policy.version)
+        if policy.version == self._sent:
+            return
+        if self._child is None:
+            self._start(policy)
+        self._wait_s += self._catch_up(lambda: self._loaded != self._sent)
+        weights = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in policy.weights().items()}
+        self._tell({"op": "load", "version": policy.version}, pack_tensors(weights))
+        self._sent = policy.version
+
+    def arrived(self, piece: Open) -> None:
+        place = place_of(piece)
+        self._owed[place] = None
+        self._tell({"op": "piece", "place": place, "tokens": piece.tokens})
+
+    def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
+        """LookupError if a token's piece never arrived."""
+        own = self._policy.version if self._policy.at_version else -1
+        episodes = set(batch.episodes)
+        self._answer_wait_s += self._catch_up(lambda: self._owes(lambda p: p.episode in episodes and p.version != own))
+        values, answered = self._answers.ask(self._policy, batch)
+        require_answers(batch, answered, why="their pieces never arrived, or long before this batch")
+        return values, has_clean_behavior(batch)
+
+    def costs(self) -> Mapping[str, float]:
+        spent = {
+            "forward_tokens": float(self._answers.spent()),
+            "wait_s": self._wait_s,
+            "answer_wait_s": self._answer_wait_s,
+            "resident_bytes": float(sum(tensor.nbytes for tensor in self._policy.weights().values())),
+        }
+        self._wait_s = self._answer_wait_s = 0.0
+        return spent
+
+    def state(self) -> Mapping[str, Any]:
+        """Waits until every piece of the versions published so far is answered."""
+        self._catch_up(lambda: self._owes(lambda place: True))
+        return {"answers": self._answers.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._answers.restore(state["answers"])
+
+    def close(self) -> None:
+        self._started.set()
+        if self._child is not None:
+            self._child.kill()
+        self._writer.shutdown(cancel_futures=True)
+        if self._child is not None:
+            self._child.wait()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _start(self, policy: Policy) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="old-logit-model-")
+        policy.save(self._folder.name)
+        options = {
+            "model_folder": self._folder.name,
+            "dtype": next(name for name, dtype in DTYPES.items() if dtype == policy.dtype),
+            "device": str(policy.device),
+            "scoring": asdict(self._answers.scoring),
+        }
+        self._child = Child("old-logit", "afterimage.old_logps.old_logit_worker", options, threads=1)
+        self._started.set()
+
+    def _tell(self, header: Header, body: bytes = b"") -> None:
+        self._writer.submit(self._write, pack(header, body))
+
+    def _write(self, frame: bytes) -> None:
+        """In the writer thread. A broken pipe stays here: that the process is gone shows where it is listened to."""
+        self._started.wait()
+        if self._child is not None:
+            self._child.socket.sendall(frame)
+
+    def _owes(self, wanted: Callable[[Place], bool]) -> bool:
+        """Whether answers to such pieces will come by themselves: not to those of a version still to be published."""
+        return any(place.version <= self._sent and wanted(place) for place in self._owed.copy())
+
+    def _catch_up(self, due: Callable[[], bool]) -> float:
+        """Take in all that the process has said, and wait while something is due. Seconds it took."""
+        began = time.perf_counter()
+        while self._child is not None and self._hear(self._child, wait=due()):
+            pass
+        return time.perf_counter() - began
+
+    def _hear(self, child: Child, *, wait: bool) -> bool:
+        """Read once. False if there was nothing to read. Raises `OldLogitModelDied` at the end of the process."""
+        try:
+            data = child.socket.recv(_READ_BYTES, 0 if wait else MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            raise OldLogitModelDied(child.last_words())
+        for header, _ in self._frames.feed(data):
+            if header["op"] == "loaded":
+                self._loaded = header["version"]
+                continue
+            wide = torch.promote_types(self._policy.dtype, torch.float32)
+            answers = {Place(*place): torch.tensor(values, dtype=wide) for place, values in header["answers"]}
+            self._answers.hold(answers, header["forward_tokens"])
+            for place in answers:
+                del self._owed[place]
+        return True

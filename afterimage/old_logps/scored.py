@@ -1,0 +1,142 @@
+"""Answers that are there before they are asked for: pieces scored while a model still held their version."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from afterimage.old_logps import Scoring
+from afterimage.policy import Packed, Policy
+from afterimage.trajectory import Batch, Open
+
+
+class Place(NamedTuple):
+    """Whose tokens, and from which position of the episode on."""
+
+    version: int
+    episode: int
+    start: int
+
+
+def place_of(piece: Open) -> Place:
+    return Place(piece.piece.version, piece.episode, piece.start)
+
+
+def score_pieces(
+    policy: Policy, pieces: Mapping[Place, Sequence[int]], scoring: Scoring
+) -> tuple[dict[Place, Tensor], int]:
+    """`old_logp` of pieces of the version that `policy` holds, and the tokens that were forwarded for them.
+
+    Each piece comes with all tokens of its episode up to its own end. Those of one episode share one sequence: the
+    longest begins with all the others.
+    """
+    if not pieces:
+        return {}, 0
+    longest: dict[int, Sequence[int]] = {}
+    for place, tokens in pieces.items():
+        longest[place.episode] = max(longest.get(place.episode, ()), tokens, key=len)
+    offsets = tuple(accumulate(map(len, longest.values()), initial=0))
+    begins = dict(zip(longest, offsets[:-1], strict=True))
+    packed = Packed(torch.tensor([token for tokens in longest.values() for token in tokens]), offsets)
+    where = torch.zeros(len(packed.tokens), dtype=torch.bool)
+    spans = {
+        place: slice(begins[place.episode] + place.start, begins[place.episode] + len(tokens))
+        for place, tokens in pieces.items()
+    }
+    for span in spans.values():
+        where[span] = True
+    scored = scoring(policy, packed, where)
+    return {place: scored.logp[span].clone() for place, span in spans.items()}, scored.forward_tokens
+
+
+class Backlog:
+    """Pieces of one version that wait to be scored, by episode: what an episode has is scored in one sequence."""
+
+    def __init__(self) -> None:
+        self._episodes: dict[int, dict[Place, Sequence[int]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._episodes)
+
+    def put(self, place: Place, tokens: Sequence[int]) -> None:
+        self._episodes.setdefault(place.episode, {})[place] = tokens
+
+    def take(self, micro_tokens: int) -> dict[Place, Sequence[int]]:
+        """Remove about one forward pass: all pieces of the episodes that have waited longest."""
+        taken: dict[Place, Sequence[int]] = {}
+        for episode, pieces in list(self._episodes.items()):
+            length = max(map(len, pieces.values()))
+            if taken and length > micro_tokens:
+                break
+            taken |= self._episodes.pop(episode)
+            micro_tokens -= length
+        return taken
+
+
+class Answers:
+    """`old_logp` of pieces that were scored in time. For one thread."""
+
+    def __init__(self, scoring: Scoring) -> None:
+        self.scoring = scoring
+        self._held: dict[Place, Tensor] = {}
+        self._asked: frozenset[int] = frozenset()
+        self._forward_tokens = 0
+
+    def hold(self, answers: Mapping[Place, Tensor], forward_tokens: int) -> None:
+        self._held.update(answers)
+        self._forward_tokens += forward_tokens
+
+    def score(self, policy: Policy, pieces: Mapping[Place, Sequence[int]]) -> None:
+        """Score pieces of the version that `policy` is at."""
+        self.hold(*score_pieces(policy, pieces, self.scoring))
+
+    def lacking(self, pieces: Iterable[Open]) -> list[Open]:
+        """Those that have no answer, but for the episodes last asked about: they are consumed."""
+        lost = (piece for piece in pieces if place_of(piece) not in self._held)
+        return [piece for piece in lost if piece.episode not in self._asked]
+
+    def ask(self, policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
+        """`(values [T], answered [T])`. What `policy` is still at it answers itself; 0 where nobody can answer."""
+        values = torch.zeros(len(batch.tokens), dtype=torch.promote_types(policy.dtype, torch.float32))
+        answered = torch.zeros_like(batch.sampled)
+        self._asked = frozenset(batch.episodes)
+        held: dict[int, list[tuple[int, Tensor]]] = {}
+        for place, answer in self._held.items():
+            held.setdefault(place.episode, []).append((place.start, answer))
+        for (start, _), episode in zip(batch.spans(), batch.episodes, strict=True):
+            for at, answer in held.get(episode, ()):
+                values[start + at : start + at + len(answer)] = answer
+                answered[start + at : start + at + len(answer)] = True
+        answered &= batch.sampled
+        current = batch.sampled & ~answered & (batch.version == policy.version)
+        if policy.at_version and current.any():
+            scored = self.scoring(policy, batch, current)
+            values, answered = torch.where(current, scored.logp, values), answered | current
+            self._forward_tokens += scored.forward_tokens
+        return torch.where(answered, values, 0.0), answered
+
+    def keep(self, live: Collection[int], newest: int) -> None:
+        """Forget what no unconsumed piece can be asked about: versions that are neither live nor the newest."""
+        needed = {newest, *live}
+        self._held = {place: answer for place, answer in self._held.items() if place.version in needed}
+
+    def spent(self) -> int:
+        """Tokens forwarded since the last call."""
+        spent, self._forward_tokens = self._forward_tokens, 0
+        return spent
+
+    def state(self) -> list[Any]:
+        return [(*place, answer.clone()) for place, answer in self._held.items()]
+
+    def restore(self, state: Iterable[Any]) -> None:
+        self._held = {Place(version, episode, start): answer for version, episode, start, answer in state}
+
+
+def require_answers(batch: Batch, answered: Tensor, *, why: str) -> None:
+    """LookupError if an action token has none."""
+    lost = batch.sampled & ~answered
+    if lost.any():
+        versions = batch.version[lost].unique().tolist()
+        raise LookupError(f"{int(lost.sum())} tokens of versions {versions} were never scored: {why}")
