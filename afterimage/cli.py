@@ -8,11 +8,13 @@ import shlex
 import sys
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from afterimage.config import ConfigError, RunConfig, nearest
 from afterimage.recipes import RECIPES
@@ -43,13 +45,13 @@ class _Parser(argparse.ArgumentParser):
     known: tuple[str, ...] = ()
 
     def error(self, message: str) -> NoReturn:
-        _complain(message)
+        raise ConfigError(message)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             options = getattr(found, "knobs", self.known)
-            _complain(f"unknown argument {unknown[0]}{nearest(unknown[0].split('=')[0], options)}")
+            raise ConfigError(f"unknown argument {unknown[0]}{nearest(unknown[0].split('=')[0], options)}")
         return found
 
 
@@ -61,6 +63,10 @@ def _parser(given: Sequence[str]) -> _Parser:
     train.add_argument("recipe", help=f"one of: {', '.join(RECIPES)}")
     train.set_defaults(act=_train)
 
+    lint = verbs.add_parser("lint", help="what a recipe's ratios mean, and whether they can", allow_abbrev=False)
+    lint.add_argument("recipe", help=f"one of: {', '.join(RECIPES)}")
+    lint.set_defaults(act=_lint)
+
     evaluate = verbs.add_parser(
         "eval", help="success of a run's policy on a recipe's held-out tasks", allow_abbrev=False
     )
@@ -68,7 +74,16 @@ def _parser(given: Sequence[str]) -> _Parser:
     evaluate.add_argument("recipe", help=f"one of: {', '.join(RECIPES)}")
     evaluate.set_defaults(act=_eval)
 
-    for verb in (train, evaluate):
+    versus = verbs.add_parser("compare", help="run arms of a recipe against each other", allow_abbrev=False)
+    versus.add_argument("recipe", nargs="?", help=f"one of: {', '.join(RECIPES)}")
+    versus.add_argument("--routes", nargs="+", default=[], metavar="ROUTE", help="an arm for each of these routes")
+    versus.add_argument("--arms", nargs="+", default=[], metavar="'NAME: KNOB=VALUE ...'", help="an arm for each")
+    versus.add_argument("--seeds", type=_reader(int), default=3, metavar="N", help="runs of every arm. Now: 3")
+    versus.add_argument("--jobs", type=_reader(int), default=1, metavar="N", help="runs at the same time. Now: 1")
+    versus.add_argument("--report", type=Path, metavar="FOLDER", help="only write the page of a comparison (again)")
+    versus.set_defaults(act=_compare)
+
+    for verb in (train, lint, evaluate, versus):
         recipe = RECIPES[given[position]]() if (position := _recipe_position(given)) is not None else None
         _add_knobs(verb, recipe)
 
@@ -76,13 +91,21 @@ def _parser(given: Sequence[str]) -> _Parser:
     report.add_argument("run", type=Path, help="a run folder")
     report.set_defaults(act=_report)
 
+    audit = verbs.add_parser("audit", help="every route on the tokens of a recorded run", allow_abbrev=False)
+    audit.add_argument("run", type=Path, help="a run folder, trained with --audit.record true")
+    audit.add_argument("--routes", nargs="+", default=[], metavar="ROUTE", help="these only. Now: all")
+    audit.add_argument(
+        "--alpha", nargs="+", type=_reader(float), default=[0.5], help="constant weights of interp_prox_*. Now: 0.5"
+    )
+    audit.set_defaults(act=_audit)
+
     verbs.add_parser("recipes", help="list the recipes", allow_abbrev=False).set_defaults(act=_recipes)
     return parser
 
 
 def _recipe_position(given: Sequence[str]) -> int | None:
     """Where the recipe's name stands, once a verb that takes one was given."""
-    place = {"train": 1, "eval": 2}.get(given[0] if given else "")
+    place = {"train": 1, "lint": 1, "eval": 2, "compare": 1}.get(given[0] if given else "")
     if place is None or len(given) <= place or given[place].startswith("-"):
         return None
     _require_recipe(given[place])
@@ -97,8 +120,7 @@ def _require_recipe(name: str) -> None:
 def _add_knobs(parser: _Parser, recipe: RunConfig | None) -> None:
     """One option per knob of `RunConfig`; its help is the docstring under the field."""
     names = []
-    for section, cls in _sections():
-        docs = field_docs(cls)
+    for section, cls, docs in _documented():
         group = parser.add_argument_group(section or "run", inspect.getdoc(cls))
         for field in dataclasses.fields(cls):
             if dataclasses.is_dataclass(_types(cls)[field.name]) or field.name == "recipe":
@@ -122,6 +144,12 @@ def _sections() -> Iterator[tuple[str, type[Any]]]:
         kind = _types(RunConfig)[field.name]
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):
             yield field.name, kind
+
+
+@cache
+def _documented() -> list[tuple[str, type[Any], dict[str, str]]]:
+    """Every section, with the docstrings of its fields: reading them takes longer than all other parsing."""
+    return [(section, cls, field_docs(cls)) for section, cls in _sections()]
 
 
 def _types(cls: type) -> dict[str, Any]:
@@ -193,17 +221,14 @@ def configure(chosen: argparse.Namespace) -> RunConfig:
     """The recipe with the knobs that were given."""
     _require_recipe(chosen.recipe)
     config = RECIPES[chosen.recipe]()
-    top: dict[str, Any] = {}
+    changes: dict[str, dict[str, Any]] = {}
     for name, value in vars(chosen).items():
-        if f"--{name}" not in chosen.knobs:
-            continue
-        section, _, field = name.rpartition(".")
-        if section:
-            base = top.get(section, getattr(config, section))
-            top[section] = dataclasses.replace(base, **{field: value})
-        else:
-            top[field] = value
-    return dataclasses.replace(config, **top)
+        if f"--{name}" in chosen.knobs:
+            section, _, field = name.rpartition(".")
+            changes.setdefault(section, {})[field] = value
+    top = changes.pop("", {})
+    sections = {name: dataclasses.replace(getattr(config, name), **fields) for name, fields in changes.items()}
+    return dataclasses.replace(config, **sections, **top)
 
 
 def _train(chosen: argparse.Namespace) -> int:
@@ -211,6 +236,15 @@ def _train(chosen: argparse.Namespace) -> int:
     from afterimage.launch.local import train
 
     return _run(lambda: train(config, command=shlex.join(["afterimage", *chosen.given])))
+
+
+def _lint(chosen: argparse.Namespace) -> int:
+    """2 if the recipe is refused."""
+    from afterimage.lint import check, page
+
+    verdict = check(configure(chosen))
+    Console().print(page(verdict), highlight=False)
+    return 2 if verdict.refusals else 0
 
 
 def _run(work: Callable[[], object]) -> int:
@@ -238,6 +272,45 @@ def _eval(chosen: argparse.Namespace) -> int:
     return _run(grade)
 
 
+def _compare(chosen: argparse.Namespace) -> int:
+    from afterimage.launch.compare import Arm, compare, plan
+    from afterimage.observe.compare_page import write_comparison
+
+    if chosen.report:
+        Console(soft_wrap=True).print(str(write_comparison(chosen.report)), highlight=False)
+        return 0
+    if not chosen.recipe:
+        raise ConfigError("compare needs a recipe, or --report and the folder of a comparison")
+    base = [f"--{name}={_word(value)}" for name, value in vars(chosen).items() if f"--{name}" in chosen.knobs]
+    train = _parser(["train", chosen.recipe])
+
+    def configured(words: Sequence[str]) -> RunConfig:
+        return configure(train.parse_args(["train", chosen.recipe, *words]))
+
+    arms = [*map(Arm.of_route, chosen.routes), *map(Arm.parse, chosen.arms)]
+    command = shlex.join(["afterimage", *chosen.given])
+    try:
+        compare(plan(arms, chosen.seeds, base=base, configure=configured), jobs=chosen.jobs, command=command)
+    except KeyboardInterrupt:
+        return CUT_SHORT
+    return 0
+
+
+def _word(value: Any) -> str:
+    """A knob's value as the command line takes it."""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def _audit(chosen: argparse.Namespace) -> int:
+    from afterimage.launch.audit import audit
+
+    try:
+        audit(chosen.run, routes=chosen.routes, alphas=chosen.alpha)
+    except KeyboardInterrupt:
+        return CUT_SHORT
+    return 0
+
+
 def _report(chosen: argparse.Namespace) -> int:
     from afterimage.observe.report import write_report
 
@@ -246,8 +319,11 @@ def _report(chosen: argparse.Namespace) -> int:
 
 
 def _recipes(chosen: argparse.Namespace) -> int:
+    listed = Table.grid(padding=(0, 2))
+    listed.add_column(style="bold", no_wrap=True)
     for name, recipe in RECIPES.items():
-        Console().print(f"[bold]{name}[/]  {(inspect.getdoc(recipe) or '').splitlines()[0]}")
+        listed.add_row(name, (inspect.getdoc(recipe) or "").splitlines()[0])
+    Console().print(listed)
     return 0
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from afterimage.auditor import Auditor
 from afterimage.config import RunConfig
 from afterimage.engines import Engine
 from afterimage.observe.recorder import Recorder
@@ -45,6 +46,7 @@ class Parts:
     credit: Callable[[Sequence[Group]], list[Credited]]
     policy: Policy
     old: OldLogps
+    auditor: Auditor
     trainer: Trainer
     publisher: Publisher
     log: Recorder
@@ -93,11 +95,11 @@ async def train(parts: Parts) -> None:
         trained_on = parts.policy.version
         consume(groups, parts, step)
         parts.policy.version += 1
-        published_s = await publish(parts)
+        published = await publish(parts)
         parts.line.release()
         last = step == parts.config.steps or time.monotonic() > deadline
         graded = await evaluate(parts, step) if parts.held_out and (last or due(parts.config, step)) else {}
-        waits = {"schedule/wait_groups_s": waited, "publish/seconds": published_s, "version": trained_on}
+        waits = {"schedule/wait_groups_s": waited, **published, "version": trained_on}
         parts.log.write(step, {**waits, **describe(groups), **ages, **learnt, **engine_metrics(parts), **graded})
         if last:
             break
@@ -127,7 +129,7 @@ async def learn(batch: Batch, parts: Parts, step: int) -> Mapping[str, Any]:
             await parts.beside(parts.old.closing, parts.policy, parts.ledger.of(parts.policy.version))
         with parts.log.span("trainer", f"step {step}"):
             await parts.beside(parts.trainer.step)
-    parts.log.points({"step": step, **point} for point in parts.trainer.points())
+    parts.log.points({"step": step, **point} for point in [*parts.trainer.points(), *parts.auditor.points()])
     for happened in parts.old.events():
         parts.log.event(step=step, **happened)
     return parts.trainer.metrics()
@@ -140,14 +142,15 @@ def consume(groups: Sequence[Group], parts: Parts, step: int) -> None:
     parts.log.trajectories(step, finished)
 
 
-async def publish(parts: Parts) -> float:
-    """weights -> engines, as `policy.version`. Returns the seconds it took."""
+async def publish(parts: Parts) -> dict[str, float]:
+    """weights -> engines, as `policy.version`. Returns what it took."""
     began = time.monotonic()
     with parts.log.span("publish", f"version {parts.policy.version}"):
-        await parts.beside(parts.publisher.prepare, parts.policy)
+        await parts.beside(parts.publisher.prepare, parts.policy, parts.ledger.versions)
         await parts.publisher.publish()
         await parts.beside(parts.old.published, parts.policy, parts.ledger.versions)
-    return time.monotonic() - began
+        await parts.beside(parts.auditor.published, parts.policy, parts.ledger.versions)
+    return {"publish/seconds": time.monotonic() - began, "publish/bytes": parts.publisher.bytes}
 
 
 def due(config: RunConfig, step: int) -> bool:

@@ -24,7 +24,7 @@ def weight_of_now(lag: Int[Tensor, "*shape"], *, fresh: float = 1.0) -> Float[Te
 def loglinear(
     behavior_logp: Float[Tensor, "*shape"],
     logp: Float[Tensor, "*shape"],
-    alpha: Float[Tensor, "*shape"],
+    alpha: Float[Tensor, "*shape"] | float,
     *,
     sampled: Bool[Tensor, "*shape"],
 ) -> Float[Tensor, "*shape"]:
@@ -40,17 +40,18 @@ def loglinear(
 def linear(
     behavior_logp: Float[Tensor, "*shape"],
     logp: Float[Tensor, "*shape"],
-    alpha: Float[Tensor, "*shape"],
+    alpha: Float[Tensor, "*shape"] | float,
     *,
     sampled: Bool[Tensor, "*shape"],
 ) -> Float[Tensor, "*shape"]:
     """log((1 - alpha) mu + alpha pi), detached; 0 off the mask: the mixture of the two policies.
 
-    >>> half = torch.tensor([0.5]); one = torch.ones(1, dtype=torch.bool)
-    >>> linear(torch.tensor([0.2]).log(), torch.tensor([0.6]).log(), half, sampled=one).exp()
+    >>> mu, pi, one = torch.tensor([0.2]), torch.tensor([0.6]), torch.ones(1, dtype=torch.bool)
+    >>> linear(mu.log(), pi.log(), 0.5, sampled=one).exp()
     tensor([0.4000])
     """
-    mixed = torch.logaddexp((1 - alpha).log() + behavior_logp.detach(), alpha.log() + logp.detach())
+    weight = torch.as_tensor(alpha, dtype=logp.dtype, device=logp.device)
+    mixed = torch.logaddexp((1 - weight).log() + behavior_logp.detach(), weight.log() + logp.detach())
     return torch.where(sampled, mixed, 0.0)
 
 

@@ -147,4 +147,5 @@ def measure_staleness(batch: Batch, groups: Sequence[Group], *, version: int, bo
         "schedule/staleness_bound": bound,
         "schedule/staleness_histogram": {str(age): count for age, count in sorted(ages.items())},
         "schedule/mixed_version_share": mixed / max(len(trajectories), 1),
+        "schedule/unclean_share": (~batch.clean[batch.sampled]).double().sum().item() / max(tokens, 1),
     }

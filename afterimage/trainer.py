@@ -134,8 +134,8 @@ class Trainer:
                 Part(own, _rows(old_logp, index), control.factor[index], norm[where][index],
                      _rows(reference, index), lag[index])
             )  # fmt: skip
-        tally.figures |= rules.audit(batch, old_logp)
         tally.prepare_s = time.perf_counter() - began
+        tally.figures |= rules.audit(batch, old_logp)
         return Work(tuple(parts))
 
     def backward(self, part: Part) -> None:

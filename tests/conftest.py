@@ -1,5 +1,5 @@
-"""For every test: one torch thread (tiny models, shared machines), and the shapes in the signatures of credit,
-corrections and objectives checked at every call."""
+"""For every test: one torch thread (tiny models, shared machines), and the shapes in the signatures of the plain
+functions checked at every call."""
 
 import os
 
@@ -9,7 +9,7 @@ from hypothesis import settings
 from jaxtyping import install_import_hook
 
 install_import_hook(
-    ["afterimage.credit", "afterimage.corrections", "afterimage.objectives"],
+    ["afterimage.audit", "afterimage.corrections", "afterimage.credit", "afterimage.objectives", "afterimage.proxies"],
     "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )
 

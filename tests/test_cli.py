@@ -36,6 +36,11 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("train", "retail", "--correction.low", "1.5"), "correction.low must be between 0 and 1, got 1.5"),
         (("train", "retail", "--engine.top_p", "0.9"), "truncated support"),
         (("train", "retail", "--tensorboard", "perhaps"), "--tensorboard: must be true or false, got 'perhaps'"),
+        (
+            ("train", "retail", "--old_logps.route", "rollout"),
+            "a weight on D (mask_weight) counts the discrepancy twice: the loss is anchored on mu",
+        ),
+        (("lint", "retial"), "unknown recipe 'retial'; did you mean retail?"),
         (("train",), "the following arguments are required: recipe"),
         (("trian", "retail"), "invalid choice: 'trian'"),
         (("report", "no-such-run"), "no-such-run is not a run folder"),
@@ -97,6 +102,19 @@ def test_every_knob_has_a_docstring() -> None:
             for name in cli._types(section)
             if name not in docs and not hasattr(cli._types(section)[name], "__dataclass_fields__")
         ]
+
+
+@pytest.mark.parametrize(
+    "knobs, code, says", [((), 0, "nothing to refuse"), (("--old_logps.route", "rollout"), 2, "refused")]
+)
+def test_lint_shows_its_page_and_tells_by_its_exit_code(
+    capsys: pytest.CaptureFixture[str], knobs: tuple[str, ...], code: int, says: str
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["lint", "retail", *knobs])
+    out = capsys.readouterr().out
+    assert end.value.code == code
+    assert all(word in out for word in ("numerator", "denominator", "versions", "costs", says))
 
 
 def test_recipes_are_listed_with_what_they_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from afterimage import loop
+from afterimage.auditor import Auditor, Judge
 from afterimage.build import build_correction, build_credit, build_objective
 from afterimage.config import EngineConfig, EvalConfig, RolloutConfig, RunConfig, ScheduleConfig, TaskConfig
 from afterimage.engines import SamplingParams
 from afterimage.engines.scripted import ScriptedEngine
 from afterimage.envs import Message, Turn
 from afterimage.launch.local import first_leaf
-from afterimage.old_logps import Needs, Passive
+from afterimage.old_logps import Needs, Passive, Scoring
 from afterimage.policy import Policy
 from afterimage.publish import DirectPublisher
 from afterimage.rollout import Rollout, Speaker
@@ -147,9 +148,9 @@ def make(tasks: Iterator[int], *, budget: int = 1, steps: int = 12) -> loop.Part
     old = ScoresAtClosing(engine)
     taskset, ledger = Numbers(tasks), Ledger()
     speaker = Speaker(engine, NumberChat(), config.engine)  # type: ignore[arg-type]
-    rules = Rules(
-        correction=build_correction(config.correction), objective=build_objective(config.objective), temperature=1.0
-    )
+    correction, objective = build_correction(config.correction), build_objective(config.objective)
+    rules = Rules(correction=correction, objective=objective, temperature=1.0)
+    judge = Judge(correction, objective.surrogate)
     return loop.Parts(
         config=config,
         tasks=taskset.train(0),
@@ -162,6 +163,7 @@ def make(tasks: Iterator[int], *, budget: int = 1, steps: int = 12) -> loop.Part
         credit=build_credit(config.credit),
         policy=policy,
         old=old,
+        auditor=Auditor(policy, old, judge, scoring=Scoring(1.0, 4096), share=0.0),
         trainer=Trainer(policy, config.trainer, rules, old, num_steps=steps),
         publisher=DirectPublisher(engine, dtype=torch.float32),
         log=Log(),  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ def test_behind_the_loglinear_proxy_thresholds_are_reparameterised_and_nothing_i
 ) -> None:
     """Proposition 1: log D = alpha r, log S = (1 - alpha) r. Ties at a threshold, where rounding decides, are moved."""
     mu, pi, advantage, sampled = columns(rows)
-    prox = proxies.loglinear(mu, pi, torch.tensor(alpha, dtype=torch.float64), sampled=sampled)
+    prox = proxies.loglinear(mu, pi, alpha, sampled=sampled)
     total = pi - mu
     log_d = corrections.log_discrepancy(prox, mu, sampled=sampled)
     unit = torch.arange(len(mu))
@@ -57,18 +57,18 @@ def test_the_linear_proxy_is_the_mixture_and_its_ends_are_the_two_policies(
     rows: list[tuple[float, float, float]], alpha: float
 ) -> None:
     mu, pi, _, sampled = columns(rows)
-    mixed = proxies.linear(mu, pi, torch.tensor(alpha, dtype=torch.float64), sampled=sampled)
+    mixed = proxies.linear(mu, pi, alpha, sampled=sampled)
     torch.testing.assert_close(mixed.exp(), (1 - alpha) * mu.exp() + alpha * pi.exp(), atol=1e-12, rtol=0)
     for end, policy in ((0.0, mu), (1.0, pi)):
-        torch.testing.assert_close(proxies.linear(mu, pi, torch.tensor(end), sampled=sampled), policy)
-        torch.testing.assert_close(proxies.loglinear(mu, pi, torch.tensor(end), sampled=sampled), policy)
+        torch.testing.assert_close(proxies.linear(mu, pi, end, sampled=sampled), policy)
+        torch.testing.assert_close(proxies.loglinear(mu, pi, end, sampled=sampled), policy)
 
 
 def test_no_gradient_flows_through_a_proxy_and_nothing_stands_off_the_mask() -> None:
     mu, pi = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]], requires_grad=True)
     sampled = torch.tensor([[True, False]])
     for between in (proxies.loglinear, proxies.linear):
-        prox = between(mu, pi, torch.tensor([[0.5, 0.5]]), sampled=sampled)
+        prox = between(mu, pi, 0.5, sampled=sampled)
         assert not prox.requires_grad and prox[0, 1] == 0 and prox.shape == (1, 2)
 
 

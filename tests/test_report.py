@@ -5,6 +5,7 @@
 - Every plot is there; where a file is missing, cut off or broken, a sentence says so.
 - The outcome comes first, with intervals; an approximate route is called approximate wherever D and S are shown.
 - Conversations are shown letter by letter, with versions and interruptions.
+- What an audit found is shown beside the truth, and that there was none is said.
 - Nothing but `report.html` is written.
 """
 
@@ -15,19 +16,20 @@ import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from fake_run import fake_run, fake_trajectory
 
-from afterimage.config import ConfigError
+from afterimage.config import ConfigError, OldLogpsConfig, Route
+from afterimage.observe.audited import COLUMNS, cells
 from afterimage.observe.figures import average_lag
 from afterimage.observe.gather import Chosen, gather
 from afterimage.observe.markup import el
 from afterimage.observe.plots import Axis
 from afterimage.observe.report import write_report
 from afterimage.observe.transcripts import conversation
-from afterimage.observe.words import waiting
+from afterimage.observe.words import ROUTES, is_exact, waiting
 
 PLOTS = (
     "Learning curve",
@@ -308,6 +310,99 @@ def test_conversations_are_early_and_late_won_and_lost(run: Path) -> None:
         assert (item.record["step"] <= 10) == (early == "early")
         assert (item.record["reward"] == 1.0) == (won == "success")
         assert len(item.record["versions"]) > 1
+
+
+AUDITED = ("Decomposition error over the run", "Leaks over the run", "The two factors, said and true")
+OFFLINE = ("log D against log S, route by route", "Error by lag", "Mask and clip agreement")
+
+
+def route_row(route: str, error: float, **figures: Any) -> dict[str, Any]:
+    """As `audit.json` has it."""
+    points = {"log_d": [error * i / 30 for i in range(-30, 30)], "log_s": [0.001 * i for i in range(-30, 30)]}
+    by_lag = {str(lag): {"error": error * lag, "error_se": None, "tokens": 100} for lag in range(4)}
+    return {"route": route, "decomposition_error": error, "points": points, "by_lag": by_lag, **figures}
+
+
+def audit_it(folder: Path) -> Path:
+    """What the audit adds to a run's folder."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for step, row in enumerate(rows):
+        row |= {"audit/tokens": 50.0, "audit/seconds": 0.1, "audit/resident_bytes": 3e6, "old_logps/noise": 1e-6}
+        row |= {"audit/decomposition_error": 0.004, "audit/decomposition_error_se": 0.001}
+        row |= {"audit/staleness_leak": 0.3, "audit/discrepancy_leak": 0.7, "audit/clip_agreement": step / 100}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    point = {"step": 1, "lag": 1, "log_d": 0.01, "log_s": 0.02, "true_log_d": 0.02, "true_log_s": 0.01}
+    with (folder / "samples.jsonl").open("a") as file:
+        file.write("".join(json.dumps(point | {"lag": i % 3}) + "\n" for i in range(40)))
+    exact = route_row("snapshot_old", 0.0, mask_agreement=1.0, clip_agreement=1.0, exact_fraction=1.0)
+    proxy = route_row(
+        "rollout", 0.01, decomposition_error_se=0.002, staleness_leak=-0.0001, staleness_leak_se=0.01,
+        discrepancy_leak=1.0, clip_agreement=0.25, seconds=1.5, costs={"forward_tokens": 12345, "resident_bytes": 2e6},
+    )  # fmt: skip
+    found = {"tokens": 6000, "steps": 6, "noise": 1e-6, "not_built": {"eager": "no time"}, "routes": [exact, proxy]}
+    (folder / "audit.json").write_text(json.dumps(found | {"points": exact["points"]}))
+    return folder
+
+
+def test_an_audit_is_drawn_beside_the_truth(tmp_path: Path) -> None:
+    folder = audit_it(fake_run(tmp_path / "run", steps=6))
+    drawn = cards(write_report(folder).read_text())
+    for title in (*AUDITED, *OFFLINE):
+        assert "<svg" in drawn[title], title
+    assert drawn[OFFLINE[0]].count("<svg") == 3  # the truth, and two routes
+    assert drawn["Error by lag"].count("<circle") == 2 * 8  # once wide, once for a phone
+    assert drawn["Mask and clip agreement"].count("<circle") == 2 * 3
+    page = report(folder)
+    assert "Not built: eager: no time." in page.text
+    assert "6,000 action tokens of 6 recorded batches" in page.text
+    assert "300 in all, for 0.6 s and 3 MB of copies" in page.text
+    assert "dropped tokens —, clipped tokens 0.060" in page.text
+    found = gather(folder)
+    assert len(found.audited) == 40 and found.points_seen == gather(fake_run(tmp_path / "bare", steps=6)).points_seen
+
+
+def test_a_route_is_a_row_of_the_table() -> None:
+    row = route_row(
+        "rollout", 0.01, decomposition_error_se=0.002, staleness_leak=-0.0001, staleness_leak_se=0.01,
+        discrepancy_leak=1.0, exact_fraction=0.5, seconds=1.5, costs={"forward_tokens": 12345, "resident_bytes": 2e6},
+    )  # fmt: skip
+    assert cells(row) == [
+        "rollout", "0.01 ± 0.002", "—", "0.000 ± 0.010", "1.000", "—", "—", "—", "50.0%", "—", "1.5", "12,345", "2",
+    ]  # fmt: skip
+    assert cells({}) == ["—"] * len(COLUMNS)
+
+
+def test_without_an_audit_the_report_says_how_to_get_one(run: Path) -> None:
+    assert "Not measured. --audit.share measures it in training" in report(run).text
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_nothing_of_an_audit_becomes_code(tmp_path: Path, everything: bool) -> None:
+    folder = audit_it(fake_run(tmp_path / "run", steps=6))
+    found = json.loads((folder / "audit.json").read_text())
+    spoilt = poisoned(found)
+    if everything:
+        spoilt["routes"] += [
+            dict.fromkeys(found["routes"][0], ATTACK),
+            {key: [[ATTACK]] for key in found["routes"][0]},
+        ]
+        spoilt["routes"] += [ATTACK, {"by_lag": {ATTACK: {"error": ATTACK}}, "points": {"log_d": [ATTACK], "log_s": 3}}]
+        spoilt |= {"not_built": {ATTACK: ATTACK}, "points": ATTACK}
+    (folder / "audit.json").write_text(json.dumps(spoilt))
+    page = report(folder)
+    assert [tag for tag, _ in page.elements].count("script") == 1
+    assert "img" not in {tag for tag, _ in page.elements} and "alert(2)" in page.text
+    (folder / "audit.json").write_text("{")
+    assert "audit.json is not a JSON object" in report(folder).text
+
+
+def test_every_route_is_explained() -> None:
+    assert set(ROUTES) == {*get_args(Route), "unknown"}
+    for route in get_args(Route):
+        config = OldLogpsConfig(route=route)
+        told = is_exact({"old_logps.route": route, "old_logps.fallback": "snapshot_old"}.get)
+        assert told == config.exact == ROUTES[route].startswith("Exact")
+    assert not is_exact({"old_logps.route": "eager", "old_logps.fallback": "ewma_prox"}.get)
 
 
 def test_how_to_run_it_again(tmp_path: Path) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 
 from afterimage import loop
 from afterimage.build import build, build_machine
 from afterimage.config import ConfigError, RunConfig
+from afterimage.lint import check
 from afterimage.observe.live import LiveDisplay
 from afterimage.observe.metrics import RunFolder, RunLog
 from afterimage.observe.report import write_report
@@ -56,6 +58,10 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
     and `KeyboardInterrupt` goes on.
     """
     console = console or Console(soft_wrap=True)
+    verdict = check(config)
+    verdict.require()
+    for warning in verdict.warnings:
+        console.print(f"[yellow]warning:[/] {escape(str(warning))}", highlight=False)
     share_processor(config)
     machine = build_machine(config)
     folder = config.runs / (config.name or f"{config.recipe}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}")

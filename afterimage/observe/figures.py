@@ -23,7 +23,7 @@ from afterimage.observe.plots import (
     thin,
 )
 from afterimage.observe.sections import section
-from afterimage.observe.words import EXACT_ROUTES, amount, factor_names, number, percent
+from afterimage.observe.words import amount, factor_names, number, percent
 
 SHOWN_LAGS = 6
 FACETS = 4
@@ -40,7 +40,8 @@ def gap(title: str, missing: str) -> Markup:
     return el("figure", el("figcaption", el("h3", title)), el("p", missing, class_="gap"), class_="card empty")
 
 
-def _steps(run: Gathered, first: float = 0) -> Axis:
+def steps_axis(run: Gathered, first: float = 0) -> Axis:
+    """Optimizer steps, as far as the run went."""
     return Axis(label="optimizer step", low=first, high=max(run.steps, first + 1), show=lambda v: f"{v:g}", whole=True)
 
 
@@ -85,7 +86,7 @@ def learning(run: Gathered) -> Markup:
             "learning", "Did it learn?", None, gap(title, "No success was recorded, in rollouts or held out.")
         )
     label = f"Success over {run.steps} optimizer steps"
-    plot = line_plot(lines, _steps(run), _share_axis(), label=label, width=FULL)
+    plot = line_plot(lines, steps_axis(run), _share_axis(), label=label, width=FULL)
     told = "Share of tasks solved. Rollouts are the training tasks of a step; held-out tasks are never trained on."
     return section("learning", "Did it learn?", None, figure(title, told, legend(*keys), plot, class_="full"))
 
@@ -155,11 +156,11 @@ def _every(columns: Sequence[tuple[float, list[float]]], limit: int) -> list[tup
 
 def two_factors(run: Gathered) -> Markup:
     """log D and log S by lag, together, and over the steps."""
-    title = "Two factors, two meanings" if run.route in EXACT_ROUTES else "Two factors, and what is in each"
+    title = "Two factors, two meanings" if run.exact else "Two factors, and what is in each"
     return section(
         "factors",
         title,
-        " ".join(factor_names(run.route)),
+        " ".join(factor_names(run.route, exact=run.exact)),
         el("div", _by_lag(run, "d"), _by_lag(run, "s"), class_="grid-2"),
         _clouds(run),
         el("div", _over_steps(run), _acted_on(run), class_="grid-2"),
@@ -205,7 +206,7 @@ def _clouds(run: Gathered) -> Markup:
     title = "log D against log S, token by token"
     if len(run.points) < 10:
         return gap(title, "No sample of tokens was recorded.")
-    reach_d, reach_s = map(_reach, _columns(run))
+    reach_d, reach_s = map(reach, _columns(run))
     x = Axis(label="log D", low=-reach_d, high=reach_d)
     y = Axis(label="log S", low=-reach_s, high=reach_s)
     band = [number(run.setting(f"correction.{end}")) for end in ("low", "high")]
@@ -240,7 +241,7 @@ def _columns(run: Gathered) -> tuple[list[float], list[float]]:
     return [abs(point.log_d) for point in run.points], [abs(point.log_s) for point in run.points]
 
 
-def _reach(sizes: list[float]) -> float:
+def reach(sizes: list[float]) -> float:
     """Half the width of an axis: it holds 99.5% of the points."""
     ordered = sorted(sizes)
     return max(1.15 * ordered[min(len(ordered) - 1, int(0.995 * len(ordered)))], 1e-4)
@@ -272,7 +273,7 @@ def _over_steps(run: Gathered) -> Markup:
         title,
         "Means over the tokens of a step that had an advantage.",
         keys,
-        line_plot(drawn, _steps(run), axis, label=title),
+        line_plot(drawn, steps_axis(run), axis, label=title),
     )
 
 
@@ -291,7 +292,7 @@ def _acted_on(run: Gathered) -> Markup:
     keys = legend(("d", f"dropped ({mean})"), ("s", "clipped"))
     told = "Shares of a step's tokens with an advantage that the two thresholds acted on. Dropped: not kept."
     drawn = [line for line in lines if line.points]
-    return figure(title, told, keys, line_plot(drawn, _steps(run), axis, label=title))
+    return figure(title, told, keys, line_plot(drawn, steps_axis(run), axis, label=title))
 
 
 def throughput(run: Gathered) -> Markup:
@@ -307,4 +308,5 @@ def throughput(run: Gathered) -> Markup:
     axis = Axis(label="", low=0, high=_top([value for _, value in [*engine, *trainer]]))
     told = "Tokens per second: sampled, over all of a step's time (engine); trained on, over working time (trainer)."
     keys = legend(("engine", "engine"), ("trainer", "trainer"))
-    return figure(title, told, keys, line_plot([line for line in lines if line.points], _steps(run), axis, label=title))
+    drawn = [line for line in lines if line.points]
+    return figure(title, told, keys, line_plot(drawn, steps_axis(run), axis, label=title))

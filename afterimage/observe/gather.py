@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from afterimage.observe.metrics import EVENTS, METRICS, SAMPLES, TRAJECTORIES, Row, RunFolder
-from afterimage.observe.words import number
+from afterimage.observe.words import is_exact, number
 
 MAX_POINTS, MAX_SPANS, MAX_FAILURES, MAX_LAG = 20_000, 4_000, 20, 99
 Z95 = 1.959964
@@ -58,6 +58,14 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
+class Audited:
+    """One audited token: the two factors by the route, and in truth."""
+
+    said: Point
+    true: Point
+
+
+@dataclass(frozen=True, slots=True)
 class Chosen:
     """A conversation for the page, and why this one."""
 
@@ -80,6 +88,9 @@ class Gathered:
     spans_left_out: int
     points: list[Point]
     points_seen: int
+    audited: list[Audited]
+    audit: Row
+    """What `afterimage audit` found; empty if it was not asked."""
     conversations: list[Chosen]
     failures: list[Row]
     num_failures: int
@@ -103,6 +114,10 @@ class Gathered:
     @property
     def route(self) -> str:
         return str(self.setting("old_logps.route", "unknown"))
+
+    @property
+    def exact(self) -> bool:
+        return is_exact(self.setting)
 
     @property
     def steps(self) -> int:
@@ -133,7 +148,7 @@ def gather(path: Path) -> Gathered:
     before = [time for row in rows if step_of(row) <= 0 and (time := number(row.get("time_s"))) is not None]
     events = _Events(folder.rows(EVENTS))
     last = step_of(trained[-1]) if trained else 0
-    points, seen = _points(folder.rows(SAMPLES))
+    points, audited, seen = _points(folder.rows(SAMPLES))
     conversations = _conversations(folder.rows(TRAJECTORIES), last)
     tasks = config.get("eval", {}).get("tasks") if isinstance(config.get("eval"), dict) else None
     return Gathered(
@@ -146,6 +161,8 @@ def gather(path: Path) -> Gathered:
         spans_left_out=max(0, len(events.spans) - MAX_SPANS),
         points=points,
         points_seen=seen,
+        audited=audited,
+        audit=folder.audit(),
         conversations=conversations,
         failures=events.failures[:MAX_FAILURES],
         num_failures=len(events.failures),
@@ -223,20 +240,25 @@ def _exams(rows: Iterable[Row], events: Iterable[Row], tasks: int) -> list[Exam]
     return [exams[step] for step in sorted(exams)]
 
 
-def _points(rows: Iterable[Row]) -> tuple[list[Point], int]:
-    """An even sample of at most `MAX_POINTS`, the same for the same file, and how many there were."""
-    rng, kept, seen = random.Random(0), list[Point](), 0
+def _points(rows: Iterable[Row]) -> tuple[list[Point], list[Audited], int]:
+    """An even sample of at most `MAX_POINTS`, the same for the same file, the audited ones, and how many there were."""
+    rng, kept, audited, seen = random.Random(0), list[Point](), list[Audited](), 0
     for row in rows:
         lag, log_d, log_s = (number(row.get(name)) for name in ("lag", "log_d", "log_s"))
         if lag is None or log_d is None or log_s is None or not 0 <= lag <= MAX_LAG:
             continue
-        seen += 1
         point = Point(int(lag), log_d, log_s)
+        true_d, true_s = number(row.get("true_log_d")), number(row.get("true_log_s"))
+        if true_d is not None and true_s is not None:
+            if len(audited) < MAX_POINTS:
+                audited.append(Audited(point, Point(int(lag), true_d, true_s)))
+            continue
+        seen += 1
         if len(kept) < MAX_POINTS:
             kept.append(point)
         elif (place := rng.randrange(seen)) < MAX_POINTS:
             kept[place] = point
-    return kept, seen
+    return kept, audited, seen
 
 
 def succeeded(record: Mapping[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from afterimage.config import RunConfig
-from afterimage.observe.words import EXACT_ROUTES, NONE, amount, duration, number, percent, waiting
+from afterimage.observe.words import NONE, amount, duration, number, percent, waiting
 
 HISTORY = 400
 RECENT = 5
@@ -284,7 +284,7 @@ def _off_policy(rows: Sequence[Mapping[str, Any]], config: RunConfig) -> Rendera
     facts = Text(f"max {amount(newest)} of {amount(bound)}", style="bold red" if over else QUIET)
     table.add_row("staleness", NONE if mean is None else f"{mean:.2f}", facts)
     table.add_row("mixed", percent(mixed), Text("hold several versions", style=QUIET))
-    exact = config.old_logps.route in EXACT_ROUTES
+    exact = config.old_logps.exact
     factors = (
         ("|log D|", "correction/log_d_abs_mean", GENERATION, "kept", "correction/kept_share"),
         ("|log S|", "objective/log_s_abs_mean", TRAINING, "clipped", "objective/clipped_share"),

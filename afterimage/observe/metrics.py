@@ -19,6 +19,7 @@ Row = dict[str, Any]
 
 CONFIG, METRICS, EVENTS = "config.json", "metrics.jsonl", "events.jsonl"
 TRAJECTORIES, SAMPLES, ERROR, REPORT = "trajectories.jsonl", "samples.jsonl", "error.txt", "report.html"
+AUDIT = "audit.json"
 
 
 class Sink(Protocol):
@@ -117,7 +118,7 @@ class RunLog:
         self._append(TRAJECTORIES, record)
 
     def points(self, points: Iterable[Mapping[str, Any]]) -> None:
-        """A bounded sample of tokens: step, lag, log_d, log_s, exact. The caller bounds it."""
+        """A bounded sample of tokens: step, lag, log_d, log_s; audited ones with `true_log_d` and `true_log_s` too."""
         for point in points:
             self._append(SAMPLES, point)
 
@@ -215,18 +216,13 @@ class RunFolder:
 
     def config(self) -> Row:
         """`config.json`, or an empty dict."""
-        file = self.path / CONFIG
-        if not file.is_file():
+        if not (self.path / CONFIG).is_file():
             self._gap(f"{CONFIG} is missing")
-            return {}
-        try:
-            config = json.loads(file.read_bytes())
-        except (ValueError, RecursionError):
-            config = None
-        if isinstance(config, dict):
-            return config
-        self._gap(f"{CONFIG} is not a JSON object")
-        return {}
+        return self._object(CONFIG)
+
+    def audit(self) -> Row:
+        """`audit.json`, or an empty dict: few runs are audited."""
+        return self._object(AUDIT)
 
     def metrics(self) -> list[Row]:
         """One row per step."""
@@ -246,6 +242,19 @@ class RunFolder:
         """Why the run failed; empty when it did not."""
         file = self.path / ERROR
         return file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
+
+    def _object(self, name: str) -> Row:
+        """What a JSON file holds; an empty dict of none, or of one that is broken."""
+        if not (self.path / name).is_file():
+            return {}
+        try:
+            held = json.loads((self.path / name).read_bytes())
+        except (ValueError, RecursionError):
+            held = None
+        if isinstance(held, dict):
+            return held
+        self._gap(f"{name} is not a JSON object")
+        return {}
 
     def _gap(self, text: str) -> None:
         if text not in self.gaps:

@@ -57,6 +57,8 @@ class Line:
     intervals: Sequence[tuple[float, float]] = ()
     dots: bool = False
     faint: bool = False
+    band: bool = False
+    """Draw the intervals as an area instead of whiskers."""
     show: Callable[[float], str] = amount
 
 
@@ -161,8 +163,13 @@ def _line(line: Line, frame: Frame) -> Markup:
     path = "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in spots)
     if len(spots) > 1:
         parts.append(el("path", class_=f"line {line.colour}{' faint' if line.faint else ''}", d=path))
-    for (x, _), (low, high) in zip(spots, line.intervals, strict=False):
-        top, bottom = frame.at_y(high), frame.at_y(low)
+    edges = [(x, frame.at_y(low), frame.at_y(high)) for (x, _), (low, high) in zip(spots, line.intervals, strict=False)]
+    if line.band and len(edges) > 1:
+        outline = [(x, high) for x, _, high in edges] + [(x, low) for x, low, _ in reversed(edges)]
+        area = "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in outline) + "Z"
+        parts.insert(0, el("path", class_=f"band {line.colour}", d=area))
+        edges = []
+    for x, bottom, top in edges:
         whisker = f"M{x:.1f},{top:.1f}V{bottom:.1f}M{x - 4:.1f},{top:.1f}h8M{x - 4:.1f},{bottom:.1f}h8"
         parts.append(el("path", class_=f"whisker {line.colour}", d=whisker))
     if line.dots or len(spots) == 1:
@@ -273,6 +280,43 @@ def stack_plot(
         return svg(width, height, label, *parts)
 
     return both(draw, MOST)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A value on a track, and how it is written."""
+
+    value: float
+    colour: str
+    written: str
+
+
+def track_plot(tracks: Sequence[tuple[str, Sequence[Mark]]], x: Axis, *, label: str, width: float = HALF) -> Markup:
+    """One track per name, under the name, with a dot per mark: what is compared lies on one axis."""
+    side, step, height = 10.0, 36.0, 36.0 * len(tracks) + TOP + BOTTOM
+
+    def draw(width: float) -> Markup:
+        def at(value: float) -> float:
+            return side + (value - x.low) / ((x.high - x.low) or 1) * (width - 2 * side)
+
+        base = height - BOTTOM
+        parts: list[Markup] = []
+        for value in x.ticks(5):
+            parts.append(el("line", class_="grid", x1=at(value), x2=at(value), y1=TOP, y2=base))
+            parts.append(el("text", x.show(value), class_="tick", x=at(value), y=base + 17, text_anchor="middle"))
+        for row, (name, marks) in enumerate(tracks):
+            y = TOP + step * row + 26
+            parts.append(el("text", name, class_="label", x=side, y=y - 11))
+            parts.append(el("line", class_="axis", x1=side, x2=width - side, y1=y, y2=y))
+            parts += [el("circle", class_=f"dot {m.colour}", cx=round(at(m.value), 1), cy=y, r=4) for m in marks]
+            told = "\n".join([name, *(mark.written for mark in marks)])
+            parts.append(
+                el("rect", el("title", told), class_="hit", data_tip=told, x=0, y=y - 24, width=width, height=step)
+            )
+        parts.append(el("text", x.label, class_="label", x=width / 2, y=height - 4, text_anchor="middle"))
+        return svg(width, height, label, *parts)
+
+    return both(draw, width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import os
 from importlib.resources import files
 from pathlib import Path
 
-from afterimage.observe import figures, sections
+from afterimage.observe import audited, figures, sections
 from afterimage.observe.gather import Gathered, gather
 from afterimage.observe.markup import Markup, el, join
 from afterimage.observe.metrics import REPORT
@@ -27,6 +27,24 @@ def write_report(run_folder: Path) -> Path:
 
 def render(run: Gathered) -> str:
     """The page as text."""
+    return document(
+        run.name,
+        sections.header(run),
+        sections.tiles(run),
+        figures.learning(run),
+        sections.factors(run),
+        figures.staleness(run),
+        figures.two_factors(run),
+        audited.audit(run),
+        pace(run),
+        sections.conversations(run),
+        sections.failures(run),
+        sections.reproduce(run),
+    )
+
+
+def document(title: str, *content: Markup | None) -> Markup:
+    """A whole page around its sections. One of them holds the button `theme`."""
     style, script = _asset("report.css"), _asset("report.js")
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src '{_digest(script)}'; "
     policy += "base-uri 'none'; form-action 'none'"
@@ -37,24 +55,12 @@ def render(run: Gathered) -> str:
         el("meta", name="viewport", content="width=device-width, initial-scale=1"),
         el("meta", name="color-scheme", content="light dark"),
         el("meta", name="referrer", content="no-referrer"),
-        el("title", f"{run.name} · afterimage"),
+        el("title", f"{title} · afterimage"),
         el("style", Markup(style)),
     )
     body = el(
         "body",
-        el(
-            "main",
-            sections.header(run),
-            sections.tiles(run),
-            figures.learning(run),
-            sections.factors(run),
-            figures.staleness(run),
-            figures.two_factors(run),
-            pace(run),
-            sections.conversations(run),
-            sections.failures(run),
-            sections.reproduce(run),
-        ),
+        el("main", *content),
         el("div", id="tip", role="status", hidden=True),
         el("script", Markup(script)),
     )

@@ -4,12 +4,12 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from afterimage.config import RunConfig
+from afterimage.config import EXACT_ROUTES, RunConfig
 from afterimage.observe.gather import Exam, Gathered, histogram
 from afterimage.observe.markup import Markup, el, join
 from afterimage.observe.metrics import plain
 from afterimage.observe.transcripts import conversation
-from afterimage.observe.words import EXACT_ROUTES, NONE, amount, duration, number, percent, semantics
+from afterimage.observe.words import NONE, amount, duration, number, percent, semantics
 
 
 def header(run: Gathered) -> Markup:
@@ -102,7 +102,7 @@ def _mean(run: Gathered, name: str) -> float | None:
 
 def factors(run: Gathered) -> Markup:
     """The three probabilities of a token, the two factors between them, and what is done about each."""
-    exact = run.route in EXACT_ROUTES
+    exact = run.exact
     size_d, size_s = _mean(run, "correction/log_d_abs_mean"), _mean(run, "objective/log_s_abs_mean")
     names = ("0 by construction", "both factors") if run.route == "rollout" else ("mixed", "the rest")
     names = ("discrepancy", "staleness") if exact else names
@@ -128,7 +128,7 @@ def factors(run: Gathered) -> Markup:
             if run.route == "rollout"
             else "old_logp - behavior_logp mixes discrepancy and staleness on this page, wherever it says D or S."
         )
-        warning = el("p", told + " The exact route is snapshot_old.", class_="warning")
+        warning = el("p", told + f" Exact routes are {', '.join(EXACT_ROUTES)}.", class_="warning")
     meaning = [el("div", el("dt", head), el("dd", text)) for head, text in semantics(run.setting, exact_fraction(run))]
     return section("means", "What this run computed", None, strip, warning, el("dl", meaning, class_="meaning"))
 

@@ -6,13 +6,54 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from afterimage.config import staleness_bound
+from afterimage.config import EXACT_ROUTES, staleness_bound
 
 NONE = "—"
 """Stands where a number is missing."""
 
-EXACT_ROUTES = frozenset({"snapshot_old"})
-"""Routes whose old_logp is the log-probability of the very version that sampled the token."""
+ROUTES = {
+    "snapshot_old": (
+        "Exact. The weights of every version that a token still needs are kept, and each token is scored by the "
+        "version that sampled it. The two factors are cleanly apart."
+    ),
+    "old_logit_model": (
+        "Exact. A second model follows the sampling version and scores every turn before it moves on. The two "
+        "factors are cleanly apart."
+    ),
+    "interrupt_sync": (
+        "Exact. Before a step leaves a version, generation pauses and the trainer's own weights score all that it "
+        "sampled. The two factors are cleanly apart."
+    ),
+    "eager": (
+        "Exact where a turn was scored while the trainer's weights still were its version; the rest is the fallback's."
+    ),
+    "rollout": (
+        "Approximate. The engine's own number stands for old_logp, so log D is 0 by construction and log S holds "
+        "numerics and staleness together."
+    ),
+    "current_recompute": (
+        "Approximate. The weights at the start of the step stand for those that sampled, so old_logp - "
+        "behavior_logp mixes numerics with staleness, and log S sees only this step's own movement."
+    ),
+    "interp_prox_loglinear": (
+        "Approximate. A point between the engine's log-probability and the current policy's stands for old_logp, "
+        "so at one lag both factors are powers of one ratio and nothing is decoupled."
+    ),
+    "interp_prox_linear": (
+        "Approximate. A mean of the engine's probability and the current policy's stands for that of the weights "
+        "that sampled, so both factors follow one ratio."
+    ),
+    "ewma_prox": (
+        "Approximate. A moving average of the weights stands for those that sampled, so old_logp - behavior_logp "
+        "mixes numerics with whatever staleness the average misses."
+    ),
+    "ppo_ewma_async": (
+        "Approximate. A moving average of the weights, kept about as old as the data, stands for those that "
+        "sampled, so old_logp - behavior_logp mixes numerics with whatever staleness the average misses."
+    ),
+    "unknown": "Not known: the configuration could not be read.",
+}
+"""What stands in old_logp, by route."""
 
 
 def number(value: Any) -> float | None:
@@ -121,9 +162,15 @@ def waiting(rows: Sequence[Mapping[str, Any]]) -> Waiting:
     )
 
 
-def factor_names(route: str) -> tuple[str, str]:
+def is_exact(setting: Any) -> bool:
+    """Whether each token's old_logp is of the very version that sampled it, as `OldLogpsConfig.exact` has it."""
+    route = setting("old_logps.route")
+    return (setting("old_logps.fallback") if route == "eager" else route) in EXACT_ROUTES
+
+
+def factor_names(route: str, *, exact: bool) -> tuple[str, str]:
     """What log D and log S are under a route, a sentence each, without claiming more than the route delivers."""
-    if route in EXACT_ROUTES:
+    if exact:
         return (
             "log D compares engine and trainer about the same weights: numerics, which should not depend on the age of "
             "a token.",
@@ -146,8 +193,8 @@ def semantics(setting: Any, exact_share: float | None) -> list[tuple[str, str]]:
     bound = _bound(setting)
     return [
         ("Old log-probabilities", _route_words(route, exact_share)),
-        ("Discrepancy", _control_words(setting, route)),
-        ("Staleness", _objective_words(setting, route)),
+        ("Discrepancy", _control_words(setting)),
+        ("Staleness", _objective_words(setting)),
         (
             "Schedule",
             "Synchronous: generation waits for every step."
@@ -169,36 +216,13 @@ def _route_words(route: str, exact_share: float | None) -> str:
         if exact_share is None
         else f" Measured: exact for {percent(exact_share, 1)} of the tokens with an advantage."
     )
-    match route:
-        case "snapshot_old":
-            return (
-                "Exact. The weights of every version that a token still needs are kept, and each token is scored by "
-                "the version that sampled it. The two factors are cleanly apart." + share
-            )
-        case "rollout":
-            return (
-                "Approximate. The engine's own number stands for old_logp, so log D is 0 by construction and log S "
-                "holds numerics and staleness together." + share
-            )
-        case "current_recompute":
-            return (
-                "Approximate. The weights at the start of the step stand for those that sampled, so old_logp - "
-                "behavior_logp mixes numerics with staleness, and log S sees only this step's own movement." + share
-            )
-        case "ewma_prox":
-            return (
-                "Approximate. A moving average of the weights stands for those that sampled, so old_logp - "
-                "behavior_logp mixes numerics with whatever staleness the average misses." + share
-            )
-        case "unknown":
-            return "Not known: the configuration could not be read."
-    return f"{route}: read its own page for what stands in place of the sampling version." + share
+    return ROUTES.get(route, f"{route}: read its own page for what stands in place of the sampling version.") + share
 
 
-def _control_words(setting: Any, route: str) -> str:
+def _control_words(setting: Any) -> str:
     control, low, high = setting("correction.control"), setting("correction.low"), setting("correction.high")
     band = f"[{low}, {high}], per {setting('correction.unit')}"
-    where = "D = π_old / μ" if route in EXACT_ROUTES else "the stand-in for D = π_old / μ"
+    where = "D = π_old / μ" if is_exact(setting) else "the stand-in for D = π_old / μ"
     match control:
         case "none":
             return f"Nothing is done about {where}."
@@ -211,9 +235,9 @@ def _control_words(setting: Any, route: str) -> str:
     return "Not known."
 
 
-def _objective_words(setting: Any, route: str) -> str:
+def _objective_words(setting: Any) -> str:
     kind = setting("objective.kind")
-    where = "S = π / π_old" if route in EXACT_ROUTES else "the stand-in for S = π / π_old"
+    where = "S = π / π_old" if is_exact(setting) else "the stand-in for S = π / π_old"
     match kind:
         case "none":
             return f"Nothing bounds {where}."

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from afterimage.config import EvalConfig, RunConfig, ScheduleConfig, TaskConfig
+from afterimage.config import AuditConfig, EvalConfig, RunConfig, ScheduleConfig, TaskConfig
 
 
 def calculator(**changes: Any) -> RunConfig:
@@ -13,6 +13,7 @@ def calculator(**changes: Any) -> RunConfig:
         steps=5,
         task=TaskConfig(env="calculator"),
         schedule=ScheduleConfig(max_staleness=1, groups_per_step=4, group_size=4),
+        audit=AuditConfig(share=0.1),
         eval=EvalConfig(tasks=16),
     )
     return replace(config, **changes)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from afterimage.config import EngineConfig, RunConfig, ScheduleConfig, TaskConfig, TrainerConfig
+from afterimage.config import AuditConfig, EngineConfig, RunConfig, ScheduleConfig, TaskConfig, TrainerConfig
 
 
 def retail(**changes: Any) -> RunConfig:
@@ -20,5 +20,6 @@ def retail(**changes: Any) -> RunConfig:
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=16, group_size=8),
         engine=EngineConfig(max_running=400, max_context=512),
         trainer=TrainerConfig(lr=5e-4, lr_schedule="linear", warmup_steps=5),
+        audit=AuditConfig(share=0.05),
     )
     return replace(config, **changes)

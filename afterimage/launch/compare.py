@@ -1,0 +1,378 @@
+"""Arms of one experiment, several seeds each: ordinary runs in processes of their own, one after another.
+
+A comparison is a folder: `<arm>-seed<k>/` and `<arm>-seed<k>.log` for every run, `plan.json` with what was asked for,
+`launches.jsonl` with what was started when and beside how many others, and the page (`observe/compare.py`). Whatever
+ended it, the same command goes on with it.
+"""
+
+import asyncio
+import fcntl
+import itertools
+import json
+import os
+import platform
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from afterimage.config import ConfigError, RunConfig
+from afterimage.lint import check
+from afterimage.observe.compare import LAUNCHES, PLAN, ended
+from afterimage.observe.compare_page import write_comparison
+from afterimage.observe.metrics import CONFIG, EVENTS, METRICS, RunFolder, dumps, plain
+from afterimage.observe.sections import flatten
+from afterimage.observe.words import duration, number, percent
+
+NEEDS = {
+    "current_recompute": ("--old_logps.baseline=true",),  # one step per batch: its S is 1 by construction
+    "rollout": ("--correction.control=none",),  # its D is 1 by construction
+}
+"""What a recipe has to change with its route, for the run to mean something."""
+
+SHARED = ("runs", "name", "seed", "steps", "minutes", "schedule.groups_per_step", "schedule.group_size")
+"""Knobs that an arm cannot have of its own, nor any of `eval`: they make the runs comparable."""
+
+LIBRARIES = ("afterimage", "torch", "transformers")
+
+GRACE_S = 90.0
+"""Seconds that a run has to save itself after Ctrl-C."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A way to run the recipe. `words` are knobs as the command line takes them; `folder` begins its runs' names."""
+
+    name: str
+    words: tuple[str, ...]
+
+    @property
+    def folder(self) -> str:
+        return re.sub(r"[^A-Za-z0-9_.]+", "-", self.name).strip("-.")
+
+    @classmethod
+    def of_route(cls, route: str) -> "Arm":
+        return cls(route, (f"--old_logps.route={route}", *NEEDS.get(route, ())))
+
+    @classmethod
+    def parse(cls, text: str) -> "Arm":
+        """
+        >>> Arm.parse("no reset: old_logps.route=ppo_ewma_async old_logps.beta=0.75").words
+        ('--old_logps.route=ppo_ewma_async', '--old_logps.beta=0.75')
+        """
+        name, colon, changes = text.partition(":")
+        words = shlex.split(changes)
+        if not colon or not name.strip() or not all("=" in word for word in words):
+            raise ConfigError(f"an arm is written 'name: section.knob=value section.knob=value', got {text!r}")
+        return cls(name.strip(), tuple(f"--{word.removeprefix('--')}" for word in words))
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One run: an arm and a seed. `words` make its command, `config` is what they come to."""
+
+    arm: str
+    words: tuple[str, ...]
+    config: RunConfig
+
+    @property
+    def folder(self) -> Path:
+        return self.config.runs / self.config.name
+
+    @property
+    def log(self) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.log")
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "afterimage.cli", "train", self.config.recipe, *self.words]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A comparison. `runs` stand in the order in which they are run: cut short, every arm has as many seeds (or one
+    more)."""
+
+    folder: Path
+    runs: tuple[Planned, ...]
+
+
+def plan(
+    arms: Sequence[Arm], seeds: int, *, base: Sequence[str], configure: Callable[[Sequence[str]], RunConfig]
+) -> Plan:
+    """Every run, each configuration checked. `configure` turns words into a configuration of the recipe.
+
+    All runs train the same number of steps: the recipe's limit in minutes is switched off. Where it evaluates only at
+    the ends, held-out success is measured eight times on the way.
+    """
+    _distinct(arms)
+    if len(arms) < 2 or seeds < 1:
+        raise ConfigError(f"a comparison needs at least 2 arms and 1 seed, got {len(arms)} and {seeds}")
+    if any(knob(word) == "minutes" for word in base):
+        raise ConfigError("a comparison is at equal steps, and minutes would cut slow arms short; give --steps instead")
+    told = configure(base)
+    folder = told.runs / (told.name or f"compare-{told.recipe}")
+    every = told.eval.every or max(1, told.steps // 8)
+    base = [word for word in base if knob(word) not in ("runs", "name", "seed", "eval.every")]
+    runs = []
+    for seed, arm in itertools.product(range(told.seed, told.seed + seeds), arms):
+        words = (*base, *arm.words, "--minutes=0", f"--eval.every={every}")
+        words += (f"--seed={seed}", f"--runs={folder}", f"--name={arm.folder}-seed{seed}")
+        try:
+            runs.append(Planned(arm.name, words, configure(words)))
+            check(runs[-1].config).require()
+        except ConfigError as error:
+            raise ConfigError(f"arm {arm.name!r}: {error}") from error
+    return Plan(folder=folder, runs=tuple(runs))
+
+
+def knob(word: str) -> str:
+    """
+    >>> knob("--eval.every=5")
+    'eval.every'
+    """
+    return word.removeprefix("--").split("=")[0]
+
+
+def _distinct(arms: Sequence[Arm]) -> None:
+    """Every arm has a folder name of its own and leaves alone what makes the runs comparable."""
+    taken = Counter(arm.folder for arm in arms)
+    for arm in arms:
+        if not arm.folder or taken[arm.folder] > 1:
+            raise ConfigError(f"arm {arm.name!r} needs a name of its own, in letters, digits, _ and .")
+        for name in map(knob, arm.words):
+            if name in SHARED or name.startswith("eval."):
+                raise ConfigError(f"arm {arm.name!r}: {name} is the same for all arms; give it as --{name}")
+
+
+def compare(plan: Plan, *, jobs: int = 1, command: str = "", console: Console | None = None) -> Path:
+    """Run whatever of the plan has not finished, `jobs` at a time, and write the page: its path.
+
+    One failed run does not stop the others. Raises `ConfigError` before anything runs when a folder holds a run of
+    another configuration; after Ctrl-C the runs in progress have saved themselves, the page is written, and
+    `KeyboardInterrupt` goes on.
+    """
+    if jobs < 1:
+        raise ConfigError(f"jobs must be >= 1, got {jobs}")
+    console = console or Console(soft_wrap=True)
+    left = [run for run in plan.runs if not _holds(run)]
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    with _alone(plan.folder) as lock:
+        _remember(plan, command)
+        console.print(f"{len(plan.runs)} runs in {plan.folder}, {len(plan.runs) - len(left)} of them finished before")
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job, and its runs, ignore it
+        try:
+            asyncio.run(_Launcher(plan, console, jobs=jobs, lock=lock).run(left))
+        except KeyboardInterrupt:
+            done = sum(map(_holds, plan.runs))
+            console.print(
+                f"[yellow]stopped with {done} of {len(plan.runs)} runs finished; the same command goes on:[/]"
+            )
+            console.print(command, markup=False, highlight=False)
+            raise
+        finally:
+            page = write_comparison(plan.folder)
+            console.print(f"comparison {page}", highlight=False)
+    return page
+
+
+def _holds(run: Planned) -> bool:
+    """Whether the folder holds this run, finished. ConfigError where it holds another one."""
+    if not (run.folder / CONFIG).is_file():
+        return False
+    defaults = flatten(plain(RunConfig(recipe="")))
+    found = defaults | flatten(RunFolder(run.folder).config())
+    wanted = flatten(plain(run.config))
+    differ = [name for name in wanted if name not in ("runs", "name") and found.get(name) != wanted[name]]
+    if differ:
+        told = ", ".join(f"{name} is {found.get(name)} and would be {wanted[name]}" for name in differ)
+        raise ConfigError(f"{run.folder} holds another run: {told}; choose another --name, or remove it")
+    return ended(run.folder)[0] == "finished"
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[int]:
+    """The folder for oneself. Runs inherit the lock: as long as one lives, nobody else begins."""
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{folder} is in use by another comparison, or by a run that one left behind") from None
+        yield file.fileno()
+
+
+def _remember(plan: Plan, command: str) -> None:
+    """Add to what was asked for: arms and seeds of an earlier command stay in the comparison."""
+    path = plan.folder / PLAN
+    before: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    runs = {run["folder"]: run for run in before.get("runs", [])}
+    runs |= {run.folder.name: {"arm": run.arm, "seed": run.config.seed, "folder": run.folder.name} for run in plan.runs}
+    commands = [*before.get("commands", []), command]
+    path.write_text(dumps({"commands": list(dict.fromkeys(commands)), "runs": list(runs.values())}, indent=2) + "\n")
+
+
+class _Launcher:
+    """Starts runs, `jobs` at a time, and says how it goes."""
+
+    def __init__(self, plan: Plan, console: Console, *, jobs: int, lock: int) -> None:
+        self._plan, self._console, self._jobs, self._lock = plan, console, jobs, lock
+        self._going: dict[str, Planned] = {}
+        self._took: list[float] = []
+        self._left = 0
+        self._facts = {"jobs": jobs, "commit": _commit(), "machine": _machine(), "versions": _versions()}
+
+    async def run(self, runs: Sequence[Planned]) -> None:
+        self._left = len(runs)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
+        pending = iter(runs)
+        # A run may need all cores: the terminal is looked at rarely, and only if there is one.
+        with Live(console=self._console, get_renderable=self._status, refresh_per_second=0.5, transient=True):
+            async with asyncio.TaskGroup() as workers:
+                for _ in range(self._jobs):
+                    workers.create_task(self._work(pending))
+
+    async def _work(self, pending: Iterator[Planned]) -> None:
+        for run in pending:
+            _set_aside(run)
+            began = time.monotonic()
+            self._going[run.folder.name] = run
+            self._note(run, "began", **self._facts, command=shlex.join(["afterimage", *run.command[3:]]))
+            try:
+                code = await self._process(run)
+            finally:
+                del self._going[run.folder.name]
+            self._left -= 1
+            self._took.append(time.monotonic() - began)
+            self._note(run, "ended", code=code)
+            state, why = ended(run.folder)
+            told = (
+                _success(run)
+                if state == "finished"
+                else f"[red]{state}[/]: {why or f'exit code {code}, see {run.log}'}"
+            )
+            self._console.print(
+                f"{run.folder.name}: {told} in {duration(self._took[-1])}; {self._left} runs left, {self._eta()}",
+                highlight=False,
+            )
+            if not self._going:
+                write_comparison(self._plan.folder)
+
+    async def _process(self, run: Planned) -> int:
+        with run.log.open("wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                *run.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                pass_fds=(self._lock,),
+            )
+            try:
+                return await process.wait()
+            except asyncio.CancelledError:
+                await _end(process)
+                raise
+
+    def _note(self, run: Planned, kind: str, **fields: Any) -> None:
+        with (self._plan.folder / LAUNCHES).open("a", encoding="utf-8") as file:
+            file.write(dumps({"kind": kind, "run": run.folder.name, "time": round(time.time()), **fields}) + "\n")
+
+    def _eta(self) -> str:
+        if not self._took:
+            return "time left is known after the first"
+        mean = sum(self._took) / len(self._took)
+        return f"about {duration(mean * max(self._left - len(self._going) / 2, 0) / self._jobs)} left"
+
+    def _status(self) -> Text:
+        first = len(self._plan.runs) - self._left + 1
+        going = "; ".join(f"{name} {_progress(run)}" for name, run in self._going.items())
+        return Text(f"run {first} of {len(self._plan.runs)}: {going}; {self._eta()}")
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """As Ctrl-C does: the run saves what there is, and is killed with all it began if that takes too long."""
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGINT)
+        try:
+            async with asyncio.timeout(GRACE_S):
+                await process.wait()
+        except TimeoutError:
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+
+def _set_aside(run: Planned) -> None:
+    """Keep an unfinished run under another name: it is begun again, never continued."""
+    if not run.folder.exists():
+        return
+    names = (f"{run.folder.name}-attempt{number}" for number in itertools.count(1))
+    name = next(name for name in names if not run.folder.with_name(name).exists())
+    run.folder.rename(run.folder.with_name(name))
+    if run.log.exists():
+        run.log.rename(run.log.with_name(f"{name}.log"))
+
+
+def _last_row(run: Planned) -> Mapping[str, Any]:
+    """The newest step, from the end of the file."""
+    path = run.folder / METRICS
+    if not path.is_file():
+        return {}
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 40_000))
+        lines = file.read().splitlines()
+    for line in reversed(lines):
+        with suppress(ValueError):
+            if isinstance(row := json.loads(line), dict):
+                return row
+    return {}
+
+
+def _progress(run: Planned) -> str:
+    row = _last_row(run)
+    success = (
+        f", success {percent(number(row.get('rollout/success')))}" if row.get("rollout/success") is not None else ""
+    )
+    return f"step {row.get('step', 0)} of {run.config.steps}{success}"
+
+
+def _success(run: Planned) -> str:
+    graded = [row["success"] for row in RunFolder(run.folder).rows(EVENTS) if row.get("kind") == "eval"]
+    return f"success {percent(number(graded[-1]), 1)} held out" if graded else "finished"
+
+
+def _machine() -> str:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{cores} cores of {names[0] if names else platform.machine()}"
+
+
+def _versions() -> str:
+    return f"Python {platform.python_version()}, " + ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
+
+
+def _commit() -> str:
+    """Of the code that runs, `-dirty` if it was changed since; empty outside a repository."""
+    root = Path(__file__).parent
+    try:
+        told = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return told.stdout.strip()

@@ -1,0 +1,98 @@
+"""What a run keeps so that every route can be tried on it afterwards: its versions, and the batches it trained on.
+
+    recorded/versions/000012.safetensors    the forward weights that were published as version 12
+    recorded/batches/000013.safetensors     what step 13 trained on: the sequences with a gradient
+
+Written aside and renamed, so that a file that is there is whole.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from afterimage.trajectory import Batch
+
+RECORDED = "recorded"
+"""Where a run folder holds its recording."""
+
+_LISTS = ("offsets", "episodes")
+"""Columns of a batch that are no tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedOn:
+    """A batch, the step that trained on it, and the version that the policy was then."""
+
+    step: int
+    version: int
+    batch: Batch
+
+
+class Recording:
+    """Writes. One file per version and per batch."""
+
+    def __init__(self, folder: Path) -> None:
+        self._versions, self._batches = folder / "versions", folder / "batches"
+        for made in (self._versions, self._batches):
+            made.mkdir(parents=True, exist_ok=True)
+
+    def version(self, number: int, weights: Mapping[str, Tensor]) -> None:
+        """The forward weights of a version, in full."""
+        _write(self._versions / _name(number), weights, {})
+
+    def batch(self, trained: TrainedOn) -> None:
+        columns = {field.name: getattr(trained.batch, field.name) for field in fields(Batch)}
+        columns |= {name: torch.tensor(columns[name], dtype=torch.long) for name in _LISTS}
+        about = {"step": str(trained.step), "version": str(trained.version)}
+        _write(self._batches / _name(trained.step), columns, about)
+
+
+class Recorded:
+    """Reads what a `Recording` wrote."""
+
+    def __init__(self, folder: Path) -> None:
+        """FileNotFoundError names what is missing: all of it, or a version that a batch needs."""
+        self._folder = folder
+        self.versions = _numbers(folder / "versions")
+        """Those that were published, in order."""
+        self.steps = _numbers(folder / "batches")
+        if not self.steps:
+            raise FileNotFoundError(f"no recorded batch in {folder}: record a run with --audit.record true")
+        needed = {version for step in self.steps for version in self._needed(step)}
+        if missing := sorted(needed - set(self.versions)):
+            raise FileNotFoundError(f"{folder / 'versions'} lacks versions {missing}, which recorded batches need")
+
+    def weights(self, version: int) -> dict[str, Tensor]:
+        return load_file(self._folder / "versions" / _name(version))
+
+    def batch(self, step: int) -> TrainedOn:
+        path = self._folder / "batches" / _name(step)
+        with safe_open(path, framework="pt") as file:
+            about = file.metadata()
+            columns: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        columns |= {name: tuple(columns[name].tolist()) for name in _LISTS}
+        return TrainedOn(int(about["step"]), int(about["version"]), Batch(**columns))
+
+    def _needed(self, step: int) -> set[int]:
+        trained = self.batch(step)
+        return {trained.version, *trained.batch.version[trained.batch.sampled].unique().tolist()}
+
+
+def _name(number: int) -> str:
+    return f"{number:06d}.safetensors"
+
+
+def _numbers(folder: Path) -> list[int]:
+    return sorted(int(path.stem) for path in folder.glob("*.safetensors"))
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], about: dict[str, str]) -> None:
+    aside = path.with_suffix(".part")
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, aside, metadata=about)
+    aside.replace(path)
