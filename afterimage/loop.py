@@ -126,7 +126,8 @@ async def learn(batch: Batch, parts: Parts, step: int) -> Mapping[str, Any]:
             await parts.beside(parts.trainer.backward, part)
         if number == 0 and parts.old.needs.closing:
             await parts.engine.interrupt()
-            await parts.beside(parts.old.closing, parts.policy, parts.ledger.of(parts.policy.version))
+            waiting = parts.ledger.of(parts.policy.version, besides=batch.episodes)
+            await parts.beside(parts.old.closing, parts.policy, waiting)
         with parts.log.span("trainer", f"step {step}"):
             await parts.beside(parts.trainer.step)
     parts.log.points({"step": step, **point} for point in [*parts.trainer.points(), *parts.auditor.points()])

@@ -7,7 +7,7 @@ versions somebody still needs.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
 from afterimage.config import staleness_bound
 from afterimage.trajectory import Batch, Group, Open
@@ -123,9 +123,11 @@ class Ledger:
         """Versions that some unconsumed piece was sampled with."""
         return frozenset(self._count)
 
-    def of(self, version: int) -> list[Open]:
-        """The unconsumed pieces of one version: partial, finished and queued."""
-        return [piece for pieces in self._pieces.values() for piece in pieces if piece.piece.version == version]
+    def of(self, version: int, *, besides: Collection[int] = ()) -> list[Open]:
+        """The unconsumed pieces of one version, partial, finished and queued, but for those of some episodes."""
+        passed = frozenset(besides)
+        held = (piece for episode, pieces in self._pieces.items() if episode not in passed for piece in pieces)
+        return [piece for piece in held if piece.piece.version == version]
 
 
 class StalenessError(AssertionError):

@@ -151,6 +151,7 @@ def test_ledger_pins_a_version_until_its_last_piece_is_settled() -> None:
         ledger.arrived(piece(episode, version))
     assert ledger.versions == {0, 1}
     assert [item.episode for item in ledger.of(1)] == [1, 2]
+    assert [item.episode for item in ledger.of(1, besides={2, 3})] == [1]
     ledger.settle([1])
     assert ledger.versions == {1}
     ledger.settle([2, 99])

@@ -71,7 +71,7 @@ class OldLogps(Protocol):
     def closing(self, policy: Policy, unscored: Sequence[Open]) -> None:
         """Last chance to score pieces of `policy.version` with the weights that sampled them.
 
-        `unscored` are all of its pieces that were not consumed before this batch: partial, finished and queued.
+        `unscored` are all of its pieces that no batch has had: partial, finished and queued.
         """
         ...
 

@@ -81,7 +81,6 @@ class Answers:
     def __init__(self, scoring: Scoring) -> None:
         self.scoring = scoring
         self._held: dict[Place, Tensor] = {}
-        self._asked: frozenset[int] = frozenset()
         self._forward_tokens = 0
 
     def hold(self, answers: Mapping[Place, Tensor], forward_tokens: int) -> None:
@@ -93,15 +92,13 @@ class Answers:
         self.hold(*score_pieces(policy, pieces, self.scoring))
 
     def lacking(self, pieces: Iterable[Open]) -> list[Open]:
-        """Those that have no answer, but for the episodes last asked about: they are consumed."""
-        lost = (piece for piece in pieces if place_of(piece) not in self._held)
-        return [piece for piece in lost if piece.episode not in self._asked]
+        """Those that have no answer."""
+        return [piece for piece in pieces if place_of(piece) not in self._held]
 
     def ask(self, policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
         """`(values [T], answered [T])`. What `policy` is still at it answers itself; 0 where nobody can answer."""
         values = torch.zeros(len(batch.tokens), dtype=torch.promote_types(policy.dtype, torch.float32))
         answered = torch.zeros_like(batch.sampled)
-        self._asked = frozenset(batch.episodes)
         held: dict[int, list[tuple[int, Tensor]]] = {}
         for place, answer in self._held.items():
             held.setdefault(place.episode, []).append((place.start, answer))
