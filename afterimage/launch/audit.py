@@ -83,7 +83,10 @@ def audit(
 
 
 def variants(own: OldLogpsConfig, routes: Sequence[str], alphas: Sequence[float]) -> list[OldLogpsConfig]:
-    """The run's route with the run's options, the others with their defaults, interpolations at each alpha too."""
+    """The run's route with the run's options, the others with their defaults.
+
+    Interpolations at each alpha too, and two averages beside the one.
+    """
     for name in routes:
         if name not in ROUTES:
             raise ConfigError(f"there is no route {name!r}{nearest(name, ROUTES)}")
@@ -93,6 +96,8 @@ def variants(own: OldLogpsConfig, routes: Sequence[str], alphas: Sequence[float]
             tried.append(own if route == own.route else OldLogpsConfig(route=route))
             if route.startswith("interp_prox"):
                 tried += [OldLogpsConfig(route=route, alpha=alpha) for alpha in alphas]
+            if route == "ppo_ewma_async":
+                tried.append(OldLogpsConfig(route=route, averages=2))
     return list(dict.fromkeys(tried))
 
 
