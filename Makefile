@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: setup demo test check base-policy bench bench-demo bench-retail bench-compare bench-routes report
+.PHONY: setup demo test check base-policy bench bench-demo bench-retail bench-compare bench-routes bench-audit report
 
 setup: .venv/.ready
 
@@ -47,6 +47,10 @@ bench-compare: setup
 # One core, minutes: what each route costs, and how wrong it is.
 bench-routes: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/routes.py
+
+# Minutes: every route replayed on one recorded run, against the theory.
+bench-audit: setup
+	$(BIN)/python benchmarks/audit.py
 
 report: setup
 	$(BIN)/afterimage report $(RUN)

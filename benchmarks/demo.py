@@ -10,7 +10,6 @@ already holds is not run again. Writes a dated table under benchmarks/results/.
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -23,7 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from afterimage import recipes
 from afterimage.build import SHIPPED_POLICY
-from afterimage.launch.local import Grade, cores, evaluate
+from afterimage.launch.local import Grade, evaluate
+from afterimage.launch.machine import commit, cores, machine, versions
 from afterimage.observe.metrics import RunFolder
 from afterimage.recipes.base_policy.practice import Practice
 from afterimage.recipes.base_policy.train import continue_training
@@ -101,12 +101,11 @@ def read(seed: int, folder: Path) -> Outcome:
 
 
 def table(outcomes: list[Outcome], command: str) -> str:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     lines = [
         f"# The demo and its control, {date.today()}",
         "",
-        f"`{command}` at commit {commit}, {cores()} cores of {_processor()}, Python {platform.python_version()}, "
-        f"torch {torch.__version__}. Success on 256 held-out tasks, sampled at temperature 1; 95% Wilson intervals.",
+        f"`{command}` at commit {commit()}, {machine()}, {versions()}. "
+        "Success on 256 held-out tasks, sampled at temperature 1; 95% Wilson intervals.",
         "",
         "| seed | base policy | after RL | more supervised training | minutes | steps | tokens by lag 0 / 1 / 2 "
         "| trajectories of several versions | staleness seen / bound |",
@@ -132,13 +131,6 @@ def table(outcomes: list[Outcome], command: str) -> str:
 def _graded(success: float, tasks: int = 256) -> str:
     grade = Grade(round(success * tasks), tasks)
     return f"{grade.success:.1%} ({grade.low:.0%} to {grade.high:.0%})"
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def main() -> None:

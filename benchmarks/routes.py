@@ -9,8 +9,6 @@ in alternating repeats, and every route. Writes a dated file under benchmarks/re
 """
 
 import argparse
-import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +28,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from afterimage.build import build_correction, build_objective, build_old_logps
 from afterimage.config import CorrectionConfig, ObjectiveConfig, OldLogpsConfig, Route, TrainerConfig
-from afterimage.launch.local import cores
+from afterimage.launch.machine import commit, machine, versions
 from afterimage.old_logps import Scoring
 from afterimage.old_logps.rollout import Rollout
 from afterimage.policy import Packed, Policy
@@ -408,26 +406,17 @@ def main() -> None:
         size = Size(Path(folder), *(getattr(chosen, each.name) for each in fields(Size)[1:]))
         size.make()
         lines = measure(size, chosen.rates, chosen.repeats)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     head = [
         f"# What the routes cost, {date.today()}",
         "",
-        f"`python benchmarks/routes.py {' '.join(sys.argv[1:])}`".replace(" `", "`") + f" on top of commit {commit}, "
-        f"{chosen.threads} of {cores()} cores of {processor()}, Python {platform.python_version()}, torch "
-        f"{torch.__version__}, {(time.monotonic() - began) / 60:.1f} minutes.",
+        f"`python benchmarks/routes.py {' '.join(sys.argv[1:])}`".replace(" `", "`") + f" at commit {commit()}, "
+        f"{chosen.threads} of {machine()}, {versions()}, {(time.monotonic() - began) / 60:.1f} minutes.",
         "",
     ]
     text = "\n".join(head + lines) + "\n"
     chosen.out.parent.mkdir(exist_ok=True)
     chosen.out.write_text(text)
     CONSOLE.print(f"{text}\n{chosen.out}", markup=False)
-
-
-def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 if __name__ == "__main__":

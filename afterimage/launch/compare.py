@@ -10,7 +10,6 @@ import fcntl
 import itertools
 import json
 import os
-import platform
 import re
 import shlex
 import signal
@@ -21,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from rich.live import Live
 from rich.text import Text
 
 from afterimage.config import ConfigError, RunConfig
+from afterimage.launch.machine import commit, machine, versions
 from afterimage.lint import check
 from afterimage.observe.compare import LAUNCHES, PLAN, ended
 from afterimage.observe.compare_page import write_comparison
@@ -46,7 +45,6 @@ NEEDS = {
 SHARED = ("runs", "name", "seed", "steps", "minutes", "schedule.groups_per_step", "schedule.group_size")
 """Knobs that an arm cannot have of its own, nor any of `eval`: they make the runs comparable."""
 
-LIBRARIES = ("afterimage", "torch", "transformers")
 
 GRACE_S = 90.0
 """Seconds that a run has to save itself after Ctrl-C."""
@@ -232,7 +230,7 @@ class _Launcher:
         self._going: dict[str, Planned] = {}
         self._took: list[float] = []
         self._left = 0
-        self._facts = {"jobs": jobs, "commit": _commit(), "machine": _machine(), "versions": _versions()}
+        self._facts = {"jobs": jobs, "commit": commit(), "machine": machine(), "versions": versions()}
 
     async def run(self, runs: Sequence[Planned]) -> None:
         self._left = len(runs)
@@ -351,28 +349,3 @@ def _progress(run: Planned) -> str:
 def _success(run: Planned) -> str:
     graded = [row["success"] for row in RunFolder(run.folder).rows(EVENTS) if row.get("kind") == "eval"]
     return f"success {percent(number(graded[-1]), 1)} held out" if graded else "finished"
-
-
-def _machine() -> str:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{cores} cores of {names[0] if names else platform.machine()}"
-
-
-def _versions() -> str:
-    return f"Python {platform.python_version()}, " + ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
-
-
-def _commit() -> str:
-    """Of the code that runs, `-dirty` if it was changed since; empty outside a repository."""
-    root = Path(__file__).parent
-    try:
-        told = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return told.stdout.strip()

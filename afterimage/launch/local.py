@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import os
 import time
 import traceback
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from rich.markup import escape
 from afterimage import loop
 from afterimage.build import build, build_machine
 from afterimage.config import ConfigError, RunConfig
+from afterimage.launch.machine import cores
 from afterimage.lint import check
 from afterimage.observe.live import LiveDisplay
 from afterimage.observe.metrics import RunFolder, RunLog
@@ -173,8 +173,3 @@ def evaluate(trained: Path, config: RunConfig, *, console: Console | None = None
 def share_processor(config: RunConfig) -> None:
     """Divide the cores between trainer and engine: with more threads than cores both run many times slower."""
     torch.set_num_threads(config.trainer.threads or max(1, cores() - config.engine.threads))
-
-
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
