@@ -58,10 +58,15 @@ class Truth:
     logp: Tensor
 
     def compare(self, prox: Tensor, judge: Judge) -> Audited:
-        """With what a route says, `[T]`. Tokens of no version's policy have no truth and are left out."""
+        """With what a route says, `[T]`.
+
+        Tokens of no version's policy have no truth: they are left out, and where they share a unit with others the
+        verdict on these is taken with the route's value for them both times.
+        """
         batch, where = self.batch, has_clean_behavior(self.batch)
-        dropped = [~judge.correction(old_logp, batch).keep for old_logp in (prox, self.old_logp)]
-        clipped = [judge.surrogate(self.logp, old_logp, batch).clipped for old_logp in (prox, self.old_logp)]
+        both = (prox, torch.where(where, self.old_logp, prox))
+        dropped = [~judge.correction(old_logp, batch).keep for old_logp in both]
+        clipped = [judge.surrogate(self.logp, old_logp, batch).clipped for old_logp in both]
         tokens = Tokens(
             prox, self.old_logp, self.logp, batch.behavior_logp, self.version - batch.version, batch.sequence, where
         )

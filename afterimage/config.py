@@ -196,18 +196,18 @@ EWMA_BETA = 0.5
 _OF_ROUTES: dict[str, tuple[str, ...]] = {
     "alpha": ("interp_prox_loglinear", "interp_prox_linear"),
     "fresh": ("interp_prox_loglinear", "interp_prox_linear"),
-    "beta": ("ewma_prox", "ppo_ewma_async", "eager"),
-    "update_every": ("ewma_prox", "eager"),
+    "beta": ("ewma_prox", "ppo_ewma_async"),
+    "update_every": ("ewma_prox",),
     "averages": ("ppo_ewma_async",),
     "reset_below": ("ppo_ewma_async",),
     "reset_patience": ("ppo_ewma_async",),
     "reset_cooldown": ("ppo_ewma_async",),
     "fallback": ("eager",),
-    "storage": ("snapshot_old", "eager"),
-    "memory_gb": ("snapshot_old", "eager"),
-    "spill": ("snapshot_old", "eager"),
+    "storage": ("snapshot_old",),
+    "memory_gb": ("snapshot_old",),
+    "spill": ("snapshot_old",),
 }
-"""Which routes read an option."""
+"""Which routes read an option. `eager` hands its own on to its fallback."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,12 +254,12 @@ class OldLogpsConfig:
         _within("old_logps", 0, 0.9999, beta=self.beta or 0.0)
         if self.beta is not None and self.averages > 1:
             raise ConfigError("old_logps.averages must be 1 with a fixed old_logps.beta: all would have the same age")
+        reading = {self.route} | ({self.fallback} if self.route == "eager" else set())
         for known in fields(self):
             routes = _OF_ROUTES.get(known.name, (self.route,))
-            if self.route not in routes and getattr(self, known.name) != known.default:
-                raise ConfigError(
-                    f"old_logps.{known.name} is an option of {', '.join(routes)}; the route is {self.route}"
-                )
+            if not reading & set(routes) and getattr(self, known.name) != known.default:
+                told = f"eager with the fallback {self.fallback}" if self.route == "eager" else self.route
+                raise ConfigError(f"old_logps.{known.name} is an option of {', '.join(routes)}; the route is {told}")
 
     @property
     def exact(self) -> bool:

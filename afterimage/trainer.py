@@ -186,7 +186,8 @@ class Trainer:
         """Of the batch last prepared, once all its parts are done."""
         costs = dict(self.old.costs())
         costs["forward_tokens"] = costs.get("forward_tokens", 0.0) + self._tally.now_tokens
-        return self._tally.metrics() | {f"old_logps/{name}": value for name, value in costs.items()}
+        named = {name if "/" in name else f"old_logps/{name}": value for name, value in costs.items()}
+        return self._tally.metrics() | named
 
     def points(self) -> list[dict[str, float]]:
         """`log_d`, `log_s` and `lag` of some action tokens of that batch, for plots."""

@@ -26,6 +26,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from afterimage import audit
 from afterimage.build import build_correction, build_objective, build_old_logps
 from afterimage.config import CorrectionConfig, ObjectiveConfig, OldLogpsConfig, Route, TrainerConfig
 from afterimage.launch.machine import commit, machine, versions
@@ -222,8 +223,9 @@ def play(name: Route, size: Size, history: History, batches: Sequence[Sequence[C
         advance(policy, history, version)
         with timed(played.published_s):
             route.published(policy, live(version))
-        pieces = list(pieces_of(batches[version : version + 3], version))
-        for piece in pieces:
+        own = list(pieces_of(batches[version : version + 1], version))
+        waiting = list(pieces_of(batches[version + 1 : version + 3], version))
+        for piece in (*own, *waiting):
             route.arrived(piece)
         with timed(played.idle_s):
             while route.idle(policy):
@@ -239,7 +241,7 @@ def play(name: Route, size: Size, history: History, batches: Sequence[Sequence[C
             played.logps_s[-1] = 0.0
         with timed(played.closing_s):
             if route.needs.closing:
-                route.closing(policy, pieces)
+                route.closing(policy, waiting)
         route.trained(policy, 1.0)
         played.costs = route.costs()
     played.models = route.needs.resident_models
@@ -315,6 +317,12 @@ def route_rows(size: Size, histories: Sequence[History]) -> list[str]:
         batches = spoken(size, history)
         batch = collate(batches[-1])
         truth = score_alone(size, history, batch, "bfloat16")
+        last = len(history.copies) - 1
+        newest = replace(batch, version=torch.where(batch.sampled, last, -1))
+        now = score_alone(size, history, newest, "bfloat16")
+        policy = size.policy()
+        policy.load_weights(history.copies[last])
+        noise = (size.scoring(policy, batch, batch.sampled).logp - now)[batch.sampled].std().item()
         for name, cells in rows.items():
             CONSOLE.print(f"lr {history.rate:g}: {name}")
             played = play(name, size, history, batches)
@@ -324,9 +332,16 @@ def route_rows(size: Size, histories: Sequence[History]) -> list[str]:
                 resident = played.costs.get("resident_bytes", 0.0) / copy
                 cells += [f"{played.extra_s / step:+.1%}", f"{median(played.idle_s[WARM:]) / step:.1%}"]
                 cells += [f"{resident:.2f}", str(played.models), f"{exact:.0%}"]
-            error = (played.values - truth)[batch.sampled].abs().mean().item()
-            cells.append(f"{error:.2e}")
+            tokens = audit.Tokens(
+                played.values, truth, now, batch.behavior_logp, last - batch.version, batch.sequence, batch.sampled
+            )
+            error, leaks = audit.decomposition_error(tokens), audit.leaks(tokens, noise=noise)
+            cells += [told(error, "{:.2e}"), f"{told(leaks.staleness, '{:.2f}')}, {told(leaks.discrepancy, '{:.2f}')}"]
     return [f"| `{name}` | " + " | ".join(cells) + " |" for name, cells in rows.items()]
+
+
+def told(estimate: audit.Estimate | None, form: str) -> str:
+    return "—" if estimate is None else form.format(estimate.value)
 
 
 def spread(values: Sequence[float]) -> str:
@@ -380,12 +395,13 @@ def measure(size: Size, rates: Sequence[float], repeats: int) -> list[str]:
         f"step of `rollout` ({step:.2f} s); a route that works while the trainer waits has it under idle. Resident",
         "copies are beside the movable models. The error is the mean of abs(prox - old_logp) over action tokens, the",
         "truth from full copies, each sequence run alone: for exact routes it is bfloat16's packing noise. `mu` is a",
-        "float32 engine's.",
+        "float32 engine's. The leaks are the shares of staleness (s) and of discrepancy (d) that land in the other",
+        "factor; — where a factor is under ten times the noise. No engine runs beside: `old_logit_model` has a core.",
         "",
         "| route | extra time a step | idle time | resident copies | movable models | exact share | "
-        + " | ".join(f"error at {history.rate:g}" for history in histories)
+        + " | ".join(f"error at {history.rate:g} | leaks s, d" for history in histories)
         + " |",
-        "|---|---|---|---|---|---|" + "---|" * len(histories),
+        "|---|---|---|---|---|---|" + "---|---|" * len(histories),
     ]
     return lines + route_rows(size, histories)
 

@@ -407,9 +407,11 @@ def test_a_replayed_route_hears_what_it_would_have_heard(recorded_run: Path, mon
     for version in range(4):
         needed = {held for at in batches[version:] for held in at.batch.version.unique().tolist() if held >= 0}
         of_version = sum(piece.piece.version == version for piece in pieces)
+        passed = batches[version].batch.episodes
+        waiting = sum(piece.piece.version == version and piece.episode not in passed for piece in pieces)
         expected += [("published", version, sorted({held for held in needed if held <= version} | {version}))]
         expected += [("idle", of_version), ("idle", 0), ("logps",)]
-        expected += [("closing", {version} if of_version else set(), of_version)]
+        expected += [("closing", {version} if waiting else set(), waiting)]
         if version < 3:
             expected += [("trained", weigh(recorded, version + 1))]
     assert route.heard == [*expected, ("close",)]
@@ -443,3 +445,16 @@ def test_what_cannot_be_audited_says_why(recorded_run: Path, tmp_path: Path) -> 
     with pytest.raises(SystemExit) as left:
         main(["audit", str(recorded_run), "--routes", "rollout", "--alpha", "half"])
     assert left.value.code == 2
+
+
+def test_a_token_without_a_truth_does_not_spoil_the_verdict_on_its_neighbours() -> None:
+    """One unclean token in a sequence judged as a whole: the true verdict on the others takes no 0 for it."""
+    batch = collate([episode(0, [3, (4, 0), (2, 0, False)])])
+    exact = batch.behavior_logp + 0.01 * batch.sampled
+    judge = Judge(
+        build_correction(CorrectionConfig(control="mask", low=0.9, high=1.1, unit="sequence")),
+        build_objective(ObjectiveConfig()).surrogate,
+    )
+    truth = torch.where(batch.clean & batch.sampled, exact, 0.0)
+    audited = Truth(batch, 1, truth, exact).compare(exact, judge)
+    assert audited.dropped.shape == (2, 4) and not audited.dropped.any()

@@ -38,7 +38,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("train", "retail", "--tensorboard", "perhaps"), "--tensorboard: must be true or false, got 'perhaps'"),
         (
             ("train", "retail", "--old_logps.route", "rollout"),
-            "a weight on D (mask_weight) counts the discrepancy twice: the loss is anchored on mu",
+            "a weight on D (mask_weight) beside a loss that is anchored on mu",
         ),
         (("lint", "retial"), "unknown recipe 'retial'; did you mean retail?"),
         (("train",), "the following arguments are required: recipe"),

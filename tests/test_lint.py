@@ -126,9 +126,9 @@ REFUSED = [
         "--old_logps.route rollout --correction.control none --correction.veto_below 0.1",
         "D is identically 1, veto_below can never act",
     ),
-    ("--old_logps.route rollout", "a weight on D (mask_weight) counts the discrepancy twice"),
-    ("--old_logps.route rollout --correction.control truncate", "a weight on D (truncate) counts"),
-    ("--old_logps.route interp_prox_loglinear --old_logps.alpha 0", "counts the discrepancy twice"),
+    ("--old_logps.route rollout", "a weight on D (mask_weight) beside a loss"),
+    ("--old_logps.route rollout --correction.control truncate", "a weight on D (truncate) beside"),
+    ("--old_logps.route interp_prox_loglinear --old_logps.alpha 0", "beside a loss that is anchored on mu"),
     *(
         (f"--old_logps.route {route} --correction.control none", "D is neither bounded nor weighted")
         for route in (
@@ -306,10 +306,23 @@ def test_train_refuses_before_anything_is_made(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refusal:
         local.train(config, console=Console(file=StringIO()))
     lines = str(refusal.value).splitlines()
-    assert len(lines) == 2 and "counts the discrepancy twice" in lines[0] and "nothing to look ahead at" in lines[1]
+    assert (
+        len(lines) == 2
+        and "beside a loss that is anchored on mu" in lines[0]
+        and "nothing to look ahead at" in lines[1]
+    )
     assert not (tmp_path / "runs").exists()
 
 
 def test_baseline_lifts_only_what_is_1_by_construction() -> None:
     kept = configured("--old_logps.baseline true --engine.keep_cache true")
     assert len(check(kept).refusals) == 1
+
+
+@pytest.mark.parametrize(
+    ("fallback", "option"),
+    [("snapshot_old", "beta 0.3"), ("interrupt_sync", "storage full"), ("ewma_prox", "spill true")],
+)
+def test_an_option_that_the_fallback_does_not_read_is_refused_by_the_name_of_both(fallback: str, option: str) -> None:
+    with pytest.raises(ConfigError, match=f"the route is eager with the fallback {fallback}"):
+        configured(f"--old_logps.route eager --old_logps.fallback {fallback} --old_logps.{option}")

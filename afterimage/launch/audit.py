@@ -168,10 +168,10 @@ class Spent:
 
     def add(self, old: OldLogps) -> None:
         for name, value in old.costs().items():
-            if name in ("resident_bytes", "versions"):
-                self.held[name] = max(value, self.held.get(name, 0.0))
-            else:
+            if name.endswith(("_s", "forward_tokens")):
                 self.summed[name] += value
+            else:  # a level: bytes at most, ages and shares as they were last
+                self.held[name] = max(value, self.held.get(name, 0.0)) if "bytes" in name else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +264,9 @@ class Replay:
         with spent.clock():
             answer = old.logps(truth.batch, truth.logp if reads else torch.empty(0))
             if old.needs.closing:
-                old.closing(self.policy, self.pieces.get(truth.version, []))
+                passed = frozenset(truth.batch.episodes)
+                held = self.pieces.get(truth.version, [])
+                old.closing(self.policy, [piece for piece in held if piece.episode not in passed])
         if old.needs.now:
             seconds, tokens = self.now[truth.version]
             spent.seconds += seconds

@@ -55,9 +55,9 @@ def _double_count(config: RunConfig) -> Finding | None:
     control = config.correction.control
     if control not in ("truncate", "mask_weight") or not d_is_one(config) or config.old_logps.baseline:
         return None
-    why = "the loss is anchored on mu, so S = pi / mu holds the discrepancy already, and D is identically 1"
+    why = "S = pi / mu holds the whole ratio: a weight D beside it would count it twice, and behind this proxy it is 1"
     fix = f"--correction.control none, or {_EXACT_ROUTE}, or --old_logps.baseline true"
-    return Finding(f"a weight on D ({control}) counts the discrepancy twice", why, fix)
+    return Finding(f"a weight on D ({control}) beside a loss that is anchored on mu", why, fix)
 
 
 def _missing_half(config: RunConfig) -> Finding | None:

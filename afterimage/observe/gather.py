@@ -5,13 +5,15 @@ import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from afterimage.observe.metrics import EVENTS, METRICS, SAMPLES, TRAJECTORIES, Row, RunFolder
 from afterimage.observe.words import is_exact, number
 
 MAX_POINTS, MAX_SPANS, MAX_FAILURES, MAX_LAG = 20_000, 4_000, 20, 99
 Z95 = 1.959964
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +243,9 @@ def _exams(rows: Iterable[Row], events: Iterable[Row], tasks: int) -> list[Exam]
 
 
 def _points(rows: Iterable[Row]) -> tuple[list[Point], list[Audited], int]:
-    """An even sample of at most `MAX_POINTS`, the same for the same file, the audited ones, and how many there were."""
+    """Even samples of at most `MAX_POINTS`, plain and audited, the same for a file; how many plain ones there were."""
     rng, kept, audited, seen = random.Random(0), list[Point](), list[Audited](), 0
+    seen_audited = 0
     for row in rows:
         lag, log_d, log_s = (number(row.get(name)) for name in ("lag", "log_d", "log_s"))
         if lag is None or log_d is None or log_s is None or not 0 <= lag <= MAX_LAG:
@@ -250,15 +253,20 @@ def _points(rows: Iterable[Row]) -> tuple[list[Point], list[Audited], int]:
         point = Point(int(lag), log_d, log_s)
         true_d, true_s = number(row.get("true_log_d")), number(row.get("true_log_s"))
         if true_d is not None and true_s is not None:
-            if len(audited) < MAX_POINTS:
-                audited.append(Audited(point, Point(int(lag), true_d, true_s)))
+            seen_audited += 1
+            _sample(audited, Audited(point, Point(int(lag), true_d, true_s)), seen_audited, rng)
             continue
         seen += 1
-        if len(kept) < MAX_POINTS:
-            kept.append(point)
-        elif (place := rng.randrange(seen)) < MAX_POINTS:
-            kept[place] = point
+        _sample(kept, point, seen, rng)
     return kept, audited, seen
+
+
+def _sample(kept: list[T], item: T, seen: int, rng: random.Random) -> None:
+    """Reservoir sampling: of `seen` items so far, this one the last, each is among the kept ones as likely."""
+    if len(kept) < MAX_POINTS:
+        kept.append(item)
+    elif (place := rng.randrange(seen)) < MAX_POINTS:
+        kept[place] = item
 
 
 def succeeded(record: Mapping[str, Any]) -> bool:

@@ -49,9 +49,17 @@ class Needs:
 
 
 class OldLogps(Protocol):
-    """`logps` answers for every action token of a batch. Called from the trainer's thread only, but for `arrived`."""
+    """`logps` answers for every action token of a batch.
+
+    `arrived` is called on the event loop, at any time. All else is called one at a time: in the trainer's thread, or
+    on the event loop while that thread is idle (`costs`, `events`, `close`).
+    """
 
     needs: Needs
+
+    def publishing(self, policy: Policy) -> None:
+        """Before any engine gets `policy.version`. May wait for what the route has to do about earlier versions."""
+        ...
 
     def published(self, policy: Policy, live: Collection[int]) -> None:
         """Every engine holds `policy.version`, and all pieces of earlier versions have arrived.
@@ -90,7 +98,10 @@ class OldLogps(Protocol):
         ...
 
     def costs(self) -> Mapping[str, float]:
-        """What it took since the last call (`forward_tokens`, `restore_s`) and what it holds (`resident_bytes`)."""
+        """What it took since the last call (`forward_tokens`, `restore_s`) and what it holds (`resident_bytes`).
+
+        Names without a room of their own are reported as `old_logps/<name>`.
+        """
         ...
 
     def events(self) -> list[dict[str, Any]]:
@@ -112,6 +123,8 @@ class Passive:
     """A route that keeps nothing and costs nothing: what the others do differently is all they have to say."""
 
     needs = Needs()
+
+    def publishing(self, policy: Policy) -> None: ...
 
     def published(self, policy: Policy, live: Collection[int]) -> None: ...
 

@@ -18,9 +18,7 @@ class Average:
     age of what it holds, in updates; it tends to beta / (1 - beta).
     """
 
-    def __init__(self, *, device: torch.device | str | None = None) -> None:
-        """`device` None keeps it where the weights are."""
-        self._device = device
+    def __init__(self) -> None:
         self.weight = 0.0
         self.age = 0.0
         self.tensors: dict[str, Tensor] = {}
@@ -33,13 +31,13 @@ class Average:
             return
         self.weight, self.age = proxies.averaged(self.weight, self.age, beta=beta)
         for name, mean in self.tensors.items():
-            mean += (_wide(theta[name]).to(mean.device) - mean) / self.weight
+            mean += (_wide(theta[name]) - mean) / self.weight
 
     @torch.no_grad()
     def reset(self, theta: Mapping[str, Tensor]) -> None:
         """`ewma <- theta`, of weight 1 and age 0."""
         self.weight, self.age = 1.0, 0.0
-        self.tensors = {name: _wide(tensor).to(self._device, copy=True) for name, tensor in theta.items()}
+        self.tensors = {name: _wide(tensor).clone() for name, tensor in theta.items()}
 
     @property
     def bytes(self) -> int:

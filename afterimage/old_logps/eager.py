@@ -18,7 +18,8 @@ class Eager(Passive):
     """Exact for what arrived in time and for what the trainer still is at; `fallback` answers the rest.
 
     Finished turns stream in. What is sampled after the first optimizer step of a batch never is in time. Which share
-    of the tokens asked about was, is reported as `eager_exact_fraction`; a trainer that never waits covers about none.
+    of the tokens asked about was, is reported as `eager/exact_fraction`; a trainer that never waits covers those of lag
+    0, which it scores when it is asked, and about none beside.
     """
 
     def __init__(self, policy: Policy, *, scoring: Scoring, fallback: OldLogps) -> None:
@@ -30,6 +31,9 @@ class Eager(Passive):
         self._waiting: dict[int, Backlog] = {}
         """By version."""
         self._asked = self._covered = 0
+
+    def publishing(self, policy: Policy) -> None:
+        self.fallback.publishing(policy)
 
     def published(self, policy: Policy, live: Collection[int]) -> None:
         self._policy = policy
@@ -61,7 +65,7 @@ class Eager(Passive):
         exact = covered & has_clean_behavior(batch)
         rest = batch.sampled & ~covered
         self._asked += int(batch.sampled.sum())
-        self._covered += int(covered.sum())
+        self._covered += int(exact.sum())
         left = [i for i, (start, end) in enumerate(batch.spans()) if rest[start:end].any()]
         if left:
             part, index = replace(batch, sampled=rest).select(left)
@@ -75,7 +79,7 @@ class Eager(Passive):
         spent = {
             **theirs,
             "forward_tokens": theirs.get("forward_tokens", 0.0) + self._answers.spent(),
-            "eager_exact_fraction": self._covered / max(1, self._asked),
+            "eager/exact_fraction": self._covered / max(1, self._asked),
         }
         self._asked = self._covered = 0
         return spent

@@ -33,8 +33,9 @@ class PpoEwmaAsync(Passive):
     """`prox` from averages whose age follows the staleness of the batch (arXiv 2605.12070; algorithm.md, section 3).
 
     The weights of a version are added once, when its first batch is scored, with the decay that leaves the average as
-    old as the batch's action tokens are in the mean. With several averages the tokens are ranked by their lag and cut
-    into equal shares: each average follows the mean of one share, and a token takes the one nearest to its own lag.
+    old as the batch's action tokens with an advantage are in the mean. With several averages these tokens are ranked by
+    lag and cut into equal shares: each average follows the mean of one share, and a token takes the one nearest to its
+    own lag.
     `beta` fixes the decay (of a single average) instead. Never exact.
     """
 
