@@ -37,10 +37,11 @@ bench-demo: setup
 bench-retail: setup
 	$(BIN)/python benchmarks/retail_degenerate.py
 
-# The routes against each other where staleness hurts: hours. What was cut short goes on.
+# The routes against each other where staleness hurts, timed without the audit: hours. What was cut short goes on.
 bench-compare: setup
 	$(BIN)/afterimage compare retail --name compare-routes --seeds 5 \
-		--routes rollout current_recompute interp_prox_loglinear ewma_prox ppo_ewma_async snapshot_old \
+		--routes rollout current_recompute interp_prox_loglinear ppo_ewma_async snapshot_old \
+		--arms "ewma_prox: old_logps.route=ewma_prox old_logps.beta=0.75" --audit.share 0 \
 		--schedule.max_staleness 6 --schedule.groups_per_step 8 --trainer.lr_schedule constant \
 		--steps 60 --eval.tasks 128 --eval.every 20
 

@@ -1,10 +1,12 @@
-"""Promises: a comparison's intervals, paired differences and equal wall-clock are those worked out by hand; what did
-not finish is shown and is in no mean; times are compared only of runs that were alone. Every run's configuration is
-checked before the first begins; runs that finished are kept, others begun again, one failure stops nobody else, and
-Ctrl-C ends the run in progress; the page escapes what it shows and draws inside its frames."""
+"""Promises: a comparison's intervals, paired differences, equal tokens and equal wall-clock are those worked out by
+hand; what did not finish is shown and is in no mean; times are compared only of runs that were alone. Every run's
+configuration is checked before the first begins, and what the linter says of the arms is shown; runs that finished are
+kept, others begun again, one failure stops nobody else, runs at the same time have cores of their own, and Ctrl-C ends
+the run in progress; the page escapes what it shows and draws inside its frames."""
 
 import io
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -18,15 +20,25 @@ from rich.console import Console
 from afterimage import cli
 from afterimage.config import ConfigError, EvalConfig, OldLogpsConfig, RunConfig
 from afterimage.launch import compare as launcher
-from afterimage.launch.compare import Arm, Plan, Planned, compare, plan
-from afterimage.observe.compare import Comparison, Estimate, estimate, read_comparison, t975
-from afterimage.observe.compare_page import equal_clock, findings, page, remarks, tables, write_comparison
+from afterimage.launch.compare import NEEDS, Arm, Plan, Planned, compare, plan
+from afterimage.observe.compare import Budget, Comparison, Estimate, estimate, read_comparison, t975
+from afterimage.observe.compare_page import (
+    UNCOUNTED,
+    equal_clock,
+    equal_steps,
+    equal_tokens,
+    findings,
+    page,
+    remarks,
+    tables,
+    write_comparison,
+)
 from afterimage.observe.metrics import RunLog, dumps
 from tests.fake_run import FakeClock, fake_config, fake_run
 
 
-def trial(folder: Path, *, seed: int, exams: Sequence[float], step_s: float = 60.0, exam_s: float = 30.0) -> None:
-    """A finished run that was evaluated before the first and after every step, each step taking `step_s`."""
+def trial(folder: Path, *, seed: int, exams: Sequence[float], step_s: float = 60.0, tokens: float = 50.0) -> None:
+    """A finished run, evaluated before the first and after every step, each step taking `step_s` and `tokens`."""
     clock = FakeClock()
     config = replace(fake_config(steps=len(exams) - 1, seed=seed), eval=EvalConfig(every=1))
     with RunLog.create(folder, config, clock=clock) as log:
@@ -35,8 +47,8 @@ def trial(folder: Path, *, seed: int, exams: Sequence[float], step_s: float = 60
             if step:
                 clock.now += step_s
             with log.span("eval"):
-                clock.now += exam_s
-            more = {"rollout/success": success, "correction/kept_share": 0.9, "schedule/staleness_histogram": {"1": 50}}
+                clock.now += 30.0
+            more = {"rollout/success": success, "correction/kept_share": 0.9, "trainer/action_tokens": tokens}
             log.write(step, {"eval/success": success, **(more if step else {})})
         log.event("stopped", reason="finished")
 
@@ -107,15 +119,49 @@ def test_only_seeds_that_both_arms_finished_are_paired(tmp_path: Path) -> None:
 
 def test_equal_wall_clock_is_the_quickest_runs_training_time(tmp_path: Path) -> None:
     found = three_seeds(tmp_path)
-    assert found.minutes == pytest.approx(1.0)  # two steps of 30 s; starting and evaluating are not training
+    quickest = Budget("minutes", pytest.approx(1.0))  # two steps of 30 s; starting and evaluating are not training
+    assert found.smallest("minutes") == quickest
     assert [trial.minutes for trial in found.trials if trial.seed == 1] == pytest.approx([2.0, 2.0])
     ewma = next(arm for arm in found.arms if arm.name == "ewma_prox")
-    assert [trial.after(1.0) for trial in ewma.finished] == pytest.approx([0.80, 0.6, 0.6])
-    assert [trial.after(1.5) for trial in ewma.finished[1:]] == pytest.approx([0.75, 0.65])
-    assert ewma.finished[0].after(1.5) is None
-    assert values(found.success(ewma, 1.0))[0] == pytest.approx(2.0 / 3)
+    one, longer = Budget("minutes", 1.0), Budget("minutes", 1.5)
+    assert [trial.after(one) for trial in ewma.finished] == pytest.approx([0.80, 0.6, 0.6])
+    assert [trial.after(longer) for trial in ewma.finished[1:]] == pytest.approx([0.75, 0.65])
+    assert ewma.finished[0].after(longer) is None
+    assert values(found.success(ewma, one))[0] == pytest.approx(2.0 / 3)
     table = equal_clock(found)
     assert table and table.rows[0][:3] == ("ewma_prox", "3", "66.7% (38.0% to 95.4%)")
+
+
+def test_equal_tokens_is_what_the_run_with_the_fewest_trained_on(tmp_path: Path) -> None:
+    for seed in range(2):
+        trial(tmp_path / f"good-seed{seed}", seed=seed, exams=(0.4, 0.6, 0.8), tokens=100 + 20 * seed)
+        trial(tmp_path / f"lost-seed{seed}", seed=seed, exams=(0.4, 0.5, 0.1), tokens=400)  # long episodes, no end
+    launched(tmp_path)
+    found = read_comparison(tmp_path)
+    good, lost = found.arms
+    budget = found.smallest("tokens")
+    assert budget == Budget("tokens", 200.0)
+    assert [run.after(budget) for run in good.finished] == pytest.approx([0.8, 0.6 + 0.2 * 80 / 120])
+    assert [run.after(budget) for run in lost.finished] == pytest.approx([0.45, 0.45])  # half way to step 1
+    assert values(found.versus(lost, budget))[0] == pytest.approx(0.45 - (0.8 + 0.6 + 0.4 / 3) / 2)
+    table = equal_tokens(found)
+    assert table and table.head[2] == "success after 200 action tokens"
+    assert table.rows[1][:3] == ("lost", "2", "45.0% (45.0% to 45.0%)") and table.rows[1][-1] == "800"
+    assert equal_steps(found).rows[1][2] == "10.0% (10.0% to 10.0%)"
+    for told in (page(found), tables(found)):
+        assert "the means go from 220 action tokens a run (good) to 800 (lost)" in told
+
+
+def test_runs_that_did_not_count_their_tokens_are_not_compared_at_equal_ones(tmp_path: Path) -> None:
+    for arm, tokens in (("a", 0.0), ("b", 50.0)):
+        trial(tmp_path / f"{arm}-seed0", seed=0, exams=(0.4, 0.6), tokens=tokens)
+    (uncounted, counted) = read_comparison(tmp_path).trials
+    assert uncounted.tokens is None and uncounted.after(Budget("tokens", 50.0)) is None
+    assert counted.after(Budget("tokens", 50.0)) == 0.6
+    (tmp_path / "b-seed0").rename(tmp_path / "b")
+    found = read_comparison(tmp_path)
+    assert equal_tokens(found) is None
+    assert UNCOUNTED in page(found) and UNCOUNTED in tables(found)
 
 
 @pytest.mark.parametrize("jobs, says", [(2, "up to 2 runs shared the machine"), (None, "it is not known")])
@@ -168,8 +214,8 @@ def test_the_page_is_complete_escaped_and_drawn_inside_its_frames(tmp_path: Path
     assert "beta &lt;b&gt;" in text and "<b>-seed" not in text and "beta <b>" not in text
     assert 'href="beta%20%3Cb%3E-seed2/report.html"' in text
     drawn = pictures(text)
-    assert len(drawn) == 14  # seven plots, wide and narrow
-    assert sum(inner.count('class="band') for *_, inner in drawn) == 12  # three arms, two plots, two sizes
+    assert len(drawn) == 16  # eight plots, wide and narrow
+    assert sum(inner.count('class="band') for *_, inner in drawn) == 18  # three arms, three plots, two sizes
     for width, height, inner in drawn:
         assert "nan" not in inner
         for path in re.findall(r'<path class="(?:line|band)[^"]*" d="([^"]*)"', inner):
@@ -180,8 +226,8 @@ def test_the_page_is_complete_escaped_and_drawn_inside_its_frames(tmp_path: Path
     assert data["arms"][0]["final"]["n"] == 3
 
 
-def configured(words: Sequence[str]) -> RunConfig:
-    given = ["train", "retail", *words]
+def configured(words: Sequence[str], recipe: str = "retail") -> RunConfig:
+    given = ["train", recipe, *words]
     return cli.configure(cli._parser(given).parse_args(given))
 
 
@@ -208,6 +254,13 @@ def test_arms_of_other_knobs(tmp_path: Path) -> None:
     run = planned(tmp_path, reset, Arm.parse("plain:")).runs[0]
     assert run.folder.name == "with-reset-seed0"
     assert run.config.old_logps == OldLogpsConfig(route="ppo_ewma_async", beta=0.75, reset_below=0.9)
+
+
+@pytest.mark.parametrize("route", NEEDS)
+def test_an_arm_of_a_route_changes_what_the_routes_own_recipe_does(route: str) -> None:
+    recipe = f"route_{route}"
+    assert configured(Arm.of_route(route).words, recipe) == configured([], recipe)
+    assert configured(Arm.of_route("snapshot_old").words, recipe) != configured([], recipe)
 
 
 @pytest.mark.parametrize(
@@ -240,6 +293,7 @@ folder = config.runs / config.name
 with (config.runs / "ran").open("a") as file:
     file.write(config.name + "\\n")
 fake_run(folder, steps=config.steps, seed=config.seed)
+(config.runs.parent / f"cores {config.name}").write_text(str(os.sched_getaffinity(0)))
 (folder / "config.json").write_text(dumps(config))
 reason = "finished"
 if (config.runs.parent / f"break {config.name}").exists():
@@ -301,11 +355,43 @@ def test_a_failed_run_stops_nobody_and_is_run_again(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("fake_train")
 def test_a_folder_with_another_configuration_is_refused_before_anything_runs(tmp_path: Path) -> None:
     folder = tmp_path / "x"
-    start(planned(folder, seeds=1), jobs=2)
-    assert "shared the machine" in read_comparison(folder).shared_machine
+    start(planned(folder, seeds=1))
     with pytest.raises(ConfigError, match=r"trainer.lr is 0.0005 and would be 0.1"):
         start(planned(folder, base=("--trainer.lr=0.1",)))
-    assert sorted(ran(folder)) == ["rollout-seed0", "snapshot_old-seed0"]
+    assert ran(folder) == ["snapshot_old-seed0", "rollout-seed0"]
+
+
+@pytest.mark.usefixtures("fake_train")
+def test_runs_at_the_same_time_have_cores_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *_, last = 2 * sorted(os.sched_getaffinity(0))
+    monkeypatch.setattr(launcher, "cores", lambda: 4)
+    monkeypatch.setattr(launcher.os, "sched_getaffinity", lambda _: [first, first, last, last])
+    folder = tmp_path / "x"
+    start(planned(folder, seeds=1), jobs=2)
+    assert sorted(path.read_text() for path in tmp_path.glob("cores *")) == sorted([f"{{{first}}}", f"{{{last}}}"])
+    assert "shared the machine" in read_comparison(folder).shared_machine
+
+
+@pytest.mark.parametrize("jobs, count, most", [(3, 5, 2), (2, 3, 1), (0, 8, 4)])
+def test_more_jobs_than_pairs_of_cores_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int, count: int, most: int
+) -> None:
+    monkeypatch.setattr(launcher, "cores", lambda: count)
+    with pytest.raises(ConfigError, match=rf"from 1 to {most}, got {jobs}: .* {count} cores"):
+        start(planned(tmp_path / "x"), jobs=jobs)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.usefixtures("fake_train")
+def test_what_the_linter_says_of_the_arms_is_said_once_and_stands_on_the_page(tmp_path: Path) -> None:
+    young = [Arm.parse(f"{name}: old_logps.route=ewma_prox old_logps.beta=0.5") for name in ("young", "other")]
+    folder, warning = tmp_path / "x", "young, other: the average is 1 versions old, the tokens 0 to 6"
+    plan = planned(folder, *young, Arm.of_route("snapshot_old"), base=("--schedule.max_staleness=6",))
+    assert start(plan).count(warning) == 1
+    assert warning in (folder / "compare.html").read_text()
+    assert f"## What the linter says of the arms\n\n- {warning}" in (folder / "compare.md").read_text()
+    (folder / "plan.json").unlink()
+    assert "- Not recorded: other, snapshot_old, young." in tables(read_comparison(folder))
 
 
 @pytest.mark.usefixtures("fake_train")

@@ -25,12 +25,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.text import Text
 
 from afterimage.config import ConfigError, RunConfig
-from afterimage.launch.machine import commit, machine, versions
+from afterimage.launch.machine import commit, cores, machine, versions
 from afterimage.lint import check
-from afterimage.observe.compare import LAUNCHES, PLAN, ended
+from afterimage.observe.compare import LAUNCHES, PLAN, ended, grouped
 from afterimage.observe.compare_page import write_comparison
 from afterimage.observe.metrics import CONFIG, EVENTS, METRICS, RunFolder, dumps, plain
 from afterimage.observe.sections import flatten
@@ -45,6 +46,10 @@ NEEDS = {
 SHARED = ("runs", "name", "seed", "steps", "minutes", "schedule.groups_per_step", "schedule.group_size")
 """Knobs that an arm cannot have of its own, nor any of `eval`: they make the runs comparable."""
 
+ON_CORES = (
+    "import os, sys; os.sched_setaffinity(0, map(int, sys.argv[1].split(','))); os.execv(sys.argv[2], sys.argv[2:])"
+)
+"""Becomes the command that follows, on the cores named first. A run sizes itself by the cores that it may use."""
 
 GRACE_S = 90.0
 """Seconds that a run has to save itself after Ctrl-C."""
@@ -106,6 +111,8 @@ class Plan:
 
     folder: Path
     runs: tuple[Planned, ...]
+    warnings: Mapping[str, Sequence[str]]
+    """Of the linter, by arm."""
 
 
 def plan(
@@ -125,16 +132,18 @@ def plan(
     folder = told.runs / (told.name or f"compare-{told.recipe}")
     every = told.eval.every or max(1, told.steps // 8)
     base = [word for word in base if knob(word) not in ("runs", "name", "seed", "eval.every")]
-    runs = []
+    runs, warnings = [], {}
     for seed, arm in itertools.product(range(told.seed, told.seed + seeds), arms):
         words = (*base, *arm.words, "--minutes=0", f"--eval.every={every}")
         words += (f"--seed={seed}", f"--runs={folder}", f"--name={arm.folder}-seed{seed}")
         try:
             runs.append(Planned(arm.name, words, configure(words)))
-            check(runs[-1].config).require()
+            verdict = check(runs[-1].config)
+            verdict.require()
         except ConfigError as error:
             raise ConfigError(f"arm {arm.name!r}: {error}") from error
-    return Plan(folder=folder, runs=tuple(runs))
+        warnings[arm.name] = [str(warning) for warning in verdict.warnings]
+    return Plan(folder=folder, runs=tuple(runs), warnings=warnings)
 
 
 def knob(word: str) -> str:
@@ -160,20 +169,21 @@ def compare(plan: Plan, *, jobs: int = 1, command: str = "", console: Console | 
     """Run whatever of the plan has not finished, `jobs` at a time, and write the page: its path.
 
     One failed run does not stop the others. Raises `ConfigError` before anything runs when a folder holds a run of
-    another configuration; after Ctrl-C the runs in progress have saved themselves, the page is written, and
-    `KeyboardInterrupt` goes on.
+    another configuration, or there are too few cores for so many jobs; after Ctrl-C the runs in progress have saved
+    themselves, the page is written, and `KeyboardInterrupt` goes on.
     """
-    if jobs < 1:
-        raise ConfigError(f"jobs must be >= 1, got {jobs}")
+    shares = _shares(jobs)
     console = console or Console(soft_wrap=True)
     left = [run for run in plan.runs if not _holds(run)]
     plan.folder.mkdir(parents=True, exist_ok=True)
     with _alone(plan.folder) as lock:
         _remember(plan, command)
         console.print(f"{len(plan.runs)} runs in {plan.folder}, {len(plan.runs) - len(left)} of them finished before")
+        for warning in grouped(plan.warnings):
+            console.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job, and its runs, ignore it
         try:
-            asyncio.run(_Launcher(plan, console, jobs=jobs, lock=lock).run(left))
+            asyncio.run(_Launcher(plan, console, shares=shares, lock=lock).run(left))
         except KeyboardInterrupt:
             done = sum(map(_holds, plan.runs))
             console.print(
@@ -185,6 +195,19 @@ def compare(plan: Plan, *, jobs: int = 1, command: str = "", console: Console | 
             page = write_comparison(plan.folder)
             console.print(f"comparison {page}", highlight=False)
     return page
+
+
+def _shares(jobs: int) -> list[tuple[int, ...]]:
+    """The cores of each job. One job has the machine to itself, and its share is left empty."""
+    if jobs == 1:
+        return [()]
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError(f"jobs must be 1, got {jobs}: this system cannot give every run cores of its own")
+    if not 1 <= jobs <= cores() // 2:
+        why = f"a run is two processes, trainer and engine, and there are {cores()} cores to divide"
+        raise ConfigError(f"jobs must be from 1 to {max(1, cores() // 2)}, got {jobs}: {why}")
+    usable, size = sorted(os.sched_getaffinity(0)), cores() // jobs
+    return [tuple(usable[job * size : (job + 1) * size]) for job in range(jobs)]
 
 
 def _holds(run: Planned) -> bool:
@@ -218,19 +241,20 @@ def _remember(plan: Plan, command: str) -> None:
     before: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     runs = {run["folder"]: run for run in before.get("runs", [])}
     runs |= {run.folder.name: {"arm": run.arm, "seed": run.config.seed, "folder": run.folder.name} for run in plan.runs}
-    commands = [*before.get("commands", []), command]
-    path.write_text(dumps({"commands": list(dict.fromkeys(commands)), "runs": list(runs.values())}, indent=2) + "\n")
+    commands = list(dict.fromkeys([*before.get("commands", []), command]))
+    warnings = before.get("warnings", {}) | plan.warnings
+    path.write_text(dumps({"commands": commands, "runs": list(runs.values()), "warnings": warnings}, indent=2) + "\n")
 
 
 class _Launcher:
-    """Starts runs, `jobs` at a time, and says how it goes."""
+    """Starts runs, one at a time on each share of the cores, and says how it goes."""
 
-    def __init__(self, plan: Plan, console: Console, *, jobs: int, lock: int) -> None:
-        self._plan, self._console, self._jobs, self._lock = plan, console, jobs, lock
+    def __init__(self, plan: Plan, console: Console, *, shares: Sequence[Sequence[int]], lock: int) -> None:
+        self._plan, self._console, self._shares, self._lock = plan, console, shares, lock
         self._going: dict[str, Planned] = {}
         self._took: list[float] = []
         self._left = 0
-        self._facts = {"jobs": jobs, "commit": commit(), "machine": machine(), "versions": versions()}
+        self._facts = {"jobs": len(shares), "commit": commit(), "machine": machine(), "versions": versions()}
 
     async def run(self, runs: Sequence[Planned]) -> None:
         self._left = len(runs)
@@ -239,17 +263,17 @@ class _Launcher:
         # A run may need all cores: the terminal is looked at rarely, and only if there is one.
         with Live(console=self._console, get_renderable=self._status, refresh_per_second=0.5, transient=True):
             async with asyncio.TaskGroup() as workers:
-                for _ in range(self._jobs):
-                    workers.create_task(self._work(pending))
+                for share in self._shares:
+                    workers.create_task(self._work(pending, share))
 
-    async def _work(self, pending: Iterator[Planned]) -> None:
+    async def _work(self, pending: Iterator[Planned], share: Sequence[int]) -> None:
         for run in pending:
             _set_aside(run)
             began = time.monotonic()
             self._going[run.folder.name] = run
             self._note(run, "began", **self._facts, command=shlex.join(["afterimage", *run.command[3:]]))
             try:
-                code = await self._process(run)
+                code = await self._process(run, share)
             finally:
                 del self._going[run.folder.name]
             self._left -= 1
@@ -268,9 +292,11 @@ class _Launcher:
             if not self._going:
                 write_comparison(self._plan.folder)
 
-    async def _process(self, run: Planned) -> int:
+    async def _process(self, run: Planned, share: Sequence[int]) -> int:
+        pinned = [sys.executable, "-c", ON_CORES, ",".join(map(str, share))] if share else []
         with run.log.open("wb") as log:
             process = await asyncio.create_subprocess_exec(
+                *pinned,
                 *run.command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -292,7 +318,7 @@ class _Launcher:
         if not self._took:
             return "time left is known after the first"
         mean = sum(self._took) / len(self._took)
-        return f"about {duration(mean * max(self._left - len(self._going) / 2, 0) / self._jobs)} left"
+        return f"about {duration(mean * max(self._left - len(self._going) / 2, 0) / len(self._shares))} left"
 
     def _status(self) -> Text:
         first = len(self._plan.runs) - self._left + 1

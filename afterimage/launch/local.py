@@ -171,5 +171,6 @@ def evaluate(trained: Path, config: RunConfig, *, console: Console | None = None
 
 
 def share_processor(config: RunConfig) -> None:
-    """Divide the cores between trainer and engine: with more threads than cores both run many times slower."""
-    torch.set_num_threads(config.trainer.threads or max(1, cores() - config.engine.threads))
+    """Divide the cores among the processes of a run: with more threads than cores all run many times slower."""
+    others = config.engine.threads + (config.old_logps.route == "old_logit_model")
+    torch.set_num_threads(config.trainer.threads or max(1, cores() - others))

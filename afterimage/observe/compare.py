@@ -1,6 +1,7 @@
 """What a comparison of arms and seeds came to: read from its run folders, reduced to means with honest intervals.
 
-A run counts once it has finished. Its training time is the time since the first step began, less its evaluations.
+A run counts once it has finished. Its training time is the time since the first step began, less its evaluations; its
+tokens are the action tokens it trained on.
 Intervals are over seeds, from Student's t; differences are between runs of the same seed. No torch: the page can be
 written again on another machine.
 """
@@ -10,12 +11,12 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from afterimage.config import ConfigError
-from afterimage.observe.gather import histogram, step_of
+from afterimage.observe.gather import step_of
 from afterimage.observe.metrics import CONFIG, EVENTS, METRICS, Row, RunFolder, read_jsonl
 from afterimage.observe.sections import flatten
 from afterimage.observe.words import number
@@ -26,11 +27,13 @@ EXACT = "snapshot_old"
 SUCCESS, STALENESS = "rollout/success", "schedule/staleness_mean"
 KEPT, CLIPPED, EXACT_SHARE = "correction/kept_share", "objective/clipped_share", "old_logps/exact_fraction"
 SERIES = (SUCCESS, STALENESS, KEPT, CLIPPED, EXACT_SHARE)
+TOKENS = "trainer/action_tokens"
 
 T975 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
 """Student's t, 97.5% quantile, for 1 to 10 degrees of freedom."""
 
 Point = tuple[float, float]
+Unit = Literal["minutes", "tokens"]
 
 
 def t975(freedom: int) -> float:
@@ -92,11 +95,20 @@ def ended(folder: Path) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
+class Budget:
+    """So much training, by the clock or in action tokens: where runs of the same number of steps differ."""
+
+    unit: Unit
+    amount: float
+
+
+@dataclass(frozen=True, slots=True)
 class Exam:
-    """Held-out success after `step` steps and `minutes` of training."""
+    """Held-out success after `step` steps, `minutes` of training and `tokens` trained on."""
 
     step: int
     minutes: float
+    tokens: float
     success: float
 
 
@@ -112,8 +124,8 @@ class Trial:
     config: Row
     minutes: float | None
     """Of training."""
-    tokens: float
-    """Action tokens trained on."""
+    tokens: float | None
+    """Action tokens trained on; None where they were not recorded."""
     exams: tuple[Exam, ...]
     series: Mapping[str, list[Point]]
     """`(step, value)` by metric."""
@@ -146,12 +158,17 @@ class Trial:
     def mean(self, name: str) -> float | None:
         return _mean([value for _, value in self.series[name]])
 
-    def after(self, minutes: float) -> float | None:
+    def all(self, unit: Unit) -> Budget | None:
+        """What the run took to its end."""
+        total = self.minutes if unit == "minutes" else self.tokens
+        return None if total is None else Budget(unit, total)
+
+    def after(self, budget: Budget) -> float | None:
         """Held-out success after so much training: on the line between two evaluations.
 
         None outside of what was measured.
         """
-        return between([(exam.minutes, exam.success) for exam in self.exams], minutes)
+        return between([(getattr(exam, budget.unit), exam.success) for exam in self.exams], budget.amount)
 
 
 def between(points: Sequence[Point], x: float) -> float | None:
@@ -176,7 +193,7 @@ def read_trial(folder: Path, arm: str, seed: int, launch: Row) -> Trial:
     run = RunFolder(folder) if held else None
     rows = sorted(run.rows(METRICS) if run else (), key=step_of)
     events = list(run.rows(EVENTS)) if run else []
-    at = _training_minutes(rows, events)
+    at, trained = _training_minutes(rows, events), _trained_tokens(rows)
     pairs = {name: [(step_of(row), number(row.get(name))) for row in rows] for name in SERIES}
     exams = [(step_of(row), number(row.get("eval/success"))) for row in rows]
     return Trial(
@@ -187,8 +204,8 @@ def read_trial(folder: Path, arm: str, seed: int, launch: Row) -> Trial:
         error=error,
         config=run.config() if run else {},
         minutes=max(at.values(), default=None),
-        tokens=sum(sum(histogram(row).values()) for row in rows),
-        exams=tuple(Exam(step, at.get(step, 0.0), value) for step, value in exams if value is not None),
+        tokens=max(trained.values(), default=0.0) or None,
+        exams=tuple(Exam(step, at.get(step, 0.0), trained[step], value) for step, value in exams if value is not None),
         series={name: [(x, y) for x, y in found if y is not None] for name, found in pairs.items()},
         launch=launch,
     )
@@ -205,6 +222,11 @@ def _training_minutes(rows: Sequence[Row], events: Sequence[Row]) -> dict[int, f
         step: (time - begin - sum(min(end, time) - start for start, end in exams if start < time)) / 60
         for step, time in timed
     }
+
+
+def _trained_tokens(rows: Sequence[Row]) -> dict[int, float]:
+    """By step: all up to it."""
+    return dict(zip(map(step_of, rows), accumulate(number(row.get(TOKENS)) or 0.0 for row in rows), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +255,8 @@ class Comparison:
     name: str
     arms: tuple[ArmResult, ...]
     commands: tuple[str, ...]
+    warnings: Mapping[str, Sequence[str]]
+    """What the linter said of an arm, before it ran; an arm is missing where nobody asked."""
 
     @property
     def trials(self) -> list[Trial]:
@@ -246,10 +270,10 @@ class Comparison:
     def reference(self) -> ArmResult:
         return next((arm for arm in self.arms if arm.name == EXACT), self.arms[0])
 
-    @property
-    def minutes(self) -> float | None:
-        """Equal wall-clock: the training time of the finished run that took the shortest."""
-        return min((trial.minutes for trial in self.finished if trial.minutes is not None), default=None)
+    def smallest(self, unit: Unit) -> Budget | None:
+        """What every finished run has reached: all that the one with the least of it took."""
+        totals = [total for trial in self.finished if (total := trial.all(unit))]
+        return min(totals, key=lambda total: total.amount, default=None)
 
     @property
     def shared_machine(self) -> str:
@@ -268,17 +292,17 @@ class Comparison:
         """What `launches.jsonl` says under this name, of all runs."""
         return sorted({str(trial.launch[name]) for trial in self.trials if trial.launch.get(name)})
 
-    def versus(self, arm: ArmResult, minutes: float | None = None) -> Estimate | None:
-        """Held-out success of `arm` less that of the reference, by seed: at the end, or after so many minutes."""
+    def versus(self, arm: ArmResult, budget: Budget | None = None) -> Estimate | None:
+        """Held-out success of `arm` less that of the reference, by seed: at the end, or after so much training."""
         if arm is self.reference:
             return None
-        theirs = {trial.seed: _success(trial, minutes) for trial in self.reference.finished}
-        pairs = [(_success(trial, minutes), theirs.get(trial.seed)) for trial in arm.finished]
+        theirs = {trial.seed: _success(trial, budget) for trial in self.reference.finished}
+        pairs = [(_success(trial, budget), theirs.get(trial.seed)) for trial in arm.finished]
         return estimate(ours - other for ours, other in pairs if ours is not None and other is not None)
 
-    def success(self, arm: ArmResult, minutes: float | None = None) -> Estimate | None:
-        """Held-out success, at the end, or after so many minutes."""
-        return estimate(_success(trial, minutes) for trial in arm.finished)
+    def success(self, arm: ArmResult, budget: Budget | None = None) -> Estimate | None:
+        """Held-out success, at the end, or after so much training."""
+        return estimate(_success(trial, budget) for trial in arm.finished)
 
     def settings(self, name: str) -> list[Any]:
         """The values that a knob has in the runs."""
@@ -293,8 +317,21 @@ class Comparison:
         return {name: own[name] for name in names if any(other.get(name) != own[name] for other in found)}
 
 
-def _success(trial: Trial, minutes: float | None) -> float | None:
-    return trial.final if minutes is None else trial.after(minutes)
+def _success(trial: Trial, budget: Budget | None) -> float | None:
+    return trial.final if budget is None else trial.after(budget)
+
+
+def grouped(warnings: Mapping[str, Sequence[str]]) -> list[str]:
+    """Every warning once, after the arms that it is of.
+
+    >>> grouped({"a": ["nothing bounds S"], "b": [], "c": ["nothing bounds S"]})
+    ['a, c: nothing bounds S']
+    """
+    arms: dict[str, list[str]] = {}
+    for arm, told in warnings.items():
+        for warning in told:
+            arms.setdefault(warning, []).append(arm)
+    return [f"{', '.join(names)}: {warning}" for warning, names in arms.items()]
 
 
 def read_comparison(folder: Path) -> Comparison:
@@ -316,4 +353,5 @@ def read_comparison(folder: Path) -> Comparison:
         name=folder.resolve().name,
         arms=tuple(ArmResult(name, tuple(found)) for name, found in arms.items()),
         commands=tuple(plan.get("commands", [])),
+        warnings=plan.get("warnings", {}),
     )

@@ -14,11 +14,14 @@ from afterimage.observe.compare import (
     STALENESS,
     SUCCESS,
     ArmResult,
+    Budget,
     Comparison,
     Estimate,
     Point,
     Trial,
+    Unit,
     estimate,
+    grouped,
     read_comparison,
 )
 from afterimage.observe.figures import figure, gap
@@ -35,6 +38,9 @@ HOW = (
     "Means over seeds with 95% intervals by Student's t; differences are of runs with the same seed. Nothing is "
     "adjusted for the number of intervals looked at. Runs that did not finish are listed, and are in no mean."
 )
+LINTER = "What the linter says of the arms"
+UNCOUNTED = "How many action tokens the runs trained on was not recorded."
+BY_STEPS, BY_TOKENS, BY_CLOCK = "At equal steps", "At equal tokens", "At equal wall-clock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +80,13 @@ def points(share: float) -> str:
     return f"{100 * share:+.1f}"
 
 
-def equal_tokens(found: Comparison) -> Table:
+UNITS: Mapping[Unit, tuple[Callable[[float], str], str]] = {
+    "minutes": ("{:.1f}".format, "minutes of training"),
+    "tokens": (amount, "action tokens"),
+}
+
+
+def equal_steps(found: Comparison) -> Table:
     """Success after the same number of steps."""
     head = ["arm", "runs", "held-out success", f"less {found.reference.name}, points", "pairs"]
     head += ["best", "late in training", "collapsed"]
@@ -88,30 +100,49 @@ def equal_tokens(found: Comparison) -> Table:
     return Table(tuple(head), tuple(rows))
 
 
+def equal_tokens(found: Comparison) -> Table | None:
+    """Success after as many action tokens; None where they were not recorded."""
+    budget = found.smallest("tokens")
+    return _after(found, budget) if budget else None
+
+
 def equal_clock(found: Comparison) -> Table | None:
     """Success after the same training time; None where times cannot be compared."""
-    minutes = found.minutes
-    if found.shared_machine or minutes is None:
-        return None
-    head = ("arm", "runs", f"held-out success after {minutes:.1f} min", f"less {found.reference.name}, points", "pairs")
+    budget = None if found.shared_machine else found.smallest("minutes")
+    return _after(found, budget) if budget else None
+
+
+def _after(found: Comparison, budget: Budget) -> Table:
+    show, words = UNITS[budget.unit]
+    head = ("arm", "runs", f"success after {show(budget.amount)} {words}")
     rows = []
     for arm in found.arms:
-        success, versus = found.success(arm, minutes), found.versus(arm, minutes)
-        took = estimate(trial.minutes for trial in arm.finished)
+        success, versus = found.success(arm, budget), found.versus(arm, budget)
+        took = estimate(total.amount for trial in arm.finished if (total := trial.all(budget.unit)))
         row = (arm.name, _count(success), spread(success), spread(versus, points), _count(versus))
-        rows.append((*row, spread(took, "{:.1f}".format)))
-    return Table((*head, "minutes of training in all"), tuple(rows))
+        rows.append((*row, show(took.mean) if took else NONE))
+    return Table((*head, f"less {found.reference.name}, points", "pairs", f"{words}, mean"), tuple(rows))
+
+
+def lengths(found: Comparison) -> str:
+    """How far equal steps are from equal tokens."""
+    means = [(e.mean, arm.name) for arm in found.arms if (e := estimate(trial.tokens for trial in arm.finished))]
+    if not means:
+        return UNCOUNTED
+    (least, few), (most, many) = min(means), max(means)
+    return (
+        "Episodes differ in length, so equal steps are not equal tokens: the means go from "
+        f"{amount(least)} action tokens a run ({few}) to {amount(most)} ({many})."
+    )
 
 
 def conduct(found: Comparison) -> Table:
     """What the runs did on the way."""
-    head = ("arm", "staleness", "kept", "clipped", "exact", "action tokens trained on")
+    head = ("arm", "staleness", "kept", "clipped", "exact")
     rows = []
     for arm in found.arms:
         shares = tuple(spread(arm.mean(name), partial(percent, digits=2)) for name in (KEPT, CLIPPED, EXACT_SHARE))
-        staleness, tokens = arm.mean(STALENESS), estimate(trial.tokens for trial in arm.finished)
-        row = (arm.name, spread(staleness, "{:.2f}".format), *shares, amount(tokens.mean if tokens else None))
-        rows.append(row)
+        rows.append((arm.name, spread(arm.mean(STALENESS), "{:.2f}".format), *shares))
     return Table(head, tuple(rows))
 
 
@@ -157,8 +188,8 @@ def remarks(found: Comparison) -> list[str]:
     falling = [name for name in found.settings("trainer.lr_schedule") if name != "constant"]
     if falling:
         told.append(
-            f"The learning rate falls over a run's own steps ({', '.join(map(str, falling))}): at equal wall-clock, an "
-            "arm that is not through with its steps stands at a higher rate than one that is."
+            f"The learning rate falls over a run's own steps ({', '.join(map(str, falling))}): at equal tokens or "
+            "wall-clock, an arm that is not through with its steps stands at a higher rate than one that is."
         )
     commits = found.launched("commit")
     if len(commits) > 1:
@@ -166,6 +197,13 @@ def remarks(found: Comparison) -> list[str]:
     elif any(commit.endswith("-dirty") for commit in commits):
         told.append(f"The code had changes that are not in the commit: {commits[0]}.")
     return told
+
+
+def linted(found: Comparison) -> list[str]:
+    """What the linter said of the arms before they ran."""
+    told = grouped(found.warnings)
+    silent = [arm.name for arm in found.arms if arm.name not in found.warnings]
+    return [*told, *([f"Not recorded: {', '.join(silent)}."] if silent else [])] or ["No warnings."]
 
 
 def _all(found: Comparison, name: str) -> str:
@@ -180,10 +218,13 @@ def provenance(found: Comparison) -> list[tuple[str, str]]:
 
 def tables(found: Comparison) -> str:
     """The comparison as Markdown."""
-    clock = equal_clock(found)
-    parts = [f"# {found.name}", *findings(found), HOW, *remarks(found), "## Equal tokens"]
-    parts += [equal_tokens(found).markdown(), "## Equal wall-clock"]
-    parts += [clock.markdown() if clock else found.shared_machine, "## On the way", conduct(found).markdown()]
+    tokens, clock = equal_tokens(found), equal_clock(found)
+    parts = [f"# {found.name}", *findings(found), HOW, *remarks(found)]
+    parts += [f"## {BY_STEPS}", lengths(found), equal_steps(found).markdown()]
+    parts += [f"## {BY_TOKENS}", tokens.markdown() if tokens else UNCOUNTED]
+    parts += [f"## {BY_CLOCK}", clock.markdown() if clock else found.shared_machine]
+    parts += ["## On the way", conduct(found).markdown()]
+    parts += [f"## {LINTER}", "\n".join(f"- {told}" for told in linted(found))]
     parts += ["## Arms", "\n".join(f"- {arm.name}: {_settings(found, arm)}" for arm in found.arms), "## Runs"]
     parts.append("\n".join(f"- {trial.folder}: {_told(trial)}" for trial in found.trials))
     parts += ["## Made by", "\n".join(f"- `{command}`" for command in found.commands) or "Not recorded."]
@@ -204,7 +245,7 @@ def _told(trial: Trial) -> str:
 
 def results(found: Comparison) -> Mapping[str, Any]:
     """The comparison as data: every run, and every estimate of the tables."""
-    minutes = None if found.shared_machine else found.minutes
+    tokens, minutes = found.smallest("tokens"), None if found.shared_machine else found.smallest("minutes")
     arms = [
         {
             "arm": arm.name,
@@ -216,18 +257,22 @@ def results(found: Comparison) -> Mapping[str, Any]:
             "final_less_reference": found.versus(arm),
             "best": estimate(trial.best for trial in arm.finished),
             "late_training": estimate(trial.late for trial in arm.finished),
-            "equal_minutes": found.success(arm, minutes) if minutes is not None else None,
-            "equal_minutes_less_reference": found.versus(arm, minutes) if minutes is not None else None,
+            "equal_tokens": tokens and found.success(arm, tokens),
+            "equal_tokens_less_reference": tokens and found.versus(arm, tokens),
+            "equal_minutes": minutes and found.success(arm, minutes),
+            "equal_minutes_less_reference": minutes and found.versus(arm, minutes),
             "staleness": arm.mean(STALENESS),
             "kept_share": arm.mean(KEPT),
             "clipped_share": arm.mean(CLIPPED),
             "exact_fraction": arm.mean(EXACT_SHARE),
+            "warnings": found.warnings.get(arm.name),
             "runs": [_data(trial) for trial in arm.trials],
         }
         for arm in found.arms
     ]
-    told = {"name": found.name, "commands": found.commands, "reference": found.reference.name}
-    return {**told, "made": dict(provenance(found)), "minutes": minutes, "arms": plain(arms)}
+    told: dict[str, Any] = {"name": found.name, "commands": found.commands, "reference": found.reference.name}
+    told |= {"tokens": tokens and tokens.amount, "minutes": minutes and minutes.amount}
+    return {**told, "made": dict(provenance(found)), "arms": plain(arms)}
 
 
 def _data(trial: Trial) -> Mapping[str, Any]:
@@ -251,8 +296,10 @@ def page(found: Comparison) -> str:
         found.name,
         _header(found),
         _outcome(found),
-        _at_equal_clock(found),
+        _read_off(found, "tokens", equal_tokens(found)),
+        _read_off(found, "minutes", equal_clock(found)),
         _on_the_way(found),
+        section("linter", LINTER, None, el("ul", [el("li", told) for told in linted(found)])),
         _listed(found),
         _again(found),
     )
@@ -297,25 +344,27 @@ def _outcome(found: Comparison) -> Markup:
     curves = _curves(found, _by_step)
     lead = (
         f"Every run trained {_all(found, 'steps')} steps of {_all(found, 'schedule.groups_per_step')} x "
-        f"{_all(found, 'schedule.group_size')} episodes; how many tokens that were stands further down. Best: of a "
+        f"{_all(found, 'schedule.group_size')} episodes, and was evaluated at the end. {lengths(found)} Best: of a "
         "run's evaluations, picked after the fact, so it flatters. Late in training: rollouts of the last quarter of "
         "the steps. Collapsed: ended under half of its best."
     )
     plot = _plot(found, curves, "Held-out success over the steps", "optimizer step")
-    return section("tokens", "At equal tokens", lead, _html(found, equal_tokens(found)), plot)
+    return section("steps", BY_STEPS, lead, _html(found, equal_steps(found)), plot)
 
 
-def _at_equal_clock(found: Comparison) -> Markup:
-    table, title = equal_clock(found), "At equal wall-clock"
-    if table is None:
-        return section("clock", title, None, gap(title, found.shared_machine))
+def _read_off(found: Comparison, unit: Unit, table: Table | None) -> Markup:
+    """After a budget that every run has reached; a gap where `table` is missing."""
+    title, why = {"tokens": (BY_TOKENS, UNCOUNTED), "minutes": (BY_CLOCK, found.shared_machine)}[unit]
+    budget, (show, words) = found.smallest(unit), UNITS[unit]
+    if table is None or budget is None:
+        return section(unit, title, None, gap(title, why))
     lead = (
-        f"After {amount(found.minutes)} minutes of training, all that the quickest run took. Evaluations are not "
-        "counted; between two of them, success is read off the line."
+        f"After {show(budget.amount)} {words}: all that the finished run with the fewest took, so every one has come "
+        "so far. Held-out success, between two evaluations read off the line; what they take is not counted. The last "
+        "column is what the runs took to their ends."
     )
-    curves = _curves(found, _by_minute)
-    plot = _plot(found, curves, "Held-out success over the minutes of training", "minute of training")
-    return section("clock", title, lead, _html(found, table), plot)
+    plot = _plot(found, _curves(found, partial(_up_to, budget=budget)), f"Held-out success over the {words}", words)
+    return section(unit, title, lead, _html(found, table), plot)
 
 
 Curve = tuple[str, str, Sequence[Point], Sequence[Point]]
@@ -340,11 +389,10 @@ def _by_step(arm: ArmResult) -> list[tuple[float, Estimate]]:
     return [(float(step), found) for step in steps if (found := estimate(run[step] for run in runs))]
 
 
-def _by_minute(arm: ArmResult) -> list[tuple[float, Estimate]]:
-    """As far as all finished runs of the arm go."""
-    end = min((trial.minutes for trial in arm.finished if trial.minutes is not None), default=0.0)
-    at = [end * index / GRID for index in range(GRID + 1)] if end else []
-    return [(x, found) for x in at if (found := estimate(trial.after(x) for trial in arm.finished))]
+def _up_to(arm: ArmResult, budget: Budget) -> list[tuple[float, Estimate]]:
+    """As far as the table looks: one run that took many times more would squeeze all others."""
+    at = [Budget(budget.unit, budget.amount * index / GRID) for index in range(GRID + 1)]
+    return [(x.amount, found) for x in at if (found := estimate(trial.after(x) for trial in arm.finished))]
 
 
 def _plot(found: Comparison, curves: Sequence[Curve], title: str, across: str, *, wide: bool = True) -> Markup:
@@ -364,7 +412,7 @@ def _plot(found: Comparison, curves: Sequence[Curve], title: str, across: str, *
         show=(lambda value: f"{100 * value:.{digits}f}%") if share else amount,
     )
     last = max(x for _, _, means, _ in curves for x, _ in means)
-    x = Axis(label=across, low=0, high=last, show=lambda v: f"{v:.3g}", whole=across.endswith("step"))
+    x = Axis(label=across, low=0, high=last, show=amount, whole=across.endswith("step"))
     lines = [
         Line(name=name, colour=colour, points=means, intervals=intervals, band=True, show=tenths if share else amount)
         for name, colour, means, intervals in curves
