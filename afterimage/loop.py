@@ -148,6 +148,7 @@ async def publish(parts: Parts) -> dict[str, float]:
     began = time.monotonic()
     with parts.log.span("publish", f"version {parts.policy.version}"):
         await parts.beside(parts.publisher.prepare, parts.policy, parts.ledger.versions)
+        await parts.beside(parts.old.publishing, parts.policy)
         await parts.publisher.publish()
         await parts.beside(parts.old.published, parts.policy, parts.ledger.versions)
         await parts.beside(parts.auditor.published, parts.policy, parts.ledger.versions)

@@ -105,6 +105,7 @@ def _check_route(route: OldLogps, restored: OldLogps, policy: Policy) -> None:
             nudge(policy, seed=version)
         policy.version = version
         copies.append(policy.twin())
+        route.publishing(policy)
         route.published(policy, live=set(range(version + 1)))
         for piece in _pieces_of(version):
             route.arrived(piece)

@@ -222,6 +222,7 @@ def play(name: Route, size: Size, history: History, batches: Sequence[Sequence[C
     for version in range(len(history.copies)):
         advance(policy, history, version)
         with timed(played.published_s):
+            route.publishing(policy)
             route.published(policy, live(version))
         own = list(pieces_of(batches[version : version + 1], version))
         waiting = list(pieces_of(batches[version + 1 : version + 3], version))

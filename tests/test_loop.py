@@ -1,11 +1,14 @@
 """Promises of the loop, run with the scripted engine: observed staleness keeps the bound with a straggler in seven;
-`closing` gets every unscored piece of the version while generation is paused; a task set that runs out, a
-failing rollout and a failing route end the run with their own error."""
+`closing` gets every unscored piece of the version while generation is paused; a route hears of a version, in the
+trainer's thread, before any engine has it and when all do; a task set that runs out, a failing rollout and a failing
+route end the run with their own error."""
 
 import asyncio
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -216,6 +219,20 @@ def test_closing_is_given_every_unscored_piece_of_the_version() -> None:
     for version, pieces in closed.items():
         assert pieces == {place for place in seen.get(version, ()) if place[0] not in consumed[version]}
     assert sum(map(len, closed.values())) >= 12 * 6
+
+
+def test_a_route_hears_of_a_version_before_any_engine_has_it_and_when_all_do() -> None:
+    parts, heard = make(count(), steps=3), list[tuple[str, int, int]]()
+    engine, trainers = parts.engine, parts.worker.submit(threading.get_ident).result()
+
+    def hear(name: str, policy: Policy, *live: object) -> None:
+        assert threading.get_ident() == trainers
+        heard.append((name, policy.version, engine.version))  # type: ignore[attr-defined]
+
+    parts.old.publishing = partial(hear, "publishing")  # type: ignore[method-assign]
+    parts.old.published = partial(hear, "published")  # type: ignore[method-assign]
+    run(parts)
+    assert heard == [call for v in range(4) for call in (("publishing", v, v - 1), ("published", v, v))]
 
 
 @pytest.mark.parametrize(

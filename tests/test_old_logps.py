@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from afterimage.build import build_old_logps
@@ -177,12 +179,17 @@ def test_the_age_of_an_average_follows_its_law_and_tends_to_its_limit(beta: floa
     assert ages[59] == pytest.approx(beta / (1 - beta), abs=1e-5)
 
 
-@pytest.mark.parametrize("beta", [0.4, 0.5, 0.75])
-def test_under_linear_drift_an_average_is_the_weights_of_its_age_ago(beta: float) -> None:
-    noise = torch.Generator().manual_seed(0)
-    start, slope = (torch.randn(50, generator=noise, dtype=torch.float64) for _ in range(2))
+@given(
+    lines=st.lists(st.tuples(st.floats(-10, 10), st.floats(-10, 10)), min_size=1, max_size=8),
+    betas=st.lists(st.floats(0, 0.9999), min_size=1, max_size=40),
+)
+@example(lines=[(0.0, 1.0)], betas=[0.75] * 40)
+def test_under_linear_drift_an_average_is_the_weights_of_its_age_ago_whatever_the_decays(
+    lines: list[tuple[float, float]], betas: list[float]
+) -> None:
+    start, slope = torch.tensor(lines, dtype=torch.float64).unbind(1)
     average = Average()
-    for k in range(40):
+    for k, beta in enumerate(betas):
         average.update({"w": start + k * slope}, beta=beta)
         torch.testing.assert_close(average.tensors["w"], start + (k - average.age) * slope, atol=1e-6, rtol=0)
 

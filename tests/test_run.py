@@ -1,5 +1,6 @@
 """Promises: a run leaves a complete folder; a failed episode is data, and too many end the run with the reason; a dead
-engine ends it within seconds with that error; Ctrl-C saves; the trained policy is an ordinary model folder."""
+engine ends it within seconds with that error; Ctrl-C saves; the trained policy is an ordinary model folder; with one
+precision on both sides, differences travel."""
 
 import asyncio
 import json
@@ -19,7 +20,15 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import afterimage
-from afterimage.config import EngineConfig, EvalConfig, RunConfig, ScheduleConfig, TaskConfig
+from afterimage.config import (
+    EngineConfig,
+    EvalConfig,
+    OldLogpsConfig,
+    RunConfig,
+    ScheduleConfig,
+    TaskConfig,
+    TrainerConfig,
+)
 from afterimage.launch import local
 
 ROOT = Path(__file__).parent.parent
@@ -77,6 +86,23 @@ def test_the_folder_holds_conversations_a_report_and_a_model(run: afterimage.Run
 def test_eval_grades_a_run_folder(run: afterimage.Run) -> None:
     grade = local.evaluate(run.folder, small(run.folder.parent), console=quiet())
     assert grade.tasks == 4 and 0 <= grade.low <= grade.success <= grade.high <= 1
+
+
+def test_with_one_precision_on_both_sides_differences_travel_and_old_logits_are_exact(tmp_path: Path) -> None:
+    config = small(
+        tmp_path,
+        task=TaskConfig(env="retail"),
+        schedule=ScheduleConfig(max_staleness=1, groups_per_step=3, group_size=4),
+        engine=EngineConfig(dtype="bfloat16", max_context=512, max_running=24),
+        trainer=TrainerConfig(dtype="bfloat16", lr=1e-6, warmup_steps=0),
+        eval=EvalConfig(tasks=0),
+    )
+    rows = local.train(config, console=quiet()).metrics
+    assert [row["version"] for row in rows] == [0, 1, 2] and rows[-1]["schedule/staleness_max"] == 1
+    for row in rows:
+        assert row["publish/bytes"] < row["old_logps/movable_bytes"] / 32  # one full copy in bfloat16
+        assert row["old_logps/exact_fraction"] == 1
+    assert any(row["publish/bytes"] > 0 for row in rows[:-1]), "the engine sampled from no changed weights"
 
 
 def test_a_failed_episode_is_data(tmp_path: Path) -> None:
@@ -148,6 +174,19 @@ def test_ctrl_c_saves_and_says_where_to_look(tmp_path: Path) -> None:
     assert "Traceback" not in errors
     assert (tmp_path / "run" / "policy" / "model.safetensors").exists()
     assert str(tmp_path / "run" / "report.html") in output.replace("\n", "")
+
+
+@pytest.mark.parametrize("route, threads", [("snapshot_old", 3), ("old_logit_model", 2)])
+def test_the_trainer_leaves_a_core_to_every_other_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: str, threads: int
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(local.torch, "set_num_threads", asked.append)
+    config = small(tmp_path, old_logps=OldLogpsConfig(route=route))  # type: ignore[arg-type]
+    for count in (4, 1):
+        monkeypatch.setattr(local, "cores", lambda count=count: count)
+        local.share_processor(config)
+    assert asked == [threads, 1]
 
 
 def test_the_loop_runs_beside_a_loop_of_the_callers(tmp_path: Path) -> None:

@@ -1,18 +1,21 @@
 """The version store.
 
 Pinned: what comes back is what was published, bit for bit, for any dtype, bit pattern, layout, order of walking, and
-after dropping, spilling and restoring; each difference is written in the smallest of three ways; exactly the live
-versions and the newest are kept; a version never changes; a missing one is an error with numbers; a limit on memory
-is kept, and refusing leaves the store as it was.
+after dropping, spilling and restoring; each difference is written in the smallest of three ways, and all three are
+walked through; exactly the live versions and the newest are kept; a version never changes; a missing one is an error
+with numbers; a limit on memory is kept, and refusing leaves the store as it was.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file
@@ -21,7 +24,16 @@ from torch import Tensor
 from afterimage.versions import Delta, StoreFull, VersionStore
 from afterimage.versions.codec import apply, checksum, dumps, encode, loads, words
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int8, torch.complex64)
+DTYPES = (
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.int64,
+    torch.int8,
+    torch.bool,
+    torch.complex64,
+)
 ODD = {
     2: [0x7FC1, 0x7F81, -0x8000, 1, -0x7FFF, 0x7F80, -0x80, 0x3F80],
     4: [0x7FC00001, 0x7F800001, -0x80000000, 1, 0x7F800000, -0x800000, 0x3F800000],
@@ -48,17 +60,71 @@ def ramp(step: int, *, size: int = 6000) -> dict[str, Tensor]:
     return {"w": torch.where(moved, start * (1 + step / 64), start).bfloat16(), "still": torch.ones(7)}
 
 
-def drawn(data: st.DataObject, dtype: torch.dtype, count: int) -> Tensor:
-    """Any bits at all, those that are easily lost among them."""
-    width = torch.empty(0, dtype=dtype).element_size() // (2 if dtype.is_complex else 1)
-    low, high = -(2 ** (8 * width - 1)), 2 ** (8 * width - 1) - 1
-    pattern = st.integers(low, high) | st.sampled_from(ODD.get(width, [0, -1, 1]))
-    if dtype.is_complex:
-        values = data.draw(st.lists(st.tuples(pattern, pattern), min_size=count, max_size=count))
-        return torch.view_as_complex(torch.tensor(values, dtype=torch.int32).reshape(-1, 2).view(torch.float32))
-    values = data.draw(st.lists(pattern, min_size=count, max_size=count))
-    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]
-    return torch.tensor(values, dtype=integer).view(dtype)
+class Change(NamedTuple):
+    """How the next version differs: at a share of the words, and at none of the first ones."""
+
+    kind: Literal["any", "low", "odd"]
+    share: float
+    still: int = 0
+
+
+WAYS = {"sparse": Change("any", 0.03, still=300), "packed": Change("low", 0.9), "raw": Change("any", 1.0)}
+"""A change that is smallest in each way: a few words behind a long gap, low bits everywhere, all bits everywhere."""
+CHANGES = st.builds(Change, st.sampled_from(["any", "low", "odd"]), st.floats(0, 1), st.integers(0, 600))
+
+
+def drawn(data: st.DataObject, like: Tensor, count: int) -> Tensor:
+    """Words of any bits at all, those that are easily lost among them; a few, over and over."""
+    low, high = span(like)
+    odd = [0, 1] if like.dtype == torch.bool else ODD.get(words(like).element_size(), [0, -1, 1])
+    few = data.draw(st.lists(st.integers(low, high) | st.sampled_from(odd), min_size=1, max_size=12))
+    return torch.tensor(few, dtype=words(like).dtype).repeat(count // len(few) + 1)[:count]
+
+
+def span(like: Tensor) -> tuple[int, int]:
+    """The smallest and the largest word."""
+    limits = torch.iinfo(words(like).dtype)
+    return (0, 1) if like.dtype == torch.bool else (limits.min, limits.max)
+
+
+def changed(data: st.DataObject, change: Change, before: Tensor, like: Tensor) -> Tensor:
+    """The words of the next version."""
+    noise = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32 - 1)))
+    still = min(change.still, len(before))
+    where = still + torch.randperm(len(before) - still, generator=noise)[: round(change.share * len(before))]
+    low, high = span(like)
+    after = before.clone()
+    match change.kind:
+        case "any":
+            limits = (low, high + (like.dtype == torch.bool))
+            after[where] ^= torch.randint(*limits, (len(where),), generator=noise, dtype=before.dtype)
+        case "low":
+            after[where] ^= torch.randint(1, min(high, 3) + 1, (len(where),), generator=noise, dtype=before.dtype)
+        case "odd":
+            after[where] = drawn(data, like, len(before))[where]
+    return after
+
+
+def history(data: st.DataObject, like: Tensor) -> list[dict[str, Tensor]]:
+    """Versions: every way to write a difference is the smallest for one of them at least, in any order."""
+    sizes = {"w": data.draw(st.integers(600, 3000)), "short": data.draw(st.integers(0, 12)), "scalar": 1}
+    own = {name: drawn(data, like, size * (1 + like.is_complex())) for name, size in sizes.items()}
+    versions = [own]
+    for change in data.draw(st.permutations([*WAYS.values(), *data.draw(st.lists(CHANGES, max_size=3))])):
+        own = {name: changed(data, change, bits, like) for name, bits in own.items()}
+        versions.append(own)
+    return [{name: as_tensor(bits, like) for name, bits in version.items()} for version in versions]
+
+
+def as_tensor(bits: Tensor, like: Tensor) -> Tensor:
+    """What `words` is the inverse of; of no dimension if it has one element."""
+    if like.is_complex():
+        return torch.view_as_complex(bits.view(torch.float32).reshape(-1, 2)).squeeze()
+    return bits.view(like.dtype).squeeze()
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(words(one[name]), words(other[name])) for name in one)
 
 
 @pytest.fixture(params=["memory", "files"])
@@ -67,33 +133,40 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | No
     assert list(tmp_path.iterdir()) == [], "a closed store leaves no file behind"
 
 
-@given(data=st.data())
 @pytest.mark.parametrize("storage", ["delta", "full"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_bits_come_back_in_any_order_after_dropping_and_restoring(
-    data: st.DataObject, dtype: torch.dtype, storage: str
+    dtype: torch.dtype, storage: Literal["delta", "full"], tmp_path: Path
 ) -> None:
-    size = data.draw(st.integers(0, 12))
-    start = {"w": drawn(data, dtype, size), "of one": drawn(data, dtype, 1).reshape(())}
-    store, versions = VersionStore(storage=storage), {0: start}
-    for version in range(1, data.draw(st.integers(1, 6))):
-        before = versions[version - 1]
-        where = torch.tensor(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)), dtype=torch.bool)
-        versions[version] = before | {"w": torch.where(where, drawn(data, dtype, size), before["w"])}
-    for version, tensors in versions.items():
-        store.put(3 * version, tensors)
-    for rounds in range(2):
-        for version in data.draw(st.permutations(sorted(versions))):
-            assert bits(store.tensors(3 * version)) == bits(versions[version])
-        live = set(data.draw(st.lists(st.sampled_from(sorted(versions)))))
-        store.keep({3 * version for version in live})
-        versions = {version: held for version, held in versions.items() if version in live or version == max(versions)}
-        assert store.versions == tuple(3 * version for version in versions)
-        if rounds == 0:
-            state, store = store.state(), VersionStore(storage=storage)
-            store.restore(state)
-    for version in reversed(versions):
-        assert bits(store.tensors(3 * version)) == bits(versions[version])
+    like, written = torch.empty(0, dtype=dtype), Counter[str]()
+
+    @settings(max_examples=50)
+    @given(data=st.data())
+    def walk(data: st.DataObject) -> None:
+        folder = data.draw(st.sampled_from([None, tmp_path]))
+        first, second = (VersionStore(storage=storage, folder=folder) for _ in range(2))
+        versions = {3 * number: tensors for number, tensors in enumerate(history(data, like))}
+        with closing(first), closing(second):
+            for version, tensors in versions.items():
+                first.put(version, tensors)
+                if storage == "delta" and version:
+                    written[first.delta(version).tensors["w"].kind] += 1
+            for store in (first, second):
+                if store is second:
+                    store.restore(first.state())
+                for version in data.draw(st.permutations(sorted(versions))):
+                    assert same(store.tensors(version), versions[version])
+                live = data.draw(st.sets(st.sampled_from(sorted(versions))))
+                store.keep(live)
+                versions = {version: held for version, held in versions.items() if version in live | {max(versions)}}
+                assert store.versions == tuple(versions)
+            for version in reversed(versions):
+                assert same(second.tensors(version), versions[version])
+        assert list(tmp_path.iterdir()) == []
+
+    walk()
+    ways = () if storage == "full" else ("sparse", "packed") if dtype == torch.bool else WAYS
+    assert all(written[way] >= 25 for way in ways), written
 
 
 @pytest.mark.parametrize("storage", ["delta", "full"])

@@ -253,6 +253,7 @@ class Replay:
         later = [truth.batch for at, truths in self.truths.items() if at >= version for truth in truths]
         live = {held for batch in later for held in batch.version[batch.sampled].unique().tolist() if held <= version}
         with spent.clock():
+            old.publishing(self.policy)
             old.published(self.policy, live | {version})
             for piece in self.pieces.get(version, ()):
                 old.arrived(piece)

@@ -94,8 +94,8 @@ def _exact(config: RunConfig) -> _Proxy:
         "snapshot_old": f"the weights of up to {live_versions(config)} versions ({kind}, in "
         f"{'files' if old.spill else 'memory'}) and one movable copy; a forward pass over each trajectory for every "
         "version in it",
-        "old_logit_model": "a second model in a process of its own; a publication waits until it has scored all versions "
-        "but the newest and loaded that one",
+        "old_logit_model": "a second model in a process of its own; a publication waits until it has loaded the "
+        "version before",
         "interrupt_sync": "generation stands still from before a batch's first optimizer step to the publication",
     }
     cost = f"the trainer's idle time; for the rest {costs[old.fallback]}" if old.route == "eager" else costs[old.route]

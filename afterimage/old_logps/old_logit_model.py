@@ -29,9 +29,10 @@ class OldLogitModelDied(RuntimeError):
 class OldLogitModel(Passive):
     """`old_logp` from a model that scores all tokens of a version before it loads the next (algorithm.md, section 2).
 
-    Costs one model's memory and no trainer time, but for the tokens of the current version that the process has not
-    got to when they are asked for: the trainer is at that version and scores them itself. `wait_s` is what publication
-    waited for the process to get to the version before, `answer_wait_s` what batches waited for answers it owed.
+    Costs one model's memory, and of the trainer's time two things: weights travel whole, once per version, and are
+    packed in the trainer's thread; tokens of the current version that the process has not got to when they are asked
+    for, the trainer scores itself, being at that version. `wait_s` is what publication waited for the process to load
+    the version before, `answer_wait_s` what batches waited for answers it owed.
 
     Everything to the process goes through one writer thread, in order, so that handing over never blocks; what it
     says is read when the trainer's thread calls. The process starts at the first publication.
@@ -59,14 +60,21 @@ class OldLogitModel(Passive):
             raise RuntimeError("the old-logit process is not there: it starts at the first publication")
         return self._child.pid
 
+    def publishing(self, policy: Policy) -> None:
+        """Waits until the version last published is loaded, and so all before it is scored.
+
+        What it waits for needs no publication: the pieces of a version have all arrived when the next is published.
+        """
+        self._wait_s += self._catch_up(lambda: self._loaded != self._sent)
+
     def published(self, policy: Policy, live: Collection[int]) -> None:
+        """Only tells the process."""
         self._policy = policy
         self._answers.keep(live, policy.version)
         if policy.version == self._sent:
             return
         if self._child is None:
             self._start(policy)
-        self._wait_s += self._catch_up(lambda: self._loaded != self._sent)
         weights = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in policy.weights().items()}
         self._tell({"op": "load", "version": policy.version}, pack_tensors(weights))
         self._sent = policy.version
@@ -88,9 +96,9 @@ class OldLogitModel(Passive):
     def costs(self) -> Mapping[str, float]:
         spent = {
             "forward_tokens": float(self._answers.spent()),
-            "wait_s": self._wait_s,
-            "answer_wait_s": self._answer_wait_s,
-            "resident_bytes": float(sum(tensor.nbytes for tensor in self._policy.weights().values())),
+            "old_logit_model/wait_s": self._wait_s,
+            "old_logit_model/answer_wait_s": self._answer_wait_s,
+            "movable_bytes": float(sum(tensor.nbytes for tensor in self._policy.weights().values())),
         }
         self._wait_s = self._answer_wait_s = 0.0
         return spent

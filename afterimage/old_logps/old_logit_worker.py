@@ -9,6 +9,7 @@ import json
 import os
 import select
 import socket
+from collections import deque
 from pathlib import Path
 
 import torch
@@ -43,13 +44,14 @@ class _Worker:
         self._loaded = -1
         self._pieces: dict[int, Backlog] = {}
         """By version."""
-        self._next: tuple[int, bytes] | None = None
+        self._next: deque[tuple[int, bytes]] = deque()
+        """Versions to load, in order, with their weights."""
         self._unsaid = bytearray()
 
     def serve(self) -> None:
         """Messages first, then one pass or one load, until the connection ends."""
         while True:
-            busy = bool(self._pieces.get(self._loaded)) or self._next is not None
+            busy = bool(self._pieces.get(self._loaded)) or bool(self._next)
             asking = [self._connection] if self._unsaid else []
             readable, writable, _ = select.select([self._connection], asking, [], 0 if busy else None)
             if readable and not self._receive():
@@ -61,9 +63,8 @@ class _Worker:
                 del self._unsaid[: self._connection.send(self._unsaid)]
             if self._pieces.get(self._loaded):
                 self._score(self._pieces[self._loaded])
-            elif self._next is not None:
-                (version, body), self._next = self._next, None
-                self._load(version, body)
+            elif self._next:
+                self._load(*self._next.popleft())
 
     def _receive(self) -> bool:
         """Take what has arrived. False at the end of the connection."""
@@ -73,7 +74,7 @@ class _Worker:
             return False
         for header, body in self._frames.feed(data):
             if header["op"] == "load":
-                self._next = header["version"], body
+                self._next.append((header["version"], body))
                 continue
             place = Place(*header["place"])
             self._pieces.setdefault(place.version, Backlog()).put(place, header["tokens"])

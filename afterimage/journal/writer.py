@@ -1,0 +1,205 @@
+"""Writes. Whoever has something to say appends to a queue; one thread owns the connection and commits what gathered."""
+
+import asyncio
+import json
+import queue
+import sqlite3
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import Any, Self
+
+from afterimage.journal.reader import JournalReader
+from afterimage.journal.tables import (
+    FORMAT,
+    JOURNAL,
+    SCHEMA,
+    JournalError,
+    Record,
+    consumption,
+    failed,
+    handed_out,
+    insert,
+    outcome_row,
+    piece_row,
+)
+from afterimage.trajectory import Failure, Group, Piece, Task, Trajectory
+
+WINDOW_S = 0.2
+"""What was written is committed this much later at the latest; a barrier does not wait for it."""
+
+STUCK_S = 8.0
+"""A commit that takes longer ends the run. SQLite itself waits for the lock of another writer for half of it."""
+
+_Item = list[Record] | Future[None] | None
+"""Records that become true together, a barrier, or the end."""
+
+
+class Journal:
+    """`with journal:` opens and closes it. Nothing that writes waits; only `barrier` and what says so does.
+
+    A failure of the disk or the file surfaces as `JournalError` in `watch`, at once, and at every barrier.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._thread: Thread | None = None
+        self._failure: Future[None] = Future()
+        self._failure.set_running_or_notify_cancel()  # who stops watching does not cancel it
+
+    @staticmethod
+    def read(run: Path) -> JournalReader:
+        """The journal of a run folder as it is at this moment; the run may be going on."""
+        return JournalReader(run / JOURNAL)
+
+    def __enter__(self) -> Self:
+        """Make the database, or open the one that is there."""
+        try:
+            connection = _connect(self.path)
+        except sqlite3.Error as error:
+            raise failed(self.path, error) from error
+        self._thread = Thread(target=self._write, args=(connection,), name="journal")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Commit what is queued and end the thread. Raises what goes wrong here; an earlier failure was told before."""
+        if self._thread is None:
+            return
+        told = self._failure.done()
+        self._queue.put(None)
+        self._thread.join(STUCK_S)
+        if self._thread.is_alive():
+            raise failed(self.path, f"it could not be closed in {STUCK_S:g} s")
+        self._thread = None
+        if not told and self._failure.done():
+            self._failure.result()
+
+    close = __exit__
+    """A journal is also a `Sink`, and may be closed twice."""
+
+    def hand_out(self, number: int, task: Task, *, seed: int) -> None:
+        """A group was admitted: the `number`-th, with the run's seed."""
+        self.transaction([handed_out(number, task, seed)])
+
+    def begin(self, number: int, sibling: int, *, episode: int, seed: int) -> "_Page":
+        """An attempt at one episode of a group begins: where to write it down."""
+        self.transaction([insert("episodes", episode, number, sibling, seed, time.time())])
+        return _Page(self, episode)
+
+    async def finish(self, group: Group) -> None:
+        """All episodes of a group have ended, and are committed when this returns."""
+        self.transaction([insert("finished", group.number, time.time())])
+        await self.barrier()
+
+    async def publishing(self, version: int) -> None:
+        """A version will be loaded by engines; that it exists is committed when this returns."""
+        self.transaction([insert("versions (version, at)", version, time.time())])
+        await self.barrier()
+
+    def consume(self, groups: Sequence[Group], *, step: int, version: int) -> None:
+        """A step trained on these groups. A second time is refused by the table."""
+        self.transaction(consumption(groups, step=step, version=version))
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Something that happened."""
+        text = json.dumps(fields, default=float)
+        self.transaction([insert("events (at, kind, fields)", time.time(), kind, text)])
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """As a `Sink`: a step's metrics are an event."""
+        self.event("step", step=step, **{name: value for name, value in metrics.items() if name != "step"})
+
+    def transaction(self, records: Sequence[Record]) -> None:
+        """Records that become true together or not at all: what a checkpoint holds, and that it holds it."""
+        self._queue.put(list(records))
+
+    async def barrier(self) -> None:
+        """Everything written before is committed when this returns."""
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(self._mark()), STUCK_S)
+        except TimeoutError as error:
+            raise failed(self.path, f"nothing could be committed for {STUCK_S:g} s") from error
+
+    def flush(self) -> None:
+        """`barrier` for a thread, which waits."""
+        try:
+            self._mark().result(STUCK_S)
+        except TimeoutError as error:
+            raise failed(self.path, f"nothing could be committed for {STUCK_S:g} s") from error
+
+    async def watch(self) -> None:
+        """Return never; raise when the journal fails."""
+        await asyncio.wrap_future(self._failure)
+
+    def _mark(self) -> Future[None]:
+        if self._thread is None:
+            raise failed(self.path, "it is not open")
+        mark: Future[None] = Future()
+        self._queue.put(mark)
+        return mark
+
+    def _write(self, connection: sqlite3.Connection) -> None:
+        """The thread. After a failure it only tells whoever asks, until it is closed."""
+        items: list[_Item] = []
+        while None not in items:
+            items = self._gather()
+            try:
+                if not self._failure.done():
+                    _commit(connection, [record for item in items if isinstance(item, list) for record in item])
+                if None in items:
+                    connection.close()
+            except (sqlite3.Error, OverflowError) as error:
+                self._failure.set_exception(failed(self.path, error))
+            for mark in items:
+                if isinstance(mark, Future) and mark.set_running_or_notify_cancel():
+                    mark.set_exception(self._failure.exception()) if self._failure.done() else mark.set_result(None)
+
+    def _gather(self) -> list[_Item]:
+        """What comes within `WINDOW_S`, or until somebody waits."""
+        items = [self._queue.get()]
+        until = time.monotonic() + WINDOW_S
+        while isinstance(items[-1], list) and (left := until - time.monotonic()) > 0:
+            try:
+                items.append(self._queue.get(timeout=left))
+            except queue.Empty:
+                break
+        return items
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """Where one episode is written down while it happens."""
+
+    journal: Journal
+    episode: int
+
+    def piece(self, position: int, piece: Piece) -> None:
+        self.journal.transaction([piece_row(self.episode, position, piece)])
+
+    def ended(self, outcome: Trajectory | Failure) -> None:
+        self.journal.transaction([outcome_row(self.episode, outcome)])
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """A connection that commits to the disk, on a database with the tables. Handed to the thread that writes."""
+    connection = sqlite3.connect(path, timeout=STUCK_S / 2, isolation_level=None, check_same_thread=False)
+    connection.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; PRAGMA foreign_keys=ON;")
+    (found,) = connection.execute("PRAGMA user_version").fetchone()
+    if found not in (0, FORMAT):
+        raise failed(path, f"it has format {found}, this version writes {FORMAT}")
+    if not found:
+        connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version={FORMAT}; COMMIT;")
+    return connection
+
+
+def _commit(connection: sqlite3.Connection, records: Iterable[Record]) -> None:
+    connection.execute("BEGIN IMMEDIATE")
+    for statement, row in records:
+        connection.execute(statement, row)
+    connection.execute("COMMIT")
