@@ -29,9 +29,10 @@ from afterimage.envs import Taskset
 from afterimage.envs.calculator import CalculatorTasks
 from afterimage.envs.chat import Chat
 from afterimage.envs.retail import RetailTasks
+from afterimage.journal import JOURNAL, Journal
 from afterimage.loop import Parts
 from afterimage.objectives import Surrogate
-from afterimage.observe.metrics import RunLog, TensorBoardSink, require_tensorboard
+from afterimage.observe.metrics import RunLog, Sink, TensorBoardSink, require_tensorboard
 from afterimage.observe.recorder import Recorder, Watcher
 from afterimage.old_logps import OldLogps, Scoring
 from afterimage.old_logps.current_recompute import CurrentRecompute
@@ -95,7 +96,10 @@ def build(config: RunConfig, machine: Machine, log: RunLog, watcher: Watcher) ->
     """Everything the loop touches."""
     policy, taskset, speaker, old = machine.policy, machine.taskset, machine.speaker, machine.old
     ledger, schedule = Ledger(), config.schedule
-    sinks = [TensorBoardSink(log.path / "tensorboard")] if config.tensorboard else []
+    journal = Journal(log.path / JOURNAL)
+    sinks: list[Sink] = [journal]
+    if config.tensorboard:
+        sinks.append(TensorBoardSink(log.path / "tensorboard"))
     recorder = Recorder(log, watcher, partial(_decode, policy), sinks=sinks)
     if config.audit.record:
         machine.auditor.recording = Recording(log.path / RECORDED)
@@ -127,6 +131,7 @@ def build(config: RunConfig, machine: Machine, log: RunLog, watcher: Watcher) ->
         publisher=DirectPublisher(
             speaker.engine, dtype=DTYPES[config.engine.dtype], store=_store(old) if shares_deltas(config) else None
         ),
+        journal=journal,
         log=recorder,
         worker=ThreadPoolExecutor(1, thread_name_prefix="trainer"),
     )

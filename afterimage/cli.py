@@ -8,9 +8,10 @@ import shlex
 import sys
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,6 +19,9 @@ from rich.table import Table
 
 from afterimage.config import ConfigError, RunConfig, nearest
 from afterimage.recipes import RECIPES
+
+if TYPE_CHECKING:  # the journal brings torch along
+    from afterimage.journal import JournalReader
 
 CUT_SHORT = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -98,6 +102,23 @@ def _parser(given: Sequence[str]) -> _Parser:
         "--alpha", nargs="+", type=_reader(float), default=[0.5], help="constant weights of interp_prox_*. Now: 0.5"
     )
     audit.set_defaults(act=_audit)
+
+    journal = verbs.add_parser(
+        "journal", help="what a run's journal holds, and whether it is sound", allow_abbrev=False
+    )
+    journal.add_argument("run", type=Path, help="a run folder; the run may be going on")
+    journal.set_defaults(act=_journal)
+
+    export = verbs.add_parser("export-trajectories", help="a run's trajectories for other tools", allow_abbrev=False)
+    export.add_argument("run", type=Path, help="a run folder; the run may be going on")
+    export.add_argument("--format", choices=("jsonl", "parquet"), default="jsonl", help="Now: jsonl")
+    export.add_argument("--out", type=Path, metavar="FILE", help="jsonl goes to standard output without it")
+    export.set_defaults(act=_export)
+
+    again = verbs.add_parser("replay", help="a number that went wrong in a run, again", allow_abbrev=False)
+    again.add_argument("run", type=Path, help="the folder of the run that failed")
+    again.add_argument("--batch", type=Path, help="the file that was kept. Now: went_wrong.safetensors of the run")
+    again.set_defaults(act=_replay)
 
     verbs.add_parser("recipes", help="list the recipes", allow_abbrev=False).set_defaults(act=_recipes)
     return parser
@@ -301,6 +322,13 @@ def _word(value: Any) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
+def _replay(chosen: argparse.Namespace) -> int:
+    """0 if it went wrong again, 1 if not."""
+    from afterimage.launch.replay import replay
+
+    return 0 if replay(chosen.run, chosen.batch) else 1
+
+
 def _audit(chosen: argparse.Namespace) -> int:
     from afterimage.launch.audit import audit
 
@@ -315,6 +343,47 @@ def _report(chosen: argparse.Namespace) -> int:
     from afterimage.observe.report import write_report
 
     Console(soft_wrap=True).print(str(write_report(chosen.run)), highlight=False)
+    return 0
+
+
+@contextmanager
+def _opened(run: Path) -> "Iterator[JournalReader]":
+    """The journal of a run folder. A damaged one is told in a line and ends with 1."""
+    from afterimage.journal import Journal, JournalError
+
+    try:
+        with Journal.read(run) as journal:
+            yield journal
+    except OSError as error:
+        raise ConfigError(str(error)) from error
+    except JournalError as error:
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]damaged:[/] {escape(str(error))}", highlight=False)
+        sys.exit(1)
+
+
+def _journal(chosen: argparse.Namespace) -> int:
+    """1 if something is wrong with it."""
+    from afterimage.journal import check, page
+
+    with _opened(chosen.run) as journal:
+        wrong = check(journal)
+        Console().print(page(journal, wrong), highlight=False)
+    return 1 if wrong else 0
+
+
+def _export(chosen: argparse.Namespace) -> int:
+    from afterimage.journal import write_jsonl, write_parquet
+
+    if chosen.format == "parquet" and not chosen.out:
+        raise ConfigError("--format parquet needs --out FILE")
+    with _opened(chosen.run) as journal:
+        if chosen.format == "parquet":
+            write_parquet(journal, chosen.out)
+        elif chosen.out:
+            with chosen.out.open("w", encoding="utf-8") as file:
+                write_jsonl(journal, file)
+        else:
+            write_jsonl(journal, sys.stdout)
     return 0
 
 

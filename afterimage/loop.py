@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from afterimage.auditor import Auditor
 from afterimage.config import RunConfig
 from afterimage.engines import Engine
+from afterimage.journal import Journal
 from afterimage.observe.recorder import Recorder
 from afterimage.old_logps import OldLogps
 from afterimage.policy import Policy
@@ -49,6 +50,7 @@ class Parts:
     auditor: Auditor
     trainer: Trainer
     publisher: Publisher
+    journal: Journal
     log: Recorder
     worker: Executor
 
@@ -73,11 +75,19 @@ async def run(parts: Parts) -> None:
 
 async def produce(parts: Parts) -> None:
     """tasks -> groups. Waits for a ticket; train() returns tickets."""
-    work = partial(parts.rollout.group, size=parts.config.schedule.group_size, seed=parts.config.seed)
     async with asyncio.TaskGroup() as in_flight:
-        for task in parts.tasks:
-            await parts.line.admit(partial(work, task), in_flight)
+        for number, task in enumerate(parts.tasks):
+            await parts.line.admit(partial(roll, parts, number, task), in_flight)
         raise RuntimeError(f"{parts.config.task.env} ran out of training tasks: its train() has to be endless")
+
+
+async def roll(parts: Parts, number: int, task: Task) -> Group:
+    """task -> group. It is in the journal before the line has it."""
+    size, seed = parts.config.schedule.group_size, parts.config.seed
+    parts.journal.hand_out(number, task, seed=seed)
+    group = await parts.rollout.group(task, number, size=size, seed=seed, begin=parts.journal.begin)
+    await parts.journal.finish(group)
+    return group
 
 
 async def train(parts: Parts) -> None:
@@ -140,6 +150,7 @@ def consume(groups: Sequence[Group], parts: Parts, step: int) -> None:
     """What was trained on is written down, and nothing more will be asked about it."""
     finished = [trajectory for group in groups for trajectory in group.trajectories]
     parts.ledger.settle(trajectory.episode for trajectory in finished)
+    parts.journal.consume(groups, step=step, version=parts.policy.version)
     parts.log.trajectories(step, finished)
 
 
@@ -149,6 +160,7 @@ async def publish(parts: Parts) -> dict[str, float]:
     with parts.log.span("publish", f"version {parts.policy.version}"):
         await parts.beside(parts.publisher.prepare, parts.policy, parts.ledger.versions)
         await parts.beside(parts.old.publishing, parts.policy)
+        await parts.journal.publishing(parts.policy.version)
         await parts.publisher.publish()
         await parts.beside(parts.old.published, parts.policy, parts.ledger.versions)
         await parts.beside(parts.auditor.published, parts.policy, parts.ledger.versions)

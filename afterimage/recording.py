@@ -3,6 +3,8 @@
     recorded/versions/000012.safetensors    the forward weights that were published as version 12
     recorded/batches/000013.safetensors     what step 13 trained on: the sequences with a gradient
 
+    went_wrong.safetensors                  when a number did: the batch that it was, and the weights that met it
+
 Written aside and renamed, so that a file that is there is whole.
 """
 
@@ -20,6 +22,9 @@ from afterimage.trajectory import Batch
 
 RECORDED = "recorded"
 """Where a run folder holds its recording."""
+
+WENT_WRONG = "went_wrong.safetensors"
+"""Where a run folder holds the batch that a number went wrong on."""
 
 _LISTS = ("offsets", "episodes")
 """Columns of a batch that are no tensors."""
@@ -47,8 +52,7 @@ class Recording:
         _write(self._versions / _name(number), weights, {})
 
     def batch(self, trained: TrainedOn) -> None:
-        columns = {field.name: getattr(trained.batch, field.name) for field in fields(Batch)}
-        columns |= {name: torch.tensor(columns[name], dtype=torch.long) for name in _LISTS}
+        columns = _columns(trained.batch)
         about = {"step": str(trained.step), "version": str(trained.version)}
         _write(self._batches / _name(trained.step), columns, about)
 
@@ -75,13 +79,48 @@ class Recorded:
         path = self._folder / "batches" / _name(step)
         with safe_open(path, framework="pt") as file:
             about = file.metadata()
-            columns: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        columns |= {name: tuple(columns[name].tolist()) for name in _LISTS}
-        return TrainedOn(int(about["step"]), int(about["version"]), Batch(**columns))
+            columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return TrainedOn(int(about["step"]), int(about["version"]), _batch(columns))
 
     def _needed(self, step: int) -> set[int]:
         trained = self.batch(step)
         return {trained.version, *trained.batch.version[trained.batch.sampled].unique().tolist()}
+
+
+@dataclass(frozen=True, slots=True)
+class WentWrong:
+    """A number that was not finite: what met what. `columns` are `[T]` tensors beside the batch, `about` is text."""
+
+    batch: Batch
+    columns: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]
+    about: Mapping[str, str]
+
+    def save(self, path: Path) -> None:
+        groups = {"batch": _columns(self.batch), "column": self.columns, "weight": self.weights}
+        # Copies, because columns may share memory, which the format refuses.
+        tensors = {f"{group}/{name}": tensor.clone() for group, held in groups.items() for name, tensor in held.items()}
+        _write(path, tensors, dict(self.about))
+
+    @classmethod
+    def load(cls, path: Path) -> "WentWrong":
+        groups: dict[str, dict[str, Tensor]] = {"batch": {}, "column": {}, "weight": {}}
+        with safe_open(path, framework="pt") as file:
+            about = file.metadata() or {}
+            for key in file.keys():  # noqa: SIM118
+                group, _, name = key.partition("/")
+                groups[group][name] = file.get_tensor(key)
+        return cls(_batch(groups["batch"]), groups["column"], groups["weight"], about)
+
+
+def _columns(batch: Batch) -> dict[str, Tensor]:
+    columns = {field.name: getattr(batch, field.name) for field in fields(Batch)}
+    return columns | {name: torch.tensor(columns[name], dtype=torch.long) for name in _LISTS}
+
+
+def _batch(columns: Mapping[str, Tensor]) -> Batch:
+    held: dict[str, Any] = dict(columns)
+    return Batch(**held | {name: tuple(columns[name].tolist()) for name in _LISTS})
 
 
 def _name(number: int) -> str:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from afterimage.config import EngineConfig, RolloutConfig
@@ -72,6 +73,28 @@ GaveUp = Callable[[int, Failure, bool], None]
 """Told of a failed attempt: its episode number, what happened, and whether it was the last one."""
 
 
+class Page(Protocol):
+    """Where one attempt at an episode is written down while it happens."""
+
+    def piece(self, position: int, piece: Piece) -> None: ...
+
+    def ended(self, outcome: Trajectory | Failure) -> None: ...
+
+
+Begin = Callable[..., Page]
+"""Told of an attempt that begins, as `(group number, sibling, episode=, seed=)`; returns its page."""
+
+
+class Unwritten:
+    """The page of an episode that nobody keeps."""
+
+    def __init__(self, *_: int, episode: int, seed: int) -> None: ...
+
+    def piece(self, position: int, piece: Piece) -> None: ...
+
+    def ended(self, outcome: Trajectory | Failure) -> None: ...
+
+
 class Rollout:
     """Runs episodes. `arrived` is told of each piece the moment it comes back; `gave_up` of failed episodes."""
 
@@ -92,12 +115,19 @@ class Rollout:
         self._begun = 0
         self._outcomes: deque[bool] = deque(maxlen=FAILED_WINDOW)
 
-    async def group(self, task: Task, *, size: int, seed: int) -> Group:
+    async def group(self, task: Task, number: int = 0, *, size: int, seed: int, begin: Begin = Unwritten) -> Group:
         """`size` siblings at once: the same task and environment seed, each with sampling noise of its own."""
         env_seed = derive_seed(seed, task.key)
         async with asyncio.TaskGroup() as siblings:
             running = [
-                siblings.create_task(self.episode(task, env_seed=env_seed, noise_seed=derive_seed(env_seed, index)))
+                siblings.create_task(
+                    self.episode(
+                        task,
+                        env_seed=env_seed,
+                        noise_seed=derive_seed(env_seed, index),
+                        begin=partial(begin, number, index),
+                    )
+                )
                 for index in range(size)
             ]
         results = [episode.result() for episode in running]
@@ -105,34 +135,39 @@ class Rollout:
             task=task,
             trajectories=tuple(result for result in results if isinstance(result, Trajectory)),
             failures=tuple(result for result in results if isinstance(result, Failure)),
+            number=number,
         )
 
-    async def episode(self, task: Task, *, env_seed: int, noise_seed: int) -> Trajectory | Failure:
+    async def episode(
+        self, task: Task, *, env_seed: int, noise_seed: int, begin: Begin = Unwritten
+    ) -> Trajectory | Failure:
         """One episode, begun again after a failure of its environment, `retries` times."""
         for attempt in range(self.config.retries + 1):
             episode, self._begun = self._begun, self._begun + 1
-            pieces: list[Piece] = []
+            script = _Script(episode, begin(episode=episode, seed=noise_seed))
             try:
-                trajectory = await self._attempt(pieces, task, episode, (env_seed, noise_seed))
+                trajectory = await self._attempt(script, task, (env_seed, noise_seed))
             except EpisodeFailed as failed:
-                failure = _describe(failed, task, pieces)
+                failure = _describe(failed, task, script.pieces)
+                script.page.ended(failure)
                 final = attempt == self.config.retries
                 self._gave_up(episode, failure, final)
                 if final:
                     self._judge(failure)
             else:
+                script.page.ended(trajectory)
                 self._outcomes.append(True)
                 return trajectory
         return failure
 
-    async def _attempt(self, pieces: list[Piece], task: Task, episode: int, seeds: tuple[int, int]) -> Trajectory:
+    async def _attempt(self, script: "_Script", task: Task, seeds: tuple[int, int]) -> Trajectory:
         """begin, then reply and step by turns, until the environment or a limit ends it."""
-        env_seed, noise_seed = seeds
+        (env_seed, noise_seed), pieces = seeds, script.pieces
         chat, timeout_s = self.speaker.chat, self.config.timeout_s
         async with stage("begin", timeout_s):
             env = self.taskset.env(task, env_seed)
             turn = await env.begin()
-            pieces.append(Given(chat.opening(turn.messages)))
+            script.add(Given(chat.opening(turn.messages)))
         if self.speaker.room(_length(pieces)) < 1:
             raise ValueError(
                 f"the opening prompt of {task.key} has {_length(pieces)} tokens, engine.max_context is "
@@ -147,18 +182,18 @@ class Rollout:
             if self.speaker.room(_length(pieces)) < 1:
                 stop = "max_tokens"
                 break
-            reply, ended = await self._speak(pieces, episode, noise_seed)
+            reply, ended = await self._speak(script, noise_seed)
             async with stage(f"step {len(turn_rewards) + 1}", timeout_s):
                 turn = await env.step(chat.parse(reply))
                 turn_rewards.append(turn.reward)
                 if not turn.done:
-                    pieces.append(Given(chat.following(turn.messages, ended=ended)))
-        return _finish(pieces, turn, turn_rewards, Trajectory((), {}, stop, task, noise_seed, episode))
+                    script.add(Given(chat.following(turn.messages, ended=ended)))
+        return _finish(pieces, turn, turn_rewards, Trajectory((), {}, stop, task, noise_seed, script.episode))
 
-    async def _speak(self, pieces: list[Piece], episode: int, seed: int) -> tuple[list[int], bool]:
+    async def _speak(self, script: "_Script", seed: int) -> tuple[list[int], bool]:
         """One reply, over as many versions as it takes. Its tokens, and whether it ended by a stop token."""
         spoken: list[int] = []
-        context = [token for piece in pieces for token in piece.tokens]
+        context = [token for piece in script.pieces for token in piece.tokens]
         room = self.speaker.room(len(context))
         while True:
             params = SamplingParams(
@@ -173,8 +208,8 @@ class Rollout:
                 start = len(context)
                 context.extend(piece.tokens)
                 spoken.extend(piece.tokens)
-                pieces.append(piece)
-                self._arrived(Open(episode, tuple(context), start, piece))
+                script.add(piece)
+                self._arrived(Open(script.episode, tuple(context), start, piece))
             if reply.stop != "interrupted":
                 return spoken, reply.stop == "stop"
 
@@ -187,6 +222,19 @@ class Rollout:
                 f"{failed} of the last {len(self._outcomes)} episodes failed, more than rollout.max_failed_share = "
                 f"{self.config.max_failed_share:g} allows; the last one in {failure.stage}: {failure.error}"
             )
+
+
+class _Script:
+    """What was said in an attempt so far. Its page is told of each piece before anybody else."""
+
+    def __init__(self, episode: int, page: Page) -> None:
+        self.episode = episode
+        self.page = page
+        self.pieces: list[Piece] = []
+
+    def add(self, piece: Piece) -> None:
+        self.page.piece(len(self.pieces), piece)
+        self.pieces.append(piece)
 
 
 class Progress(Protocol):

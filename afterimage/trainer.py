@@ -15,13 +15,13 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from afterimage.config import ConfigError, TrainerConfig
-from afterimage.corrections import Control, bounded_exp, check_finite, start
+from afterimage.corrections import Control, NonFinite, bounded_exp, check_finite, start
 from afterimage.objectives import Surrogate, reference_kl
 from afterimage.old_logps import OldLogps
 from afterimage.policy import Policy, Scored, pack
@@ -29,6 +29,9 @@ from afterimage.trajectory import Batch
 
 MAX_POINTS = 256
 """(log D, log S, lag) points kept of one batch, evenly spread over its action tokens."""
+
+NOT_FINITE = (FloatingPointError, NonFinite)
+"""What is raised, before the optimizer step, when a loss, a gradient or a log-probability is not finite."""
 
 Correction = Callable[[Tensor, Batch], Control]
 """`(old_logp [T], batch)` -> what the discrepancy control says of each token."""
@@ -82,6 +85,15 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Suspect:
+    """What the trainer is at work on, to be kept beside the error if a number goes wrong."""
+
+    stage: Literal["old_logps", "step"]
+    """`old_logps`: the route's answers for a batch. `step`: the loss and the gradient of one optimizer step."""
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """A batch cut into its optimizer steps."""
 
@@ -105,6 +117,7 @@ class Trainer:
         self.optimizer = make_optimizer(config, list(self._master.values()))
         self._reference = policy.twin() if rules.objective.reference_kl else None
         self._tally = Tally()
+        self.suspect: Suspect | None = None
 
     def prepare(self, batch: Batch) -> Work:
         """Everything that is fixed before the first optimizer step on this batch.
@@ -141,6 +154,7 @@ class Trainer:
     def backward(self, part: Part) -> None:
         """Add the gradient of this part's loss, whatever the micro-batches it is cut into."""
         began = time.perf_counter()
+        self.suspect = Suspect("step", part)
         self._tally.num_parts += 1
         busy = self._busy(part.batch, part.factor * part.norm)
         lengths = [len(range(*part.batch.spans()[i])) for i in busy]
@@ -257,6 +271,9 @@ class Trainer:
     def _judge(self, batch: Batch, now: Tensor, lag: Tensor) -> tuple[Tensor, Control]:
         """Old log-probabilities from the route, and what the discrepancy control says of them."""
         old_logp, exact = self.old.logps(batch, now)
+        if not self.old.needs.inline:
+            ones = torch.ones_like(old_logp)
+            self.suspect = Suspect("old_logps", Part(batch, old_logp, ones, ones, torch.empty(0), lag))
         logps = {"behavior_logp": batch.behavior_logp, "old_logp": old_logp}
         check_finite(logps, batch.sampled, sequence=_episode(batch), version=batch.version)
         control = self.rules.correction(old_logp, batch)

@@ -193,6 +193,8 @@ class Group:
     task: Task
     trajectories: tuple[Trajectory, ...]
     failures: tuple[Failure, ...] = ()
+    number: int = 0
+    """Unique within a run: the order in which groups were admitted."""
 
 
 @dataclass(frozen=True, slots=True)

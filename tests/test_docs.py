@@ -41,7 +41,7 @@ def test_every_command_of_the_readme_exists() -> None:
     assert {"demo", "test"} <= verbs
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert verbs <= targets
-    for verb in set(re.findall(r"^afterimage ([a-z]+)", readme, re.MULTILINE)):
+    for verb in set(re.findall(r"^afterimage ([a-z-]+)", readme, re.MULTILINE)):
         subprocess.run(
             [sys.executable, "-m", "afterimage.cli", verb, "--help"], cwd=ROOT, check=True, capture_output=True
         )

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from afterimage.config import EngineConfig, EvalConfig, RolloutConfig, RunConfig
 from afterimage.engines import SamplingParams
 from afterimage.engines.scripted import ScriptedEngine
 from afterimage.envs import Message, Turn
+from afterimage.journal import Journal
 from afterimage.launch.local import first_leaf
 from afterimage.old_logps import Needs, Passive, Scoring
 from afterimage.policy import Policy
@@ -127,7 +129,7 @@ class ScoresAtClosing(Passive):
         return batch.behavior_logp.clone(), torch.zeros_like(batch.sampled)
 
 
-def make(tasks: Iterator[int], *, budget: int = 1, steps: int = 12) -> loop.Parts:
+def make(tasks: Iterator[int], *, budget: int = 1, steps: int = 12, journal: Path = Path(":memory:")) -> loop.Parts:
     config = RunConfig(
         recipe="numbers",
         steps=steps,
@@ -171,6 +173,7 @@ def make(tasks: Iterator[int], *, budget: int = 1, steps: int = 12) -> loop.Part
         auditor=Auditor(policy, old, judge, scoring=Scoring(1.0, 4096), share=0.0),
         trainer=Trainer(policy, config.trainer, rules, old, num_steps=steps),
         publisher=DirectPublisher(engine, dtype=torch.float32),
+        journal=Journal(journal),
         log=Log(),  # type: ignore[arg-type]
         worker=ThreadPoolExecutor(1),
     )
@@ -189,7 +192,7 @@ def run(parts: loop.Parts) -> list[dict[str, Any]]:
         async with asyncio.timeout(60):
             await loop.run(parts)
 
-    with closing_worker(parts):
+    with closing_worker(parts), parts.journal:
         asyncio.run(main())
     return parts.log.rows  # type: ignore[attr-defined, no-any-return]
 

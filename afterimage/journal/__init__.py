@@ -1,12 +1,12 @@
 """The durable record of a run: one SQLite database in its folder, written while the run goes on.
 
 A group is committed before it can be consumed, a version before an engine can load it; everything else is committed
-within `WINDOW_S`. Who reads sees one moment of it and never disturbs who writes. Tables and guarantees: docs/journal.md.
+within `WINDOW_S`. Who reads sees one moment of it and never disturbs who writes. Tables, guarantees: docs/journal.md.
 """
 
 from afterimage.journal.check import check, page
-from afterimage.journal.export import export
-from afterimage.journal.reader import JournalReader, Kept, Handed
+from afterimage.journal.export import write_jsonl, write_parquet
+from afterimage.journal.reader import Handed, JournalReader, Kept
 from afterimage.journal.tables import JOURNAL, JournalError, consumption
 from afterimage.journal.writer import WINDOW_S, Journal
 
@@ -20,6 +20,7 @@ __all__ = [
     "Kept",
     "check",
     "consumption",
-    "export",
     "page",
+    "write_jsonl",
+    "write_parquet",
 ]

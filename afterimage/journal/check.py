@@ -44,7 +44,10 @@ CHECKS = (
         """SELECT * FROM (SELECT episode, position, version, lag(version) OVER each AS before FROM pieces
         WHERE version IS NOT NULL WINDOW each AS (PARTITION BY episode ORDER BY position)) WHERE version < before""",
     ),
-    ("version {} was sampled from and never published", "SELECT version FROM pieces EXCEPT SELECT version FROM versions"),
+    (
+        "version {} was sampled from and never published",
+        "SELECT version FROM pieces EXCEPT SELECT version FROM versions",
+    ),
     (
         "version {} was published after version {}",
         """SELECT * FROM (SELECT version, lag(version) OVER (ORDER BY id) AS before FROM versions)
@@ -73,7 +76,7 @@ def _some(found: Sequence[str]) -> list[str]:
 def page(journal: JournalReader, wrong: Sequence[str]) -> RenderableType:
     """What is in it, and what is wrong with it."""
     groups = journal.groups()
-    ends = Counter(group.ended for group in groups)
+    ends: Counter[str] = Counter(group.ended for group in groups)
     ((pieces, tokens, sampled),) = journal.rows(
         """SELECT count(*), coalesce(sum(num_tokens), 0),
         coalesce(sum(CASE WHEN version IS NOT NULL THEN num_tokens END), 0) FROM pieces"""

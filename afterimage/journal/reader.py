@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import quote
 
-from afterimage.journal.tables import FORMAT, JournalError, failed, unpack_logps, unpack_tokens
+from afterimage.journal.tables import FORMAT, failed, unpack_logps, unpack_tokens
 from afterimage.trajectory import Failure, Given, Group, Piece, Provenance, Sampled, Task, Trajectory
 
 Ended = Literal["open", "finished", "consumed", "failed"]
@@ -79,9 +79,9 @@ class JournalReader:
 
     @property
     def num_bytes(self) -> int:
-        """On disk, with what is not yet moved into the main file."""
-        files = (self.path, self.path.with_name(self.path.name + "-wal"))
-        return sum(file.stat().st_size for file in files if file.exists())
+        """Of the main file once all that is committed is in it; beside it a run has a few MB in `-wal`."""
+        ((pages,), (size,)) = (*self.rows("PRAGMA page_count"), *self.rows("PRAGMA page_size"))
+        return int(pages * size)
 
     def rows(self, statement: str, *parameters: int | str) -> list[tuple[Any, ...]]:
         """The answer to one SQL statement."""
@@ -96,7 +96,7 @@ class JournalReader:
                 (SELECT count(*) FROM episodes JOIN failures USING (episode) WHERE number = g.number)
             FROM groups g LEFT JOIN finished f USING (number) LEFT JOIN consumed USING (number) ORDER BY g.number"""
         )
-        return [Handed(number, Task(*task), *rest) for number, *row in found for task, rest in [(row[:3], row[3:])]]
+        return [Handed(number, Task(env, split, index), *rest) for number, env, split, index, *rest in found]
 
     def versions(self) -> list[int]:
         """In the order of their publication."""
@@ -169,9 +169,7 @@ class JournalReader:
         """Whatever is wrong with the file is a `JournalError` that names it."""
         try:
             yield
-        except JournalError:
-            raise
-        except (sqlite3.Error, struct.error, ValueError, TypeError) as error:
+        except (sqlite3.Error, struct.error, ValueError, TypeError, RecursionError) as error:
             raise failed(self.path, f"{what}: {error}" if what else error) from error
 
 

@@ -70,8 +70,8 @@ def piece_row(episode: int, position: int, piece: Piece) -> Record:
 
 def outcome_row(episode: int, outcome: Trajectory | Failure) -> Record:
     if isinstance(outcome, Failure):
-        how = (outcome.stage, outcome.error, outcome.turns, outcome.sampled_tokens)
-        return insert("failures", episode, *how)
+        stage, error = (text.encode(errors="replace").decode() for text in (outcome.stage, outcome.error))
+        return insert("failures", episode, stage, error, outcome.turns, outcome.sampled_tokens)
     rewards, facts = _numbers(outcome.rewards), _numbers(outcome.facts)
     turn_rewards = json.dumps([float(value) for value in outcome.turn_rewards])
     return insert("trajectories", episode, len(outcome.pieces), outcome.stop, rewards, turn_rewards, facts)

@@ -5,10 +5,10 @@ import json
 import queue
 import sqlite3
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any, Self
@@ -18,7 +18,6 @@ from afterimage.journal.tables import (
     FORMAT,
     JOURNAL,
     SCHEMA,
-    JournalError,
     Record,
     consumption,
     failed,
@@ -68,7 +67,10 @@ class Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Commit what is queued and end the thread. Raises what goes wrong here; an earlier failure was told before."""
+        self.close()
+
+    def close(self) -> None:
+        """Commit what is queued and end the thread. Raises what goes wrong here; an earlier failure was told."""
         if self._thread is None:
             return
         told = self._failure.done()
@@ -79,9 +81,6 @@ class Journal:
         self._thread = None
         if not told and self._failure.done():
             self._failure.result()
-
-    close = __exit__
-    """A journal is also a `Sink`, and may be closed twice."""
 
     def hand_out(self, number: int, task: Task, *, seed: int) -> None:
         """A group was admitted: the `number`-th, with the run's seed."""
@@ -146,19 +145,31 @@ class Journal:
 
     def _write(self, connection: sqlite3.Connection) -> None:
         """The thread. After a failure it only tells whoever asks, until it is closed."""
-        items: list[_Item] = []
-        while None not in items:
-            items = self._gather()
-            try:
+        with closing(connection):
+            items: list[_Item] = []
+            while None not in items:
+                items = self._gather()
                 if not self._failure.done():
-                    _commit(connection, [record for item in items if isinstance(item, list) for record in item])
-                if None in items:
-                    connection.close()
-            except (sqlite3.Error, OverflowError) as error:
-                self._failure.set_exception(failed(self.path, error))
-            for mark in items:
-                if isinstance(mark, Future) and mark.set_running_or_notify_cancel():
-                    mark.set_exception(self._failure.exception()) if self._failure.done() else mark.set_result(None)
+                    self._commit(connection, [record for item in items if isinstance(item, list) for record in item])
+                for mark in items:
+                    if isinstance(mark, Future) and mark.set_running_or_notify_cancel():
+                        error = self._failure.exception() if self._failure.done() else None
+                        mark.set_exception(error) if error else mark.set_result(None)
+            if not self._failure.done():
+                with suppress(sqlite3.OperationalError):  # one plain file, unless somebody is reading
+                    connection.execute("PRAGMA busy_timeout=0")
+                    connection.execute("PRAGMA journal_mode=DELETE")
+
+    def _commit(self, connection: sqlite3.Connection, records: Sequence[Record]) -> None:
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            for statement, row in records:
+                connection.execute(statement, row)
+            connection.execute("COMMIT")
+        except (sqlite3.Error, OverflowError, UnicodeError) as error:
+            with suppress(sqlite3.Error):  # SQLite may have rolled back itself
+                connection.execute("ROLLBACK")
+            self._failure.set_exception(failed(self.path, error))
 
     def _gather(self) -> list[_Item]:
         """What comes within `WINDOW_S`, or until somebody waits."""
@@ -188,18 +199,16 @@ class _Page:
 
 def _connect(path: Path) -> sqlite3.Connection:
     """A connection that commits to the disk, on a database with the tables. Handed to the thread that writes."""
-    connection = sqlite3.connect(path, timeout=STUCK_S / 2, isolation_level=None, check_same_thread=False)
-    connection.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; PRAGMA foreign_keys=ON;")
-    (found,) = connection.execute("PRAGMA user_version").fetchone()
-    if found not in (0, FORMAT):
-        raise failed(path, f"it has format {found}, this version writes {FORMAT}")
-    if not found:
-        connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version={FORMAT}; COMMIT;")
+    with ExitStack() as stack:
+        connection = sqlite3.connect(path, timeout=STUCK_S / 2, isolation_level=None, check_same_thread=False)
+        stack.callback(connection.close)
+        connection.executescript(
+            "PRAGMA trusted_schema=OFF; PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; PRAGMA foreign_keys=ON;"
+        )
+        (found,) = connection.execute("PRAGMA user_version").fetchone()
+        if found not in (0, FORMAT):
+            raise failed(path, f"it has format {found}, this version writes {FORMAT}")
+        if not found:
+            connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version={FORMAT}; COMMIT;")
+        stack.pop_all()
     return connection
-
-
-def _commit(connection: sqlite3.Connection, records: Iterable[Record]) -> None:
-    connection.execute("BEGIN IMMEDIATE")
-    for statement, row in records:
-        connection.execute(statement, row)
-    connection.execute("COMMIT")

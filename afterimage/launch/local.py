@@ -22,7 +22,9 @@ from afterimage.observe.metrics import RunFolder, RunLog
 from afterimage.observe.report import write_report
 from afterimage.policy import DTYPES, Policy
 from afterimage.publish import DirectPublisher
+from afterimage.recording import WENT_WRONG, WentWrong
 from afterimage.rollout import Rollout, examine
+from afterimage.trainer import NOT_FINITE, Trainer
 
 POLICY = "policy"
 """Where a run folder holds the trained model."""
@@ -75,6 +77,8 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
     except ExceptionGroup as failures:
         error = first_leaf(failures)
         log.failed("".join(traceback.format_exception(error)))
+        if isinstance(error, NOT_FINITE) and keep_evidence(machine.trainer, folder / WENT_WRONG):
+            console.print(f"the batch is kept; to see it again: afterimage replay {folder}", highlight=False)
         raise RunFailed(f"{type(error).__name__}: {error} (traceback in {folder / 'error.txt'})") from error
     except KeyboardInterrupt:
         reason = "Ctrl-C"
@@ -90,11 +94,31 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
     return Run(folder, report)
 
 
+def keep_evidence(trainer: Trainer, path: Path) -> bool:
+    """Write down what the trainer was at work on when it raised; False before its first batch."""
+    suspect = trainer.suspect
+    if suspect is None:
+        return False
+    part = suspect.part
+    columns = {"old_logp": part.old_logp, "factor": part.factor, "norm": part.norm, "lag": part.lag}
+    wrong = WentWrong(
+        part.batch,
+        columns | {"reference_logp": part.reference_logp},
+        trainer.policy.weights(),
+        {"stage": suspect.stage, "steps": str(trainer.steps), "version": str(trainer.policy.version)},
+    )
+    wrong.save(path)
+    return True
+
+
 async def _supervise(parts: loop.Parts) -> None:
     """The loop under one parent; whatever happens, the trainer's thread ends and the engine is given back."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(loop.run(parts))
+            with parts.journal:
+                watch = tasks.create_task(parts.journal.watch())
+                await loop.run(parts)
+                watch.cancel()
     finally:
         parts.worker.shutdown(wait=True)
         parts.old.close()

@@ -1,0 +1,54 @@
+"""A number that went wrong, again: the same weights on the same batch, without the run around it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from afterimage.build import build_machine
+from afterimage.config import ConfigError, RunConfig
+from afterimage.corrections import check_finite
+from afterimage.launch.audit import stored_config
+from afterimage.observe.metrics import RunFolder
+from afterimage.recording import WENT_WRONG, WentWrong
+from afterimage.trainer import NOT_FINITE, Part
+
+
+def replay(run: Path, batch: Path | None = None, *, console: Console | None = None) -> bool:
+    """Do again what went wrong in a run; whether it went wrong again.
+
+    The stage is the same: the route's answers are checked as they were, or the loss and the gradient of one optimizer
+    step are formed by the same code from the same weights. Raises `ConfigError` if the run or the file cannot be read.
+    """
+    console = console or Console(soft_wrap=True)
+    path = batch or run / WENT_WRONG
+    if not path.is_file():
+        raise ConfigError(f"{path} is not there: nothing went wrong in this run, or it was moved; give --batch")
+    config = stored_config(RunFolder(run).config())
+    wrong = WentWrong.load(path)
+    try:
+        _again(config, wrong)
+    except NOT_FINITE as error:
+        console.print(f"it went wrong again: {error}", markup=False, highlight=False)
+        return True
+    console.print("it did not go wrong again: every number of this batch is finite here", highlight=False)
+    return False
+
+
+def _again(config: RunConfig, wrong: WentWrong) -> None:
+    columns, batch = wrong.columns, wrong.batch
+    if wrong.about["stage"] == "old_logps":
+        sequence: Tensor = torch.tensor(batch.episodes)[batch.sequence]
+        logps = {"behavior_logp": batch.behavior_logp, "old_logp": columns["old_logp"]}
+        check_finite(logps, batch.sampled, sequence=sequence, version=batch.version)
+        return
+    machine = build_machine(replace(config, audit=replace(config.audit, share=0.0, record=False)))
+    trainer, policy = machine.trainer, machine.policy
+    policy.load_weights(wrong.weights)
+    policy.version = int(wrong.about["version"])
+    trainer.steps = int(wrong.about["steps"])
+    trainer.backward(Part(batch, **columns))
+    trainer.step()
+    machine.old.close()

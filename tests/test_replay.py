@@ -1,0 +1,114 @@
+"""Numbers that go wrong: the run stops before the optimizer step, keeps the batch and the weights that met, and
+`afterimage replay` goes wrong again on them, in the same words."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from afterimage import credit
+from afterimage.build import Machine, build_machine
+from afterimage.cli import main
+from afterimage.config import (
+    ConfigError,
+    EngineConfig,
+    EvalConfig,
+    OldLogpsConfig,
+    RunConfig,
+    ScheduleConfig,
+    TaskConfig,
+)
+from afterimage.launch.local import RunFailed, keep_evidence, train
+from afterimage.launch.replay import replay
+from afterimage.observe.metrics import RunLog
+from afterimage.recording import WENT_WRONG, WentWrong
+from afterimage.testing import episode
+from afterimage.trainer import NOT_FINITE
+from afterimage.trajectory import Batch, Credited, Group, collate
+
+HUGE = 3e38
+"""A finite float32 whose multiples are not."""
+
+
+def config(folder: Path, route: str = "snapshot_old") -> RunConfig:
+    return RunConfig(
+        recipe="toy",
+        runs=folder,
+        name="run",
+        steps=3,
+        task=TaskConfig(env="tests.toy:ToyTasks"),
+        schedule=ScheduleConfig(max_staleness=1, groups_per_step=2, group_size=2),
+        engine=EngineConfig(max_reply_tokens=8, max_context=128, max_running=8),
+        old_logps=OldLogpsConfig(route=route),  # type: ignore[arg-type]
+        eval=EvalConfig(tasks=0),
+    )
+
+
+def a_batch(*, advantage: float = 1.0) -> Batch:
+    return collate([episode(i, [4, (6, 0), 2, (3, 0)], advantage=advantage) for i in range(3)])
+
+
+def goes_wrong(machine: Machine, batch: Batch) -> str:
+    """What the trainer says of it."""
+    machine.old.published(machine.policy, live={0})
+    with pytest.raises(NOT_FINITE) as error:
+        for part in machine.trainer.prepare(batch).parts:
+            machine.trainer.backward(part)
+            machine.trainer.step()
+    return str(error.value)
+
+
+def tell(run: Path, batch: Path | None = None) -> tuple[bool, str]:
+    out = StringIO()
+    return replay(run, batch, console=Console(file=out, width=500)), out.getvalue()
+
+
+@pytest.mark.parametrize("route", ["snapshot_old", "interp_prox_loglinear"])
+@pytest.mark.parametrize("what", ["the loss", "a log-probability"])
+def test_what_went_wrong_goes_wrong_again_in_the_same_words(tmp_path: Path, what: str, route: str) -> None:
+    machine, batch = build_machine(config(tmp_path, route)), a_batch(advantage=HUGE if what == "the loss" else 1.0)
+    RunLog.create(tmp_path / "run", config(tmp_path, route)).close()
+    if what == "a log-probability":
+        at = int(batch.sampled.nonzero()[2])
+        spoilt = batch.behavior_logp.clone()
+        spoilt[at] = torch.nan
+        batch = replace(batch, behavior_logp=spoilt)
+    said = goes_wrong(machine, batch)
+    assert keep_evidence(machine.trainer, tmp_path / "run" / WENT_WRONG)
+    again, told = tell(tmp_path / "run")
+    assert again and said in told
+
+
+def test_a_batch_that_was_mended_does_not_go_wrong(tmp_path: Path) -> None:
+    machine = build_machine(config(tmp_path))
+    RunLog.create(tmp_path / "run", config(tmp_path)).close()
+    goes_wrong(machine, a_batch(advantage=HUGE))
+    keep_evidence(machine.trainer, tmp_path / "run" / WENT_WRONG)
+    wrong = WentWrong.load(tmp_path / "run" / WENT_WRONG)
+    mended = replace(wrong, batch=replace(wrong.batch, advantage=wrong.batch.advantage / HUGE))
+    mended.save(tmp_path / "mended.safetensors")
+    again, told = tell(tmp_path / "run", tmp_path / "mended.safetensors")
+    assert not again and "did not go wrong again" in told
+
+
+def test_a_run_that_stops_on_a_number_says_how_to_see_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def blind(groups: Sequence[Group]) -> list[Credited]:
+        return [replace(item, advantage=(HUGE,)) for item in credit.grpo(groups)]
+
+    monkeypatch.setattr("afterimage.build.build_credit", lambda config: blind)
+    out = StringIO()
+    with pytest.raises(RunFailed, match="the gradient norm of optimizer step 1 is"):
+        train(config(tmp_path), console=Console(file=out, width=500))
+    assert f"afterimage replay {tmp_path / 'run'}" in out.getvalue()
+    with pytest.raises(SystemExit) as left:
+        main(["replay", str(tmp_path / "run")])
+    assert left.value.code == 0
+
+
+def test_without_a_kept_batch_there_is_nothing_to_replay(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"went_wrong\.safetensors is not there"):
+        replay(tmp_path)
