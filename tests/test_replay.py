@@ -13,15 +13,7 @@ from rich.console import Console
 from afterimage import credit
 from afterimage.build import Machine, build_machine
 from afterimage.cli import main
-from afterimage.config import (
-    ConfigError,
-    EngineConfig,
-    EvalConfig,
-    OldLogpsConfig,
-    RunConfig,
-    ScheduleConfig,
-    TaskConfig,
-)
+from afterimage.config import ConfigError, EvalConfig, OldLogpsConfig, RunConfig
 from afterimage.launch.local import RunFailed, keep_evidence, train
 from afterimage.launch.replay import replay
 from afterimage.observe.metrics import RunLog
@@ -29,23 +21,14 @@ from afterimage.recording import WENT_WRONG, WentWrong
 from afterimage.testing import episode
 from afterimage.trainer import NOT_FINITE
 from afterimage.trajectory import Batch, Credited, Group, collate
+from tests.test_run import small
 
 HUGE = 3e38
 """A finite float32 whose multiples are not."""
 
 
 def config(folder: Path, route: str = "snapshot_old") -> RunConfig:
-    return RunConfig(
-        recipe="toy",
-        runs=folder,
-        name="run",
-        steps=3,
-        task=TaskConfig(env="tests.toy:ToyTasks"),
-        schedule=ScheduleConfig(max_staleness=1, groups_per_step=2, group_size=2),
-        engine=EngineConfig(max_reply_tokens=8, max_context=128, max_running=8),
-        old_logps=OldLogpsConfig(route=route),  # type: ignore[arg-type]
-        eval=EvalConfig(tasks=0),
-    )
+    return small(folder, old_logps=OldLogpsConfig(route=route), eval=EvalConfig(tasks=0))  # type: ignore[arg-type]
 
 
 def a_batch(*, advantage: float = 1.0) -> Batch:
