@@ -4,6 +4,7 @@ import argparse
 import ast
 import dataclasses
 import inspect
+import os
 import shlex
 import sys
 import typing
@@ -383,7 +384,11 @@ def _export(chosen: argparse.Namespace) -> int:
             with chosen.out.open("w", encoding="utf-8") as file:
                 write_jsonl(journal, file)
         else:
-            write_jsonl(journal, sys.stdout)
+            try:
+                write_jsonl(journal, sys.stdout)
+                sys.stdout.flush()
+            except BrokenPipeError:  # who reads has seen enough; nothing more may be written, not even at exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from io import StringIO
 from itertools import count
 from pathlib import Path
 
@@ -19,13 +20,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_loop import make, run
+from rich.console import Console
 
 from afterimage import cli
+from afterimage.config import ConfigError
 from afterimage.journal import JOURNAL, Journal, JournalError, JournalReader, check, consumption, writer
 from afterimage.journal.tables import insert
+from afterimage.launch import local
 from afterimage.launch.local import first_leaf
 from afterimage.trajectory import HAS_BEHAVIOR, Failure, Given, Group, Piece, Provenance, Sampled, Task, Trajectory
+from tests.test_loop import make, run
+from tests.test_run import small
 
 ROOT = Path(__file__).parent.parent
 TASK = Task("retail", "train", 17)
@@ -188,7 +193,7 @@ def test_the_tables_refuse_what_may_not_be(tmp_path: Path, twice: Callable[[Jour
 KILLED = """
 import asyncio, os, signal
 from pathlib import Path
-from test_journal import group, record
+from tests.test_journal import group, record
 from afterimage.journal import JOURNAL, Journal
 journal = Journal(Path(os.environ["RUN"]) / JOURNAL).__enter__()
 asyncio.run(journal.publishing(0))
@@ -202,7 +207,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_after_sigkill_everything_up_to_the_barrier_is_there(tmp_path: Path) -> None:
-    environment = {**os.environ, "RUN": str(tmp_path), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    environment = {**os.environ, "RUN": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", KILLED], env=environment, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     with Journal.read(tmp_path) as read:
@@ -508,3 +513,23 @@ def test_without_pyarrow_parquet_says_what_to_install(
     out = str(tmp_path / "rows.parquet")
     text = said(capsys, "export-trajectories", str(ran[0]), "--format", "parquet", "--out", out, code=2)
     assert "pip install 'afterimage[parquet]'" in text
+
+
+def test_who_reads_an_export_may_stop_early(tmp_path: Path) -> None:
+    """Far more is written than a pipe holds."""
+    with Journal(tmp_path / JOURNAL) as journal:
+        for number in range(3):
+            record(journal, group(number, Sampled((7,) * 5000, (-0.5,) * 5000, version=0)))
+    command = f"{sys.executable} -m afterimage.cli export-trajectories {tmp_path} --format jsonl"
+    shell = f"set -o pipefail; {command} | head -c 1"
+    done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "{", "")
+
+
+def test_a_folder_with_a_journal_is_not_begun_again(tmp_path: Path) -> None:
+    config = small(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / JOURNAL).touch()
+    with pytest.raises(ConfigError, match=r"already holds a run \(journal\.sqlite\)"):
+        local.train(config, console=Console(file=StringIO()))
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [JOURNAL]

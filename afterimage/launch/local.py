@@ -15,6 +15,7 @@ from rich.markup import escape
 from afterimage import loop
 from afterimage.build import build, build_machine
 from afterimage.config import ConfigError, RunConfig
+from afterimage.journal import JOURNAL
 from afterimage.launch.machine import cores
 from afterimage.lint import check
 from afterimage.observe.live import LiveDisplay
@@ -67,6 +68,8 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
     share_processor(config)
     machine = build_machine(config)
     folder = config.runs / (config.name or f"{config.recipe}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if (folder / JOURNAL).exists():
+        raise ConfigError(f"{folder} already holds a run ({JOURNAL}); choose another name or remove it")
     log = RunLog.create(folder, config)
     log.event("started", cores=cores(), **({"command": command} if command else {}))
     reason = "failed"
