@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from afterimage.config import ConfigError
 from afterimage.trajectory import Batch
 
 RECORDED = "recorded"
@@ -104,6 +105,14 @@ class WentWrong:
 
     @classmethod
     def load(cls, path: Path) -> "WentWrong":
+        """ConfigError for a file that `save` did not write."""
+        try:
+            return cls._read(path)
+        except (SafetensorError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is no batch that a number went wrong on: {error}") from error
+
+    @classmethod
+    def _read(cls, path: Path) -> "WentWrong":
         groups: dict[str, dict[str, Tensor]] = {"batch": {}, "column": {}, "weight": {}}
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}

@@ -6,11 +6,13 @@ import asyncio
 import json
 import math
 import os
+import re
 import signal
 import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from io import StringIO
 from itertools import count
@@ -25,6 +27,7 @@ from rich.console import Console
 from afterimage import cli
 from afterimage.config import ConfigError
 from afterimage.journal import JOURNAL, Journal, JournalError, JournalReader, check, consumption, writer
+from afterimage.journal.export import write_jsonl
 from afterimage.journal.tables import insert
 from afterimage.launch import local
 from afterimage.launch.local import first_leaf
@@ -157,8 +160,9 @@ def test_a_barrier_means_that_another_connection_sees_it(tmp_path: Path, monkeyp
 def test_what_is_written_is_committed_without_a_barrier_too(tmp_path: Path) -> None:
     with Journal(tmp_path / JOURNAL) as journal:
         journal.hand_out(0, TASK, seed=5)
-        while not _groups(tmp_path):  # hangs if it never is
-            pass
+        deadline = time.monotonic() + 60
+        while not _groups(tmp_path):
+            assert time.monotonic() < deadline, "nothing was committed"
 
 
 def _groups(folder: Path) -> int:
@@ -274,13 +278,16 @@ def test_a_writer_that_does_not_come_back_is_not_waited_for(tmp_path: Path, monk
     monkeypatch.setattr(writer, "_connect", lambda path: slow)
     try:
         with pytest.raises(JournalError, match=r"could not be closed in 0.2 s"), journal:
+            (thread,) = (thread for thread in threading.enumerate() if thread.name == "journal")
+            assert thread.daemon  # it keeps no process from ending
             journal.transaction([("SELECT wait()", ())])
             for barrier in (journal.flush, lambda: asyncio.run(journal.barrier())):
                 with pytest.raises(JournalError, match=r"nothing could be committed for 0.2 s"):
                     barrier()
     finally:
+        journal.close()  # a second time it waits for nothing
         holding.set()
-        journal._thread.join()  # type: ignore[union-attr]
+        thread.join(30)
 
 
 def damaged(path: Path) -> None:
@@ -456,7 +463,7 @@ def test_the_verb_shows_what_is_in_it(
     ran: tuple[Path, list[tuple[int, list[Group]]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = said(capsys, "journal", str(ran[0]))
-    assert "consumed" in text and "24" in text and "0 to 12" in text and "nothing is wrong" in text
+    assert re.search(r"consumed\W+24\b", text) and "0 to 12" in text and "nothing is wrong" in text
 
 
 def test_the_verbs_say_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -533,3 +540,39 @@ def test_a_folder_with_a_journal_is_not_begun_again(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"already holds a run \(journal\.sqlite\)"):
         local.train(config, console=Console(file=StringIO()))
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [JOURNAL]
+
+
+def test_a_failure_that_nobody_waits_for_ends_the_run_and_is_its_cause(tmp_path: Path) -> None:
+    """The journal fails while every barrier is quiet: who watches ends the run."""
+    parts = make(count(), budget=1, steps=10_000)
+    parts.journal.path = tmp_path / JOURNAL
+    seen: list[int] = []
+
+    def spoil(groups: object, *, step: int, version: int) -> None:
+        seen.append(step)
+        parts.journal.transaction([("INSERT INTO no_such_table VALUES (1)", ())])
+
+    parts.journal.consume = spoil  # type: ignore[assignment]
+    with pytest.raises(ExceptionGroup) as failures:
+        asyncio.run(local._supervise(parts))
+    assert isinstance(first_leaf(failures.value), JournalError) and "no_such_table" in str(first_leaf(failures.value))
+    assert len(seen) < 100
+
+
+def test_what_was_going_wrong_stays_the_cause_when_closing_fails_too(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError) as error, Journal(tmp_path / JOURNAL) as journal:
+        journal.transaction([("INSERT INTO no_such_table VALUES (1)", ())])
+        raise ZeroDivisionError
+    assert any("no_such_table" in note for note in error.value.__notes__)
+    with pytest.raises(JournalError, match="no_such_table"), Journal(tmp_path / JOURNAL) as journal:
+        journal.transaction([("INSERT INTO no_such_table VALUES (1)", ())])
+
+
+def test_an_export_is_json_for_everybody(tmp_path: Path) -> None:
+    with Journal(tmp_path / JOURNAL) as journal:
+        record(journal, group(0, Sampled((7, 8), (-math.inf, -0.5), version=0)))
+    out = StringIO()
+    with Journal.read(tmp_path) as read:
+        write_jsonl(read, out)
+    for line in out.getvalue().splitlines():
+        assert json.loads(line, parse_constant=pytest.fail)["behavior_logp"] == [None, -0.5]

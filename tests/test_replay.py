@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import save
 
 from afterimage import credit
 from afterimage.build import Machine, build_machine
@@ -61,7 +62,7 @@ def test_what_went_wrong_goes_wrong_again_in_the_same_words(tmp_path: Path, what
         spoilt[at] = torch.nan
         batch = replace(batch, behavior_logp=spoilt)
     said = goes_wrong(machine, batch)
-    assert keep_evidence(machine.trainer, tmp_path / "run" / WENT_WRONG)
+    assert "afterimage replay" in keep_evidence(machine.trainer, tmp_path / "run")
     again, told = tell(tmp_path / "run")
     assert again and said in told
 
@@ -70,7 +71,7 @@ def test_a_batch_that_was_mended_does_not_go_wrong(tmp_path: Path) -> None:
     machine = build_machine(config(tmp_path))
     RunLog.create(tmp_path / "run", config(tmp_path)).close()
     goes_wrong(machine, a_batch(advantage=HUGE))
-    keep_evidence(machine.trainer, tmp_path / "run" / WENT_WRONG)
+    keep_evidence(machine.trainer, tmp_path / "run")
     wrong = WentWrong.load(tmp_path / "run" / WENT_WRONG)
     mended = replace(wrong, batch=replace(wrong.batch, advantage=wrong.batch.advantage / HUGE))
     mended.save(tmp_path / "mended.safetensors")
@@ -95,3 +96,19 @@ def test_a_run_that_stops_on_a_number_says_how_to_see_it_again(tmp_path: Path, m
 def test_without_a_kept_batch_there_is_nothing_to_replay(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"went_wrong\.safetensors is not there"):
         replay(tmp_path)
+
+
+def test_a_file_that_is_something_else_is_refused_by_name(tmp_path: Path) -> None:
+    RunLog.create(tmp_path / "run", config(tmp_path)).close()
+    other = tmp_path / "other.safetensors"
+    for content in (b"torn", save({"tokens": torch.zeros(2)})):
+        other.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"other\.safetensors is no batch that a number went wrong on"):
+            replay(tmp_path / "run", other)
+
+
+def test_evidence_that_cannot_be_written_is_said_and_hides_nothing(tmp_path: Path) -> None:
+    machine = build_machine(config(tmp_path))
+    assert keep_evidence(machine.trainer, tmp_path) == "no batch was kept: the trainer had none yet"
+    goes_wrong(machine, a_batch(advantage=HUGE))
+    assert keep_evidence(machine.trainer, tmp_path / "no" / "such").startswith("the batch could not be kept: ")

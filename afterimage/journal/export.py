@@ -1,6 +1,7 @@
 """Trajectories for other tools: one row each, and per token what is known of it."""
 
 import json
+import math
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -42,10 +43,26 @@ def row(kept: Kept) -> dict[str, Any]:
     }
 
 
+def finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null, as in the run folder's other files.
+
+    >>> finite({"a": [0.5, float("nan")], "b": "text"})
+    {'a': [0.5, None], 'b': 'text'}
+    """
+    match value:
+        case dict():
+            return {name: finite(item) for name, item in value.items()}
+        case list():
+            return [finite(item) for item in value]
+        case float() if not math.isfinite(value):
+            return None
+    return value
+
+
 def write_jsonl(journal: JournalReader, out: IO[str]) -> None:
     """A line at a time; the journal may be larger than memory."""
     for kept in journal.trajectories():
-        out.write(json.dumps(row(kept)) + "\n")
+        out.write(json.dumps(finite(row(kept)), allow_nan=False) + "\n")
 
 
 def write_parquet(journal: JournalReader, out: Path) -> None:

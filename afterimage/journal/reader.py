@@ -4,7 +4,7 @@ import json
 import sqlite3
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -60,13 +60,16 @@ class JournalReader:
         self.path = path
         if not path.is_file():
             raise FileNotFoundError(f"{path.parent} holds no journal: there is no {path.name}")
-        with self._named():
-            self._connection = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, isolation_level=None)
-            self._connection.executescript("PRAGMA trusted_schema=OFF; PRAGMA cell_size_check=ON; BEGIN;")
-            ((found,),) = self.rows("PRAGMA user_version")
-            self.rows("SELECT count(*) FROM sqlite_master")  # the first look decides which moment this is
-        if found != FORMAT:
-            raise failed(path, f"it has format {found}, this version reads {FORMAT}")
+        with ExitStack() as unless_sound:
+            with self._named():
+                self._connection = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, isolation_level=None)
+                unless_sound.callback(self._connection.close)
+                self._connection.executescript("PRAGMA trusted_schema=OFF; PRAGMA cell_size_check=ON; BEGIN;")
+                ((found,),) = self.rows("PRAGMA user_version")
+                self.rows("SELECT count(*) FROM sqlite_master")  # the first look decides which moment this is
+            if found != FORMAT:
+                raise failed(path, f"it has format {found}, this version reads {FORMAT}")
+            unless_sound.pop_all()
 
     def __enter__(self) -> Self:
         return self

@@ -58,7 +58,7 @@ def insert(table: str, *values: Any) -> Record:
 
 
 def handed_out(number: int, task: Task, seed: int) -> Record:
-    return insert("groups", number, task.env, task.split, task.index, seed, time.time())
+    return insert("groups", number, task.env, task.split, int(task.index), seed, time.time())
 
 
 def piece_row(episode: int, position: int, piece: Piece) -> Record:

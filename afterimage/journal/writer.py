@@ -18,6 +18,7 @@ from afterimage.journal.tables import (
     FORMAT,
     JOURNAL,
     SCHEMA,
+    JournalError,
     Record,
     consumption,
     failed,
@@ -62,23 +63,30 @@ class Journal:
             connection = _connect(self.path)
         except sqlite3.Error as error:
             raise failed(self.path, error) from error
-        self._thread = Thread(target=self._write, args=(connection,), name="journal")
+        # A daemon, because a disk that does not answer must not keep the process from ending.
+        self._thread = Thread(target=self._write, args=(connection,), name="journal", daemon=True)
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        """What was going wrong already is the cause; that closing fails too is a note to it."""
+        try:
+            self.close()
+        except JournalError as too:
+            if error is None:
+                raise
+            error.add_note(str(too))
 
     def close(self) -> None:
         """Commit what is queued and end the thread. Raises what goes wrong here; an earlier failure was told."""
         if self._thread is None:
             return
         told = self._failure.done()
+        thread, self._thread = self._thread, None
         self._queue.put(None)
-        self._thread.join(STUCK_S)
-        if self._thread.is_alive():
+        thread.join(STUCK_S)
+        if thread.is_alive():
             raise failed(self.path, f"it could not be closed in {STUCK_S:g} s")
-        self._thread = None
         if not told and self._failure.done():
             self._failure.result()
 

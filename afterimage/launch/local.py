@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.markup import escape
+from safetensors import SafetensorError
 
 from afterimage import loop
 from afterimage.build import build, build_machine
@@ -80,8 +81,8 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
     except ExceptionGroup as failures:
         error = first_leaf(failures)
         log.failed("".join(traceback.format_exception(error)))
-        if isinstance(error, NOT_FINITE) and keep_evidence(machine.trainer, folder / WENT_WRONG):
-            console.print(f"the batch is kept; to see it again: afterimage replay {folder}", highlight=False)
+        if isinstance(error, NOT_FINITE):
+            console.print(keep_evidence(machine.trainer, folder), highlight=False)
         raise RunFailed(f"{type(error).__name__}: {error} (traceback in {folder / 'error.txt'})") from error
     except KeyboardInterrupt:
         reason = "Ctrl-C"
@@ -97,11 +98,11 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
     return Run(folder, report)
 
 
-def keep_evidence(trainer: Trainer, path: Path) -> bool:
-    """Write down what the trainer was at work on when it raised; False before its first batch."""
+def keep_evidence(trainer: Trainer, folder: Path) -> str:
+    """Write down what the trainer was at work on when it raised. What became of it, for whoever looks on."""
     suspect = trainer.suspect
     if suspect is None:
-        return False
+        return "no batch was kept: the trainer had none yet"
     part = suspect.part
     columns = {"old_logp": part.old_logp, "factor": part.factor, "norm": part.norm, "lag": part.lag}
     wrong = WentWrong(
@@ -110,8 +111,11 @@ def keep_evidence(trainer: Trainer, path: Path) -> bool:
         trainer.policy.weights(),
         {"stage": suspect.stage, "steps": str(trainer.steps), "version": str(trainer.policy.version)},
     )
-    wrong.save(path)
-    return True
+    try:
+        wrong.save(folder / WENT_WRONG)
+    except (OSError, SafetensorError) as error:
+        return f"the batch could not be kept: {error}"
+    return f"the batch is kept; to see it again: afterimage replay {folder}"
 
 
 async def _supervise(parts: loop.Parts) -> None:
@@ -121,6 +125,7 @@ async def _supervise(parts: loop.Parts) -> None:
             with parts.journal:
                 watch = tasks.create_task(parts.journal.watch())
                 await loop.run(parts)
+                await parts.journal.barrier()
                 watch.cancel()
     finally:
         parts.worker.shutdown(wait=True)

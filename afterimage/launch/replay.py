@@ -19,8 +19,8 @@ from afterimage.trainer import NOT_FINITE, Part
 def replay(run: Path, batch: Path | None = None, *, console: Console | None = None) -> bool:
     """Do again what went wrong in a run; whether it went wrong again.
 
-    The stage is the same: the route's answers are checked as they were, or the loss and the gradient of one optimizer
-    step are formed by the same code from the same weights. Raises `ConfigError` if the run or the file cannot be read.
+    A loss or a gradient is formed again, by the same code from the same weights; log-probabilities that were not finite
+    are shown again as they were kept. Raises `ConfigError` if the run or the file cannot be read.
     """
     console = console or Console(soft_wrap=True)
     path = batch or run / WENT_WRONG
@@ -46,7 +46,10 @@ def _again(config: RunConfig, wrong: WentWrong) -> None:
         return
     machine = build_machine(replace(config, audit=replace(config.audit, share=0.0, record=False)))
     trainer, policy = machine.trainer, machine.policy
-    policy.load_weights(wrong.weights)
+    try:
+        policy.load_weights(wrong.weights)
+    except ValueError as error:
+        raise ConfigError(f"the kept weights are not those of the run's policy: {error}") from error
     policy.version = int(wrong.about["version"])
     trainer.steps = int(wrong.about["steps"])
     trainer.backward(Part(batch, **columns))

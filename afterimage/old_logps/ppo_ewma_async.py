@@ -39,7 +39,7 @@ class PpoEwmaAsync(Passive):
     `beta` fixes the decay (of a single average) instead. Never exact.
     """
 
-    needs = Needs(resident_models=2)
+    needs = Needs(resident_models=1)
 
     def __init__(
         self,
@@ -53,7 +53,6 @@ class PpoEwmaAsync(Passive):
         if beta is not None and averages > 1:
             raise ValueError(f"a fixed decay gives all {averages} averages the same age; leave beta out, or keep one")
         self.averages = [Average() for _ in range(averages)]
-        self.needs = Needs(resident_models=averages + 1)
         self._policy = policy
         self._movable = policy.twin()
         self._scoring = scoring
