@@ -54,9 +54,6 @@ from afterimage.trainer import Correction, Objective, Rules, Trainer
 from afterimage.trajectory import Batch, Credited, Failure, Group, Open
 from afterimage.versions import VersionStore
 
-SHIPPED_POLICY = Path(__file__).parent / "base_policy"
-"""The small model that comes with the package: `policy = "base"`."""
-
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -72,7 +69,7 @@ class Machine:
 
 def build_machine(config: RunConfig) -> Machine:
     """Raises `ConfigError` for anything that can be known to be wrong without starting the engine."""
-    policy = Policy.load(policy_folder(config), dtype=config.trainer.dtype)
+    policy = Policy.load(config.policy_folder, dtype=config.trainer.dtype)
     taskset = build_taskset(config.task)
     speaker = build_speaker(config, policy, taskset)
     scoring = Scoring(config.engine.temperature, config.trainer.micro_tokens)
@@ -144,8 +141,7 @@ def _decode(policy: Policy, tokens: Sequence[int]) -> str:
 def shares_deltas(config: RunConfig) -> bool:
     """Whether what the route keeps is what the engine loads: differences of weights in one precision."""
     old = config.old_logps
-    keeps = (old.fallback if old.route == "eager" else old.route) == "snapshot_old"
-    return keeps and old.storage == "delta" and config.engine.dtype == config.trainer.dtype
+    return old.underlying == "snapshot_old" and old.storage == "delta" and config.engine.dtype == config.trainer.dtype
 
 
 def _store(old: OldLogps) -> VersionStore | None:
@@ -158,16 +154,11 @@ def _store(old: OldLogps) -> VersionStore | None:
     return None
 
 
-def policy_folder(config: RunConfig) -> Path:
-    """Where the policy is that the run begins with."""
-    return SHIPPED_POLICY if config.policy == "base" else Path(config.policy)
-
-
 def build_speaker(config: RunConfig, policy: Policy, taskset: Taskset) -> Speaker:
     """The engine, and the conversation format of the policy's tokenizer with the task set's tools."""
     try:
         engine = EmbeddedEngine(
-            policy_folder(config),
+            config.policy_folder,
             dtype=config.engine.dtype,
             threads=config.engine.threads,
             max_slots=config.engine.max_running,
@@ -287,8 +278,6 @@ def build_old_logps(config: OldLogpsConfig, policy: Policy, scoring: Scoring) ->
         case "interp_prox_loglinear" | "interp_prox_linear":
             kind = InterpProxLoglinear if config.route == "interp_prox_loglinear" else InterpProxLinear
             return kind(policy, alpha=config.alpha, fresh=1.0 if config.fresh == "trainer" else 0.0)
-        case _:
-            raise ConfigError(f"old_logps.route {config.route!r} is not there yet")
 
 
 def _surrogate(config: ObjectiveConfig) -> Callable[[Tensor, Tensor], Surrogate]:

@@ -61,6 +61,9 @@ def staleness_bound(max_staleness: int, groups_per_step: int, window: int) -> in
 
 
 Dtype = Literal["float32", "bfloat16"]
+SHIPPED_POLICY = Path(__file__).parent / "base_policy"
+"""The small model that comes with the package: `policy = "base"`."""
+
 SHIPPED_ENVS = ("retail", "calculator")
 
 
@@ -254,7 +257,7 @@ class OldLogpsConfig:
         _within("old_logps", 0, 0.9999, beta=self.beta or 0.0)
         if self.beta is not None and self.averages > 1:
             raise ConfigError("old_logps.averages must be 1 with a fixed old_logps.beta: all would have the same age")
-        reading = {self.route} | ({self.fallback} if self.route == "eager" else set())
+        reading = {self.route, self.underlying}
         for known in fields(self):
             routes = _OF_ROUTES.get(known.name, (self.route,))
             if not reading & set(routes) and getattr(self, known.name) != known.default:
@@ -262,10 +265,14 @@ class OldLogpsConfig:
                 raise ConfigError(f"old_logps.{known.name} is an option of {', '.join(routes)}; the route is {told}")
 
     @property
+    def underlying(self) -> Route:
+        """The route of the tokens that `eager` does not cover; of the others, the route itself."""
+        return self.fallback if self.route == "eager" else self.route
+
+    @property
     def exact(self) -> bool:
         """Whether every clean token gets the trainer's own log-probability under its version."""
-        route = self.fallback if self.route == "eager" else self.route
-        return route in EXACT_ROUTES
+        return self.underlying in EXACT_ROUTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -423,6 +430,11 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+
+    @property
+    def policy_folder(self) -> Path:
+        """Where the policy is that the run begins with."""
+        return SHIPPED_POLICY if self.policy == "base" else Path(self.policy)
 
     def __post_init__(self) -> None:
         _at_least("run", 1, steps=self.steps)

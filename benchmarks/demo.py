@@ -21,7 +21,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from afterimage import recipes
-from afterimage.build import SHIPPED_POLICY
+from afterimage.config import SHIPPED_POLICY
 from afterimage.launch.local import Grade, evaluate
 from afterimage.launch.machine import commit, cores, machine, versions
 from afterimage.observe.metrics import RunFolder

@@ -18,7 +18,7 @@ from torch import Tensor
 from afterimage import audit
 from afterimage.audit import Tokens
 from afterimage.auditor import Auditor, Judge, Truth, packing_noise, score_truth
-from afterimage.build import build_correction, build_objective, build_old_logps, policy_folder
+from afterimage.build import build_correction, build_objective, build_old_logps
 from afterimage.cli import main
 from afterimage.config import (
     AuditConfig,
@@ -419,7 +419,7 @@ def test_a_replayed_route_hears_what_it_would_have_heard(recorded_run: Path, mon
 
 def weigh(recorded: Recorded, version: int) -> float:
     """What `Listens` makes of a version's weights."""
-    policy = Policy.load(policy_folder(RunConfig(recipe="toy")))
+    policy = Policy.load(RunConfig(recipe="toy").policy_folder)
     policy.load_weights(recorded.weights(version))
     return float(next(iter(policy.weights().values())).double().sum())
 

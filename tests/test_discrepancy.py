@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from afterimage.build import SHIPPED_POLICY, build_old_logps
-from afterimage.config import EngineConfig, OldLogpsConfig, RolloutConfig
+from afterimage.build import build_old_logps
+from afterimage.config import SHIPPED_POLICY, EngineConfig, OldLogpsConfig, RolloutConfig
 from afterimage.engines.embedded import EmbeddedEngine
 from afterimage.envs.chat import Chat
 from afterimage.envs.retail import RetailTasks

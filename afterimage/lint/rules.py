@@ -81,11 +81,9 @@ def _kept_cache(config: RunConfig) -> Finding | None:
 def _outrun(config: RunConfig) -> Finding | None:
     """Of full copies it is known beforehand what they take; of differences it is not, and the store watches itself."""
     old = config.old_logps
-    keeps = old.route == "snapshot_old" or (old.route == "eager" and old.fallback == "snapshot_old")
-    if not keeps or old.storage != "full" or old.spill or not old.memory_gb:
+    if old.underlying != "snapshot_old" or old.storage != "full" or old.spill or not old.memory_gb:
         return None
-    folder = Path(__file__).parents[1] / "base_policy" if config.policy == "base" else Path(config.policy)
-    copy_gb = num_weights(folder) * (2 if config.trainer.dtype == "bfloat16" else 4) / 1e9
+    copy_gb = num_weights(config.policy_folder) * (2 if config.trainer.dtype == "bfloat16" else 4) / 1e9
     needed = max(2, live_versions(config))  # the newest stays until the next one is kept
     if needed * copy_gb <= old.memory_gb:
         return None

@@ -154,8 +154,7 @@ def bounds_s(config: RunConfig) -> bool:
 
 def has_average(config: RunConfig) -> bool:
     """Whether a moving average stands in for some tokens."""
-    old = config.old_logps
-    return old.route in ("ewma_prox", "ppo_ewma_async") or (old.route == "eager" and old.fallback == "ewma_prox")
+    return config.old_logps.underlying in ("ewma_prox", "ppo_ewma_async")
 
 
 def average_age(config: RunConfig) -> float:

@@ -29,7 +29,7 @@ from afterimage.observe.markup import Markup, el
 from afterimage.observe.metrics import REPORT, dumps, plain
 from afterimage.observe.plots import FULL, HALF, Axis, Line, legend, line_plot, smooth, thin
 from afterimage.observe.report import document
-from afterimage.observe.sections import section
+from afterimage.observe.sections import bar, section
 from afterimage.observe.words import NONE, amount, percent
 
 PAGE, TABLES, RESULTS = "compare.html", "compare.md", "compare.json"
@@ -311,13 +311,7 @@ def _header(found: Comparison) -> Markup:
     done = f"{len(found.finished)} of {len(found.trials)} runs finished"
     return el(
         "header",
-        el(
-            "div",
-            el("span", "afterimage", class_="brand"),
-            el("span", done, class_=f"badge {'good' if len(found.finished) == len(found.trials) else 'plain'}"),
-            el("button", "◐", id="theme", type="button", aria_label="dark or light"),
-            class_="bar",
-        ),
+        bar(done, "good" if len(found.finished) == len(found.trials) else "plain"),
         el("p", found.name, class_="run-name"),
         el("p", first, class_="finding"),
         el("ul", [el("li", text) for text in others]),

@@ -12,6 +12,17 @@ from afterimage.observe.transcripts import conversation
 from afterimage.observe.words import NONE, amount, duration, number, percent, semantics
 
 
+def bar(state: str, colour: str) -> Markup:
+    """What stands on top of every page."""
+    return el(
+        "div",
+        el("span", "afterimage", class_="brand"),
+        el("span", state, class_=f"badge {colour}"),
+        el("button", "◐", id="theme", type="button", aria_label="dark or light"),
+        class_="bar",
+    )
+
+
 def header(run: Gathered) -> Markup:
     """The outcome first."""
     state, colour = status(run)
@@ -20,13 +31,7 @@ def header(run: Gathered) -> Markup:
     facts.append(duration(run.seconds))
     return el(
         "header",
-        el(
-            "div",
-            el("span", "afterimage", class_="brand"),
-            el("span", state, class_=f"badge {colour}"),
-            el("button", "◐", id="theme", type="button", aria_label="dark or light"),
-            class_="bar",
-        ),
+        bar(state, colour),
         el("p", run.name, class_="run-name"),
         _outcome(run),
         el("p", " · ".join(facts), class_="quiet"),
