@@ -107,12 +107,15 @@ class EngineConfig:
     """Tokens of one reply."""
     keep_cache: bool = False
     """Go on with the KV cache of the version before: quicker, but such tokens come from no version's policy."""
+    restarts: int = 2
+    """Times in a run that a dead engine is started again; its replies go on from their recorded tokens."""
 
     def __post_init__(self) -> None:
         _among_choices("engine", self)
         _at_least(
             "engine", 1, threads=self.threads, max_running=self.max_running, max_reply_tokens=self.max_reply_tokens
         )
+        _at_least("engine", 0, restarts=self.restarts)
         _at_least("engine", 16, max_context=self.max_context)
         if not self.temperature > 0:
             raise ConfigError(f"engine.temperature must be > 0, got {self.temperature}")
@@ -400,6 +403,19 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """What a killed run goes on from. See docs/durability.md."""
+
+    every: int = 5
+    """Steps between checkpoints; one is made before the first step and after the last."""
+    keep: int = 2
+    """Checkpoints that are kept."""
+
+    def __post_init__(self) -> None:
+        _at_least("checkpoint", 1, every=self.every, keep=self.keep)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """One run."""
 
@@ -419,6 +435,8 @@ class RunConfig:
     """Stop after this many minutes, if earlier than `steps`; 0 never does."""
     tensorboard: bool = False
     """Also write TensorBoard events into the run folder."""
+    deterministic: bool = False
+    """Two runs are bitwise equal, killed and resumed ones too: a virtual clock, one thread, the engine in lockstep."""
     task: TaskConfig = field(default_factory=TaskConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -429,6 +447,7 @@ class RunConfig:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
 
     @property

@@ -3,7 +3,7 @@
 One file per route. Exact routes recover it; the others put something in its place, and say so with `exact`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,6 +46,10 @@ class Needs:
     """Wants `closing` called, with generation paused, before the step that leaves a version."""
     idle: bool = False
     """Has work for the trainer's thread while the trainer waits for episodes."""
+
+
+Weights = Callable[[int], Mapping[str, Tensor]]
+"""The forward weights of a version that is past, from the disk. LookupError if they were not kept."""
 
 
 class OldLogps(Protocol):
@@ -114,6 +118,13 @@ class OldLogps(Protocol):
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
+    def recover(self, past: Mapping[int, Sequence[Open]], weights: Weights) -> None:
+        """After `restore`: what its state lacks of the unconsumed pieces, by version, is made good.
+
+        `past` has no pieces of the policy's own version: these are told to `arrived` once more.
+        """
+        ...
+
     def close(self) -> None:
         """Give back processes and files. The last call."""
         ...
@@ -147,5 +158,7 @@ class Passive:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
+
+    def recover(self, past: Mapping[int, Sequence[Open]], weights: Weights) -> None: ...
 
     def close(self) -> None: ...
