@@ -3,7 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: setup demo test check base-policy bench bench-demo bench-retail bench-compare bench-routes bench-audit report
+.PHONY: setup demo test check base-policy bench bench-demo bench-retail bench-compare bench-routes bench-audit bench-resume \
+	chaos report fuzz
 
 setup: .venv/.ready
 
@@ -52,6 +53,20 @@ bench-routes: setup
 # Minutes: every route replayed on one recorded run, against the theory.
 bench-audit: setup
 	$(BIN)/python benchmarks/audit.py
+
+# Minutes: what the journal and checkpoints cost, and how soon a killed run trains again.
+bench-resume: setup
+	$(BIN)/python benchmarks/resume.py
+
+# Runs and engines killed, N times and twice N / 2 times: make chaos N=10 takes minutes.
+N ?= 100
+chaos: setup
+	$(BIN)/python benchmarks/chaos.py --kills $(N)
+
+# Minutes: inputs from a disk, a user or a model, made wrong. Without atheris it says so and draws them at random.
+fuzz: setup
+	-$(BIN)/python -c 'import atheris' || $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt atheris
+	$(BIN)/python -m fuzz.run $(ARGS)
 
 report: setup
 	$(BIN)/afterimage report $(RUN)

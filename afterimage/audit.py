@@ -33,7 +33,7 @@ class Tokens:
     logp: Float[Tensor, "*shape"]
     behavior_logp: Float[Tensor, "*shape"]
     lag: Int[Tensor, "*shape"]
-    """Versions between sampling and training."""
+    """Batches between sampling and training."""
     sequence: Int[Tensor, "*shape"]
     sampled: Bool[Tensor, "*shape"]
     """Action tokens that have a truth; everything else is ignored, whatever it holds."""

@@ -6,7 +6,7 @@ The copies are the auditor's own, so that what is measured is not the route's vi
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ from afterimage import audit
 from afterimage.audit import Estimate, Tokens
 from afterimage.corrections import Control
 from afterimage.objectives import Surrogate
-from afterimage.old_logps import OldLogps, Scoring, has_clean_behavior
-from afterimage.policy import Policy, Scored
+from afterimage.old_logps import OldLogps, Scoring, Weights, has_clean_behavior
+from afterimage.policy import Jumps, Policy, Scored, lag_of
 from afterimage.recording import Recording, TrainedOn
-from afterimage.trajectory import Batch
+from afterimage.trajectory import Batch, Open
 
 WINDOW = 4096
 """Audited tokens that leaks, correlation and agreement are taken over: one step's sample is too small for them."""
@@ -56,6 +56,7 @@ class Truth:
     version: int
     old_logp: Tensor
     logp: Tensor
+    jumps: Jumps = ()
 
     def compare(self, prox: Tensor, judge: Judge) -> Audited:
         """With what a route says, `[T]`.
@@ -67,9 +68,8 @@ class Truth:
         both = (prox, torch.where(where, self.old_logp, prox))
         dropped = [~judge.correction(old_logp, batch).keep for old_logp in both]
         clipped = [judge.surrogate(self.logp, old_logp, batch).clipped for old_logp in both]
-        tokens = Tokens(
-            prox, self.old_logp, self.logp, batch.behavior_logp, self.version - batch.version, batch.sequence, where
-        )
+        lag = lag_of(batch.version, at=self.version, jumps=self.jumps)
+        tokens = Tokens(prox, self.old_logp, self.logp, batch.behavior_logp, lag, batch.sequence, where)
         return Audited(tokens.flat(), torch.stack(dropped)[:, where], torch.stack(clipped)[:, where])
 
 
@@ -171,7 +171,7 @@ class Auditor:
         """
         self._steps += 1
         if self.recording:
-            self.recording.batch(TrainedOn(self._steps, self._policy.version, batch))
+            self.recording.batch(TrainedOn(self._steps, self._policy.version, batch, self._policy.jumps))
         if self._movable is None:
             return {}
         began = time.perf_counter()
@@ -181,7 +181,8 @@ class Auditor:
         now = self._scoring(self._policy, some, some.sampled)
         noise = packing_noise(self._policy, some, now.logp, scoring=self._scoring)
         prox = old_logp[index] if len(old_logp) else self._old.logps(some, now.logp)[0]
-        audited = Truth(some, self._policy.version, true.logp, now.logp).compare(prox, self._judge)
+        truth = Truth(some, self._policy.version, true.logp, now.logp, self._policy.jumps)
+        audited = truth.compare(prox, self._judge)
         found = self._figures(audited, noise)
         seconds, self._seconds = self._seconds + time.perf_counter() - began, 0.0
         return found | {
@@ -205,13 +206,27 @@ class Auditor:
         return [{name: column[i].item() for name, column in columns.items()} for i in chosen]
 
     def state(self) -> Mapping[str, Any]:
-        """The window is not in it: it fills again."""
-        return {"copies": dict(self._copies), "steps": self._steps}
+        return {
+            "copies": {version: dict(held) for version, held in self._copies.items()},
+            "steps": self._steps,
+            "window": [
+                {"tokens": _columns(part.tokens), "dropped": part.dropped, "clipped": part.clipped}
+                for part in self._window
+            ],
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._copies = {int(version): dict(held) for version, held in state["copies"].items()}
         self._steps = state["steps"]
-        self._window.clear()
+        self._window = deque(
+            Audited(Tokens(**held["tokens"]), held["dropped"], held["clipped"]) for held in state["window"]
+        )
+
+    def recover(self, past: Mapping[int, Sequence[Open]], weights: Weights) -> None:
+        """After `restore`: copies of the versions that unconsumed pieces need and its state has not, from the disk."""
+        if self._share:
+            for version in sorted(past.keys() - self._copies.keys()):
+                self._copies[version] = dict(weights(version))
 
     def _figures(self, audited: Audited, noise: float) -> dict[str, float]:
         """The error of this step's tokens; the rest over the window that they are added to."""
@@ -234,3 +249,7 @@ class Auditor:
         assert self._movable is not None
         held = [*self._copies.values(), self._movable.weights()]
         return sum(tensor.nbytes for tensors in held for tensor in tensors.values())
+
+
+def _columns(tokens: Tokens) -> dict[str, Tensor]:
+    return {field.name: getattr(tokens, field.name) for field in fields(tokens)}

@@ -2,16 +2,18 @@
 
 import importlib
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from torch import Tensor
 
 from afterimage import corrections, credit, objectives
 from afterimage.auditor import Auditor, Judge
+from afterimage.checkpoint import Checkpoints, Stand, Stateful
 from afterimage.config import (
     EWMA_BETA,
     ConfigError,
@@ -20,14 +22,18 @@ from afterimage.config import (
     ObjectiveConfig,
     OldLogpsConfig,
     RunConfig,
+    ScheduleConfig,
     TaskConfig,
     Unit,
 )
 from afterimage.corrections import Control
+from afterimage.engines import Engine
 from afterimage.engines.embedded import EmbeddedEngine
+from afterimage.engines.supervised import Supervised
 from afterimage.envs import Taskset
 from afterimage.envs.calculator import CalculatorTasks
 from afterimage.envs.chat import Chat
+from afterimage.envs.python_tool import PythonTasks
 from afterimage.envs.retail import RetailTasks
 from afterimage.journal import JOURNAL, Journal
 from afterimage.loop import Parts
@@ -51,7 +57,7 @@ from afterimage.recording import RECORDED, Recording
 from afterimage.rollout import Rollout, Speaker
 from afterimage.schedule import Ledger, Line
 from afterimage.trainer import Correction, Objective, Rules, Trainer
-from afterimage.trajectory import Batch, Credited, Failure, Group, Open
+from afterimage.trajectory import Batch, Credited, Failure, Group, Handout, Open
 from afterimage.versions import VersionStore
 
 
@@ -67,13 +73,30 @@ class Machine:
     trainer: Trainer
 
 
-def build_machine(config: RunConfig) -> Machine:
-    """Raises `ConfigError` for anything that can be known to be wrong without starting the engine."""
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What a run goes on from: where it stands, and what its journal has of the episodes."""
+
+    stand: Stand = field(default_factory=Stand)
+    handouts: tuple[Handout, ...] = ()
+    """Groups that no checkpoint holds the effect of, in order."""
+    admitted: int = 0
+    """Groups handed out so far, and where the next task is looked for."""
+    place: int = 0
+    episodes: int = 0
+    quarantined: frozenset[str] = frozenset()
+
+
+def build_machine(config: RunConfig, engine: Engine | None = None) -> Machine:
+    """Raises `ConfigError` for anything that can be known to be wrong without starting the engine.
+
+    `engine` is one that is there already, of the same configuration.
+    """
     policy = Policy.load(config.policy_folder, dtype=config.trainer.dtype)
     taskset = build_taskset(config.task)
-    speaker = build_speaker(config, policy, taskset)
+    speaker = build_speaker(config, policy, taskset, engine)
     scoring = Scoring(config.engine.temperature, config.trainer.micro_tokens)
-    old = build_old_logps(config.old_logps, policy, scoring)
+    old = build_old_logps(config.old_logps, policy, scoring, lockstep=config.deterministic)
     correction, objective = build_correction(config.correction), build_objective(config.objective)
     judge = Judge(correction, objective.surrogate)
     auditor = Auditor(policy, old, judge, scoring=scoring, share=config.audit.share)
@@ -89,17 +112,20 @@ def build_machine(config: RunConfig) -> Machine:
     return Machine(policy, taskset, speaker, old, auditor, trainer)
 
 
-def build(config: RunConfig, machine: Machine, log: RunLog, watcher: Watcher) -> Parts:
-    """Everything the loop touches."""
-    policy, taskset, speaker, old = machine.policy, machine.taskset, machine.speaker, machine.old
-    ledger, schedule = Ledger(), config.schedule
-    journal = Journal(log.path / JOURNAL)
+def build(config: RunConfig, machine: Machine, log: RunLog, watcher: Watcher, life: Life) -> Parts:
+    """Everything the loop touches, as it stands in this life of the run."""
+    policy, taskset, old = machine.policy, machine.taskset, machine.old
+    ledger, line = Ledger(), build_line(config.schedule, life)
+    journal, checkpoints = Journal(log.path / JOURNAL), build_checkpoints(config, machine, log.path)
     sinks: list[Sink] = [journal]
     if config.tensorboard:
         sinks.append(TensorBoardSink(log.path / "tensorboard"))
     recorder = Recorder(log, watcher, partial(_decode, policy), sinks=sinks)
     if config.audit.record:
         machine.auditor.recording = Recording(log.path / RECORDED)
+    restarts = config.engine.restarts
+    engine = Supervised(machine.speaker.engine, checkpoints.weights, restarts=restarts, told=recorder.event)
+    speaker = replace(machine.speaker, engine=engine)
 
     def arrived(piece: Open) -> None:
         ledger.arrived(piece)
@@ -109,16 +135,20 @@ def build(config: RunConfig, machine: Machine, log: RunLog, watcher: Watcher) ->
         ledger.settle([episode])
         recorder.failure(episode, failure, final)
 
+    rollout = Rollout(speaker, taskset, config.rollout, arrived=arrived, gave_up=gave_up)
+    rollout.restore(life.episodes, life.quarantined)
+    for piece in (piece for handout in life.handouts for piece in handout.opens()):
+        ledger.arrived(piece)
     return Parts(
         config=config,
-        tasks=taskset.train(config.seed),
+        stand=life.stand,
+        begun=life.handouts,
+        handouts=hand_out(taskset, config.seed, life, skipped=rollout.quarantined),
         held_out=taskset.held_out(config.eval.tasks),
-        engine=speaker.engine,
-        rollout=Rollout(speaker, taskset, config.rollout, arrived=arrived, gave_up=gave_up),
+        engine=engine,
+        rollout=rollout,
         examination=Rollout(speaker, taskset, config.rollout, gave_up=recorder.failure),
-        line=Line(
-            max_staleness=schedule.max_staleness, groups_per_step=schedule.groups_per_step, window=schedule.window
-        ),
+        line=line,
         ledger=ledger,
         credit=build_credit(config.credit),
         policy=policy,
@@ -126,12 +156,38 @@ def build(config: RunConfig, machine: Machine, log: RunLog, watcher: Watcher) ->
         auditor=machine.auditor,
         trainer=machine.trainer,
         publisher=DirectPublisher(
-            speaker.engine, dtype=DTYPES[config.engine.dtype], store=_store(old) if shares_deltas(config) else None
+            engine,
+            dtype=DTYPES[config.engine.dtype],
+            store=_store(old) if shares_deltas(config) else None,
+            put=checkpoints.put,
         ),
         journal=journal,
+        checkpoints=checkpoints,
         log=recorder,
         worker=ThreadPoolExecutor(1, thread_name_prefix="trainer"),
     )
+
+
+def build_checkpoints(config: RunConfig, machine: Machine, run: Path) -> Checkpoints:
+    """They hold every part that has a state of its own."""
+    parts: dict[str, Stateful] = {"trainer": machine.trainer, "old": machine.old, "auditor": machine.auditor}
+    return Checkpoints(run, parts, keep=config.checkpoint.keep)
+
+
+def build_line(config: ScheduleConfig, life: Life) -> Line:
+    """The line, with what an earlier life of the run has in it."""
+    line = Line(max_staleness=config.max_staleness, groups_per_step=config.groups_per_step, window=config.window)
+    line.restore(life.admitted, [handout.number for handout in life.handouts])
+    return line
+
+
+def hand_out(taskset: Taskset, seed: int, life: Life, *, skipped: Collection[str]) -> Iterator[Handout]:
+    """The training tasks from where the run stands, but for those `skipped` by then."""
+    number = life.admitted
+    for place, task in enumerate(islice(taskset.train(seed), life.place, None), life.place):
+        if task.key not in skipped:
+            yield Handout(number, task, seed, place)
+            number += 1
 
 
 def _decode(policy: Policy, tokens: Sequence[int]) -> str:
@@ -154,10 +210,10 @@ def _store(old: OldLogps) -> VersionStore | None:
     return None
 
 
-def build_speaker(config: RunConfig, policy: Policy, taskset: Taskset) -> Speaker:
+def build_speaker(config: RunConfig, policy: Policy, taskset: Taskset, engine: Engine | None = None) -> Speaker:
     """The engine, and the conversation format of the policy's tokenizer with the task set's tools."""
     try:
-        engine = EmbeddedEngine(
+        engine = engine or EmbeddedEngine(
             config.policy_folder,
             dtype=config.engine.dtype,
             threads=config.engine.threads,
@@ -165,6 +221,7 @@ def build_speaker(config: RunConfig, policy: Policy, taskset: Taskset) -> Speake
             max_context=config.engine.max_context,
             deltas=shares_deltas(config),
             keep_cache=config.engine.keep_cache,
+            lockstep=config.deterministic,
         )
         chat = Chat(policy.tokenizer, taskset.tools)
     except ValueError as error:
@@ -179,6 +236,8 @@ def build_taskset(config: TaskConfig) -> Taskset:
             return RetailTasks(level=int(config.level), latency_s=config.latency_s, latency_sigma=config.latency_sigma)
         case "calculator":
             return CalculatorTasks()
+        case "python":
+            return PythonTasks()
     module, _, factory = config.env.partition(":")
     try:
         made: Taskset = getattr(importlib.import_module(module), factory)()
@@ -251,8 +310,8 @@ def build_objective(config: ObjectiveConfig) -> Objective:
     )
 
 
-def build_old_logps(config: OldLogpsConfig, policy: Policy, scoring: Scoring) -> OldLogps:
-    """The route."""
+def build_old_logps(config: OldLogpsConfig, policy: Policy, scoring: Scoring, *, lockstep: bool = False) -> OldLogps:
+    """The route. With `lockstep` no process of its own answers at its own pace."""
     match config.route:
         case "rollout":
             return RolloutRoute()
@@ -263,7 +322,7 @@ def build_old_logps(config: OldLogpsConfig, policy: Policy, scoring: Scoring) ->
             store = partial(VersionStore, storage=config.storage, memory_gb=config.memory_gb, folder=folder)
             return SnapshotOld(policy, scoring=scoring, make_store=store)
         case "old_logit_model":
-            return OldLogitModel(policy, scoring=scoring)
+            return OldLogitModel(policy, scoring=scoring, lockstep=lockstep)
         case "interrupt_sync":
             return InterruptSync(policy, scoring=scoring)
         case "eager":

@@ -65,7 +65,8 @@ def _parser(given: Sequence[str]) -> _Parser:
     verbs = parser.add_subparsers(dest="verb", required=True, parser_class=_Parser, metavar="VERB")
 
     train = verbs.add_parser("train", help="run a recipe", allow_abbrev=False)
-    train.add_argument("recipe", help=f"one of: {', '.join(RECIPES)}")
+    train.add_argument("recipe", nargs="?", help=f"one of: {', '.join(RECIPES)}")
+    train.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this folder instead")
     train.set_defaults(act=_train)
 
     lint = verbs.add_parser("lint", help="what a recipe's ratios mean, and whether they can", allow_abbrev=False)
@@ -120,6 +121,11 @@ def _parser(given: Sequence[str]) -> _Parser:
     again.add_argument("run", type=Path, help="the folder of the run that failed")
     again.add_argument("--batch", type=Path, help="the file that was kept. Now: went_wrong.safetensors of the run")
     again.set_defaults(act=_replay)
+
+    same = verbs.add_parser("same", help="whether two deterministic runs are equal, bit for bit", allow_abbrev=False)
+    same.add_argument("run", type=Path, help="a run folder")
+    same.add_argument("other", type=Path, help="the folder of a run with the same configuration")
+    same.set_defaults(act=_same)
 
     verbs.add_parser("recipes", help="list the recipes", allow_abbrev=False).set_defaults(act=_recipes)
     return parser
@@ -242,7 +248,11 @@ def field_docs(cls: type) -> dict[str, str]:
 def configure(chosen: argparse.Namespace) -> RunConfig:
     """The recipe with the knobs that were given."""
     _require_recipe(chosen.recipe)
-    config = RECIPES[chosen.recipe]()
+    return override(RECIPES[chosen.recipe](), chosen)
+
+
+def override(config: RunConfig, chosen: argparse.Namespace) -> RunConfig:
+    """With the knobs that were given in place of its own."""
     changes: dict[str, dict[str, Any]] = {}
     for name, value in vars(chosen).items():
         if f"--{name}" in chosen.knobs:
@@ -254,10 +264,25 @@ def configure(chosen: argparse.Namespace) -> RunConfig:
 
 
 def _train(chosen: argparse.Namespace) -> int:
+    if chosen.resume:
+        return _resume(chosen)
+    if chosen.recipe is None:
+        raise ConfigError(f"train what? Name a recipe ({', '.join(RECIPES)}), or a run to go on with (--resume RUN)")
     config = configure(chosen)
     from afterimage.launch.local import train
 
     return _run(lambda: train(config, command=shlex.join(["afterimage", *chosen.given])))
+
+
+def _resume(chosen: argparse.Namespace) -> int:
+    if chosen.recipe is not None:
+        raise ConfigError(f"a run goes on as the recipe that it is: leave {chosen.recipe} out, or leave --resume out")
+    from afterimage.launch.local import resume
+    from afterimage.launch.resume import stored
+
+    named = vars(chosen).get("task.env", "")
+    config = override(stored(chosen.resume, named_env=named), chosen)
+    return _run(lambda: resume(chosen.resume, config))
 
 
 def _lint(chosen: argparse.Namespace) -> int:
@@ -341,8 +366,10 @@ def _audit(chosen: argparse.Namespace) -> int:
 
 
 def _report(chosen: argparse.Namespace) -> int:
+    from afterimage.launch.survivors import write_survivors
     from afterimage.observe.report import write_report
 
+    write_survivors(chosen.run)
     Console(soft_wrap=True).print(str(write_report(chosen.run)), highlight=False)
     return 0
 
@@ -364,11 +391,13 @@ def _opened(run: Path) -> "Iterator[JournalReader]":
 
 def _journal(chosen: argparse.Namespace) -> int:
     """1 if something is wrong with it."""
-    from afterimage.journal import check, page
+    from afterimage.journal import check, page, survivors
+    from afterimage.observe.survivors import table
 
     with _opened(chosen.run) as journal:
         wrong = check(journal)
         Console().print(page(journal, wrong), highlight=False)
+        Console().print(table(survivors(journal).row()), highlight=False)
     return 1 if wrong else 0
 
 
@@ -390,6 +419,25 @@ def _export(chosen: argparse.Namespace) -> int:
             except BrokenPipeError:  # who reads has seen enough; nothing more may be written, not even at exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _same(chosen: argparse.Namespace) -> int:
+    """1 if they are not, or cannot be read."""
+    from afterimage.checkpoint import CheckpointError
+    from afterimage.journal import JournalError
+    from afterimage.launch.same import differences
+
+    try:
+        found = differences(chosen.run, chosen.other)
+    except OSError as error:
+        raise ConfigError(str(error)) from error
+    except (CheckpointError, JournalError) as error:
+        found = [str(error)]
+    for text in found:
+        Console(soft_wrap=True).print(text, highlight=False, markup=False)
+    if not found:
+        Console().print("the same, bit for bit, in all that was not measured", highlight=False)
+    return 1 if found else 0
 
 
 def _recipes(chosen: argparse.Namespace) -> int:

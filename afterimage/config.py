@@ -64,7 +64,10 @@ Dtype = Literal["float32", "bfloat16"]
 SHIPPED_POLICY = Path(__file__).parent / "base_policy"
 """The small model that comes with the package: `policy = "base"`."""
 
-SHIPPED_ENVS = ("retail", "calculator")
+MAX_SEED = 9e9
+"""Each seed has a thousand million tasks of its own, and their numbers have 63 bits."""
+
+SHIPPED_ENVS = ("retail", "calculator", "python")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,7 @@ class TaskConfig:
     """What the agent is trained on."""
 
     env: str = "retail"
-    """Who poses the tasks: `retail`, `calculator`, or `module:factory` for a task set of your own."""
+    """Who poses the tasks: `retail`, `calculator`, `python`, or `module:factory` for a task set of your own."""
     level: Literal["1", "2", "3"] = "1"
     """How hard the retail desk is: 1 for a small model; 2 and 3 for real ones."""
     latency_s: float = 0.0
@@ -108,7 +111,7 @@ class EngineConfig:
     keep_cache: bool = False
     """Go on with the KV cache of the version before: quicker, but such tokens come from no version's policy."""
     restarts: int = 2
-    """Times in a run that a dead engine is started again; its replies go on from their recorded tokens."""
+    """Times that a dead engine is started again before the run stops; its replies go on from their recorded tokens."""
 
     def __post_init__(self) -> None:
         _among_choices("engine", self)
@@ -409,10 +412,11 @@ class CheckpointConfig:
     every: int = 5
     """Steps between checkpoints; one is made before the first step and after the last."""
     keep: int = 2
-    """Checkpoints that are kept."""
+    """Checkpoints that are kept, at least 2: pieces of the version before the newest still come while it is made."""
 
     def __post_init__(self) -> None:
-        _at_least("checkpoint", 1, every=self.every, keep=self.keep)
+        _at_least("checkpoint", 1, every=self.every)
+        _at_least("checkpoint", 2, keep=self.keep)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -457,7 +461,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _at_least("run", 1, steps=self.steps)
-        _at_least("run", 0, minutes=self.minutes, seed=self.seed)
+        _at_least("run", 0, minutes=self.minutes)
+        _within("run", 0, MAX_SEED, seed=self.seed)
         if self.trainer.steps_per_batch > self.schedule.groups_per_step * self.schedule.group_size:
             raise ConfigError(
                 f"trainer.steps_per_batch must be <= {self.schedule.groups_per_step * self.schedule.group_size} "

@@ -1,11 +1,10 @@
 """THE DATA PATH: tasks -> groups -> credit -> batch -> old log-probabilities -> loss -> weights -> engines.
 
-    produce()   admits groups      waits for a ticket            release() in train() unblocks it
+    produce()   admits groups      waits for a ticket             release() in settle() unblocks it
     rollout     runs episodes      waits for engine, environment  resume() in publish() unblocks it
     train()     consumes batches   waits for the oldest groups    finished episodes unblock it
 
-Healthy end: `train` returns, the producer and all episodes under it are cancelled. Any failure of the machinery ends
-every task and leaves `run` with its own error; a failed episode is data and ends nothing.
+When `train` returns, all else is cancelled. A failure of the machinery ends the run; a failed episode is data.
 """
 
 import asyncio
@@ -14,11 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from afterimage.auditor import Auditor
+from afterimage.checkpoint import Checkpoints, Stand
 from afterimage.config import RunConfig
-from afterimage.engines import Engine
+from afterimage.engines import Engine, rates
 from afterimage.journal import Journal
 from afterimage.observe.recorder import Recorder
 from afterimage.old_logps import OldLogps
@@ -27,9 +27,7 @@ from afterimage.publish import Publisher
 from afterimage.rollout import Rollout, describe, examine, require_finished
 from afterimage.schedule import Ledger, Line, measure_staleness
 from afterimage.trainer import Trainer
-from afterimage.trajectory import Batch, Credited, Group, Task, collate
-
-T = TypeVar("T")
+from afterimage.trajectory import Batch, Credited, Group, Handout, Task, collate
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,10 @@ class Parts:
     """What the loop touches, each typed by its Protocol and made by `build.py`."""
 
     config: RunConfig
-    tasks: Iterator[Task]
+    stand: Stand
+    begun: Sequence[Handout]
+    """What an earlier life of the run has handed out and not consumed, in order."""
+    handouts: Iterator[Handout]
     held_out: Sequence[Task]
     engine: Engine
     rollout: Rollout
@@ -51,68 +52,100 @@ class Parts:
     trainer: Trainer
     publisher: Publisher
     journal: Journal
+    checkpoints: Checkpoints
     log: Recorder
     worker: Executor
 
-    async def beside(self, function: Callable[..., T], *arguments: Any) -> T:
+    async def beside(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run trainer code in its own thread, so that episodes go on meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(self.worker, partial(function, *arguments))
 
 
-async def run(parts: Parts) -> None:
-    """Until the configured steps or minutes are done."""
-    parts.log.phase("starting the engine")
+async def run(parts: Parts) -> bool:
+    """From where it stands, that step finished first, to the end (True) or, deterministic, to the next checkpoint."""
     await parts.engine.start()
-    await publish(parts)
-    if parts.held_out:
-        graded = await evaluate(parts, step=0)
-        parts.log.write(0, {"version": parts.policy.version, **engine_metrics(parts), **graded})
+    await settle(parts, parts.stand)
+    if parts.stand.last:
+        return True
     async with asyncio.TaskGroup() as tasks:
         producer = tasks.create_task(produce(parts))
-        await train(parts)
+        stand = await train(parts)
         producer.cancel()
+    if parts.config.deterministic:  # only when nothing is in flight: all of it is in the journal
+        await save(parts, stand)
+    return not parts.config.deterministic
 
 
 async def produce(parts: Parts) -> None:
-    """tasks -> groups. Waits for a ticket; train() returns tickets."""
+    """tasks -> groups. Waits for a ticket; settle() returns tickets."""
     async with asyncio.TaskGroup() as in_flight:
-        for number, task in enumerate(parts.tasks):
-            await parts.line.admit(partial(roll, parts, number, task), in_flight)
-        raise RuntimeError(f"{parts.config.task.env} ran out of training tasks: its train() has to be endless")
+        for handout in parts.begun:
+            await parts.line.readmit(handout.number, partial(roll, parts, handout), in_flight)
+        for handout in parts.handouts:
+            await parts.line.admit(partial(roll, parts, handout), in_flight)
+        parts.line.close(f"{parts.config.task.env} ran out of training tasks: its train() has to be endless")
 
 
-async def roll(parts: Parts, number: int, task: Task) -> Group:
+async def roll(parts: Parts, handout: Handout) -> Group:
     """task -> group. It is in the journal before the line has it."""
-    size, seed = parts.config.schedule.group_size, parts.config.seed
-    parts.journal.hand_out(number, task, seed=seed)
-    group = await parts.rollout.group(task, number, size=size, seed=seed, begin=parts.journal.begin)
-    await parts.journal.finish(group)
+    if not handout.begun:
+        parts.journal.hand_out(handout)
+    group = await parts.rollout.group(handout, size=parts.config.schedule.group_size, begin=parts.journal.begin)
+    if not handout.finished:
+        await parts.journal.finish(group)
     return group
 
 
-async def train(parts: Parts) -> None:
+async def train(parts: Parts) -> Stand:
     """groups -> weights. Waits for the oldest groups; produce() admits them."""
-    deadline = time.monotonic() + 60 * parts.config.minutes if parts.config.minutes else float("inf")
-    for step in range(1, parts.config.steps + 1):
-        began = time.monotonic()
-        with parts.log.span("wait", f"for the groups of step {step}"):
-            groups = await take(parts)
-        waited = time.monotonic() - began
-        require_finished(groups)
-        batch = collate(parts.credit(groups))
-        ages = measure_staleness(batch, groups, version=parts.policy.version, bound=parts.line.bound)
-        learnt = await learn(batch, parts, step)
-        trained_on = parts.policy.version
-        consume(groups, parts, step)
-        parts.policy.version += 1
-        published = await publish(parts)
-        parts.line.release()
-        last = step == parts.config.steps or time.monotonic() > deadline
-        graded = await evaluate(parts, step) if parts.held_out and (last or due(parts.config, step)) else {}
-        waits = {"schedule/wait_groups_s": waited, **published, "version": trained_on}
-        parts.log.write(step, {**waits, **describe(groups), **ages, **learnt, **engine_metrics(parts), **graded})
-        if last:
-            break
+    config, stand = parts.config, parts.stand
+    deadline = time.monotonic() + 60 * config.minutes if config.minutes else float("inf")
+    while not stand.last:
+        row = await advance(parts, stand.step + 1)
+        stand = Stand(stand.step + 1, row, stand.step + 1 == config.steps or time.monotonic() > deadline)
+        if stand.last or stand.step % config.checkpoint.every == 0:
+            if config.deterministic:
+                await parts.engine.interrupt()
+                await asyncio.sleep(0)  # what the engine gave back is written down
+                break
+            await save(parts, stand)
+        await settle(parts, stand)
+    return stand
+
+
+async def advance(parts: Parts, step: int) -> Mapping[str, Any]:
+    """One batch: groups -> weights, which are a new version that nobody has yet. What is to be written of it."""
+    began = time.monotonic()
+    with parts.log.span("wait", f"for the groups of step {step}"):
+        groups = await take(parts)
+    waits = {"schedule/wait_groups_s": time.monotonic() - began}
+    require_finished(groups)
+    batch = collate(parts.credit(groups))
+    ages = measure_staleness(batch, groups, lag=parts.policy.lag(batch.version), bound=parts.line.bound)
+    learnt = await learn(batch, parts, step)
+    parts.ledger.settle(trajectory.episode for group in groups for trajectory in group.trajectories)
+    parts.journal.consume(groups, step=step, version=parts.policy.version)
+    parts.log.trajectories(step, groups)
+    trained_on, parts.policy.version = parts.policy.version, parts.policy.version + 1
+    return {**waits, "version": trained_on, **describe(groups), **ages, **learnt, **rates(parts.engine.metrics())}
+
+
+async def settle(parts: Parts, stand: Stand) -> None:
+    """The version that a step led to gets to the engines, tickets come back, and the step is written down."""
+    published = await publish(parts)
+    parts.line.release()
+    due = stand.last or stand.step % (parts.config.eval.every or parts.config.steps) == 0
+    graded = await evaluate(parts, stand.step) if parts.held_out and due else {}
+    if stand.step or graded:
+        parts.log.write(stand.step, {"version": parts.policy.version, **stand.row, **published, **graded})
+
+
+async def save(parts: Parts, stand: Stand) -> None:
+    """A checkpoint, from which the run can go on. It becomes current, and what it was trained on consumed, at once."""
+    with parts.log.span("checkpoint", f"step {stand.step}"):
+        name = await parts.beside(parts.checkpoints.save, stand, parts.policy)
+        await parts.journal.checkpoint(name, step=stand.step, version=parts.policy.version)
+        await parts.beside(parts.checkpoints.prune)
 
 
 async def take(parts: Parts) -> list[Group]:
@@ -140,18 +173,8 @@ async def learn(batch: Batch, parts: Parts, step: int) -> Mapping[str, Any]:
             await parts.beside(parts.old.closing, parts.policy, waiting)
         with parts.log.span("trainer", f"step {step}"):
             await parts.beside(parts.trainer.step)
-    parts.log.points({"step": step, **point} for point in [*parts.trainer.points(), *parts.auditor.points()])
-    for happened in parts.old.events():
-        parts.log.event(step=step, **happened)
+    parts.log.learnt(step, points=[*parts.trainer.points(), *parts.auditor.points()], events=parts.old.events())
     return parts.trainer.metrics()
-
-
-def consume(groups: Sequence[Group], parts: Parts, step: int) -> None:
-    """What was trained on is written down, and nothing more will be asked about it."""
-    finished = [trajectory for group in groups for trajectory in group.trajectories]
-    parts.ledger.settle(trajectory.episode for trajectory in finished)
-    parts.journal.consume(groups, step=step, version=parts.policy.version)
-    parts.log.trajectories(step, finished)
 
 
 async def publish(parts: Parts) -> dict[str, float]:
@@ -167,11 +190,6 @@ async def publish(parts: Parts) -> dict[str, float]:
     return {"publish/seconds": time.monotonic() - began, "publish/bytes": parts.publisher.bytes}
 
 
-def due(config: RunConfig, step: int) -> bool:
-    """Whether held-out tasks are run after this step."""
-    return config.eval.every > 0 and step % config.eval.every == 0
-
-
 async def evaluate(parts: Parts, step: int) -> Mapping[str, float]:
     """Held-out success of the version that the engine holds. Training waits; episodes in flight go on."""
     with parts.log.span("eval", f"step {step}"):
@@ -179,11 +197,3 @@ async def evaluate(parts: Parts, step: int) -> Mapping[str, float]:
     success = sum(graded) / len(graded)
     parts.log.event("eval", step=step, version=parts.policy.version, success=success, tasks=len(graded))
     return {"eval/success": success, "eval/version": parts.policy.version}
-
-
-def engine_metrics(parts: Parts) -> dict[str, float]:
-    """The engine's counters since the last step, with its throughput and the share of the time that it worked."""
-    counters = parts.engine.metrics()
-    elapsed = counters["busy_s"] + counters["idle_s"] or 1.0
-    rates = {"tokens_per_s": counters["sampled_tokens"] / elapsed, "busy_share": counters["busy_s"] / elapsed}
-    return {f"engine/{name}": value for name, value in {**counters, **rates}.items()}

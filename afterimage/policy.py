@@ -37,6 +37,9 @@ MAX_LOGITS = 2**24
 ATTENTION = "afterimage_packed"
 _lengths: ContextVar[tuple[int, ...] | None] = ContextVar("packed sequence lengths", default=None)
 
+Jumps = tuple[tuple[int, int], ...]
+"""Where the numbers of versions jumped: the first number after it, and all that were skipped up to there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Packed:
@@ -75,6 +78,7 @@ class Policy:
         self.tokenizer = tokenizer
         self._version = 0
         self.at_version = True
+        self.jumps: Jumps = ()
         self._plain_head = _check_packing(model)
 
     @classmethod
@@ -104,6 +108,19 @@ class Policy:
     def version(self, version: int) -> None:
         """Publication: the weights of this moment are `version`."""
         self._version, self.at_version = version, True
+
+    def renumber(self, version: int) -> None:
+        """The same weights under a higher number: those between belong to versions whose training was lost."""
+        highest = max([self._version, *(first for first, _ in self.jumps)])
+        if version <= highest:
+            raise ValueError(f"version {version} is not higher than {highest}: numbers never repeat")
+        place = int(_places(torch.tensor(self._version), self.jumps))
+        self.jumps = (*self.jumps, (version, version - place))
+        self._version = version
+
+    def lag(self, version: Tensor | int) -> Tensor:
+        """Batches between the versions that sampled tokens and the policy's: `lag_of` at its version."""
+        return lag_of(torch.as_tensor(version), at=self._version, jumps=self.jumps)
 
     @property
     def device(self) -> torch.device:
@@ -233,6 +250,30 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return groups
 
 
+def lag_of(version: Tensor, *, at: int, jumps: Jumps) -> Tensor:
+    """How stale, counted in batches, what `version` sampled is for the policy `at` a version. Below 0 if newer.
+
+    Every batch leads to one version, so without jumps it is `at - version`. After a resume the weights of version 4 may
+    be called 7, because 5 and 6 were published before their training was lost: 7 then has the place of 4 in the
+    schedule. A lost version keeps its own place, and is of lag 0 until the policy gets there; what its tokens were
+    sampled from, the exact routes know all the same.
+
+    >>> lag_of(torch.tensor([3, 4, 5, 6, 7, 8]), at=9, jumps=((7, 3),)).tolist()
+    [3, 2, 1, 0, 2, 1]
+    >>> lag_of(torch.tensor([4, 6, 8, 11, 12]), at=12, jumps=((7, 3), (11, 5))).tolist()
+    [3, 1, 2, 1, 0]
+    """
+    behind = _places(torch.tensor(at), jumps) - _places(version, jumps)
+    return torch.where(version <= at, behind.clamp(min=0), behind)
+
+
+def _places(version: Tensor, jumps: Jumps) -> Tensor:
+    """Batches that led to each version: its number, less all that was skipped before it."""
+    firsts = torch.tensor([first for first, _ in jumps], dtype=torch.long)
+    skipped = torch.tensor([0, *(skipped for _, skipped in jumps)])
+    return version - skipped[torch.bucketize(version, firsts, right=True)]
+
+
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype that log-probabilities are formed in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -335,7 +376,7 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(f"policy: {folder} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"policy: the tokenizer in {folder} cannot be read: {_one_line(error)}") from error
     if not tokenizer.chat_template:
@@ -347,7 +388,12 @@ def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     try:
         with _no_progress_bars():
             read: Any = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, local_files_only=True, output_loading_info=True
+                folder,
+                dtype=dtype,
+                local_files_only=True,
+                output_loading_info=True,
+                use_safetensors=True,
+                trust_remote_code=False,
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"policy: the model in {folder} cannot be read: {_one_line(error)}") from error

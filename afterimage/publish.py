@@ -1,6 +1,6 @@
 """Hand a version to the engines. An engine is never left between versions."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 import torch
@@ -29,24 +29,38 @@ class Publisher(Protocol):
         ...
 
 
+Put = Callable[[int, Mapping[str, Tensor], Delta | None], None]
+"""Keeps a version: its forward weights, and what leads to them from the version before, if that is known."""
+
+
+def _nowhere(version: int, weights: Mapping[str, Tensor], delta: Delta | None) -> None:
+    """For a run that leaves no folder."""
+
+
 class DirectPublisher:
     """Weights handed straight to one engine, in the engine's own precision.
 
     With the route's version `store`, whose weights are in that precision, the one delta of a version that is formed is
     put there, and it is what travels: if the engine takes deltas and holds the version before, and it is the smaller.
+    `put` brings every version to the disk before the engine gets it.
     """
 
-    def __init__(self, engine: Engine, *, dtype: torch.dtype, store: VersionStore | None = None) -> None:
+    def __init__(
+        self, engine: Engine, *, dtype: torch.dtype, store: VersionStore | None = None, put: Put = _nowhere
+    ) -> None:
         self.bytes = 0
         self._engine = engine
         self._dtype = dtype
         self._store = store
+        self._put = put
         self._loaded = -1
         """What the engine holds."""
         self._prepared: tuple[Update, int] | None = None
 
     def prepare(self, policy: Policy, live: Collection[int] = ()) -> None:
-        update = self._delta(policy, live) or _cast(policy.weights(), self._dtype)
+        delta = self._delta(policy, live)
+        self._put(policy.version, policy.weights(), delta)
+        update = delta or _cast(policy.weights(), self._dtype)
         self.bytes = update.nbytes if isinstance(update, Delta) else _size(update)
         self._prepared = update, policy.version
 

@@ -8,6 +8,7 @@
 Written aside and renamed, so that a file that is there is whole.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -38,6 +39,8 @@ class TrainedOn:
     step: int
     version: int
     batch: Batch
+    jumps: tuple[tuple[int, int], ...] = ()
+    """The policy's: where the numbers of its versions jumped."""
 
 
 class Recording:
@@ -54,7 +57,7 @@ class Recording:
 
     def batch(self, trained: TrainedOn) -> None:
         columns = _columns(trained.batch)
-        about = {"step": str(trained.step), "version": str(trained.version)}
+        about = {"step": str(trained.step), "version": str(trained.version), "jumps": json.dumps(trained.jumps)}
         _write(self._batches / _name(trained.step), columns, about)
 
 
@@ -81,7 +84,8 @@ class Recorded:
         with safe_open(path, framework="pt") as file:
             about = file.metadata()
             columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return TrainedOn(int(about["step"]), int(about["version"]), _batch(columns))
+        jumps = tuple((first, skipped) for first, skipped in json.loads(about["jumps"]))
+        return TrainedOn(int(about["step"]), int(about["version"]), _batch(columns), jumps)
 
     def _needed(self, step: int) -> set[int]:
         trained = self.batch(step)

@@ -6,8 +6,9 @@ A failed episode is data: begun again with the same seed, then reported. Any oth
 
 import asyncio
 import hashlib
+import json
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,9 +16,22 @@ from typing import Protocol
 
 from afterimage.config import EngineConfig, RolloutConfig
 from afterimage.engines import Engine, SamplingParams
-from afterimage.envs import Taskset, Turn
+from afterimage.envs import Env, Pretending, Resumable, Taskset, Turn
 from afterimage.envs.chat import Chat
-from afterimage.trajectory import Failure, Given, Group, Open, Piece, Sampled, Stop, Task, Trajectory, count_turns
+from afterimage.trajectory import (
+    Failure,
+    Given,
+    Group,
+    Handout,
+    Open,
+    Past,
+    Piece,
+    Sampled,
+    Stop,
+    Task,
+    Trajectory,
+    count_turns,
+)
 
 FAILED_LEAST, FAILED_WINDOW = 20, 100
 """Episodes over which the share of failures is judged: not before the first number, and the last of the second."""
@@ -78,21 +92,30 @@ class Page(Protocol):
 
     def piece(self, position: int, piece: Piece) -> None: ...
 
+    def snapshot(self, num_pieces: int, state: str) -> None: ...
+
     def ended(self, outcome: Trajectory | Failure) -> None: ...
+
+    def restarted(self, reason: str, *, turns: int, sampled_tokens: int) -> None: ...
 
 
 Begin = Callable[..., Page]
-"""Told of an attempt that begins, as `(group number, sibling, episode=, seed=)`; returns its page."""
+"""Told of an attempt that begins, as `(group number, sibling, episode=, seed=, again=)`; returns its page. `again` if
+its page has been begun already."""
 
 
 class Unwritten:
     """The page of an episode that nobody keeps."""
 
-    def __init__(self, *_: int, episode: int, seed: int) -> None: ...
+    def __init__(self, *_: int, episode: int, seed: int, again: bool = False) -> None: ...
 
     def piece(self, position: int, piece: Piece) -> None: ...
 
+    def snapshot(self, num_pieces: int, state: str) -> None: ...
+
     def ended(self, outcome: Trajectory | Failure) -> None: ...
+
+    def restarted(self, reason: str, *, turns: int, sampled_tokens: int) -> None: ...
 
 
 class Rollout:
@@ -114,67 +137,98 @@ class Rollout:
         self._gave_up = gave_up
         self._begun = 0
         self._outcomes: deque[bool] = deque(maxlen=FAILED_WINDOW)
+        self.quarantined: set[str] = set()
+        """Keys of tasks that no attempt at an episode could finish: they are not to be handed out again."""
 
-    async def group(self, task: Task, number: int = 0, *, size: int, seed: int, begin: Begin = Unwritten) -> Group:
-        """`size` siblings at once: the same task and environment seed, each with sampling noise of its own."""
-        env_seed = derive_seed(seed, task.key)
+    def restore(self, episodes: int, quarantined: Iterable[str]) -> None:
+        """Go on numbering after so many episodes."""
+        self._begun, self.quarantined = episodes, set(quarantined)
+
+    async def group(self, handout: Handout, *, size: int, begin: Begin = Unwritten) -> Group:
+        """`size` siblings at once: the same task and environment seed, each with sampling noise of its own.
+
+        Each goes on from its past, if it has one.
+        """
+        if handout.finished:
+            return _group(handout, [past.outcome for past in handout.past])
+        env_seed = derive_seed(handout.seed, handout.task.key)
+        past = (*handout.past, *[None] * (size - len(handout.past)))
         async with asyncio.TaskGroup() as siblings:
             running = [
                 siblings.create_task(
                     self.episode(
-                        task,
+                        handout.task,
                         env_seed=env_seed,
                         noise_seed=derive_seed(env_seed, index),
-                        begin=partial(begin, number, index),
+                        begin=partial(begin, handout.number, index),
+                        past=past[index],
                     )
                 )
                 for index in range(size)
             ]
-        results = [episode.result() for episode in running]
-        return Group(
-            task=task,
-            trajectories=tuple(result for result in results if isinstance(result, Trajectory)),
-            failures=tuple(result for result in results if isinstance(result, Failure)),
-            number=number,
-        )
+        return _group(handout, [episode.result() for episode in running])
 
     async def episode(
-        self, task: Task, *, env_seed: int, noise_seed: int, begin: Begin = Unwritten
+        self, task: Task, *, env_seed: int, noise_seed: int, begin: Begin = Unwritten, past: Past | None = None
     ) -> Trajectory | Failure:
-        """One episode, begun again after a failure of its environment, `retries` times."""
-        for attempt in range(self.config.retries + 1):
-            episode, self._begun = self._begun, self._begun + 1
-            script = _Script(episode, begin(episode=episode, seed=noise_seed))
+        """One episode, begun again after a failure of its environment, `retries` times.
+
+        One that has a past goes on from it. Where the environment does not say again what it said, the episode is
+        begun anew; that is no failure, and is counted apart.
+        """
+        failures = past.failures if past else 0
+        if past and (isinstance(past.outcome, Trajectory) or failures > self.config.retries):
+            assert past.outcome is not None
+            return past.outcome
+        while True:
+            if past and past.outcome is None:
+                script = _Script(past.episode, begin(episode=past.episode, seed=noise_seed, again=True), past)
+            else:
+                script = _Script(self._begun, begin(episode=self._begun, seed=noise_seed))
+                self._begun += 1
+            past = None
             try:
                 trajectory = await self._attempt(script, task, (env_seed, noise_seed))
             except EpisodeFailed as failed:
-                failure = _describe(failed, task, script.pieces)
+                failure = _describe(failed, task, script.said)
+                if script.replaying:
+                    script.page.restarted(
+                        f"{failure.stage}: {failure.error}", turns=failure.turns, sampled_tokens=failure.sampled_tokens
+                    )
+                    self._gave_up(script.episode, failure, False)
+                    continue
                 script.page.ended(failure)
-                final = attempt == self.config.retries
-                self._gave_up(episode, failure, final)
+                failures += 1
+                final = failures > self.config.retries
+                self._gave_up(script.episode, failure, final)
                 if final:
+                    self.quarantined.add(task.key)
                     self._judge(failure)
+                    return failure
             else:
                 script.page.ended(trajectory)
                 self._outcomes.append(True)
                 return trajectory
-        return failure
 
     async def _attempt(self, script: "_Script", task: Task, seeds: tuple[int, int]) -> Trajectory:
         """begin, then reply and step by turns, until the environment or a limit ends it."""
-        (env_seed, noise_seed), pieces = seeds, script.pieces
+        env_seed, noise_seed = seeds
         chat, timeout_s = self.speaker.chat, self.config.timeout_s
+        turn_rewards: list[float] = []
         async with stage("begin", timeout_s):
             env = self.taskset.env(task, env_seed)
-            turn = await env.begin()
-            script.add(Given(chat.opening(turn.messages)))
+            turn = await script.resume(env, turn_rewards)
+            if turn is None:
+                turn = await env.begin()
+                script.give(Given(chat.opening(turn.messages)))
+                script.keep(env, turn_rewards)
+        pieces = script.pieces
         if self.speaker.room(_length(pieces)) < 1:
             raise ValueError(
                 f"the opening prompt of {task.key} has {_length(pieces)} tokens, engine.max_context is "
                 f"{self.speaker.config.max_context}: no reply fits; raise engine.max_context"
             )
         stop: Stop = "done"
-        turn_rewards: list[float] = []
         while not turn.done:
             if len(turn_rewards) == self.config.max_turns:
                 stop = "max_turns"
@@ -183,11 +237,15 @@ class Rollout:
                 stop = "max_tokens"
                 break
             reply, ended = await self._speak(script, noise_seed)
+            if isinstance(env, Pretending):
+                env.replaying = script.replaying
             async with stage(f"step {len(turn_rewards) + 1}", timeout_s):
                 turn = await env.step(chat.parse(reply))
                 turn_rewards.append(turn.reward)
                 if not turn.done:
-                    script.add(Given(chat.following(turn.messages, ended=ended)))
+                    script.give(Given(chat.following(turn.messages, ended=ended)))
+                    script.keep(env, turn_rewards)
+        script.require_end()
         return _finish(pieces, turn, turn_rewards, Trajectory((), {}, stop, task, noise_seed, script.episode))
 
     async def _speak(self, script: "_Script", seed: int) -> tuple[list[int], bool]:
@@ -195,21 +253,27 @@ class Rollout:
         spoken: list[int] = []
         context = [token for piece in script.pieces for token in piece.tokens]
         room = self.speaker.room(len(context))
+        for piece in script.reply():
+            context.extend(piece.tokens)
+            spoken.extend(piece.tokens)
+        stop_tokens = self.speaker.chat.stop_tokens
         while True:
+            if spoken and (spoken[-1] in stop_tokens or len(spoken) >= room):
+                return spoken, spoken[-1] in stop_tokens
+            script.require_end()
             params = SamplingParams(
                 max_tokens=room - len(spoken),
-                stop_tokens=self.speaker.chat.stop_tokens,
+                stop_tokens=stop_tokens,
                 temperature=self.speaker.config.temperature,
                 seed=seed,
             )
             reply = await self.speaker.engine.sample(context, params)
-            piece = reply.piece
-            if piece.tokens:
+            if reply.piece.tokens:
                 start = len(context)
-                context.extend(piece.tokens)
-                spoken.extend(piece.tokens)
-                script.add(piece)
-                self._arrived(Open(script.episode, tuple(context), start, piece))
+                context.extend(reply.piece.tokens)
+                spoken.extend(reply.piece.tokens)
+                script.say(reply.piece)
+                self._arrived(Open(script.episode, tuple(context), start, reply.piece))
             if reply.stop != "interrupted":
                 return spoken, reply.stop == "stop"
 
@@ -224,15 +288,71 @@ class Rollout:
             )
 
 
-class _Script:
-    """What was said in an attempt so far. Its page is told of each piece before anybody else."""
+class NotReplayed(Exception):
+    """An environment says something else than what is recorded of it."""
 
-    def __init__(self, episode: int, page: Page) -> None:
+
+class _Script:
+    """What was said in an attempt so far. Its page is told of each piece before anybody else.
+
+    With a past, the environment is asked again and has to say the same, until what is recorded has been said.
+    """
+
+    def __init__(self, episode: int, page: Page, past: Past | None = None) -> None:
         self.episode = episode
         self.page = page
         self.pieces: list[Piece] = []
+        self._recorded = deque(past.pieces if past else ())
+        self._snapshot = past.snapshot if past else None
 
-    def add(self, piece: Piece) -> None:
+    @property
+    def replaying(self) -> bool:
+        """Whether there is more on record than was said again."""
+        return bool(self._recorded)
+
+    @property
+    def said(self) -> list[Piece]:
+        """All pieces there are."""
+        return [*self.pieces, *self._recorded]
+
+    async def resume(self, env: Env, turn_rewards: list[float]) -> Turn | None:
+        """Put the environment where its snapshot was made. None if there is none."""
+        if self._snapshot is None or not isinstance(env, Resumable):
+            return None
+        count, state = self._snapshot
+        rewards, own = json.loads(state)
+        await env.resume(own)
+        turn_rewards.extend(rewards)
+        self.pieces.extend(self._recorded.popleft() for _ in range(count))
+        return Turn(())
+
+    def keep(self, env: Env, turn_rewards: Sequence[float]) -> None:
+        """Write the environment down, if it can be and was not."""
+        if isinstance(env, Resumable) and not self._recorded:
+            self.page.snapshot(len(self.pieces), json.dumps([list(turn_rewards), env.snapshot()]))
+
+    def give(self, piece: Given) -> None:
+        """What the environment says."""
+        if self._recorded:
+            told = self._recorded[0]
+            if told != piece:
+                raise NotReplayed(f"piece {len(self.pieces)} has other tokens than the {len(told.tokens)} on record")
+            self.pieces.append(self._recorded.popleft())
+            return
+        self.say(piece)
+
+    def reply(self) -> Iterator[Sampled]:
+        """What is on record of the reply that comes next."""
+        while self._recorded and isinstance(piece := self._recorded[0], Sampled):
+            self.pieces.append(self._recorded.popleft())
+            yield piece
+
+    def require_end(self) -> None:
+        """Raises unless everything on record was said again."""
+        if self._recorded:
+            raise EpisodeFailed("replay") from NotReplayed(f"{len(self._recorded)} pieces on record were not asked for")
+
+    def say(self, piece: Piece) -> None:
         self.page.piece(len(self.pieces), piece)
         self.pieces.append(piece)
 
@@ -258,6 +378,15 @@ async def examine(rollout: Rollout, tasks: Sequence[Task], *, seed: int, progres
     async with asyncio.TaskGroup() as group:
         running = [group.create_task(grade(task)) for task in tasks]
     return [task.result() for task in running]
+
+
+def _group(handout: Handout, results: Sequence[Trajectory | Failure | None]) -> Group:
+    return Group(
+        task=handout.task,
+        trajectories=tuple(result for result in results if isinstance(result, Trajectory)),
+        failures=tuple(result for result in results if isinstance(result, Failure)),
+        number=handout.number,
+    )
 
 
 def _length(pieces: Sequence[Piece]) -> int:

@@ -9,10 +9,16 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
+from torch import Tensor
+
 from afterimage.config import staleness_bound
 from afterimage.trajectory import Batch, Group, Open
 
 Work = Callable[[], Awaitable[Group]]
+
+
+class EmptyLine(RuntimeError):
+    """Nobody can ever finish the groups that are waited for."""
 
 
 class Line:
@@ -29,13 +35,16 @@ class Line:
         self.groups_per_step = groups_per_step
         self.window = window
         self.bound = staleness_bound(max_staleness, groups_per_step, window)
-        self._tickets = asyncio.Semaphore((max_staleness + 1) * groups_per_step)
+        self._tickets = (max_staleness + 1) * groups_per_step
+        self._live = 0
+        self._free = asyncio.Event()
         self._admitted = 0
         self._oldest = 0
         self._finished: dict[int, Group] = {}
         self._ahead: set[int] = set()  # taken positions that lie after the oldest one not taken
         self._unreleased = 0
         self._arrival = asyncio.Event()
+        self._closed = ""
 
     @property
     def num_open(self) -> int:
@@ -47,19 +56,49 @@ class Line:
         """Groups that wait to be taken."""
         return len(self._finished)
 
+    def restore(self, admitted: int, open_positions: Sequence[int]) -> None:
+        """As it was when so many groups had been admitted and these not taken. They are to be admitted again."""
+        self._admitted = admitted
+        self._oldest = min(open_positions, default=admitted)
+        self._ahead = set(range(self._oldest, admitted)) - set(open_positions)
+
+    async def readmit(self, position: int, work: Work, tasks: asyncio.TaskGroup) -> None:
+        """Wait for a ticket for a group that has its position from `restore`, then start its work.
+
+        After a resume there may be more groups than tickets: lost batches had made room for them. What these would
+        sample before as many batches were trained again would be too old when they are taken.
+        """
+        await self._ticket()
+        tasks.create_task(self._finish(position, work))
+
     async def admit(self, work: Work, tasks: asyncio.TaskGroup) -> None:
         """Wait for a ticket, then start `work` as a child of `tasks`."""
-        await self._tickets.acquire()
+        await self._ticket()
         tasks.create_task(self._finish(self._admitted, work))
         self._admitted += 1
+
+    async def _ticket(self) -> None:
+        while self._live >= self._tickets:
+            self._free.clear()
+            await self._free.wait()
+        self._live += 1
+
+    def close(self, reason: str) -> None:
+        """Nobody will be admitted any more: who waits for more groups than there are is told why."""
+        self._closed = reason
+        self._arrival.set()
 
     async def _finish(self, position: int, work: Work) -> None:
         self._finished[position] = await work()
         self._arrival.set()
 
     async def take(self) -> list[Group]:
-        """The next batch of `groups_per_step` groups, in the order in which the window allows them."""
+        """The next batch of `groups_per_step` groups, in the order in which the window allows them.
+
+        `EmptyLine` if they can never come.
+        """
         while (chosen := self._choose()) is None:
+            self._require_prospects()
             self._arrival.clear()
             await self._arrival.wait()
         for position in chosen:
@@ -69,6 +108,15 @@ class Line:
             self._oldest += 1
         self._unreleased += len(chosen)
         return [self._finished.pop(position) for position in chosen]
+
+    def _require_prospects(self) -> None:
+        if self.num_open >= self.groups_per_step:
+            return
+        short = f"a batch takes {self.groups_per_step} groups, {self.num_open} are open and no more will come: "
+        if self._closed:
+            raise EmptyLine(short + self._closed)
+        if self._live >= self._tickets:
+            raise EmptyLine(short + f"all {self._tickets} tickets are out, {self._unreleased} of them never released")
 
     def _choose(self) -> list[int] | None:
         """Positions of a whole batch, or None while it cannot be made up. O(groups_per_step + window)."""
@@ -88,9 +136,9 @@ class Line:
 
     def release(self) -> None:
         """Give back the tickets of everything taken. Call when all engines hold the version it led to."""
-        for _ in range(self._unreleased):
-            self._tickets.release()
+        self._live -= self._unreleased
         self._unreleased = 0
+        self._free.set()
 
 
 class Ledger:
@@ -134,12 +182,15 @@ class StalenessError(AssertionError):
     """A token older than the bound reached the trainer: the schedule broke its promise."""
 
 
-def measure_staleness(batch: Batch, groups: Sequence[Group], *, version: int, bound: int) -> dict[str, object]:
-    """Ages of a batch's action tokens where it is consumed, as metrics. Raises `StalenessError` beyond `bound`."""
-    ages = Counter((version - batch.version[batch.sampled]).tolist())
+def measure_staleness(batch: Batch, groups: Sequence[Group], *, lag: Tensor, bound: int) -> dict[str, object]:
+    """Ages of a batch's action tokens where it is consumed, as metrics. Raises `StalenessError` beyond `bound`.
+
+    `lag` is `[T]`, as `Policy.lag` counts it.
+    """
+    ages = Counter(lag[batch.sampled].tolist())
     oldest = max(ages, default=0)
     if oldest > bound or min(ages, default=0) < 0:
-        raise StalenessError(f"tokens of age {min(ages)} to {oldest} at version {version}; the bound is 0 to {bound}")
+        raise StalenessError(f"tokens of age {min(ages)} to {oldest}; the bound is 0 to {bound}")
     tokens = sum(ages.values())
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     mixed = sum(len(trajectory.versions) > 1 for trajectory in trajectories)

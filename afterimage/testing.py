@@ -6,6 +6,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from tokenizers import Tokenizer
@@ -15,9 +19,10 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from afterimage.checkpoint import Checkpoints, Stand
 from afterimage.engines import REQUIRED_COUNTERS, Engine, EngineDied, Reply, SamplingParams
 from afterimage.envs import Message, Taskset, ToolCall, Turn
-from afterimage.old_logps import Needs, OldLogps
+from afterimage.old_logps import Needs, OldLogps, has_clean_behavior
 from afterimage.policy import DTYPES, Policy
 from afterimage.trajectory import Batch, Credited, Given, Open, Piece, Sampled, Task, Trajectory, collate, walk
 
@@ -86,33 +91,40 @@ def nudge(policy: Policy, *, seed: int, size: float = 0.02) -> None:
     policy.load_weights(moved)
 
 
+def written_down(state: Any) -> Any:
+    """What comes back of a part's state that a checkpoint held. TypeError for what no checkpoint can hold."""
+    with TemporaryDirectory() as folder:
+        checkpoints = Checkpoints(Path(folder), {"part": cast(Any, SimpleNamespace(state=lambda: state))})
+        return checkpoints.load(checkpoints.save(Stand(), tiny_policy())).states["part"]
+
+
 def check_old_logps(make: Callable[[Policy], OldLogps]) -> None:
     """`make(policy)` returns a route that scores at temperature 1. Raises AssertionError with what is broken.
 
     Three versions are published; a batch holds tokens of all of them, within a turn and across turns, and a few
     sampled over a kept cache. A route may be as wrong as it likes about a token, but not about a token it calls exact.
+    Then a run is killed, and goes on from its checkpoint with all that was sampled since.
     """
     policy = tiny_policy()
     with closing(make(policy)) as route, closing(make(policy)) as restored:
-        _check_route(route, restored, policy)
+        always_exact = _check_route(route, restored, policy)
+    _check_recovery(make, always_exact=always_exact)
 
 
-def _check_route(route: OldLogps, restored: OldLogps, policy: Policy) -> None:
+def _check_route(route: OldLogps, restored: OldLogps, policy: Policy) -> bool:
+    """Whether it was exact wherever a route can be."""
     assert isinstance(route.needs, Needs), "needs is a Needs"
-    copies = []
+    copies: list[Policy] = []
     for version in range(3):
         if version:
             nudge(policy, seed=version)
-        policy.version = version
-        copies.append(policy.twin())
-        route.publishing(policy)
-        route.published(policy, live=set(range(version + 1)))
-        for piece in _pieces_of(version):
+        _publish(route, policy, version, copies)
+        for piece in _pieces_of(version, _PLANS):
             route.arrived(piece)
         while version == 1 and route.idle(policy):
             pass
         if version < 2:
-            route.closing(policy, _pieces_of(version))
+            route.closing(policy, _pieces_of(version, _PLANS))
     batch = collate([episode(number, plan) for number, plan in enumerate(_PLANS)])
     before = {name: getattr(batch, name).clone() for name in ("tokens", "behavior_logp", "version")}
     values, exact = _ask(route, policy, batch)
@@ -123,10 +135,76 @@ def _check_route(route: OldLogps, restored: OldLogps, policy: Policy) -> None:
     assert torch.equal(values, again), "asked twice, it answers the same"
     costs = route.costs()
     assert all(math.isfinite(cost) and cost >= 0 for cost in costs.values()), f"costs are finite and >= 0: {costs}"
-    restored.restore(route.state())
+    restored.restore(written_down(route.state()))
     restored.published(policy, live={0, 1, 2})
     for one, other in zip(_ask(restored, policy, batch), (values, exact), strict=True):
         assert torch.equal(one, other), "restored from its state, it answers the same"
+    return torch.equal(exact, has_clean_behavior(batch))
+
+
+def _check_recovery(make: Callable[[Policy], OldLogps], *, always_exact: bool) -> None:
+    """Killed when 3 and 4 were published after the checkpoint that holds the weights of 3: these are called 5 then."""
+    policy, copies = tiny_policy(), list[Policy]()
+    with closing(make(policy)) as route:
+        _run_to_checkpoint(route, policy, copies)
+        state = route.state()
+        for piece in _pieces_of(2, _INTERRUPTED)[1::2]:
+            route.arrived(piece)
+        for version in (3, 4):
+            _publish(route, policy, version, copies)
+            for piece in _pieces_of(version, _INTERRUPTED):
+                route.arrived(piece)
+            route.closing(policy, _pieces_of(version, _INTERRUPTED))
+            nudge(policy, seed=version + 1)
+    state = written_down(state)
+    past = {version: _pieces_of(version, _INTERRUPTED) for version in range(5)}
+    batch = collate([episode(number, plan) for number, plan in enumerate(_INTERRUPTED)])
+    again = copies[3].twin()
+    again.version = 3
+    with closing(make(again)) as route:
+        route.restore(state)
+        again.renumber(5)
+        route.recover(past, lambda version: copies[version].weights())
+        _publish(route, again, 5, copies)
+        for piece in _pieces_of(5, _INTERRUPTED):
+            route.arrived(piece)
+        values, exact = _ask(route, again, batch)
+    _check_shape(batch, values, exact)
+    _check_claims(batch, values, exact, copies)
+    clean = has_clean_behavior(batch)
+    if always_exact:
+        assert torch.equal(exact, clean), "what its state lacked is made good by recover: it stays exact"
+        return
+    steady = tiny_policy()
+    with closing(make(steady)) as route:
+        _run_to_checkpoint(route, steady, [])
+        steady.version = 3
+        steady.renumber(5)
+        _publish(route, steady, 5, [])
+        expected, _ = _ask(route, steady, batch)
+    other = clean & ~exact
+    assert torch.equal(values[other], expected[other]), "recovered, it answers as if it had never been killed"
+
+
+def _run_to_checkpoint(route: OldLogps, policy: Policy, copies: list[Policy]) -> None:
+    """Versions 0 to 2, and the step that leads to 3, which is not published; half the pieces of 2 are still to come."""
+    for version in range(3):
+        _publish(route, policy, version, copies)
+        arrived = _pieces_of(version, _INTERRUPTED)[:: 2 if version == 2 else 1]
+        for piece in arrived:
+            route.arrived(piece)
+        while version == 1 and route.idle(policy):
+            pass
+        route.closing(policy, arrived)
+        nudge(policy, seed=version + 1)
+        route.trained(policy, kept=1.0)
+
+
+def _publish(route: OldLogps, policy: Policy, version: int, copies: list[Policy]) -> None:
+    policy.version = version
+    copies.append(policy.twin())
+    route.publishing(policy)
+    route.published(policy, live=set(range(version + 1)))
 
 
 _PLANS: tuple[list[int | tuple[int, int] | tuple[int, int, bool]], ...] = (
@@ -135,12 +213,20 @@ _PLANS: tuple[list[int | tuple[int, int] | tuple[int, int, bool]], ...] = (
     [4, (3, 0), (2, 1), (4, 2), 3, (2, 2)],
     [2, (3, 1), (4, 2, False), 1],
 )
+_INTERRUPTED: tuple[list[int | tuple[int, int] | tuple[int, int, bool]], ...] = (
+    [4, (3, 0), (2, 1), 3, (4, 2)],
+    [3, (4, 2), (3, 3), 2, (3, 4)],
+    [5, (3, 1), 2, (4, 3), (2, 5)],
+    [3, (2, 2), 2, (3, 4), (2, 5)],
+    [2, (3, 2, False), (2, 4, False), 3, (3, 5)],
+    [6, (4, 5)],
+)
 
 
-def _pieces_of(version: int) -> list[Open]:
-    """The pieces of the check's episodes that `version` sampled, as they would arrive."""
+def _pieces_of(version: int, plans: Sequence[Sequence[int | tuple[int, int] | tuple[int, int, bool]]]) -> list[Open]:
+    """The pieces of these episodes that `version` sampled, as they would arrive."""
     found = []
-    for number, plan in enumerate(_PLANS):
+    for number, plan in enumerate(plans):
         trajectory = episode(number, plan).trajectory
         for start, piece, _ in walk(trajectory.pieces):
             if isinstance(piece, Sampled) and piece.version == version:
@@ -199,7 +285,9 @@ async def _check_engine(engine: Engine, update: Mapping[str, Tensor], prompt: li
     try:
         async with asyncio.timeout(_PATIENCE_S):
             await engine.start()
-            for check in (_check_waiting, _check_replies, _check_refusals, _check_interrupt, _check_close):
+            for check in (
+                _check_waiting, _check_replies, _check_refusals, _check_interrupt, _check_again, _check_close,
+            ):  # fmt: skip
                 doing = check.__name__.removeprefix("_check_")
                 await check(engine, update, prompt)
     except TimeoutError:
@@ -324,6 +412,32 @@ async def _check_waiting(engine: Engine, update: Mapping[str, Tensor], prompt: l
             await engine.resume()
         _check_reply(waiting.result(), version=version)
         assert waiting.result().stop == "length", "a sample that waited for resume is then sampled to its end"
+
+
+async def _check_again(engine: Engine, update: Mapping[str, Tensor], prompt: list[int]) -> None:
+    """Start it again while one reply is being sampled and another waits."""
+    await _go(engine, update, 5)
+    said = (await engine.sample(prompt, _asking(6))).piece.tokens
+    died = "start ends what an earlier life owed"
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(_refuses(engine.sample(prompt, _asking(_LONG)), died, EngineDied))
+        await engine.sample(prompt, _asking(2))
+        await engine.start()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(_refuses(engine.sample(prompt, _asking(2)), died, EngineDied))
+        await asyncio.sleep(0)
+        await engine.start()
+    counted = engine.metrics()["sampled_tokens"]
+    assert counted == 0, f"{counted:g} tokens are counted of an earlier life: start begins all counters again"
+    await _refuses(engine.resume(), "the weights of an earlier life are gone", RuntimeError)
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(engine.sample(prompt, _asking(6)))
+        await asyncio.sleep(0)
+        await engine.load(update, 2)
+        assert not waiting.done(), "a sample that arrives after start waits for load and resume"
+        await engine.resume()
+    _check_reply(waiting.result(), version=2)
+    assert waiting.result().piece.tokens == said, "the same weights and seed gave another reply after start"
 
 
 async def _check_close(engine: Engine, update: Mapping[str, Tensor], prompt: list[int]) -> None:

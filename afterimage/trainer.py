@@ -129,7 +129,7 @@ class Trainer:
         rules, whole, steps = self.rules, batch, _split(batch, self.config.steps_per_batch)
         busy = self._busy(whole, torch.ones_like(whole.advantage)) or list(range(whole.num_sequences))
         batch, where = whole.select(busy)
-        lag = torch.where(batch.sampled, self.policy.version - batch.version, -1)
+        lag = torch.where(batch.sampled, self.policy.lag(batch.version), -1)
         old_logp, control = torch.empty(0), start(batch.sampled)
         if not self.old.needs.inline:
             old_logp, control = self._judge(batch, self._now(batch), lag)
@@ -215,6 +215,7 @@ class Trainer:
             "steps": self.steps,
             "version": self.policy.version,
             "at_version": self.policy.at_version,
+            "jumps": self.policy.jumps,
         }
         return copy.deepcopy(held)
 
@@ -228,6 +229,7 @@ class Trainer:
         self.steps = state["steps"]
         self.policy.version = state["version"]
         self.policy.at_version = state["at_version"]
+        self.policy.jumps = tuple((first, skipped) for first, skipped in state["jumps"])
 
     def _loss(self, part: Part, micro: Batch, index: Tensor) -> Tensor:
         objective = self.rules.objective

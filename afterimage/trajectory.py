@@ -223,6 +223,45 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
+class Past:
+    """What an earlier life of the run has of one episode: its last attempt, and how many have failed."""
+
+    episode: int
+    pieces: tuple[Piece, ...]
+    outcome: Trajectory | Failure | None
+    """None while it goes on."""
+    failures: int = 0
+    snapshot: tuple[int, str] | None = None
+    """The environment's own, and the number of pieces that it had led to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handout:
+    """A task that becomes a group, the `number`-th of the run. `place` is its place among the training tasks."""
+
+    number: int
+    task: Task
+    seed: int
+    place: int
+    begun: bool = False
+    """It was handed out before, by an earlier life of the run."""
+    past: tuple[Past, ...] = ()
+    """By sibling, as far as they were begun."""
+    finished: bool = False
+
+    def opens(self) -> Iterator[Open]:
+        """Every sampled piece of its episodes that can still be trained on."""
+        for past in self.past:
+            if isinstance(past.outcome, Failure):
+                continue
+            tokens: tuple[int, ...] = ()
+            for piece in past.pieces:
+                start, tokens = len(tokens), tokens + piece.tokens
+                if isinstance(piece, Sampled):
+                    yield Open(past.episode, tokens, start, piece)
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Sequences packed end to end; every tensor is `[T]`. Sequence `i` is `offsets[i]:offsets[i + 1]`.
 

@@ -308,6 +308,10 @@ def test_a_stored_configuration_is_read_again() -> None:
         stored_config({**stored, "colour": "red"})
     with pytest.raises(ConfigError, match=r"config\.json"):
         stored_config({})
+    for knob, value in {"steps": 3.0, "seed": True, "name": 3, "runs": 3, "minutes": "1", "deterministic": 1}.items():
+        with pytest.raises(ConfigError, match=rf"config\.json, {knob} cannot be"):
+            stored_config({**stored, knob: value})
+    assert stored_config({**stored, "minutes": 2}).minutes == 2.0
 
 
 @pytest.fixture(scope="module")

@@ -55,13 +55,15 @@ def test_a_number_inside_another_is_no_answer() -> None:
 
 def test_malformed_and_unknown_calls_are_answered_and_counted() -> None:
     wrong = (ToolCall("", {}, error="the call is not JSON"), ToolCall("divide", {}), ToolCall("calculate", {}))
+    wrong += (ToolCall("calculate", {"expression": [[]]}),)
     turn = play(Message("assistant", "", wrong))
     assert [m.content for m in turn.messages] == [
         "Error: the call is not JSON",
         "Error: unknown tool 'divide'; the tool is calculate",
         "Error: calculate takes expression",
+        "Error: expression must be a string",
     ]
-    assert turn.facts["tool_errors"] == 3.0
+    assert turn.facts["tool_errors"] == 4.0
 
 
 def test_an_episode_is_single_use() -> None:

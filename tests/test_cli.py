@@ -41,7 +41,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             "a weight on D (mask_weight) beside a loss that is anchored on mu",
         ),
         (("lint", "retial"), "unknown recipe 'retial'; did you mean retail?"),
-        (("train",), "the following arguments are required: recipe"),
+        (("train",), "train what? Name a recipe (calculator, retail"),
         (("trian", "retail"), "invalid choice: 'trian'"),
         (("report", "no-such-run"), "no-such-run is not a run folder"),
     ],

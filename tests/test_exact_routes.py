@@ -4,8 +4,8 @@ with two optimizer steps per batch.
 
 Besides: `eager` is exact on what it covers, and its fallback is asked for nothing else; what nobody can ask for is
 forgotten; pieces of one episode share a forward pass; `interrupt_sync` counts its stall; the old-logit process makes
-publication wait before any engine has the version, never the arrival of a piece; when it dies the next call says why,
-and it ends with its parent.
+publication wait before any engine has the version, never the arrival of a piece; when it dies or freezes the next call
+says why, within five seconds, and it ends with its parent; in lockstep its speed changes no bit.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ import torch
 from test_loop import make, run
 from torch import Tensor
 
+from afterimage import wire
 from afterimage.build import build_correction, build_old_logps
 from afterimage.config import CorrectionConfig, OldLogpsConfig, TrainerConfig
 from afterimage.engines import SamplingParams, Update
@@ -39,7 +41,7 @@ from afterimage.old_logps.old_logit_model import OldLogitModel, OldLogitModelDie
 from afterimage.old_logps.scored import place_of, score_pieces
 from afterimage.policy import Policy
 from afterimage.rollout import Rollout
-from afterimage.testing import episode, nudge, plain_logps, tiny_policy
+from afterimage.testing import episode, nudge, plain_logps, tiny_policy, written_down
 from afterimage.trainer import Trainer
 from afterimage.trajectory import Batch, Open, Sampled, collate, walk
 
@@ -200,16 +202,18 @@ def test_what_nobody_can_ask_for_is_forgotten(name: str) -> None:
     policy = tiny_policy()
     with built(name, policy) as route:
         play(route, policy)
-        assert {place[0] for place in _answers(route)} >= {0, 1, 2, 3}
+        assert _answered(route) >= {0, 1, 2, 3}
         route.closing(policy, pieces_of(4))
         policy.version = 5
         route.published(policy, live={2, 5})
-        assert {place[0] for place in _answers(route)} == {2}
+        assert _answered(route) == {2}
 
 
-def _answers(route: OldLogps) -> list[tuple[Any, ...]]:
+def _answered(route: OldLogps) -> set[int]:
+    """The versions that it holds answers of."""
     state = route.state()
-    return [*state["answers"], *state.get("fallback", {}).get("answers", ())]
+    held = [part["answers"] for part in (state, state.get("fallback", {})) if "answers" in part]
+    return {version for answers in held for version in answers["places"][:, 0].tolist()}
 
 
 def test_a_version_closed_without_a_piece_is_missed_with_numbers() -> None:
@@ -270,7 +274,7 @@ def test_publishing_waits_for_the_process_to_load_the_version_before_and_arrival
     with ThreadPoolExecutor(1) as trainer, old_logit_model(policy) as route:
         one = pieces_of(0)[0]
         route.arrived(one)
-        assert len(route.state()["answers"]) == 1  # so version 0 is loaded
+        assert len(route.state()["answers"]["places"]) == 1  # so version 0 is loaded
         route.costs()
         os.kill(route.pid, signal.SIGSTOP)
         tokens = one.tokens * 150
@@ -283,7 +287,7 @@ def test_publishing_waits_for_the_process_to_load_the_version_before_and_arrival
         os.kill(route.pid, signal.SIGCONT)
         waiting.result(timeout=60)
         assert route.costs()["old_logit_model/wait_s"] > 0.5
-        assert len(route.state()["answers"]) == 100
+        assert len(route.state()["answers"]["places"]) == 100
 
 
 @pytest.mark.parametrize("call", ["publishing", "logps", "state"])
@@ -313,6 +317,94 @@ def test_a_process_that_dies_while_it_is_waited_for_ends_the_wait() -> None:
         os.kill(route.pid, signal.SIGKILL)
         with pytest.raises(OldLogitModelDied, match="signal 9"):
             waiting.result(timeout=30)
+
+
+def test_a_frozen_process_ends_whoever_waits_for_it_within_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wire.FROZEN_S + wire.BEAT_S < 5
+    monkeypatch.setattr(wire, "FROZEN_S", 1.0)
+    policy = tiny_policy()
+    with old_logit_model(policy) as route:
+        route.arrived(pieces_of(0)[0])
+        route.state()  # so it has begun to beat
+        os.kill(route.pid, signal.SIGSTOP)
+        for piece in pieces_of(0)[1:]:
+            route.arrived(piece)
+        advance(policy, route, seed=1)
+        asked, began = replace(BATCH, sampled=BATCH.version == 0), time.monotonic()
+        with pytest.raises(OldLogitModelDied, match=r"the old-logit process \(pid \d+\) did not answer for 1 s"):
+            route.logps(asked, torch.empty(0))
+        assert time.monotonic() - began < 5
+        for call in (route.state, partial(route.publishing, policy), partial(route.logps, asked, torch.empty(0))):
+            with pytest.raises(OldLogitModelDied, match="signal 9"):  # it is not left behind
+                call()
+
+
+def test_closing_does_not_wait_for_a_frozen_process_with_a_full_socket() -> None:
+    policy = tiny_policy()
+    route = OldLogitModel(policy, scoring=Scoring(1.0, 48))
+    route.published(policy, live=())
+    os.kill(route.pid, signal.SIGSTOP)
+    piece, pid = pieces_of(0)[0], route.pid
+    for number in range(1000, 1099):  # half a megabyte: more than a socket holds
+        route.arrived(Open(number, piece.tokens * 150, len(piece.tokens) * 150 - 1, piece.piece))
+    with ThreadPoolExecutor(1) as trainer:
+        trainer.submit(route.close).result(timeout=10)
+    wait_until_gone(pid)
+
+
+def in_lockstep(*, hindered: bool) -> list[Any]:
+    """What a route says and spends, asked in the middle of every version. Hindered: other arrivals, a slow process."""
+    policy, copies, found = tiny_policy(), [], []
+    with closing(OldLogitModel(policy, scoring=Scoring(0.7, 24), lockstep=True)) as route:
+        for version in range(5):
+            if version:
+                nudge(policy, seed=version)
+            policy.version = version
+            copies.append(policy.twin())
+            route.publishing(policy)
+            route.published(policy, live=range(version))
+            pieces = pieces_of(version)
+            if hindered:
+                os.kill(route.pid, signal.SIGSTOP)
+                threading.Timer(0.3, os.kill, (route.pid, signal.SIGCONT)).start()
+            for piece in pieces[-2::-1] if hindered else pieces[:-1]:
+                route.arrived(piece)
+            asked = replace(BATCH, sampled=BATCH.sampled & (BATCH.version <= version))
+            found += [route.logps(asked, torch.empty(0))[0], route.costs()["forward_tokens"]]
+            route.arrived(pieces[-1])
+        values, _ = route.logps(BATCH, torch.empty(0))
+        assert (values - truth(BATCH, copies, temperature=0.7)).abs().max() < 1e-5
+        return [*found, values, route.costs()["forward_tokens"], *route.state()["answers"].values()]
+
+
+def test_in_lockstep_nothing_depends_on_how_fast_the_process_is_nor_on_the_order_of_arrival() -> None:
+    for one, other in zip(in_lockstep(hindered=False), in_lockstep(hindered=True), strict=True):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+def test_a_resumed_route_starts_its_process_at_the_first_publication_and_hears_of_its_own_pieces_again() -> None:
+    policy = tiny_policy()
+    with built("old_logit_model", policy) as route:
+        copies = play(route, policy, versions=3)
+        state = written_down(route.state())
+    nudge(policy, seed=3)
+    policy.version = 3
+    copies.append(policy.twin())
+    batch = collate([TRAJECTORIES[i] for i in (0, 1, 2)])
+    with built("old_logit_model", policy) as route:
+        route.restore(state)
+        route.recover({2: pieces_of(2)}, lambda version: copies[version].weights())
+        assert route.costs()["forward_tokens"] == 0  # its state lacked nothing
+        for piece in pieces_of(3):
+            route.arrived(piece)
+        with pytest.raises(RuntimeError, match="starts at the first publication"):
+            route.pid  # type: ignore[attr-defined]  # noqa: B018
+        route.publishing(policy)
+        route.published(policy, live={2, 3})
+        nudge(policy, seed=4)
+        values, exact = route.logps(batch, torch.empty(0))
+    assert torch.equal(exact, batch.sampled)
+    assert (values - truth(batch, copies, temperature=0.7)).abs().max() < 1e-5
 
 
 def test_a_piece_that_comes_after_its_version_was_left_ends_with_that_cause() -> None:
@@ -387,9 +479,11 @@ def routed(parts: Parts, old: OldLogps | Witness, *, steps_per_batch: int = 1) -
     )
 
 
-def test_no_engine_gets_a_version_before_the_process_has_loaded_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_engine_gets_a_version_before_the_process_has_loaded_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a run without lag, where no batch waits for answers, the process stands still from the first update on."""
-    parts = make(count(), budget=0, steps=4)
+    parts = make(tmp_path, count(), budget=0, steps=4)
     route = OldLogitModel(parts.policy, scoring=Scoring(1.0, 256))
     load, publishing = parts.engine.load, route.publishing
     happened: list[str] = []
@@ -438,10 +532,12 @@ def pauses() -> Callable[[Sequence[int], SamplingParams], Awaitable[None]]:
 
 @pytest.mark.parametrize("steps_per_batch", [1, 2])
 @pytest.mark.parametrize("name", ["old_logit_model", "interrupt_sync", "eager, snapshot_old", "eager, interrupt_sync"])
-def test_in_an_asynchronous_run_every_token_gets_its_own_versions_logp(name: str, steps_per_batch: int) -> None:
-    parts = make(count(), budget=2, steps=10)
+def test_in_an_asynchronous_run_every_token_gets_its_own_versions_logp(
+    tmp_path: Path, name: str, steps_per_batch: int
+) -> None:
+    parts = make(tmp_path, count(), budget=2, steps=10)
     witness = Witness(build_old_logps(ROUTES[name], parts.policy, Scoring(1.0, 256)))
-    parts.engine._token_delay = pauses()  # type: ignore[attr-defined]
+    parts.engine._engine._token_delay = pauses()  # type: ignore[attr-defined]
     parts = routed(parts, witness, steps_per_batch=steps_per_batch)
     with closing(witness.route):
         rows = run(parts)

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from io import StringIO
 from itertools import count
 from pathlib import Path
@@ -26,12 +27,23 @@ from rich.console import Console
 
 from afterimage import cli
 from afterimage.config import ConfigError
-from afterimage.journal import JOURNAL, Journal, JournalError, JournalReader, check, consumption, writer
+from afterimage.journal import JOURNAL, Journal, JournalError, JournalReader, Marked, check, writer
 from afterimage.journal.export import write_jsonl
-from afterimage.journal.tables import insert
 from afterimage.launch import local
 from afterimage.launch.local import first_leaf
-from afterimage.trajectory import HAS_BEHAVIOR, Failure, Given, Group, Piece, Provenance, Sampled, Task, Trajectory
+from afterimage.trajectory import (
+    HAS_BEHAVIOR,
+    Failure,
+    Given,
+    Group,
+    Handout,
+    Past,
+    Piece,
+    Provenance,
+    Sampled,
+    Task,
+    Trajectory,
+)
 from tests.test_loop import make, run
 from tests.test_run import small
 
@@ -47,9 +59,19 @@ def trajectory(*pieces: Piece, episode: int = 0, reward: float = 1.0) -> Traject
     return Trajectory(pieces, {"r": reward}, "done", TASK, seed=episode + 70, episode=episode)
 
 
+def handout(number: int) -> Handout:
+    return Handout(number, TASK, seed=5, place=number + 3)
+
+
+def train_on(journal: Journal, group: Group, *, step: int, version: int) -> None:
+    """A step that is followed by a checkpoint."""
+    journal.consume([group], step=step, version=version)
+    asyncio.run(journal.checkpoint(f"of {step}", step=step, version=version + 1))
+
+
 def record(journal: Journal, group: Group) -> None:
     """What the loop and the rollout write of one group, up to its end."""
-    journal.hand_out(group.number, group.task, seed=5)
+    journal.hand_out(handout(group.number))
     for sibling, told in enumerate(group.trajectories):
         page = journal.begin(group.number, sibling, episode=told.episode, seed=told.seed)
         for position, piece in enumerate(told.pieces):
@@ -101,7 +123,7 @@ def test_what_was_consumed_is_read_back_bit_for_bit(
     whole = Group(TASK, tuple(numbered), number=3)
     with Journal(folder / JOURNAL) as journal:
         record(journal, whole)
-        journal.consume([whole], step=9, version=8)
+        train_on(journal, whole, step=9, version=8)
     with Journal.read(folder) as read:
         assert read.group(3) == whole and repr(read.group(3)) == repr(whole)
         assert read.consumed(9) == [whole]
@@ -109,7 +131,7 @@ def test_what_was_consumed_is_read_back_bit_for_bit(
             (t, 3, 9) for t in numbered
         ]
         ((handed),) = read.groups()
-    assert (handed.task, handed.seed, handed.step, handed.version) == (TASK, 5, 9, 8)
+    assert (handed.task, handed.seed, handed.place, handed.step, handed.version) == (TASK, 5, 6, 9, 8)
     assert handed.ended == ("consumed" if told else "failed")
     assert sorted(os.listdir(folder)) == [JOURNAL]  # closed: one plain file
 
@@ -128,7 +150,7 @@ def test_a_failed_attempt_is_kept_and_the_last_one_of_each_episode_counts(tmp_pa
     broken = Failure(TASK, "step 1", "EnvError: \ud800 gone", turns=1, sampled_tokens=2)
     told = trajectory(Given((1,)), Sampled((2,), (-0.5,), 0), episode=2)
     with Journal(tmp_path / JOURNAL) as journal:
-        journal.hand_out(0, TASK, seed=5)
+        journal.hand_out(handout(0))
         for sibling, episode, outcome in ((0, 0, broken), (1, 1, broken), (0, 2, told), (1, 3, broken)):
             page = journal.begin(0, sibling, episode=episode, seed=told.seed)
             for position, piece in enumerate(told.pieces):
@@ -146,20 +168,19 @@ def test_a_barrier_means_that_another_connection_sees_it(tmp_path: Path, monkeyp
     monkeypatch.setattr(writer, "WINDOW_S", 30.0)  # nothing but a barrier commits within the test
     with Journal(tmp_path / JOURNAL) as journal:
         record(journal, group(0))
-        journal.hand_out(1, TASK, seed=5)
+        journal.hand_out(handout(1))
         with Journal.read(tmp_path) as read:
             assert read.group(0) == group(0) and len(read.groups()) == 1 and read.groups()[0].ended == "finished"
         journal.flush()
         with Journal.read(tmp_path) as later:
             assert [handed.ended for handed in later.groups()] == ["finished", "open"]
-            journal.consume([group(0)], step=1, version=0)
-            journal.flush()
+            train_on(journal, group(0), step=1, version=0)
             assert later.groups()[0].ended == "finished", "a reader sees one moment"
 
 
 def test_what_is_written_is_committed_without_a_barrier_too(tmp_path: Path) -> None:
     with Journal(tmp_path / JOURNAL) as journal:
-        journal.hand_out(0, TASK, seed=5)
+        journal.hand_out(handout(0))
         deadline = time.monotonic() + 60
         while not _groups(tmp_path):
             assert time.monotonic() < deadline, "nothing was committed"
@@ -171,41 +192,147 @@ def _groups(folder: Path) -> int:
 
 
 def test_a_transaction_is_whole_or_not_there(tmp_path: Path) -> None:
-    with pytest.raises(JournalError, match="no such table: checkpoints"), Journal(tmp_path / JOURNAL) as journal:
+    with Journal(tmp_path / JOURNAL) as journal:
         record(journal, group(0))
-        journal.transaction([*consumption([group(0)], step=1, version=0), insert("checkpoints", 1)])
+        with pytest.raises(JournalError, match=r"UNIQUE constraint failed: consumed\.number"):
+            journal.consume([group(0), group(0)], step=1, version=0)
+            asyncio.run(journal.checkpoint("of 1", step=1, version=1))
     with Journal.read(tmp_path) as read:
-        assert [handed.ended for handed in read.groups()] == ["finished"]
+        assert [handed.ended for handed in read.groups()] == ["finished"] and read.checkpoints() == []
+
+
+def test_consumption_becomes_true_with_the_checkpoint_that_holds_its_effect(tmp_path: Path) -> None:
+    with Journal(tmp_path / JOURNAL) as journal:
+        for number in range(3):
+            record(journal, group(number))
+            journal.consume([group(number)], step=number, version=number)
+        journal.flush()
+        with Journal.read(tmp_path) as read:
+            assert [handed.ended for handed in read.groups()] == ["finished"] * 3
+        asyncio.run(journal.checkpoint("all", step=2, version=3))
+    with Journal.read(tmp_path) as read:
+        assert [handed.ended for handed in read.groups()] == ["consumed"] * 3 and read.handouts() == []
+        assert read.checkpoints() == [Marked(0, 2, 3, "all")]
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_rewind_undoes_what_was_consumed_and_no_more_or_everything(tmp_path: Path, everything: bool) -> None:
+    with Journal(tmp_path / JOURNAL) as journal:
+        for step in range(3):
+            asyncio.run(journal.publishing(step))
+            record(journal, group(step))
+            journal.write(step, {"loss": step})
+            journal.event("eval", step=step)
+            train_on(journal, group(step), step=step, version=step)
+        journal.hand_out(handout(3))
+        journal.rewind(1, everything=everything)
+        with Journal.read(tmp_path) as read:
+            assert [mark.step for mark in read.checkpoints()] == [0, 1] and check(read) == []
+            ended = ["consumed", "consumed", "finished", "open"]
+            assert [handed.ended for handed in read.groups()] == ended[: 2 if everything else 4]
+            assert [event["step"] for event in read.events() if event["kind"] == "step"] == [0, 1]
+            assert [event["step"] for event in read.events() if event["kind"] == "eval"] == [0, 1, 2][: 3 - everything]
+            assert read.versions() == [0, 1, 2][: 3 - everything]
+            assert read.counts() == ((2, 5, 4) if everything else (4, 7, 6))
+            assert [(each.number, each.finished) for each in read.handouts()] == (
+                [] if everything else [(2, True), (3, False)]
+            )
+        if everything:
+            asyncio.run(journal.publishing(2))
+            record(journal, group(2))
+        train_on(journal, group(2), step=2, version=2)  # what was undone can be done again
+    with Journal.read(tmp_path) as read:
+        assert [mark.checkpoint for mark in read.checkpoints()] == [0, 1, 2]
+        assert read.groups()[2].ended == "consumed" and check(read) == []
+
+
+def test_what_is_open_is_handed_out_again_with_all_that_is_known_of_it(tmp_path: Path) -> None:
+    broken = Failure(TASK, "begin", "EnvError: gone")
+    first, said = Given((1,)), Sampled((2,), (-0.5,), 0)
+    with Journal(tmp_path / JOURNAL) as journal:
+        asyncio.run(journal.publishing(0))
+        journal.hand_out(handout(0))
+        for sibling, episode in ((0, 0), (1, 1), (2, 2), (0, 3)):
+            page = journal.begin(0, sibling, episode=episode, seed=7)
+            if episode == 0:
+                page.ended(broken)
+                continue
+            page.piece(0, first)
+            if episode == 2:
+                page.restarted("it said something else", turns=1, sampled_tokens=4)
+            else:
+                page.snapshot(1, "at the first")
+                page.piece(1, said)
+                page.snapshot(2, "at the second")
+        page = journal.begin(0, 1, episode=1, seed=7, again=True)
+        told = trajectory(first, said, episode=1)
+        page.ended(told)
+        told_of = group(2, first, said)
+        record(journal, told_of)
+        journal.hand_out(handout(3))
+    with Journal.read(tmp_path) as read:
+        one, two, three = read.handouts()
+        assert one.past == (
+            Past(3, (first, said), None, failures=1, snapshot=(2, "at the second")),
+            Past(1, (first, said), replace(told, seed=7), snapshot=(2, "at the second")),
+            Past(2, (), Failure(TASK, "replay", "it said something else", 1, 4)),
+        )
+        assert (two.finished, three.finished, three.past) == (True, False, ()) and all(
+            h.begun for h in (one, two, three)
+        )
+        assert [past.outcome for past in two.past] == list(told_of.trajectories)
+        assert [(item.episode, item.start) for item in one.opens()] == [(3, 1), (1, 1)]
+        assert read.given_up(0) == {TASK.key} and read.given_up(1) == frozenset()
+
+
+@pytest.mark.parametrize("table", ["groups", "episodes", "pieces", "trajectories", "versions", "checkpoints", "events"])
+def test_a_row_that_the_disk_changed_is_found(tmp_path: Path, table: str) -> None:
+    with Journal(tmp_path / JOURNAL) as journal:
+        asyncio.run(journal.publishing(0))
+        record(journal, group(0))
+        journal.write(1, {"loss": 0.5})
+        train_on(journal, group(0), step=1, version=0)
+    with Journal.read(tmp_path) as read:
+        assert read.unsound() == []
+    column = {"versions": "at", "checkpoints": "at", "events": "at", "trajectories": "num_pieces"}.get(table, "after")
+    if table in ("groups", "episodes", "pieces"):
+        column = {"groups": "place", "episodes": "seed", "pieces": "num_tokens"}[table]
+    with sqlite3.connect(tmp_path / JOURNAL) as connection:
+        connection.execute(f"UPDATE {table} SET {column} = {column} + 1 WHERE rowid = (SELECT max(rowid) FROM {table})")
+    connection.close()
+    with Journal.read(tmp_path) as read:
+        assert read.unsound() == [f"1 rows of {table} are not as they were written"]
+        assert f"1 rows of {table} are not as they were written" in check(read)
 
 
 @pytest.mark.parametrize(
     "twice, says",
     [
-        (lambda journal: journal.consume([group(0)], step=2, version=1), "UNIQUE constraint failed: consumed.number"),
-        (lambda journal: journal.consume([group(9)], step=2, version=1), "FOREIGN KEY constraint failed"),
+        (lambda journal: train_on(journal, group(0), step=2, version=1), "UNIQUE constraint failed: consumed.number"),
+        (lambda journal: train_on(journal, group(9), step=2, version=1), "FOREIGN KEY constraint failed"),
         (lambda journal: asyncio.run(journal.publishing(0)), "UNIQUE constraint failed: versions.version"),
     ],
 )
 def test_the_tables_refuse_what_may_not_be(tmp_path: Path, twice: Callable[[Journal], None], says: str) -> None:
     with pytest.raises(JournalError, match=says), Journal(tmp_path / JOURNAL) as journal:
-        asyncio.run(journal.publishing(0))
+        for version in (0, 1):
+            asyncio.run(journal.publishing(version))
         record(journal, group(0))
-        journal.consume([group(0)], step=1, version=0)
+        train_on(journal, group(0), step=1, version=0)
         twice(journal)
 
 
 KILLED = """
 import asyncio, os, signal
 from pathlib import Path
-from tests.test_journal import group, record
+from tests.test_journal import group, handout, record, train_on
 from afterimage.journal import JOURNAL, Journal
 journal = Journal(Path(os.environ["RUN"]) / JOURNAL).__enter__()
 asyncio.run(journal.publishing(0))
 for number in range(20):
     record(journal, group(number))
-    journal.consume([group(number)], step=number, version=0)
-journal.flush()
-journal.hand_out(20, group(20).task, seed=5)
+    train_on(journal, group(number), step=number, version=0)
+journal.hand_out(handout(20))
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -272,7 +399,7 @@ def test_a_writer_that_does_not_come_back_is_not_waited_for(tmp_path: Path, monk
     with pytest.raises(JournalError, match=r"it is not open"):
         Journal(tmp_path / JOURNAL).flush()
     journal = Journal(tmp_path / JOURNAL)
-    slow = sqlite3.connect(tmp_path / "other.sqlite", check_same_thread=False)
+    slow = writer._connect(tmp_path / JOURNAL)
     slow.create_function("wait", 0, lambda: holding.wait(20))
     holding = threading.Event()
     monkeypatch.setattr(writer, "_connect", lambda path: slow)
@@ -332,7 +459,7 @@ def unusable(tmp_path: Path, kind: str) -> Path:
     [
         ("folder", "unable to open database file"),
         ("text", "file is not a database"),
-        ("format", "it has format 7, this version writes 1"),
+        ("format", "it has format 7, this version writes 2"),
     ],
 )
 def test_what_cannot_be_opened_is_told_at_once(tmp_path: Path, kind: str, says: str) -> None:
@@ -347,11 +474,6 @@ def test_what_cannot_be_opened_is_told_at_once(tmp_path: Path, kind: str, says: 
 PLANTED = (
     ("DELETE FROM finished WHERE number = 0", "group 0 was consumed and never finished"),
     ("DELETE FROM groups WHERE number = 0", "group 0 was consumed and never handed out"),
-    (
-        "CREATE TABLE t AS SELECT * FROM consumed; DROP TABLE consumed; ALTER TABLE t RENAME TO consumed;"
-        "INSERT INTO consumed SELECT number, 7, place, version, at FROM consumed WHERE number = 1",
-        "group 1 was consumed 2 times",
-    ),
     ("DELETE FROM trajectories WHERE episode = 2", "group 1 was finished while its episode 2 was open"),
     ("DELETE FROM pieces WHERE episode = 2 AND position = 1", "episode 2 has 2 pieces, the last at position 2"),
     ("DELETE FROM pieces WHERE episode = 2 AND position = 2", "episode 2 ended with 3 pieces, 2 are there"),
@@ -360,8 +482,9 @@ PLANTED = (
     ("DELETE FROM versions WHERE version = 0", "version 0 was sampled from and never published"),
     ("UPDATE versions SET version = 9 WHERE version = 0", "version 1 was published after version 9"),
     (
-        "INSERT INTO pieces SELECT episode, 3, provenance, num_tokens, tokens, 1, clean, behavior_logp FROM pieces"
-        " WHERE episode = 0 AND position = 1; UPDATE pieces SET version = 2 WHERE episode = 0 AND position = 1",
+        "INSERT INTO pieces SELECT episode, 3, provenance, num_tokens, tokens, 1, clean, behavior_logp, after, seal"
+        " FROM pieces WHERE episode = 0 AND position = 1;"
+        "UPDATE pieces SET version = 2 WHERE episode = 0 AND position = 1",
         "episode 0, position 3: version 1 comes after version 2",
     ),
     ("DELETE FROM episodes WHERE episode = 3", "pieces of an unknown episode 3"),
@@ -374,7 +497,7 @@ def test_a_check_finds_what_cannot_be(tmp_path: Path, statements: str, says: str
         for number in range(2):
             asyncio.run(journal.publishing(number))
             record(journal, group(number))
-            journal.consume([group(number)], step=number, version=number)
+            train_on(journal, group(number), step=number, version=number)
     with Journal.read(tmp_path) as read:
         assert check(read) == []
     connection = sqlite3.connect(tmp_path / JOURNAL)
@@ -387,11 +510,31 @@ def test_a_check_finds_what_cannot_be(tmp_path: Path, statements: str, says: str
     assert end.value.code == 1
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "CREATE TABLE t AS SELECT * FROM consumed",
+        "CREATE TRIGGER t AFTER INSERT ON pieces BEGIN DELETE FROM pieces; END",
+        "CREATE VIEW t AS SELECT load_extension('t')",
+        "ALTER TABLE pieces ADD COLUMN more TEXT",
+    ],
+)
+def test_what_has_other_tables_than_a_journal_is_neither_read_nor_gone_on_with(tmp_path: Path, statement: str) -> None:
+    with Journal(tmp_path / JOURNAL) as journal:
+        record(journal, group(0))
+    with sqlite3.connect(tmp_path / JOURNAL) as connection:
+        connection.execute(statement)
+    connection.close()
+    for use in (lambda: Journal(tmp_path / JOURNAL).__enter__(), lambda: Journal.read(tmp_path)):
+        with pytest.raises(JournalError, match=r"journal\.sqlite failed: its tables are not those of a journal"):
+            use()
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, list[Group]]]]:
     """A run of the real loop, and what it consumed. A group that is taken is looked up on disk at that moment."""
     folder = tmp_path_factory.mktemp("run")
-    parts = make(count(), budget=2, journal=folder / JOURNAL)
+    parts = make(folder, count(), budget=2)
     take, consume = parts.line.take, parts.journal.consume
     consumed: list[tuple[int, list[Group]]] = []
 
@@ -426,7 +569,7 @@ def test_a_run_records_what_it_consumed_once_and_before_it_took_it(
 
 
 def test_a_journal_that_fails_ends_the_run_with_its_error(tmp_path: Path) -> None:
-    parts = make(count(), journal=tmp_path / JOURNAL)
+    parts = make(tmp_path, count())
     parts.journal.transaction([("PRAGMA max_page_count=1", ())])
     with pytest.raises(ExceptionGroup) as failure:
         run(parts)
@@ -484,7 +627,7 @@ def test_jsonl_has_one_row_a_trajectory_and_one_entry_a_token(
     one = Group(TASK, (told,), number=4)
     with Journal(tmp_path / JOURNAL) as journal:
         record(journal, one)
-        journal.consume([one], step=3, version=2)
+        train_on(journal, one, step=3, version=2)
     expected = {
         "task": "retail/train/17", "group": 4, "episode": 0, "seed": 70, "step": 3, "versions": [0, 1],
         "rewards": {"r": 1.0}, "reward": 1.0, "success": True, "stop": "done", "turns": 2,
@@ -544,8 +687,7 @@ def test_a_folder_with_a_journal_is_not_begun_again(tmp_path: Path) -> None:
 
 def test_a_failure_that_nobody_waits_for_ends_the_run_and_is_its_cause(tmp_path: Path) -> None:
     """The journal fails while every barrier is quiet: who watches ends the run."""
-    parts = make(count(), budget=1, steps=10_000)
-    parts.journal.path = tmp_path / JOURNAL
+    parts = make(tmp_path, count(), budget=1, steps=10_000)
     seen: list[int] = []
 
     def spoil(groups: object, *, step: int, version: int) -> None:

@@ -113,6 +113,7 @@ def test_a_ratio_called_1_by_construction_is_1_in_the_route_itself(knobs: str) -
 _FULL = "--old_logps.storage full --old_logps.memory_gb"
 _RESET = "--old_logps.route ppo_ewma_async --old_logps.reset_below 0.5"
 REFUSED = [
+    ("--deterministic true --minutes 3", "a deterministic run that ends by the clock"),
     ("--old_logps.route current_recompute", "S is identically 1, ppo_clip can never act"),
     ("--old_logps.route current_recompute --objective.kind dual_clip", "dual_clip can never act"),
     ("--old_logps.route current_recompute --objective.kind gspo", "gspo can never act"),

@@ -5,9 +5,9 @@ route end the run with their own error."""
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -19,21 +19,30 @@ from torch import Tensor
 
 from afterimage import loop
 from afterimage.auditor import Auditor, Judge
-from afterimage.build import build_correction, build_credit, build_objective
-from afterimage.config import EngineConfig, EvalConfig, RolloutConfig, RunConfig, ScheduleConfig, TaskConfig
+from afterimage.build import Machine, build, build_correction, build_objective
+from afterimage.config import (
+    CheckpointConfig,
+    EngineConfig,
+    EvalConfig,
+    RolloutConfig,
+    RunConfig,
+    ScheduleConfig,
+    TaskConfig,
+)
 from afterimage.engines import SamplingParams
-from afterimage.engines.scripted import ScriptedEngine
-from afterimage.envs import Message, Turn
-from afterimage.journal import Journal
+from afterimage.engines.scripted import Delay, ScriptedEngine
+from afterimage.envs import Message, Taskset, Turn
 from afterimage.launch.local import first_leaf
-from afterimage.old_logps import Needs, Passive, Scoring
+from afterimage.launch.resume import begin
+from afterimage.observe.metrics import RunLog
+from afterimage.old_logps import Needs, OldLogps, Passive, Scoring
 from afterimage.policy import Policy
-from afterimage.publish import DirectPublisher
-from afterimage.rollout import Rollout, Speaker
-from afterimage.schedule import Ledger, Line
+from afterimage.rollout import Speaker
 from afterimage.testing import tiny_policy
 from afterimage.trainer import Rules, Trainer
-from afterimage.trajectory import Batch, Open, Task
+from afterimage.trajectory import Batch, Group, Open, Task
+
+Route = Callable[[Policy, ScriptedEngine], OldLogps]
 
 REPLY = 6
 """Tokens of every reply; the last is the stop token 1."""
@@ -90,7 +99,8 @@ class Numbers:
 class Log:
     """Keeps what the loop writes."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: RunLog) -> None:
+        self.folder = folder
         self.rows: list[dict[str, Any]] = []
         self.consumed: list[set[int]] = []
 
@@ -99,14 +109,17 @@ class Log:
 
     def phase(self, text: str, *, done: int = 0, total: int = 0) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.folder.close()
 
     def event(self, kind: str, **fields: Any) -> None: ...
 
-    def points(self, points: Any) -> None: ...
+    def learnt(self, step: int, *, points: Any, events: Any) -> None: ...
 
-    def trajectories(self, step: int, finished: Any) -> None:
-        self.consumed.append({trajectory.episode for trajectory in finished})
+    def failure(self, episode: int, failure: Any, final: bool) -> None: ...
+
+    def trajectories(self, step: int, groups: Sequence[Group]) -> None:
+        self.consumed.append({trajectory.episode for group in groups for trajectory in group.trajectories})
 
     def span(self, lane: str, label: str) -> Any:
         return nullcontext()
@@ -131,54 +144,62 @@ class ScoresAtClosing(Passive):
         return batch.behavior_logp.clone(), torch.zeros_like(batch.sampled)
 
 
-def make(tasks: Iterator[int], *, budget: int = 1, steps: int = 12, journal: Path = Path(":memory:")) -> loop.Parts:
-    config = RunConfig(
+class Quiet:
+    """Looks on and says nothing."""
+
+    def update(self, metrics: Mapping[str, Any]) -> None: ...
+
+    def phase(self, text: str, done: int = 0, total: int = 0) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+def configure(*, steps: int = 12, deterministic: bool = False, every: int = 100, **schedule: int) -> RunConfig:
+    return RunConfig(
         recipe="numbers",
         steps=steps,
+        deterministic=deterministic,
         task=TaskConfig(env="tests:numbers"),
-        schedule=ScheduleConfig(max_staleness=budget, groups_per_step=2, group_size=3),
-        engine=EngineConfig(max_reply_tokens=REPLY),
+        schedule=ScheduleConfig(**{"max_staleness": 1, "groups_per_step": 2, "group_size": 3, **schedule}),
+        engine=EngineConfig(max_reply_tokens=REPLY, max_context=64, restarts=0),
         rollout=RolloutConfig(retries=0),
+        checkpoint=CheckpointConfig(every=every),
         eval=EvalConfig(tasks=0),
     )
+
+
+async def a_moment(tokens: Sequence[int], params: SamplingParams) -> None:
+    slow = tokens[1] == 5  # one task in seven
+    for _ in range(40 if slow else 1):
+        await asyncio.sleep(0)
+
+
+def toy_machine(config: RunConfig, taskset: Taskset, *, delay: Delay = a_moment, route: Route | None = None) -> Machine:
+    """Everything real but the engine, which says what the seed says."""
 
     def say(tokens: Sequence[int], params: SamplingParams) -> list[int]:
         spoken = REPLY - params.max_tokens
         noise = [6 + (params.seed >> (3 * i)) % 50 for i in range(REPLY - 1)]
         return [*noise[spoken:], 1]
 
-    async def wait(tokens: Sequence[int], params: SamplingParams) -> None:
-        slow = tokens[1] == 5  # one task in seven
-        for _ in range(40 if slow else 1):
-            await asyncio.sleep(0)
-
-    policy = tiny_policy()
-    engine = ScriptedEngine(say, token_delay=wait)
-    old = ScoresAtClosing(engine)
-    taskset, ledger = Numbers(tasks), Ledger()
-    speaker = Speaker(engine, NumberChat(), config.engine)  # type: ignore[arg-type]
+    policy, engine = tiny_policy(), ScriptedEngine(say, token_delay=delay)
+    old = route(policy, engine) if route else ScoresAtClosing(engine)
     correction, objective = build_correction(config.correction), build_objective(config.objective)
-    rules = Rules(correction=correction, objective=objective, temperature=1.0)
-    judge = Judge(correction, objective.surrogate)
-    return loop.Parts(
-        config=config,
-        tasks=taskset.train(0),
-        held_out=[],
-        engine=engine,
-        rollout=Rollout(speaker, taskset, config.rollout, arrived=ledger.arrived),
-        examination=Rollout(speaker, taskset, config.rollout),
-        line=Line(max_staleness=budget, groups_per_step=2),
-        ledger=ledger,
-        credit=build_credit(config.credit),
-        policy=policy,
-        old=old,
-        auditor=Auditor(policy, old, judge, scoring=Scoring(1.0, 4096), share=0.0),
-        trainer=Trainer(policy, config.trainer, rules, old, num_steps=steps),
-        publisher=DirectPublisher(engine, dtype=torch.float32),
-        journal=Journal(journal),
-        log=Log(),  # type: ignore[arg-type]
-        worker=ThreadPoolExecutor(1),
-    )
+    judge, scoring = Judge(correction, objective.surrogate), Scoring(1.0, 4096)
+    auditor = Auditor(policy, old, judge, scoring=scoring, share=config.audit.share)
+    rules = Rules(correction=correction, objective=objective, temperature=1.0, audit=auditor.look)
+    trainer = Trainer(policy, config.trainer, rules, old, num_steps=config.steps)
+    speaker = Speaker(engine, NumberChat(), config.engine)  # type: ignore[arg-type]
+    return Machine(policy, taskset, speaker, old, auditor, trainer)
+
+
+def make(folder: Path, tasks: Iterator[int], *, budget: int = 1, steps: int = 12) -> loop.Parts:
+    """A run that is about to begin."""
+    config = configure(steps=steps, max_staleness=budget)
+    machine = toy_machine(config, Numbers(tasks))
+    log = RunLog(folder)
+    parts = build(config, machine, log, Quiet(), begin(machine, config, folder))
+    return replace(parts, log=Log(log))  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -187,6 +208,7 @@ def closing_worker(parts: loop.Parts) -> Iterator[None]:
         yield
     finally:
         parts.worker.shutdown()
+        parts.log.close()
 
 
 def run(parts: loop.Parts) -> list[dict[str, Any]]:
@@ -200,15 +222,15 @@ def run(parts: loop.Parts) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("budget", [0, 1, 3])
-def test_staleness_on_the_real_path_keeps_its_bound(budget: int) -> None:
-    rows = run(make(count(), budget=budget))
+def test_staleness_on_the_real_path_keeps_its_bound(tmp_path: Path, budget: int) -> None:
+    rows = run(make(tmp_path, count(), budget=budget))
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert max(row["schedule/staleness_max"] for row in rows) == budget
     assert all(row["rollout/episodes"] == 6 for row in rows)
 
 
-def test_closing_is_given_every_unscored_piece_of_the_version() -> None:
-    parts = make(count(), budget=2)
+def test_closing_is_given_every_unscored_piece_of_the_version(tmp_path: Path) -> None:
+    parts = make(tmp_path, count(), budget=2)
     seen: dict[int, set[tuple[int, int]]] = {}
     arrived = parts.rollout._arrived
 
@@ -226,13 +248,13 @@ def test_closing_is_given_every_unscored_piece_of_the_version() -> None:
     assert sum(map(len, closed.values())) >= 12 * 6
 
 
-def test_a_route_hears_of_a_version_before_any_engine_has_it_and_when_all_do() -> None:
-    parts, heard = make(count(), steps=3), list[tuple[str, int, int]]()
-    engine, trainers = parts.engine, parts.worker.submit(threading.get_ident).result()
+def test_a_route_hears_of_a_version_before_any_engine_has_it_and_when_all_do(tmp_path: Path) -> None:
+    parts, heard = make(tmp_path, count(), steps=3), list[tuple[str, int, int]]()
+    engine, trainers = parts.old.engine, parts.worker.submit(threading.get_ident).result()  # type: ignore[attr-defined]
 
     def hear(name: str, policy: Policy, *live: object) -> None:
         assert threading.get_ident() == trainers
-        heard.append((name, policy.version, engine.version))  # type: ignore[attr-defined]
+        heard.append((name, policy.version, engine.version))
 
     parts.old.publishing = partial(hear, "publishing")  # type: ignore[method-assign]
     parts.old.published = partial(hear, "published")  # type: ignore[method-assign]
@@ -244,14 +266,14 @@ def test_a_route_hears_of_a_version_before_any_engine_has_it_and_when_all_do() -
     "tasks, says",
     [(iter(range(5)), "ran out of training tasks"), (iter([13_013] * 50), "all 6 episodes of a batch failed")],
 )
-def test_what_cannot_go_on_ends_with_its_own_error(tasks: Iterator[int], says: str) -> None:
+def test_what_cannot_go_on_ends_with_its_own_error(tmp_path: Path, tasks: Iterator[int], says: str) -> None:
     with pytest.raises(ExceptionGroup) as failure:
-        run(make(tasks))
+        run(make(tmp_path, tasks))
     assert says in str(first_leaf(failure.value))
 
 
-def test_a_failing_route_ends_the_run() -> None:
-    parts = make(count())
+def test_a_failing_route_ends_the_run(tmp_path: Path) -> None:
+    parts = make(tmp_path, count())
 
     def broken(policy: Policy, unscored: Sequence[Open]) -> None:
         raise FloatingPointError("nan in a score")

@@ -2,7 +2,7 @@
 
 Pinned: packed equals one sequence at a time, for several architectures; no sequence sees its neighbour; no padding is
 computed; only asked-for logits are; chunked heads change no gradient; a folder that cannot be a policy is refused in
-one line; saving and loading change no bit.
+one line; saving and loading change no bit; lag counts batches, whatever the numbers of the versions.
 """
 
 import json
@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
     BloomConfig,
@@ -219,6 +221,51 @@ def test_the_policy_is_at_its_version_until_its_weights_move() -> None:
     assert (policy.version, policy.at_version) == (0, False)
     policy.version += 1
     assert (policy.version, policy.at_version) == (1, True)
+
+
+def test_the_same_weights_under_a_higher_number_are_as_far_from_every_token_as_before() -> None:
+    policy = tiny_policy()
+    for version in range(5):
+        policy.version = version
+    before = policy.lag(torch.arange(5))
+    policy.renumber(7)  # 5 and 6 were published, and their training is lost
+    assert (policy.version, policy.at_version, policy.jumps) == (7, True, ((7, 3),))
+    assert policy.lag(torch.arange(5)).tolist() == before.tolist() == [4, 3, 2, 1, 0]
+    assert policy.lag(torch.tensor([5, 6, 7])).tolist() == [0, 0, 0]
+    assert policy.lag(8) == -1  # from the future
+    policy.version = 8
+    policy.version = 9
+    assert policy.lag(torch.tensor([[4, 5], [6, 7], [8, 9]])).tolist() == [[2, 1], [0, 2], [1, 0]]
+    nudge(policy, seed=1)
+    policy.renumber(12)
+    assert not policy.at_version  # a number is no publication
+    for version in (12, 11):
+        with pytest.raises(ValueError, match=f"version {version} is not higher than 12"):
+            policy.renumber(version)
+
+
+@given(lives=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 20)), min_size=1, max_size=6))
+@example(lives=[(5, 2), (1, 0), (4, 0), (3, 0)])
+def test_lag_counts_batches_however_often_the_run_is_resumed(lives: list[tuple[int, int]]) -> None:
+    """A life trains `batches`, and the next one goes on `back` versions of the line behind it."""
+    policy, place, line = POLICY, {0: 0}, [0]
+    policy.version, policy.jumps = 0, ()
+    for batches, back in lives:
+        for _ in range(batches):
+            policy.version += 1
+            line.append(policy.version)
+            place[policy.version] = len(line) - 1
+            expected = [max(0, len(line) - 1 - place[version]) for version in sorted(place)]
+            assert policy.lag(torch.tensor(sorted(place))).tolist() == expected
+        highest, line = max(place), line[: max(1, len(line) - back)]
+        policy.version = line[-1]
+        if highest > policy.version:
+            policy.renumber(highest + 1)
+            line[-1] = policy.version
+            place[policy.version] = len(line) - 1
+
+
+POLICY = tiny_policy()
 
 
 def refusal(folder: Path) -> str:

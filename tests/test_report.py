@@ -6,6 +6,7 @@
 - The outcome comes first, with intervals; an approximate route is called approximate wherever D and S are shown.
 - Conversations are shown letter by letter, with versions and interruptions.
 - What an audit found is shown beside the truth, and that there was none is said.
+- What was generated is shown beside what was trained on, by environment; long attempts lost first are a warning.
 - Nothing but `report.html` is written.
 """
 
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from fake_run import fake_run, fake_trajectory
+from fake_run import fake_place, fake_run, fake_trajectory
 
 from afterimage.config import ConfigError, OldLogpsConfig, Route
 from afterimage.observe.audited import COLUMNS, cells
@@ -394,6 +395,57 @@ def test_nothing_of_an_audit_becomes_code(tmp_path: Path, everything: bool) -> N
     assert "img" not in {tag for tag, _ in page.elements} and "alert(2)" in page.text
     (folder / "audit.json").write_text("{")
     assert "audit.json is not a JSON object" in report(folder).text
+
+
+def test_what_was_generated_is_beside_what_was_trained_on(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", steps=3)
+    page = report(folder)
+    drawn = cards(write_report(folder).read_text())
+    assert drawn["Length, generated and trained on"].count('class="line ') == 2 * 2  # once wide, once for a phone
+    assert "54 groups were handed out: 45 trained on, 5 waiting to be trained on, 4 open." in page.text
+    assert "trained on 360 212 106 · 201 · 339 4.71 3 · 5 · 8 72.0% 0.72" in page.text
+    assert "145 to 229 106 91 10 5 86% 95%" in page.text
+    assert "No difference in length can be told between lost attempts and kept ones" in page.text
+    assert "6 open: neither kept nor lost." in page.text
+    assert not page.having("warning")
+
+
+def test_long_attempts_lost_first_are_a_warning(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", steps=3)
+    places = [fake_place("retail", lost_mean=430.0), fake_place("calculator")]
+    (folder / "survivors.json").write_text(json.dumps({"places": places}))
+    page = report(folder)
+    assert len(page.having("warning")) == 1
+    assert "2 times as long as kept ones (430 sampled tokens against 212, 24 attempts): long ones are" in page.text
+    assert page.text.index("retail/train: every attempt") < page.text.index("calculator/train: every attempt")
+
+
+@pytest.mark.parametrize(
+    "held, says",
+    [
+        (None, "Not known: a run with a journal writes survivors.json"),
+        ('{"missing": "the journal failed: <b>"}', "Not known: the journal failed: <b>"),
+        ('{"places": []}', "No group was handed out."),
+        ('{"places": [{}]}', "0 groups were handed out: none."),
+        ("[", "survivors.json is not a JSON object"),
+    ],
+)
+def test_without_survivors_the_report_says_why(tmp_path: Path, held: str | None, says: str) -> None:
+    folder = fake_run(tmp_path / "run", steps=3)
+    (folder / "survivors.json").unlink() if held is None else (folder / "survivors.json").write_text(held)
+    assert says in report(folder).text
+
+
+def test_nothing_of_the_survivors_becomes_code(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", steps=3)
+    place = fake_place("retail")
+    spoilt = [poisoned(place), dict.fromkeys(place, ATTACK), {key: [[ATTACK]] for key in place}, ATTACK]
+    spoilt += [place | {name: dict.fromkeys(place[name], ATTACK)} for name in ("groups", "kinds", "contrast")]
+    spoilt += [place | {"buckets": [{"low": ATTACK}], "curve": [[ATTACK, 1, 2], ATTACK, [1], [-5, 0, 0]]}]
+    (folder / "survivors.json").write_text(json.dumps({"places": spoilt}))
+    page = report(folder)
+    assert [tag for tag, _ in page.elements].count("script") == 1
+    assert "img" not in {tag for tag, _ in page.elements} and "alert(2)" in page.text
 
 
 def test_every_route_is_explained() -> None:

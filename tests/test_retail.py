@@ -74,6 +74,14 @@ def _benchmark() -> ModuleType:
     return module
 
 
+def test_a_pickup_point_has_plain_digits() -> None:
+    """What `str.isdigit` takes and `int` does not would break the record of the order."""
+    task = task_of("redirect", level=2)
+    order = next(iter(RetailTasks(level=2).scenario(task).desk.orders))
+    turns = episode(RetailTasks(level=2), task, [call("redirect_order", order_id=order, point_id="²²")])
+    assert turns[-1].messages[0].content == "Error: no pickup point ²²"
+
+
 def test_every_fault_costs_success_where_its_rule_decides() -> None:
     tasks = RetailTasks()
     decides = {

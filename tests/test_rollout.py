@@ -13,7 +13,7 @@ from afterimage.engines import EngineDied, SamplingParams
 from afterimage.engines.scripted import ScriptedEngine
 from afterimage.envs import EnvError, Message, Turn
 from afterimage.rollout import Rollout, Speaker, TooManyFailures, derive_seed, describe, examine
-from afterimage.trajectory import Failure, Given, Group, Open, Sampled, Task, Trajectory
+from afterimage.trajectory import Failure, Given, Group, Handout, Open, Sampled, Task, Trajectory
 
 END = ord(".")
 TASK = Task("toy", "train", 1)
@@ -246,7 +246,7 @@ def test_siblings_share_the_environments_seed_and_not_the_noise() -> None:
     async def main() -> Group:
         engine = await awake(ScriptedEngine(say))
         rollout = Rollout(Speaker(engine, LetterChat(), EngineConfig()), tasks, RolloutConfig())
-        return await rollout.group(TASK, size=4, seed=0)
+        return await rollout.group(Handout(0, TASK, 0, 0), size=4)
 
     group = asyncio.run(main())
     assert len(group.trajectories) == 4 and len(seeds) == 4 and len(set(tasks.seeds)) == 1

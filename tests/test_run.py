@@ -124,12 +124,12 @@ def test_too_many_failures_end_the_run_with_the_reason(tmp_path: Path) -> None:
 
 
 @contextmanager
-def started(folder: Path, steps: int) -> Iterator[subprocess.Popen[str]]:
+def started(folder: Path, steps: int, *knobs: str) -> Iterator[subprocess.Popen[str]]:
     """A run in a process of its own, which does not outlive the test."""
     arguments = [
         "train", "retail", "--task.env", "tests.toy:ToyTasks", "--runs", str(folder), "--name", "run",
         "--steps", str(steps), "--eval.tasks", "0", "--schedule.groups_per_step", "2", "--schedule.group_size", "2",
-        "--engine.max_reply_tokens", "8", "--engine.max_running", "8",
+        "--engine.max_reply_tokens", "8", "--engine.max_running", "8", *knobs,
     ]  # fmt: skip
     with subprocess.Popen(
         [sys.executable, "-m", "afterimage.cli", *arguments],
@@ -154,7 +154,7 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the engine's process through /proc")
 def test_a_dead_engine_ends_the_run_within_seconds(tmp_path: Path) -> None:
-    with started(tmp_path, steps=100_000) as process:
+    with started(tmp_path, 100_000, "--engine.restarts", "0") as process:
         wait_for_steps(tmp_path, 2, process)
         for child in children(process.pid):
             os.kill(child, signal.SIGKILL)

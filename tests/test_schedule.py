@@ -167,14 +167,14 @@ def batch_of(versions: list[int]) -> tuple[Batch, list[Group]]:
 
 def test_ages_are_counted_where_the_batch_is_consumed() -> None:
     batch, groups = batch_of([3, 3, 4, 5])
-    ages = measure_staleness(batch, groups, version=5, bound=2)
+    ages = measure_staleness(batch, groups, lag=5 - batch.version, bound=2)
     assert ages["schedule/staleness_max"] == 2
     assert ages["schedule/staleness_mean"] == pytest.approx(1.25)
     assert ages["schedule/staleness_histogram"] == {"0": 1, "1": 1, "2": 2}
     assert ages["schedule/mixed_version_share"] == 1.0
     assert ages["schedule/unclean_share"] == 0
     unclean = replace(batch, clean=batch.version != 3)
-    assert measure_staleness(unclean, groups, version=5, bound=2)["schedule/unclean_share"] == 0.5
+    assert measure_staleness(unclean, groups, lag=5 - batch.version, bound=2)["schedule/unclean_share"] == 0.5
     assert torch.equal(batch.version, torch.tensor([-1, 3, 3, 4, 5]))
 
 
@@ -182,4 +182,4 @@ def test_ages_are_counted_where_the_batch_is_consumed() -> None:
 def test_a_token_older_than_the_bound_or_from_the_future_is_an_error(version: int, bound: int) -> None:
     batch, groups = batch_of([3, 5])
     with pytest.raises(StalenessError, match=f"the bound is 0 to {bound}"):
-        measure_staleness(batch, groups, version=version, bound=bound)
+        measure_staleness(batch, groups, lag=version - batch.version, bound=bound)

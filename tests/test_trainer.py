@@ -19,7 +19,7 @@ from afterimage.config import ConfigError, CorrectionConfig, ObjectiveConfig, Ol
 from afterimage.corrections import NonFinite
 from afterimage.old_logps import Scoring
 from afterimage.policy import Policy
-from afterimage.testing import episode, nudge, plain_logps, tiny_policy
+from afterimage.testing import episode, nudge, plain_logps, tiny_policy, written_down
 from afterimage.trainer import Rules, Trainer, lr_factor, make_optimizer
 from afterimage.trajectory import Batch, Credited, Given, Sampled, Task, Trajectory, collate
 
@@ -359,6 +359,27 @@ def test_a_restored_trainer_goes_on_as_if_it_had_never_stopped() -> None:
     assert torch.equal(weights(one.policy), weights(other.policy))
     assert one.metrics()["trainer/lr"] == other.metrics()["trainer/lr"]
     assert state["steps"] == 1  # a state does not move with its trainer
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adafactor", "SGD"])
+def test_a_state_that_was_written_down_has_every_bit(optimizer: str) -> None:
+    one, other = (make(tiny_policy(seed=seed), route="rollout", optimizer=optimizer, lr=0.01) for seed in (0, 5))
+    one.policy.renumber(4)
+    learn(one, a_batch())
+    other.restore(written_down(one.state()))
+    assert other.policy.jumps == one.policy.jumps == ((4, 3),)
+    for trainer in (one, other):
+        learn(trainer, a_batch())
+    assert torch.equal(weights(one.policy), weights(other.policy))
+
+
+def test_lag_is_counted_in_batches_after_a_resume() -> None:
+    trainer = make(tiny_policy(), route="rollout")
+    trainer.policy.renumber(4)
+    assert trainer.policy.version == 4
+    batch = collate([episode(0, [3, (4, 0), (2, 1), (1, 3), (1, 4)])])
+    (part,) = trainer.prepare(batch).parts
+    assert part.lag.tolist() == [-1] * 3 + [1] * 4 + [0] * 4
 
 
 @pytest.mark.parametrize("micro_tokens", [1, 10_000])

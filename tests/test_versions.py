@@ -3,18 +3,21 @@
 Pinned: what comes back is what was published, bit for bit, for any dtype, bit pattern, layout, order of walking, and
 after dropping, spilling and restoring; each difference is written in the smallest of three ways, and all three are
 walked through; exactly the live versions and the newest are kept; a version never changes; a missing one is an error
-with numbers; a limit on memory is kept, and refusing leaves the store as it was.
+with numbers; a limit on memory is kept, and refusing leaves the store as it was; damaged bytes are refused before
+anything is allocated or changed.
 """
 
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import pytest
 import torch
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -22,7 +25,7 @@ from safetensors.numpy import load_file
 from torch import Tensor
 
 from afterimage.versions import Delta, StoreFull, VersionStore
-from afterimage.versions.codec import apply, checksum, dumps, encode, loads, words
+from afterimage.versions.codec import Encoded, advance, apply, checksum, dumps, encode, loads, words
 
 DTYPES = (
     torch.bfloat16,
@@ -244,6 +247,7 @@ def test_a_delta_leads_from_one_version_to_the_next_and_back_and_survives_writin
     for version in range(3):
         store.put(version, ramp(version))
     delta = loads(dumps(store.delta(2)))
+    assert len({dumps(delta) for _ in range(20)}) == 1
     assert delta == store.delta(2) and (delta.base, delta.version) == (1, 2)
     assert delta.checksum == checksum(ramp(2)) and delta.checksum != checksum(ramp(1))
     tensors = ramp(1)
@@ -338,7 +342,7 @@ def test_spilled_versions_are_files_of_safetensors_and_take_no_memory(storage: s
     assert [path.name for path in files][-1] == "00000003.safetensors"
     assert store.bytes == 0 and len(files) == len(store.versions) - (storage == "delta")
     with safe_open(files[-1], "numpy") as file:
-        about = json.loads(file.metadata()["delta"])
+        about = json.loads(file.metadata()["delta"].partition(" ")[2])
         assert about["version"] == 3 and about["tensors"]["w"]["words"] == 6000
     assert sum(stream.nbytes for path in files for stream in load_file(path).values()) == store.encoded_bytes
     for version in (1, 3, 0, 2):
@@ -376,3 +380,56 @@ def test_a_state_is_tensors_and_numbers(tmp_path: Path) -> None:
     other.move_to(2)
     assert bits(mine) == bits(ramp(2))
     assert isinstance(other.delta(2), Delta)
+
+
+def test_damaged_bytes_are_refused() -> None:
+    before, after = ramp(1), ramp(2)
+    data = dumps(
+        Delta(1, 2, checksum(after), {name: encode(words(before[name]) ^ words(after[name])) for name in after})
+    )
+    assert loads(data).version == 2
+    for wrong in (b"", data[:-1], data + b"x", data[:-9] + bytes([data[-9] ^ 1]) + data[-8:], b"\xff" * 64):
+        with pytest.raises(ValueError, match="no delta as it was written"):
+            loads(wrong)
+
+
+def test_a_stream_that_claims_more_than_belongs_there_is_not_unpacked() -> None:
+    """A frame of zstandard says how large it becomes, and that much would be allocated."""
+    lying = zstandard.ZstdCompressor().compress(bytes(1 << 24))
+    claims = Encoded("packed", 100, 2, 100, (lying, lying))
+    with pytest.raises(ValueError, match="16777216 bytes where 100 to 100 belong"):
+        apply(claims, torch.zeros(100, dtype=torch.int16))
+    with pytest.raises(ValueError, match="100 words of 2 bytes are not 2 bytes"):
+        Encoded("raw", 100, 2, 100, (b"ab",))
+    beyond = encode(torch.tensor([0] * 99 + [1], dtype=torch.int16).repeat(9))
+    with pytest.raises(ValueError, match="word 899 of 800"):
+        apply(replace(beyond, words=800), torch.zeros(800, dtype=torch.int16))
+
+
+def test_a_delta_that_breaks_half_way_leaves_the_weights_as_they_were() -> None:
+    before, after = ramp(1), ramp(2)
+    whole = {name: encode(words(before[name]) ^ words(after[name])) for name in after}
+    broken = whole | {"still": Encoded("packed", 7, 4, 7, (b"x", b"x", b"x", b"x"))}
+    weights = ramp(1)
+    with pytest.raises(ValueError, match="a stream "):
+        advance(weights, Delta(1, 2, checksum(after), broken))
+    assert bits(weights) == bits(before)
+
+
+@pytest.mark.parametrize("storage", ["delta", "full"])
+def test_a_state_that_is_not_whole_is_refused(storage: Literal["delta", "full"]) -> None:
+    store = VersionStore(storage=storage)
+    for version in (1, 2, 3):
+        store.put(version, ramp(version))
+    store.move_to(1)
+    sound = store.state()
+    moved = {name: tensor + 1 for name, tensor in sound["movable"].items()}
+    swapped = sound["shelf"] | {2: sound["shelf"][3], 3: sound["shelf"][2]}
+    for wrong, match in (
+        ({"shelf": {3: sound["shelf"][3]}}, "not whole"), ({"shelf": swapped}, "not whole"),
+        ({"versions": [1, 3]}, "not whole"), ({"at": 7}, "stands at version 7"), ({"at": 2}, "is not version 2"),
+        ({"movable": moved}, "is not version 1"),
+        ({"movable": moved, "checksum": checksum(moved)}, "is not version 1"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=match):
+            VersionStore(storage=storage).restore(sound | wrong)

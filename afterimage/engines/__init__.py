@@ -62,12 +62,23 @@ REQUIRED_COUNTERS = ("sampled_tokens", "reprefill_tokens", "reprefill_s", "busy_
 """What every engine counts: tokens sampled, what weight updates made it compute again, and how its time went."""
 
 
+def rates(counters: Mapping[str, float]) -> dict[str, float]:
+    """An engine's counters as metrics, with its throughput and the share of the time that it worked.
+
+    >>> rates({"sampled_tokens": 30, "busy_s": 1.0, "idle_s": 2.0})["engine/tokens_per_s"]
+    10.0
+    """
+    elapsed = counters["busy_s"] + counters["idle_s"] or 1.0
+    per_time = {"tokens_per_s": counters["sampled_tokens"] / elapsed, "busy_share": counters["busy_s"] / elapsed}
+    return {f"engine/{name}": value for name, value in {**counters, **per_time}.items()}
+
+
 Update = Mapping[str, Tensor] | Delta
 """All weights, or what leads to them from those that the engine holds."""
 
 
 class EngineDied(RuntimeError):
-    """The engine can no longer sample: the machinery failed, and the run ends with this error."""
+    """The engine can no longer sample: the machinery failed. Only `start` brings it back, without what it held."""
 
 
 class Engine(Protocol):
@@ -81,7 +92,10 @@ class Engine(Protocol):
     """Whether `load` takes a `Delta` from the version that the engine holds."""
 
     async def start(self) -> None:
-        """Bring the engine up. Until `load` and `resume`, `sample` waits."""
+        """Bring the engine up, again too. Until `load` and `resume`, `sample` waits.
+
+        Nothing of an earlier life is left: neither weights nor caches nor counters, and who waits gets `EngineDied`.
+        """
         ...
 
     async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:

@@ -58,7 +58,7 @@ class Batcher:
     """
 
     def __init__(self, runner: Runner, *, max_slots: int, max_context: int, keep_cache: bool = False) -> None:
-        self._runner = runner
+        self.runner = runner
         self._keep_cache = keep_cache
         self._queue: deque[Request] = deque()
         self._active: dict[int, Request] = {}
@@ -107,7 +107,7 @@ class Batcher:
         """Take new weights. Unless it is kept, what was cached under the old ones is computed again when needed."""
         if self._active:
             raise RuntimeError(f"{len(self._active)} replies are being sampled; interrupt first")
-        self._runner.load(update)
+        self.runner.load(update)
         if self._keep_cache:
             self._older[:] = self._cached
             return
@@ -120,7 +120,7 @@ class Batcher:
         start = perf_counter()
         self._admit()
         step, sampling = self._plan()
-        logits = self._runner.forward(step)
+        logits = self.runner.forward(step)
         slots = np.concatenate([step.rows.numpy(), [chunk.slot for chunk in step.chunks]]).astype(np.int64)
         self._cached[slots[: len(step.rows)]] += 1
         reprefilled = 0
@@ -172,7 +172,7 @@ class Batcher:
         source, have = slot, int(cached[slot]) if extends[slot] or slot == best else 0
         if cached[best] >= have + MIN_COPY:
             source, have = best, int(cached[best])
-            self._runner.copy_prefix(best, slot, have)
+            self.runner.copy_prefix(best, slot, have)
         self._cached[slot] = have
         self._older[slot] = min(int(self._older[source]), have)
         self._open(slot, request, tokens)

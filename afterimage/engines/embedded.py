@@ -6,6 +6,7 @@ process ends it.
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +19,11 @@ from afterimage.engines import EngineDied, Reply, SamplingParams, Update, requir
 from afterimage.trajectory import Sampled
 from afterimage.versions import Delta
 from afterimage.versions.codec import dumps
-from afterimage.wire import Child, Frames, Header, pack
+from afterimage.wire import BEAT_S, Child, ChildFrozen, Frames, Header, pack
 
+STEP_S = 0.02
+"""From one step to the next in lockstep, on the event loop's clock."""
+_READ_BYTES = 1 << 20
 _NOT_STARTED = "the engine has not been started: await start() first"
 _COUNTERS = (
     "sampled_tokens", "prefill_tokens", "cached_tokens", "reprefill_tokens", "reprefill_s", "busy_s", "idle_s", "steps",
@@ -35,6 +39,9 @@ class EmbeddedEngine:
     are well spent. A reply ends with "length" where its sequence reaches `max_context`. With `keep_cache` a context
     that was computed under older weights is used as it is, and what is sampled over it is not clean. With `deltas`
     it takes deltas, for the memory of one more copy of the weights as they were given.
+
+    In `lockstep` the process only does what it is told, a step every `STEP_S` while replies are due, and its answers
+    are read before anything else happens: what comes of it depends on the order of the calls and on nothing else.
     """
 
     def __init__(  # noqa: PLR0913 - one for each knob of EngineConfig that the process needs
@@ -47,6 +54,7 @@ class EmbeddedEngine:
         max_context: int = 2048,
         keep_cache: bool = False,
         deltas: bool = False,
+        lockstep: bool = False,
     ) -> None:
         _check(model_folder, dtype=dtype, threads=threads, max_slots=max_slots, max_context=max_context)
         self._options: dict[str, str | int] = {
@@ -57,6 +65,7 @@ class EmbeddedEngine:
             "max_context": max_context,
             "keep_cache": keep_cache,
             "deltas": deltas,
+            "lockstep": lockstep,
         }
         self.takes_deltas = deltas
         self.max_context = max_context
@@ -69,31 +78,39 @@ class EmbeddedEngine:
         self._counters = dict.fromkeys(_COUNTERS, 0.0)
         self._error = ""
         """Why the engine can no longer sample; empty while it can."""
+        self._running = False
         self._child: _Child | None = None
+        self._turns: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
-        """Start the process and wait until it is ready for weights. Raises ValueError if it refuses the model."""
-        if self._child is not None:
-            raise RuntimeError("this engine has been started before; make a new one")
-        self._child = _Child(self._options)
-        ready = self._answers[_READY] = asyncio.get_running_loop().create_future()
-        await self._child.connect(_Link(self._arrived, self._lost))
-        await ready
+        """Start the process and wait until it is ready for weights; one that lives forgets all it knows.
+
+        Raises ValueError if it refuses the model.
+        """
+        lives = self._child is not None and not self._error
+        self._end("the engine was started again")
+        self._error, self._running = "", False
+        if lives:
+            await self._ask({"op": "reset"})
+        else:
+            await self._begin()
+        self._counters = dict.fromkeys(_COUNTERS, 0.0)
 
     async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
         self._check_request(tokens, params)
-        number = next(self._numbers)
+        child, number = self._living(), next(self._numbers)
+        future = self._expect(self._replies, number)
         fields = [number, list(tokens), params.max_tokens, params.stop_tokens, params.temperature, params.seed]
-        self._send({"op": "sample", "request": fields})
-        future = self._replies[number] = asyncio.get_running_loop().create_future()
+        child.send({"op": "sample", "request": fields})
         try:
             return await future
         except asyncio.CancelledError:
-            if self._replies.pop(number, None) and not self._error:
-                self._send({"op": "cancel", "id": number})
+            if self._replies.pop(number, None):
+                child.send({"op": "cancel", "id": number})
             raise
 
     async def interrupt(self) -> None:
+        self._running = False
         await self._ask({"op": "interrupt"})
 
     async def load(self, update: Update, version: int) -> None:
@@ -108,12 +125,18 @@ class EmbeddedEngine:
 
     async def resume(self) -> None:
         await self._ask({"op": "resume"})
+        self._running = True
+        self._take_turns()
 
     async def close(self) -> None:
         """End the process and wait for it. Harmless when it is gone already."""
         self._end("the engine is closed")
         if self._child is not None:
-            await self._child.close()
+            self._child.kill()
+            try:
+                await asyncio.to_thread(self._child.wait)
+            finally:
+                self._child.wait()
 
     def metrics(self) -> Mapping[str, float]:
         """Counters since the last call. A step's time is charged to re-prefilling by the share of its tokens."""
@@ -141,19 +164,52 @@ class EmbeddedEngine:
                 "do tokenizer and model belong together?"
             )
 
-    def _send(self, header: Header, body: bytes = b"") -> None:
+    async def _begin(self) -> None:
+        """A process of its own, in place of one that has ended."""
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+        kind = _Stepped if self._options["lockstep"] else _Child
+        self._child = kind(self._options, self._arrived, self._lost)
+        ready = self._expect(self._answers, _READY)
+        await self._child.connect()
+        self._child.listen(_READY)
+        await ready
+
+    def _living(self) -> "_Child":
         if self._error:
             raise EngineDied(self._error)
         if self._child is None:
             raise RuntimeError(_NOT_STARTED)
-        self._child.send(pack(header, body))
+        return self._child
 
     async def _ask(self, header: Header, body: bytes = b"") -> None:
         """Send and wait for the acknowledgement, which comes after everything the process said before it."""
-        number = next(self._numbers)
-        self._send({**header, "id": number}, body)
-        future = self._answers[number] = asyncio.get_running_loop().create_future()
+        child, number = self._living(), next(self._numbers)
+        future = self._expect(self._answers, number)
+        child.send({**header, "id": number}, body)
+        child.listen(number)
         await future
+
+    def _expect(self, futures: "dict[int, asyncio.Future[Any]]", number: int) -> "asyncio.Future[Any]":
+        future = futures[number] = asyncio.get_running_loop().create_future()
+        self._take_turns()
+        return future
+
+    def _take_turns(self) -> None:
+        """The process has its turns for as long as something is due."""
+        if self._turns is None and self._child is not None and self._is_due():
+            self._turns = asyncio.get_running_loop().call_later(self._child.turn_s, self._turn, self._child)
+
+    def _turn(self, child: "_Child") -> None:
+        self._turns = None
+        child.turn(next(self._numbers))
+        self._take_turns()
+
+    def _is_due(self) -> bool:
+        if self._options["lockstep"]:
+            return self._running and bool(self._replies)
+        return bool(self._replies or self._answers)
 
     def _arrived(self, header: Header) -> None:
         for name, amount in header.get("counters", {}).items():
@@ -171,14 +227,17 @@ class EmbeddedEngine:
             case "refused":
                 _settle(self._answers.pop(_READY, None), None, error=ValueError(header["error"]))
 
-    def _lost(self) -> None:
-        """The connection is gone, and with it the process."""
-        if not self._error and self._child is not None:
-            self._end(self._child.last_words())
+    def _lost(self, child: "_Child", error: str) -> None:
+        """The process is gone, or as good as gone; without `error`, its last words say why."""
+        if child is self._child and not self._error:
+            self._end(error or child.last_words())
 
     def _end(self, error: str) -> None:
         """Nothing more will come: everyone who waits gets `EngineDied`."""
         self._error = self._error or error
+        if self._turns is not None:
+            self._turns.cancel()
+            self._turns = None
         for futures in (self._replies, self._answers):
             for future in futures.values():
                 _settle(future, None, error=EngineDied(self._error))
@@ -207,45 +266,93 @@ def _fault(header: Header) -> Exception | None:
     return RuntimeError(header["error"])
 
 
-class _Link(asyncio.Protocol):
-    """Bytes from the process become frames; its end becomes one call."""
+class _Child(Child, asyncio.Protocol):
+    """The process, its socket on the event loop: each frame becomes a call of `arrived`, its end one of `lost`."""
 
-    def __init__(self, arrived: Callable[[Header], None], lost: Callable[[], None]) -> None:
+    turn_s = BEAT_S
+
+    def __init__(
+        self,
+        options: Mapping[str, str | int],
+        arrived: Callable[[Header], None],
+        lost: Callable[["_Child", str], None],
+    ) -> None:
+        super().__init__("engine", "afterimage.engines.worker", dict(options), threads=int(options["threads"]))
+        self._arrived = arrived
+        self._lost = lost
         self._frames = Frames()
-        self._on_frame = arrived
-        self._on_end = lost
+        self._transport: asyncio.WriteTransport | None = None
+
+    async def connect(self) -> None:
+        self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: self, sock=self.socket)
+
+    def send(self, header: Header, body: bytes = b"") -> None:
+        """The end of the process shows where it is listened to."""
+        frame = pack(header, body)
+        if self._transport is not None:
+            self._transport.write(frame)
+            return
+        try:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self.sendall(frame)
+        except ChildFrozen as frozen:
+            self._lost(self, str(frozen))
+
+    def listen(self, number: int) -> None:
+        """The answer of this number is waited for. The event loop listens."""
+
+    def turn(self, number: int) -> None:
+        """It works by itself; whoever waits for it wants to know that it does."""
+        try:
+            self.check()
+        except ChildFrozen as frozen:
+            self._lost(self, str(frozen))
+
+    def kill(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+        super().kill()
 
     def data_received(self, data: bytes) -> None:
         for header, _ in self._frames.feed(data):
-            self._on_frame(header)
+            self._arrived(header)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._on_end()
+        self._lost(self, "")
 
 
-class _Child(Child):
-    """The process, its socket on the event loop."""
+class _Stepped(_Child):
+    """The process in lockstep, without the event loop's sockets."""
 
-    def __init__(self, options: Mapping[str, str | int]) -> None:
-        super().__init__("engine", "afterimage.engines.worker", dict(options), threads=int(options["threads"]))
-        self._transport: asyncio.WriteTransport | None = None
+    turn_s = STEP_S
+    _answered = _READY - 1
 
-    async def connect(self, link: _Link) -> None:
-        self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: link, sock=self.socket)
+    async def connect(self) -> None:
+        """It is."""
 
-    def send(self, frame: bytes) -> None:
-        if self._transport is not None:
-            self._transport.write(frame)
+    def listen(self, number: int) -> None:
+        """Not at once: whoever gets a reply with the answer goes on before whoever waits for the answer."""
+        asyncio.get_running_loop().call_soon(self._hear, number)
 
-    async def close(self) -> None:
-        """End the process and wait for it. Whoever waits for it gets `EngineDied`."""
-        if self._transport is not None:
-            self._transport.abort()
-        self.kill()
-        try:
-            await asyncio.to_thread(self.wait)
-        finally:
-            self.wait()
+    def turn(self, number: int) -> None:
+        self.send({"op": "step", "id": number})
+        self._hear(number)
+
+    def _hear(self, number: int) -> None:
+        """Take in what the process says up to the answer of this number, and nothing after it."""
+        data = b""
+        while self._answered < number and self.socket.fileno() >= 0:
+            for header, _ in self._frames.feed(data):
+                self._arrived(header)
+                self._answered = max(self._answered, header.get("id", _READY))
+                if self._answered >= number:
+                    return
+            try:
+                data = self.recv(_READ_BYTES)
+            except ChildFrozen as frozen:
+                return self._lost(self, str(frozen))
+            if not data:
+                return self._lost(self, "")
 
 
 def _pack_update(update: Update) -> bytes:

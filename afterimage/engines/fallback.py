@@ -75,7 +75,9 @@ class TransformersRunner:
     """`Runner` through the model's own forward pass: rows of one token together, longer chunks one by one."""
 
     def __init__(self, folder: Path, *, dtype: torch.dtype, max_slots: int, max_context: int) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False
+        ).eval()
         config = self._model.config
         self.name = f"transformers {type(self._model).__name__}"
         self.vocab_size = int(config.get_text_config().vocab_size)

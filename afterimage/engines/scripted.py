@@ -70,6 +70,11 @@ class ScriptedEngine:
         self._sampled_tokens = 0
 
     async def start(self) -> None:
+        self.die("the engine was started again")
+        await asyncio.sleep(0)  # for those who wait for `resume`
+        await self._quiet.wait()
+        self._error, self.version, self._sampled_tokens = "", -1, 0
+        self._open.clear()
         self._started = True
 
     async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
@@ -150,7 +155,7 @@ class ScriptedEngine:
         await self._quiet.wait()
 
     def die(self, error: str) -> None:
-        """Fail as an engine whose process has ended: every pending and later call raises `EngineDied`."""
+        """Fail as an engine whose process has ended: every call until `start` raises `EngineDied`, pending ones too."""
         self._error = self._error or error
         self._open.set()
         for halt in self._pending:

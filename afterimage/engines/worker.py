@@ -8,6 +8,7 @@ import json
 import os
 import select
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -39,14 +40,16 @@ def main(descriptor: int, options: str) -> None:
     # Never closed: the other side then sees the end only once the last words are written and there is an exit code.
     os.dup(descriptor)
     with socket.socket(fileno=descriptor) as connection, torch.inference_mode():
-        try:
+
+        def make() -> Batcher:
             runner = build_runner(Path(wanted["model_folder"]), dtype=wanted["dtype"], **limits)
+            return Batcher(runner, **limits, keep_cache=wanted["keep_cache"])
+
+        try:
+            worker = _Worker(connection, make, deltas=wanted["deltas"], lockstep=wanted["lockstep"])
         except (ValueError, OSError) as error:
             connection.sendall(pack({"op": "refused", "error": str(error)}))
             return
-        batcher = Batcher(runner, **limits, keep_cache=wanted["keep_cache"])
-        worker = _Worker(connection, batcher, deltas=wanted["deltas"])
-        worker.send({"op": "ready", "runner": runner.name, "vocab_size": runner.vocab_size})
         worker.serve()
 
 
@@ -62,28 +65,39 @@ def build_runner(folder: Path, *, dtype: str, max_slots: int, max_context: int) 
 
 
 class _Worker:
-    def __init__(self, connection: socket.socket, batcher: Batcher, *, deltas: bool) -> None:
+    def __init__(self, connection: socket.socket, make: Callable[[], Batcher], *, deltas: bool, lockstep: bool) -> None:
         self._connection = connection
-        self._batcher = batcher
+        self._make = make
         self._deltas = deltas
+        self._lockstep = lockstep
+        self._frames = Frames()
+        self._begin()
+
+    def _begin(self) -> None:
+        """As a process that has just started: only the bytes still to be read are of an earlier life."""
+        self._batcher = self._make()
         self._given: dict[str, Tensor] = {}
         """The weights of this version as they came, if deltas are to change them."""
-        self._frames = Frames()
         self._version = -1
         self._running = False
         self._idle_s = 0.0
 
+    @property
+    def _working(self) -> bool:
+        return self._running and self._batcher.has_work
+
     def serve(self) -> None:
-        """Messages first, then one step, until the connection ends."""
+        """Messages first, then one step unless they ask for it, until the connection ends."""
+        self.send({"op": "ready", "runner": self._batcher.runner.name, "vocab_size": self._batcher.runner.vocab_size})
         while True:
-            working = self._running and self._batcher.has_work
+            free = self._working and not self._lockstep
             start = perf_counter()
-            readable, _, _ = select.select([self._connection], [], [], 0 if working else None)
-            if not working:
+            readable, _, _ = select.select([self._connection], [], [], 0 if free else None)
+            if not free:
                 self._idle_s += perf_counter() - start
             if readable and not self._receive():
                 return
-            if self._running and self._batcher.has_work and not self._reply(self._batcher.step()):
+            if self._working and not self._lockstep and not self._reply(self._batcher.step()):
                 return
 
     def send(self, header: Header) -> bool:
@@ -116,6 +130,13 @@ class _Worker:
             case "cancel":
                 self._batcher.cancel(header["id"])
                 return True
+            case "step":
+                finished = self._batcher.step() if self._working else []
+                return self._reply(finished) and self._acknowledge(header)
+            case "reset":
+                del self._batcher  # two would need the memory of two
+                self._begin()
+                return self._acknowledge(header)
             case "interrupt":
                 finished = self._batcher.interrupt() if self._running else []
                 self._running = False
@@ -130,7 +151,7 @@ class _Worker:
         if self._running:
             return "order", "load while sampling: interrupt first, so that no reply mixes two versions"
         try:
-            update = self._changed(loads(body)) if header["delta"] else unpack_tensors(body)
+            update = self._changed(loads(body), header["version"]) if header["delta"] else unpack_tensors(body)
             self._batcher.load(update)
         except ValueError as error:
             return "weights", str(error)
@@ -138,11 +159,12 @@ class _Worker:
         self._version = header["version"]
         return TAKEN
 
-    def _changed(self, delta: Delta) -> dict[str, Tensor]:
+    def _changed(self, delta: Delta, version: int) -> dict[str, Tensor]:
         """The weights of the delta's version, in place of those of this one."""
-        if delta.base != self._version:
+        if (delta.base, delta.version) != (self._version, version):
             raise ValueError(
-                f"the delta leads from version {delta.base} to {delta.version}, but the engine holds {self._version}"
+                f"the delta leads from version {delta.base} to {delta.version}, but the engine holds {self._version} "
+                f"and is to hold {version}"
             )
         advance(self._given, delta)
         return self._given

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from afterimage.trajectory import Task
 
@@ -55,6 +55,29 @@ class Env(Protocol):
     async def step(self, reply: Message) -> Turn:
         """Answer the policy's reply. `reply.role` is "assistant"."""
         ...
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """An environment that can be put where it was without asking it everything again.
+
+    One that is not is resumed by replaying the recorded replies to it, and has to answer each with the same text.
+    """
+
+    def snapshot(self) -> str:
+        """All of it between two replies, as text. It is kept in the journal."""
+        ...
+
+    async def resume(self, state: str) -> None:
+        """In place of `begin`: a fresh environment, of the same task and seed, goes on from there."""
+        ...
+
+
+@runtime_checkable
+class Pretending(Protocol):
+    """An environment whose waiting is pretended, so that it can leave it out while it is `replaying`."""
+
+    replaying: bool
 
 
 class Taskset(Protocol):

@@ -28,6 +28,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
 }
+_CHARACTERS = frozenset("0123456789+-*() ")
 MAX_LENGTH = 100
 
 
@@ -103,7 +104,10 @@ class CalculatorEnv:
                 raise ValueError(f"unknown tool {call.name!r}; the tool is calculate")
             if set(call.arguments) != {"expression"}:
                 raise ValueError("calculate takes expression")
-            return str(calculate(str(call.arguments["expression"])))
+            expression = call.arguments["expression"]
+            if not isinstance(expression, str):
+                raise ValueError("expression must be a string")
+            return str(calculate(expression))
         except ValueError as error:
             self._errors += 1
             return f"Error: {error}"
@@ -117,6 +121,8 @@ def calculate(expression: str) -> int:
     """
     if len(expression) > MAX_LENGTH:
         raise ValueError(f"an expression may have {MAX_LENGTH} characters, this has {len(expression)}")
+    if set(expression) - _CHARACTERS:
+        raise ValueError("only whole numbers, + - * and parentheses")
     try:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError):

@@ -6,8 +6,9 @@ within `WINDOW_S`. Who reads sees one moment of it and never disturbs who writes
 
 from afterimage.journal.check import check, page
 from afterimage.journal.export import write_jsonl, write_parquet
-from afterimage.journal.reader import Handed, JournalReader, Kept
-from afterimage.journal.tables import JOURNAL, JournalError, consumption
+from afterimage.journal.reader import Handed, JournalReader, Kept, Marked
+from afterimage.journal.survivors import Survivors, survivors
+from afterimage.journal.tables import JOURNAL, JournalError
 from afterimage.journal.writer import WINDOW_S, Journal
 
 __all__ = [
@@ -18,9 +19,11 @@ __all__ = [
     "JournalError",
     "JournalReader",
     "Kept",
+    "Marked",
+    "Survivors",
     "check",
-    "consumption",
     "page",
+    "survivors",
     "write_jsonl",
     "write_parquet",
 ]

@@ -20,7 +20,8 @@ CHECKS = (
     (
         "group {} was finished while its episode {} was open",
         """SELECT number, episode FROM episodes JOIN finished USING (number)
-        WHERE episode NOT IN (SELECT episode FROM trajectories UNION SELECT episode FROM failures)""",
+        WHERE episode NOT IN (SELECT episode FROM trajectories UNION SELECT episode FROM failures
+        UNION SELECT episode FROM restarts)""",
     ),
     ("episode {} belongs to no group", "SELECT episode FROM episodes WHERE number NOT IN (SELECT number FROM groups)"),
     ("pieces of an unknown episode {}", "SELECT episode FROM pieces EXCEPT SELECT episode FROM episodes"),
@@ -62,6 +63,7 @@ def check(journal: JournalReader) -> list[str]:
     try:
         damage = [text for (text,) in journal.rows("PRAGMA integrity_check") if text != "ok"]
         wrong = [f"the file is damaged: {text}" for text in damage]
+        wrong += journal.unsound()
         for words, question in CHECKS:
             wrong += _some([words.format(*case) for case in journal.rows(question) if case[0] is not None])
     except JournalError as error:
@@ -90,10 +92,14 @@ def page(journal: JournalReader, wrong: Sequence[str]) -> RenderableType:
         table.add_row(f"  {words}", f"{ends[end]:,}")
     table.add_row("  failed: no episode finished", f"{ends['failed']:,}")
     table.add_row("failed attempts at episodes", f"{sum(group.num_failures for group in groups):,}")
+    ((restarts,),) = journal.rows("SELECT count(*) FROM restarts")
+    table.add_row("attempts that did not replay", f"{restarts:,}")
     table.add_row("trajectories", f"{sum(group.num_trajectories for group in groups):,}")
     table.add_row("pieces", f"{pieces:,}")
     table.add_row("tokens", f"{tokens:,}")
     table.add_row("  sampled", f"{sampled:,}")
+    marks = journal.checkpoints()
+    table.add_row("checkpoints", f"{len(marks)}, the current one of step {marks[-1].step}" if marks else "none")
     table.add_row("versions", f"{versions[0]} to {versions[-1]}" if versions else "none")
     table.add_row("bytes on disk", f"{journal.num_bytes:,}")
     table.add_row("  a sampled token", f"{journal.num_bytes / sampled:.1f}" if sampled else "-")

@@ -4,14 +4,26 @@ import json
 import sqlite3
 import struct
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 from urllib.parse import quote
 
-from afterimage.journal.tables import FORMAT, failed, unpack_logps, unpack_tokens
-from afterimage.trajectory import Failure, Given, Group, Piece, Provenance, Sampled, Task, Trajectory
+from afterimage.journal.tables import COLUMNS, FORMAT, SCHEMA, failed, seal, unpack_logps, unpack_tokens
+from afterimage.trajectory import (
+    Failure,
+    Given,
+    Group,
+    Handout,
+    Past,
+    Piece,
+    Provenance,
+    Sampled,
+    Stop,
+    Task,
+    Trajectory,
+)
 
 Ended = Literal["open", "finished", "consumed", "failed"]
 
@@ -32,6 +44,8 @@ class Handed:
     num_trajectories: int
     num_failures: int
     """Attempts that broke, those begun again included."""
+    place: int
+    """Of the task among the training tasks."""
 
     @property
     def ended(self) -> Ended:
@@ -52,6 +66,16 @@ class Kept:
     step: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """A checkpoint that was the current one at its time."""
+
+    checkpoint: int
+    step: int
+    version: int
+    name: str
+
+
 class JournalReader:
     """The journal as it was when this was made; for a later moment make another. `with` closes it."""
 
@@ -67,8 +91,11 @@ class JournalReader:
                 self._connection.executescript("PRAGMA trusted_schema=OFF; PRAGMA cell_size_check=ON; BEGIN;")
                 ((found,),) = self.rows("PRAGMA user_version")
                 self.rows("SELECT count(*) FROM sqlite_master")  # the first look decides which moment this is
+                self._connection.create_function("seal", -1, seal, deterministic=True)
             if found != FORMAT:
                 raise failed(path, f"it has format {found}, this version reads {FORMAT}")
+            with self._named():
+                require_tables(path, self._connection)
             unless_sound.pop_all()
 
     def __enter__(self) -> Self:
@@ -94,10 +121,12 @@ class JournalReader:
     def groups(self) -> list[Handed]:
         """Every group handed out, in admission order."""
         found = self.rows(
-            """SELECT g.number, env, split, task, seed, g.at, f.at, step, version,
-                (SELECT count(*) FROM episodes JOIN trajectories USING (episode) WHERE number = g.number),
-                (SELECT count(*) FROM episodes JOIN failures USING (episode) WHERE number = g.number)
-            FROM groups g LEFT JOIN finished f USING (number) LEFT JOIN consumed USING (number) ORDER BY g.number"""
+            """WITH ends AS (SELECT number, count(t.episode) AS told, count(f.episode) AS broken FROM episodes
+                LEFT JOIN trajectories t USING (episode) LEFT JOIN failures f USING (episode) GROUP BY number)
+            SELECT g.number, env, split, task, seed, g.at, f.at, step, version, coalesce(told, 0),
+                coalesce(broken, 0), g.place
+            FROM groups g LEFT JOIN ends USING (number) LEFT JOIN finished f USING (number)
+            LEFT JOIN consumed USING (number) ORDER BY g.number"""
         )
         return [Handed(number, Task(env, split, index), *rest) for number, env, split, index, *rest in found]
 
@@ -108,7 +137,80 @@ class JournalReader:
     def events(self) -> list[dict[str, Any]]:
         """What happened, in order; a step's metrics are of kind `step`."""
         found = self.rows("SELECT at, kind, fields FROM events ORDER BY id")
-        return [{"at": at, "kind": kind, **json.loads(fields)} for at, kind, fields in found]
+        with self._named("the events"):
+            return [{"at": at, "kind": kind, **_object(fields)} for at, kind, fields in found]
+
+    def checkpoints(self) -> list[Marked]:
+        """In order; the last is the current one."""
+        found = self.rows("SELECT checkpoint, step, version, name FROM checkpoints ORDER BY checkpoint")
+        return [Marked(*row) for row in found]
+
+    def last_step(self) -> int:
+        """The newest that was written down; -1 before the first."""
+        return max((int(event["step"]) for event in self.events() if event["kind"] == "step"), default=-1)
+
+    def unsound(self) -> list[str]:
+        """Tables with rows that are not as they were written, in words."""
+        wrong = []
+        for table, columns in COLUMNS.items():
+            question = f"SELECT count(*) FROM {table} WHERE seal IS NOT seal('{table}', {', '.join(columns)})"
+            ((count,),) = self.rows(question)
+            if count:
+                wrong.append(f"{count} rows of {table} are not as they were written")
+        return wrong
+
+    def counts(self) -> tuple[int, int, int]:
+        """Groups handed out, the place after the last one's task, and episodes begun."""
+        (found,) = self.rows(
+            """SELECT (SELECT coalesce(max(number) + 1, 0) FROM groups),
+            (SELECT coalesce(max(place) + 1, 0) FROM groups), (SELECT coalesce(max(episode) + 1, 0) FROM episodes)"""
+        )
+        return found[0], found[1], found[2]
+
+    def given_up(self, retries: int) -> frozenset[str]:
+        """Keys of the tasks with an episode that failed more often than it was to be begun again."""
+        found = self.rows(
+            """SELECT env, split, task FROM groups WHERE number IN (SELECT number FROM episodes
+            JOIN failures USING (episode) GROUP BY number, sibling HAVING count(*) > ?)""",
+            retries,
+        )
+        return frozenset(Task(*row).key for row in found)
+
+    def handouts(self) -> list[Handout]:
+        """Every group that no checkpoint holds the effect of, in admission order, with all that is known of it."""
+        found = self.rows(
+            """SELECT g.number, env, split, task, seed, place, f.number IS NOT NULL FROM groups g
+            LEFT JOIN finished f USING (number) WHERE g.number NOT IN (SELECT number FROM consumed) ORDER BY g.number"""
+        )
+        tasks = [Task(*row[1:4]) for row in found]
+        return [
+            Handout(number, task, seed, place, True, self._past(number, task), bool(done))
+            for task, (number, _, _, _, seed, place, done) in zip(tasks, found, strict=True)
+        ]
+
+    def _past(self, number: int, task: Task) -> tuple[Past, ...]:
+        """Episodes of a group that has not been consumed, by sibling."""
+        found = self.rows(
+            """SELECT sibling, max(episode), count(failures.episode) FROM episodes LEFT JOIN failures USING (episode)
+            WHERE number = ? GROUP BY sibling ORDER BY sibling""",
+            number,
+        )
+        if [row[0] for row in found] != list(range(len(found))):
+            raise failed(self.path, f"group {number} lacks episodes: it has siblings {[row[0] for row in found]}")
+        return tuple(self._last(episode, task, failures) for _, episode, failures in found)
+
+    def _last(self, episode: int, task: Task, failures: int) -> Past:
+        ended = self.rows(
+            """SELECT (SELECT count(*) FROM trajectories WHERE episode = ?1),
+            (SELECT count(*) FROM failures WHERE episode = ?1), (SELECT count(*) FROM restarts WHERE episode = ?1)""",
+            episode,
+        )[0]
+        if ended[2]:
+            told = self.rows("SELECT reason, turns, sampled_tokens FROM restarts WHERE episode = ?", episode)[0]
+            return Past(episode, (), Failure(task, "replay", *told), failures)
+        held = self.rows("SELECT num_pieces, state FROM snapshots WHERE episode = ? ORDER BY num_pieces", episode)
+        outcome = self._outcome(episode, task) if any(ended) else None
+        return Past(episode, self.pieces(episode), outcome, failures, held[-1] if held else None)
 
     def trajectories(self) -> Iterator[Kept]:
         """Every finished episode, in the order in which they were begun."""
@@ -137,14 +239,14 @@ class JournalReader:
     def pieces(self, episode: int) -> tuple[Piece, ...]:
         """Of any episode, also of one that has not ended."""
         found = self.rows(
-            """SELECT position, provenance, num_tokens, tokens, version, clean, behavior_logp
-            FROM pieces WHERE episode = ? ORDER BY position""",
-            episode,
+            f"SELECT {', '.join(COLUMNS['pieces'])}, seal FROM pieces WHERE episode = ? ORDER BY position", episode
         )
         with self._named(f"the pieces of episode {episode}"):
-            if [row[0] for row in found] != list(range(len(found))):
+            if [row[1] for row in found] != list(range(len(found))):
                 raise ValueError("positions are not contiguous")
-            return tuple(_piece(*row[1:]) for row in found)
+            if any(seal("pieces", *row[:-1]) != row[-1] for row in found):
+                raise ValueError("a piece is not as it was written")
+            return tuple(_piece(*row[2:-2]) for row in found)
 
     def _outcome(self, episode: int, task: Task) -> Trajectory | Failure:
         failure = self.rows("SELECT stage, error, turns, sampled_tokens FROM failures WHERE episode = ?", episode)
@@ -162,9 +264,12 @@ class JournalReader:
             if not found or found[0][6] != len(pieces):
                 raise ValueError("it is not whole")
             number, step, env, split, index, seed, _, stop, *texts = found[0]
-            rewards, turn_rewards, facts = map(json.loads, texts)
-            task = Task(env, split, index)
-            trajectory = Trajectory(pieces, rewards, stop, task, seed, episode, tuple(turn_rewards), facts)
+            rewards, facts = _numbers(_object(texts[0])), _numbers(_object(texts[2]))
+            turn_rewards = json.loads(texts[1])
+            if stop not in get_args(Stop) or not isinstance(turn_rewards, list):
+                raise ValueError(f"it ended with {stop!r} and {texts[1]}")
+            spoken = tuple(_numbers(dict(enumerate(turn_rewards))).values())
+            trajectory = Trajectory(pieces, rewards, stop, Task(env, split, index), seed, episode, spoken, facts)
             return Kept(trajectory, number, step)
 
     @contextmanager
@@ -172,8 +277,34 @@ class JournalReader:
         """Whatever is wrong with the file is a `JournalError` that names it."""
         try:
             yield
-        except (sqlite3.Error, struct.error, ValueError, TypeError, RecursionError) as error:
+        except (sqlite3.Error, struct.error, ValueError, TypeError, OverflowError, RecursionError) as error:
             raise failed(self.path, f"{what}: {error}" if what else error) from error
+
+
+def require_tables(path: Path, connection: sqlite3.Connection) -> None:
+    """`JournalError` unless the database has the journal's tables and nothing else: no view, no trigger."""
+    question = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name"
+    with closing(sqlite3.connect(":memory:")) as fresh:
+        fresh.executescript(SCHEMA)
+        wanted = fresh.execute(question).fetchall()
+    if connection.execute(question).fetchall() != wanted:
+        raise failed(path, "its tables are not those of a journal")
+
+
+def _object(text: str) -> dict[str, Any]:
+    """What a JSON object holds. ValueError for anything else."""
+    held = json.loads(text)
+    if not isinstance(held, dict):
+        raise ValueError(f"{text[:40]} is no object")
+    return held
+
+
+def _numbers(named: dict[Any, Any]) -> dict[Any, float]:
+    if wrong := [
+        name for name, value in named.items() if isinstance(value, bool) or not isinstance(value, int | float)
+    ]:
+        raise ValueError(f"{wrong} are no numbers")
+    return {name: float(value) for name, value in named.items()}
 
 
 def _piece(provenance: int, count: int, tokens: bytes, *sampled: Any) -> Piece:

@@ -3,42 +3,62 @@
 import json
 import struct
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from afterimage.trajectory import Failure, Group, Piece, Sampled, Task, Trajectory
+from afterimage.trajectory import Failure, Handout, Piece, Sampled, Trajectory
 
 JOURNAL = "journal.sqlite"
 """Its name in a run folder."""
 
-FORMAT = 1
+FORMAT = 2
 """`user_version` of the database."""
 
-SCHEMA = """
-CREATE TABLE groups (
-    number INTEGER PRIMARY KEY, env TEXT NOT NULL, split TEXT NOT NULL, task INTEGER NOT NULL, seed INTEGER NOT NULL,
-    at REAL NOT NULL);
-CREATE TABLE episodes (
-    episode INTEGER PRIMARY KEY, number INTEGER NOT NULL REFERENCES groups, sibling INTEGER NOT NULL,
-    seed INTEGER NOT NULL, at REAL NOT NULL);
-CREATE TABLE pieces (
-    episode INTEGER NOT NULL REFERENCES episodes, position INTEGER NOT NULL, provenance INTEGER NOT NULL,
-    num_tokens INTEGER NOT NULL, tokens BLOB NOT NULL, version INTEGER, clean INTEGER, behavior_logp BLOB,
-    PRIMARY KEY (episode, position)) WITHOUT ROWID;
-CREATE TABLE trajectories (
-    episode INTEGER PRIMARY KEY REFERENCES episodes, num_pieces INTEGER NOT NULL, stop TEXT NOT NULL,
-    rewards TEXT NOT NULL, turn_rewards TEXT NOT NULL, facts TEXT NOT NULL);
-CREATE TABLE failures (
-    episode INTEGER PRIMARY KEY REFERENCES episodes, stage TEXT NOT NULL, error TEXT NOT NULL, turns INTEGER NOT NULL,
-    sampled_tokens INTEGER NOT NULL);
-CREATE TABLE finished (number INTEGER PRIMARY KEY REFERENCES groups, at REAL NOT NULL);
-CREATE TABLE consumed (
-    number INTEGER PRIMARY KEY REFERENCES finished, step INTEGER NOT NULL, place INTEGER NOT NULL,
-    version INTEGER NOT NULL, at REAL NOT NULL);
-CREATE TABLE versions (id INTEGER PRIMARY KEY, version INTEGER NOT NULL UNIQUE, at REAL NOT NULL);
-CREATE TABLE events (id INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, fields TEXT NOT NULL);
-"""
+TABLES = {
+    "groups": "number INTEGER PRIMARY KEY, env TEXT NOT NULL, split TEXT NOT NULL, task INTEGER NOT NULL, "
+    "seed INTEGER NOT NULL, place INTEGER NOT NULL, at REAL NOT NULL, after INTEGER NOT NULL",
+    "episodes": "episode INTEGER PRIMARY KEY, number INTEGER NOT NULL REFERENCES groups, sibling INTEGER NOT NULL, "
+    "seed INTEGER NOT NULL, at REAL NOT NULL, after INTEGER NOT NULL",
+    "pieces": "episode INTEGER NOT NULL REFERENCES episodes, position INTEGER NOT NULL, provenance INTEGER NOT NULL, "
+    "num_tokens INTEGER NOT NULL, tokens BLOB NOT NULL, version INTEGER, clean INTEGER, behavior_logp BLOB, "
+    "after INTEGER NOT NULL",
+    "snapshots": "episode INTEGER NOT NULL REFERENCES episodes, num_pieces INTEGER NOT NULL, state TEXT NOT NULL, "
+    "after INTEGER NOT NULL",
+    "trajectories": "episode INTEGER PRIMARY KEY REFERENCES episodes, num_pieces INTEGER NOT NULL, "
+    "stop TEXT NOT NULL, rewards TEXT NOT NULL, turn_rewards TEXT NOT NULL, facts TEXT NOT NULL, "
+    "after INTEGER NOT NULL",
+    "failures": "episode INTEGER PRIMARY KEY REFERENCES episodes, stage TEXT NOT NULL, error TEXT NOT NULL, "
+    "turns INTEGER NOT NULL, sampled_tokens INTEGER NOT NULL, after INTEGER NOT NULL",
+    "restarts": "episode INTEGER PRIMARY KEY REFERENCES episodes, reason TEXT NOT NULL, turns INTEGER NOT NULL, "
+    "sampled_tokens INTEGER NOT NULL, after INTEGER NOT NULL",
+    "finished": "number INTEGER PRIMARY KEY REFERENCES groups, at REAL NOT NULL, after INTEGER NOT NULL",
+    "checkpoints": "checkpoint INTEGER PRIMARY KEY, step INTEGER NOT NULL, version INTEGER NOT NULL, "
+    "name TEXT NOT NULL, at REAL NOT NULL",
+    "consumed": "number INTEGER PRIMARY KEY REFERENCES finished, step INTEGER NOT NULL, place INTEGER NOT NULL, "
+    "version INTEGER NOT NULL, at REAL NOT NULL, checkpoint INTEGER NOT NULL REFERENCES checkpoints",
+    "versions": "id INTEGER PRIMARY KEY, version INTEGER NOT NULL UNIQUE, at REAL NOT NULL, after INTEGER NOT NULL",
+    "events": "id INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, fields TEXT NOT NULL, "
+    "after INTEGER NOT NULL",
+}
+"""`after` is the checkpoint that a row came after."""
+
+_KEYS = {"pieces": ", PRIMARY KEY (episode, position)", "snapshots": ", PRIMARY KEY (episode, num_pieces)"}
+
+SCHEMA = "".join(
+    f"CREATE TABLE {name} ({columns}, seal INTEGER NOT NULL{_KEYS.get(name, '')}) STRICT;\n"
+    for name, columns in TABLES.items()
+)
+
+COLUMNS = {
+    name: tuple(column.split()[0] for column in columns.split(", ") if not column.startswith("id "))
+    for name, columns in TABLES.items()
+}
+"""What a row's seal covers: everything but a number that the database gives."""
+
+NEWER = ("snapshots", "pieces", "trajectories", "failures", "restarts", "finished", "episodes", "groups", "versions")
+"""Tables whose rows a deterministic run makes again, in an order in which they can go."""
 
 Record = tuple[str, Sequence[Any]]
 """An SQL statement and its parameters."""
@@ -49,38 +69,51 @@ class JournalError(RuntimeError):
 
 
 def insert(table: str, *values: Any) -> Record:
-    """One row; `table` may name its columns.
+    """One row, sealed.
 
-    >>> insert("versions (version, at)", 3, 0.5)
-    ('INSERT INTO versions (version, at) VALUES (?, ?)', (3, 0.5))
+    >>> insert("finished", 3, 0.5, 1)[0]
+    'INSERT INTO finished (number, at, after, seal) VALUES (?, ?, ?, ?)'
     """
-    return f"INSERT INTO {table} VALUES ({', '.join('?' * len(values))})", values
+    columns = COLUMNS[table]
+    row = tuple(int(value) if isinstance(value, bool) else value for value in values)
+    marks = ", ".join("?" * (len(columns) + 1))
+    return f"INSERT INTO {table} ({', '.join(columns)}, seal) VALUES ({marks})", (*row, seal(table, *row))
 
 
-def handed_out(number: int, task: Task, seed: int) -> Record:
-    return insert("groups", number, task.env, task.split, int(task.index), seed, time.time())
+def seal(table: str, *row: Any) -> int:
+    """Checksum of a row as SQLite keeps it: what a disk changed is found where it is read."""
+    return zlib.crc32(repr((table, row)).encode(errors="surrogatepass"))
 
 
-def piece_row(episode: int, position: int, piece: Piece) -> Record:
+def handed_out(handout: Handout, after: int) -> Record:
+    task = handout.task
+    row = (handout.number, task.env, task.split, int(task.index), handout.seed, handout.place)
+    return insert("groups", *row, time.time(), after)
+
+
+def piece_row(episode: int, position: int, piece: Piece, after: int) -> Record:
     row = (episode, position, int(piece.provenance), len(piece.tokens), pack_tokens(piece.tokens))
     if isinstance(piece, Sampled):
-        return insert("pieces", *row, piece.version, piece.clean, pack_logps(piece.behavior_logp))
-    return insert("pieces", *row, None, None, None)
+        return insert("pieces", *row, piece.version, piece.clean, pack_logps(piece.behavior_logp), after)
+    return insert("pieces", *row, None, None, None, after)
 
 
-def outcome_row(episode: int, outcome: Trajectory | Failure) -> Record:
+def outcome_row(episode: int, outcome: Trajectory | Failure, after: int) -> Record:
     if isinstance(outcome, Failure):
-        stage, error = (text.encode(errors="replace").decode() for text in (outcome.stage, outcome.error))
-        return insert("failures", episode, stage, error, outcome.turns, outcome.sampled_tokens)
+        stage, error = plain(outcome.stage), plain(outcome.error)
+        return insert("failures", episode, stage, error, outcome.turns, outcome.sampled_tokens, after)
     rewards, facts = _numbers(outcome.rewards), _numbers(outcome.facts)
     turn_rewards = json.dumps([float(value) for value in outcome.turn_rewards])
-    return insert("trajectories", episode, len(outcome.pieces), outcome.stop, rewards, turn_rewards, facts)
+    return insert("trajectories", episode, len(outcome.pieces), outcome.stop, rewards, turn_rewards, facts, after)
 
 
-def consumption(groups: Sequence[Group], *, step: int, version: int) -> list[Record]:
-    """That a step trained on these groups, in this order, while the policy had this version."""
-    now = time.time()
-    return [insert("consumed", group.number, step, place, version, now) for place, group in enumerate(groups)]
+def plain(text: str) -> str:
+    """As UTF-8 can have it.
+
+    >>> plain("half a pair: \\ud800")
+    'half a pair: ?'
+    """
+    return text.encode(errors="replace").decode()
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:

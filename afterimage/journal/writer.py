@@ -13,21 +13,22 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, Self
 
-from afterimage.journal.reader import JournalReader
+from afterimage.journal.reader import JournalReader, require_tables
 from afterimage.journal.tables import (
     FORMAT,
     JOURNAL,
+    NEWER,
     SCHEMA,
     JournalError,
     Record,
-    consumption,
     failed,
     handed_out,
     insert,
     outcome_row,
     piece_row,
+    plain,
 )
-from afterimage.trajectory import Failure, Group, Piece, Task, Trajectory
+from afterimage.trajectory import Failure, Group, Handout, Piece, Trajectory
 
 WINDOW_S = 0.2
 """What was written is committed this much later at the latest; a barrier does not wait for it."""
@@ -51,6 +52,9 @@ class Journal:
         self._thread: Thread | None = None
         self._failure: Future[None] = Future()
         self._failure.set_running_or_notify_cancel()  # who stops watching does not cancel it
+        self._after = self._highest = -1
+        self._trained_on: list[tuple[int, int, int, int, float]] = []
+        """Consumed, but in no checkpoint: rows of the table without its last column."""
 
     @staticmethod
     def read(run: Path) -> JournalReader:
@@ -61,6 +65,8 @@ class Journal:
         """Make the database, or open the one that is there."""
         try:
             connection = _connect(self.path)
+            self._after = _number(connection, "SELECT max(checkpoint) FROM checkpoints")
+            self._highest = _number(connection, "SELECT max(version) FROM versions")
         except sqlite3.Error as error:
             raise failed(self.path, error) from error
         # A daemon, because a disk that does not answer must not keep the process from ending.
@@ -90,66 +96,96 @@ class Journal:
         if not told and self._failure.done():
             self._failure.result()
 
-    def hand_out(self, number: int, task: Task, *, seed: int) -> None:
-        """A group was admitted: the `number`-th, with the run's seed."""
-        self.transaction([handed_out(number, task, seed)])
+    def hand_out(self, handout: Handout) -> None:
+        """A task was admitted as a group."""
+        self.transaction([handed_out(handout, self._after)])
 
-    def begin(self, number: int, sibling: int, *, episode: int, seed: int) -> "_Page":
-        """An attempt at one episode of a group begins: where to write it down."""
-        self.transaction([insert("episodes", episode, number, sibling, seed, time.time())])
+    def begin(self, number: int, sibling: int, *, episode: int, seed: int, again: bool = False) -> "_Page":
+        """An attempt at one episode of a group begins, or goes on `again`: where to write it down."""
+        if not again:
+            self._insert("episodes", episode, number, sibling, seed, time.time())
         return _Page(self, episode)
 
     async def finish(self, group: Group) -> None:
         """All episodes of a group have ended, and are committed when this returns."""
-        self.transaction([insert("finished", group.number, time.time())])
+        self._insert("finished", group.number, time.time())
         await self.barrier()
 
     async def publishing(self, version: int) -> None:
-        """A version will be loaded by engines; that it exists is committed when this returns."""
-        self.transaction([insert("versions (version, at)", version, time.time())])
+        """A version will be loaded by engines; that it exists is committed when this returns.
+
+        The newest may be brought to them again, by a run that goes on from a checkpoint.
+        """
+        if version != self._highest:
+            self._insert("versions", version, time.time())
+            self._highest = version
         await self.barrier()
 
     def consume(self, groups: Sequence[Group], *, step: int, version: int) -> None:
-        """A step trained on these groups. A second time is refused by the table."""
-        self.transaction(consumption(groups, step=step, version=version))
+        """A step trained on these groups, in this order. It becomes true with the checkpoint that holds its effect."""
+        now = time.time()
+        self._trained_on += [(group.number, step, place, version, now) for place, group in enumerate(groups)]
+
+    async def checkpoint(self, name: str, *, step: int, version: int) -> None:
+        """A checkpoint is there: in one transaction it becomes the current one, and what it was trained on consumed.
+
+        A group that was consumed before is refused by the table.
+        """
+        self._after += 1
+        rows, self._trained_on = self._trained_on, []
+        records = [insert("checkpoints", self._after, step, version, name, time.time())]
+        self.transaction(records + [insert("consumed", *row, self._after) for row in rows])
+        await self.barrier()
+
+    def rewind(self, checkpoint: int, *, everything: bool) -> None:
+        """That checkpoint becomes the current one again: later ones are gone, and what they consumed is not consumed.
+
+        The metrics of its step and of later ones go, they will be written again. `everything` that came after it goes
+        for a deterministic run, which makes it again.
+        """
+        later = [("DELETE FROM consumed WHERE checkpoint > ?", (checkpoint,))]
+        later += [("DELETE FROM checkpoints WHERE checkpoint > ?", (checkpoint,))]
+        kinds = "" if everything else " AND kind = 'step'"
+        later += [(f"DELETE FROM events WHERE after >= ?{kinds}", (checkpoint,))]
+        if everything:
+            later += [(f"DELETE FROM {table} WHERE after >= ?", (checkpoint,)) for table in NEWER]
+        self.transaction(later)
+        self.flush()
+        self._after = checkpoint
 
     def event(self, kind: str, **fields: Any) -> None:
         """Something that happened."""
-        text = json.dumps(fields, default=float)
-        self.transaction([insert("events (at, kind, fields)", time.time(), kind, text)])
+        self._insert("events", time.time(), kind, json.dumps(fields, default=float))
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """As a `Sink`: a step's metrics are an event."""
         self.event("step", step=step, **{name: value for name, value in metrics.items() if name != "step"})
 
+    def _insert(self, table: str, *values: Any) -> None:
+        self.transaction([insert(table, *values, self._after)])
+
     def transaction(self, records: Sequence[Record]) -> None:
-        """Records that become true together or not at all: what a checkpoint holds, and that it holds it."""
+        """Records that become true together or not at all."""
         self._queue.put(list(records))
 
     async def barrier(self) -> None:
         """Everything written before is committed when this returns."""
-        try:
-            await asyncio.wait_for(asyncio.wrap_future(self._mark()), STUCK_S)
-        except TimeoutError as error:
-            raise failed(self.path, f"nothing could be committed for {STUCK_S:g} s") from error
+        await asyncio.to_thread(self.flush)
 
     def flush(self) -> None:
         """`barrier` for a thread, which waits."""
+        if self._thread is None:
+            raise failed(self.path, "it is not open")
+        mark: Future[None] = Future()
+        self._queue.put(mark)
         try:
-            self._mark().result(STUCK_S)
+            mark.result(STUCK_S)
         except TimeoutError as error:
             raise failed(self.path, f"nothing could be committed for {STUCK_S:g} s") from error
 
     async def watch(self) -> None:
         """Return never; raise when the journal fails."""
         await asyncio.wrap_future(self._failure)
-
-    def _mark(self) -> Future[None]:
-        if self._thread is None:
-            raise failed(self.path, "it is not open")
-        mark: Future[None] = Future()
-        self._queue.put(mark)
-        return mark
 
     def _write(self, connection: sqlite3.Connection) -> None:
         """The thread. After a failure it only tells whoever asks, until it is closed."""
@@ -199,10 +235,18 @@ class _Page:
     episode: int
 
     def piece(self, position: int, piece: Piece) -> None:
-        self.journal.transaction([piece_row(self.episode, position, piece)])
+        self.journal.transaction([piece_row(self.episode, position, piece, self.journal._after)])
+
+    def snapshot(self, num_pieces: int, state: str) -> None:
+        """The environment's own, after it had led to so many pieces."""
+        self.journal._insert("snapshots", self.episode, num_pieces, plain(state))
 
     def ended(self, outcome: Trajectory | Failure) -> None:
-        self.journal.transaction([outcome_row(self.episode, outcome)])
+        self.journal.transaction([outcome_row(self.episode, outcome, self.journal._after)])
+
+    def restarted(self, reason: str, *, turns: int, sampled_tokens: int) -> None:
+        """It could not be gone on with, and is begun again."""
+        self.journal._insert("restarts", self.episode, plain(reason), turns, sampled_tokens)
 
 
 def _connect(path: Path) -> sqlite3.Connection:
@@ -218,5 +262,12 @@ def _connect(path: Path) -> sqlite3.Connection:
             raise failed(path, f"it has format {found}, this version writes {FORMAT}")
         if not found:
             connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version={FORMAT}; COMMIT;")
+        require_tables(path, connection)
         stack.pop_all()
     return connection
+
+
+def _number(connection: sqlite3.Connection, question: str) -> int:
+    """-1 for nothing."""
+    ((found,),) = connection.execute(question).fetchall()
+    return -1 if found is None else int(found)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from rich.box import SIMPLE
@@ -29,7 +29,7 @@ from afterimage.auditor import Audited, Judge, Truth, figures, join, packing_noi
 from afterimage.build import build_correction, build_objective, build_old_logps
 from afterimage.config import ConfigError, OldLogpsConfig, Route, RunConfig, nearest
 from afterimage.observe.audited import COLUMNS, cells
-from afterimage.observe.metrics import AUDIT, CONFIG, Row, RunFolder, dumps
+from afterimage.observe.metrics import AUDIT, CONFIG, Row, RunFolder, dumps, write_whole
 from afterimage.observe.report import write_report
 from afterimage.old_logps import OldLogps, Scoring, has_clean_behavior
 from afterimage.policy import Policy
@@ -37,6 +37,8 @@ from afterimage.recording import RECORDED, Recorded
 from afterimage.trajectory import Batch, Open, Provenance, Sampled
 
 ROUTES: tuple[Route, ...] = get_args(Route)
+_EXACT = 1 << 53
+"""Whole numbers up to here are numbers of the type float too."""
 POINTS = 400
 """(log D, log S) points kept of each route."""
 
@@ -75,8 +77,8 @@ def audit(
             else:
                 rows.append({"route": label(option), **replay.play(old, advance=advance)})
     found = {**replay.facts(), "run": run.resolve().name, "routes": rows, "not_built": refused}
-    (run / AUDIT).write_text(dumps(found) + "\n", encoding="utf-8")
-    (run / AUDIT).with_suffix(".md").write_text(_markdown(found), encoding="utf-8")
+    write_whole(run / AUDIT, dumps(found) + "\n")
+    write_whole((run / AUDIT).with_suffix(".md"), _markdown(found))
     console.print(_table(found))
     console.print(f"{_about(found)}\nreport     {write_report(run)}", highlight=False)
     return found
@@ -122,18 +124,24 @@ def _made(kind: Any, row: Any, where: str) -> Any:
         raise ConfigError(f"{where} is not a section of a configuration")
     if unknown := sorted(row.keys() - hints.keys()):
         raise ConfigError(f"{where} holds knobs that are not known: {', '.join(unknown)}")
-    given = dict(row)
-    for name, value in row.items():
-        if is_dataclass(hints[name]):
-            given[name] = _made(hints[name], value, f"{where}, {name}")
-        elif hints[name] is Path:
-            given[name] = Path(value)
-        elif hints[name] is float and value is None:
-            given[name] = math.inf  # as JSON has it
+    made = {name: _made if is_dataclass(hints[name]) else _value for name in row}
+    given = {name: made[name](hints[name], value, f"{where}, {name}") for name, value in row.items()}
     try:
         return kind(**given)
     except TypeError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _value(kind: Any, value: Any, where: str) -> Any:
+    """A knob's value from JSON, in which a path is a string, infinity null and 1.0 may be 1; nothing else is read."""
+    kinds = {type(word) for word in get_args(kind)} if get_origin(kind) is Literal else {*(get_args(kind) or (kind,))}
+    if kind is float and value is None:
+        return math.inf
+    if type(value) is str and Path in kinds:
+        return Path(value)
+    if type(value) in kinds or (type(value) is int and float in kinds and abs(value) <= _EXACT):
+        return value
+    raise ConfigError(f"{where} cannot be {value!r}: that is no {' or '.join(sorted(each.__name__ for each in kinds))}")
 
 
 def segments(batch: Batch) -> Iterator[Open]:
@@ -207,7 +215,8 @@ class Replay:
             seconds, tokens = now[trained.version]
             now[trained.version] = seconds + time.perf_counter() - began, tokens + scored.forward_tokens
             noise = max(noise, packing_noise(movable, batch, scored.logp, scoring=scoring))
-            truths[trained.version].append(Truth(batch, trained.version, true.logp, scored.logp))
+            truths[trained.version].append(Truth(batch, trained.version, true.logp, scored.logp, trained.jumps))
+            policy.jumps = max(policy.jumps, trained.jumps, key=len)
             for piece in segments(batch):
                 pieces[piece.piece.version].append(piece)
             advance()

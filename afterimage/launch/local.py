@@ -13,14 +13,17 @@ from rich.console import Console
 from rich.markup import escape
 from safetensors import SafetensorError
 
-from afterimage import loop
-from afterimage.build import build, build_machine
+from afterimage import loop, virtual
+from afterimage.build import Machine, build, build_checkpoints, build_machine
+from afterimage.checkpoint import CheckpointError
 from afterimage.config import ConfigError, RunConfig
-from afterimage.journal import JOURNAL
+from afterimage.journal import JOURNAL, Journal, JournalError
 from afterimage.launch.machine import cores
+from afterimage.launch.resume import begin, differences, recall, revive, stored
+from afterimage.launch.survivors import write_survivors
 from afterimage.lint import check
 from afterimage.observe.live import LiveDisplay
-from afterimage.observe.metrics import RunFolder, RunLog
+from afterimage.observe.metrics import EVENTS, RunFolder, RunLog
 from afterimage.observe.report import write_report
 from afterimage.policy import DTYPES, Policy
 from afterimage.publish import DirectPublisher
@@ -59,43 +62,111 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
 
     Leaves a run folder with metrics, conversations, the policy as a Hugging Face folder, and the report. Raises
     `ConfigError` before anything is trained, `RunFailed` when the machinery fails; after Ctrl-C the folder is complete
-    and `KeyboardInterrupt` goes on.
+    and `KeyboardInterrupt` goes on. Whatever ends it, `resume` goes on from its last checkpoint.
     """
     console = console or Console(soft_wrap=True)
+    _check(config, console)
+    machine = build_machine(config)
+    folder = config.runs / (config.name or f"{config.recipe}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if (folder / JOURNAL).exists():
+        raise ConfigError(
+            f"{folder} already holds a run ({JOURNAL}); go on with it (--resume {folder}), choose another name or "
+            "remove it"
+        )
+    log = RunLog.create(folder, config)
+    log.event("started", cores=cores(), **({"command": command} if command else {}))
+    return _finish(Lives(config, log, machine), log, console)
+
+
+def resume(folder: Path, config: RunConfig, *, console: Console | None = None) -> Run:
+    """Go on with the run in `folder`, whatever ended it, from its newest sound checkpoint. Else as `train`.
+
+    `config` is the run's own or differs from it where it may (`differences`). Raises `ConfigError` for a folder that
+    is no run's, or whose run is finished.
+    """
+    console = console or Console(soft_wrap=True)
+    changed = differences(stored(folder, named_env=config.task.env), config)
+    _check(config, console)
+    for words in changed:
+        console.print(f"[yellow]changed:[/] {escape(words)}", highlight=False)
+    with Journal.read(folder) as reader:
+        marks, done = reader.checkpoints(), reader.last_step()
+    if not marks:
+        raise ConfigError(f"{folder} ended before its first checkpoint: there is nothing to go on from")
+    if done >= config.steps and _is_whole(folder):
+        raise ConfigError(f"the run in {folder} is finished; to go on with it, give it more steps (--steps)")
+    log = RunLog.reopen(folder, marks[-1].step, config)
+    log.event("resumed", step=marks[-1].step, changed=changed, cores=cores())
+    return _finish(Lives(config, log, None), log, console)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the last life of the run came to its end, and so has left the policy behind."""
+    *_, last = RunFolder(folder).rows(EVENTS)
+    return last["kind"] == "stopped" and last["reason"] == "finished"
+
+
+def _check(config: RunConfig, console: Console) -> None:
     verdict = check(config)
     verdict.require()
     for warning in verdict.warnings:
         console.print(f"[yellow]warning:[/] {escape(str(warning))}", highlight=False)
     share_processor(config)
-    machine = build_machine(config)
-    folder = config.runs / (config.name or f"{config.recipe}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if (folder / JOURNAL).exists():
-        raise ConfigError(f"{folder} already holds a run ({JOURNAL}); choose another name or remove it")
-    log = RunLog.create(folder, config)
-    log.event("started", cores=cores(), **({"command": command} if command else {}))
-    reason = "failed"
+
+
+def _finish(lives: "Lives", log: RunLog, console: Console) -> Run:
+    """Life after life to the end of the run, and what is left behind then."""
+    folder, reason = log.path, "failed"
     try:
-        with LiveDisplay(config, console=console) as display:
-            asyncio.run(_supervise(build(config, machine, log, display)))
+        with LiveDisplay(lives.config, console=console) as display:
+            while not lives.next(display):
+                pass
         reason = "finished"
-    except ExceptionGroup as failures:
+    except (ExceptionGroup, JournalError, CheckpointError, OSError) as failures:
         error = first_leaf(failures)
         log.failed("".join(traceback.format_exception(error)))
-        if isinstance(error, NOT_FINITE):
-            console.print(keep_evidence(machine.trainer, folder), highlight=False)
+        if isinstance(error, NOT_FINITE) and lives.machine:
+            console.print(keep_evidence(lives.machine.trainer, folder), highlight=False)
         raise RunFailed(f"{type(error).__name__}: {error} (traceback in {folder / 'error.txt'})") from error
     except KeyboardInterrupt:
         reason = "Ctrl-C"
-        console.print("[yellow]stopped; saving what there is[/]")
+        console.print(f"[yellow]stopped; saving what there is; to go on: afterimage train --resume {folder}[/]")
         raise
     finally:
+        if reason != "failed" and lives.machine:
+            lives.machine.policy.save(folder / POLICY)
         log.event("stopped", reason=reason)
         log.close()
-        if reason != "failed":
-            machine.policy.save(folder / POLICY)
+        write_survivors(folder)
         report = write_report(folder)
         console.print(f"run folder {folder}\nreport     {report}", highlight=False)
     return Run(folder, report)
+
+
+class Lives:
+    """A run, from one life to the next. An ordinary run has one; a deterministic one ends at every checkpoint.
+
+    It is then begun anew from the disk, as after a kill, with nothing kept but the engine's process.
+    """
+
+    def __init__(self, config: RunConfig, log: RunLog, machine: Machine | None) -> None:
+        """With a `machine` the run begins, without one it goes on from the disk."""
+        self.machine = machine
+        self.config, self._log, self._fresh = config, log, machine is not None
+
+    def next(self, display: LiveDisplay) -> bool:
+        """One life. Whether it was the last."""
+        config, folder, fresh, self._fresh = self.config, self._log.path, self._fresh, False
+        display.phase("starting the engine" if fresh else "reading the checkpoint and the journal")
+        if fresh and self.machine:
+            machine, life = self.machine, begin(self.machine, config, folder)
+        else:
+            machine = build_machine(config, self.machine.speaker.engine if self.machine else None)
+            checkpoints = build_checkpoints(config, machine, folder)
+            life = revive(recall(folder, checkpoints, config, self._log.event), machine, config, folder)
+        self.machine = machine
+        parts = build(config, machine, self._log, display, life)
+        return virtual.run(_supervise(parts), virtual=config.deterministic)
 
 
 def keep_evidence(trainer: Trainer, folder: Path) -> str:
@@ -118,23 +189,29 @@ def keep_evidence(trainer: Trainer, folder: Path) -> str:
     return f"the batch is kept; to see it again: afterimage replay {folder}"
 
 
-async def _supervise(parts: loop.Parts) -> None:
-    """The loop under one parent; whatever happens, the trainer's thread ends and the engine is given back."""
+async def _supervise(parts: loop.Parts) -> bool:
+    """The loop under one parent; whatever happens, the trainer's thread ends and the engine is given back.
+
+    Only a run that goes on in another life keeps its engine.
+    """
+    done = True
     try:
         async with asyncio.TaskGroup() as tasks:
             with parts.journal:
                 watch = tasks.create_task(parts.journal.watch())
-                await loop.run(parts)
+                done = await loop.run(parts)
                 await parts.journal.barrier()
                 watch.cancel()
     finally:
         parts.worker.shutdown(wait=True)
         parts.old.close()
-        await parts.engine.close()
+        if done:
+            await parts.engine.close()
         parts.log.close()
+    return done
 
 
-def first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def first_leaf(group: BaseException) -> BaseException:
     """The error that began it: groups nest as tasks do, and the first to fail comes first."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
@@ -205,4 +282,5 @@ def evaluate(trained: Path, config: RunConfig, *, console: Console | None = None
 def share_processor(config: RunConfig) -> None:
     """Divide the cores among the processes of a run: with more threads than cores all run many times slower."""
     others = config.engine.threads + (config.old_logps.route == "old_logit_model")
-    torch.set_num_threads(config.trainer.threads or max(1, cores() - others))
+    free = 1 if config.deterministic else max(1, cores() - others)  # the same on every machine
+    torch.set_num_threads(config.trainer.threads or free)

@@ -8,7 +8,7 @@ from rich.console import Console
 from torch import Tensor
 
 from afterimage.build import build_machine
-from afterimage.config import ConfigError, RunConfig
+from afterimage.config import AuditConfig, ConfigError, RunConfig, TaskConfig
 from afterimage.corrections import check_finite
 from afterimage.launch.audit import stored_config
 from afterimage.observe.metrics import RunFolder
@@ -44,7 +44,8 @@ def _again(config: RunConfig, wrong: WentWrong) -> None:
         logps = {"behavior_logp": batch.behavior_logp, "old_logp": columns["old_logp"]}
         check_finite(logps, batch.sampled, sequence=sequence, version=batch.version)
         return
-    machine = build_machine(replace(config, audit=replace(config.audit, share=0.0, record=False)))
+    # Without its task set: that may name code of whoever wrote the folder, and a batch needs none.
+    machine = build_machine(replace(config, task=TaskConfig(), audit=AuditConfig(), tensorboard=False))
     trainer, policy = machine.trainer, machine.policy
     try:
         policy.load_weights(wrong.weights)

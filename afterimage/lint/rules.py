@@ -200,8 +200,17 @@ def _thresholds(config: RunConfig) -> Iterator[tuple[str, float]]:
 
 
 Rule = Callable[[RunConfig], Finding | None]
+
+
+def _timed(config: RunConfig) -> Finding | None:
+    if not config.deterministic or not config.minutes:
+        return None
+    why = "how many steps fit into minutes depends on the machine, and two runs are to be equal"
+    return Finding("a deterministic run that ends by the clock", why, "--minutes 0, or --deterministic false")
+
+
 REFUSALS: Sequence[Rule] = (
     _idle_clip, _idle_control, _double_count, _missing_half, _kept_cache, _outrun, _idle_window, _inline_kept,
-    _idle_reset, _gspo_unit,
+    _idle_reset, _gspo_unit, _timed,
 )  # fmt: skip
 WARNINGS: Sequence[Rule] = (_wide_gspo, _free_staleness, _wrong_age, _dirty_tokens, _under_noise)

@@ -26,7 +26,7 @@ from afterimage.observe.compare import (
 )
 from afterimage.observe.figures import figure, gap
 from afterimage.observe.markup import Markup, el
-from afterimage.observe.metrics import REPORT, dumps, plain
+from afterimage.observe.metrics import REPORT, dumps, plain, write_whole
 from afterimage.observe.plots import FULL, HALF, Axis, Line, legend, line_plot, smooth, thin
 from afterimage.observe.report import document
 from afterimage.observe.sections import bar, section
@@ -284,9 +284,7 @@ def write_comparison(folder: Path) -> Path:
     """Write the page, the tables as Markdown and the results as JSON; the page's path."""
     found = read_comparison(folder)
     for name, text in ((RESULTS, dumps(results(found), indent=2)), (TABLES, tables(found)), (PAGE, page(found))):
-        fresh = folder / f".{name}"
-        fresh.write_bytes(text.encode("utf-8", "replace"))
-        fresh.replace(folder / name)
+        write_whole(folder / name, text)
     return folder / PAGE
 
 

@@ -93,6 +93,8 @@ class Gathered:
     audited: list[Audited]
     audit: Row
     """What `afterimage audit` found; empty if it was not asked."""
+    survivors: Row
+    """How the journal says that groups and attempts at episodes ended; empty if nobody asked it."""
     conversations: list[Chosen]
     failures: list[Row]
     num_failures: int
@@ -165,6 +167,7 @@ def gather(path: Path) -> Gathered:
         points_seen=seen,
         audited=audited,
         audit=folder.audit(),
+        survivors=folder.survivors(),
         conversations=conversations,
         failures=events.failures[:MAX_FAILURES],
         num_failures=len(events.failures),

@@ -7,6 +7,7 @@ at most one torn one at the end. Reading needs no torch: a report can be made on
 import dataclasses
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ Row = dict[str, Any]
 
 CONFIG, METRICS, EVENTS = "config.json", "metrics.jsonl", "events.jsonl"
 TRAJECTORIES, SAMPLES, ERROR, REPORT = "trajectories.jsonl", "samples.jsonl", "error.txt", "report.html"
-AUDIT = "audit.json"
+AUDIT, SURVIVORS = "audit.json", "survivors.json"
 
 
 class Sink(Protocol):
@@ -65,6 +66,15 @@ def dumps(value: Any, indent: int | None = None) -> str:
     return json.dumps(plain(value), allow_nan=False, ensure_ascii=False, indent=indent)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file aside and rename it. Nothing is written through a link that somebody put in its place."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.unlink(missing_ok=True)
+    with fresh.open("x", encoding="utf-8", errors="replace", newline="\n") as file:
+        file.write(text)
+    fresh.replace(path)
+
+
 class RunLog:
     """The files of one run, for writing. Also a `Sink`. Every line is on its way to disk when the call returns.
 
@@ -89,6 +99,20 @@ class RunLog:
         log = cls(path, clock)
         with (path / CONFIG).open("x", encoding="utf-8") as file:
             file.write(dumps({} if config is None else config, indent=2) + "\n")
+        return log
+
+    @classmethod
+    def reopen(cls, path: Path, step: int, config: Any, *, clock: Callable[[], float] = time.monotonic) -> Self:
+        """Go on in a run folder after `step`, which is to be written down again. The run's time goes on."""
+        written = max((float(row.get("time", 0.0)) for row in read_jsonl(path / EVENTS)), default=0.0)
+        for name, newest in ((METRICS, step - 1), (TRAJECTORIES, step), (SAMPLES, step)):
+            rows = [row for row in read_jsonl(path / name) if row["step"] <= newest]
+            write_whole(path / name, "".join(dumps(row) + "\n" for row in rows))
+        write_whole(path / EVENTS, "".join(dumps(row) + "\n" for row in read_jsonl(path / EVENTS)))
+        write_whole(path / CONFIG, dumps(config, indent=2) + "\n")
+        (path / ERROR).unlink(missing_ok=True)
+        log = cls(path, clock)
+        log._start -= written
         return log
 
     @property
@@ -216,7 +240,7 @@ class RunFolder:
 
     def config(self) -> Row:
         """`config.json`, or an empty dict."""
-        if not (self.path / CONFIG).is_file():
+        if not self._holds(CONFIG):
             self._gap(f"{CONFIG} is missing")
         return self._object(CONFIG)
 
@@ -224,13 +248,17 @@ class RunFolder:
         """`audit.json`, or an empty dict: few runs are audited."""
         return self._object(AUDIT)
 
+    def survivors(self) -> Row:
+        """`survivors.json`, or an empty dict."""
+        return self._object(SURVIVORS)
+
     def metrics(self) -> list[Row]:
         """One row per step."""
         return list(self.rows(METRICS))
 
     def rows(self, name: str) -> Iterator[Row]:
         """The objects of a JSON-lines file as far as they can be read."""
-        if not (self.path / name).is_file():
+        if not self._holds(name):
             self._gap(f"{name} is missing")
             return
         try:
@@ -241,11 +269,11 @@ class RunFolder:
     def error(self) -> str:
         """Why the run failed; empty when it did not."""
         file = self.path / ERROR
-        return file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
+        return file.read_text(encoding="utf-8", errors="replace").strip() if self._holds(ERROR) else ""
 
     def _object(self, name: str) -> Row:
         """What a JSON file holds; an empty dict of none, or of one that is broken."""
-        if not (self.path / name).is_file():
+        if not self._holds(name):
             return {}
         try:
             held = json.loads((self.path / name).read_bytes())
@@ -255,6 +283,13 @@ class RunFolder:
             return held
         self._gap(f"{name} is not a JSON object")
         return {}
+
+    def _holds(self, name: str) -> bool:
+        """Whether a file is there. A link is none: a folder from somebody else could show files of yours."""
+        if (self.path / name).is_symlink():
+            self._gap(f"{name} is a link, and links are not followed")
+            return False
+        return (self.path / name).is_file()
 
     def _gap(self, text: str) -> None:
         if text not in self.gaps:

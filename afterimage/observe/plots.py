@@ -59,6 +59,8 @@ class Line:
     faint: bool = False
     band: bool = False
     """Draw the intervals as an area instead of whiskers."""
+    steps: bool = False
+    """A value holds until the next point."""
     show: Callable[[float], str] = amount
 
 
@@ -161,6 +163,8 @@ def _line(line: Line, frame: Frame) -> Markup:
     spots = [(frame.at_x(x), frame.at_y(y)) for x, y in line.points]
     parts: list[Markup] = []
     path = "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in spots)
+    if line.steps:
+        path = f"M{spots[0][0]:.1f},{spots[0][1]:.1f}" + "".join(f"H{x:.1f}V{y:.1f}" for x, y in spots[1:])
     if len(spots) > 1:
         parts.append(el("path", class_=f"line {line.colour}{' faint' if line.faint else ''}", d=path))
     edges = [(x, frame.at_y(low), frame.at_y(high)) for (x, _), (low, high) in zip(spots, line.intervals, strict=False)]

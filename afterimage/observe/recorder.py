@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from afterimage.observe.metrics import RunLog, Sink
 
 if TYPE_CHECKING:  # the records bring torch along, and a report must not need it
-    from afterimage.trajectory import Failure, Piece, Trajectory
+    from afterimage.trajectory import Failure, Group, Piece
 
 
 class Watcher(Protocol):
@@ -54,8 +54,11 @@ class Recorder:
         with self._log.span(lane, label):
             yield
 
-    def points(self, points: Iterable[Mapping[str, Any]]) -> None:
-        self._log.points(points)
+    def learnt(self, step: int, *, points: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> None:
+        """Some tokens of a batch, and what happened to the route meanwhile."""
+        self._log.points({"step": step, **point} for point in points)
+        for happened in events:
+            self._log.event(step=step, **happened)
 
     def failure(self, episode: int, failure: "Failure", final: bool) -> None:
         """An attempt that its environment could not finish; `final` when the episode is not begun again."""
@@ -71,9 +74,9 @@ class Recorder:
         )
         self._watcher.note(f"episode {episode} of {failure.task.key} failed in {failure.stage}: {failure.error}")
 
-    def trajectories(self, step: int, finished: Iterable["Trajectory"]) -> None:
+    def trajectories(self, step: int, groups: Iterable["Group"]) -> None:
         """The conversations that a step trained on."""
-        for trajectory in finished:
+        for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
             self._log.trajectory(
                 {
                     "step": step,

@@ -2,14 +2,13 @@
 
 import base64
 import hashlib
-import os
 from importlib.resources import files
 from pathlib import Path
 
-from afterimage.observe import audited, figures, sections
+from afterimage.observe import audited, figures, sections, survivors
 from afterimage.observe.gather import Gathered, gather
 from afterimage.observe.markup import Markup, el, join
-from afterimage.observe.metrics import REPORT
+from afterimage.observe.metrics import REPORT, write_whole
 from afterimage.observe.timeline import pace
 
 
@@ -19,10 +18,8 @@ def write_report(run_folder: Path) -> Path:
     Raises `ConfigError` when the folder holds no run. An older report is replaced as a whole.
     """
     page = render(gather(run_folder))
-    path, fresh = run_folder / REPORT, run_folder / f".{REPORT}.{os.getpid()}"
-    fresh.write_bytes(page.encode("utf-8", "replace"))
-    fresh.replace(path)
-    return path
+    write_whole(run_folder / REPORT, page)
+    return run_folder / REPORT
 
 
 def render(run: Gathered) -> str:
@@ -37,6 +34,7 @@ def render(run: Gathered) -> str:
         figures.two_factors(run),
         audited.audit(run),
         pace(run),
+        survivors.trained_on(run),
         sections.conversations(run),
         sections.failures(run),
         sections.reproduce(run),

@@ -162,6 +162,60 @@ def waiting(rows: Sequence[Mapping[str, Any]]) -> Waiting:
     )
 
 
+FATES = {
+    "trained": "trained on",
+    "waiting": "waiting to be trained on",
+    "failed": "failed, begun again",
+    "given_up": "failed, given up",
+    "restarted": "begun again on resume",
+    "open": "open",
+}
+"""How an attempt at an episode ended."""
+LOST = frozenset({"failed", "given_up", "restarted"})
+
+LOST_LEAST, LOST_ERRORS = 10, 3
+"""Lost attempts, and standard errors between the means, from which on a difference is told."""
+
+
+def survivorship(place: Mapping[str, Any]) -> tuple[str, bool]:
+    """Whether what an environment lost differs in length from what was kept, and whether long ones were lost first.
+
+    >>> means = {"lost": 30, "kept": 970, "lost_mean": 412.0, "kept_mean": 196.0, "se": 20.0}
+    >>> print(survivorship({"contrast": means})[0])
+    Lost attempts were 2.1 times as long as kept ones (412 sampled tokens against 196, 30 attempts): long ones are \
+lost first.
+    """
+    kinds, means = place.get("kinds"), place.get("contrast")
+    if isinstance(kinds, Mapping) and not LOST & kinds.keys():
+        return "No attempt that ended was lost.", False
+    found = means if isinstance(means, Mapping) else {}
+    lost, kept = number(found.get("lost_mean")), number(found.get("kept_mean"))
+    count, error = number(found.get("lost")), number(found.get("se"))
+    if lost is None or kept is None or count is None or error is None:
+        return "No difference in length can be told: fewer than two attempts were lost, or fewer than two kept.", False
+    means_told = f"{amount(lost)} sampled tokens against {amount(kept)}, {amount(count)} attempts"
+    if count < LOST_LEAST or abs(lost - kept) <= LOST_ERRORS * error:
+        return f"No difference in length can be told between lost attempts and kept ones ({means_told}).", False
+    times = f"{lost / kept:.2g} times" if kept else "infinitely"
+    if lost > kept:
+        return f"Lost attempts were {times} as long as kept ones ({means_told}): long ones are lost first.", True
+    told = f"Lost attempts broke after {times} the length of kept ones ({means_told}). "
+    return told + "How long they would have become is not known.", False
+
+
+def censored(place: Mapping[str, Any]) -> str:
+    """What the open attempts of an environment are; empty if there are none."""
+    kinds = place.get("kinds")
+    alike = kinds.get("open") if isinstance(kinds, Mapping) else None
+    count = number(alike.get("count")) if isinstance(alike, Mapping) else None
+    if not count:
+        return ""
+    return (
+        f"{count:,.0f} open: neither kept nor lost. Long episodes are over-represented among open ones by "
+        "construction: they are open longer."
+    )
+
+
 def is_exact(setting: Any) -> bool:
     """Whether each token's old_logp is of the very version that sampled it, as `OldLogpsConfig.exact` has it."""
     route = setting("old_logps.route")

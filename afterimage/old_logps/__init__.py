@@ -113,7 +113,10 @@ class OldLogps(Protocol):
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """All that `restore` needs."""
+        """All that `restore` needs: dicts (by str or int), lists, tensors, numbers, strings, booleans, None.
+
+        May wait for what the route has to do about the versions published so far.
+        """
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None: ...

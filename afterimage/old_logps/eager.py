@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from afterimage.old_logps import OldLogps, Passive, Scoring, has_clean_behavior
+from afterimage.old_logps import OldLogps, Passive, Scoring, Weights, has_clean_behavior
 from afterimage.old_logps.scored import Answers, Backlog, place_of
 from afterimage.policy import Policy
 from afterimage.trajectory import Batch, Open
@@ -93,6 +93,11 @@ class Eager(Passive):
     def restore(self, state: Mapping[str, Any]) -> None:
         self._answers.restore(state["answers"])
         self.fallback.restore(state["fallback"])
+
+    def recover(self, past: Mapping[int, Sequence[Open]], weights: Weights) -> None:
+        """What it has no answer to itself is the fallback's, as it is when a version is closed."""
+        lacking = {version: self._answers.lacking(pieces) for version, pieces in past.items()}
+        self.fallback.recover({version: pieces for version, pieces in lacking.items() if pieces}, weights)
 
     def close(self) -> None:
         self.fallback.close()

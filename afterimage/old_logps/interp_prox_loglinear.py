@@ -26,7 +26,7 @@ class InterpProxLoglinear(Passive):
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         if now.shape != batch.sampled.shape:
             raise ValueError(f"an interpolated proxy needs `now` for {len(batch.sampled)} tokens, got {len(now)}")
-        lag = self._policy.version - batch.version
+        lag = self._policy.lag(batch.version)
         alpha = proxies.weight_of_now(lag, fresh=self._fresh) if self._alpha is None else self._alpha
         values = self._between(batch.behavior_logp, now, alpha, sampled=batch.sampled)
         return values, torch.zeros_like(batch.sampled)

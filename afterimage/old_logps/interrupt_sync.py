@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from afterimage.old_logps import Needs, Passive, Scoring, has_clean_behavior
+from afterimage.old_logps import Needs, Passive, Scoring, Weights, has_clean_behavior
 from afterimage.old_logps.scored import Answers, place_of, require_answers
 from afterimage.policy import Policy
 from afterimage.trajectory import Batch, Open
@@ -60,3 +60,6 @@ class InterruptSync(Passive):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._answers.restore(state["answers"])
+
+    def recover(self, past: Mapping[int, Sequence[Open]], weights: Weights) -> None:
+        self._answers.recover(self._policy, past, weights)

@@ -3,9 +3,10 @@
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from socket import MSG_DONTWAIT
 from typing import Any
 
@@ -13,17 +14,17 @@ import torch
 from safetensors.torch import save as pack_tensors
 from torch import Tensor
 
-from afterimage.old_logps import Needs, Passive, Scoring, has_clean_behavior
+from afterimage.old_logps import Needs, Passive, Scoring, Weights, has_clean_behavior
 from afterimage.old_logps.scored import Answers, Place, place_of, require_answers
 from afterimage.policy import DTYPES, Policy
 from afterimage.trajectory import Batch, Open
-from afterimage.wire import Child, Frames, Header, pack
+from afterimage.wire import Child, ChildFrozen, Frames, Header, pack
 
 _READ_BYTES = 1 << 20
 
 
 class OldLogitModelDied(RuntimeError):
-    """The process that scores is gone, and with it the answers it owed. The message has its last words."""
+    """The process that scores is gone or frozen, and with it the answers it owed. The message has its last words."""
 
 
 class OldLogitModel(Passive):
@@ -36,13 +37,18 @@ class OldLogitModel(Passive):
 
     Everything to the process goes through one writer thread, in order, so that handing over never blocks; what it
     says is read when the trainer's thread calls. The process starts at the first publication.
+
+    With `lockstep` nothing depends on how fast the process is: pieces are held back until their version is left or
+    somebody asks, go out together in a fixed order, and every answer is waited for.
     """
 
     needs = Needs(resident_models=1)
 
-    def __init__(self, policy: Policy, *, scoring: Scoring) -> None:
+    def __init__(self, policy: Policy, *, scoring: Scoring, lockstep: bool = False) -> None:
         self._policy = policy
         self._answers = Answers(scoring)
+        self._lockstep = lockstep
+        self._held_back: dict[Place, Sequence[int]] = {}
         self._owed: dict[Place, None] = {}
         """Pieces that were handed over and are not answered, in order."""
         self._sent = self._loaded = -1
@@ -68,8 +74,10 @@ class OldLogitModel(Passive):
         self._wait_s += self._catch_up(lambda: self._loaded != self._sent)
 
     def published(self, policy: Policy, live: Collection[int]) -> None:
-        """Only tells the process."""
+        """Only tells the process, unless in lockstep."""
         self._policy = policy
+        if self._lockstep:
+            self._wait_s += self._settle()
         self._answers.keep(live, policy.version)
         if policy.version == self._sent:
             return
@@ -80,15 +88,20 @@ class OldLogitModel(Passive):
         self._sent = policy.version
 
     def arrived(self, piece: Open) -> None:
-        place = place_of(piece)
-        self._owed[place] = None
-        self._tell({"op": "piece", "place": place, "tokens": piece.tokens})
+        if self._lockstep:
+            self._held_back[place_of(piece)] = piece.tokens
+        else:
+            self._hand_over({place_of(piece): piece.tokens})
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         """LookupError if a token's piece never arrived."""
         own = self._policy.version if self._policy.at_version else -1
         episodes = set(batch.episodes)
-        self._answer_wait_s += self._catch_up(lambda: self._owes(lambda p: p.episode in episodes and p.version != own))
+        if self._lockstep:
+            self._answer_wait_s += self._settle()
+        else:
+            due = partial(self._owes, lambda place: place.episode in episodes and place.version != own)
+            self._answer_wait_s += self._catch_up(due)
         values, answered = self._answers.ask(self._policy, batch)
         require_answers(batch, answered, why="their pieces never arrived, or long before this batch")
         return values, has_clean_behavior(batch)
@@ -105,11 +118,15 @@ class OldLogitModel(Passive):
 
     def state(self) -> Mapping[str, Any]:
         """Waits until every piece of the versions published so far is answered."""
-        self._catch_up(lambda: self._owes(lambda place: True))
+        self._settle()
         return {"answers": self._answers.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._answers.restore(state["answers"])
+
+    def recover(self, past: Mapping[int, Sequence[Open]], weights: Weights) -> None:
+        """In this process: the other one follows the versions from the first publication on."""
+        self._answers.recover(self._policy, past, weights)
 
     def close(self) -> None:
         self._started.set()
@@ -133,6 +150,17 @@ class OldLogitModel(Passive):
         self._child = Child("old-logit", "afterimage.old_logps.old_logit_worker", options, threads=1)
         self._started.set()
 
+    def _hand_over(self, pieces: Mapping[Place, Sequence[int]]) -> None:
+        self._owed.update(dict.fromkeys(pieces))
+        self._tell({"op": "pieces", "pieces": list(pieces.items())})
+
+    def _settle(self) -> float:
+        """Hand over what was held back, and wait for all answers that are owed. Seconds it took."""
+        due = {place: self._held_back.pop(place) for place in sorted(self._held_back) if place.version <= self._sent}
+        if due:
+            self._hand_over(due)
+        return self._catch_up(partial(self._owes, lambda place: True))
+
     def _tell(self, header: Header, body: bytes = b"") -> None:
         self._writer.submit(self._write, pack(header, body))
 
@@ -154,11 +182,13 @@ class OldLogitModel(Passive):
         return time.perf_counter() - began
 
     def _hear(self, child: Child, *, wait: bool) -> bool:
-        """Read once. False if there was nothing to read. Raises `OldLogitModelDied` at the end of the process."""
+        """Read once. False if there was nothing to read. Raises `OldLogitModelDied` when the process runs no more."""
         try:
-            data = child.socket.recv(_READ_BYTES, 0 if wait else MSG_DONTWAIT)
+            data = child.recv(_READ_BYTES) if wait else child.socket.recv(_READ_BYTES, MSG_DONTWAIT)
         except BlockingIOError:
             return False
+        except ChildFrozen as error:
+            raise OldLogitModelDied(str(error)) from error
         except ConnectionResetError:
             data = b""
         if not data:

@@ -76,8 +76,9 @@ class _Worker:
             if header["op"] == "load":
                 self._next.append((header["version"], body))
                 continue
-            place = Place(*header["place"])
-            self._pieces.setdefault(place.version, Backlog()).put(place, header["tokens"])
+            for held, tokens in header["pieces"]:
+                place = Place(*held)
+                self._pieces.setdefault(place.version, Backlog()).put(place, tokens)
         return bool(data)
 
     def _score(self, backlog: Backlog) -> None:

@@ -69,7 +69,7 @@ class PpoEwmaAsync(Passive):
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         if self._version != self._policy.version:
             self._take(batch)
-        lag = self._policy.version - batch.version
+        lag = self._policy.lag(batch.version)
         choice = proxies.nearest_age(lag, [average.age for average in self.averages])
         values = torch.zeros_like(batch.behavior_logp)
         for number, average in enumerate(self.averages):
@@ -87,7 +87,7 @@ class PpoEwmaAsync(Passive):
             raise RuntimeError(f"version {self._policy.version} is gone: its first batch was not scored before a step")
         self._version = self._policy.version
         theta = self._policy.weights()
-        targets = staleness_targets(self._policy.version - batch.version[batch.sampled], len(self.averages))
+        targets = staleness_targets(self._policy.lag(batch.version[batch.sampled]), len(self.averages))
         for average, target in zip(self.averages, targets, strict=True):
             if self._due or not average.tensors:
                 average.reset(theta)

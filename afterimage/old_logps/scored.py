@@ -2,12 +2,12 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from afterimage.old_logps import Scoring
+from afterimage.old_logps import Scoring, Weights
 from afterimage.policy import Packed, Policy
 from afterimage.trajectory import Batch, Open
 
@@ -30,12 +30,12 @@ def score_pieces(
     """`old_logp` of pieces of the version that `policy` holds, and the tokens that were forwarded for them.
 
     Each piece comes with all tokens of its episode up to its own end. Those of one episode share one sequence: the
-    longest begins with all the others.
+    longest begins with all the others. How they are packed does not depend on the order in which they came.
     """
     if not pieces:
         return {}, 0
     longest: dict[int, Sequence[int]] = {}
-    for place, tokens in pieces.items():
+    for place, tokens in sorted(pieces.items()):
         longest[place.episode] = max(longest.get(place.episode, ()), tokens, key=len)
     offsets = tuple(accumulate(map(len, longest.values()), initial=0))
     begins = dict(zip(longest, offsets[:-1], strict=True))
@@ -95,6 +95,14 @@ class Answers:
         """Those that have no answer."""
         return [piece for piece in pieces if place_of(piece) not in self._held]
 
+    def recover(self, policy: Policy, past: Mapping[int, Sequence[Open]], weights: Weights) -> None:
+        """Score what has no answer, by a model made for it that holds the weights of each version in turn."""
+        lacking = {version: pieces for version in sorted(past) if (pieces := self.lacking(past[version]))}
+        movable = policy.twin() if lacking else policy
+        for version, pieces in lacking.items():
+            movable.load_weights(weights(version))
+            self.score(movable, {place_of(piece): piece.tokens for piece in pieces})
+
     def ask(self, policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
         """`(values [T], answered [T])`. What `policy` is still at it answers itself; 0 where nobody can answer."""
         values = torch.zeros(len(batch.tokens), dtype=torch.promote_types(policy.dtype, torch.float32))
@@ -124,11 +132,18 @@ class Answers:
         spent, self._forward_tokens = self._forward_tokens, 0
         return spent
 
-    def state(self) -> list[Any]:
-        return [(*place, answer.clone()) for place, answer in self._held.items()]
+    def state(self) -> Mapping[str, Tensor]:
+        """All answers end to end; a row of `places` is `(version, episode, start, length)`."""
+        places = [(*place, len(answer)) for place, answer in self._held.items()]
+        return {
+            "places": torch.tensor(places, dtype=torch.long).view(-1, 4),
+            "logp": torch.cat([torch.empty(0), *self._held.values()]),
+        }
 
-    def restore(self, state: Iterable[Any]) -> None:
-        self._held = {Place(version, episode, start): answer for version, episode, start, answer in state}
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        places = state["places"].tolist()
+        answers = state["logp"].split([length for *_, length in places])
+        self._held = {Place(*place): answer for (*place, _), answer in zip(places, answers, strict=True)}
 
 
 def require_answers(batch: Batch, answered: Tensor, *, why: str) -> None:

@@ -1,15 +1,15 @@
 """`snapshot_old`: the weights of every version that a token still needs are kept, and score it. Exact."""
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from afterimage.old_logps import Needs, Passive, Scoring, has_clean_behavior
+from afterimage.old_logps import Needs, Passive, Scoring, Weights, has_clean_behavior
 from afterimage.policy import Policy
-from afterimage.trajectory import Batch
+from afterimage.trajectory import Batch, Open
 from afterimage.versions import VersionStore
 
 
@@ -91,6 +91,12 @@ class SnapshotOld(Passive):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.store.restore(state["store"])
+
+    def recover(self, past: Mapping[int, Sequence[Open]], weights: Weights) -> None:
+        """The versions that its store lacks are newer than those it has: it had whatever was needed."""
+        self.store.keep(past)  # what nobody needs must not count against the memory limit
+        for version in sorted(past.keys() - set(self.store.versions)):
+            self.store.put(version, weights(version))
 
     def close(self) -> None:
         self.store.close()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from afterimage.versions.codec import Delta, apply, checksum, dumps, encode, loads, whole, words
+from afterimage.versions.codec import Delta, apply, check_fit, checksum, dumps, encode, loads, whole, words
 from afterimage.versions.shelf import Shelf
 
 __all__ = ["Delta", "StoreFull", "VersionStore"]
@@ -163,6 +163,7 @@ class VersionStore:
             "versions": list(self._versions),
             "aliases": dict(self._aliases),
             "movable": {name: tensor.clone() for name, tensor in self._movable.items()},
+            "checksum": checksum(self._movable),
             "shelf": {
                 version: torch.frombuffer(bytearray(dumps(self._shelf.get(version))), dtype=torch.uint8)
                 for version in self._shelf.versions
@@ -170,7 +171,7 @@ class VersionStore:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """From a store of the same storage. The movable copy goes where it was."""
+        """From a store of the same storage. The movable copy goes where it was. ValueError for what cannot be one."""
         if state["full"] != self._full:
             raise ValueError("a store goes on from a state of the same storage: keep old_logps.storage as it was")
         if not self._movable:
@@ -180,12 +181,15 @@ class VersionStore:
             state["movable"] | {a: state["movable"][name] for a, name in state["aliases"].items()}
         ):
             raise ValueError(f"the state does not fit the store's weights: {wrong[:4]}")
+        deltas = {int(version): loads(held.numpy().tobytes()) for version, held in state["shelf"].items()}
+        self._check_chain(deltas, state)
         for name, tensor in self._movable.items():
             words(tensor).copy_(words(state["movable"][name]))
         self._shelf.close()
-        for version, held in state["shelf"].items():
-            self._shelf.put(int(version), loads(held.numpy().tobytes()))
+        for version, delta in deltas.items():
+            self._shelf.put(version, delta)
         self._versions, self._at = list(state["versions"]), state["at"]
+        self._check_copy(state["checksum"])
 
     def close(self) -> None:
         """Forget every version, and remove the files."""
@@ -229,6 +233,36 @@ class VersionStore:
                 apply(delta.tensors[name], difference)
             merged[name] = encode(difference)
         return Delta(before, links[-1], deltas[-1].checksum, merged)
+
+    def _check_chain(self, deltas: Mapping[int, Delta], state: Mapping[str, Any]) -> None:
+        """A state is whole: each version but the first has what leads to it, for the weights that there are."""
+        versions, at = state["versions"], state["at"]
+        pairs = [(-1, version) for version in versions] if self._full else list(pairwise(versions))
+        links = [(after, before, after) for before, after in pairs]
+        found = sorted((version, delta.base, delta.version) for version, delta in deltas.items())
+        if found != links or versions != sorted(set(versions)):
+            raise ValueError(f"the state is not whole: {found} where {links} should lead to each, from and to")
+        if at not in (versions or [-1]):
+            raise ValueError(f"the state's copy stands at version {at}, which is none of {versions}")
+        own = {name: state["movable"][name] for name in self._movable}
+        for version, delta in deltas.items():
+            if delta.tensors.keys() != own.keys():
+                raise ValueError(
+                    f"version {version} has other weights: {sorted(delta.tensors.keys() ^ own.keys())[:4]}"
+                )
+            for name, encoded in delta.tensors.items():
+                check_fit(encoded, words(own[name]))
+
+    def _check_copy(self, written: int) -> None:
+        """The copy is the version that it stands at: nothing says so of the first, so one step is taken from there."""
+        at, known = self._at, self._shelf.versions
+        sound = checksum(self._movable) == written
+        if known and sound:
+            self.move_to(at if at in known else self._versions[1])
+            sound = checksum(self._movable) == self._shelf.get(self._at).checksum
+            self.move_to(at)
+        if not sound:
+            raise ValueError(f"the state's copy is not version {at}: the checksum differs")
 
     def _difference(self, name: str, tensor: Tensor) -> Tensor:
         mine = words(self._movable[name])

@@ -6,13 +6,16 @@
 
 XOR is its own inverse: what leads from one version to the next leads back. Words are integers of the element's size,
 so that NaN payloads, -0.0 and denormals are what they are. Coding is done on the CPU, one tensor at a time.
+
+What is read may be damaged or from somebody else: whatever it is, it gives the delta that was written or a ValueError,
+and takes no more memory than the bytes given and the tensors it is applied to.
 """
 
 import json
 import struct
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -34,19 +37,34 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HEADER = struct.Struct("<Q")
 
 Array = npt.NDArray[Any]
+Kind = Literal["sparse", "packed", "raw"]
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """The difference of one tensor."""
 
-    kind: Literal["sparse", "packed", "raw"]
+    kind: Kind
     words: int
     width: int
     """Bytes of a word."""
     changed: int
     """Words that differ."""
     streams: tuple[bytes, ...]
+
+    def __post_init__(self) -> None:
+        numbers = (self.words, self.width, self.changed)
+        if any(type(number) is not int for number in numbers) or self.width not in _WORDS:
+            raise ValueError(
+                f"no difference has {self.words!r} words of {self.width!r} bytes, {self.changed!r} changed"
+            )
+        wanted = {"sparse": 1 + self.width, "packed": self.width, "raw": 1}[self.kind]
+        if not 0 <= self.changed <= self.words or len(self.streams) != (wanted if self.changed else 0):
+            raise ValueError(
+                f"{self.changed} of {self.words} words changed cannot be {self.kind} in {len(self.streams)} streams"
+            )
+        if self.kind == "raw" and self.changed and self.nbytes != self.words * self.width:
+            raise ValueError(f"{self.words} words of {self.width} bytes are not {self.nbytes} bytes")
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +113,7 @@ def encode(difference: Tensor) -> Encoded:
     flat = difference.cpu().contiguous().numpy().reshape(-1)
     where = flat.nonzero()[0]
     share = len(where) / max(1, len(flat))
-    written: list[tuple[Literal["sparse", "packed"], tuple[bytes, ...]]] = []
+    written: list[tuple[Kind, tuple[bytes, ...]]] = []
     if share <= SPARSE_BELOW:
         written.append(("sparse", (_pack(_gaps(where)), *_planes(flat[where])) if len(where) else ()))
     if share >= PACKED_ABOVE:
@@ -115,16 +133,16 @@ def whole(tensor: Tensor) -> Encoded:
 
 def apply(encoded: Encoded, target: Tensor) -> None:
     """XOR the difference into `target`, a tensor's `words`, in place."""
-    _check_fit(encoded, target)
+    check_fit(encoded, target)
     if not encoded.streams:
         return
     flat = target.reshape(-1)
     match encoded.kind:
         case "sparse":
             where = torch.from_numpy(_indices(encoded)).to(flat.device)
-            flat[where] ^= _unplane(encoded.streams[1:], encoded.width).to(flat.device)
+            flat[where] ^= _unplane(encoded.streams[1:], encoded.changed).to(flat.device)
         case "packed":
-            flat ^= _unplane(encoded.streams, encoded.width).to(flat.device)
+            flat ^= _unplane(encoded.streams, encoded.words).to(flat.device)
         case "raw":
             flat ^= torch.frombuffer(bytearray(encoded.streams[0]), dtype=target.dtype).to(flat.device)
     if not target.is_contiguous():
@@ -134,7 +152,8 @@ def apply(encoded: Encoded, target: Tensor) -> None:
 def advance(tensors: Mapping[str, Tensor], delta: Delta) -> None:
     """From the weights of `delta.base` to those of `delta.version`, in place.
 
-    Raises ValueError if what comes out is not that version, bit for bit; the tensors are then as they were.
+    Raises ValueError if it cannot be applied or what comes out is not that version, bit for bit; the tensors are then
+    as they were.
     """
     if tensors.keys() != delta.tensors.keys():
         raise ValueError(
@@ -142,16 +161,21 @@ def advance(tensors: Mapping[str, Tensor], delta: Delta) -> None:
         )
     targets = {name: words(tensor) for name, tensor in tensors.items()}
     for name, encoded in delta.tensors.items():
-        _check_fit(encoded, targets[name])
-    for name, encoded in delta.tensors.items():
-        apply(encoded, targets[name])
-    if checksum(tensors) != delta.checksum:
+        check_fit(encoded, targets[name])
+    applied = []
+    try:
         for name, encoded in delta.tensors.items():
             apply(encoded, targets[name])
-        raise ValueError(
-            f"the delta from version {delta.base} does not lead to the weights of version {delta.version}: the "
-            "checksum differs, so it was applied to other weights than it was formed from"
-        )
+            applied.append(name)
+        if checksum(tensors) != delta.checksum:
+            raise ValueError(
+                f"the delta from version {delta.base} does not lead to the weights of version {delta.version}: the "
+                "checksum differs, so it was applied to other weights than it was formed from"
+            )
+    except ValueError:
+        for name in applied:
+            apply(delta.tensors[name], targets[name])
+        raise
 
 
 def dumps(delta: Delta) -> bytes:
@@ -162,24 +186,55 @@ def dumps(delta: Delta) -> bytes:
         streams |= {f"{name}/{i}": np.frombuffer(stream, np.uint8) for i, stream in enumerate(encoded.streams)}
         tensors[name] = asdict(encoded) | {"streams": len(encoded.streams)}
     about = {"base": delta.base, "version": delta.version, "checksum": delta.checksum, "tensors": tensors}
-    return save(streams, {"delta": json.dumps(about)})
+    text = json.dumps(about)
+    return save(streams, {"delta": f"{_seal(text, delta.tensors)} {text}"})  # of several entries the order is random
 
 
 def loads(data: bytes) -> Delta:
-    """What `dumps` wrote."""
+    """What `dumps` wrote, or a ValueError."""
+    try:
+        return _loads(data)
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"these {len(data):,} bytes are no delta as it was written: {error!r}") from error
+
+
+def _loads(data: bytes) -> Delta:
     (size,) = _HEADER.unpack_from(data)
     start = _HEADER.size + size
     header = json.loads(data[_HEADER.size : start])
-    about = json.loads(header["__metadata__"]["delta"])
+    metadata = header.pop("__metadata__")
+    seal, _, text = metadata["delta"].partition(" ")
+    about = json.loads(text)
+    left = len(data) - start
     tensors = {}
-    for name, fields in about.pop("tensors").items():
-        spans = [header[f"{name}/{i}"]["data_offsets"] for i in range(fields["streams"])]
-        streams = tuple(data[start + first : start + last] for first, last in spans)
-        tensors[name] = Encoded(**fields | {"streams": streams})
-    return Delta(tensors=tensors, **about)
+    for name, given in about.pop("tensors").items():
+        streams = []
+        for i in range(given["streams"]):
+            first, last = header.pop(f"{name}/{i}")["data_offsets"]
+            left -= last - first
+            if not 0 <= first <= last <= len(data) - start or left < 0:
+                raise ValueError(f"stream {i} of {name} is not in the file")
+            streams.append(data[start + first : start + last])
+        tensors[name] = Encoded(**given | {"streams": tuple(streams)})
+    if seal != str(_seal(text, tensors)) or header or left:
+        raise ValueError("its checksum differs")
+    delta = Delta(tensors=tensors, **about)
+    if any(type(getattr(delta, each.name)) is not int for each in fields(Delta)[:3]):
+        raise ValueError("base, version and checksum must be whole numbers")
+    return delta
 
 
-def _check_fit(encoded: Encoded, target: Tensor) -> None:
+def _seal(about: str, tensors: Mapping[str, Encoded]) -> int:
+    """CRC-32 of all that is written."""
+    crc = zlib.crc32(about.encode())
+    for encoded in tensors.values():
+        for stream in encoded.streams:
+            crc = zlib.crc32(stream, crc)
+    return crc
+
+
+def check_fit(encoded: Encoded, target: Tensor) -> None:
+    """ValueError when the difference is that of another shape."""
     if (encoded.words, encoded.width) != (target.numel(), target.element_size()):
         raise ValueError(
             f"a difference of {encoded.words} words of {encoded.width} bytes does not fit a tensor of "
@@ -191,8 +246,15 @@ def _pack(array: Array) -> bytes:
     return zstandard.ZstdCompressor(compression_params=_ENTROPY).compress(np.ascontiguousarray(array).data)
 
 
-def _unpack(stream: bytes) -> npt.NDArray[np.uint8]:
-    return np.frombuffer(zstandard.ZstdDecompressor().decompress(stream), np.uint8)
+def _unpack(stream: bytes, low: int, high: int) -> npt.NDArray[np.uint8]:
+    """Of a stream that says it has from `low` to `high` bytes: what it says is what would be allocated."""
+    try:
+        size = zstandard.frame_content_size(stream)
+        if not low <= size <= high:
+            raise ValueError(f"a stream of {size} bytes where {low} to {high} belong")
+        return np.frombuffer(zstandard.ZstdDecompressor().decompress(stream, allow_extra_data=False), np.uint8)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"a stream cannot be read: {error}") from error
 
 
 def _planes(array: Array) -> tuple[bytes, ...]:
@@ -200,8 +262,9 @@ def _planes(array: Array) -> tuple[bytes, ...]:
     return tuple(_pack(plane) for plane in array.view(np.uint8).reshape(-1, array.itemsize).T)
 
 
-def _unplane(streams: tuple[bytes, ...], width: int) -> Tensor:
-    return torch.from_numpy(np.stack([_unpack(stream) for stream in streams], axis=1)).view(_WORDS[width]).squeeze(1)
+def _unplane(streams: tuple[bytes, ...], count: int) -> Tensor:
+    planes = [_unpack(stream, count, count) for stream in streams]
+    return torch.from_numpy(np.stack(planes, axis=1)).view(_WORDS[len(streams)]).squeeze(1)
 
 
 def _gaps(where: Array) -> npt.NDArray[np.uint8]:
@@ -217,8 +280,13 @@ def _gaps(where: Array) -> npt.NDArray[np.uint8]:
 
 
 def _indices(encoded: Encoded) -> npt.NDArray[np.int64]:
-    coded = _unpack(encoded.streams[0])
+    coded = _unpack(encoded.streams[0], encoded.changed, encoded.changed + encoded.words // _ESCAPE)
     skipped = np.cumsum(coded, dtype=np.int64)
     if len(coded) > encoded.changed:
         skipped = skipped[coded != _ESCAPE]
-    return skipped + np.arange(encoded.changed)
+    if len(skipped) != encoded.changed:
+        raise ValueError(f"{len(skipped)} places for {encoded.changed} words")
+    where = skipped + np.arange(encoded.changed)
+    if len(where) and where[-1] >= encoded.words:
+        raise ValueError(f"word {where[-1]} of {encoded.words}")
+    return where

@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from afterimage.engines import Engine, SamplingParams
 from afterimage.engines.embedded import EmbeddedEngine
 from afterimage.engines.scripted import ScriptedEngine
+from afterimage.engines.supervised import Supervised
 from afterimage.testing import check_engine
 
 POSITIONS = 1536
@@ -57,8 +58,23 @@ def test_embedded_engine_keeps_the_contract(kind: str, tmp_path: Path) -> None:
     check_engine(lambda: _embedded(tmp_path), update=_weights(model))
 
 
-def _embedded(folder: Path) -> Engine:
-    return EmbeddedEngine(folder, dtype="float32", max_slots=4, max_context=POSITIONS)
+def test_embedded_engine_keeps_the_contract_in_lockstep(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = MODELS["qwen3"]()
+    model.save_pretrained(tmp_path)
+    check_engine(lambda: _embedded(tmp_path, lockstep=True), update=_weights(model))
+
+
+def test_a_supervised_engine_keeps_the_contract() -> None:
+    def make() -> Engine:
+        engine = ScriptedEngine(_digits, token_delay=_tick, parameters=WEIGHTS)
+        return Supervised(engine, lambda version: WEIGHTS, restarts=3)
+
+    check_engine(make, update=WEIGHTS)
+
+
+def _embedded(folder: Path, *, lockstep: bool = False) -> Engine:
+    return EmbeddedEngine(folder, dtype="float32", max_slots=4, max_context=POSITIONS, lockstep=lockstep)
 
 
 def _weights(model: Module) -> Mapping[str, Tensor]:

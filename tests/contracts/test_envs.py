@@ -9,6 +9,7 @@ import pytest
 
 from afterimage.envs import Message, Taskset, Turn
 from afterimage.envs.calculator import CalculatorTasks
+from afterimage.envs.python_tool import PythonTasks
 from afterimage.envs.retail import LEVELS, RetailTasks
 from afterimage.testing import check_env
 from afterimage.trajectory import Task
@@ -16,7 +17,7 @@ from tests.toy import ToyEnv, ToyTasks
 
 
 @pytest.mark.parametrize(
-    "taskset", [CalculatorTasks(), ToyTasks(), *(RetailTasks(level=level) for level in LEVELS)], ids=repr
+    "taskset", [CalculatorTasks(), PythonTasks(), ToyTasks(), *(RetailTasks(level=level) for level in LEVELS)], ids=repr
 )
 def test_a_shipped_environment_keeps_the_contract(taskset: Taskset) -> None:
     check_env(taskset)

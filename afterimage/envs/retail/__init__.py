@@ -84,15 +84,19 @@ class _Latency:
     def __init__(self, mean_s: float, sigma: float, random: Random | None) -> None:
         self._mean_s, self._sigma, self._random = mean_s, sigma, random
 
-    async def wait(self) -> None:
-        if self._random is not None:
-            await asyncio.sleep(self._mean_s * math.exp(self._random.gauss(0, self._sigma) - self._sigma**2 / 2))
+    async def wait(self, *, replaying: bool) -> None:
+        if self._random is None:
+            return
+        seconds = self._mean_s * math.exp(self._random.gauss(0, self._sigma) - self._sigma**2 / 2)
+        if not replaying:
+            await asyncio.sleep(seconds)
 
 
 class RetailEnv:
     """One episode at the desk."""
 
     def __init__(self, scenario: Scenario, latency: _Latency) -> None:
+        self.replaying = False
         self._scenario, self._latency = scenario, latency
         self._desk = scenario.desk.copy()
         self._customer = Customer(scenario)
@@ -115,7 +119,7 @@ class RetailEnv:
             return self._turn((said,), done=self._customer.gone)
         answers = []
         for call in reply.tool_calls:
-            await self._latency.wait()
+            await self._latency.wait(replaying=self.replaying)
             answers.append(Message("tool", self._carry_out(call)))
         over = bool(self._desk.writes) and self._desk.writes[-1] == "hand_over"
         return self._turn(tuple(answers), done=over)

@@ -77,7 +77,7 @@ def exchange_item(desk: Desk, order_id: str, item_id: str, new_item_id: str) -> 
 
 
 def redirect_order(desk: Desk, order_id: str, point_id: str) -> str:
-    if not (len(point_id) in (2, 4) and point_id.isdigit()):
+    if not (len(point_id) in (2, 4) and point_id.isascii() and point_id.isdigit()):
         raise DeskError(f"no pickup point {point_id}")
     desk.orders[order_id] = replace(desk.order(order_id), point=point_id)
     return "ok"

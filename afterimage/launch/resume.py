@@ -1,0 +1,191 @@
+"""What a run goes on from: the newest sound checkpoint, and all that the journal has of its episodes."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from afterimage.build import Life, Machine, build_checkpoints
+from afterimage.checkpoint import Checkpoint, CheckpointError, Checkpoints, Stand
+from afterimage.config import ConfigError, RunConfig
+from afterimage.journal import JOURNAL, Journal, JournalError, Marked
+from afterimage.launch.audit import stored_config
+from afterimage.observe.metrics import CONFIG, RunFolder, plain
+from afterimage.trajectory import Open
+
+Told = Callable[..., None]
+"""Told of an event: its kind, and fields."""
+
+FIXED = {
+    "policy": "the weights are the checkpoint's",
+    "seed": "tasks, episodes and noise derive from it",
+    "deterministic": "the two modes leave different journals behind",
+    "task": "the open episodes are of that task set",
+    "schedule.group_size": "the open groups have that many episodes",
+    "engine.max_context": "the open episodes were begun with that much room",
+    "engine.max_reply_tokens": "the open replies were begun with that much room",
+    "engine.temperature": "the open replies were sampled at it",
+    "rollout.max_turns": "the open episodes were begun with that many turns",
+    "old_logps.route": "the checkpoint holds the state of that route",
+    "old_logps.storage": "the checkpoint holds that kind of store",
+    "old_logps.averages": "the checkpoint holds so many averages",
+    "old_logps.fallback": "the checkpoint holds the state of that fallback",
+    "trainer.optimizer": "the checkpoint holds the state of that optimizer",
+    "trainer.dtype": "the versions that were published have that precision",
+    "audit.share": "the checkpoint holds the copies that the audit needs",
+}
+"""Knobs that a run keeps from its beginning to its end, and why. A section stands for all of its own."""
+
+MEANING = {
+    "steps": "the learning-rate schedule ends there, and is another one from here on",
+    "trainer.lr": "holds from the next step; the optimizer's moments are of the old one",
+    "schedule.max_staleness": "holds for groups admitted from here on",
+    "schedule.groups_per_step": "the staleness bound of the groups in line was derived for the old one",
+    "schedule.window": "the staleness bound of the groups in line was derived for the old one",
+}
+"""What a change means, where it is more than that it holds from here on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """What the disk has of a run."""
+
+    life: Life
+    checkpoint: Checkpoint
+    highest: int
+    """Of the versions that were published."""
+    jumps: tuple[tuple[int, int], ...]
+    """As `Policy.jumps`: where checkpoints were given a new number, those that are damaged by now included."""
+
+
+def differences(before: RunConfig, now: RunConfig) -> list[str]:
+    """What a resumed run does otherwise, in words. `ConfigError` for what it has to keep."""
+    one, other = plain(before), plain(now)
+    changed = [
+        (name, one_value, other_value)
+        for name, one_value, other_value in _flat(one, other)
+        if one_value != other_value and name not in ("runs", "name", "recipe")
+    ]
+    for name, old, new in changed:
+        reason = FIXED.get(name) or FIXED.get(name.split(".")[0])
+        if reason:
+            raise ConfigError(f"{name} cannot change from {old} to {new} in a run that goes on: {reason}")
+    words = [f"{name} is {new}, it was {old}: {MEANING.get(name, 'holds from here on')}" for name, old, new in changed]
+    if changed and now.deterministic:
+        words.append("what comes out will not be what the run as it was begun would have given")
+    return words
+
+
+def recall(run: Path, checkpoints: Checkpoints, config: RunConfig, told: Told) -> Recalled:
+    """Read what a run goes on from, and make the journal say the same.
+
+    The newest checkpoint that is sound becomes the current one. A deterministic run forgets what came after it.
+    Raises `CheckpointError` if none is sound, `JournalError` if the journal is not.
+    """
+    with Journal.read(run) as reader:
+        marks = reader.checkpoints()
+    mark, checkpoint = _newest(run, checkpoints, marks, told)
+    with Journal(run / JOURNAL) as journal:
+        journal.rewind(mark.checkpoint, everything=config.deterministic)
+    if config.deterministic:
+        checkpoints.forget(mark.version)
+    with Journal.read(run) as reader:
+        if wrong := reader.unsound():
+            raise JournalError(f"the journal {reader.path} is damaged: {'; '.join(wrong)}")
+        checkpoints.prune({mark.name for mark in reader.checkpoints()})
+        handouts = tuple(reader.handouts())
+        admitted, place, episodes = reader.counts()
+        life = Life(
+            stand=checkpoint.stand,
+            handouts=handouts,
+            admitted=admitted,
+            place=place,
+            episodes=episodes,
+            quarantined=reader.given_up(config.rollout.retries),
+        )
+        return Recalled(life, checkpoint, max(reader.versions(), default=-1), _jumps(marks))
+
+
+def revive(recalled: Recalled, machine: Machine, config: RunConfig, run: Path) -> Life:
+    """Put every part where it was. The policy gets a number of its own if its checkpoint's was left behind."""
+    checkpoints, policy = build_checkpoints(config, machine, run), machine.policy
+    checkpoints.restore(recalled.checkpoint)
+    policy.jumps = max(policy.jumps, recalled.jumps, key=len)
+    if renumbered := recalled.highest > policy.version:
+        policy.renumber(recalled.highest + 1)
+    past: defaultdict[int, list[Open]] = defaultdict(list)
+    for piece in (piece for handout in recalled.life.handouts for piece in handout.opens()):
+        past[piece.piece.version].append(piece)
+    own = past.pop(policy.version, [])
+    machine.old.recover(past, checkpoints.weights)
+    machine.auditor.recover(past, checkpoints.weights)
+    for piece in own:
+        machine.old.arrived(piece)
+    if renumbered:  # so that the new number is on the disk before any engine has it
+        with Journal(run / JOURNAL) as journal:
+            name = checkpoints.save(recalled.life.stand, policy)
+            asyncio.run(journal.checkpoint(name, step=recalled.life.stand.step, version=policy.version))
+    return recalled.life
+
+
+def begin(machine: Machine, config: RunConfig, run: Path) -> Life:
+    """A run's first checkpoint, from which it begins as it would go on."""
+    checkpoints = build_checkpoints(config, machine, run)
+    with Journal(run / JOURNAL) as journal:
+        name = checkpoints.save(Stand(), machine.policy)
+        asyncio.run(journal.checkpoint(name, step=0, version=machine.policy.version))
+    return Life()
+
+
+def _jumps(marks: Sequence[Marked]) -> tuple[tuple[int, int], ...]:
+    """A version is as many batches old as its step; what its number is ahead of that was skipped.
+
+    >>> _jumps([Marked(0, 0, 0, ""), Marked(1, 5, 5, ""), Marked(2, 5, 8, ""), Marked(3, 10, 13, "")])
+    ((8, 3),)
+    """
+    skipped = [(mark.version, mark.version - mark.step) for mark in marks]
+    return tuple(after for before, after in pairwise([(0, 0), *skipped]) if after[1] > before[1])
+
+
+def _newest(run: Path, checkpoints: Checkpoints, marks: Sequence[Marked], told: Told) -> tuple[Marked, Checkpoint]:
+    """The newest checkpoint that the journal knows and the disk still has as it was."""
+    cause: CheckpointError | None = None
+    for mark in reversed(marks):
+        try:
+            return mark, checkpoints.load(mark.name)
+        except CheckpointError as error:
+            cause = cause or error
+            told("checkpoint_unsound", name=mark.name, error=str(error))
+    raise CheckpointError(f"{run} has no sound checkpoint to go on from") from cause
+
+
+def _flat(one: Any, other: Any, name: str = "") -> list[tuple[str, Any, Any]]:
+    """Both values of every knob, by its name."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = {**one, **other}
+        return [row for key in keys for row in _flat(one.get(key), other.get(key), f"{name}.{key}" if name else key)]
+    return [(name, one, other)]
+
+
+def stored(run: Path, *, named_env: str) -> RunConfig:
+    """The configuration that a run was last begun with.
+
+    Its task set is code where it is named `module:factory`: whoever goes on names it again.
+    """
+    folder = RunFolder(run)
+    if links := sorted(path.name for path in run.iterdir() if path.is_symlink()):
+        raise ConfigError(
+            f"{run} holds links ({', '.join(links)}): what goes on is written there, so put files in place"
+        )
+    row = folder.config()
+    if folder.gaps:
+        raise ConfigError(f"{run} cannot be gone on with: {'; '.join(folder.gaps)}")
+    config = stored_config(row)
+    if ":" in config.task.env and named_env != config.task.env:
+        raise ConfigError(
+            f"{run / CONFIG} names code of yours as its task set; to go on, say --task.env {config.task.env}"
+        )
+    return replace(config, runs=run.parent, name=run.name)

@@ -1,0 +1,33 @@
+"""Whatever is read from a disk, a user or a model gives what was written or one clear error, and nothing else.
+
+Pinned: the promises at the head of `fuzz/targets.py`, for inputs that are the same in every run. `make fuzz` looks
+further, guided by coverage.
+"""
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fuzz import run
+from fuzz.targets import TARGETS
+
+EXAMPLES = {
+    "config_file": 300, "config_knobs": 400, "journal": 150, "delta": 600, "version_chain": 300, "checkpoint": 50,
+    "tool_call": 250, "chat_text": 200,
+}  # fmt: skip
+
+inputs = st.binary(max_size=60) | st.integers(0, 2**32).map(lambda seed: random.Random(seed).randbytes(200))
+
+
+def test_the_command_knows_every_target() -> None:
+    assert run.NAMES == tuple(TARGETS) == tuple(EXAMPLES)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_no_input_breaks_a_promise(name: str) -> None:
+    limits = settings(
+        derandomize=True, database=None, max_examples=EXAMPLES[name], suppress_health_check=list(HealthCheck)
+    )
+    limits(given(inputs)(TARGETS[name]))()

@@ -1,0 +1,347 @@
+"""Promises of docs/security.md: the package can neither unpickle nor listen; code is imported only where the user names
+it; a run folder or a model folder from somebody else runs nothing, writes nowhere else and shows no file of yours."""
+
+import ast
+import json
+import os
+import pickle
+import shutil
+import sqlite3
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from afterimage.build import build_machine
+from afterimage.config import SHIPPED_POLICY, AuditConfig, ConfigError, EvalConfig
+from afterimage.engines.fallback import TransformersRunner
+from afterimage.journal import JOURNAL, Journal, JournalError, check
+from afterimage.launch import local
+from afterimage.launch.local import keep_evidence
+from afterimage.policy import Policy
+from afterimage.recording import WENT_WRONG, WentWrong
+from tests.test_replay import HUGE, a_batch, goes_wrong
+from tests.test_run import small
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "afterimage").rglob("*.py"))
+NODES = [
+    (str(path.relative_to(ROOT / "afterimage")), node)
+    for path in SOURCES
+    for node in ast.walk(ast.parse(path.read_text("utf-8")))
+]
+
+RUNS_WHAT_IT_READS = {
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "marshal",
+    "shelve",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "yaml",
+    "code",
+    "codeop",
+    "runpy",
+}
+LISTENS = {
+    "http.server",
+    "socketserver",
+    "xmlrpc.server",
+    "multiprocessing.managers",
+    "multiprocessing.connection",
+    "torch.distributed.rpc",
+}
+
+
+def imported() -> Iterator[tuple[str, str]]:
+    """Every module that a file of the package names in an import, with all that lead to it."""
+    for path, node in NODES:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            yield path, name
+
+
+def calls() -> Iterator[tuple[str, str, ast.Call]]:
+    """Every call, by the dotted name that it is written with."""
+    for path, node in NODES:
+        if isinstance(node, ast.Call):
+            yield path, ast.unparse(node.func), node
+
+
+def test_nothing_is_imported_that_runs_what_it_reads() -> None:
+    assert {(path, name) for path, name in imported() if name.split(".")[0] in RUNS_WHAT_IT_READS} == set()
+
+
+def test_nothing_is_called_that_runs_what_it_reads() -> None:
+    direct = {
+        "eval",
+        "exec",
+        "compile",
+        "__import__",
+        "breakpoint",
+        "builtins.eval",
+        "builtins.exec",
+        "os.system",
+        "os.popen",
+    }
+    unpickling = {
+        "torch.load",
+        "torch.save",
+        "torch.jit.load",
+        "torch.hub.load",
+        "np.load",
+        "numpy.load",
+        "dcp.FileSystemReader",
+        "FileSystemReader",
+        "FileSystemWriter",
+        "getattr_static",
+    }
+    found = {(path, name) for path, name, _ in calls() if name in direct | unpickling}
+    assert found == set()
+    keywords = {(path, word.arg, ast.unparse(word.value)) for path, _, call in calls() for word in call.keywords}
+    assert not {
+        (path, name, value)
+        for path, name, value in keywords
+        if (name, value)
+        in {
+            ("shell", "True"),
+            ("allow_pickle", "True"),
+            ("trust_remote_code", "True"),
+            ("weights_only", "False"),
+            ("use_safetensors", "False"),
+        }
+    }
+
+
+def test_torchs_checkpoints_are_read_and_written_in_safetensors() -> None:
+    """Its own reader unpickles its metadata, and is what it takes unless told otherwise."""
+    told = {
+        (path, name.split(".")[-1]): {word.arg: ast.unparse(word.value) for word in call.keywords}
+        for path, name, call in calls()
+        if name in ("dcp.load", "dcp.save")
+    }
+    for (_, verb), words in told.items():
+        assert words["storage_reader" if verb == "load" else "storage_writer"].startswith("HuggingFaceStorage")
+
+
+def test_code_is_imported_by_name_in_two_places() -> None:
+    """The package's own public names, and `task.env`; which only building a machine to run tasks with asks for."""
+    places = {path for path, name, _ in calls() if name.endswith("import_module")}
+    assert places == {"__init__.py", "build.py"}
+    assert {path for path, name, _ in calls() if name == "build_taskset"} <= {"build.py", "launch/local.py"}
+
+
+def test_nothing_listens_and_the_only_sockets_are_pairs() -> None:
+    assert not {(path, name) for path, name in imported() if name in LISTENS}
+    verbs = {"bind", "listen", "accept", "create_server", "start_server", "start_unix_server", "create_unix_server"}
+    heard = {name for _, name, _ in calls() if name.split(".")[-1] in verbs}
+    assert heard <= {"child.listen", "self._child.listen"}  # to what a process of ours says
+    made = {(path, ast.unparse(call)) for path, name, call in calls() if name in ("socket.socket", "socket.socketpair")}
+    assert made and all(text in ("socket.socketpair()", "socket.socket(fileno=descriptor)") for _, text in made)
+    reached = [ast.unparse(call) for _, name, call in calls() if name.endswith("_connection") and "open" not in name]
+    assert all("sock=" in text for text in reached)
+
+
+def test_transformers_is_never_allowed_code_from_a_folder_nor_a_pickle() -> None:
+    for path, name, call in calls():
+        if name.split(".")[-1] == "from_pretrained" and not path.startswith("recipes/base_policy/"):  # reads its own
+            words = {word.arg: ast.unparse(word.value) for word in call.keywords}
+            assert words["trust_remote_code"] == "False" and words["local_files_only"] == "True", path
+            assert "Tokenizer" in name or words["use_safetensors"] == "True", path
+
+
+@pytest.fixture
+def canary(tmp_path: Path) -> Path:
+    """A file that the hostile code of these tests would leave. It lies where the working folder is."""
+    return tmp_path / "was-here"
+
+
+class Bomb:
+    """Unpickled, it leaves the canary."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return open, (str(self.canary), "w")
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(SHIPPED_POLICY, tmp_path / "model"))
+
+
+def test_weights_in_a_pickle_are_refused(model_folder: Path, canary: Path) -> None:
+    pickled = model_folder / "pytorch_model.bin"
+    pickled.write_bytes(pickle.dumps(Bomb(canary)))
+    Policy.load(model_folder)  # nobody looks at it
+    weights = load_file(model_folder / "model.safetensors")
+    (model_folder / "model.safetensors").unlink()
+    for harmless in (False, True):
+        if harmless:
+            torch.save(weights, pickled)
+        with pytest.raises(ConfigError, match=r"the model in .* cannot be read"):
+            Policy.load(model_folder)
+        with pytest.raises(OSError, match="safetensors"):
+            TransformersRunner(model_folder, dtype=torch.float32, max_slots=2, max_context=32)
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_that_a_model_folder_brings_along_is_not_run(model_folder: Path, canary: Path, file: str) -> None:
+    (model_folder / "evil.py").write_text(f"open({str(canary)!r}, 'w')\nclass Evil: pass\n")
+    told = json.loads((model_folder / file).read_text())
+    kinds = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}
+    for model_type in (told.get("model_type"), "not-known"):
+        (model_folder / file).write_text(
+            json.dumps(told | {"auto_map": kinds, "model_type": model_type, "tokenizer_class": "Evil"})
+        )
+        try:
+            Policy.load(model_folder)
+        except ConfigError as error:
+            assert "cannot be read" in str(error)
+    assert not canary.exists()
+
+
+WATCH = """
+import json, os, sys
+
+sys.path.insert(0, "")  # as `python -m` has it
+from afterimage import cli
+
+if sys.argv[1] in ("audit", "replay"):
+    import afterimage.launch.replay  # what torch does while it loads is its own affair
+
+HEARD = {"os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "pickle.find_class", "socket.connect",
+         "socket.bind", "sqlite3.load_extension"}
+seen, own = [], os.path.realpath("runs")
+
+def watch(event, given):
+    evil = event == "import" and "evil" in given[0]
+    if event == "open" and isinstance(given[2], int) and given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        path = os.path.realpath(given[0]) if isinstance(given[0], (str, bytes, os.PathLike)) else own
+        evil = not os.fsdecode(path).startswith((own, "/dev/"))
+    if evil or event in HEARD:
+        seen.append([event, repr(given)[:300]])
+
+sys.addaudithook(watch)
+try:
+    cli.main(sys.argv[1:])
+finally:
+    sys.stderr.write(f"SEEN {json.dumps(seen)}\\n")
+"""
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An honest run, recorded, with a batch that a number went wrong on."""
+    config = small(tmp_path_factory.mktemp("runs"), steps=1, audit=AuditConfig(record=True), eval=EvalConfig(tasks=0))
+    run = local.train(config, console=Console(file=StringIO())).folder
+    machine = build_machine(config)
+    goes_wrong(machine, a_batch(advantage=HUGE))
+    assert "afterimage replay" in keep_evidence(machine.trainer, run)
+    return run
+
+
+@pytest.fixture
+def hostile(recorded: Path, tmp_path: Path) -> Path:
+    """The run as somebody else sends it: its configuration names code that lies in it, its text is HTML, its database
+    has a view that would load a library, and its files are links to those of whoever looks at it."""
+    runs = tmp_path / "runs"
+    run = Path(shutil.copytree(recorded, runs / "evil"))
+    (run / "payload.py").write_text(f"open({str(tmp_path / 'was-here')!r}, 'w')\ndef make(): ...\n")
+    config = json.loads((run / "config.json").read_text())
+    config["task"]["env"], config["name"] = "runs.evil.payload:make", EVIL
+    (run / "config.json").write_text(json.dumps(config))
+    for name in ("events.jsonl", "trajectories.jsonl"):
+        rows = [json.loads(line) for line in (run / name).read_text().splitlines()]
+        texts = [
+            {key: EVIL if isinstance(value, str) and key != "kind" else value for key, value in row.items()}
+            for row in rows
+        ]
+        (run / name).write_text("".join(json.dumps(row) + "\n" for row in texts))
+    with sqlite3.connect(run / JOURNAL) as journal:
+        journal.executescript(
+            "ALTER TABLE failures RENAME TO honest;"
+            "CREATE VIEW failures AS SELECT load_extension('runs/evil/payload') AS episode, * FROM honest;"
+            "CREATE TRIGGER sprung AFTER INSERT ON groups BEGIN DELETE FROM pieces; END;"
+        )
+    journal.close()
+    (tmp_path / "yours").write_text("a secret of yours")
+    for name in ("report.html", "audit.json", "audit.md", "survivors.json", "error.txt", "samples.jsonl"):
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(tmp_path / "yours")
+    return run
+
+
+VERBS = {
+    "report runs/evil": 0,
+    "journal runs/evil": 1,
+    "export-trajectories runs/evil --format jsonl": 1,
+    "export-trajectories runs/evil --format parquet --out runs/out.parquet": 1,
+    "replay runs/evil": 0,
+    "audit runs/evil --routes rollout snapshot_old": 0,
+    "compare --report runs": 0,
+}
+"""What looks at a run folder, and how it ends: a journal that has a view is refused, the others need none."""
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_looking_at_a_hostile_run_folder_runs_nothing_and_writes_nowhere_else(
+    hostile: Path, tmp_path: Path, verb: str
+) -> None:
+    plan = {"commands": [EVIL], "warnings": {EVIL: [EVIL]}, "runs": [{"arm": EVIL, "seed": 0, "folder": "evil"}]}
+    (hostile.parent / "plan.json").write_text(json.dumps(plan))
+    done = subprocess.run(
+        [sys.executable, "-c", WATCH, *verb.split()],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+        cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    seen = json.loads(done.stderr.partition("SEEN ")[2].splitlines()[0])
+    assert (seen, done.returncode, "Traceback" in done.stderr) == ([], VERBS[verb], False), done.stderr
+    assert not (tmp_path / "was-here").exists()
+    assert (tmp_path / "yours").read_text() == "a secret of yours"
+    written = [path.read_text("utf-8") for path in hostile.parent.rglob("*.html") if not path.is_symlink()]
+    assert bool(written) == (verb.split()[0] in ("report", "audit", "compare"))
+    assert not [bad for text in written for bad in ("<script>alert", "<img", "a secret") if bad in text]
+
+
+@pytest.mark.parametrize(
+    ("size", "header"),
+    [
+        (1 << 62, "{}"),
+        (None, '{"a":' * 5000),
+        (None, '{"batch/tokens": {"dtype": "I64", "shape": [4], "data_offsets": [0, 1099511627776]}}'),
+        (None, '{"batch/tokens": {"dtype": "I64", "shape": [1099511627776, 1099511627776], "data_offsets": [0, 8]}}'),
+    ],
+)
+def test_a_tensor_file_that_lies_about_itself_is_refused(tmp_path: Path, size: int | None, header: str) -> None:
+    path = tmp_path / WENT_WRONG
+    path.write_bytes(struct.pack("<Q", size or len(header)) + header.encode() + bytes(8))
+    with pytest.raises(ConfigError, match="is no batch that a number went wrong on"):
+        WentWrong.load(path)
+
+
+def test_nothing_is_written_through_the_links_beside_a_database(recorded: Path, tmp_path: Path) -> None:
+    """SQLite keeps two files of its own there, and makes them when they are missing."""
+    run = Path(shutil.copytree(recorded, tmp_path / "run"))
+    (tmp_path / "yours").write_bytes(b"a secret of yours" * 4096)
+    for name in (f"{JOURNAL}-shm", f"{JOURNAL}-wal", f"{JOURNAL}-journal"):
+        (run / name).symlink_to(tmp_path / "yours")
+    with suppress(JournalError), Journal.read(run) as journal:
+        assert check(journal) == []
+    assert (tmp_path / "yours").read_bytes() == b"a secret of yours" * 4096
