@@ -60,6 +60,9 @@ from afterimage.trainer import Correction, Objective, Rules, Trainer
 from afterimage.trajectory import Batch, Credited, Failure, Group, Handout, Open
 from afterimage.versions import VersionStore
 
+MAX_SKIPPED = 100_000
+"""Tasks in a row that could not be finished before: then there are no others."""
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -85,6 +88,8 @@ class Life:
     place: int = 0
     episodes: int = 0
     quarantined: frozenset[str] = frozenset()
+    outcomes: tuple[bool, ...] = ()
+    """Of the last episodes: finished, or given up."""
 
 
 def build_machine(config: RunConfig, engine: Engine | None = None) -> Machine:
@@ -120,7 +125,7 @@ def build(config: RunConfig, machine: Machine, log: RunLog, watcher: Watcher, li
     sinks: list[Sink] = [journal]
     if config.tensorboard:
         sinks.append(TensorBoardSink(log.path / "tensorboard"))
-    recorder = Recorder(log, watcher, partial(_decode, policy), sinks=sinks)
+    recorder = Recorder(log, watcher, partial(_decode, policy), sinks=sinks, told=journal.event)
     if config.audit.record:
         machine.auditor.recording = Recording(log.path / RECORDED)
     restarts = config.engine.restarts
@@ -135,8 +140,12 @@ def build(config: RunConfig, machine: Machine, log: RunLog, watcher: Watcher, li
         ledger.settle([episode])
         recorder.failure(episode, failure, final)
 
-    rollout = Rollout(speaker, taskset, config.rollout, arrived=arrived, gave_up=gave_up)
-    rollout.restore(life.episodes, life.quarantined)
+    def restarted(episode: int, failure: Failure) -> None:
+        ledger.settle([episode])
+        recorder.restarted(episode, failure)
+
+    rollout = Rollout(speaker, taskset, config.rollout, arrived=arrived, gave_up=gave_up, restarted=restarted)
+    rollout.restore(life.episodes, life.quarantined, life.outcomes)
     for piece in (piece for handout in life.handouts for piece in handout.opens()):
         ledger.arrived(piece)
     return Parts(
@@ -182,12 +191,15 @@ def build_line(config: ScheduleConfig, life: Life) -> Line:
 
 
 def hand_out(taskset: Taskset, seed: int, life: Life, *, skipped: Collection[str]) -> Iterator[Handout]:
-    """The training tasks from where the run stands, but for those `skipped` by then."""
-    number = life.admitted
+    """The training tasks from where the run stands, but for those `skipped` by then; none if it would skip for ever."""
+    number, since = life.admitted, 0
     for place, task in enumerate(islice(taskset.train(seed), life.place, None), life.place):
+        since += 1
         if task.key not in skipped:
             yield Handout(number, task, seed, place)
-            number += 1
+            number, since = number + 1, 0
+        elif since > MAX_SKIPPED:
+            return
 
 
 def _decode(policy: Policy, tokens: Sequence[int]) -> str:

@@ -8,8 +8,8 @@
     versions/000013.safetensors
                              a version published since: what leads to it from the one before, or all of it
 
-Everything is written aside, brought to the disk, read again and compared, and only then gets its name. Nothing that is
-read is ever executed: JSON and safetensors, no pickle.
+Everything is written aside and brought to the disk before it gets its name; a checkpoint is read again and compared.
+Nothing that is read is ever executed: JSON and safetensors, no pickle.
 """
 
 import json
@@ -59,7 +59,6 @@ class Stand:
     step: int = 0
     row: Mapping[str, Any] = field(default_factory=dict)
     """What there is to write of it."""
-    last: bool = False
 
 
 class Stateful(Protocol):
@@ -127,18 +126,16 @@ class Checkpoints:
                 path.unlink()
 
     def forget(self, newest: int) -> None:
-        """Versions after `newest` were never published: a deterministic run makes them again."""
+        """Remove the versions after `newest`: a deterministic run makes them again."""
         for version, path in self._published():
             if version > newest:
                 path.unlink()
 
     def put(self, version: int, weights: Mapping[str, Tensor], delta: Delta | None = None) -> None:
-        """A version's forward weights, on the disk when this returns. Those of a checkpoint are there already.
+        """A version's forward weights, on the disk when this returns. A checkpoint's too: it may turn out unsound.
 
         `delta` is what leads to them from the version before, if that is known and smaller.
         """
-        if any(version == held for held, _ in self._checkpoints()):
-            return
         given = delta or Delta(-1, version, checksum(weights), {name: whole(t) for name, t in weights.items()})
         aside = self._versions / f"{version:06d}.part"
         with _named(aside, "written"):
@@ -201,7 +198,7 @@ def _write(checkpoint: Checkpoint, folder: Path) -> None:
     files = _files(folder)
     body = {
         "format": FORMAT,
-        "stand": _plant([stand.step, dict(stand.row), stand.last], "", {}),
+        "stand": _plant([stand.step, dict(stand.row)], "", {}),
         "version": checkpoint.version,
         "files": {name: [path.stat().st_size, _sum(path.read_bytes())] for name, path in files.items()},
         "shapes": {key: [_word(tensor.dtype), *tensor.shape] for key, tensor in sharded.items()},

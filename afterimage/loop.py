@@ -65,13 +65,16 @@ async def run(parts: Parts) -> bool:
     """From where it stands, that step finished first, to the end (True) or, deterministic, to the next checkpoint."""
     await parts.engine.start()
     await settle(parts, parts.stand)
-    if parts.stand.last:
+    if parts.stand.step >= parts.config.steps:
         return True
     async with asyncio.TaskGroup() as tasks:
         producer = tasks.create_task(produce(parts))
         stand = await train(parts)
+        if parts.config.deterministic:
+            await parts.engine.interrupt()
+            await asyncio.sleep(0)  # what the engine gave back is written down
         producer.cancel()
-    if parts.config.deterministic:  # only when nothing is in flight: all of it is in the journal
+    if parts.config.deterministic:  # nothing is in flight: all of it is in the journal
         await save(parts, stand)
     return not parts.config.deterministic
 
@@ -83,7 +86,7 @@ async def produce(parts: Parts) -> None:
             await parts.line.readmit(handout.number, partial(roll, parts, handout), in_flight)
         for handout in parts.handouts:
             await parts.line.admit(partial(roll, parts, handout), in_flight)
-        parts.line.close(f"{parts.config.task.env} ran out of training tasks: its train() has to be endless")
+        parts.line.close(f"{parts.config.task.env} ran out of tasks: train() has to be endless, and most of it to work")
 
 
 async def roll(parts: Parts, handout: Handout) -> Group:
@@ -98,18 +101,16 @@ async def roll(parts: Parts, handout: Handout) -> Group:
 
 async def train(parts: Parts) -> Stand:
     """groups -> weights. Waits for the oldest groups; produce() admits them."""
-    config, stand = parts.config, parts.stand
+    config, stand, last = parts.config, parts.stand, False
     deadline = time.monotonic() + 60 * config.minutes if config.minutes else float("inf")
-    while not stand.last:
-        row = await advance(parts, stand.step + 1)
-        stand = Stand(stand.step + 1, row, stand.step + 1 == config.steps or time.monotonic() > deadline)
-        if stand.last or stand.step % config.checkpoint.every == 0:
+    while not last:
+        stand = Stand(stand.step + 1, await advance(parts, stand.step + 1))
+        last = stand.step >= config.steps or time.monotonic() > deadline
+        if last or stand.step % config.checkpoint.every == 0:
             if config.deterministic:
-                await parts.engine.interrupt()
-                await asyncio.sleep(0)  # what the engine gave back is written down
                 break
             await save(parts, stand)
-        await settle(parts, stand)
+        await settle(parts, stand, last=last)
     return stand
 
 
@@ -117,24 +118,23 @@ async def advance(parts: Parts, step: int) -> Mapping[str, Any]:
     """One batch: groups -> weights, which are a new version that nobody has yet. What is to be written of it."""
     began = time.monotonic()
     with parts.log.span("wait", f"for the groups of step {step}"):
-        groups = await take(parts)
+        groups = require_finished(await take(parts))
     waits = {"schedule/wait_groups_s": time.monotonic() - began}
-    require_finished(groups)
     batch = collate(parts.credit(groups))
     ages = measure_staleness(batch, groups, lag=parts.policy.lag(batch.version), bound=parts.line.bound)
     learnt = await learn(batch, parts, step)
-    parts.ledger.settle(trajectory.episode for group in groups for trajectory in group.trajectories)
+    parts.ledger.settle(batch.episodes)
     parts.journal.consume(groups, step=step, version=parts.policy.version)
     parts.log.trajectories(step, groups)
     trained_on, parts.policy.version = parts.policy.version, parts.policy.version + 1
     return {**waits, "version": trained_on, **describe(groups), **ages, **learnt, **rates(parts.engine.metrics())}
 
 
-async def settle(parts: Parts, stand: Stand) -> None:
+async def settle(parts: Parts, stand: Stand, *, last: bool = False) -> None:
     """The version that a step led to gets to the engines, tickets come back, and the step is written down."""
     published = await publish(parts)
     parts.line.release()
-    due = stand.last or stand.step % (parts.config.eval.every or parts.config.steps) == 0
+    due = last or stand.step % (parts.config.eval.every or parts.config.steps) == 0
     graded = await evaluate(parts, stand.step) if parts.held_out and due else {}
     if stand.step or graded:
         parts.log.write(stand.step, {"version": parts.policy.version, **stand.row, **published, **graded})
@@ -148,7 +148,7 @@ async def save(parts: Parts, stand: Stand) -> None:
         await parts.beside(parts.checkpoints.prune)
 
 
-async def take(parts: Parts) -> list[Group]:
+async def take(parts: Parts) -> Sequence[Group]:
     """The groups of the next batch. Until they are there, a route with work for idle time has the trainer's thread."""
     async with asyncio.TaskGroup() as tasks:
         taking = tasks.create_task(parts.line.take())

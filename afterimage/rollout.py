@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -37,6 +37,10 @@ FAILED_LEAST, FAILED_WINDOW = 20, 100
 """Episodes over which the share of failures is judged: not before the first number, and the last of the second."""
 
 
+INSIST_S = 1.0
+"""Between two cancellations of an environment that is past its time-out."""
+
+
 class EpisodeFailed(Exception):
     """An environment broke in a named stage; the cause is its `__cause__`."""
 
@@ -50,7 +54,8 @@ async def stage(name: str, timeout_s: float) -> AsyncIterator[None]:
     """The one broad except: what environment code raises, or its time-out, becomes EpisodeFailed(name)."""
     try:
         async with asyncio.timeout(timeout_s):
-            yield
+            with _insisting(timeout_s + INSIST_S):
+                yield
     except Exception as error:
         raise EpisodeFailed(name) from error
     except asyncio.CancelledError as error:
@@ -58,6 +63,26 @@ async def stage(name: str, timeout_s: float) -> AsyncIterator[None]:
         if task is not None and task.cancelling():
             raise
         raise EpisodeFailed(name) from error  # something inside the environment was cancelled, not this episode
+
+
+@contextmanager
+def _insisting(after_s: float) -> Iterator[None]:
+    """Cancel the task again and again from then on: a time-out does so once, and something in it may swallow that."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    timers: list[asyncio.TimerHandle] = []
+
+    def insist() -> None:
+        task.cancel()
+        timers.append(loop.call_later(INSIST_S, insist))
+
+    timers.append(loop.call_later(after_s, insist))
+    try:
+        yield
+    finally:
+        timers[-1].cancel()
+        for _ in timers[1:]:
+            task.uncancel()
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -99,6 +124,8 @@ class Page(Protocol):
     def restarted(self, reason: str, *, turns: int, sampled_tokens: int) -> None: ...
 
 
+Restarted = Callable[[int, Failure], None]
+"""Told of an attempt whose environment did not replay: its episode number, and what it said instead."""
 Begin = Callable[..., Page]
 """Told of an attempt that begins, as `(group number, sibling, episode=, seed=, again=)`; returns its page. `again` if
 its page has been begun already."""
@@ -121,7 +148,7 @@ class Unwritten:
 class Rollout:
     """Runs episodes. `arrived` is told of each piece the moment it comes back; `gave_up` of failed episodes."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - three of them are who is told of what
         self,
         speaker: Speaker,
         taskset: Taskset,
@@ -129,20 +156,23 @@ class Rollout:
         *,
         arrived: Callable[[Open], None] = lambda piece: None,
         gave_up: GaveUp = lambda episode, failure, final: None,
+        restarted: Restarted = lambda episode, failure: None,
     ) -> None:
         self.speaker = speaker
         self.taskset = taskset
         self.config = config
         self._arrived = arrived
         self._gave_up = gave_up
+        self._restarted = restarted
         self._begun = 0
         self._outcomes: deque[bool] = deque(maxlen=FAILED_WINDOW)
         self.quarantined: set[str] = set()
         """Keys of tasks that no attempt at an episode could finish: they are not to be handed out again."""
 
-    def restore(self, episodes: int, quarantined: Iterable[str]) -> None:
-        """Go on numbering after so many episodes."""
+    def restore(self, episodes: int, quarantined: Iterable[str], outcomes: Iterable[bool] = ()) -> None:
+        """Go on after so many episodes, of which the last were finished or given up so."""
         self._begun, self.quarantined = episodes, set(quarantined)
+        self._outcomes.extend(outcomes)
 
     async def group(self, handout: Handout, *, size: int, begin: Begin = Unwritten) -> Group:
         """`size` siblings at once: the same task and environment seed, each with sampling noise of its own.
@@ -177,8 +207,7 @@ class Rollout:
         begun anew; that is no failure, and is counted apart.
         """
         failures = past.failures if past else 0
-        if past and (isinstance(past.outcome, Trajectory) or failures > self.config.retries):
-            assert past.outcome is not None
+        if past and past.outcome and (isinstance(past.outcome, Trajectory) or failures > self.config.retries):
             return past.outcome
         while True:
             if past and past.outcome is None:
@@ -195,7 +224,7 @@ class Rollout:
                     script.page.restarted(
                         f"{failure.stage}: {failure.error}", turns=failure.turns, sampled_tokens=failure.sampled_tokens
                     )
-                    self._gave_up(script.episode, failure, False)
+                    self._restarted(script.episode, failure)
                     continue
                 script.page.ended(failure)
                 failures += 1
@@ -411,14 +440,15 @@ def _describe(failed: EpisodeFailed, task: Task, pieces: Sequence[Piece]) -> Fai
     )
 
 
-def require_finished(groups: Sequence[Group]) -> None:
-    """Raises `TooManyFailures` when no episode of a batch was finished: there is nothing to train on."""
+def require_finished(groups: Sequence[Group]) -> Sequence[Group]:
+    """These groups. Raises `TooManyFailures` when no episode of a batch was finished: there is nothing to train on."""
     failures = [failure for group in groups for failure in group.failures]
     if failures and not any(group.trajectories for group in groups):
         raise TooManyFailures(
             f"all {len(failures)} episodes of a batch failed; the last one in {failures[-1].stage}: "
             f"{failures[-1].error}"
         )
+    return groups
 
 
 def describe(groups: Sequence[Group]) -> dict[str, float]:

@@ -264,7 +264,7 @@ def test_a_route_hears_of_a_version_before_any_engine_has_it_and_when_all_do(tmp
 
 @pytest.mark.parametrize(
     "tasks, says",
-    [(iter(range(5)), "ran out of training tasks"), (iter([13_013] * 50), "all 6 episodes of a batch failed")],
+    [(iter(range(5)), "ran out of tasks"), (iter([13_013] * 50), "all 6 episodes of a batch failed")],
 )
 def test_what_cannot_go_on_ends_with_its_own_error(tmp_path: Path, tasks: Iterator[int], says: str) -> None:
     with pytest.raises(ExceptionGroup) as failure:

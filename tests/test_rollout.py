@@ -1,8 +1,10 @@
 """Promises: an interrupted reply continues from the same tokens under the next version, as a second piece of the same
 turn; limits end episodes; a failed environment is begun again with the same seed, then reported, and never hides an
-engine's death; every piece is announced the moment it arrives."""
+engine's death; every piece is announced the moment it arrives; an episode goes on from its past token for token; one
+whose environment says something else is begun again, which is no failure."""
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +15,7 @@ from afterimage.engines import EngineDied, SamplingParams
 from afterimage.engines.scripted import ScriptedEngine
 from afterimage.envs import EnvError, Message, Turn
 from afterimage.rollout import Rollout, Speaker, TooManyFailures, derive_seed, describe, examine
-from afterimage.trajectory import Failure, Given, Group, Handout, Open, Sampled, Task, Trajectory
+from afterimage.trajectory import Failure, Given, Group, Handout, Open, Past, Piece, Sampled, Task, Trajectory
 
 END = ord(".")
 TASK = Task("toy", "train", 1)
@@ -281,3 +283,232 @@ def test_an_examination_grades_every_task_and_tells_how_far_it_is() -> None:
 def test_seeds_differ_in_every_part() -> None:
     seeds = {derive_seed(a, b, c) for a in range(5) for b in ("x", "y") for c in range(5)}
     assert len(seeds) == 50 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+class Notebook:
+    """What a page was told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    def __call__(self, *, episode: int, seed: int, again: bool = False) -> "Notebook":
+        self.told.append(("begin", episode, again))
+        return self
+
+    def piece(self, position: int, piece: Piece) -> None:
+        self.told.append((position, "".join(map(chr, piece.tokens))))
+
+    def snapshot(self, num_pieces: int, state: str) -> None:
+        self.told.append(("snapshot", num_pieces, state))
+
+    def ended(self, outcome: Trajectory | Failure) -> None:
+        self.told.append(("ended", type(outcome).__name__))
+
+    def restarted(self, reason: str, *, turns: int, sampled_tokens: int) -> None:
+        self.told.append(("restarted", reason, turns, sampled_tokens))
+
+
+def text(*words: str) -> tuple[Piece, ...]:
+    """Pieces: what is in brackets is the environment's."""
+    return tuple(
+        Given(tuple(map(ord, word[1:-1]))) if word[0] == "[" else Sampled(tuple(map(ord, word)), (-0.5,) * len(word), 3)
+        for word in words
+    )
+
+
+def go_on(
+    tasks: Tasks, past: Past, script: str = "ab.", *, retries: int = 1, engine: dict[str, Any] | None = None
+) -> tuple[Trajectory | Failure, list[tuple[Any, ...]], list[tuple[str, int]]]:
+    """What becomes of an episode that has a past, what its page was told, and what the engine was asked."""
+    asked: list[tuple[str, int]] = []
+    book = Notebook()
+
+    def say(tokens: Sequence[int], params: SamplingParams) -> Sequence[int]:
+        asked.append(("".join(map(chr, tokens)), params.max_tokens))
+        return list(map(ord, script))
+
+    async def main() -> Trajectory | Failure:
+        awakened = await awake(ScriptedEngine(say), version=4)
+        speaker = Speaker(awakened, LetterChat(), EngineConfig(max_reply_tokens=8, **(engine or {})))
+        rollout = Rollout(speaker, tasks, RolloutConfig(retries=retries))
+        rollout.restore(20, ())
+        return await rollout.episode(TASK, env_seed=7, noise_seed=8, begin=book, past=past)
+
+    return asyncio.run(main()), book.told, asked
+
+
+HI = (says("hi"), says("go on"), over())
+
+
+@pytest.mark.parametrize(
+    "said, asked, written",
+    [
+        # nothing yet
+        (("[hi]",), [("hi", 8), ("hiab.go on", 8)], [(1, "ab."), (2, "go on"), (3, "ab.")]),
+        # in the middle of the first reply
+        (("[hi]", "cd"), [("hicd", 6), ("hicdab.go on", 8)], [(2, "ab."), (3, "go on"), (4, "ab.")]),
+        # a reply in two pieces, of which the second ended with the stop token: it was not answered yet
+        (("[hi]", "cd", "e."), [("hicde.go on", 8)], [(3, "go on"), (4, "ab.")]),
+        # a reply that filled its room, and was not answered yet
+        (("[hi]", "cdefgh", "ij"), [("hicdefghij.go on", 8)], [(3, ".go on"), (4, "ab.")]),
+        # one token of room left
+        (("[hi]", "cdefghi"), [("hicdefghi", 1), ("hicdefghiy.go on", 8)], [(2, "y"), (3, ".go on"), (4, "y" * 8)]),
+        # answered
+        (("[hi]", "cd.", "[go on]"), [("hicd.go on", 8)], [(3, "ab.")]),
+        # in the second reply
+        (("[hi]", "cd.", "[go on]", "e"), [("hicd.go one", 7)], [(4, "ab.")]),
+        # all was said, but for the end
+        (("[hi]", "cd.", "[go on]", "e."), [], []),
+    ],
+)
+def test_an_episode_goes_on_from_its_own_tokens(said: Any, asked: Any, written: Any) -> None:
+    script = "y" * 8 if said[-1] == "cdefghi" else "ab."
+    past = Past(5, text(*said), None)
+    outcome, told, questions = go_on(Tasks([*HI]), past, script)
+    assert isinstance(outcome, Trajectory) and outcome.episode == 5 and outcome.pieces[: len(said)] == past.pieces
+    assert questions == asked
+    assert told == [("begin", 5, True), *written, ("ended", "Trajectory")]
+    assert {piece.version for piece in outcome.sampled} == {
+        piece.version for piece in past.pieces if isinstance(piece, Sampled)
+    } | ({4} if asked else set())
+
+
+def test_a_context_that_was_full_stays_full() -> None:
+    past = Past(5, text("[hihihihi]", "cdefgh.", "[x]"), None)
+    outcome, told, asked = go_on(Tasks([says("hi" * 4), says("x"), over()]), past, engine={"max_context": 16})
+    assert isinstance(outcome, Trajectory) and outcome.stop == "max_tokens" and not asked
+    assert told == [("begin", 5, True), ("ended", "Trajectory")]
+
+
+@pytest.mark.parametrize(
+    "scripts, said, why, lost",
+    [
+        ([says("ho")], ("[hi]", "cd"), "begin: NotReplayed: piece 0 has other tokens than the 2 on record", (1, 2)),
+        ([says("hi"), says("go")], ("[hi]", "cd.", "[go on]", "e"), "step 1: NotReplayed: piece 2 has other", (2, 4)),
+        ([says("hi"), over()], ("[hi]", "cd.", "[go on]", "e"), "replay: NotReplayed: 2 pieces on record", (2, 4)),
+        ([EnvError("gone")], ("[hi]", "cd"), "begin: EnvError: gone", (1, 2)),
+        # an opening where a reply is on record
+        ([says("hi"), says("x")], ("[hi]", "cd.", "[x]", "[y]", "e."), "replay: NotReplayed: 2 pieces", (2, 5)),
+    ],
+)
+def test_an_environment_that_says_something_else_is_begun_again_and_that_is_no_failure(
+    scripts: Any, said: Any, why: str, lost: tuple[int, int]
+) -> None:
+    outcome, told, _ = go_on(Tasks(scripts, [*HI]), Past(5, text(*said), None, failures=0), retries=0)
+    assert isinstance(outcome, Trajectory) and outcome.episode == 20
+    assert told[0] == ("begin", 5, True) and told[1][0] == "restarted" and told[1][1].startswith(why)
+    assert told[1][2:] == lost and told[2] == ("begin", 20, False) and told[-1] == ("ended", "Trajectory")
+
+
+def test_a_failure_after_the_past_counts_with_those_before() -> None:
+    past = Past(5, text("[hi]", "cd."), None, failures=1)
+    outcome, told, _ = go_on(Tasks([says("hi"), EnvError("gone")]), past, retries=1)
+    assert outcome == Failure(TASK, "step 1", "EnvError: gone", turns=1, sampled_tokens=3)
+    assert told == [("begin", 5, True), ("ended", "Failure")]
+
+
+def test_what_has_ended_is_taken_as_it_is() -> None:
+    told_of = Trajectory(text("[hi]", "cd."), {"r": 1.0}, "done", TASK, 8, 5)
+    assert go_on(Tasks(), Past(5, told_of.pieces, told_of)) == (told_of, [], [])
+    given_up = Failure(TASK, "begin", "EnvError: gone")
+    assert go_on(Tasks(), Past(5, (), given_up, failures=2)) == (given_up, [], [])
+    outcome, told, _ = go_on(Tasks([*HI]), Past(5, (), given_up, failures=1))  # one attempt is left
+    assert isinstance(outcome, Trajectory) and told[0] == ("begin", 20, False)
+    outcome, told, _ = go_on(Tasks([*HI]), Past(5, (), Failure(TASK, "replay", "x"), failures=0), retries=0)
+    assert isinstance(outcome, Trajectory) and told[0] == ("begin", 20, False)  # restarted, and killed again
+
+
+class Shop(Env):
+    """Can be put where it was."""
+
+    def snapshot(self) -> str:
+        return str(len(self.heard))
+
+    async def resume(self, state: str) -> None:
+        self.heard.append(f"resumed at {state}")
+
+
+class Shops(Tasks):
+    def env(self, task: Task, seed: int) -> Shop:
+        self.seeds.append(seed)
+        return Shop(self.scripts.pop(0), self.heard)
+
+
+def test_an_environment_with_snapshots_is_written_down_and_not_asked_again() -> None:
+    tasks = Shops(
+        [
+            says("hi"),
+            says(
+                "go on",
+            ),
+            says("more"),
+            over(),
+        ]
+    )
+    outcome, told, _ = go_on(tasks, Past(5, (), None))
+    assert isinstance(outcome, Trajectory)
+    snapshots = [entry for entry in told if entry[0] == "snapshot"]
+    assert [count for _, count, _ in snapshots] == [1, 3, 5]
+    tasks = Shops([says("more"), over()])
+    past = Past(5, text("[hi]", "cd.", "[go on]", "e"), None, snapshot=(3, json.dumps([[0.25], "2"])))
+    outcome, told, asked = go_on(tasks, past)
+    assert isinstance(outcome, Trajectory) and outcome.pieces[:4] == past.pieces
+    assert tasks.heard == ["resumed at 2", "eab.", "ab."] and asked == [("hicd.go one", 7), ("hicd.go oneab.more", 8)]
+    assert outcome.turn_rewards == (0.25, 0.0, 0.0)
+    assert [entry[:2] for entry in told if entry[0] == "snapshot"] == [("snapshot", 6)]
+
+
+def test_a_snapshot_that_the_past_has_outrun_is_caught_up_with() -> None:
+    """Killed between an answer and its snapshot: from the older snapshot the recorded reply is given again."""
+    tasks = Shops([says("go on"), over()])
+    past = Past(5, text("[hi]", "cd.", "[go on]"), None, snapshot=(1, json.dumps([[], "1"])))
+    outcome, _, asked = go_on(tasks, past)
+    assert isinstance(outcome, Trajectory) and outcome.pieces[:3] == past.pieces
+    assert tasks.heard == ["resumed at 1", "cd.", "ab."] and asked == [("hicd.go on", 8)]
+
+
+@pytest.mark.parametrize("state", ["no json", "[[], {}]", "[]", '[[], "x"] '])
+def test_a_snapshot_that_cannot_be_used_restarts_the_episode(state: str) -> None:
+    class Closed(Shop):
+        async def resume(self, state: str) -> None:
+            raise EnvError(f"no shop at {state}")
+
+    class Closing(Shops):
+        def env(self, task: Task, seed: int) -> Shop:
+            return Closed(self.scripts.pop(0), self.heard)
+
+    outcome, told, _ = go_on(Closing([], [*HI]), Past(5, text("[hi]", "c"), None, snapshot=(1, state)), retries=0)
+    assert isinstance(outcome, Trajectory) and told[1][0] == "restarted" and outcome.episode == 20
+
+
+def test_a_group_goes_on_where_each_sibling_was_and_a_finished_one_is_taken_as_it_is() -> None:
+    ended = Trajectory(text("[hi]", "cd."), {"r": 1.0}, "done", TASK, 8, 5)
+    begun = Past(6, text("[hi]", "c"), None)
+    tasks = Tasks([says("hi"), over()], [says("hi"), over()])
+
+    async def main() -> tuple[Group, Group]:
+        engine = await awake(ScriptedEngine(lambda tokens, params: [END]))
+        rollout = Rollout(Speaker(engine, LetterChat(), EngineConfig()), tasks, RolloutConfig())
+        rollout.restore(7, ())
+        past = (Past(5, ended.pieces, ended), begun)
+        group = await rollout.group(Handout(3, TASK, 0, 0, begun=True, past=past), size=3)
+        done = tuple(Past(told.episode, told.pieces, told) for told in group.trajectories)
+        again = await rollout.group(Handout(3, TASK, 0, 0, begun=True, past=done, finished=True), size=3)
+        return group, again
+
+    group, again = asyncio.run(main())
+    assert [told.episode for told in group.trajectories] == [5, 6, 7] and group.trajectories[0] is ended
+    assert again == group and not tasks.scripts
+
+
+def test_a_task_that_no_attempt_could_finish_is_quarantined() -> None:
+    async def main() -> set[str]:
+        engine = await awake(ScriptedEngine(lambda tokens, params: [END]))
+        tasks = Tasks([EnvError("gone")], [says("hi"), over()], [EnvError("gone")], [EnvError("gone")])
+        rollout = Rollout(Speaker(engine, LetterChat(), EngineConfig()), tasks, RolloutConfig(retries=1))
+        rollout.restore(0, ["toy/train/9"])
+        for index in (1, 2):
+            await rollout.episode(Task("toy", "train", index), env_seed=0, noise_seed=0)
+        return rollout.quarantined
+
+    assert asyncio.run(main()) == {"toy/train/2", "toy/train/9"}

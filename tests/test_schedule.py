@@ -1,5 +1,6 @@
 """Promises: the staleness bound holds with stragglers for budgets 0 to 3 and every window, and is reached; groups are
-taken in the order the window allows; tickets limit what is live; the ledger knows which versions are needed."""
+taken in the order the window allows; tickets limit what is live; a line goes on where another was, and one that can
+never be filled says why; the ledger knows which versions are needed."""
 
 import asyncio
 import random
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from afterimage.config import staleness_bound
-from afterimage.schedule import Ledger, Line, StalenessError, measure_staleness
+from afterimage.schedule import EmptyLine, Ledger, Line, StalenessError, measure_staleness
 from afterimage.trajectory import Batch, Credited, Given, Group, Open, Sampled, Task, Trajectory, collate
 
 STEPS = 40
@@ -38,14 +39,20 @@ class World:
         task = Task("toy", "train", number)
         return Group(task, (Trajectory(tuple(pieces), {"r": 1.0}, "done", task, seed=0, episode=number),))
 
-    async def produce(self, rng: random.Random) -> None:
+    async def produce(self, rng: random.Random, first: int = 0) -> None:
         async with asyncio.TaskGroup() as tasks:
-            for number in range(10**9):
+            for number in range(first, 10**9):
                 ticks = self.slow_ticks if number % 7 == 3 else rng.randint(1, 3)
                 await self.line.admit(lambda number=number, ticks=ticks: self.group(number, ticks), tasks)
                 self.admitted += 1
                 self.live += 1
                 self.most_live = max(self.most_live, self.live)
+
+    async def go_on(self, rng: random.Random, open_groups: list[int]) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for number in open_groups:
+                await self.line.readmit(number, lambda number=number: self.group(number, 2), tasks)
+            await self.produce(rng, self.admitted)
 
     async def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -183,3 +190,112 @@ def test_a_token_older_than_the_bound_or_from_the_future_is_an_error(version: in
     batch, groups = batch_of([3, 5])
     with pytest.raises(StalenessError, match=f"the bound is 0 to {bound}"):
         measure_staleness(batch, groups, lag=version - batch.version, bound=bound)
+
+
+def line_of(open_groups: int, *, tickets_out: bool = False, closed: str = "") -> Line:
+    line = Line(max_staleness=1, groups_per_step=2)
+    line.restore(10 + open_groups, range(10, 10 + open_groups))
+    if tickets_out:
+        line._live = 4
+    if closed:
+        line.close(closed)
+    return line
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_line_that_can_never_be_filled_says_why(number: int) -> None:
+    short = f"a batch takes 2 groups, {number} are open and no more will come: "
+    with pytest.raises(EmptyLine, match=short + "the shop ran out of tasks"):
+        asyncio.run(line_of(number, closed="the shop ran out of tasks").take())
+    with pytest.raises(EmptyLine, match=short + "all 4 tickets are out, 0 of them never released"):
+        asyncio.run(line_of(number, tickets_out=True).take())
+
+
+def test_a_line_that_is_closed_while_somebody_waits_wakes_them() -> None:
+    async def main() -> None:
+        line = line_of(1)
+        taking = asyncio.ensure_future(line.take())
+        await asyncio.sleep(0)
+        line.close("the end")
+        await taking
+
+    with pytest.raises(EmptyLine, match="the end"):
+        asyncio.run(main())
+
+
+def test_what_was_never_released_is_said() -> None:
+    async def main() -> None:
+        line = Line(max_staleness=0, groups_per_step=1)
+        line.restore(1, [0])
+        async with asyncio.TaskGroup() as tasks:
+            await line.readmit(0, lambda: asyncio.sleep(0, Group(Task("toy", "train", 0), ())), tasks)
+            await line.take()
+            with pytest.raises(EmptyLine, match="all 1 tickets are out, 1 of them never released"):
+                await line.take()
+
+    asyncio.run(main())
+
+
+@given(
+    budget=st.integers(0, 3),
+    groups=st.integers(1, 4),
+    window=st.integers(1, 6),
+    seed=st.integers(0, 99),
+    cut=st.integers(1, 30),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_line_goes_on_where_it_was_with_its_order_and_its_tickets(
+    budget: int, groups: int, window: int, seed: int, cut: int
+) -> None:
+    """Half of a run in one line and the rest in another: nobody is taken twice or left out, and the bound holds."""
+
+    async def main() -> tuple[World, World]:
+        line = Line(max_staleness=budget, groups_per_step=groups, window=window)
+        first = World(line, slow_ticks=30)
+        await first.run(cut, seed)
+        open_groups = sorted(set(range(first.admitted)) - set(first.order))
+        again = Line(max_staleness=budget, groups_per_step=groups, window=window)
+        again.restore(first.admitted, open_groups)
+        assert again.num_open == len(open_groups) and again.num_finished == 0
+        second = World(again, slow_ticks=30, version=first.version, live=len(open_groups), admitted=first.admitted)
+        async with asyncio.TaskGroup() as tasks:
+            producer = tasks.create_task(second.go_on(random.Random(seed), open_groups))
+            await second.train(10)
+            producer.cancel()
+        return first, second
+
+    first, second = asyncio.run(main())
+    order = first.order + second.order
+    assert len(set(order)) == len(order) == groups * (cut + 10)
+    assert max(second.ages) <= staleness_bound(budget, groups, window)
+    assert set(range(min(second.order))) <= set(order)
+    assert second.most_live <= (budget + 1) * groups
+
+
+def test_groups_that_lost_batches_had_made_room_for_wait_for_their_tickets() -> None:
+    """Six are open and tickets are four: what the last two sampled at once would be too old when they are taken."""
+
+    async def main() -> None:
+        line, begun = Line(max_staleness=1, groups_per_step=2), []
+        line.restore(6, range(6))
+
+        async def work(number: int) -> Group:
+            begun.append(number)
+            return Group(Task("toy", "train", number), ())
+
+        async def readmit(tasks: asyncio.TaskGroup) -> None:
+            for number in range(6):
+                await line.readmit(number, lambda number=number: work(number), tasks)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(readmit(tasks))
+            for begun_by_then in ([0, 1, 2, 3], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]):
+                await line.take()
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                assert begun == begun_by_then
+                line.release()
+                for _ in range(5):
+                    await asyncio.sleep(0)
+
+    asyncio.run(main())

@@ -60,8 +60,8 @@ class ScriptedEngine:
         self._token_delay = token_delay
         self._parameters = parameters
         self.version = -1
-        self._pending: set[asyncio.Event] = set()
-        """One event per reply being said; setting it makes the reply end with what it has."""
+        self._pending: dict[asyncio.Event, None] = {}
+        """One event per reply being said, in order; setting it makes the reply end with what it has."""
         self._open = asyncio.Event()
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -86,12 +86,12 @@ class ScriptedEngine:
             await self._open.wait()
         self._check_alive()
         halt = asyncio.Event()
-        self._pending.add(halt)
+        self._pending[halt] = None
         self._quiet.clear()
         try:
             return await self._reply(tuple(tokens), params, halt)
         finally:
-            self._pending.discard(halt)
+            del self._pending[halt]
             if not self._pending:
                 self._quiet.set()
 

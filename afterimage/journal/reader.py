@@ -145,9 +145,21 @@ class JournalReader:
         found = self.rows("SELECT checkpoint, step, version, name FROM checkpoints ORDER BY checkpoint")
         return [Marked(*row) for row in found]
 
-    def last_step(self) -> int:
-        """The newest that was written down; -1 before the first."""
-        return max((int(event["step"]) for event in self.events() if event["kind"] == "step"), default=-1)
+    def steps(self) -> list[dict[str, Any]]:
+        """The metrics of every step that was written down, as `metrics.jsonl` has them."""
+        found = self.rows("SELECT fields FROM events WHERE kind = 'step' ORDER BY id")
+        with self._named("the metrics"):
+            return [_object(fields) for (fields,) in found]
+
+    def outcomes(self, number: int) -> tuple[bool, ...]:
+        """Of the last episodes, as many: whether they were finished, or given up."""
+        found = self.rows(
+            """SELECT trajectories.episode IS NOT NULL FROM (SELECT max(episode) AS episode FROM episodes
+            GROUP BY number, sibling) LEFT JOIN trajectories USING (episode) LEFT JOIN failures USING (episode)
+            WHERE coalesce(trajectories.episode, failures.episode) IS NOT NULL ORDER BY episode DESC LIMIT ?""",
+            number,
+        )
+        return tuple(bool(finished) for (finished,) in reversed(found))
 
     def unsound(self) -> list[str]:
         """Tables with rows that are not as they were written, in words."""

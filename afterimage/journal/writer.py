@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, Self
 
 from afterimage.journal.reader import JournalReader, require_tables
@@ -49,6 +49,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._awaited = Event()
         self._thread: Thread | None = None
         self._failure: Future[None] = Future()
         self._failure.set_running_or_notify_cancel()  # who stops watching does not cancel it
@@ -90,6 +91,7 @@ class Journal:
         told = self._failure.done()
         thread, self._thread = self._thread, None
         self._queue.put(None)
+        self._awaited.set()
         thread.join(STUCK_S)
         if thread.is_alive():
             raise failed(self.path, f"it could not be closed in {STUCK_S:g} s")
@@ -178,6 +180,7 @@ class Journal:
             raise failed(self.path, "it is not open")
         mark: Future[None] = Future()
         self._queue.put(mark)
+        self._awaited.set()
         try:
             mark.result(STUCK_S)
         except TimeoutError as error:
@@ -216,14 +219,14 @@ class Journal:
             self._failure.set_exception(failed(self.path, error))
 
     def _gather(self) -> list[_Item]:
-        """What comes within `WINDOW_S`, or until somebody waits."""
+        """What comes within `WINDOW_S`, or until somebody waits. To wake for each record would cost more than it."""
         items = [self._queue.get()]
-        until = time.monotonic() + WINDOW_S
-        while isinstance(items[-1], list) and (left := until - time.monotonic()) > 0:
-            try:
-                items.append(self._queue.get(timeout=left))
-            except queue.Empty:
-                break
+        if isinstance(items[0], list):
+            self._awaited.wait(WINDOW_S)
+        self._awaited.clear()
+        with suppress(queue.Empty):
+            while True:
+                items.append(self._queue.get_nowait())
         return items
 
 

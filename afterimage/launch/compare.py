@@ -6,7 +6,6 @@ ended it, the same command goes on with it.
 """
 
 import asyncio
-import fcntl
 import itertools
 import json
 import os
@@ -18,7 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from afterimage.config import ConfigError, RunConfig
-from afterimage.launch.machine import commit, cores, machine, versions
+from afterimage.launch.machine import alone, commit, cores, machine, versions
 from afterimage.lint import check
 from afterimage.observe.compare import LAUNCHES, PLAN, ended, grouped
 from afterimage.observe.compare_page import write_comparison
@@ -176,7 +175,7 @@ def compare(plan: Plan, *, jobs: int = 1, command: str = "", console: Console | 
     console = console or Console(soft_wrap=True)
     left = [run for run in plan.runs if not _holds(run)]
     plan.folder.mkdir(parents=True, exist_ok=True)
-    with _alone(plan.folder) as lock:
+    with alone(plan.folder) as lock:
         _remember(plan, command)
         console.print(f"{len(plan.runs)} runs in {plan.folder}, {len(plan.runs) - len(left)} of them finished before")
         for warning in grouped(plan.warnings):
@@ -222,17 +221,6 @@ def _holds(run: Planned) -> bool:
         told = ", ".join(f"{name} is {found.get(name)} and would be {wanted[name]}" for name in differ)
         raise ConfigError(f"{run.folder} holds another run: {told}; choose another --name, or remove it")
     return ended(run.folder)[0] == "finished"
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[int]:
-    """The folder for oneself. Runs inherit the lock: as long as one lives, nobody else begins."""
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"{folder} is in use by another comparison, or by a run that one left behind") from None
-        yield file.fileno()
 
 
 def _remember(plan: Plan, command: str) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import math
 import time
 import traceback
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,15 @@ from safetensors import SafetensorError
 
 from afterimage import loop, virtual
 from afterimage.build import Machine, build, build_checkpoints, build_machine
-from afterimage.checkpoint import CheckpointError
+from afterimage.checkpoint import CHECKPOINTS, CheckpointError
 from afterimage.config import ConfigError, RunConfig
-from afterimage.journal import JOURNAL, Journal, JournalError
-from afterimage.launch.machine import cores
+from afterimage.journal import JOURNAL, Journal, JournalError, Marked
+from afterimage.launch.machine import alone, cores
 from afterimage.launch.resume import begin, differences, recall, revive, stored
 from afterimage.launch.survivors import write_survivors
 from afterimage.lint import check
 from afterimage.observe.live import LiveDisplay
-from afterimage.observe.metrics import EVENTS, RunFolder, RunLog
+from afterimage.observe.metrics import EVENTS, BrokenFile, RunFolder, RunLog
 from afterimage.observe.report import write_report
 from afterimage.policy import DTYPES, Policy
 from afterimage.publish import DirectPublisher
@@ -73,9 +74,13 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
             f"{folder} already holds a run ({JOURNAL}); go on with it (--resume {folder}), choose another name or "
             "remove it"
         )
-    log = RunLog.create(folder, config)
-    log.event("started", cores=cores(), **({"command": command} if command else {}))
-    return _finish(Lives(config, log, machine), log, console)
+    try:
+        log = RunLog.create(folder, config)
+    except OSError as error:
+        raise ConfigError(f"no run folder can be made at {folder}: {error}") from error
+    with alone(folder):
+        log.event("started", cores=cores(), **({"command": command} if command else {}))
+        return _finish(Lives(config, log, machine), log, console)
 
 
 def resume(folder: Path, config: RunConfig, *, console: Console | None = None) -> Run:
@@ -89,15 +94,33 @@ def resume(folder: Path, config: RunConfig, *, console: Console | None = None) -
     _check(config, console)
     for words in changed:
         console.print(f"[yellow]changed:[/] {escape(words)}", highlight=False)
-    with Journal.read(folder) as reader:
-        marks, done = reader.checkpoints(), reader.last_step()
-    if not marks:
-        raise ConfigError(f"{folder} ended before its first checkpoint: there is nothing to go on from")
-    if done >= config.steps and _is_whole(folder):
-        raise ConfigError(f"the run in {folder} is finished; to go on with it, give it more steps (--steps)")
-    log = RunLog.reopen(folder, marks[-1].step, config)
-    log.event("resumed", step=marks[-1].step, changed=changed, cores=cores())
-    return _finish(Lives(config, log, None), log, console)
+    with alone(folder):
+        marks, done = _reached(folder)
+        if done >= config.steps and _is_whole(folder):
+            raise ConfigError(f"the run in {folder} is finished; to go on with it, give it more steps (--steps)")
+        if marks and config.steps < marks[-1].step:
+            raise ConfigError(f"the run in {folder} has {marks[-1].step} steps behind it, --steps is {config.steps}")
+        fresh = None if marks else build_machine(config)  # it ended before its first checkpoint
+        fresh = None if marks else build_machine(config)  # it ended before its first checkpoint
+        try:
+            log = RunLog.reopen(folder, config)
+        except (OSError, BrokenFile) as error:
+            raise ConfigError(f"{folder} cannot be gone on with: {error}") from error
+        log.event("resumed", step=marks[-1].step if marks else 0, changed=changed, cores=cores())
+        return _finish(Lives(config, log, fresh), log, console)
+
+
+def _reached(folder: Path) -> tuple[list[Marked], int]:
+    """The checkpoints that a run has made, and the last step that is written down (-1 for none)."""
+    if not (folder / JOURNAL).exists():
+        if any((folder / CHECKPOINTS).glob("step*")):
+            raise ConfigError(f"{folder} has checkpoints and no journal: what its episodes were is gone")
+        return [], -1
+    try:
+        with Journal.read(folder) as reader:
+            return reader.checkpoints(), max((row["step"] for row in reader.steps()), default=-1)
+    except JournalError as error:
+        raise RunFailed(str(error)) from error
 
 
 def _is_whole(folder: Path) -> bool:
@@ -124,7 +147,8 @@ def _finish(lives: "Lives", log: RunLog, console: Console) -> Run:
         reason = "finished"
     except (ExceptionGroup, JournalError, CheckpointError, OSError) as failures:
         error = first_leaf(failures)
-        log.failed("".join(traceback.format_exception(error)))
+        with suppress(OSError):  # the disk may be what failed
+            log.failed("".join(traceback.format_exception(error)))
         if isinstance(error, NOT_FINITE) and lives.machine:
             console.print(keep_evidence(lives.machine.trainer, folder), highlight=False)
         raise RunFailed(f"{type(error).__name__}: {error} (traceback in {folder / 'error.txt'})") from error
@@ -133,13 +157,15 @@ def _finish(lives: "Lives", log: RunLog, console: Console) -> Run:
         console.print(f"[yellow]stopped; saving what there is; to go on: afterimage train --resume {folder}[/]")
         raise
     finally:
+        lives.close()
         if reason != "failed" and lives.machine:
             lives.machine.policy.save(folder / POLICY)
-        log.event("stopped", reason=reason)
-        log.close()
-        write_survivors(folder)
-        report = write_report(folder)
-        console.print(f"run folder {folder}\nreport     {report}", highlight=False)
+        with suppress(OSError) if reason == "failed" else nullcontext():
+            log.event("stopped", reason=reason)
+            log.close()
+            write_survivors(folder)
+            report = write_report(folder)
+            console.print(f"run folder {folder}\nreport     {report}", highlight=False)
     return Run(folder, report)
 
 
@@ -163,10 +189,19 @@ class Lives:
         else:
             machine = build_machine(config, self.machine.speaker.engine if self.machine else None)
             checkpoints = build_checkpoints(config, machine, folder)
-            life = revive(recall(folder, checkpoints, config, self._log.event), machine, config, folder)
+            first = self.machine is None
+            recalled = recall(folder, checkpoints, config, self._log.event, first=first)
+            life = revive(recalled, machine, config, folder)
+            if first:
+                self._log.rewind(life.stand.step, recalled.metrics)
         self.machine = machine
         parts = build(config, machine, self._log, display, life)
         return virtual.run(_supervise(parts), virtual=config.deterministic)
+
+    def close(self) -> None:
+        """Give the engine back, which a life that was cut short between two others may have left."""
+        if self.machine and self.config.deterministic:
+            asyncio.run(self.machine.speaker.engine.close())
 
 
 def keep_evidence(trainer: Trainer, folder: Path) -> str:

@@ -1,10 +1,15 @@
 """On what something was run: what a table of results says of itself."""
 
+import fcntl
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+
+from afterimage.config import ConfigError
 
 LIBRARIES = ("torch", "transformers")
 
@@ -37,3 +42,14 @@ def commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return ""
     return told.stdout.strip()
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[int]:
+    """The folder for oneself, and for the processes that inherit the descriptor. ConfigError if it is somebody's."""
+    with (folder / ".lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{folder} is in use by another process that is still alive") from None
+        yield file.fileno()

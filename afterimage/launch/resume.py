@@ -14,6 +14,7 @@ from afterimage.config import ConfigError, RunConfig
 from afterimage.journal import JOURNAL, Journal, JournalError, Marked
 from afterimage.launch.audit import stored_config
 from afterimage.observe.metrics import CONFIG, RunFolder, plain
+from afterimage.rollout import FAILED_WINDOW
 from afterimage.trajectory import Open
 
 Told = Callable[..., None]
@@ -25,6 +26,9 @@ FIXED = {
     "deterministic": "the two modes leave different journals behind",
     "task": "the open episodes are of that task set",
     "schedule.group_size": "the open groups have that many episodes",
+    "schedule.max_staleness": "the staleness bound of the groups in line was derived for it",
+    "schedule.groups_per_step": "the staleness bound of the groups in line was derived for it",
+    "schedule.window": "the staleness bound of the groups in line was derived for it",
     "engine.max_context": "the open episodes were begun with that much room",
     "engine.max_reply_tokens": "the open replies were begun with that much room",
     "engine.temperature": "the open replies were sampled at it",
@@ -34,6 +38,7 @@ FIXED = {
     "old_logps.averages": "the checkpoint holds so many averages",
     "old_logps.fallback": "the checkpoint holds the state of that fallback",
     "trainer.optimizer": "the checkpoint holds the state of that optimizer",
+    "trainer.weight_decay": "the checkpoint holds the state of that optimizer",
     "trainer.dtype": "the versions that were published have that precision",
     "audit.share": "the checkpoint holds the copies that the audit needs",
 }
@@ -42,9 +47,7 @@ FIXED = {
 MEANING = {
     "steps": "the learning-rate schedule ends there, and is another one from here on",
     "trainer.lr": "holds from the next step; the optimizer's moments are of the old one",
-    "schedule.max_staleness": "holds for groups admitted from here on",
-    "schedule.groups_per_step": "the staleness bound of the groups in line was derived for the old one",
-    "schedule.window": "the staleness bound of the groups in line was derived for the old one",
+    "trainer.steps_per_batch": "the learning-rate schedule counts optimizer steps, so its position moves",
 }
 """What a change means, where it is more than that it holds from here on."""
 
@@ -59,6 +62,8 @@ class Recalled:
     """Of the versions that were published."""
     jumps: tuple[tuple[int, int], ...]
     """As `Policy.jumps`: where checkpoints were given a new number, those that are damaged by now included."""
+    metrics: list[dict[str, Any]]
+    """Of the steps that are written down."""
 
 
 def differences(before: RunConfig, now: RunConfig) -> list[str]:
@@ -79,13 +84,15 @@ def differences(before: RunConfig, now: RunConfig) -> list[str]:
     return words
 
 
-def recall(run: Path, checkpoints: Checkpoints, config: RunConfig, told: Told) -> Recalled:
-    """Read what a run goes on from, and make the journal say the same.
+def recall(run: Path, checkpoints: Checkpoints, config: RunConfig, told: Told, *, first: bool = True) -> Recalled:
+    """Read what a run goes on from, and make the journal say the same. The `first` time all of that is checked.
 
     The newest checkpoint that is sound becomes the current one. A deterministic run forgets what came after it.
     Raises `CheckpointError` if none is sound, `JournalError` if the journal is not.
     """
     with Journal.read(run) as reader:
+        if wrong := reader.unsound() if first else []:
+            raise JournalError(f"the journal {reader.path} is damaged: {'; '.join(wrong)}")
         marks = reader.checkpoints()
     mark, checkpoint = _newest(run, checkpoints, marks, told)
     with Journal(run / JOURNAL) as journal:
@@ -93,8 +100,6 @@ def recall(run: Path, checkpoints: Checkpoints, config: RunConfig, told: Told) -
     if config.deterministic:
         checkpoints.forget(mark.version)
     with Journal.read(run) as reader:
-        if wrong := reader.unsound():
-            raise JournalError(f"the journal {reader.path} is damaged: {'; '.join(wrong)}")
         checkpoints.prune({mark.name for mark in reader.checkpoints()})
         handouts = tuple(reader.handouts())
         admitted, place, episodes = reader.counts()
@@ -105,23 +110,31 @@ def recall(run: Path, checkpoints: Checkpoints, config: RunConfig, told: Told) -
             place=place,
             episodes=episodes,
             quarantined=reader.given_up(config.rollout.retries),
+            outcomes=reader.outcomes(FAILED_WINDOW),
         )
-        return Recalled(life, checkpoint, max(reader.versions(), default=-1), _jumps(marks))
+        return Recalled(life, checkpoint, max(reader.versions(), default=-1), _jumps(marks), reader.steps())
 
 
 def revive(recalled: Recalled, machine: Machine, config: RunConfig, run: Path) -> Life:
     """Put every part where it was. The policy gets a number of its own if its checkpoint's was left behind."""
     checkpoints, policy = build_checkpoints(config, machine, run), machine.policy
-    checkpoints.restore(recalled.checkpoint)
+    try:
+        checkpoints.restore(recalled.checkpoint)
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(f"the newest sound checkpoint of {run} is not of this run: {error!r}") from error
     policy.jumps = max(policy.jumps, recalled.jumps, key=len)
-    if renumbered := recalled.highest > policy.version:
-        policy.renumber(recalled.highest + 1)
+    highest = max([recalled.highest, *(first for first, _ in policy.jumps)])
+    if renumbered := highest > policy.version:
+        policy.renumber(highest + 1)
     past: defaultdict[int, list[Open]] = defaultdict(list)
     for piece in (piece for handout in recalled.life.handouts for piece in handout.opens()):
         past[piece.piece.version].append(piece)
     own = past.pop(policy.version, [])
-    machine.old.recover(past, checkpoints.weights)
-    machine.auditor.recover(past, checkpoints.weights)
+    try:
+        machine.old.recover(past, checkpoints.weights)
+        machine.auditor.recover(past, checkpoints.weights)
+    except LookupError as error:
+        raise CheckpointError(f"what pieces in the journal were sampled with is gone from {run}: {error}") from error
     for piece in own:
         machine.old.arrived(piece)
     if renumbered:  # so that the new number is on the disk before any engine has it

@@ -17,7 +17,7 @@ from afterimage.observe.metrics import METRICS, SAMPLES, TRAJECTORIES, RunFolder
 from afterimage.versions.codec import words
 
 MEASURED = ("_s", "/seconds", "/busy_share")
-"""How the names of quantities end that a clock gave: seconds, what happened in one, and shares of the time."""
+"""How the names of metrics end that a clock gave: seconds, what happened in one, and shares of the time."""
 
 SHOWN = 5
 """Differences of one file or table that are told."""
@@ -44,13 +44,13 @@ def differences(one: Path, other: Path) -> list[str]:
 
 def _checkpoints(one: Path, other: Path) -> list[str]:
     left, right = Checkpoints(one, {}), Checkpoints(other, {})
-    names = _names(one / CHECKPOINTS, "step*-version??????") & _names(other / CHECKPOINTS, "step*-version??????")
+    names = _names(one / CHECKPOINTS, "step*-version*[0-9]") & _names(other / CHECKPOINTS, "step*-version*[0-9]")
     found = [] if names else ["the checkpoints: none has the same name"]
     for name in sorted(names):
         saved, again = left.load(name), right.load(name)
         for what in ("stand", "version", "states", "policy"):
             found += _some(f"checkpoint {name}", _unlike(_tree(saved, what), _tree(again, what), what))
-    for name in sorted(_names(one / VERSIONS, "??????.safetensors") & _names(other / VERSIONS, "??????.safetensors")):
+    for name in sorted(_names(one / VERSIONS, "*[0-9].safetensors") & _names(other / VERSIONS, "*[0-9].safetensors")):
         version = int(Path(name).stem)
         found += _some(f"version {version}", _unlike(left.weights(version), right.weights(version)))
     return found
@@ -58,7 +58,7 @@ def _checkpoints(one: Path, other: Path) -> list[str]:
 
 def _tree(checkpoint: Any, what: str) -> Any:
     value = getattr(checkpoint, what)
-    return [value.step, value.row, value.last] if what == "stand" else value
+    return [value.step, value.row] if what == "stand" else value
 
 
 def _names(folder: Path, pattern: str) -> set[str]:
@@ -105,7 +105,7 @@ def _unlike(one: Any, other: Any, name: str = "") -> Iterator[str]:
                 yield f"{name} differs"
         case Mapping(), Mapping():
             for key in {**one, **other}:
-                if str(key).endswith(MEASURED):
+                if _measured(str(key)):
                     continue
                 if key in one and key in other:
                     yield from _unlike(one[key], other[key], f"{name}/{key}")
@@ -119,6 +119,15 @@ def _unlike(one: Any, other: Any, name: str = "") -> Iterator[str]:
         case _:
             if type(one) is not type(other) or repr(one) != repr(other):
                 yield f"{name} is {str(one)[:60]}, and {str(other)[:60]}"
+
+
+def _measured(name: str) -> bool:
+    """Metrics have a room in front of their name; other things may end as they like.
+
+    >>> [_measured(name) for name in ("publish/seconds", "engine/busy_s", "time_s", "log_s", "layers.0.w_s")]
+    [True, True, True, False, False]
+    """
+    return name == "time_s" or ("/" in name and name.endswith(MEASURED))
 
 
 def _some(where: str, found: Iterator[str]) -> list[str]:

@@ -199,14 +199,14 @@ def _thresholds(config: RunConfig) -> Iterator[tuple[str, float]]:
             yield "S", -math.log1p(-s.clip_low)
 
 
-Rule = Callable[[RunConfig], Finding | None]
-
-
 def _timed(config: RunConfig) -> Finding | None:
     if not config.deterministic or not config.minutes:
         return None
     why = "how many steps fit into minutes depends on the machine, and two runs are to be equal"
     return Finding("a deterministic run that ends by the clock", why, "--minutes 0, or --deterministic false")
+
+
+Rule = Callable[[RunConfig], Finding | None]
 
 
 REFUSALS: Sequence[Rule] = (

@@ -102,18 +102,24 @@ class RunLog:
         return log
 
     @classmethod
-    def reopen(cls, path: Path, step: int, config: Any, *, clock: Callable[[], float] = time.monotonic) -> Self:
-        """Go on in a run folder after `step`, which is to be written down again. The run's time goes on."""
-        written = max((float(row.get("time", 0.0)) for row in read_jsonl(path / EVENTS)), default=0.0)
-        for name, newest in ((METRICS, step - 1), (TRAJECTORIES, step), (SAMPLES, step)):
-            rows = [row for row in read_jsonl(path / name) if row["step"] <= newest]
-            write_whole(path / name, "".join(dumps(row) + "\n" for row in rows))
-        write_whole(path / EVENTS, "".join(dumps(row) + "\n" for row in read_jsonl(path / EVENTS)))
+    def reopen(cls, path: Path, config: Any, *, clock: Callable[[], float] = time.monotonic) -> Self:
+        """Go on in a run folder. The run's time goes on; a line that was cut off is gone."""
+        events = list(read_jsonl(path / EVENTS))
+        write_whole(path / EVENTS, "".join(dumps(row) + "\n" for row in events))
         write_whole(path / CONFIG, dumps(config, indent=2) + "\n")
         (path / ERROR).unlink(missing_ok=True)
         log = cls(path, clock)
-        log._start -= written
+        log._start -= max((float(row.get("time", 0.0)) for row in events), default=0.0)
         return log
+
+    def rewind(self, step: int, metrics: Iterable[Mapping[str, Any]]) -> None:
+        """The metrics are these, the journal's; conversations and samples of steps after `step` will come again."""
+        self.close()
+        rows: dict[str, Iterable[Mapping[str, Any]]] = {METRICS: metrics}
+        for name in (TRAJECTORIES, SAMPLES):
+            rows[name] = [row for row in read_jsonl(self.path / name) if row["step"] <= step]
+        for name, kept in rows.items():
+            write_whole(self.path / name, "".join(dumps(row) + "\n" for row in kept))
 
     @property
     def seconds(self) -> float:

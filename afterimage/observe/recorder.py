@@ -24,17 +24,26 @@ class Recorder:
     """The one thing the loop writes to. `decode` turns tokens into text for the stored conversations."""
 
     def __init__(
-        self, log: RunLog, watcher: Watcher, decode: Callable[[Sequence[int]], str], *, sinks: Sequence[Sink] = ()
+        self,
+        log: RunLog,
+        watcher: Watcher,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        sinks: Sequence[Sink] = (),
+        told: Callable[..., None] = lambda kind, **fields: None,
     ) -> None:
+        """`told` hears of every event but spans."""
         self._log = log
         self._watcher = watcher
         self._decode = decode
         self._sinks = sinks
+        self._told = told
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        row = {"time_s": round(self._log.seconds, 3), **metrics}
         for sink in (self._log, *self._sinks):
-            sink.write(step, metrics)
-        self._watcher.update({"step": step, "time_s": self._log.seconds, **metrics})
+            sink.write(step, row)
+        self._watcher.update({"step": step, **row})
 
     def close(self) -> None:
         """Close the further sinks; the run folder's files belong to whoever made them."""
@@ -43,6 +52,7 @@ class Recorder:
 
     def event(self, kind: str, **fields: Any) -> None:
         self._log.event(kind, **fields)
+        self._told(kind, **fields)
 
     def phase(self, text: str, *, done: int = 0, total: int = 0) -> None:
         """What the run is busy with, for whoever looks on; not written down."""
@@ -58,21 +68,17 @@ class Recorder:
         """Some tokens of a batch, and what happened to the route meanwhile."""
         self._log.points({"step": step, **point} for point in points)
         for happened in events:
-            self._log.event(step=step, **happened)
+            self.event(step=step, **happened)
 
     def failure(self, episode: int, failure: "Failure", final: bool) -> None:
         """An attempt that its environment could not finish; `final` when the episode is not begun again."""
-        self._log.event(
-            "episode_failed",
-            episode=episode,
-            final=final,
-            task=failure.task.key,
-            stage=failure.stage,
-            error=failure.error,
-            turns=failure.turns,
-            sampled_tokens=failure.sampled_tokens,
-        )
+        self.event("episode_failed", episode=episode, final=final, **_words(failure))
         self._watcher.note(f"episode {episode} of {failure.task.key} failed in {failure.stage}: {failure.error}")
+
+    def restarted(self, episode: int, failure: "Failure") -> None:
+        """An attempt that its environment did not replay to the same text: it is begun anew."""
+        self.event("episode_restarted", episode=episode, **_words(failure))
+        self._watcher.note(f"episode {episode} of {failure.task.key} was begun anew: {failure.error}")
 
     def trajectories(self, step: int, groups: Iterable["Group"]) -> None:
         """The conversations that a step trained on."""
@@ -110,3 +116,8 @@ class Recorder:
             else:
                 turns.append({"role": role, "text": text, "pieces": [shown]})
         return turns
+
+
+def _words(failure: "Failure") -> dict[str, Any]:
+    told = ("stage", "error", "turns", "sampled_tokens")
+    return {"task": failure.task.key, **{name: getattr(failure, name) for name in told}}

@@ -1,0 +1,284 @@
+"""Runs that die where they are told to. `benchmarks/chaos.py` gives the orders, one JSON object a line, on stdin.
+
+Each order is carried out in a fork of this process, which has imported what a run needs and has no other thread: an
+order then costs no start of an interpreter, and its death leaves this process alone. Around functions of the package
+the fork puts wrappers that count calls, and at one of them kills itself (SIGKILL) or, from a thread, its engine's
+process. The package itself knows nothing of it.
+
+The answer is one JSON line: how the run ended, after how many seconds, and which processes it left behind.
+"""
+
+import ctypes
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+from afterimage import checkpoint, cli, rollout, wire
+from afterimage.checkpoint import Checkpoints
+from afterimage.engines.embedded import EmbeddedEngine
+from afterimage.journal import Journal
+from afterimage.launch import local
+from afterimage.old_logps.snapshot_old import SnapshotOld
+from afterimage.policy import Policy
+from afterimage.publish import DirectPublisher
+from afterimage.trainer import Trainer
+from afterimage.versions.codec import checksum
+
+ORPHAN_S = 10.0
+"""How long a dead run's processes may take to end."""
+HUNG_S = 300.0
+"""A life that takes longer hangs."""
+_CHILD_SUBREAPER = 36
+"""prctl: processes whose parent died become this one's."""
+
+Order = dict[str, Any]
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in(seconds: float) -> None:
+    def wait() -> None:
+        time.sleep(seconds)
+        die()
+
+    Thread(target=wait, daemon=True).start()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A function at which a run is killed."""
+
+    owner: Any
+    name: str
+    calls: int
+    """The call at which it dies is drawn from the first so many."""
+    span_s: float = 0.0
+    """It dies this much after the call at the latest, drawn evenly; 0 is before anything is done."""
+    inside: bool = False
+    """Of `Journal._commit`: between the statements of the transaction."""
+
+    def arm(self, call: int, moment: float) -> None:
+        """Die at the `call`th call, at this part of the span."""
+        function, calls = getattr(self.owner, self.name), 0
+
+        def doomed(*arguments: Any, **named: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls != call:
+                return function(*arguments, **named)
+            if self.inside:
+                journal, connection, records = arguments
+                return function(journal, _Doomed(connection, round(moment * (len(records) + 1))), records)
+            if not self.span_s:
+                die()
+            die_in(moment * self.span_s)
+            return function(*arguments, **named)
+
+        setattr(self.owner, self.name, doomed)
+
+
+@dataclass
+class _Doomed:
+    """A connection that dies before one of its statements: BEGIN is 0, COMMIT the last."""
+
+    connection: Any
+    left: int
+
+    def execute(self, *arguments: Any) -> Any:
+        if not self.left:
+            die()
+        self.left -= 1
+        return self.connection.execute(*arguments)
+
+
+CLOCK = "any moment"
+TARGETS: dict[str, tuple[Place, ...]] = {
+    "start-up": (
+        Place(local, "build_machine", 1),
+        Place(local, "build_machine", 3, 0.5),
+        Place(local, "begin", 1, 0.3),
+        Place(local, "recall", 2, 0.2),
+        Place(local, "revive", 2, 0.2),
+        Place(EmbeddedEngine, "start", 2, 2.0),
+    ),
+    "generation": (
+        Place(rollout._Script, "say", 200),
+        Place(EmbeddedEngine, "sample", 200, 0.1),
+        Place(EmbeddedEngine, "interrupt", 5, 0.05),
+    ),
+    "scoring": (Place(SnapshotOld, "logps", 4, 0.2), Place(SnapshotOld, "published", 4, 0.02)),
+    "optimizer step": (
+        Place(Trainer, "backward", 4, 0.3),
+        Place(Trainer, "step", 4, 0.03),
+        Place(Journal, "consume", 4),
+    ),
+    "journal commit": (
+        Place(Journal, "_commit", 100),
+        Place(Journal, "_commit", 100, inside=True),
+        Place(Journal, "_commit", 100, 0.004),
+    ),
+    "checkpoint": (
+        Place(checkpoint, "_write", 2, 0.3),
+        Place(checkpoint, "_require_same", 2),
+        Place(Journal, "checkpoint", 2),
+        Place(Journal, "checkpoint", 2, 0.01),
+        Place(Checkpoints, "prune", 2),
+        Place(Checkpoints, "prune", 2, 0.003),
+    ),
+    "publication": (
+        Place(Checkpoints, "put", 4, 0.03),
+        Place(DirectPublisher, "prepare", 5, 0.05),
+        Place(DirectPublisher, "publish", 5, 0.1),
+        Place(Journal, "publishing", 5),
+    ),
+    "the end": (Place(Policy, "save", 1, 0.1), Place(local, "write_report", 1), Place(local, "write_survivors", 1)),
+}
+"""Where runs are killed, by the room that is at work there."""
+
+
+@dataclass
+class Hunter:
+    """Kills each engine process of a run, or stops it, at a random moment of its life: `kills` of them."""
+
+    kills: int
+    span_s: float
+    tell: Callable[..., None]
+    draw: random.Random
+    _sampling: Event = field(default_factory=Event)
+
+    def watch(self) -> None:
+        made, resume = wire.Child.__init__, EmbeddedEngine.resume
+
+        def born(child: wire.Child, name: str, *arguments: Any, **named: Any) -> None:
+            made(child, name, *arguments, **named)
+            self._sampling.clear()
+            self.tell("born", pid=child.pid)
+            if self.kills:
+                self.kills -= 1
+                Thread(target=self._hunt, args=(child.pid,), daemon=True).start()
+
+        async def resumed(engine: EmbeddedEngine) -> None:
+            await resume(engine)
+            self._sampling.set()
+
+        wire.Child.__init__ = born  # type: ignore[method-assign]
+        EmbeddedEngine.resume = resumed  # type: ignore[method-assign]
+
+    def _hunt(self, pid: int) -> None:
+        starting = self.draw.random() < 0.2
+        if not starting:
+            self._sampling.wait()
+        time.sleep(self.draw.uniform(0, 2.0 if starting else self.span_s))
+        how = signal.SIGSTOP if self.draw.random() < 0.15 else signal.SIGKILL
+        with suppress(ProcessLookupError):
+            os.kill(pid, how)
+            self.tell("killed", pid=pid, how=how.name, while_starting=starting)
+
+
+class Witness:
+    """Writes down what the run does, for the comparison: a line at once, so that it is there after a kill."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a")
+        self._began = time.monotonic()
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        self._file.write(json.dumps({"kind": kind, "seconds": time.monotonic() - self._began, **fields}) + "\n")
+        self._file.flush()
+
+    def watch(self) -> None:
+        """Every version that is given to an engine, every new number, and the first step that is trained."""
+        prepare, renumber, step, told = DirectPublisher.prepare, Policy.renumber, Trainer.step, False
+
+        def prepared(publisher: DirectPublisher, policy: Policy, live: Any = ()) -> None:
+            self.tell("meaning", version=policy.version, sum=checksum(policy.weights()))
+            prepare(publisher, policy, live)
+
+        def renumbered(policy: Policy, version: int) -> None:
+            self.tell("renumbered", lost=version - 1 - policy.version)
+            renumber(policy, version)
+
+        def stepped(trainer: Trainer) -> None:
+            nonlocal told
+            step(trainer)
+            if not told:
+                told = True
+                self.tell("trained")
+
+        DirectPublisher.prepare = prepared  # type: ignore[method-assign]
+        Policy.renumber = renumbered  # type: ignore[method-assign]
+        Trainer.step = stepped  # type: ignore[method-assign]
+
+
+def live(order: Order) -> None:
+    """One life of a run, in the fork. Leaves by SystemExit, if it leaves."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    witness = Witness(Path(order["told"]))
+    witness.watch()
+    if hunt := order.get("hunt"):
+        Hunter(hunt["kills"], hunt["span_s"], witness.tell, random.Random(hunt["seed"])).watch()
+    if after_s := order.get("after_s"):
+        die_in(after_s)
+    if target := order.get("target"):
+        TARGETS[target][order["place"]].arm(order["call"], order["moment"])
+    cli.main(order["arguments"])
+
+
+def bury(pid: int, began: float) -> Order:
+    """Wait for the end of a life, and of all that it started."""
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+        time.sleep(0.01)
+        if time.monotonic() - began > HUNG_S:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return {"hung": True, "code": 1, "seconds": HUNG_S, "orphans": _end_orphans()}
+    seconds, until = time.monotonic() - began, time.monotonic() + ORPHAN_S
+    with suppress(ChildProcessError):  # until there are none
+        while time.monotonic() < until:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.01)
+    code = os.waitstatus_to_exitcode(ended[1])
+    return {"hung": False, "code": code, "seconds": seconds, "orphans": _end_orphans()}
+
+
+def _end_orphans() -> int:
+    """How many processes were left behind, which are no more."""
+    left = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            name, _, rest = stat.read_text().rpartition(")")
+            if int(rest.split()[1]) == os.getpid():
+                left += rest.split()[0] != "Z"
+                os.kill(int(name.split()[0]), signal.SIGKILL)
+    return left
+
+
+def main() -> None:
+    with suppress(OSError, AttributeError):  # only Linux can say what a dead process has left behind
+        ctypes.CDLL(None).prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)
+    for line in sys.stdin:
+        order = json.loads(line)
+        began = time.monotonic()
+        pid = os.fork()
+        if not pid:
+            live(order)
+        sys.stdout.write(json.dumps(bury(pid, began)) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,362 @@
+"""What do the journal and the checkpoints cost, and how soon does a killed run train again?
+
+    python benchmarks/resume.py          # minutes; the demo's own configuration
+
+Of some steps of the demo: the time that the journal takes from a step, what a sampled token takes on the disk, and what
+checkpoints and versions take. Of the demo killed in its middle: the seconds from `afterimage train --resume` to the
+first trained step. And the same deterministic steps with and without anything written to the journal. Writes a dated
+table under benchmarks/results/.
+"""
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import date
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from afterimage import cli
+from afterimage.checkpoint import Checkpoints
+from afterimage.journal import Journal
+from afterimage.journal import writer as journal_writer
+from afterimage.launch.machine import commit, machine, versions
+from afterimage.loop import Recorder
+from afterimage.trainer import Trainer
+
+RESULTS = Path(__file__).parent / "results"
+CONSOLE = Console(soft_wrap=True, highlight=False)
+CHILD = "child"
+"""The first word to this file when it is to be one of the runs that are measured."""
+WARM = 2
+"""Steps before the first that counts: nothing waits for anything yet."""
+KILLED_AT = 7
+"""Step of the demo at which it is killed: two after a checkpoint."""
+
+Measured = dict[str, Any]
+
+
+class Meter:
+    """Counts, in the process that trains, what the journal and the checkpoints take; a line a step."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._sums: Counter[str] = Counter()
+        self._threads: list[Journal] = []
+        self._journal_s = 0.0
+
+    def watch(self) -> None:
+        page = journal_writer._Page
+        for owner, name in (
+            (Journal, "hand_out"), (Journal, "begin"), (Journal, "consume"), (Journal, "event"),
+            (page, "piece"), (page, "snapshot"), (page, "ended"),
+        ):  # fmt: skip
+            self._time(owner, name, "loop_s", time.thread_time)
+        self._time(Checkpoints, "save", "save_s", time.perf_counter)
+        self._time(Checkpoints, "put", "put_s", time.perf_counter)
+        for name in ("publishing", "checkpoint", "finish"):
+            self._await(name)
+        enter, write = Journal.__enter__, Recorder.write
+
+        def opened(journal: Journal) -> Journal:
+            self._threads.append(journal)
+            return enter(journal)
+
+        def written(recorder: Recorder, step: int, metrics: Any) -> None:
+            write(recorder, step, metrics)
+            self._tell(step)
+
+        Journal.__enter__ = opened  # type: ignore[method-assign]
+        Recorder.write = written  # type: ignore[method-assign]
+
+    def _time(self, owner: Any, name: str, sum_: str, clock: Callable[[], float]) -> None:
+        function = getattr(owner, name)
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            began = clock()
+            try:
+                return function(*arguments, **named)
+            finally:
+                self._sums[sum_] += clock() - began
+                self._sums[f"{sum_}_calls"] += 1
+
+        setattr(owner, name, timed)
+
+    def _await(self, name: str) -> None:
+        function = getattr(Journal, name)
+
+        async def timed(*arguments: Any, **named: Any) -> None:
+            began = time.perf_counter()
+            await function(*arguments, **named)
+            self._sums[f"{name}_wait_s"] += time.perf_counter() - began
+            self._sums[f"{name}_wait_s_calls"] += 1
+
+        setattr(Journal, name, timed)
+
+    def _tell(self, step: int) -> None:
+        clocks = (time.pthread_getcpuclockid(j._thread.ident) for j in self._threads if j._thread and j._thread.ident)
+        thread_s = sum(time.clock_gettime(clock) for clock in clocks)
+        line = {"step": step, "at": time.monotonic(), "thread_s": thread_s, **self._sums}
+        with self._out.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def after_steps(count: int, act: Callable[[], object]) -> None:
+    """Act once the process has trained so many steps."""
+    step, done = Trainer.step, 0
+
+    def stepped(trainer: Trainer) -> None:
+        nonlocal done
+        step(trainer)
+        done += 1
+        if done == count:
+            act()
+
+    Trainer.step = stepped  # type: ignore[method-assign]
+
+
+def without_journal() -> None:
+    """Nothing is written any more once the run has begun."""
+    enter, opened = Journal.__enter__, 0
+
+    def deaf(journal: Journal) -> Journal:
+        nonlocal opened
+        opened += 1
+        if opened > 1:  # the first is the one in which the run begins
+            journal.transaction = lambda records: None  # type: ignore[method-assign]
+            journal.flush = lambda: None  # type: ignore[method-assign]
+        return enter(journal)
+
+    Journal.__enter__ = deaf  # type: ignore[method-assign]
+
+
+def child(mode: str, out: Path, arguments: list[str]) -> None:
+    """One run, in a process of its own."""
+    began = time.monotonic()
+
+    def tell_and_leave() -> None:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        out.write_text(json.dumps({"wall_s": time.monotonic() - began, "cpu_s": used.ru_utime + used.ru_stime}))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    match mode:
+        case "meter":
+            Meter(out).watch()
+        case "kill":
+            after_steps(KILLED_AT, tell_and_leave)
+        case "resume":
+            after_steps(1, lambda: (out.write_text(str(time.time())), os.kill(os.getpid(), signal.SIGKILL)))
+        case "with" | "without":
+            if mode == "without":
+                without_journal()
+            after_steps(1, lambda: began_at.append((time.monotonic(), _cpu_s())))
+            began_at: list[tuple[float, float]] = []
+
+            def stop() -> None:
+                (wall, cpu) = began_at[0]
+                out.write_text(json.dumps({"wall_s": time.monotonic() - wall, "cpu_s": _cpu_s() - cpu}))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            after_steps(1 + AB_STEPS, stop)
+    cli.main(arguments)
+
+
+AB_STEPS = 3
+"""Deterministic steps, after the first, that are timed with and without a journal."""
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def spawn(mode: str, out: Path, *arguments: str) -> float:
+    """Run a child to its end. The time, in seconds since 1970, at which it was started."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    began = time.time()
+    command = [sys.executable, __file__, CHILD, mode, str(out), *arguments]
+    with (out.with_suffix(".log")).open("w") as log:
+        code = subprocess.run(command, stdout=log, stderr=log).returncode
+    if code not in (0, -signal.SIGKILL):
+        raise RuntimeError(f"{' '.join(command)} ended with {code}; see {log.name}")
+    return began
+
+
+def steps(runs: Path, count: int) -> Measured:
+    """So many steps of the demo, metered."""
+    spawn("meter", runs / "demo.jsonl", *_demo(runs, "demo"), "--steps", str(count))
+    lines = [json.loads(line) for line in (runs / "demo.jsonl").read_text().splitlines()]
+    gone = [
+        {name: after[name] - before.get(name, 0) for name in after}
+        for before, after in pairwise(lines[WARM:-1])  # the last one ends with an evaluation
+    ]
+    for line in gone:
+        line["barriers_s"] = line["publishing_wait_s"] + line.get("checkpoint_wait_s", 0)
+        group_s = line["finish_wait_s"] / max(1, line["finish_wait_s_calls"])
+        line["share"] = (line["thread_s"] + line["loop_s"] + line["barriers_s"] + group_s) / line["at"]
+    last = lines[-1]
+    with Journal.read(runs / "demo") as journal:
+        sampled = journal.rows("SELECT sum(num_tokens) FROM pieces WHERE version IS NOT NULL")[0][0]
+        size, tables = journal.num_bytes, dict(_sizes(journal))
+    return {
+        "step_s": median(line["at"] for line in gone),
+        "share": median(line["share"] for line in gone),
+        "share_max": max(line["share"] for line in gone),
+        "thread_s": median(line["thread_s"] for line in gone),
+        "loop_s": median(line["loop_s"] for line in gone),
+        "barriers_s": median(line["barriers_s"] for line in gone),
+        "finish_s": last["finish_wait_s"] / last["finish_wait_s_calls"],
+        "save_s": last["save_s"] / last["save_s_calls"],
+        "saves": last["save_s_calls"],
+        "put_s": last["put_s"] / last["put_s_calls"],
+        "counted": len(gone),
+        "sampled": sampled,
+        "bytes": size,
+        "tables": {name: held / sampled for name, held in tables.items()},
+    }
+
+
+def _sizes(journal: Any) -> Iterator[tuple[str, int]]:
+    """Bytes of pages, by table, its indexes included."""
+    yield from journal.rows(
+        """SELECT coalesce(tbl_name, 'schema'), sum(pgsize) FROM dbstat LEFT JOIN sqlite_master USING (name)
+        GROUP BY 1 ORDER BY 2 DESC"""
+    )
+
+
+def resumes(runs: Path, repeats: int) -> list[float]:
+    """Seconds from the command to the first trained step of the demo, killed in its middle."""
+    spawn("kill", runs / "killed.json", *_demo(runs, "killed"))
+    found = []
+    for number in range(repeats):
+        shutil.copytree(runs / "killed", runs / f"again{number}")
+        out = runs / f"again{number}.json"
+        began = spawn("resume", out, "train", "--resume", str(runs / f"again{number}"))
+        found.append(float(out.read_text()) - began)
+        CONSOLE.print(f"resumed: {found[-1]:.1f} s to the first trained step", markup=False)
+    return found
+
+
+def apart(runs: Path, repeats: int) -> dict[str, list[Measured]]:
+    """The same deterministic steps, with a journal and without, by turns."""
+    found: dict[str, list[Measured]] = {"with": [], "without": []}
+    for number in range(repeats):
+        for mode, rows in found.items():
+            out = runs / f"{mode}{number}.json"
+            arguments = _demo(runs, f"{mode}{number}", "--minutes", "0", "--deterministic", "true", "--eval.tasks", "0")
+            spawn(mode, out, *arguments, "--checkpoint.every", "1000")
+            rows.append(json.loads(out.read_text()))
+            CONSOLE.print(f"{mode} a journal: {rows[-1]}", markup=False)
+    return found
+
+
+def _demo(runs: Path, name: str, *knobs: str) -> list[str]:
+    return ["train", "retail", "--runs", str(runs), "--name", name, *knobs]
+
+
+def table(costs: list[Measured], back: list[float], ab: dict[str, list[Measured]], command: str) -> str:
+    def of(name: str) -> float:
+        return median(cost[name] for cost in costs)
+
+    lines = [
+        f"# What durability costs, {date.today()}",
+        "",
+        f"`{command}` at commit {commit()}, {machine()}, {versions()}. The demo's configuration; medians of "
+        f"{len(costs)} runs, of {costs[0]['counted']} steps each, the first {WARM} not counted.",
+        "",
+        "| of the demo | measured | goal |",
+        "|---|---|---|",
+        f"| a step | {of('step_s'):.2f} s | |",
+        f"| the journal's part of it, at most | **{of('share'):.2%}** (largest of any step "
+        f"{max(cost['share_max'] for cost in costs):.2%}) | < 3% |",
+        f"| - processor time of the thread that writes | {1000 * of('thread_s'):.1f} ms a step | |",
+        f"| - processor time on the event loop, making rows | {1000 * of('loop_s'):.1f} ms a step | |",
+        f"| - waiting for commits, before a version is loaded | {1000 * of('barriers_s'):.1f} ms a step | |",
+        f"| - waiting for a commit, before a group counts | {1000 * of('finish_s'):.1f} ms a group | |",
+        f"| bytes on disk a sampled token | **{of('bytes') / of('sampled'):.1f}** | < 40 |",
+        f"| a checkpoint, written, read back and compared | {of('save_s'):.2f} s | |",
+        f"| - a step, at one every 5 | {of('save_s') / 5 / of('step_s'):.1%} of a step, generation goes on | |",
+        f"| a version's weights to the disk | {1000 * of('put_s'):.0f} ms | |",
+    ]
+    if back:
+        lines.append(
+            f"| `--resume` to the first trained step, killed at step {KILLED_AT} | **{median(back):.1f} s** "
+            f"({min(back):.1f} to {max(back):.1f}, {len(back)} times) | < 10 s |"
+        )
+    lines += [
+        "",
+        "The journal's part is counted as if its thread had the interpreter to itself whenever it works, every wait",
+        "were one of the trainer's, and one group in each batch were waited for.",
+        "",
+        "Bytes a sampled token by table: "
+        + ", ".join(f"{name} {held:.1f}" for name, held in costs[0]["tables"].items() if held >= 0.05)
+        + ".",
+    ]
+    if ab["with"]:
+        lines += [
+            "",
+            f"{AB_STEPS} deterministic steps of the demo (one thread, one core at a time), by turns, medians of "
+            f"{len(ab['with'])}:",
+            "",
+            "| | seconds | processor seconds of the trainer's process |",
+            "|---|---|---|",
+            *(
+                f"| {mode} a journal | {_spread(rows, 'wall_s')} | {_spread(rows, 'cpu_s')} |"
+                for mode, rows in ab.items()
+            ),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _spread(rows: list[Measured], name: str) -> str:
+    values = [row[name] for row in rows]
+    return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+@contextmanager
+def folder(runs: Path) -> Iterator[Path]:
+    """An empty one, which is gone afterwards unless something failed."""
+    shutil.rmtree(runs, ignore_errors=True)
+    yield runs
+    shutil.rmtree(runs)
+
+
+def main() -> None:
+    if sys.argv[1:2] == [CHILD]:
+        child(sys.argv[2], Path(sys.argv[3]), sys.argv[4:])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--runs", type=Path, default=Path("runs") / f"bench-resume-{date.today()}")
+    parser.add_argument("--out", type=Path, default=RESULTS / f"{date.today()}-resume.md")
+    chosen = parser.parse_args()
+    command = f"python benchmarks/resume.py --repeats {chosen.repeats} --steps {chosen.steps}"
+    back: list[float] = []
+    ab: dict[str, list[Measured]] = {"with": [], "without": []}
+    costs = []
+    with folder(chosen.runs.resolve()) as runs:
+        for number in range(chosen.repeats):
+            costs.append(steps(runs / f"steps{number}", chosen.steps))
+            CONSOLE.print(f"{chosen.steps} steps: {costs[-1]}", markup=False)
+            chosen.out.write_text(table(costs, back, ab, command))
+        back = resumes(runs / "resumes", chosen.repeats)
+        chosen.out.write_text(table(costs, back, ab, command))
+        ab = apart(runs / "apart", chosen.repeats)
+        chosen.out.write_text(table(costs, back, ab, command))
+    CONSOLE.print(f"{chosen.out.read_text()}\n{chosen.out}", markup=False)
+
+
+if __name__ == "__main__":
+    main()
