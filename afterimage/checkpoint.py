@@ -98,6 +98,7 @@ class Checkpoints:
             shutil.rmtree(stale, ignore_errors=True)
         with _named(aside, "written"):
             (aside / _TRAINER).mkdir(parents=True)
+            _to_disk(self._folder.parent)
             _write(checkpoint, aside)
             _require_same(checkpoint, _read(aside), aside)
             aside.rename(self._folder / name)
@@ -140,6 +141,7 @@ class Checkpoints:
         aside = self._versions / f"{version:06d}.part"
         with _named(aside, "written"):
             self._versions.mkdir(exist_ok=True)
+            _to_disk(self._versions.parent)
             aside.write_bytes(dumps(given))
             _to_disk(aside)
             aside.rename(aside.with_suffix(".safetensors"))
@@ -340,8 +342,13 @@ def _named(path: Path, done: str = "read") -> Iterator[None]:
         yield
     except CheckpointError:
         raise
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise CheckpointError(f"{path} cannot be {done}: {error}") from error
+    except OSError as error:
+        if done == "read":  # just now, which says nothing of what is there
+            raise
+        raise CheckpointError(f"{path} cannot be {done}: {type(error).__name__}: {error}") from error
     except (
-        OSError,
         SafetensorError,
         ValueError,
         LookupError,

@@ -419,7 +419,7 @@ def test_the_terminal_tells_how_far_a_run_is(tmp_path: Path) -> None:
 
 def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
-    with launcher._alone(tmp_path / "x"), pytest.raises(ConfigError, match="in use by another comparison"):
+    with launcher.alone(tmp_path / "x"), pytest.raises(ConfigError, match="in use by another process"):
         start(planned(tmp_path / "x"))
 
 

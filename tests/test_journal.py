@@ -718,3 +718,21 @@ def test_an_export_is_json_for_everybody(tmp_path: Path) -> None:
         write_jsonl(read, out)
     for line in out.getvalue().splitlines():
         assert json.loads(line, parse_constant=pytest.fail)["behavior_logp"] == [None, -0.5]
+
+
+def test_a_writer_killed_while_it_made_one_plain_file_is_rolled_back_for_a_reader(tmp_path: Path) -> None:
+    with Journal(tmp_path / JOURNAL) as journal:
+        record(journal, group(0))
+    code = f"""
+import os, sqlite3
+connection = sqlite3.connect({str(tmp_path / JOURNAL)!r}, isolation_level=None)
+connection.execute("PRAGMA cache_size=1")
+connection.execute("BEGIN IMMEDIATE")
+connection.execute("UPDATE groups SET seed = 77")
+for _ in range(200):
+    connection.execute("INSERT INTO events VALUES (NULL, 0.5, 'x', hex(randomblob(2000)), 0, 0)")
+os._exit(9)"""
+    subprocess.run([sys.executable, "-c", code], check=False)
+    assert (tmp_path / f"{JOURNAL}-journal").exists()
+    with Journal.read(tmp_path) as read:
+        assert read.unsound() == [] and read.events() == [] and read.group(0) == group(0)

@@ -40,6 +40,8 @@ _POOL = ThreadPoolExecutor(max(2, os.cpu_count() or 1), thread_name_prefix="sand
 _UIDS = itertools.cycle(range(61_184 + os.getpid() % 4_096, 65_520))
 """User numbers that are nobody's: where we are root, each program is a user of its own."""
 
+_INSIDE = "/tmp/work"
+"""The empty folder that a program in bubblewrap begins in."""
 _LOOK_MS = 50
 """How often a waiting thread looks whether its caller was cancelled."""
 
@@ -190,7 +192,7 @@ def _run(way: _Way, job: _Job, stop: threading.Event) -> Outcome:
             file.seek(0)
         if user is not None:
             os.chown(folder, user, user)
-        home = "/tmp" if way.kind == "bubblewrap" else folder
+        home = _INSIDE if way.kind == "bubblewrap" else folder
         process = subprocess.Popen(
             [*outer, *_ENTER, str(note.fileno())],
             stdin=words, stdout=out, stderr=err, pass_fds=[note.fileno()], start_new_session=True, cwd=folder,
@@ -240,5 +242,6 @@ def _bubblewrap(way: _Way, limits: Limits) -> list[str]:
         for parent in reversed(python.parents):  # left to itself, bubblewrap makes them for its own user alone
             words += ["--perms", "0755", "--dir", str(parent)]
         words += ["--ro-bind", str(python), str(python)]
+    words += ["--perms", "1777", "--dir", _INSIDE]
     words += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--remount-ro", "/"]
-    return [*words, "--chdir", "/tmp", "--"]
+    return [*words, "--chdir", _INSIDE, "--"]

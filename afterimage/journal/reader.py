@@ -86,6 +86,7 @@ class JournalReader:
             raise FileNotFoundError(f"{path.parent} holds no journal: there is no {path.name}")
         with ExitStack() as unless_sound:
             with self._named():
+                _roll_back(path)
                 self._connection = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, isolation_level=None)
                 unless_sound.callback(self._connection.close)
                 self._connection.executescript("PRAGMA trusted_schema=OFF; PRAGMA cell_size_check=ON; BEGIN;")
@@ -301,6 +302,13 @@ def require_tables(path: Path, connection: sqlite3.Connection) -> None:
         wanted = fresh.execute(question).fetchall()
     if connection.execute(question).fetchall() != wanted:
         raise failed(path, "its tables are not those of a journal")
+
+
+def _roll_back(path: Path) -> None:
+    """Undo what a writer was at when it was killed while it made the database one plain file: a reader may not."""
+    if path.with_name(f"{path.name}-journal").exists():
+        with closing(sqlite3.connect(path)) as writer:
+            writer.execute("SELECT count(*) FROM sqlite_master")
 
 
 def _object(text: str) -> dict[str, Any]:
