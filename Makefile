@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: setup demo test check base-policy bench bench-demo bench-retail bench-compare bench-routes bench-audit bench-resume \
+.PHONY: setup demo test test-engines check base-policy bench bench-demo bench-retail bench-compare bench-routes bench-audit bench-resume \
 	chaos report fuzz
 
 setup: .venv/.ready
@@ -20,6 +20,16 @@ demo: setup
 
 test: setup
 	$(BIN)/pytest
+
+# Minutes, and 3 GB on the disk: real inference servers have an environment of their own.
+test-engines: .venv-engines/.ready
+	.venv-engines/bin/pytest tests/engines
+
+.venv-engines/.ready: constraints.txt constraints-engines.txt
+	$(PYTHON) -m venv .venv-engines
+	.venv-engines/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	.venv-engines/bin/pip install --quiet --disable-pip-version-check --no-deps -r constraints-engines.txt
+	touch $@
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if TYPE_CHECKING:
     from afterimage import recipes
     from afterimage.config import ConfigError, RunConfig
+    from afterimage.envs.external import ExternalAgent
     from afterimage.launch.local import Run, RunFailed, evaluate, train
     from afterimage.policy import Policy
     from afterimage.trajectory import (
@@ -32,6 +33,7 @@ _HOMES = {
     "Batch": "afterimage.trajectory",
     "ConfigError": "afterimage.config",
     "Credited": "afterimage.trajectory",
+    "ExternalAgent": "afterimage.envs.external",
     "Given": "afterimage.trajectory",
     "Group": "afterimage.trajectory",
     "Policy": "afterimage.policy",
@@ -52,6 +54,7 @@ __all__ = [
     "Batch",
     "ConfigError",
     "Credited",
+    "ExternalAgent",
     "Given",
     "Group",
     "Policy",

@@ -29,10 +29,13 @@ from afterimage.config import (
 from afterimage.corrections import Control
 from afterimage.engines import Engine
 from afterimage.engines.embedded import EmbeddedEngine
+from afterimage.engines.several import Several
 from afterimage.engines.supervised import Supervised
+from afterimage.engines.vllm import VllmEngine
 from afterimage.envs import Taskset
 from afterimage.envs.calculator import CalculatorTasks
 from afterimage.envs.chat import Chat
+from afterimage.envs.external import ExternalAgent
 from afterimage.envs.python_tool import PythonTasks
 from afterimage.envs.retail import RetailTasks
 from afterimage.journal import JOURNAL, Journal
@@ -62,6 +65,14 @@ from afterimage.versions import VersionStore
 
 MAX_SKIPPED = 100_000
 """Tasks in a row that could not be finished before: then there are no others."""
+
+
+ADAPTERS = {
+    "gymnasium": ("afterimage.envs.gymnasium_text", "GymnasiumTasks"),
+    "reasoning-gym": ("afterimage.envs.reasoning_gym", "ReasoningGymTasks"),
+    "textarena": ("afterimage.envs.textarena", "TextArenaTasks"),
+}
+"""Task sets of other libraries, each an extra of that name: what stands behind the colon is theirs to read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +110,7 @@ def build_machine(config: RunConfig, engine: Engine | None = None) -> Machine:
     """
     policy = Policy.load(config.policy_folder, dtype=config.trainer.dtype)
     taskset = build_taskset(config.task)
+    build_rollout(config, taskset)  # refuses what it needs and has not
     speaker = build_speaker(config, policy, taskset, engine)
     scoring = Scoring(config.engine.temperature, config.trainer.micro_tokens)
     old = build_old_logps(config.old_logps, policy, scoring, lockstep=config.deterministic)
@@ -144,7 +156,8 @@ def build(config: RunConfig, machine: Machine, log: RunLog, watcher: Watcher, li
         ledger.settle([episode])
         recorder.restarted(episode, failure)
 
-    rollout = Rollout(speaker, taskset, config.rollout, arrived=arrived, gave_up=gave_up, restarted=restarted)
+    make_rollout = build_rollout(config, taskset, told=recorder.event)
+    rollout = make_rollout(speaker, taskset, config.rollout, arrived=arrived, gave_up=gave_up, restarted=restarted)
     rollout.restore(life.episodes, life.quarantined, life.outcomes)
     for piece in (piece for handout in life.handouts for piece in handout.opens()):
         ledger.arrived(piece)
@@ -156,7 +169,7 @@ def build(config: RunConfig, machine: Machine, log: RunLog, watcher: Watcher, li
         held_out=taskset.held_out(config.eval.tasks),
         engine=engine,
         rollout=rollout,
-        examination=Rollout(speaker, taskset, config.rollout, gave_up=recorder.failure),
+        examination=make_rollout(speaker, taskset, config.rollout, gave_up=recorder.failure),
         line=line,
         ledger=ledger,
         credit=build_credit(config.credit),
@@ -225,24 +238,44 @@ def _store(old: OldLogps) -> VersionStore | None:
 def build_speaker(config: RunConfig, policy: Policy, taskset: Taskset, engine: Engine | None = None) -> Speaker:
     """The engine, and the conversation format of the policy's tokenizer with the task set's tools."""
     try:
-        engine = engine or EmbeddedEngine(
-            config.policy_folder,
-            dtype=config.engine.dtype,
-            threads=config.engine.threads,
-            max_slots=config.engine.max_running,
-            max_context=config.engine.max_context,
-            deltas=shares_deltas(config),
-            keep_cache=config.engine.keep_cache,
-            lockstep=config.deterministic,
-        )
+        engine = engine or build_engine(config)
         chat = Chat(policy.tokenizer, taskset.tools)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return Speaker(engine, chat, config.engine)
 
 
+def build_engine(config: RunConfig) -> Engine:
+    """The program that samples, or several servers as one."""
+    folder, engine = config.policy_folder, config.engine
+    if engine.kind == "vllm":
+        servers = [
+            VllmEngine(
+                folder,
+                dtype=engine.dtype,
+                threads=engine.threads,
+                max_running=engine.max_running,
+                max_context=engine.max_context,
+                keep_cache=engine.keep_cache,
+                url=url,
+            )
+            for url in engine.urls.split() or [""]
+        ]
+        return Several(servers) if len(servers) > 1 else servers[0]
+    return EmbeddedEngine(
+        folder,
+        dtype=engine.dtype,
+        threads=engine.threads,
+        max_slots=engine.max_running,
+        max_context=engine.max_context,
+        deltas=shares_deltas(config),
+        keep_cache=engine.keep_cache,
+        lockstep=config.deterministic,
+    )
+
+
 def build_taskset(config: TaskConfig) -> Taskset:
-    """A shipped task set, or whatever `module:factory` makes."""
+    """A shipped task set, one of a library (`reasoning-gym:countdown`), or whatever `module:factory` makes."""
     match config.env:
         case "retail":
             return RetailTasks(level=int(config.level), latency_s=config.latency_s, latency_sigma=config.latency_sigma)
@@ -250,12 +283,33 @@ def build_taskset(config: TaskConfig) -> Taskset:
             return CalculatorTasks()
         case "python":
             return PythonTasks()
-    module, _, factory = config.env.partition(":")
+    module, _, name = config.env.partition(":")
+    file, adapter = ADAPTERS.get(module, ("", ""))
     try:
-        made: Taskset = getattr(importlib.import_module(module), factory)()
+        factory = getattr(importlib.import_module(file or module), adapter or name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"task.env {config.env!r} cannot be made: {error}") from error
+        hint = f" (pip install 'afterimage[{module}]')" if adapter else ""
+        raise ConfigError(f"task.env {config.env!r} cannot be made: {error}{hint}") from error
+    made: Taskset = factory(name) if adapter else factory()
     return made
+
+
+def build_rollout(
+    config: RunConfig, taskset: Taskset, *, told: Callable[..., None] = lambda kind, **_: None
+) -> Callable[..., Rollout]:
+    """What makes rollouts of this task set; those of agents that ask by themselves share one endpoint."""
+    if not isinstance(taskset, ExternalAgent):
+        return Rollout
+    if config.deterministic:
+        raise ConfigError(
+            "deterministic must be false with an ExternalAgent: a virtual clock does not wait for sockets"
+        )
+    try:
+        from afterimage.endpoint.agents import AgentRollout
+        from afterimage.endpoint.server import Endpoint
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"an ExternalAgent needs {error.name}: pip install 'afterimage[endpoint]'") from error
+    return partial(AgentRollout, endpoint=Endpoint(), told=told)
 
 
 def build_credit(config: CreditConfig) -> Callable[[Sequence[Group]], list[Credited]]:

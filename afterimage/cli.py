@@ -78,6 +78,8 @@ def _parser(given: Sequence[str]) -> _Parser:
     )
     evaluate.add_argument("trained", type=Path, metavar="folder", help="a run folder or a model folder")
     evaluate.add_argument("recipe", help=f"one of: {', '.join(RECIPES)}")
+    evaluate.add_argument("--k", nargs="+", type=_reader(int), default=[1], metavar="K", help="pass@k. Now: 1")
+    evaluate.add_argument("--attempts", type=_reader(int), metavar="N", help="at each task. Now: the largest k")
     evaluate.set_defaults(act=_eval)
 
     versus = verbs.add_parser("compare", help="run arms of a recipe against each other", allow_abbrev=False)
@@ -89,7 +91,7 @@ def _parser(given: Sequence[str]) -> _Parser:
     versus.add_argument("--report", type=Path, metavar="FOLDER", help="only write the page of a comparison (again)")
     versus.set_defaults(act=_compare)
 
-    for verb in (train, lint, evaluate, versus):
+    for verb in (train, lint, evaluate, _add_serve(verbs), versus):
         recipe = RECIPES[given[position]]() if (position := _recipe_position(given)) is not None else None
         _add_knobs(verb, recipe)
 
@@ -131,9 +133,21 @@ def _parser(given: Sequence[str]) -> _Parser:
     return parser
 
 
+def _add_serve(verbs: Any) -> _Parser:
+    served: _Parser = verbs.add_parser(
+        "serve", help="a policy behind an OpenAI-compatible endpoint", allow_abbrev=False
+    )
+    served.add_argument("trained", type=Path, metavar="folder", help="a run folder or a model folder")
+    served.add_argument("recipe", help=f"one of: {', '.join(RECIPES)}")
+    served.add_argument("--port", type=_reader(int), default=0, metavar="N", help="on loopback; 0 is any. Now: 0")
+    served.add_argument("--token", help="that is asked for. Now: a new one")
+    served.set_defaults(act=_serve)
+    return served
+
+
 def _recipe_position(given: Sequence[str]) -> int | None:
     """Where the recipe's name stands, once a verb that takes one was given."""
-    place = {"train": 1, "lint": 1, "eval": 2, "compare": 1}.get(given[0] if given else "")
+    place = {"train": 1, "lint": 1, "eval": 2, "serve": 2, "compare": 1}.get(given[0] if given else "")
     if place is None or len(given) <= place or given[place].startswith("-"):
         return None
     _require_recipe(given[place])
@@ -309,14 +323,31 @@ def _run(work: Callable[[], object]) -> int:
 
 
 def _eval(chosen: argparse.Namespace) -> int:
-    config = configure(chosen)
+    config, attempts = configure(chosen), max(chosen.k) if chosen.attempts is None else chosen.attempts
+    if min(chosen.k) < 1 or max(chosen.k) > attempts:
+        raise ConfigError(f"--k is at least 1 and at most --attempts ({attempts}), got {' '.join(map(str, chosen.k))}")
     from afterimage.launch.local import evaluate
 
     def grade() -> None:
-        grade = evaluate(chosen.trained, config)
-        Console().print(f"success {grade.success:.1%} (95% {grade.low:.1%} to {grade.high:.1%}) on {grade.tasks} tasks")
+        grade = evaluate(chosen.trained, config, attempts=attempts)
+        rows = {f"avg@{attempts}": grade.average} | {f"pass@{k}": grade.passed(k) for k in sorted(set(chosen.k) - {1})}
+        table = Table(
+            "", "held-out success", "95% interval", "", title=f"{grade.tasks} tasks, {attempts} attempts each"
+        )
+        for name, found in rows.items():
+            table.add_row(name, f"{found.value:.1%}", f"{found.low:.1%} to {found.high:.1%}", found.interval)
+        Console().print(table)
 
     return _run(grade)
+
+
+def _serve(chosen: argparse.Namespace) -> int:
+    config = configure(chosen)
+    try:
+        from afterimage.launch.serve import serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"serve needs {error.name}: pip install 'afterimage[endpoint]'") from error
+    return _run(lambda: serve(chosen.trained, config, token=chosen.token, port=chosen.port))
 
 
 def _compare(chosen: argparse.Namespace) -> int:

@@ -75,7 +75,7 @@ class TaskConfig:
     """What the agent is trained on."""
 
     env: str = "retail"
-    """Who poses the tasks: `retail`, `calculator`, `python`, or `module:factory` for a task set of your own."""
+    """Who poses the tasks: `retail`, `calculator`, `python`, `library:name` (docs/libraries.md), `module:factory`."""
     level: Literal["1", "2", "3"] = "1"
     """How hard the retail desk is: 1 for a small model; 2 and 3 for real ones."""
     latency_s: float = 0.0
@@ -94,6 +94,10 @@ class TaskConfig:
 class EngineConfig:
     """The program that samples."""
 
+    kind: Literal["embedded", "vllm"] = "embedded"
+    """A process of our own, or vLLM servers. See docs/engines.md."""
+    urls: str = ""
+    """`vllm`: servers on this host to attach to, separated by spaces; empty starts one."""
     dtype: Dtype = "bfloat16"
     """Precision of generation. Apart from the trainer's: what lies between them is the discrepancy."""
     threads: int = 1
@@ -122,6 +126,8 @@ class EngineConfig:
         _at_least("engine", 16, max_context=self.max_context)
         if not self.temperature > 0:
             raise ConfigError(f"engine.temperature must be > 0, got {self.temperature}")
+        if self.kind == "embedded" and self.urls:
+            raise ConfigError("engine.urls is an option of engine.kind = vllm")
         if self.top_p != 1.0:
             raise ConfigError(
                 f"engine.top_p must be 1.0, got {self.top_p}: top-p samples from a truncated support, and without "
@@ -463,6 +469,8 @@ class RunConfig:
         _at_least("run", 1, steps=self.steps)
         _at_least("run", 0, minutes=self.minutes)
         _within("run", 0, MAX_SEED, seed=self.seed)
+        if self.deterministic and self.engine.kind != "embedded":
+            raise ConfigError("deterministic needs the embedded engine: no server can be stepped")
         if self.trainer.steps_per_batch > self.schedule.groups_per_step * self.schedule.group_size:
             raise ConfigError(
                 f"trainer.steps_per_batch must be <= {self.schedule.groups_per_step * self.schedule.group_size} "

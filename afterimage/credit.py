@@ -3,7 +3,8 @@
 Every estimator is `(groups) -> list[Credited]`, trajectories in their order, and rests on a function of tensors that
 knows no records (`rewards [n]` and `group [n]`, any integers). Both directions agree on the edges: a trajectory
 without siblings, and a group whose rewards are all equal, get exactly 0 from every estimator that compares siblings,
-never NaN. Failed episodes have no reward and take no part. Rewards are summed over their channels, in float64.
+never NaN. Failed episodes have no reward and take no part. Rewards are summed over their channels, in float64. An
+episode counts once however many branches it has; each of them gets its advantage, after it.
 """
 
 import math
@@ -75,7 +76,11 @@ def turn_level(groups: Sequence[Group], *, discount: float = 1.0, std: bool = Tr
     advantage = grpo_advantage(torch.cat(returns), group.repeat_interleave(turns), std=std)
     advantage = torch.where((siblings[group] > 1).repeat_interleave(turns), advantage, 0.0)
     parts = [tuple(part.tolist()) or (0.0,) for part in advantage.split(turns.tolist())]
-    return [Credited(item, part) for item, part in zip(items, parts, strict=True)]
+    return [
+        Credited(one, part if one is item else part[-1:])
+        for item, part in zip(items, parts, strict=True)
+        for one in (item, *item.branches)
+    ]
 
 
 def grpo_advantage(
@@ -160,7 +165,8 @@ def _outcomes(groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
 
 
 def _lengths(groups: Sequence[Group]) -> Tensor:
-    return torch.tensor([item.num_sampled for item in _trajectories(groups)], dtype=torch.float64)
+    episodes = [(item, *item.branches) for item in _trajectories(groups)]
+    return torch.tensor([sum(one.num_sampled for one in each) for each in episodes], dtype=torch.float64)
 
 
 def _turn_rewards(item: Trajectory) -> Tensor:
@@ -175,7 +181,8 @@ def _turn_rewards(item: Trajectory) -> Tensor:
 
 
 def _credited(groups: Sequence[Group], advantage: Tensor) -> list[Credited]:
-    return [Credited(item, (value,)) for item, value in zip(_trajectories(groups), advantage.tolist(), strict=True)]
+    pairs = zip(_trajectories(groups), advantage.tolist(), strict=True)
+    return [Credited(one, (value,)) for item, value in pairs for one in (item, *item.branches)]
 
 
 def _members(group: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,16 +7,16 @@ A failed episode is data: begun again with the same seed, then reported. Any oth
 import asyncio
 import hashlib
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from afterimage.config import EngineConfig, RolloutConfig
-from afterimage.engines import Engine, SamplingParams
-from afterimage.envs import Env, Pretending, Resumable, Taskset, Turn
+from afterimage.engines import AS_ALWAYS, Engine, Manner, SamplingParams
+from afterimage.envs import Env, Pretending, Resumable, Taskset, Turn, combined
 from afterimage.envs.chat import Chat
 from afterimage.trajectory import (
     Failure,
@@ -166,6 +166,8 @@ class Rollout:
         self._restarted = restarted
         self._begun = 0
         self._outcomes: deque[bool] = deque(maxlen=FAILED_WINDOW)
+        self.door: AbstractAsyncContextManager[Any] = nullcontext()
+        """What has to be open while episodes run."""
         self.quarantined: set[str] = set()
         """Keys of tasks that no attempt at an episode could finish: they are not to be handed out again."""
 
@@ -215,6 +217,7 @@ class Rollout:
             else:
                 script = _Script(self._begun, begin(episode=self._begun, seed=noise_seed))
                 self._begun += 1
+            script.begin = begin
             past = None
             try:
                 trajectory = await self._attempt(script, task, (env_seed, noise_seed))
@@ -269,7 +272,7 @@ class Rollout:
             if isinstance(env, Pretending):
                 env.replaying = script.replaying
             async with stage(f"step {len(turn_rewards) + 1}", timeout_s):
-                turn = await env.step(chat.parse(reply))
+                turn = combined(self.taskset, await env.step(chat.parse(reply)))
                 turn_rewards.append(turn.reward)
                 if not turn.done:
                     script.give(Given(chat.following(turn.messages, ended=ended)))
@@ -277,34 +280,39 @@ class Rollout:
         script.require_end()
         return _finish(pieces, turn, turn_rewards, Trajectory((), {}, stop, task, noise_seed, script.episode))
 
-    async def _speak(self, script: "_Script", seed: int) -> tuple[list[int], bool]:
-        """One reply, over as many versions as it takes. Its tokens, and whether it ended by a stop token."""
+    async def _speak(
+        self, script: "_Script", seed: int, how: Manner = AS_ALWAYS, *, since: int | None = None
+    ) -> tuple[list[int], bool]:
+        """One reply, over as many versions as it takes. Its tokens, and whether it ended by a stop token.
+
+        `since` is the piece that it begins with, where some of it has been said before.
+        """
         spoken: list[int] = []
-        context = [token for piece in script.pieces for token in piece.tokens]
-        room = self.speaker.room(len(context))
-        for piece in script.reply():
+        context = [token for piece in script.pieces[:since] for token in piece.tokens]
+        room = min(self.speaker.room(len(context)), how.max_tokens)
+        for piece in (*script.pieces[len(script.pieces) if since is None else since :], *script.reply()):
             context.extend(piece.tokens)
             spoken.extend(piece.tokens)
         stop_tokens = self.speaker.chat.stop_tokens
         while True:
-            if spoken and (spoken[-1] in stop_tokens or len(spoken) >= room):
+            if spoken and (spoken[-1] in stop_tokens or len(spoken) >= room or how.is_over(spoken)):
                 return spoken, spoken[-1] in stop_tokens
             script.require_end()
             params = SamplingParams(
-                max_tokens=room - len(spoken),
+                max_tokens=min(room - len(spoken), how.chunk),
                 stop_tokens=stop_tokens,
                 temperature=self.speaker.config.temperature,
                 seed=seed,
             )
             reply = await self.speaker.engine.sample(context, params)
             if reply.piece.tokens:
-                start = len(context)
-                context.extend(reply.piece.tokens)
-                spoken.extend(reply.piece.tokens)
-                script.say(reply.piece)
-                self._arrived(Open(script.episode, tuple(context), start, reply.piece))
-            if reply.stop != "interrupted":
-                return spoken, reply.stop == "stop"
+                start, cut = len(context), how.cut(spoken, reply.piece)
+                context.extend(cut.tokens)
+                spoken.extend(cut.tokens)
+                script.say(cut)
+                self._arrived(Open(script.episode, tuple(context), start, cut))
+            if reply.stop == "length" and len(reply.piece.tokens) < params.max_tokens:
+                return spoken, False
 
     def _judge(self, failure: Failure) -> None:
         """Count a failure; too many of them are the machinery's problem."""
@@ -331,13 +339,17 @@ class _Script:
         self.episode = episode
         self.page = page
         self.pieces: list[Piece] = []
+        self.past = past
+        self.begin: Begin = Unwritten
+        self.branches: list[_Script] = []
+        """What else is said in the attempt, in contexts of its own."""
         self._recorded = deque(past.pieces if past else ())
         self._snapshot = past.snapshot if past else None
 
     @property
     def replaying(self) -> bool:
         """Whether there is more on record than was said again."""
-        return bool(self._recorded)
+        return bool(self._recorded) or any(branch.replaying for branch in self.branches)
 
     @property
     def said(self) -> list[Piece]:
@@ -393,19 +405,26 @@ class Progress(Protocol):
 
 
 async def examine(rollout: Rollout, tasks: Sequence[Task], *, seed: int, progress: Progress) -> list[bool]:
-    """Success on each task, one episode each. The environment's seed is the task's own: `seed` varies the replies."""
-    done = 0
+    """Success on each task, one episode each. The environment's seed is the task's own: `seed` varies the replies.
 
-    async def grade(task: Task) -> bool:
+    A task that stands there several times is attempted as often, with other replies.
+    """
+    done, stood = 0, Counter[str]()
+
+    async def grade(task: Task, attempt: int) -> bool:
         nonlocal done
-        noise_seed = derive_seed(seed, "examination", task.key)
+        first = derive_seed(seed, "examination", task.key)
+        noise_seed = derive_seed(first, attempt) if attempt else first
         outcome = await rollout.episode(task, env_seed=derive_seed("examination", task.key), noise_seed=noise_seed)
         done += 1
         progress("held-out tasks", done=done, total=len(tasks))
         return isinstance(outcome, Trajectory) and outcome.success
 
     async with asyncio.TaskGroup() as group:
-        running = [group.create_task(grade(task)) for task in tasks]
+        running = []
+        for task in tasks:
+            running.append(group.create_task(grade(task, stood[task.key])))
+            stood[task.key] += 1
     return [task.result() for task in running]
 
 
@@ -467,7 +486,7 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/reward_mean": mean(trajectory.reward for trajectory in finished),
         "rollout/turns_mean": mean(trajectory.num_turns for trajectory in finished),
         "rollout/tokens_mean": mean(len(trajectory) for trajectory in finished),
-        "rollout/sampled_tokens": sum(trajectory.num_sampled for trajectory in finished),
+        "rollout/sampled_tokens": sum(one.num_sampled for whole in finished for one in (whole, *whole.branches)),
         "rollout/cut_short_share": mean(trajectory.stop != "done" for trajectory in finished),
         "rollout/uniform_groups_share": sum(len({t.reward for t in group.trajectories}) <= 1 for group in groups)
         / max(len(groups), 1),

@@ -115,6 +115,8 @@ class Trajectory:
     turn_rewards: tuple[float, ...] = ()
     facts: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     """What the environment counted in passing (tool errors, turns); metrics, never reward."""
+    branches: tuple["Trajectory", ...] = ()
+    """What else was said in the episode, each in a context of its own. They share its reward and its credit."""
 
     @property
     def reward(self) -> float:
@@ -233,6 +235,8 @@ class Past:
     failures: int = 0
     snapshot: tuple[int, str] | None = None
     """The environment's own, and the number of pieces that it had led to."""
+    branches: tuple["Past", ...] = ()
+    """What else was said in the attempt, in contexts of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,14 +255,13 @@ class Handout:
 
     def opens(self) -> Iterator[Open]:
         """Every sampled piece of its episodes that can still be trained on."""
-        for past in self.past:
-            if isinstance(past.outcome, Failure):
-                continue
+        alive = [past for past in self.past if not isinstance(past.outcome, Failure)]
+        for one in (one for past in alive for one in (past, *past.branches)):
             tokens: tuple[int, ...] = ()
-            for piece in past.pieces:
+            for piece in one.pieces:
                 start, tokens = len(tokens), tokens + piece.tokens
                 if isinstance(piece, Sampled):
-                    yield Open(past.episode, tokens, start, piece)
+                    yield Open(one.episode, tokens, start, piece)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from afterimage import recipes
 from afterimage.config import SHIPPED_POLICY
-from afterimage.launch.local import Grade, evaluate
+from afterimage.launch.grades import wilson
+from afterimage.launch.local import evaluate
 from afterimage.launch.machine import commit, cores, machine, versions
 from afterimage.observe.metrics import RunFolder
 from afterimage.recipes.base_policy.practice import Practice
@@ -129,8 +130,8 @@ def table(outcomes: list[Outcome], command: str) -> str:
 
 
 def _graded(success: float, tasks: int = 256) -> str:
-    grade = Grade(round(success * tasks), tasks)
-    return f"{grade.success:.1%} ({grade.low:.0%} to {grade.high:.0%})"
+    low, high = wilson(round(success * tasks) / tasks, tasks)
+    return f"{success:.1%} ({low:.0%} to {high:.0%})"
 
 
 def main() -> None:

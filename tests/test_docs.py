@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.test_judge import Model, model
+
+__all__ = ["model"]  # a fixture
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -66,3 +70,19 @@ def test_the_examples_for_other_trainers_run_and_do_what_they_say() -> None:
     old, fresh = -math.exp(0.1) / 4, math.exp(0.1) / 4
     expected = [round(value, 4) for value in (old, old, -fresh, fresh)]
     assert done[1] == f"loss {old * 2:.4f}, gradient {expected}\n"
+
+
+def test_the_examples_of_rewards_run_and_say_what_they_should(model: Model, tmp_path: Path) -> None:
+    """Rules; a judge, at an endpoint of this test; a task set that combines, played against the contract."""
+    rules, judge, tasks = blocks("docs/rewards.md", "python")
+    judge = judge.replace("http://127.0.0.1:8000/v1", model.url)
+    (tmp_path / "capitals.py").write_text(tasks)
+    both = "from capitals import *; from afterimage.testing import check_env; check_env(CapitalTasks())\n"
+    both += "print(round(CapitalTasks.combine({'answer': 1.0, 'brief': 1.0}), 3))"
+    path = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = [
+        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=path, check=True, capture_output=True, text=True)
+        for code in (rules, judge, both)
+    ]
+    assert [each.stdout for each in done] == ["0.0 1.0\n1.0 1.0\n1.0\n0.75\n", "0.7 as it should be 1\n", "1.1\n"]
+    assert (tmp_path / "verdicts.sqlite").exists()

@@ -1,7 +1,7 @@
 """Engines sample. Tokens go in, tokens come out with the log-probability and the version they were sampled with."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -46,6 +46,30 @@ def require_full_support(params: SamplingParams) -> None:
             "biased. Use top_p=1 and top_k=0; the temperature is free"
         )
 
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How one reply is asked for, where it is not as all others are."""
+
+    max_tokens: int = 1 << 30
+    chunk: int = 1 << 30
+    """Tokens after which it is looked at."""
+    look: Callable[[Sequence[int]], int | None] = lambda tokens: None
+    """Gets all of its tokens so far; says how many of them it has, if it is to end there."""
+
+    def is_over(self, said: Sequence[int]) -> bool:
+        return self.look(said) is not None
+
+    def cut(self, said: Sequence[int], piece: Sampled) -> Sampled:
+        """What belongs to the reply of a piece that comes after `said`: where a reply ends depends on nothing later."""
+        kept = self.look((*said, *piece.tokens))
+        if kept is None:
+            return piece
+        kept -= len(said)
+        return replace(piece, tokens=piece.tokens[:kept], behavior_logp=piece.behavior_logp[:kept])
+
+
+AS_ALWAYS = Manner()
 
 ReplyStop = Literal["stop", "length", "interrupted"]
 

@@ -1,7 +1,9 @@
 """Environments pose tasks, answer replies and judge episodes. They speak messages; `chat.py` makes tokens of them."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import count
+from random import Random
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -30,8 +32,8 @@ class Message:
 class Turn:
     """What the environment says: new messages, and at the end the verdict.
 
-    `rewards` are named channels and only count when `done`. `reward` is for the last reply alone, in addition; only
-    the credit estimator `turn_level` reads it.
+    `rewards` are named channels and only count when `done`; they are added up, unless the task set is `Combining`.
+    `reward` is for the last reply alone, in addition; only the credit estimator `turn_level` reads it.
     """
 
     messages: tuple[Message, ...]
@@ -98,3 +100,38 @@ class Taskset(Protocol):
     def env(self, task: Task, seed: int) -> Env:
         """A fresh environment for one episode. Everything random in it comes from `task` and `seed`."""
         ...
+
+
+class Numbered:
+    """The tasks of a task set that makes each from its number alone."""
+
+    name: str
+
+    def train(self, seed: int) -> Iterator[Task]:
+        return (Task(self.name, "train", index) for index in count(seed * 10**9))
+
+    def held_out(self, count: int) -> list[Task]:
+        return [Task(self.name, "held_out", index) for index in range(count)]
+
+    @staticmethod
+    def seed_of(task: Task) -> int:
+        """31 bits; odd for training tasks, even for others."""
+        return 2 * Random(task.key).getrandbits(30) + (task.split == "train")
+
+
+@runtime_checkable
+class Combining(Protocol):
+    """A task set whose named rewards are not to be added up."""
+
+    def combine(self, rewards: Mapping[str, float]) -> float:
+        """An episode's reward, of its named rewards."""
+        ...
+
+
+def combined(taskset: Taskset, turn: Turn) -> Turn:
+    """A verdict with one reward, if the task set combines them; what it is made of is then in facts `reward/<name>`."""
+    if not (turn.done and turn.rewards and isinstance(taskset, Combining)):
+        return turn
+    made_of = {f"reward/{name}": float(value) for name, value in turn.rewards.items()}
+    rewards = MappingProxyType({"reward": float(taskset.combine(turn.rewards))})
+    return replace(turn, rewards=rewards, facts=MappingProxyType({**turn.facts, **made_of}))

@@ -2,12 +2,12 @@
 
 import ast
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from random import Random
 from types import MappingProxyType
 from typing import Any
 
-from afterimage.envs import EnvError, Message, ToolCall, Turn
+from afterimage.envs import EnvError, Message, Numbered, ToolCall, Turn
 from afterimage.trajectory import Task
 
 TOOL: Mapping[str, Any] = {
@@ -32,7 +32,7 @@ _CHARACTERS = frozenset("0123456789+-*() ")
 MAX_LENGTH = 100
 
 
-class CalculatorTasks:
+class CalculatorTasks(Numbered):
     """Sums of `terms` numbers. Reward is 1 when the final text holds the result as a number of its own."""
 
     name = "calculator"
@@ -42,15 +42,6 @@ class CalculatorTasks:
         if terms < 2:
             raise ValueError(f"terms must be >= 2, got {terms}")
         self.terms = terms
-
-    def train(self, seed: int) -> Iterator[Task]:
-        index = seed * 10**9
-        while True:
-            yield Task(self.name, "train", index)
-            index += 1
-
-    def held_out(self, count: int) -> list[Task]:
-        return [Task(self.name, "held_out", index) for index in range(count)]
 
     def expression(self, task: Task) -> str:
         """The sum a task asks for.

@@ -20,6 +20,8 @@ STAND_IN = "@@reply@@"
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 _CLOSE = "</tool_call>"
+_OTHERS = 64
+"""Sets of tools whose formats are kept."""
 _SEAM = "\ue000"
 """Cuts what only looks like a control token, in runs longer than any in the text; none are in what is encoded."""
 
@@ -36,6 +38,7 @@ class Chat:
         self._tools = [dict(tool) for tool in tools]
         self._end: str = tokenizer.eos_token
         self._controls = _controls(tokenizer)
+        self._others: dict[str, Chat] = {}
         self._around = f"{json.dumps(self._tools, default=str, ensure_ascii=False)}{tokenizer.chat_template}"
         self.stop_tokens: tuple[int, ...] = (int(tokenizer.eos_token_id),)
         self.following((Message("user", "?"),), ended=True)  # a template that cannot go on is refused here
@@ -62,10 +65,42 @@ class Chat:
 
     def parse(self, tokens: Sequence[int]) -> Message:
         """A reply's tokens as a message. What is no proper call becomes a `ToolCall` that says why in `error`."""
-        kept = [token for token in tokens if token not in self.stop_tokens]
-        text: str = self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.read(self.text(tokens))
+
+    def text(self, tokens: Sequence[int], *, whole: bool = False) -> str:
+        """What a reply's tokens say; without the one that ends it, unless the `whole` is asked for."""
+        kept = [token for token in tokens if whole or token not in self.stop_tokens]
+        return str(self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def read(self, text: str) -> Message:
+        """`parse` of what a reply says."""
         calls = tuple(_read_call(match.group(1), match.group(0).endswith(_CLOSE)) for match in _CALL.finditer(text))
         return Message("assistant", _CALL.sub("", text).strip(), calls)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the template knows of thoughts, which end in `</think>`."""
+        return "</think>" in str(self._tokenizer.chat_template)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """A prompt that somebody rendered already: what looks like a control token is one."""
+        whole = text.encode(errors="replace").decode()
+        return tuple(self._tokenizer.encode(whole, add_special_tokens=False))
+
+    def knows(self, tokens: Sequence[int]) -> bool:
+        """Whether these are tokens at all."""
+        return 0 <= min(tokens) <= max(tokens) < len(self._tokenizer)
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "Chat":
+        """The same format with other tools."""
+        wanted = [dict(tool) for tool in tools]
+        if (made := json.dumps(wanted)) == json.dumps(self._tools, default=str):
+            return self
+        if made not in self._others:
+            if len(self._others) == _OTHERS:
+                self._others.clear()
+            self._others[made] = Chat(self._tokenizer, wanted)
+        return self._others[made]
 
     def _render(self, messages: Sequence[Message]) -> tuple[str, str]:
         """The conversation as text, and the seam at which it is to be cut before it is encoded."""

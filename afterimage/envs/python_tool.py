@@ -1,11 +1,11 @@
 """Puzzles that are hard in the head and easy in Python, and one tool: it runs what the policy wrote, in the sandbox."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from random import Random
 from types import MappingProxyType
 from typing import Any
 
-from afterimage.envs import EnvError, Message, ToolCall, Turn, sandbox
+from afterimage.envs import EnvError, Message, Numbered, ToolCall, Turn, sandbox
 from afterimage.trajectory import Task
 
 TOOL: Mapping[str, Any] = {
@@ -25,20 +25,11 @@ MAX_CODE = 4000
 WORDS = ("copper", "lantern", "orchard", "pebble", "saddle", "thimble", "walnut", "zephyr")
 
 
-class PythonTasks:
+class PythonTasks(Numbered):
     """Powers, digits and letters. Reward is 1 when the final text holds the result as a word of its own."""
 
     name = "python"
     tools: tuple[Mapping[str, Any], ...] = (TOOL,)
-
-    def train(self, seed: int) -> Iterator[Task]:
-        index = seed * 10**9
-        while True:
-            yield Task(self.name, "train", index)
-            index += 1
-
-    def held_out(self, count: int) -> list[Task]:
-        return [Task(self.name, "held_out", index) for index in range(count)]
 
     def puzzle(self, task: Task) -> tuple[str, str]:
         """A question and its answer.

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from afterimage.journal.reader import JournalReader
-from afterimage.journal.tables import JournalError
+from afterimage.journal.tables import TRIED, JournalError
 
 SHOWN = 20
 """Findings of one kind that are listed."""
@@ -19,7 +19,7 @@ CHECKS = (
     ("group {} was consumed {} times", "SELECT number, count(*) FROM consumed GROUP BY number HAVING count(*) > 1"),
     (
         "group {} was finished while its episode {} was open",
-        """SELECT number, episode FROM episodes JOIN finished USING (number)
+        f"""SELECT number, episode FROM {TRIED} JOIN finished USING (number)
         WHERE episode NOT IN (SELECT episode FROM trajectories UNION SELECT episode FROM failures
         UNION SELECT episode FROM restarts)""",
     ),

@@ -5,12 +5,12 @@ import sqlite3
 import struct
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 from urllib.parse import quote
 
-from afterimage.journal.tables import COLUMNS, FORMAT, SCHEMA, failed, seal, unpack_logps, unpack_tokens
+from afterimage.journal.tables import COLUMNS, FORMAT, SCHEMA, TRIED, failed, seal, unpack_logps, unpack_tokens
 from afterimage.trajectory import (
     Failure,
     Given,
@@ -155,7 +155,7 @@ class JournalReader:
     def outcomes(self, number: int) -> tuple[bool, ...]:
         """Of the last episodes, as many: whether they were finished, or given up."""
         found = self.rows(
-            """SELECT trajectories.episode IS NOT NULL FROM (SELECT max(episode) AS episode FROM episodes
+            f"""SELECT trajectories.episode IS NOT NULL FROM (SELECT max(episode) AS episode FROM {TRIED}
             GROUP BY number, sibling) LEFT JOIN trajectories USING (episode) LEFT JOIN failures USING (episode)
             WHERE coalesce(trajectories.episode, failures.episode) IS NOT NULL ORDER BY episode DESC LIMIT ?""",
             number,
@@ -204,7 +204,7 @@ class JournalReader:
     def _past(self, number: int, task: Task) -> tuple[Past, ...]:
         """Episodes of a group that has not been consumed, by sibling."""
         found = self.rows(
-            """SELECT sibling, max(episode), count(failures.episode) FROM episodes LEFT JOIN failures USING (episode)
+            f"""SELECT sibling, max(episode), count(failures.episode) FROM {TRIED} LEFT JOIN failures USING (episode)
             WHERE number = ? GROUP BY sibling ORDER BY sibling""",
             number,
         )
@@ -223,7 +223,18 @@ class JournalReader:
             return Past(episode, (), Failure(task, "replay", *told), failures)
         held = self.rows("SELECT num_pieces, state FROM snapshots WHERE episode = ? ORDER BY num_pieces", episode)
         outcome = self._outcome(episode, task) if any(ended) else None
-        return Past(episode, self.pieces(episode), outcome, failures, held[-1] if held else None)
+        also = [(branch, self._kept(branch).trajectory if told else None) for branch, told in self._branches(episode)]
+        branches = tuple(Past(branch, self.pieces(branch), end) for branch, end in also)
+        return Past(episode, self.pieces(episode), outcome, failures, held[-1] if held else None, branches)
+
+    def _branches(self, episode: int) -> list[tuple[int, bool]]:
+        """What else was said in the last attempt at an episode, and whether it has ended."""
+        return self.rows(
+            """SELECT more.episode, t.episode IS NOT NULL FROM episodes JOIN episodes more USING (number, sibling)
+            LEFT JOIN trajectories t ON t.episode = more.episode
+            WHERE episodes.episode = ? AND more.episode > episodes.episode ORDER BY more.episode""",
+            episode,
+        )
 
     def trajectories(self) -> Iterator[Kept]:
         """Every finished episode, in the order in which they were begun."""
@@ -236,7 +247,8 @@ class JournalReader:
         if not found:
             raise failed(self.path, f"group {number} was not finished")
         task = Task(*found[0])
-        last = self.rows("SELECT max(episode) FROM episodes WHERE number = ? GROUP BY sibling ORDER BY sibling", number)
+        question = f"SELECT max(episode) FROM {TRIED} WHERE number = ? GROUP BY sibling ORDER BY sibling"
+        last = self.rows(question, number)
         ended = [self._outcome(episode, task) for (episode,) in last]
         return Group(
             task=task,
@@ -263,7 +275,10 @@ class JournalReader:
 
     def _outcome(self, episode: int, task: Task) -> Trajectory | Failure:
         failure = self.rows("SELECT stage, error, turns, sampled_tokens FROM failures WHERE episode = ?", episode)
-        return Failure(task, *failure[0]) if failure else self._kept(episode).trajectory
+        if failure:
+            return Failure(task, *failure[0])
+        also = tuple(self._kept(branch).trajectory for branch, ended in self._branches(episode) if ended)
+        return replace(self._kept(episode).trajectory, branches=also)
 
     def _kept(self, episode: int) -> Kept:
         found = self.rows(

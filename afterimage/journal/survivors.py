@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from afterimage.journal.reader import JournalReader
-from afterimage.journal.tables import failed
+from afterimage.journal.tables import TRIED, failed
 from afterimage.trajectory import HAS_BEHAVIOR
 
 KEPT, LOST = ("trained", "waiting"), ("failed", "given_up", "restarted")
@@ -37,7 +37,7 @@ WITH said AS (
 spoken AS (
     SELECT episode, sum(sampled * num_tokens) AS tokens, sum(sampled AND NOT went_on) AS turns
     FROM said GROUP BY episode),
-tried AS (SELECT episode, number, episode = max(episode) OVER (PARTITION BY number, sibling) AS last FROM episodes)
+tried AS (SELECT episode, number, episode = max(episode) OVER (PARTITION BY number, sibling) AS last FROM {TRIED})
 SELECT env, split, CASE
     WHEN trajectories.episode IS NOT NULL AND consumed.number IS NOT NULL THEN 'trained'
     WHEN trajectories.episode IS NOT NULL THEN 'waiting'

@@ -60,6 +60,10 @@ COLUMNS = {
 NEWER = ("snapshots", "pieces", "trajectories", "failures", "restarts", "finished", "episodes", "groups", "versions")
 """Tables whose rows a deterministic run makes again, in an order in which they can go."""
 
+TRIED = """(SELECT episode, number, sibling FROM (SELECT episode, number, sibling,
+    seed = first_value(seed) OVER (PARTITION BY number, sibling ORDER BY episode) AS own FROM episodes) WHERE own)"""
+"""Attempts at episodes, which all have the sibling's seed. What else was said in one has another: its branches."""
+
 Record = tuple[str, Sequence[Any]]
 """An SQL statement and its parameters."""
 

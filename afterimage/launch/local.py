@@ -1,7 +1,6 @@
 """One machine: the engine in a process of its own, the trainer beside the event loop in this one."""
 
 import asyncio
-import math
 import time
 import traceback
 from contextlib import nullcontext, suppress
@@ -15,10 +14,11 @@ from rich.markup import escape
 from safetensors import SafetensorError
 
 from afterimage import loop, virtual
-from afterimage.build import Machine, build, build_checkpoints, build_machine
+from afterimage.build import Machine, build, build_checkpoints, build_machine, build_rollout
 from afterimage.checkpoint import CHECKPOINTS, CheckpointError
 from afterimage.config import ConfigError, RunConfig
 from afterimage.journal import JOURNAL, Journal, JournalError, Marked
+from afterimage.launch.grades import Grade
 from afterimage.launch.machine import alone, cores
 from afterimage.launch.resume import begin, differences, recall, revive, stored
 from afterimage.launch.survivors import write_survivors
@@ -29,7 +29,7 @@ from afterimage.observe.report import write_report
 from afterimage.policy import DTYPES, Policy
 from afterimage.publish import DirectPublisher
 from afterimage.recording import WENT_WRONG, WentWrong
-from afterimage.rollout import Rollout, examine
+from afterimage.rollout import examine
 from afterimage.trainer import NOT_FINITE, Trainer
 
 POLICY = "policy"
@@ -125,8 +125,8 @@ def _reached(folder: Path) -> tuple[list[Marked], int]:
 
 def _is_whole(folder: Path) -> bool:
     """Whether the last life of the run came to its end, and so has left the policy behind."""
-    *_, last = RunFolder(folder).rows(EVENTS)
-    return last["kind"] == "stopped" and last["reason"] == "finished"
+    *_, last = {}, *RunFolder(folder).rows(EVENTS)
+    return (last.get("kind"), last.get("reason")) == ("stopped", "finished")
 
 
 def _check(config: RunConfig, console: Console) -> None:
@@ -234,7 +234,8 @@ async def _supervise(parts: loop.Parts) -> bool:
         async with asyncio.TaskGroup() as tasks:
             with parts.journal:
                 watch = tasks.create_task(parts.journal.watch())
-                done = await loop.run(parts)
+                async with parts.rollout.door:
+                    done = await loop.run(parts)
                 await parts.journal.barrier()
                 watch.cancel()
     finally:
@@ -254,38 +255,15 @@ def first_leaf(group: BaseException) -> BaseException:
     return error
 
 
-@dataclass(frozen=True, slots=True)
-class Grade:
-    """Held-out success, with its 95% Wilson interval."""
-
-    successes: int
-    tasks: int
-
-    @property
-    def success(self) -> float:
-        return self.successes / self.tasks
-
-    @property
-    def low(self) -> float:
-        return self._wilson(-1)
-
-    @property
-    def high(self) -> float:
-        return self._wilson(+1)
-
-    def _wilson(self, side: int) -> float:
-        z, n, p = 1.96, self.tasks, self.success
-        spread = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-        return (p + z * z / (2 * n) + side * spread) / (1 + z * z / n)
-
-
-def evaluate(trained: Path, config: RunConfig, *, console: Console | None = None) -> Grade:
-    """Held-out success of a run's policy, or of any model folder, on the recipe's tasks.
+def evaluate(trained: Path, config: RunConfig, *, attempts: int = 1, console: Console | None = None) -> Grade:
+    """Held-out success of a run's policy, or of any model folder, on the recipe's tasks, `attempts` at each.
 
     Raises `ConfigError` for what is wrong beforehand and `RunFailed` when the machinery fails.
     """
     if config.eval.tasks < 1:
         raise ConfigError(f"eval.tasks must be >= 1 to evaluate, got {config.eval.tasks}")
+    if attempts < 1:
+        raise ConfigError(f"there must be at least 1 attempt at a task, got {attempts}")
     folder = trained / POLICY if (trained / POLICY).is_dir() else trained
     config = replace(config, policy=str(folder))
     share_processor(config)
@@ -294,7 +272,7 @@ def evaluate(trained: Path, config: RunConfig, *, console: Console | None = None
 
     async def grade() -> list[bool]:
         engine = machine.speaker.engine
-        rollout = Rollout(machine.speaker, machine.taskset, config.rollout)
+        rollout = build_rollout(config, machine.taskset)(machine.speaker, machine.taskset, config.rollout)
         try:
             await engine.start()
             publisher = DirectPublisher(engine, dtype=DTYPES[config.engine.dtype])
@@ -302,7 +280,9 @@ def evaluate(trained: Path, config: RunConfig, *, console: Console | None = None
             await publisher.publish()
             with LiveDisplay(config, console=console) as display:
                 tasks = machine.taskset.held_out(config.eval.tasks)
-                return await examine(rollout, tasks, seed=config.seed, progress=display.phase)
+                again = [task for task in tasks for _ in range(attempts)]
+                async with rollout.door:
+                    return await examine(rollout, again, seed=config.seed, progress=display.phase)
         finally:
             await engine.close()
 
@@ -311,7 +291,7 @@ def evaluate(trained: Path, config: RunConfig, *, console: Console | None = None
     except ExceptionGroup as failures:
         error = first_leaf(failures)
         raise RunFailed(f"{type(error).__name__}: {error}") from error
-    return Grade(sum(graded), len(graded))
+    return Grade(tuple(sum(graded[at : at + attempts]) for at in range(0, len(graded), attempts)), attempts)
 
 
 def share_processor(config: RunConfig) -> None:

@@ -82,7 +82,8 @@ class Recorder:
 
     def trajectories(self, step: int, groups: Iterable["Group"]) -> None:
         """The conversations that a step trained on."""
-        for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+        episodes = [trajectory for group in groups for trajectory in group.trajectories]
+        for trajectory in (one for episode in episodes for one in (episode, *episode.branches)):
             self._log.trajectory(
                 {
                     "step": step,

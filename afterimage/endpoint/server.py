@@ -1,0 +1,356 @@
+"""The endpoint over HTTP: starlette on uvicorn, on loopback, for whoever has the token.
+
+Routes: `/e/<episode>/v1/` with `chat/completions`, `completions`, `models`, and `record` for what was said so far, with
+version, log-probability and provenance; `/v1/` with the same for the episode that the header X-Episode names;
+`/healthz`, which needs no token.
+"""
+
+import asyncio
+import hmac
+import json
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, Self
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from afterimage.endpoint import wire
+from afterimage.endpoint.session import Session
+from afterimage.endpoint.wire import Choice, Refused
+
+HOST = "127.0.0.1"
+MAX_BODY, BODY_S = 16 << 20, 30.0
+"""Bytes of a request, and seconds in which it has to be there."""
+MODEL = "policy"
+"""What the policy is called, where nobody calls it anything else."""
+
+Find = Callable[[str], Session]
+"""The session of an episode; raises `Refused`."""
+
+
+class Endpoint:
+    """`async with` serves. An episode is known to it while it is `opened`.
+
+    `find` looks for the sessions of episodes that are not.
+    """
+
+    def __init__(self, *, token: str | None = None, port: int = 0, find: Find | None = None) -> None:
+        self.token = token or secrets.token_urlsafe(24)
+        self._port = port
+        self._find = find or _unknown
+        self._sessions: dict[str, Session] = {}
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        if self._server is None:
+            raise RuntimeError("the endpoint is not open: use it as `async with endpoint:` around what it is for")
+        return f"http://{HOST}:{self._port}"
+
+    async def __aenter__(self) -> Self:
+        """Raises OSError for a port that cannot be had."""
+        listening = socket.create_server((HOST, self._port), backlog=512)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # handed on; else an answer waits 40 ms
+        self._port = listening.getsockname()[1]
+        config = uvicorn.Config(
+            self._app(), lifespan="off", log_config=None, log_level=logging.ERROR, access_log=False,
+            timeout_graceful_shutdown=1, ws="none", timeout_keep_alive=75,
+        )  # fmt: skip
+        self._server = _Server(config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None and self._serving is not None
+        self._server.should_exit = True
+        await self._serving
+        self._server = None
+
+    @contextmanager
+    def opened(self, session: Session) -> Iterator[str]:
+        """The base URL of an episode, good until this is left."""
+        key = secrets.token_hex(8)
+        self._sessions[key] = session
+        try:
+            yield f"{self.url}/e/{key}/v1"
+        finally:
+            del self._sessions[key]
+
+    def _app(self) -> Starlette:
+        paths = {
+            "/chat/completions": (self._chat, "POST"),
+            "/completions": (self._complete, "POST"),
+            "/models": (self._models, "GET"),
+            "/record": (self._record, "GET"),
+        }
+        routes = [
+            Route(f"{before}/v1{path}", act, methods=[method])
+            for path, (act, method) in paths.items()
+            for before in ("", "/e/{episode}")
+        ]
+        handlers = {Refused: _refused, HTTPException: _not_found}
+        return Starlette(routes=[*routes, Route("/healthz", _alive)], exception_handlers=handlers)  # type: ignore[arg-type]
+
+    async def _models(self, request: Request) -> Response:
+        self._admit(request)
+        return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "afterimage"}]})
+
+    async def _record(self, request: Request) -> Response:
+        """What was said so far, as it is recorded."""
+        self._admit(request)
+        return JSONResponse({"branches": [wire.pieces(script.pieces) for script in self._session(request).scripts]})
+
+    def _session(self, request: Request) -> Session:
+        key = request.path_params.get("episode") or request.headers.get("x-episode", "")
+        return self._sessions.get(key) or self._find(key)
+
+    async def _chat(self, request: Request) -> Response:
+        session, body = await self._receive(request)
+        asked = wire.read_chat(body, temperature=session.voice.temperature)
+        return _Answering(session, asked, _ChatForm(str(body.get("model") or MODEL), session.voice.chat.thinks))
+
+    async def _complete(self, request: Request) -> Response:
+        session, body = await self._receive(request)
+        asked = wire.read_completion(body, temperature=session.voice.temperature)
+        return _Answering(session, asked, _TextForm(str(body.get("model") or MODEL)))
+
+    def _admit(self, request: Request) -> None:
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self.token.encode()):
+            raise Refused("a bearer token is needed, and this is not it", status=401, code="invalid_api_key")
+
+    async def _receive(self, request: Request) -> tuple[Session, dict[str, Any]]:
+        self._admit(request)
+        session, data = self._session(request), bytearray()
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for part in request.stream():
+                    data += part
+                    if len(data) > MAX_BODY:
+                        raise Refused(f"a body has at most {MAX_BODY} bytes", status=413, code="too_large")
+        except (TimeoutError, ClientDisconnect):
+            raise Refused("the body did not come", status=408, code="timeout") from None
+        return session, wire.load(bytes(data))
+
+
+class _Server(uvicorn.Server):
+    """Signals belong to whoever runs the program."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _unknown(key: str) -> Session:
+    raise Refused(
+        f"there is no episode {key!r}; its base URL is the one that the agent was given", status=404, code="no_episode"
+    )
+
+
+async def _alive(request: Request) -> Response:
+    return JSONResponse({"alive": True})
+
+
+async def _refused(request: Request, error: Refused) -> Response:
+    return JSONResponse(error.body(), error.status)
+
+
+async def _not_found(request: Request, error: HTTPException) -> Response:
+    refused = Refused(
+        f"{request.method} {request.url.path}: {error.detail}", status=error.status_code, code="not_found"
+    )
+    return JSONResponse(refused.body(), refused.status, headers=error.headers)
+
+
+class _Answering(Response):
+    """Answers a call; whoever hangs up ends it."""
+
+    def __init__(self, session: Session, asked: wire.Request, form: "_ChatForm | _TextForm") -> None:
+        self._session, self._asked, self._form = session, asked, form
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        news: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()
+        try:
+            working = self._session.start(self._asked, lambda at, text: news.put_nowait((at, text)))
+        except Refused as refused:
+            return await JSONResponse(refused.body(), refused.status)(scope, receive, send)
+        working.add_done_callback(lambda _: news.put_nowait(None))
+        gone = asyncio.ensure_future(_gone(receive))
+        gone.add_done_callback(lambda _: working.cancel())
+        try:
+            # What was refused before anything was said has a status of its own; a stream's is sent with its first text.
+            first = await news.get()
+            if self._asked.stream and not (first is None and isinstance(_result(working), Refused)):
+                await self._stream(news, first, working, send)
+            else:
+                while first is not None:
+                    first = await news.get()
+                await self._whole(_result(working))(scope, receive, send)
+        except OSError:
+            pass  # nobody reads any more
+        finally:
+            gone.cancel()
+            working.cancel()
+            with suppress(asyncio.CancelledError):
+                await gone
+
+    def _whole(self, found: list[Choice] | Refused) -> Response:
+        if isinstance(found, Refused):
+            return JSONResponse(found.body(), found.status)
+        choices = [self._form.choice(at, choice, self._asked.logprobs) for at, choice in enumerate(found)]
+        return JSONResponse({**self._form.head(False), "choices": choices, "usage": wire.usage(found)})
+
+    async def _stream(
+        self, news: "asyncio.Queue[tuple[int, str] | None]", first: tuple[int, str] | None,
+        working: "asyncio.Task[list[Choice] | Refused]", send: Send,
+    ) -> None:  # fmt: skip
+        """Server-sent events: text as it is certain, and what is left at the end."""
+        head, form, sent = self._form.head(True), self._form, dict.fromkeys(range(self._asked.choices), "")
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+        async def tell(record: Mapping[str, Any] | str) -> None:
+            text = record if isinstance(record, str) else json.dumps(record)
+            await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
+
+        for at in sent:
+            for delta in form.begin():
+                await tell({**head, "choices": [form.delta(at, delta)]})
+        item: tuple[int, str] | None = first
+        while item is not None:
+            at, text = item
+            known = form.certain(text, self._asked)
+            if len(known) > len(sent[at]):
+                await tell({**head, "choices": [form.delta(at, form.text(known[len(sent[at]) :]))]})
+                sent[at] = known
+            item = await news.get()
+        found = _result(working)
+        if isinstance(found, Refused):
+            await tell(found.body())
+        else:
+            for at, choice in enumerate(found):
+                for delta in form.rest(at, choice, sent[at]):
+                    await tell({**head, "choices": [form.delta(at, delta)]})
+                await tell({**head, "choices": [form.end(at, choice, self._asked.logprobs)]})
+            if self._asked.usage:
+                await tell({**head, "choices": [], "usage": wire.usage(found)})
+        await tell("[DONE]")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _result(working: "asyncio.Task[list[Choice] | Refused]") -> list[Choice] | Refused:
+    if working.cancelled() or working.exception():
+        return Refused("this episode was ended meanwhile", status=503, code="episode_over")
+    return working.result()
+
+
+async def _gone(receive: Receive) -> None:
+    """Until the client hangs up."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class _Form:
+    """How answers of one kind are written."""
+
+    kind = ""
+
+    def __init__(self, model: str) -> None:
+        self._id = f"{self.kind}-{secrets.token_hex(12)}"
+        self._model, self._made = model, int(time.time())
+
+    def call_id(self, at: int, place: int) -> str:
+        return f"call_{self._id[-12:]}_{at}_{place}"
+
+
+class _ChatForm(_Form):
+    kind = "chatcmpl"
+
+    def __init__(self, model: str, thinks: bool) -> None:
+        super().__init__(model)
+        self._thinks = thinks
+
+    def head(self, streamed: bool) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if streamed else "chat.completion"
+        return {"id": self._id, "object": kind, "created": self._made, "model": self._model}
+
+    def choice(self, at: int, choice: Choice, logprobs: bool) -> dict[str, Any]:
+        said = wire.message(choice.said, partial(self.call_id, at))
+        told = wire.logprobs(choice.tokens) if logprobs else None
+        return {"index": at, "message": said, "finish_reason": choice.finish, "logprobs": told}
+
+    def begin(self) -> list[dict[str, Any]]:
+        return [{"role": "assistant", "content": ""}]
+
+    def text(self, text: str) -> dict[str, Any]:
+        return {"content": text}
+
+    def certain(self, text: str, asked: wire.Request) -> str:
+        """What can only be content: nothing while it may still become thoughts or a call."""
+        return "" if self._thinks or asked.call.tools else _certain(text, asked)
+
+    def rest(self, at: int, choice: Choice, sent: str) -> list[dict[str, Any]]:
+        said = wire.message(choice.said, partial(self.call_id, at))
+        calls = [{"index": place, **call} for place, call in enumerate(said.get("tool_calls", ()))]
+        thoughts, content = said.get("reasoning_content"), (said["content"] or "")[len(sent) :]
+        told = {"reasoning_content": thoughts, "content": content, "tool_calls": calls}
+        return [{name: value} for name, value in told.items() if value]
+
+    def delta(self, at: int, delta: Mapping[str, Any]) -> dict[str, Any]:
+        return {"index": at, "delta": delta, "finish_reason": None}
+
+    def end(self, at: int, choice: Choice, logprobs: bool) -> dict[str, Any]:
+        told = wire.logprobs(choice.tokens) if logprobs else None
+        return {"index": at, "delta": {}, "finish_reason": choice.finish, "logprobs": told}
+
+
+class _TextForm(_Form):
+    kind = "cmpl"
+
+    def head(self, streamed: bool) -> dict[str, Any]:
+        return {"id": self._id, "object": "text_completion", "created": self._made, "model": self._model}
+
+    def choice(self, at: int, choice: Choice, logprobs: bool) -> dict[str, Any]:
+        return {**self.end(at, choice, logprobs), "text": choice.said.message.content}
+
+    def begin(self) -> list[dict[str, Any]]:
+        return []
+
+    def text(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def certain(self, text: str, asked: wire.Request) -> str:
+        return _certain(text, asked)
+
+    def rest(self, at: int, choice: Choice, sent: str) -> list[dict[str, Any]]:
+        left = choice.said.message.content[len(sent) :]
+        return [{"text": left}] if left else []
+
+    def delta(self, at: int, delta: Mapping[str, Any]) -> dict[str, Any]:
+        return {"index": at, "finish_reason": None, "logprobs": None, **delta}
+
+    def end(self, at: int, choice: Choice, logprobs: bool) -> dict[str, Any]:
+        told = wire.text_logprobs(choice.tokens) if logprobs else None
+        return {"index": at, "text": "", "finish_reason": choice.finish, "logprobs": told}
+
+
+def _certain(text: str, asked: wire.Request) -> str:
+    """Without an end that may be half a character, or belong to a text that ends the reply."""
+    if any(stop in text for stop in asked.stops):
+        return ""
+    kept = text.rstrip("\ufffd")
+    longest = max((len(stop) for stop in asked.stops), default=1) - 1
+    return kept[: len(kept) - longest] if longest else kept

@@ -1,0 +1,267 @@
+"""The calls of one episode. Each becomes pieces of one of its branches before it is answered."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from jinja2 import TemplateError
+
+from afterimage.endpoint.conversation import Asked, Branch, Conversation, Fork, History, Unanswerable, hand_out
+from afterimage.endpoint.wire import Choice, Refused, Request
+from afterimage.engines import Manner
+from afterimage.envs.chat import Chat
+from afterimage.trajectory import Given, Piece, Sampled, Stop
+
+CHUNK = 16
+"""Tokens between two looks at a reply that is streamed, or that a text may end."""
+
+
+class Script(Protocol):
+    """What was said in a branch so far."""
+
+    episode: int
+    pieces: list[Piece]
+
+    @property
+    def said(self) -> list[Piece]:
+        """With what is on record and was not said again yet."""
+        ...
+
+
+class Voice(Protocol):
+    """Whoever samples, and writes down what was said."""
+
+    chat: Chat
+    temperature: float
+    max_turns: int
+
+    def room(self, length: int) -> int: ...
+
+    def begin(self, number: int) -> Script:
+        """A branch, the `number`-th of the episode."""
+        ...
+
+    def give(self, script: Script, pieces: Sequence[Given]) -> None:
+        """Raises `NotAgain`."""
+        ...
+
+    async def speak(self, script: Script, number: int, how: Manner, since: int) -> tuple[list[int], bool]:
+        """The reply that begins with piece `since`, and whether it ended with an end token. Raises `NotAgain`."""
+        ...
+
+    def forked(self, script: Script, parent: Script, fork: Fork) -> None: ...
+
+
+class NotAgain(Exception):
+    """An agent whose calls are on record calls otherwise. The cause says in what."""
+
+
+Heard = Callable[[int, str], None]
+"""Told of a choice's number and its text so far."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """A branch's script, and its number."""
+
+    number: int
+    script: Script
+
+
+@dataclass(slots=True)
+class Session:
+    """One episode that asks by itself. `recorded` are the scripts of an earlier life, the first one also when new.
+
+    Answers are children of `calls`: what fails in them that is not the agent's fault ends whatever `calls` belongs to.
+    """
+
+    voice: Voice
+    calls: asyncio.TaskGroup
+    recorded: list[Script]
+    idle_s: float
+    """The agent may take so long for one answer: while none of its calls is pending."""
+    stop: Stop = "done"
+    """A limit, once a call was refused for it."""
+    broken: BaseException | None = None
+    """Why the episode cannot be gone on with."""
+    closed: bool = False
+    turns: int = 0
+    _pending: int = 0
+    _limit: asyncio.Timeout | None = None
+    _held: dict[int, _Held] = field(default_factory=dict)
+    _free: list[_Held] = field(init=False)
+    _conversation: Conversation = field(init=False)
+    _running: set[asyncio.Task[list[Choice] | Refused]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._free = [_Held(number, script) for number, script in enumerate(self.recorded)]
+        self._conversation = Conversation(self.voice.chat)
+
+    @property
+    def scripts(self) -> list[Script]:
+        """Of all branches, in the order in which they were begun."""
+        return [held.script for held in sorted((*self._held.values(), *self._free), key=lambda held: held.number)]
+
+    def start(self, request: Request, heard: Heard) -> "asyncio.Task[list[Choice] | Refused]":
+        """Answer a call. Cancel the task when nobody waits for it any more."""
+        if self.closed:
+            raise Refused("this episode is over", status=410, code="episode_over")
+        if self.broken:
+            raise Refused(f"this episode cannot be gone on with: {self.broken}", status=409, code="not_again")
+        task = self.calls.create_task(self._answer(request, heard))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """TimeoutError when the agent takes too long between two calls. It is over when this is left."""
+        try:
+            async with asyncio.timeout(self.idle_s) as self._limit:
+                yield
+        finally:
+            self.closed = True
+            for task in self._running:
+                task.cancel()
+
+    async def _answer(self, request: Request, heard: Heard) -> list[Choice] | Refused:
+        self._wait(+1)
+        try:
+            asked = self._ask_all(request)
+            async with asyncio.TaskGroup() as choices:
+                said = [
+                    choices.create_task(self._speak(one, request, partial(heard, at))) for at, one in enumerate(asked)
+                ]
+            found = [one.result() for one in said]
+            refused = [one for one in found if isinstance(one, Refused)]
+            return refused[0] if refused else [one for one in found if isinstance(one, Choice)]
+        except Refused as refused_:
+            return refused_
+        finally:
+            self._wait(-1)
+
+    def _wait(self, change: int) -> None:
+        """The agent's time does not run while it waits for us."""
+        self._pending += change
+        if self._limit is not None and not self.closed and not self._limit.expired():
+            idle = not self._pending
+            self._limit.reschedule(asyncio.get_running_loop().time() + self.idle_s if idle else None)
+
+    def _ask_all(self, request: Request) -> list[Asked]:
+        """All choices or none."""
+        asked: list[Asked] = []
+        try:
+            for _ in range(request.choices):
+                asked.append(self._ask(request))
+        except Refused:
+            for one in asked:
+                self._conversation.abandoned(one.branch)
+            raise
+        return asked
+
+    def _ask(self, request: Request) -> Asked:
+        """Find the branch, and give it what is new."""
+        if self.turns >= self.voice.max_turns:
+            self.stop = "max_turns"
+            raise Refused(
+                f"an episode has at most rollout.max_turns = {self.voice.max_turns} replies", code="max_turns"
+            )
+        tokens = [token for token in request.call.history if isinstance(token, int)]
+        if tokens and not self.voice.chat.knows(tokens):
+            raise Refused("there are tokens in the prompt that the tokenizer does not have", param="prompt")
+        try:
+            asked = self._conversation.ask(request.call)
+        except Unanswerable as error:
+            raise Refused(str(error), param="messages") from None
+        except (TemplateError, ValueError, TypeError, RecursionError) as error:
+            raise Refused(f"the chat template cannot write this: {str(error)[:300]}", param="messages") from None
+        branch = asked.branch
+        length = sum(len(piece.tokens) for piece in (*branch.pieces, *asked.given))
+        if self.voice.room(length) < 1:
+            self._conversation.retract(asked)
+            self.stop = "max_tokens"
+            raise Refused(
+                f"the context has {length} tokens, and engine.max_context leaves no room for a reply to it",
+                code="context_length_exceeded",
+                param="messages",
+            )
+        self.turns += not asked.again
+        held = self._held.get(branch.number) or self._claim(asked)
+        try:
+            self.voice.give(held.script, asked.given)
+        except NotAgain as error:
+            raise self._break(error) from error
+        return asked
+
+    def _claim(self, asked: Asked) -> _Held:
+        """The script of a new branch: one that is on record with this beginning, else a new one."""
+        held = next((held for held in self._free if _begins(held.script.said, asked.given)), None)
+        if held:
+            self._free.remove(held)
+        else:
+            number = len(self._held) + len(self._free)
+            held = _Held(number, self.voice.begin(number))
+        if asked.fork:
+            self.voice.forked(held.script, self._held[asked.fork.parent].script, asked.fork)
+        self._held[asked.branch.number] = held
+        asked.branch.pieces = held.script.pieces
+        return held
+
+    async def _speak(self, asked: Asked, request: Request, heard: Callable[[str], None]) -> Choice | Refused:
+        branch, held = asked.branch, self._held[asked.branch.number]
+        since = branch.exchanges[-1].start
+        try:
+            tokens, ended = await self.voice.speak(held.script, held.number, self._manner(request, heard), since)
+        except NotAgain as error:
+            return self._break(error)
+        finally:
+            self._conversation.abandoned(branch)
+        return self._hand_out(branch, request, tokens, ended=ended)
+
+    def _manner(self, request: Request, heard: Callable[[str], None]) -> Manner:
+        chat = self.voice.chat
+
+        def look(tokens: Sequence[int]) -> int | None:
+            text = chat.text(tokens)
+            if request.stream:
+                heard(text)
+            if not any(stop in text for stop in request.stops):
+                return None
+            return next(k for k in range(1, len(tokens) + 1) if any(s in chat.text(tokens[:k]) for s in request.stops))
+
+        most = Manner().max_tokens if request.max_tokens is None else request.max_tokens
+        return Manner(most, CHUNK, look) if request.stops or request.stream else Manner(most)
+
+    def _hand_out(self, branch: Branch, request: Request, tokens: list[int], *, ended: bool) -> Choice:
+        """What the agent gets, and will send back as what was answered."""
+        chat, call = self.voice.chat, request.call
+        text = chat.text(tokens)
+        cut = min((text.index(stop) for stop in request.stops if stop in text), default=None)
+        said = hand_out(chat, text[:cut], tools=bool(call.tools), plain=not call.is_chat)
+        answer: History = (said,)
+        if not call.is_chat:
+            answer = chat.text(tokens, whole=True) if isinstance(call.history, str) else tuple(tokens)
+        start = branch.exchanges[-1].start
+        pieces = [piece for piece in branch.pieces[start:] if isinstance(piece, Sampled)]
+        logps = [
+            (chat.text([token], whole=True) if request.logprobs else "", logp)
+            for piece in pieces
+            for token, logp in zip(piece.tokens, piece.behavior_logp, strict=True)
+        ]
+        self._conversation.answered(branch, answer, ended=ended)
+        finish = "tool_calls" if said.message.tool_calls else "stop" if ended or cut is not None else "length"
+        length = sum(len(piece.tokens) for piece in branch.pieces[:start])
+        return Choice(said, finish, tuple(logps), length, branch.number)
+
+    def _break(self, error: NotAgain) -> Refused:
+        self.broken = error.__cause__ or error
+        return Refused(f"this episode cannot be gone on with: {self.broken}", status=409, code="not_again")
+
+
+def _begins(said: Sequence[Piece], given: Sequence[Given]) -> bool:
+    """Whether a record, as far as it goes, begins so."""
+    known = said[: len(given)]
+    return list(known) == list(given[: len(known)])

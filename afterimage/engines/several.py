@@ -1,0 +1,141 @@
+"""Several engines as one: an episode goes where its prefix is cached, and elsewhere when that engine dies."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from afterimage.engines import Engine, EngineDied, Reply, SamplingParams, Update
+from afterimage.engines.prefixes import Prefixes
+from afterimage.trajectory import Sampled
+
+MAX_AHEAD = 8
+"""So many more replies than the least busy engine one may be sampling, for the sake of what it has cached."""
+
+
+class _Member:
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.seen = Prefixes()
+        self.busy = 0
+        self.up = False
+        self.rising: asyncio.Task[None] | None = None
+        """Its way back up, begun when it died."""
+
+
+class Several:
+    """`Engine` of engines with the same model. One that dies is started again meanwhile; the next `load` takes it back.
+
+    Its replies end as interrupted ones, without a token. `EngineDied` is raised when none is left.
+    """
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        if not engines:
+            raise ValueError("no engine at all")
+        self.takes_deltas = False
+        self._members = [_Member(engine) for engine in engines]
+        self._version = -1
+        self._starts = self._deaths = 0
+        self._died: EngineDied = EngineDied("the engines have not been started: await start() first")
+
+    async def start(self) -> None:
+        self._starts += 1
+        await self._settle()
+        self._version, self._deaths = -1, 0
+        for member in self._members:
+            member.up, member.seen = True, Prefixes()
+        await self._each(lambda engine: engine.start())
+
+    async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
+        member, starts = self._route(tokens), self._starts
+        member.busy += 1
+        try:
+            reply = await member.engine.sample(tokens, params)
+        except EngineDied as died:
+            if starts != self._starts:
+                raise
+            self._lose(member, died)
+            if self._version < 0 or not self._up:
+                raise
+            return Reply(Sampled((), (), self._version), "interrupted")
+        finally:
+            member.busy -= 1
+        member.seen.add([*tokens, *reply.piece.tokens])
+        return reply
+
+    async def interrupt(self) -> None:
+        await self._each(lambda engine: engine.interrupt())
+
+    async def load(self, update: Update, version: int) -> None:
+        for member in self._members:
+            if member.rising is not None and member.rising.done():
+                member.up = member.rising.exception() is None
+                member.rising = None if member.up else asyncio.ensure_future(member.engine.start())
+        await self._each(lambda engine: engine.load(update, version))
+        self._version = version
+        for member in self._members:
+            member.seen = Prefixes()
+
+    async def resume(self) -> None:
+        await self._each(lambda engine: engine.resume())
+
+    async def close(self) -> None:
+        self._starts += 1  # whose replies end with it have nowhere else to go
+        self._died = EngineDied("the engines are closed")
+        await self._settle()
+        for member in self._members:
+            member.up = False
+            await member.engine.close()
+
+    def metrics(self) -> Mapping[str, float]:
+        """The sums of theirs, and how many died since the last call."""
+        total = {"deaths": float(self._deaths)}
+        self._deaths = 0
+        for member in self._members:
+            for name, value in member.engine.metrics().items():
+                total[name] = total.get(name, 0.0) + value
+        return total
+
+    @property
+    def _up(self) -> list[_Member]:
+        return [member for member in self._members if member.up]
+
+    def _route(self, tokens: Sequence[int]) -> _Member:
+        """Where most of it is cached, among those that are not much busier than others."""
+        if not self._up:
+            raise self._died
+        least = min(member.busy for member in self._up)
+        near = [member for member in self._up if member.busy <= least + MAX_AHEAD]
+        return max(near, key=lambda member: (member.seen.length(tokens), -member.busy))
+
+    async def _each(self, call: Callable[[Engine], Awaitable[None]]) -> None:
+        """Of those that are up. What one refuses counts once all have answered; the death of one is no failure."""
+        if not self._up:
+            raise self._died
+        members = self._up
+        results = await asyncio.gather(*(call(member.engine) for member in members), return_exceptions=True)
+        for member, result in zip(members, results, strict=True):
+            if isinstance(result, EngineDied):
+                self._lose(member, result)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, EngineDied):
+                raise result
+        if not self._up:
+            raise self._died
+
+    def _lose(self, member: _Member, died: EngineDied) -> None:
+        """It is down until a `load` finds it started again. When all are, whoever supervises starts all."""
+        self._died = died
+        if member.up:
+            member.up = False
+            self._deaths += 1
+            if self._up:
+                member.rising = asyncio.ensure_future(member.engine.start())
+
+    async def _settle(self) -> None:
+        """No member is on its way any more."""
+        for member in self._members:
+            rising, member.rising = member.rising, None
+            if rising is not None:
+                rising.cancel()
+                with contextlib.suppress(asyncio.CancelledError, EngineDied):
+                    await rising

@@ -1,0 +1,84 @@
+"""A policy behind the recording endpoint, for agents that are run by hand, until it is stopped."""
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from afterimage.build import build_machine
+from afterimage.config import ConfigError, RunConfig
+from afterimage.endpoint.agents import AgentRollout, AgentVoice
+from afterimage.endpoint.server import Endpoint
+from afterimage.endpoint.session import Session
+from afterimage.launch.local import POLICY, RunFailed, first_leaf, share_processor
+from afterimage.policy import DTYPES
+from afterimage.publish import DirectPublisher
+from afterimage.rollout import Unwritten, _Script, derive_seed
+
+KEPT = 1000
+"""Episodes that are remembered; of more, those are forgotten that were quiet longest."""
+
+
+class Visitors:
+    """Episodes of whoever comes: a new name is a new one, and so is every call without a name."""
+
+    def __init__(self, rollout: AgentRollout, calls: asyncio.TaskGroup, seed: int) -> None:
+        self._rollout, self._calls, self._seed = rollout, calls, seed
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
+
+    def find(self, key: str) -> Session:
+        session = self._sessions.get(key) or self._begin()
+        if key:
+            self._sessions[key] = session
+            self._sessions.move_to_end(key)
+        if len(self._sessions) > KEPT:
+            self._sessions.popitem(last=False)
+        return session
+
+    def _begin(self) -> Session:
+        episode = self._rollout.number_episode()
+        seed = derive_seed(self._seed, "visit", episode)
+        voice = AgentVoice(self._rollout, _Script(episode, Unwritten(episode=episode, seed=seed)), seed)
+        return Session(voice, self._calls, voice.recorded(), idle_s=0.0)
+
+
+def serve(
+    trained: Path, config: RunConfig, *, token: str | None = None, port: int = 0, console: Console | None = None
+) -> None:
+    """Serve a run's policy, or any model folder, until Ctrl-C. Says where, and for whom.
+
+    Raises `ConfigError` for what is wrong beforehand and `RunFailed` when the engine fails.
+    """
+    folder = trained / POLICY if (trained / POLICY).is_dir() else trained
+    config = replace(config, policy=str(folder), rollout=replace(config.rollout, max_turns=1 << 30))
+    share_processor(config)
+    machine = build_machine(config)
+    console = console or Console(soft_wrap=True)
+
+    async def work() -> None:
+        engine = machine.speaker.engine
+        try:
+            await engine.start()
+            publisher = DirectPublisher(engine, dtype=DTYPES[config.engine.dtype])
+            publisher.prepare(machine.policy)
+            await publisher.publish()
+            async with asyncio.TaskGroup() as calls:
+                endpoint = Endpoint(token=token, port=port, find=lambda key: visitors.find(key))
+                rollout = AgentRollout(machine.speaker, machine.taskset, config.rollout, endpoint=endpoint)
+                visitors = Visitors(rollout, calls, config.seed)
+                async with endpoint:
+                    console.print(f"base URL  {endpoint.url}/v1\nAPI key   {endpoint.token}", highlight=False)
+                    console.print(f"an episode of its own: {endpoint.url}/e/<any name>/v1; Ctrl-C ends it", style="dim")
+                    await asyncio.Event().wait()
+        finally:
+            await engine.close()
+
+    try:
+        asyncio.run(work())
+    except OSError as error:
+        raise ConfigError(f"port {port} cannot be had: {error}") from error
+    except ExceptionGroup as failures:
+        first = first_leaf(failures)
+        raise RunFailed(f"{type(first).__name__}: {first}") from first

@@ -1,0 +1,271 @@
+"""The vLLM engine on vLLM's CPU build, with the demo's model: `make test-engines`.
+
+The contract; log-probabilities against the trainer's; asynchronous runs with every exact route, their tokens' versions
+against the server's stamps; what the probe catches; servers and trainers killed."""
+
+import asyncio
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from rich.console import Console
+
+from afterimage import recipes
+from afterimage.config import (
+    SHIPPED_POLICY,
+    AuditConfig,
+    EngineConfig,
+    EvalConfig,
+    OldLogpsConfig,
+    Route,
+    RunConfig,
+    ScheduleConfig,
+    TaskConfig,
+    TrainerConfig,
+)
+from afterimage.engines import EngineDied, SamplingParams, vllm
+from afterimage.engines.vllm import ProbeFailed, VllmEngine
+from afterimage.engines.vllm_server import EXTENSION, Server
+from afterimage.journal import Journal
+from afterimage.launch import local
+from afterimage.observe.metrics import EVENTS, RunFolder
+from afterimage.policy import Packed, Policy
+from afterimage.testing import check_engine, nudge
+from afterimage.trajectory import Sampled
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-engines"),
+]
+ROOT = Path(__file__).parents[2]
+Dtype = Literal["bfloat16", "float32"]
+
+
+def _engine(dtype: Dtype = "float32", *, url: str = "", extension: str = EXTENSION) -> VllmEngine:
+    return VllmEngine(SHIPPED_POLICY, dtype=dtype, max_running=32, url=url, extension=extension)
+
+
+def _run(engine: VllmEngine, story: Callable[[], Awaitable[None]]) -> None:
+    async def run() -> None:
+        try:
+            await engine.start()
+            await story()
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A float32 server to attach to: one takes a minute to start."""
+    engine = _engine()
+    asyncio.run(engine.start())
+    yield engine.url
+    asyncio.run(engine.close())
+
+
+def test_vllm_keeps_the_contract(url: str) -> None:
+    policy = Policy.load(SHIPPED_POLICY)
+    check_engine(lambda: _engine(url=url), update=policy.model.state_dict())
+
+
+@pytest.mark.parametrize(("dtype", "mean"), [("float32", 1e-4), ("bfloat16", 2e-2)])
+def test_log_d_is_float_noise(dtype: Dtype, mean: float, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also after updates, at another temperature, and over a cached prefix."""
+    policy = Policy.load(SHIPPED_POLICY, dtype=dtype)
+    engine = _engine(url=url) if dtype == "float32" else _engine(dtype)
+    found: list[torch.Tensor] = []
+
+    async def story() -> None:
+        for version in range(3):
+            if version:
+                nudge(policy, seed=version, size=0.01)
+            await engine.interrupt()
+            await engine.load(policy.weights(), version)
+            await engine.resume()
+            for temperature in (1.0, 0.7):
+                found.append(await _log_d(engine, policy, temperature))
+
+    _run(engine, story)
+    log_d = torch.cat(found)
+    with capsys.disabled():
+        print(  # noqa: T201 - what is measured is to be seen
+            f"\n{dtype}: |log D| of {len(log_d)} tokens: mean {log_d.mean():.2g}, 99% {log_d.quantile(0.99):.2g}, "
+            f"most {log_d.max():.2g}"
+        )
+    assert len(log_d) > 3000 and log_d.mean() < mean
+
+
+async def _log_d(engine: VllmEngine, policy: Policy, temperature: float) -> torch.Tensor:
+    """`[T]` absolute values, over two turns of sixteen episodes."""
+    noise = torch.Generator().manual_seed(0)
+    contexts = [torch.randint(3, 1000, (20 + number,), generator=noise).tolist() for number in range(16)]
+    found = []
+    for turn in range(2):
+        asking = [
+            engine.sample(context, SamplingParams(40, (), temperature=temperature, seed=16 * turn + number))
+            for number, context in enumerate(contexts)
+        ]
+        for context, reply in zip(contexts, await asyncio.gather(*asking), strict=True):
+            start = len(context)
+            context.extend(reply.piece.tokens)
+            tokens = torch.tensor(context)
+            where = torch.arange(len(context)) >= start
+            scored = policy.score(Packed(tokens, (0, len(context))), where, temperature=temperature, micro_tokens=4096)
+            found.append((scored.logp[where] - torch.tensor(reply.piece.behavior_logp)).abs())
+            context.extend([7] * 9)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize(("fault", "version"), [("Unmended", 0), ("Corrupting", 1)])
+def test_the_probe_catches_it_within_one_update(fault: str, version: int) -> None:
+    policy, engine = Policy.load(SHIPPED_POLICY), _engine(extension=f"tests.engines.faults.{fault}")
+
+    async def story() -> None:
+        for number in range(version):
+            await engine.load(policy.weights(), number)
+        with pytest.raises(ProbeFailed, match=f"after loading version {version}"):
+            await engine.load(policy.weights(), version)
+        with pytest.raises(EngineDied, match=f"after loading version {version}"):
+            await engine.sample([1, 2], SamplingParams(2, ()))
+
+    _run(engine, story)
+
+
+def _config(folder: Path, route: Route = "snapshot_old", *, urls: str = "", **changes: Any) -> RunConfig:
+    config = replace(
+        recipes.retail(),
+        runs=folder,
+        name="run",
+        steps=20,
+        engine=EngineConfig(kind="vllm", urls=urls, dtype="float32", max_running=24, max_context=768),
+        schedule=ScheduleConfig(max_staleness=2, groups_per_step=2, group_size=4),
+        task=TaskConfig(env="retail", latency_s=0.2),
+        trainer=TrainerConfig(lr=1e-4),
+        old_logps=OldLogpsConfig(route=route),
+        audit=AuditConfig(share=1.0),
+        eval=EvalConfig(tasks=0),
+    )
+    return replace(config, **changes)
+
+
+def _quiet() -> Console:
+    return Console(file=StringIO())
+
+
+@pytest.mark.parametrize(
+    ("route", "steps"), [("snapshot_old", 20), ("old_logit_model", 6), ("interrupt_sync", 6), ("eager", 6)]
+)
+def test_an_asynchronous_run(
+    route: Route, steps: int, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stamped: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    generate = VllmEngine._generate
+
+    async def noted(self: VllmEngine, name: str, tokens: Sequence[int], params: SamplingParams) -> dict[str, Any]:
+        choice = await generate(self, name, tokens, params)
+        for span in choice["weight_versions"] or []:
+            stamped[span["version"], (*tokens, *choice["token_ids"][: span["end"]])] += 1
+        return choice
+
+    monkeypatch.setattr(VllmEngine, "_generate", noted)
+    rows = local.train(_config(tmp_path, route, urls=url, steps=steps), console=_quiet()).metrics
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert max(row["schedule/staleness_max"] for row in rows) == 2
+    assert all(row["engine/probe_error"] < 1e-3 and row["correction/log_d_abs_mean"] < 1e-4 for row in rows)
+    assert all(row["old_logps/exact_fraction"] == 1 and row["audit/decomposition_error"] < 1e-5 for row in rows)
+    held: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    versions, interrupted = set(), 0
+    with Journal.read(tmp_path / "run") as journal:
+        for step in range(1, steps + 1):
+            for trajectory in (t for group in journal.consumed(step) for t in group.trajectories):
+                before: tuple[int, ...] = ()
+                for piece, after in zip(trajectory.pieces, (*trajectory.pieces[1:], None), strict=True):
+                    before += piece.tokens
+                    if isinstance(piece, Sampled):
+                        held[str(piece.version), before] += 1
+                        versions.add(piece.version)
+                        interrupted += isinstance(after, Sampled)
+    assert held <= stamped, "a token is of another version than the server stamped it with"
+    assert versions >= set(range(steps - 2))
+    assert interrupted or steps < 20, "no reply went on under another version"
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=lambda sent: sent.name)
+def test_a_server_dies_or_hangs_in_mid_run(
+    sent: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "HANG_S", 20.0)
+    pids: list[int] = []
+    begin = Server.begin
+
+    def noted(self: Server) -> None:
+        begin(self)
+        pids.append(self.pid)
+
+    monkeypatch.setattr(Server, "begin", noted)
+
+    def kill() -> None:
+        while not (tmp_path / "run" / "metrics.jsonl").exists() or len(RunFolder(tmp_path / "run").metrics()) < 3:
+            time.sleep(0.05)
+        os.killpg(pids[0], sent)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    rows = local.train(_config(tmp_path, steps=8), console=_quiet()).metrics
+    killer.join()
+    assert len(rows) == 8 and sum(row["engine/restarts"] for row in rows) == 1 and len(pids) == 2
+    events = RunFolder(tmp_path / "run").rows(EVENTS)
+    (restarted,) = [event for event in events if event["kind"] == "engine_restarted"]
+    assert ("within 20 s" in restarted["cause"] or "for 20 s" in restarted["cause"]) == (sent == signal.SIGSTOP)
+    assert all(row["old_logps/exact_fraction"] == 1 and row["audit/decomposition_error"] < 1e-5 for row in rows)
+
+
+_PROGRAM = """
+import asyncio
+from pathlib import Path
+from afterimage.engines.vllm import VllmEngine
+async def main():
+    engine = VllmEngine(Path("afterimage/base_policy"), dtype="float32")
+    await engine.start()
+    print(engine.pid, flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+def test_a_server_ends_with_the_process_that_started_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", _PROGRAM], cwd=ROOT, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        group = int(trainer.stdout.readline())
+        os.killpg(group, 0)
+        trainer.kill()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and _lives(group):
+        time.sleep(0.1)
+    assert not _lives(group)
+
+
+def _lives(group: int) -> bool:
+    """Whether a process of the group does anything: nobody may be there to collect the dead."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if int(pgrp) == group and state != "Z":
+            return True
+    return False

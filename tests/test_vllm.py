@@ -1,0 +1,379 @@
+"""The vLLM engine against a faithful fake of its server: the contract, whose stamp a token carries, what the probe
+catches, who notices that a server is gone, and where an episode goes among several. `make test-engines` has the real
+one."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from afterimage import config
+from afterimage.engines import Engine, EngineDied, Reply, SamplingParams, vllm
+from afterimage.engines.http import Http
+from afterimage.engines.scripted import ScriptedEngine
+from afterimage.engines.several import MAX_AHEAD, Several
+from afterimage.engines.supervised import Supervised
+from afterimage.engines.vllm import ProbeFailed, VllmEngine
+from afterimage.testing import check_engine, nudge, plain_logps, tiny_policy
+from tests.fake_vllm import FakeVllm
+
+POLICY = tiny_policy(seed=5)
+PROMPT = [3, 1, 4, 1, 5]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    POLICY.save(folder)
+    return folder
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FakeVllm]:
+    with FakeVllm(tmp_path) as fake:
+        yield fake
+
+
+def _attached(model: Path, url: str) -> VllmEngine:
+    return VllmEngine(model, dtype="float32", url=url)
+
+
+async def _hold(engine: Engine, version: int, *, seed: int = 5) -> None:
+    await engine.interrupt()
+    await engine.load(tiny_policy(seed=seed).weights(), version)
+    await engine.resume()
+
+
+def _run(engine: Engine, story: Callable[[], Awaitable[None]]) -> None:
+    async def run() -> None:
+        try:
+            async with asyncio.timeout(60):
+                await engine.start()
+                await story()
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
+def test_vllm_engine_keeps_the_contract(model: Path, server: FakeVllm) -> None:
+    check_engine(lambda: _attached(model, server.url), update=POLICY.model.state_dict())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probabilities_and_versions_are_those_of_the_weights(
+    model: Path, server: FakeVllm, temperature: float
+) -> None:
+    engine = _attached(model, server.url)
+
+    async def story() -> None:
+        pieces = []
+        for version in (4, 5):
+            await _hold(engine, version, seed=version)
+            async with asyncio.TaskGroup() as tasks:
+                context = PROMPT + [token for piece in pieces for token in piece.tokens]
+                params = SamplingParams(40, (), temperature=temperature, seed=1)
+                speaking = tasks.create_task(engine.sample(context, params))
+                if version == 4:
+                    await engine.sample([9], replace(params, max_tokens=8))
+                    await engine.interrupt()
+            pieces.append(speaking.result().piece)
+        assert [piece.version for piece in pieces] == [4, 5]
+        assert 0 < len(pieces[0].tokens) < 40 == len(pieces[1].tokens)
+        tokens, at = list(PROMPT), len(PROMPT)
+        for piece in pieces:
+            tokens += piece.tokens
+            expected = plain_logps(tiny_policy(seed=piece.version), tokens, temperature=temperature)[at:]
+            assert torch.allclose(torch.tensor(piece.behavior_logp).double()[:50], expected[:50], atol=1e-4)
+            at = len(tokens)
+
+    _run(engine, story)
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_what_is_sampled_over_a_kept_cache_is_not_clean(model: Path, server: FakeVllm, keep_cache: bool) -> None:
+    engine = VllmEngine(model, dtype="float32", url=server.url, keep_cache=keep_cache)
+    params = SamplingParams(2, ())
+
+    async def story() -> None:
+        await _hold(engine, 0)
+        contexts = ([7] * 70, [7] * 80, [8] * 50, [8] * 51)
+        assert all([(await engine.sample(context, params)).piece.clean for context in contexts])
+        async with asyncio.TaskGroup() as tasks:  # the second finds cached what the first has not reported yet
+            first = tasks.create_task(engine.sample([6] * 40, replace(params, max_tokens=200)))
+            await engine.sample([9], replace(params, max_tokens=4))
+            server.cache([6] * 40)
+            second = await engine.sample([6] * 40, params)
+        assert first.result().piece.clean and second.piece.clean != keep_cache
+        assert engine.metrics()["reprefill_tokens"] == 0
+        await _hold(engine, 1)
+        contexts = ([7] * 70 + [1] * 30, [5] * 70, [5] * 90, [7] * 70 + [1] * 31)
+        cleans = [(await engine.sample(context, params)).piece.clean for context in contexts]
+        assert cleans == ([False, True, True, False] if keep_cache else [True] * 4)
+        assert engine.metrics()["reprefill_tokens"] == (0 if keep_cache else 64)
+
+    _run(engine, story)
+
+
+def test_no_noise_is_used_twice_when_a_reply_goes_on(model: Path, server: FakeVllm) -> None:
+    engine = _attached(model, server.url)
+
+    async def story() -> None:
+        await _hold(engine, 0)
+        params = SamplingParams(6, (), seed=3)
+        first = (await engine.sample(PROMPT, params)).piece.tokens
+        assert (await engine.sample(PROMPT, params)).piece.tokens == first
+        others = [(await engine.sample([9] * k + PROMPT, params)).piece.tokens for k in (60, 61)]
+        assert others[0] != others[1]
+
+    _run(engine, story)
+
+
+def test_a_greedy_reply_is_a_point_mass(model: Path, server: FakeVllm) -> None:
+    engine = _attached(model, server.url)
+
+    async def story() -> None:
+        await _hold(engine, 0)
+        reply = await engine.sample(PROMPT, SamplingParams(3, (), temperature=0))
+        assert reply.piece.behavior_logp == (0.0, 0.0, 0.0)
+
+    _run(engine, story)
+
+
+@pytest.mark.parametrize("fault", ["stale head", "a tensor of zeros", "raw log-probabilities", "no record"])
+def test_the_probe_refuses_to_sample(model: Path, tmp_path: Path, fault: str) -> None:
+    with FakeVllm(tmp_path, raw_logprobs=fault == "raw log-probabilities") as server:
+        engine = _attached(model, server.url)
+        server.forgetful = fault == "no record"
+
+        async def story() -> None:
+            if fault in ("stale head", "a tensor of zeros"):
+                await _hold(engine, 0)
+                server.stale_head = fault == "stale head"
+                server.corrupt = "model.layers.1.mlp.down_proj.weight" if fault == "a tensor of zeros" else ""
+            moved = tiny_policy(seed=5)
+            nudge(moved, seed=1, size=0.01)
+            await engine.interrupt()
+            with pytest.raises(EngineDied if fault == "no record" else ProbeFailed, match="version 1"):
+                await engine.load(moved.weights(), 1)
+            with pytest.raises(EngineDied):
+                await engine.sample(PROMPT, SamplingParams(2, ()))
+
+        _run(engine, story)
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_a_server_that_is_gone_is_noticed(
+    model: Path, server: FakeVllm, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(vllm, "LOOK_S", 0.05)
+    monkeypatch.setattr(vllm, "HANG_S", 0.3)
+    engine = _attached(model, server.url)
+
+    async def story() -> None:
+        await _hold(engine, 0)
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(_fails(engine.sample(PROMPT, SamplingParams(1000, ()))))
+            await engine.sample(PROMPT, SamplingParams(2, ()))
+            if how == "dies":
+                await asyncio.to_thread(server.die)
+            else:
+                server.frozen = True
+        assert ("did not answer for 0.3 s" in task.result()) == (how == "hangs")
+        server.frozen = False
+
+    _run(engine, story)
+
+
+async def _fails(call: Awaitable[object]) -> str:
+    with pytest.raises(EngineDied) as caught:
+        await call
+    return str(caught.value)
+
+
+def test_a_cancelled_sample_hangs_up(model: Path, server: FakeVllm) -> None:
+    engine = _attached(model, server.url)
+
+    async def story() -> None:
+        await _hold(engine, 0)
+        task = asyncio.ensure_future(engine.sample(PROMPT, SamplingParams(1000, ())))
+        await engine.sample(PROMPT, SamplingParams(2, ()))
+        task.cancel()
+        await asyncio.wait((task,))
+        while server.running:  # noqa: ASYNC110 - the fake has a loop of its own
+            await asyncio.sleep(0.01)
+        assert engine.metrics()["sampled_tokens"] == 2
+
+    _run(engine, story)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "params", "why"),
+    [
+        ([], SamplingParams(2, ()), "nothing to continue"),
+        ([1] * 2048, SamplingParams(2, ()), "no room"),
+        ([64], SamplingParams(2, ()), "belong together"),
+        ([1], SamplingParams(2, (), temperature=0.001), "0.01 or more"),
+        ([1], SamplingParams(2, (), top_k=3), "truncate the support"),
+    ],
+)
+def test_requests_that_cannot_be_right(
+    model: Path, server: FakeVllm, tokens: Sequence[int], params: SamplingParams, why: str
+) -> None:
+    engine = _attached(model, server.url)
+
+    async def story() -> None:
+        await _hold(engine, 0)
+        with pytest.raises(ValueError, match=why):
+            await engine.sample(tokens, params)
+
+    _run(engine, story)
+
+
+def test_servers_that_cannot_be_worked_with(model: Path, tmp_path: Path) -> None:
+    async def start(engine: Engine) -> None:
+        await engine.start()
+
+    with FakeVllm(tmp_path, max_model_len=64) as short, pytest.raises(ValueError, match="started with 64"):
+        asyncio.run(start(_attached(model, short.url)))
+    with pytest.raises(EngineDied, match="nobody"):
+        asyncio.run(start(_attached(model, f"unix:{tmp_path}/nobody")))
+    with pytest.raises(ValueError, match="no address"):
+        _attached(model, "localhost:8000")
+    with pytest.raises(ValueError, match="40960 is more than"):
+        VllmEngine(model, max_context=40960)
+
+
+def _say(tokens: Sequence[int], params: SamplingParams) -> list[int]:
+    return [(len(tokens) + index) ** 2 % 61 for index in range(params.max_tokens)]
+
+
+async def _tick(tokens: Sequence[int], params: SamplingParams) -> None:
+    await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+def test_several_engines_keep_the_contract(supervised: bool) -> None:
+    update = POLICY.weights()
+
+    def make() -> Engine:
+        several = Several([ScriptedEngine(_say, token_delay=_tick, parameters=update) for _ in range(3)])
+        return Supervised(several, lambda version: update, restarts=3) if supervised else several
+
+    check_engine(make, update=update)
+
+
+def test_an_episode_goes_where_its_prefix_is() -> None:
+    asked: list[tuple[int, int]] = []
+    gate = asyncio.Event()
+
+    def make(number: int) -> ScriptedEngine:
+        async def wait(tokens: Sequence[int], params: SamplingParams) -> None:
+            asked.append((number, tokens[0]))
+            if params.max_tokens > 1:
+                await gate.wait()
+
+        return ScriptedEngine(_say, token_delay=wait)
+
+    engine = Several([make(0), make(1)])
+
+    async def story() -> None:
+        await engine.load({}, 0)
+        await engine.resume()
+        one = SamplingParams(1, ())
+        for task in (10, 11, 12, 13):  # nobody has seen any
+            await engine.sample([task] * 64, one)
+        home = {task: number for number, task in asked}
+        asked.clear()
+        for task in (13, 11, 10, 12):
+            await engine.sample([task] * 64 + [1] * 40, one)
+        assert {task: number for number, task in asked} == home
+        asked.clear()
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(MAX_AHEAD + 3):
+                tasks.create_task(engine.sample([10] * 70, SamplingParams(2, ())))
+            while len(asked) < MAX_AHEAD + 3:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            counts = [sum(number == which for number, _ in asked) for which in (0, 1)]
+            assert counts[home[10]] == MAX_AHEAD + 2 and counts[1 - home[10]] == 1
+            gate.set()
+
+    _run(engine, story)
+
+
+def test_episodes_go_on_elsewhere_when_a_server_dies_and_come_back_with_it(model: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    first, second = (FakeVllm(folder) for folder in folders)
+    with first, second:
+        engine = Several([_attached(model, fake.url) for fake in (first, second)])
+
+        async def story() -> None:
+            await _hold(engine, 0)
+            params = SamplingParams(200, (), seed=2)
+            async with asyncio.TaskGroup() as tasks:
+                speaking = [tasks.create_task(engine.sample([4, 4, task], params)) for task in range(4)]
+                await asyncio.sleep(0.1)
+                await asyncio.to_thread(first.die)
+            stops = sorted(task.result().stop for task in speaking)
+            assert stops == ["interrupted", "interrupted", "length", "length"]
+            asked = second.asked
+            replies: list[Reply] = [await engine.sample([4, 4, task], replace(params, max_tokens=2)) for task in (0, 1)]
+            assert second.asked == asked + 2 and {reply.piece.version for reply in replies} == {0}
+            assert engine.metrics()["deaths"] == 1
+            with FakeVllm(folders[0]) as reborn:
+                for version in (1, 2, 3):  # its way back up may have ended before it was there
+                    await _hold(engine, version)
+                    await asyncio.sleep(0.2)
+                async with asyncio.TaskGroup() as tasks:
+                    for task in range(4):
+                        tasks.create_task(engine.sample([task], SamplingParams(20, ())))
+                assert reborn.asked >= 2
+
+        _run(engine, story)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"urls": "http://localhost:1"}, {"kind": "sglang2"}],
+)
+def test_options_that_do_not_go_together(wrong: dict[str, Any]) -> None:
+    with pytest.raises(config.ConfigError):
+        config.EngineConfig(**wrong)
+
+
+def test_a_server_is_not_deterministic() -> None:
+    with pytest.raises(config.ConfigError, match="deterministic"):
+        config.RunConfig(recipe="x", deterministic=True, engine=config.EngineConfig(kind="vllm"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\n{"a"\r\n3\r\n:1}\r\n0\r\n\r\n', {"a": 1}),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", None),
+        (b"HTTP/1.1 503 No\r\nContent-Length: 4\r\n\r\nbusy", OSError),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 40\r\n\r\n{", OSError),
+        (b"SSH-2.0\r\n", OSError),
+    ],
+)
+def test_http_answers(tmp_path: Path, answer: bytes, expected: Any) -> None:
+    async def story() -> Any:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer)
+            writer.close()
+
+        async with await asyncio.start_unix_server(serve, tmp_path / "s"):
+            return await Http(f"unix:{tmp_path}/s").call("GET", "/")
+
+    if expected is OSError:
+        with pytest.raises(OSError):
+            asyncio.run(story())
+    else:
+        assert asyncio.run(story()) == expected
