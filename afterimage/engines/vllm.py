@@ -181,7 +181,7 @@ class VllmEngine:
         if self._life is not None:
             self._life.end("the engine is closed")
         if self._server is not None:
-            await asyncio.to_thread(self._server.kill)
+            await asyncio.to_thread(self._server.close)
 
     def metrics(self) -> Mapping[str, float]:
         """Counters since the last call. Re-prefilling is charged the share of its tokens in the time of all."""

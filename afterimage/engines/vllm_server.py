@@ -13,10 +13,11 @@ import torch
 
 EXTENSION = "afterimage.engines.vllm_worker.Extension"
 _LAST_WORDS = 4000
+_GOODBYE_S = 10.0
 
 
 class Server:
-    """All its processes are one group, which ends with `kill` or with this process.
+    """All its processes are one group, which ends with `close` or with this process.
 
     It begins with random weights, so that a probe sees whatever the first load does not reach.
     """
@@ -79,8 +80,12 @@ class Server:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
-    def kill(self) -> None:
-        """End it, and wait until it is gone."""
+    def close(self) -> None:
+        """End it, and wait until it is gone. It is asked first, for what it has in shared memory outlives a kill."""
+        if self._process is not None and self.lives:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_GOODBYE_S)
         self._end()
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -70,8 +70,8 @@ def _run(engine: VllmEngine, story: Callable[[], Awaitable[None]]) -> None:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A float32 server to attach to: one takes a minute to start."""
-    engine = _engine()
+    """A float32 server to attach to: one takes a minute to start. It is so small that replies are always waiting."""
+    engine = VllmEngine(SHIPPED_POLICY, dtype="float32", max_running=4)
     asyncio.run(engine.start())
     yield engine.url
     asyncio.run(engine.close())
@@ -152,8 +152,8 @@ def _config(folder: Path, route: Route = "snapshot_old", *, urls: str = "", **ch
         name="run",
         steps=20,
         engine=EngineConfig(kind="vllm", urls=urls, dtype="float32", max_running=24, max_context=768),
-        schedule=ScheduleConfig(max_staleness=2, groups_per_step=2, group_size=4),
-        task=TaskConfig(env="retail", latency_s=0.2),
+        schedule=ScheduleConfig(max_staleness=2, groups_per_step=2, group_size=8),
+        task=TaskConfig(env="retail"),
         trainer=TrainerConfig(lr=1e-4),
         old_logps=OldLogpsConfig(route=route),
         audit=AuditConfig(share=1.0),
