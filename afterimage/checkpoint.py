@@ -82,7 +82,10 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints and versions of one run folder, and the `parts` that they hold. For one thread at a time."""
+    """The checkpoints and versions of one run folder, and the `parts` that they hold.
+
+    One thread writes; `weights` may be read from another.
+    """
 
     def __init__(self, run: Path, parts: Mapping[str, Stateful], *, keep: int = 2) -> None:
         self._folder, self._versions, self._keep = run / CHECKPOINTS, run / VERSIONS, keep
@@ -169,6 +172,16 @@ class Checkpoints:
         if at != version:
             raise LookupError(f"version {version} is on no disk: the newest up to it is {at}")
         return weights
+
+    @property
+    def names(self) -> list[str]:
+        """Of the checkpoints, oldest first."""
+        return [path.name for _, path in self._checkpoints()]
+
+    @property
+    def published(self) -> list[int]:
+        """Versions that have a file of their own, in order."""
+        return [version for version, _ in self._published()]
 
     def _checkpoints(self) -> list[tuple[int, Path]]:
         """With their versions, oldest first."""

@@ -101,7 +101,6 @@ def resume(folder: Path, config: RunConfig, *, console: Console | None = None) -
         if marks and config.steps < marks[-1].step:
             raise ConfigError(f"the run in {folder} has {marks[-1].step} steps behind it, --steps is {config.steps}")
         fresh = None if marks else build_machine(config)  # it ended before its first checkpoint
-        fresh = None if marks else build_machine(config)  # it ended before its first checkpoint
         try:
             log = RunLog.reopen(folder, config)
         except (OSError, BrokenFile) as error:
@@ -191,7 +190,7 @@ class Lives:
             checkpoints = build_checkpoints(config, machine, folder)
             first = self.machine is None
             recalled = recall(folder, checkpoints, config, self._log.event, first=first)
-            life = revive(recalled, machine, config, folder)
+            life = revive(recalled, machine, checkpoints, folder)
             if first:
                 self._log.rewind(life.stand.step, recalled.metrics)
         self.machine = machine

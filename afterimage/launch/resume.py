@@ -115,9 +115,9 @@ def recall(run: Path, checkpoints: Checkpoints, config: RunConfig, told: Told, *
         return Recalled(life, checkpoint, max(reader.versions(), default=-1), _jumps(marks), reader.steps())
 
 
-def revive(recalled: Recalled, machine: Machine, config: RunConfig, run: Path) -> Life:
+def revive(recalled: Recalled, machine: Machine, checkpoints: Checkpoints, run: Path) -> Life:
     """Put every part where it was. The policy gets a number of its own if its checkpoint's was left behind."""
-    checkpoints, policy = build_checkpoints(config, machine, run), machine.policy
+    policy = machine.policy
     try:
         checkpoints.restore(recalled.checkpoint)
     except (ValueError, KeyError) as error:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from afterimage.checkpoint import CHECKPOINTS, VERSIONS, Checkpoints
+from afterimage.checkpoint import Checkpoints
 from afterimage.journal import Journal
 from afterimage.journal.tables import COLUMNS
 from afterimage.observe.metrics import METRICS, SAMPLES, TRAJECTORIES, RunFolder
@@ -44,14 +44,13 @@ def differences(one: Path, other: Path) -> list[str]:
 
 def _checkpoints(one: Path, other: Path) -> list[str]:
     left, right = Checkpoints(one, {}), Checkpoints(other, {})
-    names = _names(one / CHECKPOINTS, "step*-version*[0-9]") & _names(other / CHECKPOINTS, "step*-version*[0-9]")
+    names = {*left.names} & {*right.names}
     found = [] if names else ["the checkpoints: none has the same name"]
     for name in sorted(names):
         saved, again = left.load(name), right.load(name)
         for what in ("stand", "version", "states", "policy"):
             found += _some(f"checkpoint {name}", _unlike(_tree(saved, what), _tree(again, what), what))
-    for name in sorted(_names(one / VERSIONS, "*[0-9].safetensors") & _names(other / VERSIONS, "*[0-9].safetensors")):
-        version = int(Path(name).stem)
+    for version in sorted({*left.published} & {*right.published}):
         found += _some(f"version {version}", _unlike(left.weights(version), right.weights(version)))
     return found
 
@@ -59,10 +58,6 @@ def _checkpoints(one: Path, other: Path) -> list[str]:
 def _tree(checkpoint: Any, what: str) -> Any:
     value = getattr(checkpoint, what)
     return [value.step, value.row] if what == "stand" else value
-
-
-def _names(folder: Path, pattern: str) -> set[str]:
-    return {path.name for path in folder.glob(pattern)}
 
 
 def _model(run: Path) -> dict[str, Tensor]:
