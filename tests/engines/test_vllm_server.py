@@ -23,6 +23,7 @@ import torch
 from rich.console import Console
 
 from afterimage import recipes
+from afterimage.auditor import score_truth
 from afterimage.config import (
     SHIPPED_POLICY,
     AuditConfig,
@@ -36,12 +37,17 @@ from afterimage.config import (
     TrainerConfig,
 )
 from afterimage.engines import EngineDied, SamplingParams, vllm
+from afterimage.engines.runner import Chunk, Runner, Step
 from afterimage.engines.vllm import ProbeFailed, VllmEngine
 from afterimage.engines.vllm_server import EXTENSION, Server
+from afterimage.engines.worker import build_runner
 from afterimage.journal import Journal
 from afterimage.launch import local
+from afterimage.launch.audit import audit
 from afterimage.observe.metrics import EVENTS, RunFolder
+from afterimage.old_logps import Scoring, has_clean_behavior
 from afterimage.policy import Packed, Policy
+from afterimage.recording import RECORDED, Recorded
 from afterimage.testing import check_engine, nudge
 from afterimage.trajectory import Sampled
 
@@ -51,6 +57,7 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[2]
 Dtype = Literal["bfloat16", "float32"]
+EXACT: tuple[Route, ...] = ("snapshot_old", "old_logit_model", "interrupt_sync", "eager")
 
 
 def _engine(dtype: Dtype = "float32", *, url: str = "", extension: str = EXTENSION) -> VllmEngine:
@@ -156,7 +163,7 @@ def _config(folder: Path, route: Route = "snapshot_old", *, urls: str = "", **ch
         task=TaskConfig(env="retail"),
         trainer=TrainerConfig(lr=1e-4),
         old_logps=OldLogpsConfig(route=route),
-        audit=AuditConfig(share=1.0),
+        audit=AuditConfig(share=1.0, record=True),
         eval=EvalConfig(tasks=0),
     )
     return replace(config, **changes)
@@ -187,6 +194,7 @@ def test_an_asynchronous_run(
     assert max(row["schedule/staleness_max"] for row in rows) == 2
     assert all(row["engine/probe_error"] < 1e-3 and row["correction/log_d_abs_mean"] < 1e-4 for row in rows)
     assert all(row["old_logps/exact_fraction"] == 1 and row["audit/decomposition_error"] < 1e-5 for row in rows)
+    _hold_against_the_embedded_engine(tmp_path / "run")
     held: Counter[tuple[str, tuple[int, ...]]] = Counter()
     versions, interrupted = set(), 0
     with Journal.read(tmp_path / "run") as journal:
@@ -202,6 +210,58 @@ def test_an_asynchronous_run(
     assert held <= stamped, "a token is of another version than the server stamped it with"
     assert versions >= set(range(steps - 2))
     assert interrupted or steps < 20, "no reply went on under another version"
+
+
+def _hold_against_the_embedded_engine(run: Path) -> None:
+    """Each exact route, played over what the servers sampled; and the embedded engine's log-probabilities of it."""
+    rows = audit(run, routes=EXACT, console=_quiet())["routes"]
+    assert [row["route"] for row in rows] == [*EXACT]
+    assert all(row["exact_fraction"] == 1 and row["claimed_error_max"] < 1e-5 for row in rows)
+    recorded, policy = Recorded(run / RECORDED), Policy.load(SHIPPED_POLICY)
+    runner = build_runner(SHIPPED_POLICY, dtype="float32", max_slots=1, max_context=768)
+    apart = []
+    for step in recorded.steps[:: max(1, len(recorded.steps) // 4)]:
+        batch = recorded.batch(step).batch
+        old_logp = score_truth(policy, batch, recorded.weights, scoring=Scoring(1.0, 4096)).logp
+        start, end = batch.spans()[0]
+        where = has_clean_behavior(batch)[start:end]
+        for version in batch.version[start:end][where].unique().tolist():
+            runner.load(recorded.weights(version))
+            own = where & (batch.version[start:end] == version)
+            logp = _embedded_logps(runner, batch.tokens[start:end])
+            apart.append((logp - old_logp[start:end])[own].abs())
+    found = torch.cat(apart)  # float32 noise: an improbable token's logits are far from the largest
+    assert len(found) > 50 and found.mean() < 1e-5 and found.max() < 1e-4
+
+
+def _embedded_logps(runner: Runner, tokens: torch.Tensor) -> torch.Tensor:
+    """`[T]`, 0 at the first: the sequence in the cache token by token, as when it is sampled."""
+    logps, none = [torch.zeros(())], torch.empty(0, dtype=torch.long)
+    with torch.inference_mode():
+        for at, after in enumerate(tokens.tolist()[1:]):
+            chunk = (Chunk(0, at, at + 1),)
+            logits = runner.forward(Step(none, chunk, tokens[at : at + 1], torch.tensor([at]), longest=0))
+            logps.append(logits[0].log_softmax(-1)[after])
+    return torch.stack(logps)
+
+
+def test_two_servers_and_one_dies_in_mid_run(url: str, tmp_path: Path) -> None:
+    """Somebody else's servers: nobody starts them again. Its episodes go on at the other, their prefixes with them."""
+    other = VllmEngine(SHIPPED_POLICY, dtype="float32", max_running=4)
+    asyncio.run(other.start())
+
+    def kill() -> None:
+        while not (tmp_path / "run" / "metrics.jsonl").exists() or len(RunFolder(tmp_path / "run").metrics()) < 3:
+            time.sleep(0.05)
+        os.killpg(other.pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    rows = local.train(_config(tmp_path, urls=f"{url} {other.url}", steps=8), console=_quiet()).metrics
+    killer.join()
+    asyncio.run(other.close())
+    assert len(rows) == 8 and [row["engine/deaths"] for row in rows if row["engine/deaths"]] == [1]
+    assert all(row["old_logps/exact_fraction"] == 1 and row["audit/decomposition_error"] < 1e-5 for row in rows)
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=lambda sent: sent.name)
