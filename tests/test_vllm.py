@@ -13,11 +13,11 @@ import torch
 
 from afterimage import config
 from afterimage.engines import Engine, EngineDied, Reply, SamplingParams, vllm
-from afterimage.engines.http import Http
 from afterimage.engines.scripted import ScriptedEngine
 from afterimage.engines.several import MAX_AHEAD, Several
 from afterimage.engines.supervised import Supervised
 from afterimage.engines.vllm import ProbeFailed, VllmEngine
+from afterimage.http import Http
 from afterimage.testing import check_engine, nudge, plain_logps, tiny_policy
 from tests.fake_vllm import FakeVllm
 
@@ -356,7 +356,12 @@ def test_a_server_is_not_deterministic() -> None:
     ("answer", "expected"),
     [
         (b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\n{"a"\r\n3\r\n:1}\r\n0\r\n\r\n', {"a": 1}),
+        (b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n7;x=y\r\n{"a":1}\r\n0\r\n\r\n', {"a": 1}),
+        (b'HTTP/1.0 200 OK\r\n\r\n{"a":1}', {"a": 1}),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", None),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n", OSError),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n", OSError),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 100_000, OSError),
         (b"HTTP/1.1 503 No\r\nContent-Length: 4\r\n\r\nbusy", OSError),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 40\r\n\r\n{", OSError),
         (b"SSH-2.0\r\n", OSError),

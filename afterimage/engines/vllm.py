@@ -21,11 +21,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from afterimage.engines import EngineDied, Reply, ReplyStop, SamplingParams, Update, require_full_support
-from afterimage.engines.http import Http, HttpError
 from afterimage.engines.prefixes import Prefixes
 from afterimage.engines.reference import Reference
 from afterimage.engines.runner import DTYPES
 from afterimage.engines.vllm_server import EXTENSION, Server
+from afterimage.http import Http, HttpError
 from afterimage.trajectory import Sampled
 from afterimage.versions import Delta
 
