@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from afterimage import config
-from afterimage.engines import Engine, EngineDied, Reply, SamplingParams, vllm
+from afterimage.engines import Engine, EngineDied, Reply, SamplingParams, remote
+from afterimage.engines.remote import ProbeFailed
 from afterimage.engines.scripted import ScriptedEngine
 from afterimage.engines.several import MAX_AHEAD, Several
 from afterimage.engines.supervised import Supervised
-from afterimage.engines.vllm import ProbeFailed, VllmEngine
+from afterimage.engines.vllm import VllmEngine
 from afterimage.http import Http
 from afterimage.testing import check_engine, nudge, plain_logps, tiny_policy
 from tests.fake_vllm import FakeVllm
@@ -170,8 +171,8 @@ def test_the_probe_refuses_to_sample(model: Path, tmp_path: Path, fault: str) ->
 def test_a_server_that_is_gone_is_noticed(
     model: Path, server: FakeVllm, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(vllm, "LOOK_S", 0.05)
-    monkeypatch.setattr(vllm, "HANG_S", 0.3)
+    monkeypatch.setattr(remote, "LOOK_S", 0.05)
+    monkeypatch.setattr(remote, "HANG_S", 0.3)
     engine = _attached(model, server.url)
 
     async def story() -> None:
