@@ -70,7 +70,7 @@ class FakeServer:
         """By path: what is answered instead."""
         self.asked = 0
         """Replies that were asked for, probes among them."""
-        self.running: dict[str, Speech] = {}
+        self.running: dict[str, Any] = {}
         self.policy = policy
         self.head: Tensor | None = None
         self._ready = threading.Event()

@@ -148,7 +148,7 @@ class RemoteEngine(ABC):
         except (HttpError, LookupError, TypeError) as error:
             raise ValueError(f"{self.url} lacks what a run needs (see docs/engines.md): {error!r}") from error
         except OSError as error:
-            raise self._lost(life, str(error)) from error
+            raise self._lost(life, str(error) or f"it did not answer for {HANG_S:g} s") from error
         if room < self._max_context:
             raise ValueError(f"max_context={self._max_context}, but {self.url} was started with {room}")
         await self._pause(keep=False)
