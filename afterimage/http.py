@@ -37,6 +37,7 @@ class Http:
             raise ValueError("a key has only printable ASCII characters, no end of line")
         self.url = url.rstrip("/")
         self._parts = parts
+        self._host = parts.netloc.rpartition("@")[2]
         self._max_answer = max_answer
         self._headers = ["Connection: close", "Content-Type: application/json"]
         self._headers += [f"Authorization: Bearer {key}"] if key else []
@@ -49,7 +50,7 @@ class Http:
         reader, writer = await self._connect()
         try:
             content = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
-            host, base = ("localhost", "") if self._parts.scheme == "unix" else (self._parts.netloc, self._parts.path)
+            host, base = ("localhost", "") if self._parts.scheme == "unix" else (self._host, self._parts.path)
             lines = (
                 f"{method} {quote(base.rstrip('/') + path, safe='/?=&')} HTTP/1.1",
                 f"Host: {host}",
@@ -59,13 +60,7 @@ class Http:
             writer.write("\r\n".join((*lines, "", "")).encode() + content)
             await writer.drain()
             return await _answer(reader, self._max_answer)
-        except (
-            asyncio.IncompleteReadError,
-            asyncio.LimitOverrunError,
-            ValueError,
-            IndexError,
-            RecursionError,
-        ) as error:
+        except (EOFError, asyncio.LimitOverrunError, ValueError, IndexError, RecursionError) as error:
             raise ConnectionError(f"{self.url} broke off, or speaks no HTTP: {error}") from error
         finally:
             writer.close()

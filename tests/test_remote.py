@@ -187,7 +187,6 @@ def test_a_server_that_is_gone_is_noticed(
     model: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr(remote, "LOOK_S", 0.05)
-    monkeypatch.setattr(remote, "HANG_S", 0.3)
     engine = attached(model, server)
 
     async def story() -> None:
@@ -198,6 +197,7 @@ def test_a_server_that_is_gone_is_noticed(
             if how == "dies":
                 await asyncio.to_thread(server.die)
             else:
+                monkeypatch.setattr(remote, "HANG_S", 0.3)
                 server.frozen = True
         assert ("did not answer for 0.3 s" in task.result()) == (how == "hangs")
         server.frozen = False
@@ -213,7 +213,7 @@ def test_a_server_that_hangs_from_the_start_is_given_up(
 
     async def story() -> None: ...
 
-    with pytest.raises(EngineDied, match=r"did not answer for 0\.3 s"):
+    with pytest.raises(EngineDied, match=r"0\.3 s"):
         run(attached(model, server), story)
 
 
@@ -402,9 +402,7 @@ def test_episodes_go_on_elsewhere_when_a_server_dies_and_come_back_with_it(
             replies: list[Reply] = [await engine.sample([4, 4, task], replace(params, max_tokens=2)) for task in (0, 1)]
             assert second.asked == asked + 2 and {reply.piece.version for reply in replies} == {0}
             assert engine.metrics()["deaths"] == 1
-            again = (
-                FakeSglang(port=first.port, page_size=16) if isinstance(first, FakeSglang) else fake(kind, folders[0])
-            )
+            again = FakeSglang(port=first.port) if isinstance(first, FakeSglang) else fake(kind, folders[0])
             with again as reborn:
                 for version in (1, 2, 3):  # its way back up may have ended before it was there
                     await hold(engine, version)
