@@ -30,6 +30,7 @@ from afterimage.corrections import Control
 from afterimage.engines import Engine
 from afterimage.engines.embedded import EmbeddedEngine
 from afterimage.engines.several import Several
+from afterimage.engines.sglang import SglangEngine
 from afterimage.engines.supervised import Supervised
 from afterimage.engines.vllm import VllmEngine
 from afterimage.envs import Taskset
@@ -248,7 +249,15 @@ def build_speaker(config: RunConfig, policy: Policy, taskset: Taskset, engine: E
 def build_engine(config: RunConfig) -> Engine:
     """The program that samples, or several servers as one."""
     folder, engine = config.policy_folder, config.engine
-    if engine.kind == "vllm":
+    servers: list[Engine] = []
+    if engine.kind == "sglang":
+        servers = [
+            SglangEngine(
+                folder, url=url, dtype=engine.dtype, max_context=engine.max_context, keep_cache=engine.keep_cache
+            )
+            for url in engine.urls.split()
+        ]
+    elif engine.kind == "vllm":
         servers = [
             VllmEngine(
                 folder,
@@ -261,6 +270,7 @@ def build_engine(config: RunConfig) -> Engine:
             )
             for url in engine.urls.split() or [""]
         ]
+    if servers:
         return Several(servers) if len(servers) > 1 else servers[0]
     return EmbeddedEngine(
         folder,

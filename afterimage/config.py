@@ -94,10 +94,10 @@ class TaskConfig:
 class EngineConfig:
     """The program that samples."""
 
-    kind: Literal["embedded", "vllm"] = "embedded"
-    """A process of our own, or vLLM servers. See docs/engines.md."""
+    kind: Literal["embedded", "vllm", "sglang"] = "embedded"
+    """A process of our own, or servers. See docs/engines.md."""
     urls: str = ""
-    """`vllm`: servers on this host to attach to, separated by spaces; empty starts one."""
+    """Servers on this host to attach to, separated by spaces; without any, `vllm` starts one."""
     dtype: Dtype = "bfloat16"
     """Precision of generation. Apart from the trainer's: what lies between them is the discrepancy."""
     threads: int = 1
@@ -127,7 +127,9 @@ class EngineConfig:
         if not self.temperature > 0:
             raise ConfigError(f"engine.temperature must be > 0, got {self.temperature}")
         if self.kind == "embedded" and self.urls:
-            raise ConfigError("engine.urls is an option of engine.kind = vllm")
+            raise ConfigError("engine.urls is an option of engine.kind = vllm and sglang")
+        if self.kind == "sglang" and not self.urls.split():
+            raise ConfigError("engine.kind = sglang needs engine.urls: SGLang servers that run on this host")
         if self.top_p != 1.0:
             raise ConfigError(
                 f"engine.top_p must be 1.0, got {self.top_p}: top-p samples from a truncated support, and without "

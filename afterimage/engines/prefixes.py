@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 BLOCK = 16
-"""Tokens. The blocks of vLLM's cache are as long or a multiple, so it holds no more of a context than was added."""
+"""Tokens. The blocks of a server's cache are as long or a multiple, so it holds no more of a context than was added."""
 _MAX_BLOCKS = 1 << 17
 
 

@@ -10,21 +10,19 @@ import asyncio
 import hashlib
 import json
 import re
-import socket
 import sqlite3
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
 from afterimage.envs import EnvError
+from afterimage.http import Http, HttpError
 
 TOP = 10
 """The best score; the worst is 0."""
@@ -110,6 +108,7 @@ class Judge:
         self.spent = Budget(0, 0)
         """With calls on their way, and those that failed, at the most that they can cost."""
         self._orders = ORDERS.format(rubric=rubric.strip(), top=TOP)
+        self._http = Http(endpoint.url, key=endpoint.key, max_answer=MAX_ANSWER)
         self._pool = ThreadPoolExecutor(endpoint.at_once, thread_name_prefix="judge")
         self._counting = threading.Lock()
         self._asking = [threading.Lock() for _ in range(256)]
@@ -137,14 +136,14 @@ class Judge:
             "max_tokens": self.endpoint.max_tokens,
             **self.endpoint.options,
         }
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._judge, json.dumps(body))
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._judge, body)
 
     async def score(self, **judged: str) -> float:
         """Of the verdict, from 0 to 1."""
         return (await self.verdict(**judged)).score
 
-    def _judge(self, body: str) -> Verdict:
-        key = hashlib.sha256(f"{self.endpoint.url}\n{body}".encode()).hexdigest()
+    def _judge(self, body: Mapping[str, Any]) -> Verdict:
+        key = hashlib.sha256(f"{self.endpoint.url}\n{json.dumps(body)}".encode()).hexdigest()
         with self._asking[int(key[:2], 16)]:
             for score, reason in self._cache.execute("SELECT score, reason FROM verdicts WHERE key = ?", (key,)):
                 return Verdict(score / TOP, reason)
@@ -152,12 +151,14 @@ class Judge:
             self._cache.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?)", (key, score, reason))
             return Verdict(score / TOP, reason)
 
-    def _ask(self, body: str) -> tuple[int, str]:
+    def _ask(self, body: Mapping[str, Any]) -> tuple[int, str]:
         """Until there is a verdict, `retries` times more at most."""
         for again in range(self.endpoint.retries + 1):
             if again:
                 time.sleep(self.endpoint.wait_s * 2 ** (again - 1))
-            most = len(body) + self.endpoint.max_tokens  # no token is shorter than a character of this ASCII text
+            most = (
+                len(json.dumps(body)) + self.endpoint.max_tokens
+            )  # no token is shorter than a character of this ASCII text
             self._count(1, most)
             try:
                 answer = self._call(body)
@@ -177,44 +178,18 @@ class Judge:
                 )
             self.spent = spent
 
-    def _call(self, body: str) -> Any:
+    def _call(self, body: Mapping[str, Any]) -> Any:
         """One call, and the JSON of its answer. `_NotNow` for what may be otherwise the next time."""
-        url = urlsplit(self.endpoint.url)
-        kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
-        headers = {"Content-Type": "application/json", "Connection": "close"}
-        headers |= {"Authorization": f"Bearer {self.endpoint.key}"} if self.endpoint.key else {}
-        deadline = time.monotonic() + self.endpoint.timeout_s
-        with closing(kind(str(url.hostname), url.port, timeout=self.endpoint.timeout_s)) as connection:
-            try:
-                connection.connect()
-                watch = threading.Timer(deadline - time.monotonic(), _cut, [connection.sock])
-                watch.start()
-                try:
-                    connection.request("POST", f"{url.path.rstrip('/')}/chat/completions", body, headers)
-                    with connection.getresponse() as answer:
-                        status, text = answer.status, answer.read(MAX_ANSWER)
-                finally:
-                    watch.cancel()
-            except (OSError, HTTPException) as error:
-                if time.monotonic() < deadline:
-                    raise _NotNow(f"{type(error).__name__}: {error}") from error
-        if time.monotonic() >= deadline:  # what was read is cut off
-            raise _NotNow(f"no answer in {self.endpoint.timeout_s:g} s")
-        told = f"HTTP {status}: {text[:300].decode(errors='replace')}"
-        if status in (408, 409, 429) or status >= 500:
-            raise _NotNow(told)
-        if status != 200:
-            raise JudgeError(told)
+        call = self._http.call("POST", "/chat/completions", body)
         try:
-            return json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise _NotNow(f"the answer is not JSON: {error}") from error
-
-
-def _cut(line: socket.socket) -> None:
-    """Whoever reads from it stops."""
-    with suppress(OSError):
-        line.shutdown(socket.SHUT_RDWR)
+            return asyncio.run(asyncio.wait_for(call, self.endpoint.timeout_s))
+        except TimeoutError as error:
+            raise _NotNow(f"no answer in {self.endpoint.timeout_s:g} s") from error
+        except HttpError as error:
+            again = error.status in (408, 409, 429) or error.status >= 500
+            raise (_NotNow if again else JudgeError)(str(error)) from error
+        except OSError as error:
+            raise _NotNow(f"{type(error).__name__}: {error}") from error
 
 
 def _said(answer: Any) -> str:

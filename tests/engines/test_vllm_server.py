@@ -36,9 +36,10 @@ from afterimage.config import (
     TaskConfig,
     TrainerConfig,
 )
-from afterimage.engines import EngineDied, SamplingParams, vllm
+from afterimage.engines import EngineDied, SamplingParams, remote
+from afterimage.engines.remote import Answer, ProbeFailed
 from afterimage.engines.runner import Chunk, Runner, Step
-from afterimage.engines.vllm import ProbeFailed, VllmEngine
+from afterimage.engines.vllm import VllmEngine
 from afterimage.engines.vllm_server import EXTENSION, Server
 from afterimage.engines.worker import build_runner
 from afterimage.journal import Journal
@@ -182,11 +183,11 @@ def test_an_asynchronous_run(
     stamped: Counter[tuple[str, tuple[int, ...]]] = Counter()
     generate = VllmEngine._generate
 
-    async def noted(self: VllmEngine, name: str, tokens: Sequence[int], params: SamplingParams) -> dict[str, Any]:
-        choice = await generate(self, name, tokens, params)
-        for span in choice["weight_versions"] or []:
-            stamped[span["version"], (*tokens, *choice["token_ids"][: span["end"]])] += 1
-        return choice
+    async def noted(self: VllmEngine, name: str, tokens: Sequence[int], params: SamplingParams) -> Answer:
+        answer = await generate(self, name, tokens, params)
+        for version, end in answer.stamps:
+            stamped[version, (*tokens, *answer.tokens[:end])] += 1
+        return answer
 
     monkeypatch.setattr(VllmEngine, "_generate", noted)
     rows = local.train(_config(tmp_path, route, urls=url, steps=steps), console=_quiet()).metrics
@@ -268,7 +269,7 @@ def test_two_servers_and_one_dies_in_mid_run(url: str, tmp_path: Path) -> None:
 def test_a_server_dies_or_hangs_in_mid_run(
     sent: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm, "HANG_S", 20.0)
+    monkeypatch.setattr(remote, "HANG_S", 20.0)
     pids: list[int] = []
     begin = Server.begin
 

@@ -1,6 +1,6 @@
-"""The vLLM engine against a faithful fake of its server: the contract, whose stamp a token carries, what the probe
-catches, who notices that a server is gone, and where an episode goes among several. `make test-engines` has the real
-one."""
+"""Engines behind servers, each against a faithful fake of its server: the contract, whose stamp a token carries, what
+the probe catches, who notices that a server is gone, and where an episode goes among several. `make test-engines` has
+the real vLLM; what only SGLang has is in test_sglang.py."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -12,13 +12,17 @@ import pytest
 import torch
 
 from afterimage import config
-from afterimage.engines import Engine, EngineDied, Reply, SamplingParams, vllm
-from afterimage.engines.http import Http
+from afterimage.engines import Engine, EngineDied, Reply, SamplingParams, remote
+from afterimage.engines.remote import ProbeFailed, RemoteEngine
 from afterimage.engines.scripted import ScriptedEngine
 from afterimage.engines.several import MAX_AHEAD, Several
+from afterimage.engines.sglang import SglangEngine
 from afterimage.engines.supervised import Supervised
-from afterimage.engines.vllm import ProbeFailed, VllmEngine
+from afterimage.engines.vllm import VllmEngine
+from afterimage.http import Http
 from afterimage.testing import check_engine, nudge, plain_logps, tiny_policy
+from tests.fake_server import FakeServer
+from tests.fake_sglang import FakeSglang
 from tests.fake_vllm import FakeVllm
 
 POLICY = tiny_policy(seed=5)
@@ -32,24 +36,35 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[FakeVllm]:
-    with FakeVllm(tmp_path) as fake:
-        yield fake
+KINDS = pytest.mark.parametrize("kind", [FakeVllm, FakeSglang])
+Kind = type[FakeVllm] | type[FakeSglang]
 
 
-def _attached(model: Path, url: str) -> VllmEngine:
-    return VllmEngine(model, dtype="float32", url=url)
+def fake(kind: Kind, folder: Path, *, room: int = 2048, raw: bool = False) -> FakeServer:
+    if kind is FakeVllm:
+        return FakeVllm(folder, max_model_len=room, raw_logprobs=raw)
+    return FakeSglang(context_length=room + 6, original_logprob=raw)
 
 
-async def _hold(engine: Engine, version: int, *, seed: int = 5) -> None:
+@pytest.fixture(params=[FakeVllm, FakeSglang])
+def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[FakeServer]:
+    with fake(request.param, tmp_path) as one:
+        yield one
+
+
+def attached(model: Path, at: FakeServer, *, keep_cache: bool = False) -> RemoteEngine:
+    made = VllmEngine if isinstance(at, FakeVllm) else SglangEngine
+    return made(model, dtype="float32", url=at.url, keep_cache=keep_cache)
+
+
+async def hold(engine: Engine, version: int, *, seed: int = 5) -> None:
     await engine.interrupt()
     await engine.load(tiny_policy(seed=seed).weights(), version)
     await engine.resume()
 
 
-def _run(engine: Engine, story: Callable[[], Awaitable[None]]) -> None:
-    async def run() -> None:
+def run(engine: Engine, story: Callable[[], Awaitable[None]]) -> None:
+    async def running() -> None:
         try:
             async with asyncio.timeout(60):
                 await engine.start()
@@ -57,23 +72,23 @@ def _run(engine: Engine, story: Callable[[], Awaitable[None]]) -> None:
         finally:
             await engine.close()
 
-    asyncio.run(run())
+    asyncio.run(running())
 
 
-def test_vllm_engine_keeps_the_contract(model: Path, server: FakeVllm) -> None:
-    check_engine(lambda: _attached(model, server.url), update=POLICY.model.state_dict())
+def test_it_keeps_the_contract(model: Path, server: FakeServer) -> None:
+    check_engine(lambda: attached(model, server), update=POLICY.model.state_dict())
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probabilities_and_versions_are_those_of_the_weights(
-    model: Path, server: FakeVllm, temperature: float
+    model: Path, server: FakeServer, temperature: float
 ) -> None:
-    engine = _attached(model, server.url)
+    engine = attached(model, server)
 
     async def story() -> None:
         pieces = []
         for version in (4, 5):
-            await _hold(engine, version, seed=version)
+            await hold(engine, version, seed=version)
             async with asyncio.TaskGroup() as tasks:
                 context = PROMPT + [token for piece in pieces for token in piece.tokens]
                 params = SamplingParams(40, (), temperature=temperature, seed=1)
@@ -91,16 +106,16 @@ def test_log_probabilities_and_versions_are_those_of_the_weights(
             assert torch.allclose(torch.tensor(piece.behavior_logp).double()[:50], expected[:50], atol=1e-4)
             at = len(tokens)
 
-    _run(engine, story)
+    run(engine, story)
 
 
 @pytest.mark.parametrize("keep_cache", [False, True])
-def test_what_is_sampled_over_a_kept_cache_is_not_clean(model: Path, server: FakeVllm, keep_cache: bool) -> None:
-    engine = VllmEngine(model, dtype="float32", url=server.url, keep_cache=keep_cache)
+def test_what_is_sampled_over_a_kept_cache_is_not_clean(model: Path, server: FakeServer, keep_cache: bool) -> None:
+    engine = attached(model, server, keep_cache=keep_cache)
     params = SamplingParams(2, ())
 
     async def story() -> None:
-        await _hold(engine, 0)
+        await hold(engine, 0)
         contexts = ([7] * 70, [7] * 80, [8] * 50, [8] * 51)
         assert all([(await engine.sample(context, params)).piece.clean for context in contexts])
         async with asyncio.TaskGroup() as tasks:  # the second finds cached what the first has not reported yet
@@ -110,49 +125,50 @@ def test_what_is_sampled_over_a_kept_cache_is_not_clean(model: Path, server: Fak
             second = await engine.sample([6] * 40, params)
         assert first.result().piece.clean and second.piece.clean != keep_cache
         assert engine.metrics()["reprefill_tokens"] == 0
-        await _hold(engine, 1)
+        await hold(engine, 1)
         contexts = ([7] * 70 + [1] * 30, [5] * 70, [5] * 90, [7] * 70 + [1] * 31)
         cleans = [(await engine.sample(context, params)).piece.clean for context in contexts]
         assert cleans == ([False, True, True, False] if keep_cache else [True] * 4)
         assert engine.metrics()["reprefill_tokens"] == (0 if keep_cache else 64)
 
-    _run(engine, story)
+    run(engine, story)
 
 
-def test_no_noise_is_used_twice_when_a_reply_goes_on(model: Path, server: FakeVllm) -> None:
-    engine = _attached(model, server.url)
+def test_no_noise_is_used_twice_when_a_reply_goes_on(model: Path, server: FakeServer) -> None:
+    engine = attached(model, server)
 
     async def story() -> None:
-        await _hold(engine, 0)
+        await hold(engine, 0)
         params = SamplingParams(6, (), seed=3)
         first = (await engine.sample(PROMPT, params)).piece.tokens
         assert (await engine.sample(PROMPT, params)).piece.tokens == first
         others = [(await engine.sample([9] * k + PROMPT, params)).piece.tokens for k in (60, 61)]
         assert others[0] != others[1]
 
-    _run(engine, story)
+    run(engine, story)
 
 
-def test_a_greedy_reply_is_a_point_mass(model: Path, server: FakeVllm) -> None:
-    engine = _attached(model, server.url)
+def test_a_greedy_reply_is_a_point_mass(model: Path, server: FakeServer) -> None:
+    engine = attached(model, server)
 
     async def story() -> None:
-        await _hold(engine, 0)
+        await hold(engine, 0)
         reply = await engine.sample(PROMPT, SamplingParams(3, (), temperature=0))
         assert reply.piece.behavior_logp == (0.0, 0.0, 0.0)
 
-    _run(engine, story)
+    run(engine, story)
 
 
+@KINDS
 @pytest.mark.parametrize("fault", ["stale head", "a tensor of zeros", "raw log-probabilities", "no record"])
-def test_the_probe_refuses_to_sample(model: Path, tmp_path: Path, fault: str) -> None:
-    with FakeVllm(tmp_path, raw_logprobs=fault == "raw log-probabilities") as server:
-        engine = _attached(model, server.url)
+def test_the_probe_refuses_to_sample(model: Path, tmp_path: Path, kind: Kind, fault: str) -> None:
+    with fake(kind, tmp_path, raw=fault == "raw log-probabilities") as server:
+        engine = attached(model, server)
         server.forgetful = fault == "no record"
 
         async def story() -> None:
             if fault in ("stale head", "a tensor of zeros"):
-                await _hold(engine, 0)
+                await hold(engine, 0)
                 server.stale_head = fault == "stale head"
                 server.corrupt = "model.layers.1.mlp.down_proj.weight" if fault == "a tensor of zeros" else ""
             moved = tiny_policy(seed=5)
@@ -163,43 +179,55 @@ def test_the_probe_refuses_to_sample(model: Path, tmp_path: Path, fault: str) ->
             with pytest.raises(EngineDied):
                 await engine.sample(PROMPT, SamplingParams(2, ()))
 
-        _run(engine, story)
+        run(engine, story)
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_a_server_that_is_gone_is_noticed(
-    model: Path, server: FakeVllm, monkeypatch: pytest.MonkeyPatch, how: str
+    model: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(vllm, "LOOK_S", 0.05)
-    monkeypatch.setattr(vllm, "HANG_S", 0.3)
-    engine = _attached(model, server.url)
+    monkeypatch.setattr(remote, "LOOK_S", 0.05)
+    engine = attached(model, server)
 
     async def story() -> None:
-        await _hold(engine, 0)
+        await hold(engine, 0)
         async with asyncio.TaskGroup() as tasks:
-            task = tasks.create_task(_fails(engine.sample(PROMPT, SamplingParams(1000, ()))))
+            task = tasks.create_task(fails(engine.sample(PROMPT, SamplingParams(1000, ()))))
             await engine.sample(PROMPT, SamplingParams(2, ()))
             if how == "dies":
                 await asyncio.to_thread(server.die)
             else:
+                monkeypatch.setattr(remote, "HANG_S", 0.3)
                 server.frozen = True
         assert ("did not answer for 0.3 s" in task.result()) == (how == "hangs")
         server.frozen = False
 
-    _run(engine, story)
+    run(engine, story)
 
 
-async def _fails(call: Awaitable[object]) -> str:
+def test_a_server_that_hangs_from_the_start_is_given_up(
+    model: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "HANG_S", 0.3)
+    server.frozen = True
+
+    async def story() -> None: ...
+
+    with pytest.raises(EngineDied, match=r"0\.3 s"):
+        run(attached(model, server), story)
+
+
+async def fails(call: Awaitable[object]) -> str:
     with pytest.raises(EngineDied) as caught:
         await call
     return str(caught.value)
 
 
-def test_a_cancelled_sample_hangs_up(model: Path, server: FakeVllm) -> None:
-    engine = _attached(model, server.url)
+def test_a_cancelled_sample_hangs_up(model: Path, server: FakeServer) -> None:
+    engine = attached(model, server)
 
     async def story() -> None:
-        await _hold(engine, 0)
+        await hold(engine, 0)
         task = asyncio.ensure_future(engine.sample(PROMPT, SamplingParams(1000, ())))
         await engine.sample(PROMPT, SamplingParams(2, ()))
         task.cancel()
@@ -208,7 +236,7 @@ def test_a_cancelled_sample_hangs_up(model: Path, server: FakeVllm) -> None:
             await asyncio.sleep(0.01)
         assert engine.metrics()["sampled_tokens"] == 2
 
-    _run(engine, story)
+    run(engine, story)
 
 
 @pytest.mark.parametrize(
@@ -217,35 +245,80 @@ def test_a_cancelled_sample_hangs_up(model: Path, server: FakeVllm) -> None:
         ([], SamplingParams(2, ()), "nothing to continue"),
         ([1] * 2048, SamplingParams(2, ()), "no room"),
         ([64], SamplingParams(2, ()), "belong together"),
-        ([1], SamplingParams(2, (), temperature=0.001), "0.01 or more"),
+        ([1], SamplingParams(2, (), temperature=1e-7), "a temperature of .* or more"),
         ([1], SamplingParams(2, (), top_k=3), "truncate the support"),
     ],
 )
 def test_requests_that_cannot_be_right(
-    model: Path, server: FakeVllm, tokens: Sequence[int], params: SamplingParams, why: str
+    model: Path, server: FakeServer, tokens: Sequence[int], params: SamplingParams, why: str
 ) -> None:
-    engine = _attached(model, server.url)
+    engine = attached(model, server)
 
     async def story() -> None:
-        await _hold(engine, 0)
+        await hold(engine, 0)
         with pytest.raises(ValueError, match=why):
             await engine.sample(tokens, params)
 
-    _run(engine, story)
+    run(engine, story)
 
 
-def test_servers_that_cannot_be_worked_with(model: Path, tmp_path: Path) -> None:
+@KINDS
+def test_servers_that_cannot_be_worked_with(model: Path, tmp_path: Path, kind: Kind) -> None:
     async def start(engine: Engine) -> None:
         await engine.start()
 
-    with FakeVllm(tmp_path, max_model_len=64) as short, pytest.raises(ValueError, match="started with 64"):
-        asyncio.run(start(_attached(model, short.url)))
+    made = VllmEngine if kind is FakeVllm else SglangEngine
+    with fake(kind, tmp_path, room=64) as short, pytest.raises(ValueError, match="started with 64"):
+        asyncio.run(start(attached(model, short)))
     with pytest.raises(EngineDied, match="nobody"):
-        asyncio.run(start(_attached(model, f"unix:{tmp_path}/nobody")))
+        asyncio.run(start(made(model, url=f"unix:{tmp_path}/nobody")))
     with pytest.raises(ValueError, match="no address"):
-        _attached(model, "localhost:8000")
+        made(model, url="localhost:8000")
     with pytest.raises(ValueError, match="40960 is more than"):
-        VllmEngine(model, max_context=40960)
+        made(model, url="http://localhost:1", max_context=40960)
+
+
+@pytest.mark.parametrize("answer", [(404, {}), (200, {}), (200, {"data": [], "internal_states": []}), (200, None)])
+def test_a_server_that_greets_otherwise_is_refused(model: Path, server: FakeServer, answer: tuple[int, Any]) -> None:
+    server.answers = dict.fromkeys(("/v1/models", "/server_info"), answer)
+
+    async def story() -> None: ...
+
+    with pytest.raises(ValueError, match="lacks what a run needs"):
+        run(attached(model, server), story)
+
+
+@pytest.mark.parametrize(
+    "answer", [(500, {"error": "oh"}), (503, b""), (200, b"<html>"), (200, {}), (200, []), (200, {"choices": []})]
+)
+def test_a_reply_that_cannot_be_read_ends_its_service_until_it_is_started_again(
+    model: Path, server: FakeServer, answer: tuple[int, Any]
+) -> None:
+    engine = attached(model, server)
+
+    async def story() -> None:
+        await hold(engine, 0)
+        server.answers = dict.fromkeys(("/inference/v1/generate", "/generate"), answer)
+        await fails(engine.sample(PROMPT, SamplingParams(2, ())))
+        await fails(engine.interrupt())
+        server.answers = {}
+        await engine.start()
+        await hold(engine, 1)
+        assert (await engine.sample(PROMPT, SamplingParams(2, ()))).piece.version == 1
+
+    run(engine, story)
+
+
+def test_weights_that_it_does_not_take_are_its_end(model: Path, server: FakeServer) -> None:
+    engine = attached(model, server)
+    refused = (400, {"success": False, "message": "Failed to update weights: no"})
+    server.answers = dict.fromkeys(("/collective_rpc", "/update_weights_from_disk"), refused)
+
+    async def story() -> None:
+        with pytest.raises(EngineDied, match="Failed to update weights: no"):
+            await engine.load(tiny_policy(seed=5).weights(), 0)
+
+    run(engine, story)
 
 
 def _say(tokens: Sequence[int], params: SamplingParams) -> list[int]:
@@ -302,19 +375,22 @@ def test_an_episode_goes_where_its_prefix_is() -> None:
             assert counts[home[10]] == MAX_AHEAD + 2 and counts[1 - home[10]] == 1
             gate.set()
 
-    _run(engine, story)
+    run(engine, story)
 
 
-def test_episodes_go_on_elsewhere_when_a_server_dies_and_come_back_with_it(model: Path, tmp_path: Path) -> None:
+@KINDS
+def test_episodes_go_on_elsewhere_when_a_server_dies_and_come_back_with_it(
+    model: Path, tmp_path: Path, kind: Kind
+) -> None:
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
         folder.mkdir()
-    first, second = (FakeVllm(folder) for folder in folders)
+    first, second = (fake(kind, folder) for folder in folders)
     with first, second:
-        engine = Several([_attached(model, fake.url) for fake in (first, second)])
+        engine = Several([attached(model, one) for one in (first, second)])
 
         async def story() -> None:
-            await _hold(engine, 0)
+            await hold(engine, 0)
             params = SamplingParams(200, (), seed=2)
             async with asyncio.TaskGroup() as tasks:
                 speaking = [tasks.create_task(engine.sample([4, 4, task], params)) for task in range(4)]
@@ -326,21 +402,22 @@ def test_episodes_go_on_elsewhere_when_a_server_dies_and_come_back_with_it(model
             replies: list[Reply] = [await engine.sample([4, 4, task], replace(params, max_tokens=2)) for task in (0, 1)]
             assert second.asked == asked + 2 and {reply.piece.version for reply in replies} == {0}
             assert engine.metrics()["deaths"] == 1
-            with FakeVllm(folders[0]) as reborn:
+            again = FakeSglang(port=first.port) if isinstance(first, FakeSglang) else fake(kind, folders[0])
+            with again as reborn:
                 for version in (1, 2, 3):  # its way back up may have ended before it was there
-                    await _hold(engine, version)
+                    await hold(engine, version)
                     await asyncio.sleep(0.2)
                 async with asyncio.TaskGroup() as tasks:
                     for task in range(4):
                         tasks.create_task(engine.sample([task], SamplingParams(20, ())))
                 assert reborn.asked >= 2
 
-        _run(engine, story)
+        run(engine, story)
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"urls": "http://localhost:1"}, {"kind": "sglang2"}],
+    [{"urls": "http://localhost:1"}, {"kind": "sglang2"}, {"kind": "sglang"}, {"kind": "sglang", "urls": " "}],
 )
 def test_options_that_do_not_go_together(wrong: dict[str, Any]) -> None:
     with pytest.raises(config.ConfigError):
@@ -356,7 +433,12 @@ def test_a_server_is_not_deterministic() -> None:
     ("answer", "expected"),
     [
         (b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\n{"a"\r\n3\r\n:1}\r\n0\r\n\r\n', {"a": 1}),
+        (b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n7;x=y\r\n{"a":1}\r\n0\r\n\r\n', {"a": 1}),
+        (b'HTTP/1.0 200 OK\r\n\r\n{"a":1}', {"a": 1}),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", None),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n", OSError),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n", OSError),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 100_000, OSError),
         (b"HTTP/1.1 503 No\r\nContent-Length: 4\r\n\r\nbusy", OSError),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 40\r\n\r\n{", OSError),
         (b"SSH-2.0\r\n", OSError),
