@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -249,38 +250,19 @@ def build_speaker(config: RunConfig, policy: Policy, taskset: Taskset, engine: E
 def build_engine(config: RunConfig) -> Engine:
     """The program that samples, or several servers as one."""
     folder, engine = config.policy_folder, config.engine
+    urls = engine.urls.split() or [""]
+    common: dict[str, Any] = {"dtype": engine.dtype, "max_context": engine.max_context, "keep_cache": engine.keep_cache}
+    common["deltas"] = shares_deltas(config) and len(urls) == 1  # one that comes back among others has none to change
     servers: list[Engine] = []
     if engine.kind == "sglang":
-        servers = [
-            SglangEngine(
-                folder, url=url, dtype=engine.dtype, max_context=engine.max_context, keep_cache=engine.keep_cache
-            )
-            for url in engine.urls.split()
-        ]
+        servers = [SglangEngine(folder, url=url, **common) for url in urls]
     elif engine.kind == "vllm":
-        servers = [
-            VllmEngine(
-                folder,
-                dtype=engine.dtype,
-                threads=engine.threads,
-                max_running=engine.max_running,
-                max_context=engine.max_context,
-                keep_cache=engine.keep_cache,
-                url=url,
-            )
-            for url in engine.urls.split() or [""]
-        ]
+        sizes: dict[str, Any] = {"threads": engine.threads, "max_running": engine.max_running}
+        servers = [VllmEngine(folder, url=url, **sizes, **common) for url in urls]
     if servers:
         return Several(servers) if len(servers) > 1 else servers[0]
     return EmbeddedEngine(
-        folder,
-        dtype=engine.dtype,
-        threads=engine.threads,
-        max_slots=engine.max_running,
-        max_context=engine.max_context,
-        deltas=shares_deltas(config),
-        keep_cache=engine.keep_cache,
-        lockstep=config.deterministic,
+        folder, threads=engine.threads, max_slots=engine.max_running, lockstep=config.deterministic, **common
     )
 
 

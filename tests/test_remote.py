@@ -21,6 +21,7 @@ from afterimage.engines.supervised import Supervised
 from afterimage.engines.vllm import VllmEngine
 from afterimage.http import Http
 from afterimage.testing import check_engine, nudge, plain_logps, tiny_policy
+from afterimage.versions import VersionStore
 from tests.fake_server import FakeServer
 from tests.fake_sglang import FakeSglang
 from tests.fake_vllm import FakeVllm
@@ -52,9 +53,9 @@ def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[FakeServe
         yield one
 
 
-def attached(model: Path, at: FakeServer, *, keep_cache: bool = False) -> RemoteEngine:
+def attached(model: Path, at: FakeServer, *, keep_cache: bool = False, deltas: bool = False) -> RemoteEngine:
     made = VllmEngine if isinstance(at, FakeVllm) else SglangEngine
-    return made(model, dtype="float32", url=at.url, keep_cache=keep_cache)
+    return made(model, dtype="float32", url=at.url, keep_cache=keep_cache, deltas=deltas)
 
 
 async def hold(engine: Engine, version: int, *, seed: int = 5) -> None:
@@ -77,6 +78,48 @@ def run(engine: Engine, story: Callable[[], Awaitable[None]]) -> None:
 
 def test_it_keeps_the_contract(model: Path, server: FakeServer) -> None:
     check_engine(lambda: attached(model, server), update=POLICY.model.state_dict())
+
+
+def test_deltas_change_the_weights_in_place(model: Path, server: FakeServer) -> None:
+    """Those of a version store: the server reads the new ones, and a delta from elsewhere is refused, whole."""
+    engine, policy = attached(model, server, deltas=True), tiny_policy(seed=5)
+    store = VersionStore(policy.twin().weights())
+
+    async def story() -> None:
+        for version in range(3):
+            nudge(policy, seed=version, size=0.01)
+            store.put(version, policy.weights())
+            await engine.interrupt()
+            if version:
+                with pytest.raises(ValueError, match="the engine holds"):
+                    await engine.load(store.delta(version), version + 1)
+                await engine.load(store.delta(version), version)
+            else:
+                await engine.load(policy.weights(), 0)
+            await engine.resume()
+            piece = (await engine.sample(PROMPT, SamplingParams(20, ()))).piece
+            expected = plain_logps(policy, [*PROMPT, *piece.tokens], temperature=1.0)[len(PROMPT) :]
+            assert piece.version == version
+            assert torch.allclose(torch.tensor(piece.behavior_logp).double(), expected, atol=1e-4)
+
+    run(engine, story)
+
+
+def test_without_deltas_none_is_taken_and_nothing_stays_in_memory(model: Path, server: FakeServer) -> None:
+    engine, policy = attached(model, server), tiny_policy(seed=5)
+    store = VersionStore(policy.twin().weights())
+
+    async def story() -> None:
+        for version in (0, 1):
+            nudge(policy, seed=version, size=0.01)
+            store.put(version, policy.weights())
+        await hold(engine, 0)
+        assert not engine._handed.weights
+        await engine.interrupt()
+        with pytest.raises(ValueError, match="takes full weights"):
+            await engine.load(store.delta(1), 1)
+
+    run(engine, story)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

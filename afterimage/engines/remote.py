@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import itertools
 import secrets
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
@@ -18,11 +17,11 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from afterimage.config import Dtype
 from afterimage.engines import EngineDied, Reply, ReplyStop, SamplingParams, Update, require_full_support
+from afterimage.engines.handed import Handed
 from afterimage.engines.prefixes import Prefixes
 from afterimage.engines.reference import Reference
 from afterimage.engines.runner import DTYPES
@@ -39,14 +38,11 @@ LOAD_S = 600.0
 """The same while it starts, takes weights, and says its first tokens."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
 """Mean absolute difference of log-probabilities from which on a server is not believed."""
-WEIGHTS = "model.safetensors"
-"""The file that an update travels in."""
 _PROBE = SamplingParams(max_tokens=32, stop_tokens=(), temperature=1.25)
 """Not at temperature 1, where log-probabilities that leave the temperature out would pass."""
 _PROBE_PROMPT = 32
 _NO_LOGP = -9999.0
 _STOPS: dict[str, ReplyStop] = {"stop": "stop", "length": "length", "abort": "interrupted"}
-_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 _T = TypeVar("_T")
 
 
@@ -71,18 +67,19 @@ class Answer:
 class RemoteEngine(ABC):
     """`Engine` on one server; what its API looks like is said by a subclass.
 
-    Weights travel through a file in memory, so the server is on this host. With `keep_cache` it goes on with what it
+    Weights travel through a file in memory, so the server is on this host; with `deltas` it stays, and is changed in
+    place. With `keep_cache` it goes on with what it
     computed under older weights; what is sampled over it is not clean.
     """
 
-    takes_deltas = False
     _NAME: ClassVar[str]
     _HEALTH: ClassVar[str]
     _GENERATE: ClassVar[str]
     _MIN_TEMPERATURE: ClassVar[float]
     """Below it the server does not sample at the temperature that it is asked for."""
 
-    def __init__(self, model_folder: Path, *, dtype: Dtype, max_context: int, keep_cache: bool) -> None:
+    def __init__(self, model_folder: Path, *, dtype: Dtype, max_context: int, keep_cache: bool, deltas: bool) -> None:
+        self.takes_deltas = deltas
         self._reference = Reference(model_folder, dtype=DTYPES[dtype])
         if max_context > (self._reference.max_tokens or max_context):
             raise ValueError(
@@ -92,6 +89,7 @@ class RemoteEngine(ABC):
         self._max_context = max_context
         self._keep_cache = keep_cache
         self._server: Server | None = None
+        self._handed = Handed()
         self._names = (f"{secrets.token_hex(4)}-{number}" for number in itertools.count())
         self._life: _Life | None = None
         self._version = -1
@@ -184,21 +182,32 @@ class RemoteEngine(ABC):
 
     async def load(self, update: Update, version: int) -> None:
         life = self._living()
-        if isinstance(update, Delta):
-            raise ValueError("this engine takes full weights: it has none that a delta could change")
         if version < 0:
             raise ValueError(f"version must be >= 0, got {version}")
         if life.open.is_set():
             raise RuntimeError("load while sampling: interrupt first, so that no reply mixes two versions")
-        weights = self._reference.cast(update)
+        await asyncio.to_thread(self._hand, update, version)
         await self._pause(keep=self._keep_cache)
-        with tempfile.TemporaryDirectory(prefix="afterimage-", dir=_MEMORY) as folder:
-            path = Path(folder)
-            await asyncio.to_thread(save_file, {name: tensor.cpu() for name, tensor in weights.items()}, path / WEIGHTS)
-            await self._take(path, version)
-        await self._probe(life, weights, version)
+        await self._take(self._handed.folder, version)
+        await self._probe(life, self._handed.weights, version)
         self._version = version
         life.loaded()
+        if not self.takes_deltas:
+            self._handed.close()
+
+    def _hand(self, update: Update, version: int) -> None:
+        """Lay the weights out for the server, or change those that lie there."""
+        if not isinstance(update, Delta):
+            self._handed.put(self._reference.cast(update))
+        elif not self.takes_deltas:
+            raise ValueError("this engine takes full weights: it keeps none that a delta could change")
+        elif (update.base, update.version) != (self._version, version):
+            raise ValueError(
+                f"the delta leads from version {update.base} to {update.version}, but the engine holds {self._version} "
+                f"and is to hold {version}"
+            )
+        else:
+            self._handed.advance(update)
 
     async def resume(self) -> None:
         life = self._living()
@@ -211,6 +220,7 @@ class RemoteEngine(ABC):
         """End a server that was started here, and wait for it."""
         if self._life is not None:
             self._life.end("the engine is closed")
+        self._handed.close()
         if self._server is not None:
             await asyncio.to_thread(self._server.close)
 

@@ -26,7 +26,7 @@ class SglangEngine(RemoteEngine):
     _GENERATE = "/generate"
     _MIN_TEMPERATURE = 1e-6
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one for each knob of EngineConfig that the server needs
         self,
         model_folder: Path,
         *,
@@ -34,8 +34,9 @@ class SglangEngine(RemoteEngine):
         dtype: Dtype = "bfloat16",
         max_context: int = 2048,
         keep_cache: bool = False,
+        deltas: bool = False,
     ) -> None:
-        super().__init__(model_folder, dtype=dtype, max_context=max_context, keep_cache=keep_cache)
+        super().__init__(model_folder, dtype=dtype, max_context=max_context, keep_cache=keep_cache, deltas=deltas)
         self._attach(url)
 
     async def _greet(self) -> int:

@@ -6,7 +6,8 @@ from typing import Any
 
 from afterimage.config import Dtype
 from afterimage.engines import SamplingParams
-from afterimage.engines.remote import LOAD_S, WEIGHTS, Answer, RemoteEngine
+from afterimage.engines.handed import WEIGHTS
+from afterimage.engines.remote import LOAD_S, Answer, RemoteEngine
 from afterimage.engines.vllm_server import EXTENSION, Server
 
 
@@ -34,10 +35,11 @@ class VllmEngine(RemoteEngine):
         max_running: int = 128,
         max_context: int = 2048,
         keep_cache: bool = False,
+        deltas: bool = False,
         url: str = "",
         extension: str = EXTENSION,
     ) -> None:
-        super().__init__(model_folder, dtype=dtype, max_context=max_context, keep_cache=keep_cache)
+        super().__init__(model_folder, dtype=dtype, max_context=max_context, keep_cache=keep_cache, deltas=deltas)
         if url:
             self._attach(url)
             return
