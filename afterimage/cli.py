@@ -129,7 +129,7 @@ def _parser(given: Sequence[str]) -> _Parser:
     same.add_argument("other", type=Path, help="the folder of a run with the same configuration")
     same.set_defaults(act=_same)
 
-    verbs.add_parser("recipes", help="list the recipes", allow_abbrev=False).set_defaults(act=_recipes)
+    _add_without_run(verbs)
     return parser
 
 
@@ -143,6 +143,17 @@ def _add_serve(verbs: Any) -> _Parser:
     served.add_argument("--token", help="that is asked for. Now: a new one")
     served.set_defaults(act=_serve)
     return served
+
+
+def _add_without_run(verbs: Any) -> None:
+    """Verbs that need neither a run nor a recipe."""
+    verbs.add_parser("recipes", help="list the recipes", allow_abbrev=False).set_defaults(act=_recipes)
+    template = verbs.add_parser(
+        "check-template", help="whether conversations in a model's chat template go on exactly", allow_abbrev=False
+    )
+    template.add_argument("folder", type=Path, help="a model folder, or the folder of its tokenizer")
+    template.add_argument("--conversations", type=_reader(int), default=1000, metavar="N", help="Now: 1000")
+    template.set_defaults(act=_check_template)
 
 
 def _recipe_position(given: Sequence[str]) -> int | None:
@@ -469,6 +480,17 @@ def _same(chosen: argparse.Namespace) -> int:
     if not found:
         Console().print("the same, bit for bit, in all that was not measured", highlight=False)
     return 1 if found else 0
+
+
+def _check_template(chosen: argparse.Namespace) -> int:
+    """1 if something breaks."""
+    if chosen.conversations < 1:
+        raise ConfigError(f"--conversations must be at least 1, got {chosen.conversations}")
+    if not chosen.folder.is_dir():
+        raise ConfigError(f"there is no folder {chosen.folder}")
+    from afterimage.launch.templates import check_template
+
+    return 0 if check_template(chosen.folder, conversations=chosen.conversations) else 1
 
 
 def _recipes(chosen: argparse.Namespace) -> int:
