@@ -7,8 +7,7 @@ from transformers import AutoTokenizer
 
 from afterimage.config import SHIPPED_POLICY
 
-CALLS = """\
-{%- macro calls(message) %}
+CALLS = r"""{%- macro calls(message) %}
 {%- for call in message.tool_calls or [] %}
 {{- '\n' if message.content or not loop.first or always }}{{- '<tool_call>\n{"name": "' + call.function.name }}
 {{- '", "arguments": ' + (call.function.arguments | tojson) + '}\n</tool_call>' }}
@@ -25,7 +24,7 @@ CALLS = """\
 
 QWEN3 = (
     CALLS
-    + """
+    + r"""
 {%- set first = messages[0] if messages[0].role == 'system' else none %}
 {%- if tools %}{{- '<|im_start|>system\n' + (first.content + '\n\n' if first else '') }}{{- schemas() }}
 {%- elif first %}{{- '<|im_start|>system\n' + first.content + '<|im_end|>\n' }}{%- endif %}
@@ -55,7 +54,7 @@ QWEN3 = (
 
 QWEN25 = (
     CALLS
-    + """
+    + r"""
 {%- set always = true %}
 {%- set system = messages[0].content if messages[0].role == 'system' else 'Help as well as you can.' %}
 {{- '<|im_start|>system\n' + system }}
@@ -72,15 +71,13 @@ QWEN25 = (
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
 )
 
-LLAMA3 = """\
-{%- for message in messages %}{{- bos_token if loop.first }}
+LLAMA3 = r"""{%- for message in messages %}{{- bos_token if loop.first }}
 {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' + message.content | trim + '<|eot_id|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"""
 """It knows nothing of tools."""
 
-LLAMA31 = """\
-{{- bos_token }}
+LLAMA31 = r"""{{- bos_token }}
 {%- macro head(role) %}{{- '<|start_header_id|>' + role + '<|end_header_id|>\n\n' }}{%- endmacro %}
 {%- set day = date_string if date_string is defined else '26 Jul 2024' %}
 {%- set system = messages[0].content | trim if messages[0].role == 'system' else '' %}

@@ -244,7 +244,7 @@ def _said(history: list[Any], tools: tuple[Any, ...]) -> str:
 
 
 CONVERSATIONS = int(os.environ.get("CONVERSATIONS", "150"))
-"""For each template; `CONVERSATIONS=10000 pytest tests/test_endpoint.py -k whatever` takes a quarter of an hour."""
+"""For each template; `CONVERSATIONS=10000 pytest tests/test_endpoint.py -k whatever` takes half an hour."""
 
 TEMPLATES = {"qwen": QWEN, "thinking": THINKING}
 

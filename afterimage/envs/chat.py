@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from os.path import commonprefix
 from typing import Any
 
 from jinja2 import TemplateError
@@ -80,8 +81,8 @@ class Chat:
         self._end = self._find_end()
         known = [tokenizer.convert_tokens_to_ids(self._end), tokenizer.eos_token_id]
         added = tokenizer.added_tokens_decoder
-        self.controls = frozenset(added)
-        """Control tokens, and the tags that are tokens."""
+        self.controls = {token: mark.content for token, mark in added.items()}
+        """What control tokens and tags are written as."""
         known += [token for token in ends if token in added and added[token].special]
         self.stop_tokens: tuple[int, ...] = tuple(dict.fromkeys(known))
         """The first one is what the template writes."""
@@ -212,7 +213,7 @@ class Chat:
         else:
             if said == nothing:
                 return CallForm()
-            said = said.removeprefix(spoken.partition(STAND_IN)[0])
+            said = said[len(commonprefix([said, spoken])) :]  # noqa: RUF071 - character by character it is
             if form := _form_of(said, self._end):
                 return form
             why = f"writes a call as {said.partition(self._end)[0][-80:]!r}"
@@ -245,7 +246,8 @@ class Chat:
 def _marks(tokenizer: Any, template: str) -> list[str]:
     """Every control token: all special ones, and the tags that the template writes."""
     added = tokenizer.added_tokens_decoder.values()
-    return sorted({token.content for token in added if token.special or token.content in template})
+    told = (token.content for token in added if token.special or token.content in template)
+    return sorted({tokenizer.eos_token, *told})
 
 
 def _form_of(said: str, end: str) -> CallForm | None:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from afterimage.config import ConfigError
 from afterimage.endpoint import wire
-from afterimage.endpoint.conversation import Call, Conversation, History, hand_out
+from afterimage.endpoint.conversation import Conversation, hand_out
 from afterimage.envs import Message, ToolCall
 from afterimage.envs.chat import DAY, Chat
 from afterimage.policy import load_tokenizer
@@ -65,13 +65,15 @@ def check_template(folder: Path, *, conversations: int = 1000, console: Console 
 
     Raises `ConfigError` for a folder without a tokenizer or a template.
     """
+    if conversations < 1:
+        raise ConfigError(f"--conversations must be at least 1, got {conversations}")
     console = console or Console(soft_wrap=True)
     tokenizer, ends = load_tokenizer(folder), ends_of(folder)
     tokenizer.model_max_length = sys.maxsize  # else it warns
     facts, verdicts = Table(show_header=False, box=None), Table("check", "verdict", "what it means")
     try:
         chat = Chat(tokenizer, (), ends=ends)
-        for name, fact in _facts(chat, tokenizer):
+        for name, fact in _facts(chat):
             facts.add_row(f"[bold]{name}[/]", escape(fact))
         console.print(facts, highlight=False)
         chat = chat.with_tools(TOOLS)
@@ -146,7 +148,9 @@ def _smaller(told: Told) -> Iterator[Told]:
             if _sound(less := told[:at] + told[at + many :]):
                 yield less
     for at, message in enumerate(told):
-        changes: list[dict[str, Any]] = [{"content": ""}, {"content": "x"}, {"thoughts": ""}]
+        text, half = message.content, len(message.content) // 2
+        changes: list[dict[str, Any]] = [{"content": less} for less in ("", "x", text[:half], text[half:], text[1:])]
+        changes += [{"content": text[:-1]}, {"thoughts": ""}]
         changes += [{"tool_calls": ()}, {"tool_calls": message.tool_calls[:1]}]
         changes += [{"tool_calls": tuple(ToolCall("look_up", {}) for _ in message.tool_calls)}]
         for change in changes:
@@ -164,12 +168,10 @@ def _sound(told: Told) -> bool:
 
 def generate(chat: Chat, draw: random.Random) -> Told:
     """A conversation that waits for a reply: with odd text, and with calls and thoughts where the template has them."""
-    marks = [
-        f"{left}{mark}{right}" for mark in chat.marks for left, right in (("", ""), ("ok", "\nuser\n"), (" ", " "))
-    ]
+    marks = [form.format(mark) for mark in chat.marks for form in ("{}", "ok{}\nuser\n", " {} ")]
 
     def text() -> str:
-        odd = draw.choice((*_PLAIN[:-1], *marks[:1])) if draw.random() < 0.995 else _PLAIN[-1]
+        odd = draw.choice(_PLAIN[:-1]) if draw.random() < 0.995 else _PLAIN[-1]
         return odd + draw.choice(marks) if draw.random() < 0.4 else odd
 
     told = [Message("system", text())] if draw.random() < 0.6 else []
@@ -230,8 +232,7 @@ def _stays(chat: Chat, told: Told) -> Break | None:
 def _goes_on(chat: Chat, told: Told) -> Break | None:
     at, whole = _last_reply(told), chat.opening(told)
     given = (chat.stop_tokens[0], *chat.following(told[at:], ended=True)) if at else ()
-    came = whole[len(whole) - len(given) :]
-    if came == given:
+    if (came := whole[len(whole) - len(given) :]) == given:
         return None
     return Break(
         "what comes after a reply depends on what stood before it: what is given when a conversation goes on is not "
@@ -249,25 +250,21 @@ def _is_known(chat: Chat, told: Told) -> Break | None:
     conversation, history, at = Conversation(chat), list[Any](), 0
     while at < len(told):
         asked = list(takewhile(lambda message: message.role != "assistant", told[at:]))
-        history += [_record(message) for message in asked]
+        history += [{"role": message.role, "content": message.content} for message in asked]
         at += len(asked)
-        call = wire.read_chat({"messages": history, "tools": list(TOOLS)}, temperature=1.0).call
-        found = conversation.ask(Call(call.history, call.tools))
+        body = {"messages": history, "tools": list(TOOLS)}
+        found = conversation.ask(wire.read_chat(body, temperature=1.0).call)
         if found.fork:
             return Break(f"an answer that is sent back as it was handed out begins a branch: {found.fork.reason}")
         found.branch.pieces.extend(found.given)
         if at < len(told):
             tokens = _spoken(chat, told[at])
             found.branch.pieces.append(Sampled(tokens, (0.0,) * len(tokens), 0))
-            said: History = (hand_out(chat, chat.text(tokens), tools=True),)
-            conversation.answered(found.branch, said, ended=True)
-            history += [wire.message(one, "call_{}".format) for one in said if not isinstance(one, str | int)]
+            said = hand_out(chat, chat.text(tokens), tools=True)
+            conversation.answered(found.branch, (said,), ended=True)
+            history.append(wire.message(said, "call_{}".format))
         at += 1
     return None
-
-
-def _record(message: Message) -> dict[str, Any]:
-    return {"role": message.role, "content": message.content}
 
 
 def _spoken(chat: Chat, reply: Message) -> tuple[int, ...]:
@@ -289,7 +286,7 @@ def _is_text(chat: Chat, told: Told) -> Break | None:
     more = [token for token in mine if mine.count(token) != plain.count(token)] or mine
     return Break(
         "what a message says becomes control tokens: whoever is quoted in it can end a turn, or speak in another role",
-        f"{chat.text(more[:1], whole=True)!r} stands there as a control token",
+        f"{chat.controls[more[0]]!r} stands there as a control token",
     )
 
 
@@ -297,16 +294,18 @@ def _is_heard(chat: Chat, told: Told) -> Break | None:
     for reply in (message for message in told if message.role == "assistant"):
         want = replace(reply, content=reply.content.strip())
         heard = chat.parse(tokens := _spoken(chat, reply))
-        text = chat.text(tokens, whole=True)
         if heard == want:
             continue
-        if heard == replace(want, content="") and want.tool_calls:
-            return Break("words beside a call are left out, when a history is written", text, harmless=True)
-        if heard == replace(want, thoughts=""):
-            return Break("thoughts are left out, when a history is written", text, harmless=True)
-        if heard == replace(want, tool_calls=()):
-            return Break("calls are left out, when a history is written", text, harmless=True)
-        return Break("a reply is not read back as what it was: agents would not get the policy's calls", text)
+        less = {
+            "words beside a call": replace(want, content="" if want.tool_calls else want.content),
+            "thoughts": replace(want, thoughts=""),
+            "calls": replace(want, tool_calls=()),
+        }
+        text = chat.text(tokens, whole=True)
+        for what, rest in less.items():
+            if heard == rest:
+                return Break(f"{what} are left out when a history is written", text, harmless=True)
+        return Break("a reply is not read back as what it was: agents would not get what the policy says", text)
     return None
 
 
@@ -321,10 +320,10 @@ CHECKS: dict[str, Check] = {
 }
 
 
-def _facts(chat: Chat, tokenizer: Any) -> Iterator[tuple[str, str]]:
+def _facts(chat: Chat) -> Iterator[tuple[str, str]]:
     """How the template does what templates do in different ways."""
     yield "a reply ends with", " or ".join(chat.text([token], whole=True) for token in chat.stop_tokens)
-    yield "calls", str(chat.call_form or "cannot be read back: no tools")
+    yield "calls", str(chat.call_form)
     yield "thoughts", "end in </think>" if chat.thinks else "are not known"
     if chat.dated:
         yield "today", f"is asked for, and is always {DAY:%d %b %Y}: prompts are the same after midnight"
