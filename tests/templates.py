@@ -9,7 +9,7 @@ from afterimage.config import SHIPPED_POLICY
 
 CALLS = r"""{%- macro calls(message) %}
 {%- for call in message.tool_calls or [] %}
-{{- '\n' if message.content or not loop.first or always }}{{- '<tool_call>\n{"name": "' + call.function.name }}
+{{- '\n' if message.content or not loop.first }}{{- '<tool_call>\n{"name": "' + call.function.name }}
 {{- '", "arguments": ' + (call.function.arguments | tojson) + '}\n</tool_call>' }}
 {%- endfor %}{%- endmacro %}
 {%- macro told(index) %}
@@ -55,7 +55,6 @@ QWEN3 = (
 QWEN25 = (
     CALLS
     + r"""
-{%- set always = true %}
 {%- set system = messages[0].content if messages[0].role == 'system' else 'Help as well as you can.' %}
 {{- '<|im_start|>system\n' + system }}
 {%- if tools %}{{- '\n\n' }}{{- schemas() }}{%- else %}{{- '<|im_end|>\n' }}{%- endif %}

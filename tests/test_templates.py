@@ -211,11 +211,11 @@ BROKEN: dict[str, tuple[str, str, str, int]] = {
         "a reply is asked for", "nothing asks for a reply", 1,
     ),
     "asking rewrites": (
-        QWEN25.replace("{%- set always", "{{- 'Answer:' if add_generation_prompt }}{%- set always"),
+        QWEN25.replace("{%- set system", "{{- 'Answer:' if add_generation_prompt }}{%- set system"),
         "a reply is asked for", "asking for a reply changes what stands before it", 1,
     ),
     "messages are counted": (
-        QWEN25.replace("{%- set always", "{{- messages | length }}{%- set always"),
+        QWEN25.replace("{%- set system", "{{- messages | length }}{%- set system"),
         "what was said stays", "a reply is written otherwise once something follows it", 3,
     ),
     "turns are numbered": (
