@@ -241,7 +241,7 @@ def build_speaker(config: RunConfig, policy: Policy, taskset: Taskset, engine: E
     """The engine, and the conversation format of the policy's tokenizer with the task set's tools."""
     try:
         engine = engine or build_engine(config)
-        chat = Chat(policy.tokenizer, taskset.tools)
+        chat = Chat(policy.tokenizer, taskset.tools, ends=policy.ends)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return Speaker(engine, chat, config.engine)

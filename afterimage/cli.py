@@ -107,9 +107,7 @@ def _parser(given: Sequence[str]) -> _Parser:
     )
     audit.set_defaults(act=_audit)
 
-    journal = verbs.add_parser(
-        "journal", help="what a run's journal holds, and whether it is sound", allow_abbrev=False
-    )
+    journal = verbs.add_parser("journal", help="what a run's journal holds, and if it is sound", allow_abbrev=False)
     journal.add_argument("run", type=Path, help="a run folder; the run may be going on")
     journal.set_defaults(act=_journal)
 
@@ -129,7 +127,7 @@ def _parser(given: Sequence[str]) -> _Parser:
     same.add_argument("other", type=Path, help="the folder of a run with the same configuration")
     same.set_defaults(act=_same)
 
-    verbs.add_parser("recipes", help="list the recipes", allow_abbrev=False).set_defaults(act=_recipes)
+    _add_without_run(verbs)
     return parser
 
 
@@ -143,6 +141,15 @@ def _add_serve(verbs: Any) -> _Parser:
     served.add_argument("--token", help="that is asked for. Now: a new one")
     served.set_defaults(act=_serve)
     return served
+
+
+def _add_without_run(verbs: Any) -> None:
+    """Verbs that need neither a run nor a recipe."""
+    verbs.add_parser("recipes", help="list the recipes", allow_abbrev=False).set_defaults(act=_recipes)
+    template = verbs.add_parser("check-template", help="whether its conversations go on exactly", allow_abbrev=False)
+    template.add_argument("folder", type=Path, help="a model folder, or the folder of its tokenizer")
+    template.add_argument("--conversations", type=_reader(int), default=1000, metavar="N", help="Now: 1000")
+    template.set_defaults(act=_check_template)
 
 
 def _recipe_position(given: Sequence[str]) -> int | None:
@@ -469,6 +476,12 @@ def _same(chosen: argparse.Namespace) -> int:
     if not found:
         Console().print("the same, bit for bit, in all that was not measured", highlight=False)
     return 1 if found else 0
+
+
+def _check_template(chosen: argparse.Namespace) -> int:
+    from afterimage.launch.templates import check_template
+
+    return 0 if check_template(chosen.folder, conversations=chosen.conversations) else 1
 
 
 def _recipes(chosen: argparse.Namespace) -> int:

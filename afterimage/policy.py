@@ -89,7 +89,7 @@ class Policy:
             raise ConfigError(f"policy: no model folder at {folder}")
         if not (folder / "config.json").is_file():
             raise ConfigError(f"policy: {folder} is not a Hugging Face model folder: it has no config.json")
-        tokenizer = _load_tokenizer(folder)
+        tokenizer = load_tokenizer(folder)
         model = _load_model(folder, DTYPES[dtype])
         held = _rows(model.get_input_embeddings())
         if len(tokenizer) > held:
@@ -129,6 +129,12 @@ class Policy:
     @property
     def dtype(self) -> torch.dtype:
         return next(self.model.parameters()).dtype
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Tokens that end what it says, as its generation config has them."""
+        named = getattr(self.model.generation_config, "eos_token_id", None)
+        return tuple(named) if isinstance(named, list) else () if named is None else (int(named),)
 
     def twin(self) -> "Policy":
         """A frozen copy with weights of its own, to be moved to other versions with `load_weights`."""
@@ -372,7 +378,8 @@ def _check_packing(model: PreTrainedModel) -> bool:
     return hidden.shape[-1] == head.weight.shape[1] and torch.equal(head(hidden), torch.cat([first, second]))
 
 
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """From disk only. Raises `ConfigError` for none, and for one without a chat template."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(f"policy: {folder} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
     try:

@@ -15,8 +15,6 @@ from afterimage.envs import Message
 from afterimage.envs.chat import Chat
 from afterimage.trajectory import Given, Piece, Provenance, Sampled
 
-_END_OF_THOUGHT = "</think>"
-
 
 class Unanswerable(ValueError):
     """A history that leaves nothing to answer, or that the chat template cannot write."""
@@ -198,7 +196,7 @@ class Conversation:
                 pieces += [self._write(call, waiting, ended), Given(spoken[1], Provenance.REWRITTEN)]
                 waiting, ended = [], spoken[2]
             else:
-                waiting.append(item.message)
+                waiting.append(replace(item.message, thoughts=item.thoughts or ""))
         return (*pieces, self._write(call, waiting, ended)) if waiting else tuple(pieces)
 
     def _write(self, call: Call, messages: Sequence[Message], ended: bool | None) -> Given:
@@ -250,11 +248,9 @@ def _key(message: Message) -> str:
 
 def hand_out(chat: Chat, text: str, *, tools: bool, plain: bool = False) -> Said:
     """What an answer says, as a message; `plain` text is all content. One with a call that is none is so, too."""
-    thoughts, content = None, text
-    if chat.thinks and not plain and _END_OF_THOUGHT in text:
-        thoughts, _, content = text.partition(_END_OF_THOUGHT)
-        thoughts, content = thoughts.removeprefix("<think>").strip("\n"), content.lstrip("\n")
-    message = chat.read(content) if tools else Message("assistant", content)
+    if plain:
+        return Said(Message("assistant", text))
+    thoughts, message = chat.heard(text, calls=tools)
     if any(call.error for call in message.tool_calls):
-        message = Message("assistant", content)
+        thoughts, message = chat.heard(text, calls=False)
     return Said(message, thoughts)

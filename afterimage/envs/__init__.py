@@ -26,6 +26,8 @@ class Message:
     role: Literal["system", "user", "assistant", "tool"]
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
+    thoughts: str = ""
+    """Of the assistant, where the chat template knows of them."""
 
 
 @dataclass(frozen=True, slots=True)
