@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from afterimage import corrections, credit, objectives
+from afterimage.adapters import Lora, Merging
 from afterimage.auditor import Auditor, Judge
 from afterimage.checkpoint import Checkpoints, Stand, Stateful
 from afterimage.config import (
@@ -108,7 +109,7 @@ def build_machine(config: RunConfig, engine: Engine | None = None) -> Machine:
 
     `engine` is one that is there already, of the same configuration.
     """
-    policy = Policy.load(config.policy_folder, dtype=config.trainer.dtype)
+    policy = load_policy(config)
     taskset = build_taskset(config.task)
     build_rollout(config, taskset)  # refuses what it needs and has not
     speaker = build_speaker(config, policy, taskset, engine)
@@ -129,6 +130,13 @@ def build_machine(config: RunConfig, engine: Engine | None = None) -> Machine:
     return Machine(policy, taskset, speaker, old, auditor, trainer)
 
 
+def load_policy(config: RunConfig) -> Policy:
+    """The policy that a run begins with."""
+    options = config.trainer
+    lora = Lora(options.lora_rank, options.lora_alpha, options.lora_targets, config.seed) if options.lora_rank else None
+    return Policy.load(config.policy_folder, dtype=options.dtype, lora=lora)
+
+
 def build(config: RunConfig, machine: Machine, log: RunLog, watcher: Watcher, life: Life) -> Parts:
     """Everything the loop touches, as it stands in this life of the run."""
     policy, taskset, old = machine.policy, machine.taskset, machine.old
@@ -139,7 +147,7 @@ def build(config: RunConfig, machine: Machine, log: RunLog, watcher: Watcher, li
         sinks.append(TensorBoardSink(log.path / "tensorboard"))
     recorder = Recorder(log, watcher, partial(_decode, policy), sinks=sinks, told=journal.event)
     if config.audit.record:
-        machine.auditor.recording = Recording(log.path / RECORDED)
+        machine.auditor.recording = Recording(log.path / RECORDED, base=policy.base)
     restarts = config.engine.restarts
     engine = Supervised(machine.speaker.engine, checkpoints.weights, restarts=restarts, told=recorder.event)
     speaker = replace(machine.speaker, engine=engine)
@@ -220,9 +228,9 @@ def _decode(policy: Policy, tokens: Sequence[int]) -> str:
 
 
 def shares_deltas(config: RunConfig) -> bool:
-    """Whether what the route keeps is what the engine loads: differences of weights in one precision."""
-    old = config.old_logps
-    return old.underlying == "snapshot_old" and old.storage == "delta" and config.engine.dtype == config.trainer.dtype
+    """Whether what the route keeps is what the engine loads: differences in one precision, or of adapters."""
+    old, same = config.old_logps, config.engine.dtype == config.trainer.dtype or config.trainer.lora_rank > 0
+    return old.underlying == "snapshot_old" and old.storage == "delta" and same
 
 
 def _store(old: OldLogps) -> VersionStore | None:
@@ -238,15 +246,15 @@ def _store(old: OldLogps) -> VersionStore | None:
 def build_speaker(config: RunConfig, policy: Policy, taskset: Taskset, engine: Engine | None = None) -> Speaker:
     """The engine, and the conversation format of the policy's tokenizer with the task set's tools."""
     try:
-        engine = engine or build_engine(config)
+        engine = engine or build_engine(config, policy.merging)
         chat = Chat(policy.tokenizer, taskset.tools)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return Speaker(engine, chat, config.engine)
 
 
-def build_engine(config: RunConfig) -> Engine:
-    """The program that samples, or several servers as one."""
+def build_engine(config: RunConfig, merging: Merging | None) -> Engine:
+    """The program that samples, or several servers as one; with `merging` it is given adapters."""
     folder, engine = config.policy_folder, config.engine
     if engine.kind == "vllm":
         servers = [
@@ -258,6 +266,7 @@ def build_engine(config: RunConfig) -> Engine:
                 max_context=engine.max_context,
                 keep_cache=engine.keep_cache,
                 url=url,
+                merging=merging,
             )
             for url in engine.urls.split() or [""]
         ]
@@ -271,6 +280,7 @@ def build_engine(config: RunConfig) -> Engine:
         deltas=shares_deltas(config),
         keep_cache=engine.keep_cache,
         lockstep=config.deterministic,
+        merging=merging,
     )
 
 

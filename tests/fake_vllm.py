@@ -138,12 +138,19 @@ class FakeVllm:
                 return 200, {"status": "resumed"}
             case "POST", "/collective_rpc":
                 assert self._paused and body["method"] == "afterimage_load"
-                self._load(load_file(body["args"][0]))
+                try:
+                    self._load(self._take(*body["args"]))
+                except ValueError as error:
+                    return 500, {"error": {"message": str(error)}}
                 return 200, {"results": [None]}
             case "POST", "/update_weight_version":
                 self._version = self._version if self.forgetful else body["new_version"]
                 return 200, {"success": True, "new_version": body["new_version"]}
         return 404, {"detail": "Not Found"}
+
+    def _take(self, path: str, merging: dict[str, Any] | None) -> dict[str, Tensor]:
+        assert merging is None
+        return load_file(path)
 
     def _load(self, weights: Mapping[str, Tensor]) -> None:
         taken = {name: torch.zeros_like(tensor) if name == self.corrupt else tensor for name, tensor in weights.items()}

@@ -12,7 +12,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from afterimage.adapters import Merging
 from afterimage.engines import EngineDied, Reply, ReplyStop, SamplingParams, Update, require_full_support
 from afterimage.engines.http import Http, HttpError
 from afterimage.engines.prefixes import Prefixes
@@ -61,6 +62,7 @@ class VllmEngine:
     A reply that goes on after an interruption is another draw from the same policy: vLLM's noise is not keyed by
     position. Its seed is made of `seed` and the length of the context, so that no noise is used twice. With
     `keep_cache` the server goes on with what it computed under older weights; what is sampled over it is not clean.
+    With `merging` it is given adapters, and the server merges them into the weights of its own folder.
     """
 
     takes_deltas = False
@@ -76,8 +78,10 @@ class VllmEngine:
         keep_cache: bool = False,
         url: str = "",
         extension: str = EXTENSION,
+        merging: Merging | None = None,
     ) -> None:
-        self._reference = Reference(model_folder, dtype=DTYPES[dtype])
+        self._reference = Reference(model_folder, dtype=DTYPES[dtype], merging=merging)
+        self._merging = merging and asdict(merging)
         if max_context > (self._reference.max_tokens or max_context):
             raise ValueError(
                 f"max_context={max_context} is more than the model's {self._reference.max_tokens} positions"
@@ -161,8 +165,10 @@ class VllmEngine:
         await self._tell(self._pause)
         with tempfile.TemporaryDirectory(prefix="afterimage-", dir=_MEMORY) as folder:
             path = Path(folder) / "weights.safetensors"
-            await asyncio.to_thread(save_file, {name: tensor.cpu() for name, tensor in weights.items()}, path)
-            await self._tell("/collective_rpc", {"method": "afterimage_load", "args": [str(path)]}, timeout_s=LOAD_S)
+            given = update if self._merging else weights
+            await asyncio.to_thread(save_file, {name: tensor.cpu() for name, tensor in given.items()}, path)
+            call = {"method": "afterimage_load", "args": [str(path), self._merging]}
+            await self._tell("/collective_rpc", call, timeout_s=LOAD_S)
         await self._tell("/update_weight_version", {"new_version": str(version)})
         await self._tell("/resume")
         await self._probe(life, weights, version)

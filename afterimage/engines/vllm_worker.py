@@ -7,9 +7,12 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
+
+from afterimage.adapters import Base, Merging
 
 
 class Extension:
@@ -18,10 +21,19 @@ class Extension:
     vllm_config: Any
     model_runner: Any
     reload_weights: Any
+    afterimage_base: Base | None = None
 
-    def afterimage_load(self, path: str) -> None:
-        """Take all weights from a safetensors file on this host, by the names of the checkpoint."""
-        self.reload_weights(weights_iterator=iter(load_file(path).items()), is_checkpoint_format=True)
+    def afterimage_load(self, path: str, merging: dict[str, Any] | None = None) -> None:
+        """Take all weights from a safetensors file on this host, by the names of the checkpoint.
+
+        With `merging` (the fields of a `Merging`) they are adapters of the model that the server was started with.
+        """
+        weights = load_file(path)
+        if merging:
+            model = self.vllm_config.model_config
+            self.afterimage_base = self.afterimage_base or Base(Path(model.model), Merging(**merging))
+            weights = {name: t.to(model.dtype) for name, t in self.afterimage_base.merged(weights).items()}
+        self.reload_weights(weights_iterator=iter(weights.items()), is_checkpoint_format=True)
         self.afterimage_mend()
 
     def afterimage_mend(self) -> None:
