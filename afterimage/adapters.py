@@ -57,7 +57,10 @@ class Base:
             )
 
     def merged(self, adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All weights, where the adapters are: float32 where there is one, else as the trainer has them. ValueError."""
+        """All weights, on the adapters' device: float32 where there is one, else as the trainer has them.
+
+        ValueError for adapters of another model.
+        """
         device, dtype = next(iter(adapters.values())).device, getattr(torch, self._merging.dtype)
         weights = {name: t.to(device, dtype if t.is_floating_point() else None) for name, t in self._tensors.items()}
         layers = {name.removesuffix(_A) for name in adapters if name.endswith(_A)}

@@ -1,8 +1,8 @@
 """Training by adapters.
 
 Pinned: a policy's weights are then its adapters alone, over a base that twins share and no step moves; exact routes
-stay exact, and a run's own audit says so; merging is PEFT's, and what is saved loads there; engines merge what travels,
-and refuse another base; what is published, kept and checkpointed is adapters; a run that was killed goes on, bit for bit.
+stay exact, and a run's own audit says so; merging is PEFT's, and what is saved loads there; engines merge what travels
+and refuse another base; what is published, kept and checkpointed is adapters; a killed run goes on, bit for bit.
 """
 
 import asyncio
@@ -116,8 +116,8 @@ def test_a_twin_has_adapters_of_its_own_over_the_same_base() -> None:
     assert len(one & two) == len(list(tiny_policy().model.parameters())) and len(one - two) == len(policy.weights())
 
 
-@pytest.mark.parametrize("route", ["snapshot_old", "interrupt_sync", "eager", "ewma_prox"])
-def test_a_route_keeps_its_contract_on_adapters(route: Route) -> None:
+@pytest.mark.parametrize("route", ["snapshot_old", "interrupt_sync", "eager"])
+def test_an_exact_route_keeps_its_contract_on_adapters(route: Route) -> None:
     options = OldLogpsConfig(route=route)
     check_old_logps(lambda policy: build_old_logps(options, policy, Scoring(1.0, 48)), lora=LORA)
 
@@ -388,9 +388,9 @@ def test_a_run_publishes_keeps_and_records_adapters_and_its_audit_finds_no_error
 
 
 def test_a_recorded_run_is_audited_on_its_own_base_alone(run: local.Run, folder: Path, tmp_path: Path) -> None:
-    found = audit.audit(run.folder, routes=["snapshot_old", "interrupt_sync", "ewma_prox"], console=quiet())
-    exact, sync, average = found["routes"]
-    assert max(exact["decomposition_error"], sync["decomposition_error"]) < 1e-5 < average["decomposition_error"]
+    found = audit.audit(run.folder, routes=["interrupt_sync", "ewma_prox"], console=quiet())
+    exact, average = (row["decomposition_error"] for row in found["routes"])
+    assert exact < 1e-5 < average
     stored = json.loads((run.folder / "config.json").read_text())
     (run.folder / "config.json").write_text(json.dumps(stored | {"policy": str(folder)}))
     try:

@@ -14,8 +14,7 @@ NOISE = 0.02
 GSPO_CLIP = 0.02
 """A sequence's mean ratio hardly ever leaves a wider band; the paper of `gspo` clips at 3e-4 and 4e-4."""
 LORA_RATE = 1e-5
-"""Up to here it is a rate for all weights: adapters learn best at about ten times that, whatever their rank (J. Schulman
-et al., LoRA Without Regret, 2025)."""
+"""A usual rate of all weights. Adapters learn best at about ten times theirs (Schulman, LoRA Without Regret, 2025)."""
 _EXACT_ROUTE = "--old_logps.route snapshot_old"
 
 
@@ -214,8 +213,11 @@ def _timed(config: RunConfig) -> Finding | None:
 def _slow_adapters(config: RunConfig) -> Finding | None:
     if not config.trainer.lora_rank or config.trainer.lr > LORA_RATE:
         return None
-    why = "adapters learn best at about ten times the rate that is best for all weights, and this is a rate for those"
-    return Finding(f"adapters at a learning rate of {config.trainer.lr:g}", why, f"--trainer.lr {10 * config.trainer.lr:g}")
+    rate, why = (
+        config.trainer.lr,
+        "it is one for all weights, and adapters learn best at about ten times the best of those",
+    )
+    return Finding(f"adapters at a learning rate of {rate:g}", why, f"--trainer.lr {10 * rate:g}")
 
 
 Rule = Callable[[RunConfig], Finding | None]
