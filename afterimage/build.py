@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from afterimage import corrections, credit, objectives
+from afterimage.adapters import Lora, Merging
 from afterimage.auditor import Auditor, Judge
 from afterimage.checkpoint import Checkpoints, Stand, Stateful
 from afterimage.config import (
@@ -110,7 +111,7 @@ def build_machine(config: RunConfig, engine: Engine | None = None) -> Machine:
 
     `engine` is one that is there already, of the same configuration.
     """
-    policy = Policy.load(config.policy_folder, dtype=config.trainer.dtype)
+    policy = load_policy(config)
     taskset = build_taskset(config.task)
     build_rollout(config, taskset)  # refuses what it needs and has not
     speaker = build_speaker(config, policy, taskset, engine)
@@ -131,6 +132,13 @@ def build_machine(config: RunConfig, engine: Engine | None = None) -> Machine:
     return Machine(policy, taskset, speaker, old, auditor, trainer)
 
 
+def load_policy(config: RunConfig) -> Policy:
+    """The policy that a run begins with."""
+    options = config.trainer
+    lora = Lora(options.lora_rank, options.lora_alpha, options.lora_targets, config.seed) if options.lora_rank else None
+    return Policy.load(config.policy_folder, dtype=options.dtype, lora=lora)
+
+
 def build(config: RunConfig, machine: Machine, log: RunLog, watcher: Watcher, life: Life) -> Parts:
     """Everything the loop touches, as it stands in this life of the run."""
     policy, taskset, old = machine.policy, machine.taskset, machine.old
@@ -141,7 +149,7 @@ def build(config: RunConfig, machine: Machine, log: RunLog, watcher: Watcher, li
         sinks.append(TensorBoardSink(log.path / "tensorboard"))
     recorder = Recorder(log, watcher, partial(_decode, policy), sinks=sinks, told=journal.event)
     if config.audit.record:
-        machine.auditor.recording = Recording(log.path / RECORDED)
+        machine.auditor.recording = Recording(log.path / RECORDED, base=policy.base)
     restarts = config.engine.restarts
     engine = Supervised(machine.speaker.engine, checkpoints.weights, restarts=restarts, told=recorder.event)
     speaker = replace(machine.speaker, engine=engine)
@@ -222,9 +230,9 @@ def _decode(policy: Policy, tokens: Sequence[int]) -> str:
 
 
 def shares_deltas(config: RunConfig) -> bool:
-    """Whether what the route keeps is what the engine loads: differences of weights in one precision."""
-    old = config.old_logps
-    return old.underlying == "snapshot_old" and old.storage == "delta" and config.engine.dtype == config.trainer.dtype
+    """Whether what the route keeps is what the engine loads: differences in one precision, or of adapters."""
+    old, same = config.old_logps, config.engine.dtype == config.trainer.dtype or config.trainer.lora_rank > 0
+    return old.underlying == "snapshot_old" and old.storage == "delta" and same
 
 
 def _store(old: OldLogps) -> VersionStore | None:
@@ -240,19 +248,21 @@ def _store(old: OldLogps) -> VersionStore | None:
 def build_speaker(config: RunConfig, policy: Policy, taskset: Taskset, engine: Engine | None = None) -> Speaker:
     """The engine, and the conversation format of the policy's tokenizer with the task set's tools."""
     try:
-        engine = engine or build_engine(config)
+        engine = engine or build_engine(config, policy.merging)
         chat = Chat(policy.tokenizer, taskset.tools, ends=policy.ends)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return Speaker(engine, chat, config.engine)
 
 
-def build_engine(config: RunConfig) -> Engine:
-    """The program that samples, or several servers as one."""
+def build_engine(config: RunConfig, merging: Merging | None) -> Engine:
+    """The program that samples, or several servers as one; with `merging` it is given adapters."""
     folder, engine = config.policy_folder, config.engine
     urls = engine.urls.split() or [""]
     common: dict[str, Any] = {"dtype": engine.dtype, "max_context": engine.max_context, "keep_cache": engine.keep_cache}
-    common["deltas"] = shares_deltas(config) and len(urls) == 1  # one that comes back among others has none to change
+    common |= {"deltas": shares_deltas(config), "merging": merging}
+    if engine.kind != "embedded":  # one of several that comes back has no weights to change
+        common["deltas"] &= merging is None and len(urls) == 1
     servers: list[Engine] = []
     if engine.kind == "sglang":
         servers = [SglangEngine(folder, url=url, **common) for url in urls]

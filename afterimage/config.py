@@ -385,6 +385,12 @@ class TrainerConfig:
     """Norm that the gradient is clipped to."""
     steps_per_batch: int = 1
     """Optimizer steps per batch; each takes an equal share of its sequences."""
+    lora_rank: int = 0
+    """Train adapters of this rank instead of all weights; 0 trains all. See docs/lora.md."""
+    lora_alpha: float = 32.0
+    """Adapters count alpha / rank times."""
+    lora_targets: str = "all-linear"
+    """Layers with an adapter: all linear ones but the head, or ends of module names, separated by spaces."""
     micro_tokens: int = 4096
     """Tokens per forward and backward pass."""
     threads: int = 0
@@ -394,6 +400,14 @@ class TrainerConfig:
         _among_choices("trainer", self)
         _at_least("trainer", 1, steps_per_batch=self.steps_per_batch, micro_tokens=self.micro_tokens)
         _at_least("trainer", 0, warmup_steps=self.warmup_steps, weight_decay=self.weight_decay, threads=self.threads)
+        _at_least("trainer", 0, lora_rank=self.lora_rank)
+        if not self.lora_alpha > 0 or not self.lora_targets.split():
+            raise ConfigError(
+                f"trainer.lora_alpha must be > 0 and lora_targets name layers, got {self.lora_alpha} and "
+                f"{self.lora_targets!r}"
+            )
+        if not self.lora_rank and (self.lora_alpha, self.lora_targets) != (32.0, "all-linear"):
+            raise ConfigError("trainer.lora_alpha and lora_targets are options of adapters; trainer.lora_rank is 0")
         if not self.lr > 0:
             raise ConfigError(f"trainer.lr must be > 0, got {self.lr}")
         if not self.grad_clip > 0:

@@ -22,6 +22,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from afterimage import adapters
+from afterimage.adapters import Lora, Merging
 from afterimage.config import ConfigError
 from afterimage.trajectory import Batch
 
@@ -70,10 +72,16 @@ class Policy:
     `version` counts published weights. `at_version` holds from the publication of `version` to the first optimizer step
     after it: only then is this model's own forward pass a log-probability of `version`.
     Always in eval mode: a log-probability is a function of weights and tokens alone.
+    With `lora` its weights are the adapters alone, over a base that is frozen. `base` is the checksum of that.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, lora: Lora | None = None, base: int = 0
+    ) -> None:
+        if lora:
+            adapters.inject(model, lora)
         model.set_attn_implementation(ATTENTION)
+        self.lora, self.base = lora, base
         self.model = model.eval()
         self.tokenizer = tokenizer
         self._version = 0
@@ -82,7 +90,9 @@ class Policy:
         self._plain_head = _check_packing(model)
 
     @classmethod
-    def load(cls, folder: Path | str, *, dtype: str = "float32", device: str | None = None) -> Self:
+    def load(
+        cls, folder: Path | str, *, dtype: str = "float32", device: str | None = None, lora: Lora | None = None
+    ) -> Self:
         """Any Hugging Face causal-LM folder, from disk only. `device` None takes a GPU if there is one."""
         folder = Path(folder)
         if not folder.is_dir():
@@ -98,7 +108,22 @@ class Policy:
                 f"but the model's embedding has {held} rows"
             )
         nn.Module.to(model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        return cls(model, tokenizer)
+        return cls(model, tokenizer, lora=lora, base=adapters.base_checksum(folder) if lora else 0)
+
+    @property
+    def merging(self) -> Merging | None:
+        """How an engine makes whole weights of adapters; None if they are whole."""
+        if self.lora is None:
+            return None
+        return Merging(self.base, str(self.dtype).removeprefix("torch."), self.lora.alpha / self.lora.rank)
+
+    def require_base(self, base: int) -> None:
+        """ConfigError unless this is the checksum of the weights under the adapters."""
+        if base != self.base:
+            raise ConfigError(
+                f"policy: the adapters were trained on other weights than those in {self.model.name_or_path}: their "
+                f"checksum was {base:08x}, and it is {self.base:08x}"
+            )
 
     @property
     def version(self) -> int:
@@ -138,12 +163,14 @@ class Policy:
 
     def twin(self) -> "Policy":
         """A frozen copy with weights of its own, to be moved to other versions with `load_weights`."""
-        twin = copy.copy(self)
-        twin.model = copy.deepcopy(self.model).requires_grad_(False)
+        twin, copied = copy.copy(self), adapters.twin if self.lora else copy.deepcopy
+        twin.model = cast(PreTrainedModel, copied(self.model).requires_grad_(False))
         return twin
 
     def weights(self) -> dict[str, Tensor]:
         """The forward weights by name, tied ones once. They are the live tensors: clone what must not change."""
+        if self.lora:
+            return {name: weight.detach() for name, weight in adapters.adapters(self.model).items()}
         held = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         saved = self.model.state_dict()
         return held | {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
@@ -162,10 +189,18 @@ class Policy:
             tensor.copy_(weights[name])
         self.at_version = False
 
-    def save(self, folder: Path | str) -> None:
-        """An ordinary Hugging Face model folder, tokenizer and chat template included."""
+    def save(self, folder: Path | str, *, base: bool = False) -> None:
+        """An ordinary Hugging Face model folder, tokenizer and chat template included.
+
+        Adapters are merged into it, and lie beside in `adapter` as PEFT has them; the `base` is without them.
+        """
+        whole = self.model
+        if self.merging:
+            whole = adapters.plain(self.model, scale=0.0 if base else self.merging.scale)
+            if not base:
+                adapters.save_adapter(self.model, Path(folder) / "adapter")
         with _no_progress_bars():
-            self.model.save_pretrained(folder)
+            whole.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
 
     def logps(self, batch: Batch | Packed, *, temperature: float, where: Tensor | None = None) -> Tensor:

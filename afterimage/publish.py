@@ -38,7 +38,7 @@ def _nowhere(version: int, weights: Mapping[str, Tensor], delta: Delta | None) -
 
 
 class DirectPublisher:
-    """Weights handed straight to one engine, in the engine's own precision.
+    """Weights handed straight to one engine, in the engine's own precision; adapters as they are, for it to merge.
 
     With the route's version `store`, whose weights are in that precision, the one delta of a version that is formed is
     put there, and it is what travels: if the engine takes deltas and holds the version before, and it is the smaller.
@@ -60,7 +60,7 @@ class DirectPublisher:
     def prepare(self, policy: Policy, live: Collection[int] = ()) -> None:
         delta = self._delta(policy, live)
         self._put(policy.version, policy.weights(), delta)
-        update = delta or _cast(policy.weights(), self._dtype)
+        update = delta or _cast(policy.weights(), policy.dtype if policy.lora else self._dtype)
         self.bytes = update.nbytes if isinstance(update, Delta) else _size(update)
         self._prepared = update, policy.version
 

@@ -46,14 +46,15 @@ class TrainedOn:
 class Recording:
     """Writes. One file per version and per batch."""
 
-    def __init__(self, folder: Path) -> None:
-        self._versions, self._batches = folder / "versions", folder / "batches"
+    def __init__(self, folder: Path, *, base: int = 0) -> None:
+        """`base`: the checksum of the weights under adapters; 0 where the versions are whole."""
+        self._versions, self._batches, self._base = folder / "versions", folder / "batches", base
         for made in (self._versions, self._batches):
             made.mkdir(parents=True, exist_ok=True)
 
     def version(self, number: int, weights: Mapping[str, Tensor]) -> None:
         """The forward weights of a version, in full."""
-        _write(self._versions / _name(number), weights, {})
+        _write(self._versions / _name(number), weights, {"base": str(self._base)})
 
     def batch(self, trained: TrainedOn) -> None:
         columns = _columns(trained.batch)
@@ -75,6 +76,8 @@ class Recorded:
         needed = {version for step in self.steps for version in self._needed(step)}
         if missing := sorted(needed - set(self.versions)):
             raise FileNotFoundError(f"{folder / 'versions'} lacks versions {missing}, which recorded batches need")
+        with safe_open(folder / "versions" / _name(self.versions[0]), framework="pt") as file:
+            self.base = int((file.metadata() or {}).get("base", 0))
 
     def weights(self, version: int) -> dict[str, Tensor]:
         return load_file(self._folder / "versions" / _name(version))

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from afterimage.adapters import Lora
 from afterimage.checkpoint import Checkpoints, Stand
 from afterimage.engines import REQUIRED_COUNTERS, Engine, EngineDied, Reply, SamplingParams
 from afterimage.envs import Message, Taskset, ToolCall, Turn, combined
@@ -27,7 +28,7 @@ from afterimage.policy import DTYPES, Policy
 from afterimage.trajectory import Batch, Credited, Given, Open, Piece, Sampled, Task, Trajectory, collate, walk
 
 
-def tiny_policy(*, seed: int = 0, dtype: str = "float32") -> Policy:
+def tiny_policy(*, seed: int = 0, dtype: str = "float32", lora: Lora | None = None) -> Policy:
     """A random Qwen3 with 64 words, on the CPU: small enough for a test, and far enough from uniform to tell apart."""
     words = {f"w{i}": i for i in range(64)}
     inner = Tokenizer(WordLevel(words, unk_token="w0"))
@@ -49,7 +50,7 @@ def tiny_policy(*, seed: int = 0, dtype: str = "float32") -> Policy:
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
     Module.to(model, DTYPES[dtype])
-    return Policy(model, tokenizer)
+    return Policy(model, tokenizer, lora=lora)
 
 
 def plain_logps(policy: Policy, tokens: Sequence[int], *, temperature: float = 1.0) -> Tensor:
@@ -98,17 +99,17 @@ def written_down(state: Any) -> Any:
         return checkpoints.load(checkpoints.save(Stand(), tiny_policy())).states["part"]
 
 
-def check_old_logps(make: Callable[[Policy], OldLogps]) -> None:
+def check_old_logps(make: Callable[[Policy], OldLogps], *, lora: Lora | None = None) -> None:
     """`make(policy)` returns a route that scores at temperature 1. Raises AssertionError with what is broken.
 
     Three versions are published; a batch holds tokens of all of them, within a turn and across turns, and a few
     sampled over a kept cache. A route may be as wrong as it likes about a token, but not about a token it calls exact.
     Then a run is killed, and goes on from its checkpoint with all that was sampled since.
     """
-    policy = tiny_policy()
+    policy = tiny_policy(lora=lora)
     with closing(make(policy)) as route, closing(make(policy)) as restored:
         always_exact = _check_route(route, restored, policy)
-    _check_recovery(make, always_exact=always_exact)
+    _check_recovery(make, always_exact=always_exact, lora=lora)
 
 
 def _check_route(route: OldLogps, restored: OldLogps, policy: Policy) -> bool:
@@ -142,9 +143,9 @@ def _check_route(route: OldLogps, restored: OldLogps, policy: Policy) -> bool:
     return torch.equal(exact, has_clean_behavior(batch))
 
 
-def _check_recovery(make: Callable[[Policy], OldLogps], *, always_exact: bool) -> None:
+def _check_recovery(make: Callable[[Policy], OldLogps], *, always_exact: bool, lora: Lora | None) -> None:
     """Killed when 3 and 4 were published after the checkpoint that holds the weights of 3: these are called 5 then."""
-    policy, copies = tiny_policy(), list[Policy]()
+    policy, copies = tiny_policy(lora=lora), list[Policy]()
     with closing(make(policy)) as route:
         _run_to_checkpoint(route, policy, copies)
         state = route.state()
@@ -175,7 +176,7 @@ def _check_recovery(make: Callable[[Policy], OldLogps], *, always_exact: bool) -
     if always_exact:
         assert torch.equal(exact, clean), "what its state lacked is made good by recover: it stays exact"
         return
-    steady = tiny_policy()
+    steady = tiny_policy(lora=lora)
     with closing(make(steady)) as route:
         _run_to_checkpoint(route, steady, [])
         steady.version = 3

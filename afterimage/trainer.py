@@ -216,12 +216,14 @@ class Trainer:
             "version": self.policy.version,
             "at_version": self.policy.at_version,
             "jumps": self.policy.jumps,
+            "base": self.policy.base,
         }
         return copy.deepcopy(held)
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state()`. The policy gets its weights and its version."""
+        """Go on from `state()`. The policy gets its weights and its version. ConfigError if its base is another."""
+        self.policy.require_base(state.get("base", 0))
         for name, tensor in self._master.items():
             tensor.copy_(state["weights"][name])
         self._cast()

@@ -224,6 +224,7 @@ WARNED = [
     (f"--trainer.dtype bfloat16 --correction.unit sequence {NARROW}", "D at 0.005"),
     (f"--trainer.dtype bfloat16 {GSPO}", "S at 0.0004"),
     (NARROW, "narrower than the noise"),
+    ("--trainer.lora_rank 8 --trainer.lr 1e-5", "adapters at a learning rate of 1e-05"),
 ]  # fmt: skip
 
 

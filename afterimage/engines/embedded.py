@@ -10,11 +10,13 @@ import contextlib
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 from safetensors.torch import save as pack_tensors
 
+from afterimage.adapters import Merging
 from afterimage.engines import EngineDied, Reply, SamplingParams, Update, require_full_support
 from afterimage.trajectory import Sampled
 from afterimage.versions import Delta
@@ -38,7 +40,8 @@ class EmbeddedEngine:
     further ones wait; contexts of past turns are kept in idle slots, so a few more slots than episodes in flight
     are well spent. A reply ends with "length" where its sequence reaches `max_context`. With `keep_cache` a context
     that was computed under older weights is used as it is, and what is sampled over it is not clean. With `deltas`
-    it takes deltas, for the memory of one more copy of the weights as they were given.
+    it takes deltas, for the memory of one more copy of the weights as they were given. With `merging` it is given
+    adapters, and merges them into the weights of `model_folder`.
 
     In `lockstep` the process only does what it is told, a step every `STEP_S` while replies are due, and its answers
     are read before anything else happens: what comes of it depends on the order of the calls and on nothing else.
@@ -55,9 +58,10 @@ class EmbeddedEngine:
         keep_cache: bool = False,
         deltas: bool = False,
         lockstep: bool = False,
+        merging: Merging | None = None,
     ) -> None:
         _check(model_folder, dtype=dtype, threads=threads, max_slots=max_slots, max_context=max_context)
-        self._options: dict[str, str | int] = {
+        self._options: dict[str, Any] = {
             "model_folder": str(model_folder.resolve()),
             "dtype": dtype,
             "threads": threads,
@@ -66,6 +70,7 @@ class EmbeddedEngine:
             "keep_cache": keep_cache,
             "deltas": deltas,
             "lockstep": lockstep,
+            "merging": merging and asdict(merging),
         }
         self.takes_deltas = deltas
         self.max_context = max_context
@@ -273,7 +278,7 @@ class _Child(Child, asyncio.Protocol):
 
     def __init__(
         self,
-        options: Mapping[str, str | int],
+        options: Mapping[str, Any],
         arrived: Callable[[Header], None],
         lost: Callable[["_Child", str], None],
     ) -> None:

@@ -8,16 +8,18 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
+from afterimage.adapters import Base, Merging
 from afterimage.engines.runner import check_update
 
 
 class Reference:
     """Any causal-LM folder as a function of its weights: they are the caller's, and lie where the caller has them.
 
-    `max_tokens` a model can have by its configuration, `vocab_size` by its embedding.
+    `max_tokens` a model can have by its configuration, `vocab_size` by its embedding. With `merging` what it is given
+    are adapters.
     """
 
-    def __init__(self, folder: Path, *, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, *, dtype: torch.dtype, merging: Merging | None = None) -> None:
         if not (folder / "config.json").is_file():
             raise ValueError(f"{folder} is not a model folder: it has no config.json")
         model = AutoModelForCausalLM.from_pretrained(
@@ -27,6 +29,7 @@ class Reference:
         self.vocab_size = int(config.vocab_size)
         self.max_tokens = getattr(config, "max_position_embeddings", None)
         self._dtype = dtype
+        self._base = Base(folder, merging) if merging else None
         named, state = dict(model.named_parameters()), model.state_dict()
         names = {parameter.data_ptr(): name for name, parameter in named.items()}
         self._tied = {
@@ -38,6 +41,7 @@ class Reference:
 
     def cast(self, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights in the engine's precision, tied ones once. Raises ValueError for what is not this model's."""
+        update = self._base.merged(update) if self._base else update
         check_update(update, self._shapes, self._tied)
         return {name: update[name].detach().to(self._dtype).contiguous() for name in self._shapes}
 

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from afterimage.adapters import Merging
 from afterimage.config import Dtype
 from afterimage.engines import EngineDied, Reply, ReplyStop, SamplingParams, Update, require_full_support
 from afterimage.engines.handed import Handed
@@ -68,8 +69,8 @@ class RemoteEngine(ABC):
     """`Engine` on one server; what its API looks like is said by a subclass.
 
     Weights travel through a file in memory, so the server is on this host; with `deltas` it stays, and is changed in
-    place. With `keep_cache` it goes on with what it
-    computed under older weights; what is sampled over it is not clean.
+    place. With `merging` it is given adapters, and hands on the weights that they are merged into. With `keep_cache` it
+    goes on with what it computed under older weights; what is sampled over it is not clean.
     """
 
     _NAME: ClassVar[str]
@@ -78,9 +79,20 @@ class RemoteEngine(ABC):
     _MIN_TEMPERATURE: ClassVar[float]
     """Below it the server does not sample at the temperature that it is asked for."""
 
-    def __init__(self, model_folder: Path, *, dtype: Dtype, max_context: int, keep_cache: bool, deltas: bool) -> None:
+    def __init__(  # noqa: PLR0913 - what all servers have in common
+        self,
+        model_folder: Path,
+        *,
+        dtype: Dtype,
+        max_context: int,
+        keep_cache: bool,
+        deltas: bool,
+        merging: Merging | None,
+    ) -> None:
+        if deltas and merging:
+            raise ValueError("servers are given merged weights: a delta of adapters does not change them")
         self.takes_deltas = deltas
-        self._reference = Reference(model_folder, dtype=DTYPES[dtype])
+        self._reference = Reference(model_folder, dtype=DTYPES[dtype], merging=merging)
         if max_context > (self._reference.max_tokens or max_context):
             raise ValueError(
                 f"max_context={max_context} is more than the model's {self._reference.max_tokens} positions"

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from afterimage.adapters import Merging
 from afterimage.config import Dtype
 from afterimage.engines import SamplingParams
 from afterimage.engines.prefixes import BLOCK
@@ -35,8 +36,10 @@ class SglangEngine(RemoteEngine):
         max_context: int = 2048,
         keep_cache: bool = False,
         deltas: bool = False,
+        merging: Merging | None = None,
     ) -> None:
-        super().__init__(model_folder, dtype=dtype, max_context=max_context, keep_cache=keep_cache, deltas=deltas)
+        common: dict[str, Any] = {"dtype": dtype, "max_context": max_context, "keep_cache": keep_cache}
+        super().__init__(model_folder, **common, deltas=deltas, merging=merging)
         self._attach(url)
 
     async def _greet(self) -> int:

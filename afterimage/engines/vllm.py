@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from afterimage.adapters import Merging
 from afterimage.config import Dtype
 from afterimage.engines import SamplingParams
 from afterimage.engines.handed import WEIGHTS
@@ -36,10 +37,12 @@ class VllmEngine(RemoteEngine):
         max_context: int = 2048,
         keep_cache: bool = False,
         deltas: bool = False,
+        merging: Merging | None = None,
         url: str = "",
         extension: str = EXTENSION,
     ) -> None:
-        super().__init__(model_folder, dtype=dtype, max_context=max_context, keep_cache=keep_cache, deltas=deltas)
+        common: dict[str, Any] = {"dtype": dtype, "max_context": max_context, "keep_cache": keep_cache}
+        super().__init__(model_folder, **common, deltas=deltas, merging=merging)
         if url:
             self._attach(url)
             return

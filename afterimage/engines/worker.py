@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load as unpack_tensors
 from torch import Tensor
 
+from afterimage.adapters import Base, Merging
 from afterimage.engines.batcher import Batcher, Finished, Request
 from afterimage.engines.decoder import Qwen3Runner, supports
 from afterimage.engines.runner import DTYPES, Runner
@@ -46,7 +47,9 @@ def main(descriptor: int, options: str) -> None:
             return Batcher(runner, **limits, keep_cache=wanted["keep_cache"])
 
         try:
-            worker = _Worker(connection, make, deltas=wanted["deltas"], lockstep=wanted["lockstep"])
+            merging = wanted["merging"] and Merging(**wanted["merging"])
+            base = Base(Path(wanted["model_folder"]), merging) if merging else None
+            worker = _Worker(connection, make, deltas=wanted["deltas"], lockstep=wanted["lockstep"], base=base)
         except (ValueError, OSError) as error:
             connection.sendall(pack({"op": "refused", "error": str(error)}))
             return
@@ -65,8 +68,17 @@ def build_runner(folder: Path, *, dtype: str, max_slots: int, max_context: int) 
 
 
 class _Worker:
-    def __init__(self, connection: socket.socket, make: Callable[[], Batcher], *, deltas: bool, lockstep: bool) -> None:
-        self._connection = connection
+    def __init__(
+        self,
+        connection: socket.socket,
+        make: Callable[[], Batcher],
+        *,
+        deltas: bool,
+        lockstep: bool,
+        base: Base | None,
+    ) -> None:
+        """What is loaded are adapters if there is a `base` to merge them into."""
+        self._connection, self._base = connection, base
         self._make = make
         self._deltas = deltas
         self._lockstep = lockstep
@@ -152,7 +164,7 @@ class _Worker:
             return "order", "load while sampling: interrupt first, so that no reply mixes two versions"
         try:
             update = self._changed(loads(body), header["version"]) if header["delta"] else unpack_tensors(body)
-            self._batcher.load(update)
+            self._batcher.load(self._base.merged(update) if self._base else update)
         except ValueError as error:
             return "weights", str(error)
         self._given = update if self._deltas else {}

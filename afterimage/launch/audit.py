@@ -26,7 +26,7 @@ from torch import Tensor
 
 from afterimage import audit as pure
 from afterimage.auditor import Audited, Judge, Truth, figures, join, packing_noise, score_truth, spread, with_error
-from afterimage.build import build_correction, build_objective, build_old_logps
+from afterimage.build import build_correction, build_objective, build_old_logps, load_policy
 from afterimage.config import ConfigError, OldLogpsConfig, Route, RunConfig, nearest
 from afterimage.observe.audited import COLUMNS, cells
 from afterimage.observe.metrics import AUDIT, CONFIG, Row, RunFolder, dumps, write_whole
@@ -65,7 +65,8 @@ def audit(
     with Progress(console=console, transient=True) as progress:
         doing = progress.add_task("the truth", total=len(recorded.steps) * (1 + len(tried)))
         advance = partial(progress.advance, doing)
-        policy = Policy.load(config.policy_folder, dtype=config.trainer.dtype)
+        policy = load_policy(config)
+        policy.require_base(recorded.base)
         replay = Replay.of(recorded, policy, judge=judge, scoring=scoring, advance=advance)
         for option in tried:
             progress.update(doing, description=label(option))

@@ -214,7 +214,12 @@ def keep_evidence(trainer: Trainer, folder: Path) -> str:
         part.batch,
         columns | {"reference_logp": part.reference_logp},
         trainer.policy.weights(),
-        {"stage": suspect.stage, "steps": str(trainer.steps), "version": str(trainer.policy.version)},
+        {
+            "stage": suspect.stage,
+            "steps": str(trainer.steps),
+            "version": str(trainer.policy.version),
+            "base": str(trainer.policy.base),
+        },
     )
     try:
         wrong.save(folder / WENT_WRONG)

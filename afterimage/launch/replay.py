@@ -47,6 +47,7 @@ def _again(config: RunConfig, wrong: WentWrong) -> None:
     # Without its task set: that may name code of whoever wrote the folder, and a batch needs none.
     machine = build_machine(replace(config, task=TaskConfig(), audit=AuditConfig(), tensorboard=False))
     trainer, policy = machine.trainer, machine.policy
+    policy.require_base(int(wrong.about.get("base", 0)))
     try:
         policy.load_weights(wrong.weights)
     except ValueError as error:

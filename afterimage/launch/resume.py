@@ -40,6 +40,9 @@ FIXED = {
     "trainer.optimizer": "the checkpoint holds the state of that optimizer",
     "trainer.weight_decay": "the checkpoint holds the state of that optimizer",
     "trainer.dtype": "the versions that were published have that precision",
+    "trainer.lora_rank": "the checkpoint holds adapters of that rank",
+    "trainer.lora_alpha": "the versions that were published are merged with it",
+    "trainer.lora_targets": "the checkpoint holds adapters of those layers",
     "audit.share": "the checkpoint holds the copies that the audit needs",
 }
 """Knobs that a run keeps from its beginning to its end, and why. A section stands for all of its own."""

@@ -13,6 +13,8 @@ NOISE = 0.02
 """Two forward passes of the same weights in bfloat16, packed differently, differ by about so much (log-probability)."""
 GSPO_CLIP = 0.02
 """A sequence's mean ratio hardly ever leaves a wider band; the paper of `gspo` clips at 3e-4 and 4e-4."""
+LORA_RATE = 1e-5
+"""A usual rate of all weights. Adapters learn best at about ten times theirs (Schulman, LoRA Without Regret, 2025)."""
 _EXACT_ROUTE = "--old_logps.route snapshot_old"
 
 
@@ -83,6 +85,8 @@ def _outrun(config: RunConfig) -> Finding | None:
     old = config.old_logps
     if old.underlying != "snapshot_old" or old.storage != "full" or old.spill or not old.memory_gb:
         return None
+    if config.trainer.lora_rank:
+        return None  # adapters are small, and how small only the model can tell
     copy_gb = num_weights(config.policy_folder) * (2 if config.trainer.dtype == "bfloat16" else 4) / 1e9
     needed = max(2, live_versions(config))  # the newest stays until the next one is kept
     if needed * copy_gb <= old.memory_gb:
@@ -206,6 +210,16 @@ def _timed(config: RunConfig) -> Finding | None:
     return Finding("a deterministic run that ends by the clock", why, "--minutes 0, or --deterministic false")
 
 
+def _slow_adapters(config: RunConfig) -> Finding | None:
+    if not config.trainer.lora_rank or config.trainer.lr > LORA_RATE:
+        return None
+    rate, why = (
+        config.trainer.lr,
+        "it is one for all weights, and adapters learn best at about ten times the best of those",
+    )
+    return Finding(f"adapters at a learning rate of {rate:g}", why, f"--trainer.lr {10 * rate:g}")
+
+
 Rule = Callable[[RunConfig], Finding | None]
 
 
@@ -213,4 +227,4 @@ REFUSALS: Sequence[Rule] = (
     _idle_clip, _idle_control, _double_count, _missing_half, _kept_cache, _outrun, _idle_window, _inline_kept,
     _idle_reset, _gspo_unit, _timed,
 )  # fmt: skip
-WARNINGS: Sequence[Rule] = (_wide_gspo, _free_staleness, _wrong_age, _dirty_tokens, _under_noise)
+WARNINGS: Sequence[Rule] = (_wide_gspo, _free_staleness, _wrong_age, _dirty_tokens, _under_noise, _slow_adapters)

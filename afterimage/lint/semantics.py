@@ -45,7 +45,7 @@ def facts(config: RunConfig) -> dict[str, str]:
     who = {
         proxy.symbol: f"{proxy.who} ({trainer.dtype})",
         "mu": f"the engine's distribution: {engine.dtype}, temperature {engine.temperature:g} (the trainer's too), "
-        "the whole vocabulary",
+        "the whole vocabulary" + ", adapters merged into the base" * bool(trainer.lora_rank),
         "pi": f"the trainer's weights being trained ({trainer.dtype})",
     }
     return who | {
@@ -81,7 +81,8 @@ def _proxy(config: RunConfig) -> _Proxy:
             age = "follows the batch's mean lag"
             if config.old_logps.beta is not None:
                 age = f"tends to {average_age(config):.2g}"
-    who = f"a moving average of the weights, whose age in versions {age}"
+    what = "adapters, of A and of B apart" if config.trainer.lora_rank else "weights"
+    who = f"a moving average of the {what}, whose age in versions {age}"
     d = "numerics, and staleness as far as the average misses the token's age"
     cost = f"{config.old_logps.averages} averaged and one movable copy of the weights; one more forward pass a batch"
     return _Proxy("ewma", who, d, "learning since the average", cost)

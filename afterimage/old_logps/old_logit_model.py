@@ -111,7 +111,7 @@ class OldLogitModel(Passive):
             "forward_tokens": float(self._answers.spent()),
             "old_logit_model/wait_s": self._wait_s,
             "old_logit_model/answer_wait_s": self._answer_wait_s,
-            "movable_bytes": float(sum(tensor.nbytes for tensor in self._policy.weights().values())),
+            "movable_bytes": float(sum(tensor.nbytes for tensor in self._policy.model.parameters())),
         }
         self._wait_s = self._answer_wait_s = 0.0
         return spent
@@ -140,11 +140,12 @@ class OldLogitModel(Passive):
 
     def _start(self, policy: Policy) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="old-logit-model-")
-        policy.save(self._folder.name)
+        policy.save(self._folder.name, base=True)
         options = {
             "model_folder": self._folder.name,
             "dtype": next(name for name, dtype in DTYPES.items() if dtype == policy.dtype),
             "device": str(policy.device),
+            "lora": policy.lora and asdict(policy.lora),
             "scoring": asdict(self._answers.scoring),
         }
         self._child = Child("old-logit", "afterimage.old_logps.old_logit_worker", options, threads=1)

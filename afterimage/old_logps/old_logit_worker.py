@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load as unpack_tensors
 
+from afterimage.adapters import Lora
 from afterimage.old_logps import Scoring
 from afterimage.old_logps.scored import Backlog, Place, score_pieces
 from afterimage.policy import Policy
@@ -30,7 +31,8 @@ def main(descriptor: int, options: str) -> None:
     torch.set_num_interop_threads(1)
     os.dup(descriptor)  # never closed: the other side sees the end only when there is an exit code
     with socket.socket(fileno=descriptor) as connection:
-        policy = Policy.load(Path(wanted["model_folder"]), dtype=wanted["dtype"], device=wanted["device"])
+        lora = wanted["lora"] and Lora(**wanted["lora"])
+        policy = Policy.load(Path(wanted["model_folder"]), dtype=wanted["dtype"], device=wanted["device"], lora=lora)
         _Worker(connection, policy, Scoring(**wanted["scoring"])).serve()
 
 

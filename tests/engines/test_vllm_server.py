@@ -1,7 +1,7 @@
 """The vLLM engine on vLLM's CPU build, with the demo's model: `make test-engines`.
 
-The contract; log-probabilities against the trainer's; asynchronous runs with every exact route, their tokens' versions
-against the server's stamps; what the probe catches; servers and trainers killed."""
+The contract; log-probabilities against the trainer's, of adapters too; asynchronous runs with every exact route, their
+tokens' versions against the server's stamps; what the probe catches; servers and trainers killed."""
 
 import asyncio
 import importlib.util
@@ -23,6 +23,7 @@ import torch
 from rich.console import Console
 
 from afterimage import recipes
+from afterimage.adapters import Base, Merging, base_checksum
 from afterimage.auditor import score_truth
 from afterimage.config import (
     SHIPPED_POLICY,
@@ -115,6 +116,30 @@ def test_log_d_is_float_noise(dtype: Dtype, mean: float, url: str, capsys: pytes
             f"most {log_d.max():.2g}"
         )
     assert len(log_d) > 3000 and log_d.mean() < mean
+
+
+def test_adapters_are_merged_for_the_server(url: str) -> None:
+    """They are made by hand: PEFT is not needed to sample from them."""
+    policy, merging = Policy.load(SHIPPED_POLICY), Merging(base_checksum(SHIPPED_POLICY), "float32", 4.0)
+    engine = VllmEngine(SHIPPED_POLICY, dtype="float32", max_running=32, url=url, merging=merging)
+    noise = torch.Generator().manual_seed(0)
+    layers = {name.removesuffix("weight"): w for name, w in policy.weights().items() if name.endswith("_proj.weight")}
+    adapters = {}
+    for name, weight in layers.items():
+        adapters[f"{name}lora_A.weight"] = 0.05 * torch.randn(8, weight.shape[1], generator=noise)
+        adapters[f"{name}lora_B.weight"] = 0.05 * torch.randn(weight.shape[0], 8, generator=noise)
+    before = policy.twin()
+    policy.load_weights(Base(SHIPPED_POLICY, merging).merged(adapters))
+    found: list[torch.Tensor] = []
+
+    async def story() -> None:
+        await engine.load(adapters, 0)
+        await engine.resume()
+        found.append(await _log_d(engine, policy, 1.0))
+        found.append(await _log_d(engine, before, 1.0))
+
+    _run(engine, story)
+    assert found[0].mean() < 1e-4 < 1e-2 < found[1].mean()
 
 
 async def _log_d(engine: VllmEngine, policy: Policy, temperature: float) -> torch.Tensor:
