@@ -5,6 +5,7 @@ fork is trained with its episode's credit, and no token twice; a run trains on i
 import asyncio
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -12,11 +13,12 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 from transformers import AutoTokenizer
 
@@ -24,6 +26,7 @@ from afterimage import credit
 from afterimage.build import build_rollout, build_taskset
 from afterimage.config import SHIPPED_POLICY, ConfigError, EngineConfig, RolloutConfig, TaskConfig
 from afterimage.endpoint.agents import AgentRollout
+from afterimage.endpoint.check import check_agent
 from afterimage.endpoint.server import Endpoint
 from afterimage.engines import EngineDied, SamplingParams
 from afterimage.engines.scripted import ScriptedEngine
@@ -505,3 +508,72 @@ def test_serve_answers_until_it_is_stopped() -> None:
         finally:
             serving.send_signal(signal.SIGINT)
             assert serving.wait(20) == 130
+
+
+ANSWERS = (CALL, "It is 30.")
+
+
+@pytest.mark.parametrize("agent", [with_sdk, in_a_process, patient])
+def test_worked_examples_can_be_trained_killed_and_resumed(agent: Any) -> None:
+    check_agent(agent, SUMS[0], ANSWERS)
+
+
+async def _random(base_url: str, task: str, seed: int, api_key: str) -> float:
+    await asker(base_url, api_key)([{"role": "user", "content": os.urandom(4).hex()}])
+    return 1.0
+
+
+async def _moody(base_url: str, task: str, seed: int, api_key: str) -> float:
+    await asker(base_url, api_key)([{"role": "user", "content": "x"}])
+    return random.random()
+
+
+async def _stubborn(base_url: str, task: str, seed: int, api_key: str) -> float:
+    for number in range(2):
+        while True:
+            with suppress(Refusal):
+                await asker(base_url, api_key)([{"role": "user", "content": str(number)}])
+                break
+            await asyncio.sleep(0.05)
+    return 1.0
+
+
+async def _forgetful(base_url: str, task: str, seed: int, api_key: str) -> float:
+    await asker(base_url, api_key)([{"role": "user", "content": "x"}])
+    KEPT.append(asyncio.create_task(asyncio.Event().wait()))
+    return 1.0
+
+
+async def _open_handed(base_url: str, task: str, seed: int, api_key: str) -> float:
+    KEPT.append(httpx.AsyncClient())
+    answer = await KEPT[-1].post(
+        f"{base_url}/chat/completions", headers={"Authorization": f"Bearer {api_key}"},
+        json={"messages": [{"role": "user", "content": "x"}]},
+    )  # fmt: skip
+    return float(answer.status_code)
+
+
+async def _wordless(base_url: str, task: str, seed: int, api_key: str) -> Any:
+    await asker(base_url, api_key)([{"role": "user", "content": "x"}])
+
+
+def _threaded(base_url: str, task: str, seed: int, api_key: str) -> float:
+    post(base_url, api_key, {"messages": [{"role": "user", "content": "x"}]})
+    threading.Thread(target=threading.Event().wait, args=(5,), daemon=True).start()
+    return 1.0
+
+
+KEPT: list[Any] = []
+
+
+@pytest.mark.parametrize(
+    ("agent", "words"),
+    [
+        (_random, "come out otherwise"), (_moody, "the second time"), (_stubborn, "after a refused call"),
+        (_forgetful, "leaves tasks behind"), (_open_handed, "leaves connections behind"),
+        (_wordless, "a number, or numbers by name"), (_threaded, "leaves threads behind"),
+    ],
+)  # fmt: skip
+def test_what_an_agent_cannot_be_trained_for_is_told_beforehand(agent: Any, words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
+        check_agent(agent, SUMS[0], ANSWERS, timeout_s=2.0)

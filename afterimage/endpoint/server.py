@@ -64,6 +64,10 @@ class Endpoint:
             raise RuntimeError("the endpoint is not open: use it as `async with endpoint:` around what it is for")
         return f"http://{HOST}:{self._port}"
 
+    @property
+    def num_connections(self) -> int:
+        return len(self._server.server_state.connections) if self._server else 0
+
     async def __aenter__(self) -> Self:
         """Raises OSError for a port that cannot be had."""
         listening = socket.create_server((HOST, self._port), backlog=512)
