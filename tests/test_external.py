@@ -3,6 +3,7 @@ weight updates, the journal and resuming work as for any episode; time-outs, ret
 fork is trained with its episode's credit, and no token twice; a run trains on it."""
 
 import asyncio
+import importlib.util
 import json
 import os
 import random
@@ -70,6 +71,7 @@ class World:
         self.arrived: list[Any] = []
         self.failures: list[tuple[int, Failure, bool]] = []
         self.endpoint = Endpoint()
+        self.room = {"max_context": 512}
 
     def _say(self, tokens: Sequence[int], params: SamplingParams) -> Sequence[int]:
         said = self.say(tokens, params)
@@ -78,7 +80,7 @@ class World:
 
     def rollout(self, tasks: ExternalAgent) -> AgentRollout:
         return AgentRollout(
-            Speaker(self.engine, CHAT, EngineConfig(max_context=512, max_reply_tokens=64)),
+            Speaker(self.engine, CHAT, EngineConfig(max_reply_tokens=64, **self.room)),
             tasks,
             self.config,
             endpoint=self.endpoint,
@@ -474,9 +476,47 @@ def test_a_run_trains_on_it(tmp_path: Path, tasks: str) -> None:
     assert {piece.provenance for piece in spoken} == {Provenance.SAMPLED}
 
 
+PAGE = (Path(__file__).parent.parent / "docs" / "your-own-agent.md").read_text()
+SDK, SMOL, CHECKED = [block.split("```")[0] for block in PAGE.split("```python\n")[1:]]
+
+
+def run_python(code: str, folder: Path) -> None:
+    path = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_agent_of_a_library_becomes_trajectories_and_may_be_killed(tmp_path: Path) -> None:
+    """smolagents, as the docs have it: its second call is a branch that begins with the history as it wrote it."""
+    pytest.importorskip("smolagents")
+    (tmp_path / "desk.py").write_text(SMOL)
+    spec = importlib.util.spec_from_file_location("desk", tmp_path / "desk.py")
+    desk = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(desk)
+    final = CALL.replace("calculate", "final_answer").replace('"expression": "10 + 20"', '"answer": "30"')
+
+    def say(tokens: Sequence[int], params: SamplingParams) -> list[int]:
+        text = CHAT.text(tokens, whole=True)
+        begun = text.rpartition("<|im_start|>assistant\n")[2]
+        return says(final if "Observation" in text else CALL)[len(says(begun, end=False)) :]
+
+    world = World(say)
+    world.room = {"max_context": 1024}
+    trajectory = whole(world.play(desk.agent))
+    (second,) = trajectory.branches
+    assert trajectory.rewards == {"reward": 1.0} and trajectory.num_turns == second.num_turns == 1
+    assert [event["reason"] for event in world.events] == ["the message is not what was handed out"]
+    assert "Observation:\n30" in CHAT.text(second.pieces[0].tokens, whole=True)
+    check_agent(desk.agent, SUMS[0], (CALL, final))
+
+
+def test_the_check_of_the_docs_runs(tmp_path: Path) -> None:
+    (tmp_path / "sums.py").write_text(SDK)
+    run_python(CHECKED, tmp_path)
+
+
 def test_the_example_of_the_docs_runs(tmp_path: Path) -> None:
-    page = (Path(__file__).parent.parent / "docs" / "your-own-agent.md").read_text()
-    (tmp_path / "sums.py").write_text(page.split("```python\n")[1].split("```")[0])
+    (tmp_path / "sums.py").write_text(SDK)
     code = """
 import afterimage
 from afterimage.config import EngineConfig, EvalConfig, RunConfig, ScheduleConfig, TaskConfig
@@ -486,8 +526,7 @@ afterimage.train(RunConfig(
     schedule=ScheduleConfig(groups_per_step=1, group_size=2), engine=EngineConfig(max_reply_tokens=16, max_context=256),
 ))
 """
-    path = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=path, check=True, capture_output=True)
+    run_python(code, tmp_path)
     assert (tmp_path / "runs" / "run" / "report.html").exists()
 
 

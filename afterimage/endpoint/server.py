@@ -302,7 +302,7 @@ class _Answering(Response):
             await tell(found.body())
         else:
             for at, choice in enumerate(found):
-                for delta in form.rest(at, choice, sent[at]):
+                for delta in form.rest(choice, sent[at]):
                     await tell({**head, "choices": [form.delta(at, delta)]})
                 await tell({**head, "choices": [form.end(at, choice, self._asked.logprobs)]})
             if self._asked.usage:
@@ -332,8 +332,9 @@ class _Form:
         self._id = f"{self.kind}-{secrets.token_hex(12)}"
         self._model, self._made = model, int(time.time())
 
-    def call_id(self, at: int, place: int) -> str:
-        return f"call_{self._id[-12:]}_{at}_{place}"
+    def call_id(self, choice: Choice, place: int) -> str:
+        """The same when a resumed agent hears it again: some write it into what they say next."""
+        return f"call_{choice.branch}_{choice.num_prompt_tokens}_{place}"
 
 
 class _ChatForm(_Form):
@@ -348,7 +349,7 @@ class _ChatForm(_Form):
         return {"id": self._id, "object": kind, "created": self._made, "model": self._model}
 
     def choice(self, at: int, choice: Choice, logprobs: bool) -> dict[str, Any]:
-        said = wire.message(choice.said, partial(self.call_id, at))
+        said = wire.message(choice.said, partial(self.call_id, choice))
         told = wire.logprobs(choice.tokens) if logprobs else None
         return {"index": at, "message": said, "finish_reason": choice.finish, "logprobs": told}
 
@@ -362,8 +363,8 @@ class _ChatForm(_Form):
         """What can only be content: nothing while it may still become thoughts or a call."""
         return "" if self._thinks or asked.calls else _certain(text, asked)
 
-    def rest(self, at: int, choice: Choice, sent: str) -> list[dict[str, Any]]:
-        said = wire.message(choice.said, partial(self.call_id, at))
+    def rest(self, choice: Choice, sent: str) -> list[dict[str, Any]]:
+        said = wire.message(choice.said, partial(self.call_id, choice))
         calls = [{"index": place, **call} for place, call in enumerate(said.get("tool_calls", ()))]
         thoughts, content = said.get("reasoning_content"), (said["content"] or "")[len(sent) :]
         told = {"reasoning_content": thoughts, "content": content, "tool_calls": calls}
@@ -395,7 +396,7 @@ class _TextForm(_Form):
     def certain(self, text: str, asked: wire.Request) -> str:
         return _certain(text, asked)
 
-    def rest(self, at: int, choice: Choice, sent: str) -> list[dict[str, Any]]:
+    def rest(self, choice: Choice, sent: str) -> list[dict[str, Any]]:
         left = choice.said.message.content[len(sent) :]
         return [{"text": left}] if left else []
 
