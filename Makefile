@@ -3,8 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: setup demo test test-engines check base-policy bench bench-demo bench-retail bench-compare bench-routes bench-audit bench-resume bench-endpoint \
-	chaos report fuzz
+.PHONY: setup demo test test-engines check base-policy bench bench-demo bench-retail bench-compare bench-routes bench-audit bench-resume \
+	bench-endpoint chaos report fuzz
 
 setup: .venv/.ready
 

@@ -8,7 +8,7 @@ import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from afterimage.endpoint.conversation import Call, Said
 from afterimage.envs import Message, ToolCall
@@ -135,9 +135,6 @@ COMPLETION = _object(
     **_COMMON,
 )
 """A body of `/v1/completions`."""
-
-
-_ROLES: Mapping[str, Literal["system"]] = {"developer": "system"}
 
 
 class Refused(Exception):
@@ -294,7 +291,8 @@ def _message(record: Any, where: str) -> Said:
     text = content if isinstance(content, str) else "".join(part["text"] for part in content)
     made = tuple(_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(record.get("tool_calls") or ()))
     thoughts = record.get("reasoning_content", record.get("reasoning"))
-    return Said(Message(_ROLES.get(role, role), text, made), thoughts)
+    who: Any = "system" if role == "developer" else role
+    return Said(Message(who, text, made), thoughts)
 
 
 def _call(record: Any, where: str) -> ToolCall:
