@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: setup demo test test-engines check base-policy bench bench-demo bench-retail bench-compare bench-routes bench-audit bench-resume \
-	chaos report fuzz
+	bench-endpoint chaos report fuzz
 
 setup: .venv/.ready
 
@@ -67,6 +67,10 @@ bench-audit: setup
 # Minutes: what the journal and checkpoints cost, and how soon a killed run trains again.
 bench-resume: setup
 	$(BIN)/python benchmarks/resume.py
+
+# Five minutes: 64 streaming episodes at once behind the endpoint, while the weights change.
+bench-endpoint: setup
+	$(BIN)/python benchmarks/endpoint.py
 
 # Runs and engines killed, N times and twice N / 2 times: make chaos N=10 takes minutes.
 N ?= 100

@@ -23,7 +23,8 @@ SIZE = 600
 MEMORY_MB = 4096
 SLOW_S = 20
 """An input that takes longer is a finding."""
-NAMES = ("config_file", "config_knobs", "journal", "delta", "version_chain", "checkpoint", "tool_call", "chat_text")
+NAMES = ("config_file", "config_knobs", "journal", "delta", "version_chain", "checkpoint", "tool_call", "chat_text",
+         "endpoint")  # fmt: skip
 BROKEN = 1
 
 console = Console(soft_wrap=True)

@@ -8,6 +8,7 @@ version_chain    a version store's state: ValueError, or the weights of every ve
 checkpoint       the files of a checkpoint: CheckpointError, or what was written
 tool_call        a reply's tokens: a message; every call of it gets an answer that is text
 chat_text        what tools, customers and tasks say: it stays text, and conversations grow as they are rendered
+endpoint         an HTTP request: answered where the description allows it, else 4xx in words; never 500, never a hang
 """
 
 import argparse
@@ -40,6 +41,7 @@ from afterimage.recipes import RECIPES
 from afterimage.trajectory import Failure, Given, Sampled, Task, Trajectory
 from afterimage.versions import Delta, VersionStore
 from afterimage.versions.codec import Encoded, _seal, advance, checksum, dumps, encode, loads, words
+from fuzz.asks import endpoint
 from fuzz.draws import NESTED, ODD, Draws, as_json, require
 from fuzz.talk import chat_text, tool_call
 
@@ -449,5 +451,5 @@ def checkpoint(data: bytes) -> None:
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
-    for target in (config_file, config_knobs, journal, delta, version_chain, checkpoint, tool_call, chat_text)
+    for target in (config_file, config_knobs, journal, delta, version_chain, checkpoint, tool_call, chat_text, endpoint)
 }

@@ -16,7 +16,7 @@ import openai
 import pytest
 from jinja2 import TemplateError
 
-from afterimage.endpoint import wire
+from afterimage.endpoint import server, wire
 from afterimage.endpoint.conversation import Asked, Branch, Call, Conversation, hand_out
 from afterimage.engines import SamplingParams
 from afterimage.envs.calculator import TOOL
@@ -330,11 +330,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": 0.7}, "temperature", "temperature must be the run's, 1"),
     ({"temperature": "hot"}, "temperature", "must be a number"),
     ({"top_p": 0.9}, "top_p", "truncate the support"),
-    ({"top_p": 1.5}, "top_p", "top_p must be 1"),
+    ({"top_p": 1.5}, "top_p", "truncate the support"),
     ({"top_k": 40}, "top_k", "truncate the support"),
     ({"seed": 3}, "seed", "the noise belongs to the episode"),
     ({"presence_penalty": 0.5}, "presence_penalty", "changes the distribution"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "constrained sampling"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "ask for the format in words"),
     ({"tool_choice": "required"}, "tool_choice", "constrained sampling"),
     ({"parallel_tool_calls": False}, "parallel_tool_calls", "cannot be forced"),
     ({"top_logprobs": 5}, "top_logprobs", "only the sampled token's"),
@@ -345,10 +345,13 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": [""]}, "stop", "none empty"),
     ({"stop": 3}, "stop", "a text or up to"),
     ({"stream": "yes"}, "stream", "true or false"),
-    ({"stream_options": {"x": 1}}, "stream_options", "include_usage"),
-    ({"model": 4}, "model", "must be a string"),
+    ({"stream_options": {"x": 1}}, "stream_options.x", "unknown field"),
+    ({"model": 4}, "model", "must be a text"),
     ({"guided_json": {}}, "guided_json", "unknown field"),
-    ({"tools": [{"type": "function", "function": {}}]}, "tools", "a function that has a name"),
+    ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "is missing"),
+    ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name", "not empty"),
+    ({"tools": [{"type": "retrieval", "function": {"name": "x"}}]}, "tools[0].type", "only functions can be called"),
+    ({"echo": False}, "echo", "unknown field"),
     ({"tools": {}}, "tools", "a list of tools"),
     ({"messages": []}, "messages", "at least one message"),
     ({"messages": "hello"}, "messages", "a list of messages"),
@@ -581,3 +584,87 @@ def test_the_same_tasks_can_be_played_by_any_endpoint() -> None:
 
     outcomes = asyncio.run(main())
     assert len(set(seen)) == 4 and [len(whole(one).branches) for one in outcomes] == [1] * 4
+
+
+def test_the_endpoint_describes_itself_from_what_it_checks() -> None:
+    async def act(client: httpx.AsyncClient, world: World) -> None:
+        async with httpx.AsyncClient(base_url=world.endpoint.url) as stranger:
+            assert (await stranger.get("/openapi.json")).status_code == 401
+            described = (await stranger.get("/openapi.json", headers=client.headers)).json()
+        assert set(described["paths"]) == {
+            before + path
+            for before in ("/v1", "/e/{episode}/v1")
+            for path in ("/chat/completions", "/completions", "/models", "/record")
+        }
+        chat = described["components"]["schemas"]["chat_completions"]["properties"]
+        assert set(chat) == set(wire.CHAT["properties"])
+        assert chat["n"]["anyOf"][0]["maximum"] == wire.MAX_CHOICES
+        assert "constrained sampling" in chat["tool_choice"]["anyOf"][0]["description"]
+        assert (await client.post("chat/completions", json=ASK)).status_code == 200
+
+    visit(World(talker), act)
+
+
+async def raw(world: World, sent: bytes) -> tuple[int, Any]:
+    """Status and body of what is answered to these bytes, after which the connection is closed."""
+    port = int(world.endpoint.url.rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    async with asyncio.timeout(10):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        size = int(head.lower().split("content-length: ")[1].split("\r\n")[0])
+        body = json.loads(await reader.readexactly(size))
+    writer.close()
+    await writer.wait_closed()
+    return int(head.split()[1]), body
+
+
+def test_requests_that_are_no_http_never_end_or_lie_are_refused_like_all_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "BODY_S", 0.2)
+
+    async def act(client: httpx.AsyncClient, world: World) -> None:
+        path = f"{client.base_url.path}chat/completions"
+        post = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {world.endpoint.token}\r\n".encode()
+        for sent, status, code in (
+            (b"nothing\r\n\r\n", 400, "invalid_http"),
+            (post + b"Content-Length: -1\r\n\r\n", 400, "invalid_http"),
+            (post + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400, "invalid_http"),
+            (post, 408, "timeout"),
+            (b"", 408, "timeout"),
+            (post + b"Content-Length: 9\r\n\r\n{}", 408, "timeout"),
+            (b"GET /nowhere HTTP/1.1\r\nHost: [\r\n\r\n", 404, "not_found"),
+            (b"GET /v1/models/ HTTP/1.1\r\nHost: x\r\n\r\n", 404, "not_found"),
+            (b"PUT /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", 405, "method_not_allowed"),
+        ):
+            answered, body = await raw(world, sent)
+            assert (answered, body["error"]["code"]) == (status, code), sent
+            assert body["error"]["message"]
+        for change in ({"\ud800": 1}, {"temperature": 10**400}, {"n": 10**400}, {"metadata": 0, "user": {}, "x": []}):
+            answer = await client.post("chat/completions", content=json.dumps({**ASK, **change}))
+            assert answer.status_code == 400 and answer.json()["error"]["message"]
+        strange = await client.post("chat/completions", content=json.dumps({**ASK, "model": "\ud800"}))
+        assert (strange.status_code, strange.json()["model"]) == (200, "\ud800")
+
+    assert visit(World(talker), act).num_turns == 1
+
+
+def test_who_wants_no_calls_gets_text_in_the_same_context() -> None:
+    async def act(client: httpx.AsyncClient, world: World) -> None:
+        body = {**ASK, "tools": [TOOL]}
+        said = [
+            (await client.post("chat/completions", json={**body, "tool_choice": choice})).json()["choices"][0]
+            for choice in ("none", "auto", None)
+        ]
+        assert [one["finish_reason"] for one in said] == ["stop", "tool_calls", "tool_calls"]
+        assert said[0]["message"] == {"role": "assistant", "content": CALL}
+        ids = [one["message"]["tool_calls"][0]["id"] for one in said[1:]]
+        assert len(set(ids)) == 2, "each call has an id of its own"
+        more = [*ASK["messages"], said[0]["message"], {"role": "user", "content": "and?"}]
+        assert (await client.post("chat/completions", json={**body, "messages": more})).status_code == 200
+
+    world = World(lambda tokens, params: says(CALL))
+    trajectory = visit(world, act)
+    assert len({tokens for tokens, *_ in world.sampled[:3]}) == 1, "the tools are in the context all the same"
+    assert trajectory.num_turns == 2 and len(trajectory.branches) == 2, "a text that was handed out is gone on from"

@@ -3,8 +3,10 @@ weight updates, the journal and resuming work as for any episode; time-outs, ret
 fork is trained with its episode's credit, and no token twice; a run trains on it."""
 
 import asyncio
+import importlib.util
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -12,11 +14,12 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 from transformers import AutoTokenizer
 
@@ -24,6 +27,7 @@ from afterimage import credit
 from afterimage.build import build_rollout, build_taskset
 from afterimage.config import SHIPPED_POLICY, ConfigError, EngineConfig, RolloutConfig, TaskConfig
 from afterimage.endpoint.agents import AgentRollout
+from afterimage.endpoint.check import check_agent
 from afterimage.endpoint.server import Endpoint
 from afterimage.engines import EngineDied, SamplingParams
 from afterimage.engines.scripted import ScriptedEngine
@@ -67,6 +71,7 @@ class World:
         self.arrived: list[Any] = []
         self.failures: list[tuple[int, Failure, bool]] = []
         self.endpoint = Endpoint()
+        self.room = {"max_context": 512}
 
     def _say(self, tokens: Sequence[int], params: SamplingParams) -> Sequence[int]:
         said = self.say(tokens, params)
@@ -75,7 +80,7 @@ class World:
 
     def rollout(self, tasks: ExternalAgent) -> AgentRollout:
         return AgentRollout(
-            Speaker(self.engine, CHAT, EngineConfig(max_context=512, max_reply_tokens=64)),
+            Speaker(self.engine, CHAT, EngineConfig(max_reply_tokens=64, **self.room)),
             tasks,
             self.config,
             endpoint=self.endpoint,
@@ -471,9 +476,47 @@ def test_a_run_trains_on_it(tmp_path: Path, tasks: str) -> None:
     assert {piece.provenance for piece in spoken} == {Provenance.SAMPLED}
 
 
+PAGE = (Path(__file__).parent.parent / "docs" / "your-own-agent.md").read_text()
+SDK, SMOL, CHECKED = [block.split("```")[0] for block in PAGE.split("```python\n")[1:]]
+
+
+def run_python(code: str, folder: Path) -> None:
+    path = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_agent_of_a_library_becomes_trajectories_and_may_be_killed(tmp_path: Path) -> None:
+    """smolagents, as the docs have it: its second call is a branch that begins with the history as it wrote it."""
+    pytest.importorskip("smolagents")
+    (tmp_path / "desk.py").write_text(SMOL)
+    spec = importlib.util.spec_from_file_location("desk", tmp_path / "desk.py")
+    desk = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(desk)
+    final = CALL.replace("calculate", "final_answer").replace('"expression": "10 + 20"', '"answer": "30"')
+
+    def say(tokens: Sequence[int], params: SamplingParams) -> list[int]:
+        text = CHAT.text(tokens, whole=True)
+        begun = text.rpartition("<|im_start|>assistant\n")[2]
+        return says(final if "Observation" in text else CALL)[len(says(begun, end=False)) :]
+
+    world = World(say)
+    world.room = {"max_context": 1024}
+    trajectory = whole(world.play(desk.agent))
+    (second,) = trajectory.branches
+    assert trajectory.rewards == {"reward": 1.0} and trajectory.num_turns == second.num_turns == 1
+    assert [event["reason"] for event in world.events] == ["the message is not what was handed out"]
+    assert "Observation:\n30" in CHAT.text(second.pieces[0].tokens, whole=True)
+    check_agent(desk.agent, SUMS[0], (CALL, final))
+
+
+def test_the_check_of_the_docs_runs(tmp_path: Path) -> None:
+    (tmp_path / "sums.py").write_text(SDK)
+    run_python(CHECKED, tmp_path)
+
+
 def test_the_example_of_the_docs_runs(tmp_path: Path) -> None:
-    page = (Path(__file__).parent.parent / "docs" / "your-own-agent.md").read_text()
-    (tmp_path / "sums.py").write_text(page.split("```python\n")[1].split("```")[0])
+    (tmp_path / "sums.py").write_text(SDK)
     code = """
 import afterimage
 from afterimage.config import EngineConfig, EvalConfig, RunConfig, ScheduleConfig, TaskConfig
@@ -483,8 +526,7 @@ afterimage.train(RunConfig(
     schedule=ScheduleConfig(groups_per_step=1, group_size=2), engine=EngineConfig(max_reply_tokens=16, max_context=256),
 ))
 """
-    path = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=path, check=True, capture_output=True)
+    run_python(code, tmp_path)
     assert (tmp_path / "runs" / "run" / "report.html").exists()
 
 
@@ -505,3 +547,72 @@ def test_serve_answers_until_it_is_stopped() -> None:
         finally:
             serving.send_signal(signal.SIGINT)
             assert serving.wait(20) == 130
+
+
+ANSWERS = (CALL, "It is 30.")
+
+
+@pytest.mark.parametrize("agent", [with_sdk, in_a_process, patient])
+def test_worked_examples_can_be_trained_killed_and_resumed(agent: Any) -> None:
+    check_agent(agent, SUMS[0], ANSWERS)
+
+
+async def _random(base_url: str, task: str, seed: int, api_key: str) -> float:
+    await asker(base_url, api_key)([{"role": "user", "content": os.urandom(4).hex()}])
+    return 1.0
+
+
+async def _moody(base_url: str, task: str, seed: int, api_key: str) -> float:
+    await asker(base_url, api_key)([{"role": "user", "content": "x"}])
+    return random.random()
+
+
+async def _stubborn(base_url: str, task: str, seed: int, api_key: str) -> float:
+    for number in range(2):
+        while True:
+            with suppress(Refusal):
+                await asker(base_url, api_key)([{"role": "user", "content": str(number)}])
+                break
+            await asyncio.sleep(0.05)
+    return 1.0
+
+
+async def _forgetful(base_url: str, task: str, seed: int, api_key: str) -> float:
+    await asker(base_url, api_key)([{"role": "user", "content": "x"}])
+    KEPT.append(asyncio.create_task(asyncio.Event().wait()))
+    return 1.0
+
+
+async def _open_handed(base_url: str, task: str, seed: int, api_key: str) -> float:
+    KEPT.append(httpx.AsyncClient())
+    answer = await KEPT[-1].post(
+        f"{base_url}/chat/completions", headers={"Authorization": f"Bearer {api_key}"},
+        json={"messages": [{"role": "user", "content": "x"}]},
+    )  # fmt: skip
+    return float(answer.status_code)
+
+
+async def _wordless(base_url: str, task: str, seed: int, api_key: str) -> Any:
+    await asker(base_url, api_key)([{"role": "user", "content": "x"}])
+
+
+def _threaded(base_url: str, task: str, seed: int, api_key: str) -> float:
+    post(base_url, api_key, {"messages": [{"role": "user", "content": "x"}]})
+    threading.Thread(target=threading.Event().wait, args=(5,), daemon=True).start()
+    return 1.0
+
+
+KEPT: list[Any] = []
+
+
+@pytest.mark.parametrize(
+    ("agent", "words"),
+    [
+        (_random, "come out otherwise"), (_moody, "the second time"), (_stubborn, "after a refused call"),
+        (_forgetful, "leaves tasks behind"), (_open_handed, "leaves connections behind"),
+        (_wordless, "a number, or numbers by name"), (_threaded, "leaves threads behind"),
+    ],
+)  # fmt: skip
+def test_what_an_agent_cannot_be_trained_for_is_told_beforehand(agent: Any, words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
+        check_agent(agent, SUMS[0], ANSWERS, timeout_s=2.0)

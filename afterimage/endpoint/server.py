@@ -2,7 +2,7 @@
 
 Routes: `/e/<episode>/v1/` with `chat/completions`, `completions`, `models`, and `record` for what was said so far, with
 version, log-probability and provenance; `/v1/` with the same for the episode that the header X-Episode names;
-`/healthz`, which needs no token.
+`/openapi.json`, which describes them; `/healthz`, which needs no token.
 """
 
 import asyncio
@@ -17,21 +17,26 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Self
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from afterimage.endpoint import wire
+from afterimage.endpoint.openapi import describe
 from afterimage.endpoint.session import Session
 from afterimage.endpoint.wire import Choice, Refused
 
 HOST = "127.0.0.1"
 MAX_BODY, BODY_S = 16 << 20, 30.0
 """Bytes of a request, and seconds in which it has to be there."""
+PATHS = {"/chat/completions": wire.CHAT, "/completions": wire.COMPLETION, "/models": None, "/record": None}
+"""Of an episode, with the schema of a body where one is sent."""
 MODEL = "policy"
 """What the policy is called, where nobody calls it anything else."""
 
@@ -59,6 +64,10 @@ class Endpoint:
             raise RuntimeError("the endpoint is not open: use it as `async with endpoint:` around what it is for")
         return f"http://{HOST}:{self._port}"
 
+    @property
+    def num_connections(self) -> int:
+        return len(self._server.server_state.connections) if self._server else 0
+
     async def __aenter__(self) -> Self:
         """Raises OSError for a port that cannot be had."""
         listening = socket.create_server((HOST, self._port), backlog=512)
@@ -66,7 +75,7 @@ class Endpoint:
         self._port = listening.getsockname()[1]
         config = uvicorn.Config(
             self._app(), lifespan="off", log_config=None, log_level=logging.ERROR, access_log=False,
-            timeout_graceful_shutdown=1, ws="none", timeout_keep_alive=75,
+            timeout_graceful_shutdown=1, ws="none", timeout_keep_alive=75, http=_Protocol,
         )  # fmt: skip
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
@@ -89,28 +98,35 @@ class Endpoint:
             del self._sessions[key]
 
     def _app(self) -> Starlette:
-        paths = {
-            "/chat/completions": (self._chat, "POST"),
-            "/completions": (self._complete, "POST"),
-            "/models": (self._models, "GET"),
-            "/record": (self._record, "GET"),
+        acts = {
+            "/chat/completions": self._chat,
+            "/completions": self._complete,
+            "/models": self._models,
+            "/record": self._record,
         }
         routes = [
-            Route(f"{before}/v1{path}", act, methods=[method])
-            for path, (act, method) in paths.items()
+            Route(f"{before}/v1{path}", act, methods=["GET" if PATHS[path] is None else "POST"])
+            for path, act in acts.items()
             for before in ("", "/e/{episode}")
         ]
+        routes += [Route("/openapi.json", self._describe), Route("/healthz", _alive)]
         handlers = {Refused: _refused, HTTPException: _not_found}
-        return Starlette(routes=[*routes, Route("/healthz", _alive)], exception_handlers=handlers)  # type: ignore[arg-type]
+        app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
+        app.router.redirect_slashes = False
+        return app
+
+    async def _describe(self, request: Request) -> Response:
+        self._admit(request)
+        return _json(describe(PATHS))
 
     async def _models(self, request: Request) -> Response:
         self._admit(request)
-        return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "afterimage"}]})
+        return _json({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "afterimage"}]})
 
     async def _record(self, request: Request) -> Response:
         """What was said so far, as it is recorded."""
         self._admit(request)
-        return JSONResponse({"branches": [wire.pieces(script.pieces) for script in self._session(request).scripts]})
+        return _json({"branches": [wire.pieces(script.pieces) for script in self._session(request).scripts]})
 
     def _session(self, request: Request) -> Session:
         key = request.path_params.get("episode") or request.headers.get("x-episode", "")
@@ -145,6 +161,51 @@ class Endpoint:
         return session, wire.load(bytes(data))
 
 
+def _json(record: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """In ASCII: what was sent may hold half a surrogate pair, and is told as it came."""
+    return Response(json.dumps(record), status, headers, "application/json")
+
+
+class _Protocol(H11Protocol):
+    """HTTP that is none is refused in the words of all refusals, and so is who takes too long to ask."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Time runs while a request has begun and its head is not there."""
+        waiting = self.conn.their_state is h11.IDLE and not self.transport.is_closing()
+        if waiting and self._late is None:
+            self._late = self.loop.call_later(BODY_S, self._refuse, 408, "timeout", "the request did not come")
+        elif not waiting and self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "invalid_http", msg)
+
+    def _refuse(self, status: int, code: str, words: str) -> None:
+        told = json.dumps(Refused(words, status=status, code=code).body()).encode()
+        headers = [("content-type", "application/json"), ("content-length", str(len(told))), ("connection", "close")]
+        with suppress(h11.LocalProtocolError):  # an answer has begun: it ends here
+            for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=told), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+        self.transport.close()
+
+
 class _Server(uvicorn.Server):
     """Signals belong to whoever runs the program."""
 
@@ -160,18 +221,17 @@ def _unknown(key: str) -> Session:
 
 
 async def _alive(request: Request) -> Response:
-    return JSONResponse({"alive": True})
+    return _json({"alive": True})
 
 
 async def _refused(request: Request, error: Refused) -> Response:
-    return JSONResponse(error.body(), error.status)
+    return _json(error.body(), error.status)
 
 
 async def _not_found(request: Request, error: HTTPException) -> Response:
-    refused = Refused(
-        f"{request.method} {request.url.path}: {error.detail}", status=error.status_code, code="not_found"
-    )
-    return JSONResponse(refused.body(), refused.status, headers=error.headers)
+    code = "not_found" if error.status_code == 404 else "method_not_allowed"
+    refused = Refused(f"{request.method} {request.scope['path']}: {error.detail}", status=error.status_code, code=code)
+    return _json(refused.body(), refused.status, error.headers)
 
 
 class _Answering(Response):
@@ -186,7 +246,7 @@ class _Answering(Response):
         try:
             working = self._session.start(self._asked, lambda at, text: news.put_nowait((at, text)))
         except Refused as refused:
-            return await JSONResponse(refused.body(), refused.status)(scope, receive, send)
+            return await _json(refused.body(), refused.status)(scope, receive, send)
         working.add_done_callback(lambda _: news.put_nowait(None))
         gone = asyncio.ensure_future(_gone(receive))
         gone.add_done_callback(lambda _: working.cancel())
@@ -209,9 +269,9 @@ class _Answering(Response):
 
     def _whole(self, found: list[Choice] | Refused) -> Response:
         if isinstance(found, Refused):
-            return JSONResponse(found.body(), found.status)
+            return _json(found.body(), found.status)
         choices = [self._form.choice(at, choice, self._asked.logprobs) for at, choice in enumerate(found)]
-        return JSONResponse({**self._form.head(False), "choices": choices, "usage": wire.usage(found)})
+        return _json({**self._form.head(False), "choices": choices, "usage": wire.usage(found)})
 
     async def _stream(
         self, news: "asyncio.Queue[tuple[int, str] | None]", first: tuple[int, str] | None,
@@ -242,7 +302,7 @@ class _Answering(Response):
             await tell(found.body())
         else:
             for at, choice in enumerate(found):
-                for delta in form.rest(at, choice, sent[at]):
+                for delta in form.rest(choice, sent[at]):
                     await tell({**head, "choices": [form.delta(at, delta)]})
                 await tell({**head, "choices": [form.end(at, choice, self._asked.logprobs)]})
             if self._asked.usage:
@@ -272,8 +332,9 @@ class _Form:
         self._id = f"{self.kind}-{secrets.token_hex(12)}"
         self._model, self._made = model, int(time.time())
 
-    def call_id(self, at: int, place: int) -> str:
-        return f"call_{self._id[-12:]}_{at}_{place}"
+    def call_id(self, choice: Choice, place: int) -> str:
+        """The same when a resumed agent hears it again: some write it into what they say next."""
+        return f"call_{choice.branch}_{choice.num_prompt_tokens}_{place}"
 
 
 class _ChatForm(_Form):
@@ -288,7 +349,7 @@ class _ChatForm(_Form):
         return {"id": self._id, "object": kind, "created": self._made, "model": self._model}
 
     def choice(self, at: int, choice: Choice, logprobs: bool) -> dict[str, Any]:
-        said = wire.message(choice.said, partial(self.call_id, at))
+        said = wire.message(choice.said, partial(self.call_id, choice))
         told = wire.logprobs(choice.tokens) if logprobs else None
         return {"index": at, "message": said, "finish_reason": choice.finish, "logprobs": told}
 
@@ -300,10 +361,10 @@ class _ChatForm(_Form):
 
     def certain(self, text: str, asked: wire.Request) -> str:
         """What can only be content: nothing while it may still become thoughts or a call."""
-        return "" if self._thinks or asked.call.tools else _certain(text, asked)
+        return "" if self._thinks or asked.calls else _certain(text, asked)
 
-    def rest(self, at: int, choice: Choice, sent: str) -> list[dict[str, Any]]:
-        said = wire.message(choice.said, partial(self.call_id, at))
+    def rest(self, choice: Choice, sent: str) -> list[dict[str, Any]]:
+        said = wire.message(choice.said, partial(self.call_id, choice))
         calls = [{"index": place, **call} for place, call in enumerate(said.get("tool_calls", ()))]
         thoughts, content = said.get("reasoning_content"), (said["content"] or "")[len(sent) :]
         told = {"reasoning_content": thoughts, "content": content, "tool_calls": calls}
@@ -335,7 +396,7 @@ class _TextForm(_Form):
     def certain(self, text: str, asked: wire.Request) -> str:
         return _certain(text, asked)
 
-    def rest(self, at: int, choice: Choice, sent: str) -> list[dict[str, Any]]:
+    def rest(self, choice: Choice, sent: str) -> list[dict[str, Any]]:
         left = choice.said.message.content[len(sent) :]
         return [{"text": left}] if left else []
 

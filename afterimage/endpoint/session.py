@@ -240,7 +240,7 @@ class Session:
         chat, call = self.voice.chat, request.call
         text = chat.text(tokens)
         cut = min((text.index(stop) for stop in request.stops if stop in text), default=None)
-        said = hand_out(chat, text[:cut], tools=bool(call.tools), plain=not call.is_chat)
+        said = hand_out(chat, text[:cut], tools=request.calls, plain=not call.is_chat)
         answer: History = (said,)
         if not call.is_chat:
             answer = chat.text(tokens, whole=True) if isinstance(call.history, str) else tuple(tokens)

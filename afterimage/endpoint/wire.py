@@ -5,42 +5,136 @@ A field that would change what is sampled, and cannot, is refused with the reaso
 
 import json
 import math
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
-from afterimage.endpoint.conversation import Call, History, Said
-from afterimage.engines import SamplingParams, require_full_support
+from afterimage.endpoint.conversation import Call, Said
 from afterimage.envs import Message, ToolCall
 from afterimage.trajectory import Piece
 
 MAX_CHOICES, MAX_STOPS = 64, 16
 
-_UNHEARD = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-"""Fields that may have any value: they say nothing about sampling."""
-_SUPPORT = "they cut the support, and the trainer's softmax cannot follow"
-_NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "presence_penalty": ((0,), "it changes the distribution that is sampled from, and the trainer does not know it"),
-    "frequency_penalty": ((0,), "it changes the distribution that is sampled from, and the trainer does not know it"),
-    "logit_bias": (({},), "it changes the distribution that is sampled from, and the trainer does not know it"),
-    "min_p": ((0,), _SUPPORT),
-    "seed": ((), "the noise belongs to the episode, so that it can be sampled again"),
-    "response_format": (({"type": "text"},), "constrained sampling has another distribution than the trainer's"),
-    "tool_choice": (("auto",), "constrained sampling has another distribution than the trainer's; choose by tools"),
-    "parallel_tool_calls": ((True,), "how many calls a reply has cannot be forced"),
-    "top_logprobs": ((0,), "only the sampled token's log-probability is recorded"),
-    "modalities": ((["text"],), "only text is sampled"),
-    "echo": ((False,), "only what is sampled is answered"),
-    "best_of": ((1,), "choosing the best would bias what is trained on; use n"),
-    "suffix": (("",), "nothing is filled in before a text"),
+Schema = Mapping[str, Any]
+"""The part of JSON Schema that `_require` checks and `openapi` serves; `description` is what a refusal says."""
+
+_ANY: Schema = {}
+_SUPPORT = "it would truncate the support, and the trainer's softmax cannot follow"
+_CONSTRAINED = "constrained sampling has another distribution than the trainer's"
+_PENALTY = "it changes the distribution that is sampled from, and the trainer does not know it"
+
+
+def _only(why: str, *values: Any) -> Schema:
+    """What may be left out, or be one of these."""
+    return {"enum": [*values], "description": why}
+
+
+def _whole(low: int, high: int) -> Schema:
+    words = f"a whole number between {low} and {high}"
+    return {"type": "integer", "minimum": low, "maximum": high, "description": words}
+
+
+def _object(required: Sequence[str], *, others: Schema | bool = True, **properties: Schema) -> Schema:
+    words = {"type": "object", "description": "an object", "required": [*required], "properties": properties}
+    return words if others is True else {**words, "additionalProperties": others}
+
+
+def _list(items: Schema, words: str, **bounds: int) -> Schema:
+    return {"type": "array", "items": items, "description": words, **bounds}
+
+
+_FLAG: Schema = {"type": "boolean", "description": "true or false"}
+_TEXT: Schema = {"type": "string", "description": "a text"}
+_WORD: Schema = {"type": "string", "minLength": 1, "description": "a text that is not empty"}
+_TOKENS = _list(_whole(0, (1 << 31) - 1), "a list of token ids, not empty", minItems=1)
+
+_PROMPT: Schema = {"anyOf": [_WORD, _TOKENS], "description": "a text or a list of token ids, not empty"}
+
+_COMMON: Mapping[str, Schema] = {
+    "model": _TEXT,
+    "stop": {
+        "anyOf": [_WORD, _list(_WORD, "texts", maxItems=MAX_STOPS)],
+        "description": f"a text or up to {MAX_STOPS} of them, none empty",
+    },
+    "n": _whole(1, MAX_CHOICES),
+    "stream": _FLAG,
+    "stream_options": _object((), others=False, include_usage=_FLAG, include_obfuscation=_FLAG),
+    "temperature": {"type": "number", "description": "a number: the run's (engine.temperature)"},
+    "top_p": _only(_SUPPORT, 1),
+    "top_k": {"type": "integer", "maximum": 0, "description": f"0 or less, else {_SUPPORT}"},
+    "min_p": _only(_SUPPORT, 0),
+    "max_tokens": _whole(1, 1 << 31),
+    "presence_penalty": _only(_PENALTY, 0),
+    "frequency_penalty": _only(_PENALTY, 0),
+    "logit_bias": _only(_PENALTY, {}),
+    "seed": _only("the noise belongs to the episode, so that it can be sampled again", None),
+    **dict.fromkeys(("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"), _ANY),
 }
-"""Fields with the values that they may have, null apart, and why no others."""
-_OWN = ("model", "stop", "n", "stream", "stream_options", "logprobs", "temperature", "top_p", "top_k", "max_tokens")
+"""What calls of both kinds may say. Where there is no type, the value says nothing about sampling."""
 
-
-_ROLES: Mapping[str, Literal["system", "user", "assistant", "tool"]] = {
-    "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
+_FUNCTION = _object(("name", "arguments"), name=_TEXT, arguments=_TEXT)
+_PART = _object(("type", "text"), others=False, type=_only("only text is heard", "text"), text=_TEXT)
+_TOOL = _object(
+    ("type", "function"),
+    type=_only("only functions can be called", "function"),
+    function=_object(("name",), name=_WORD),
+)
+_SAYS: Mapping[str, Schema] = {
+    "content": {
+        "anyOf": [_TEXT, _list(_PART, "parts")],
+        "description": "a text or a list of parts of type text",
+    },
+    "name": _ANY,
+}
+_OF: Mapping[str, Mapping[str, Schema]] = {
+    "assistant": {
+        "tool_calls": _list(_object(("function",), function=_FUNCTION), "a list of calls of functions"),
+        "reasoning_content": _TEXT,
+        "reasoning": _TEXT,
+    },
+    "tool": {"tool_call_id": _ANY},
+}
+"""What only some say."""
+_EMPTY = _only("it is not known here, or cannot be said to the policy", None, [], "")
+MESSAGES: Mapping[str, Schema] = {
+    role: _object(
+        ("role",) if role == "assistant" else ("role", "content"),
+        others=_EMPTY, role=_only("there is no such role", role), **_SAYS, **_OF.get(role, {}),
+    )
+    for role in ("system", "developer", "user", "assistant", "tool")
 }  # fmt: skip
+
+CHAT = _object(
+    ("messages",),
+    others=False,
+    messages=_list({"oneOf": [*MESSAGES.values()]}, "a list of messages, with at least one message", minItems=1),
+    tools=_list(_TOOL, "a list of tools"),
+    tool_choice=_only(f"{_CONSTRAINED}; leave it out and choose by tools, or by what is asked", "auto", "none"),
+    parallel_tool_calls=_only("how many calls a reply has cannot be forced", True),
+    response_format=_only(f"{_CONSTRAINED}; ask for the format in words", {"type": "text"}),
+    modalities=_only("only text is sampled", ["text"]),
+    logprobs=_FLAG,
+    top_logprobs=_only("only the sampled token's log-probability is recorded", 0),
+    max_completion_tokens=_whole(1, 1 << 31),
+    **_COMMON,
+)  # fmt: skip
+"""A body of `/v1/chat/completions`."""
+
+COMPLETION = _object(
+    ("prompt",),
+    others=False,
+    prompt={
+        "anyOf": [_WORD, _TOKENS, _list(_PROMPT, "one prompt", minItems=1, maxItems=1)],
+        "description": "one text or one list of token ids, and not empty",
+    },
+    logprobs=_only("only the sampled token's log-probability is recorded", 0),
+    echo=_only("only what is sampled is answered", False),
+    best_of=_only("choosing the best would bias what is trained on; use n", 1),
+    suffix=_only("nothing is filled in before a text", ""),
+    **_COMMON,
+)
+"""A body of `/v1/completions`."""
 
 
 class Refused(Exception):
@@ -67,6 +161,8 @@ class Request:
     stream: bool
     usage: bool
     """Say at the end of a stream how many tokens there were."""
+    calls: bool
+    """What looks like a call of a tool is handed out as one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,128 +188,111 @@ def load(data: bytes) -> dict[str, Any]:
 
 
 def read_chat(body: Mapping[str, Any], *, temperature: float) -> Request:
-    """A body of `/v1/chat/completions`. Raises `Refused`."""
-    known = (*_OWN, "messages", "tools", "max_completion_tokens")
-    logprobs = bool(_value(body, "logprobs", bool, "true or false"))
-    tools = tuple(_tool(tool) for tool in _value(body, "tools", list, "a list of tools") or ())
-    messages = _value(body, "messages", list, "a list of messages")
-    if not messages:
-        raise Refused("messages must be a list with at least one message", param="messages")
-    history = tuple(_message(message, f"messages[{place}]") for place, message in enumerate(messages))
+    """Raises `Refused`."""
+    _require(body, CHAT, "")
+    history = tuple(_message(message, f"messages[{place}]") for place, message in enumerate(body["messages"]))
     for place, said in enumerate(history):
         if said.message.role == "system" and place:
             raise Refused("a system message stands first, and there is one", param=f"messages[{place}]")
-    return _request(body, known, Call(history, tools), (temperature, logprobs))
+    return _request(body, Call(history, tuple(map(dict, body.get("tools") or ()))), temperature)
 
 
 def read_completion(body: Mapping[str, Any], *, temperature: float) -> Request:
-    """A body of `/v1/completions`. Raises `Refused`."""
-    wanted = _value(body, "logprobs", int, "0")
-    if wanted:
-        raise Refused("logprobs can only be 0: only the sampled token's is recorded", param="logprobs")
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+    """Raises `Refused`."""
+    _require(body, COMPLETION, "")
+    prompt = body["prompt"]
+    if isinstance(prompt[0], str | list) and isinstance(prompt, list):
         prompt = prompt[0]
-    history: History = ()
-    if isinstance(prompt, str):
-        history = prompt
-    elif isinstance(prompt, list) and all(type(token) is int and 0 <= token < 1 << 31 for token in prompt):
-        history = tuple(prompt)
-    if not history:
-        raise Refused("prompt must be one text or one list of token ids, and not empty", param="prompt")
-    return _request(body, (*_OWN, "prompt"), Call(history), (temperature, wanted is not None))
+    return _request(body, Call(prompt if isinstance(prompt, str) else tuple(map(int, prompt))), temperature)
 
 
-def _request(body: Mapping[str, Any], known: Sequence[str], call: Call, told: tuple[float, bool]) -> Request:
-    """What the two kinds of calls have in common. `told` are the run's temperature, and whether to give logprobs."""
-    temperature, logprobs = told
-    for name, value in body.items():
-        if name in _NEUTRAL:
-            allowed, why = _NEUTRAL[name]
-            if value is not None and value not in allowed:
-                raise Refused(f"{name} cannot be {_short(value)}: {why}", param=name)
-        elif name not in known and name not in _UNHEARD:
-            raise Refused(f"unknown field {name}", code="unknown_parameter", param=name)
-    if not isinstance(body.get("model", ""), str | None):
-        raise Refused("model must be a string", param="model")
-    asked = _value(body, "temperature", float, "a number")
+def _request(body: Mapping[str, Any], call: Call, temperature: float) -> Request:
+    asked = body.get("temperature")
     if asked is not None and asked != temperature:
         raise Refused(
-            f"temperature must be the run's, {temperature:g} (engine.temperature), got {asked:g}: it is part of the "
-            "policy that is trained. Leave it out",
+            f"temperature must be the run's, {temperature:g} (engine.temperature), got {reprlib.repr(asked)}: it is "
+            "part of the policy that is trained. Leave it out",
             param="temperature",
         )
-    _require_support(body)
-    limits = [name for name in ("max_completion_tokens", "max_tokens") if name in known]
-    most = [value for name in limits if (value := _count(body, name, 1 << 31)) is not None]
-    options = _value(body, "stream_options", dict, "an object") or {}
-    if set(options) - {"include_usage", "include_obfuscation"} or not all(type(v) is bool for v in options.values()):
-        raise Refused("stream_options has include_usage, true or false, and nothing else", param="stream_options")
+    stop = body.get("stop") or ()
+    most = (body.get("max_completion_tokens"), body.get("max_tokens"))
     return Request(
         call=call,
-        choices=_count(body, "n", MAX_CHOICES) or 1,
-        stops=_stops(body.get("stop")),
-        max_tokens=min(most, default=None),
-        logprobs=logprobs,
-        stream=bool(_value(body, "stream", bool, "true or false")),
-        usage=bool(options.get("include_usage")),
+        choices=int(body.get("n") or 1),
+        stops=(stop,) if isinstance(stop, str) else tuple(stop),
+        max_tokens=min((int(value) for value in most if value is not None), default=None),
+        logprobs=body.get("logprobs") not in (None, False) if call.is_chat else body.get("logprobs") is not None,
+        stream=bool(body.get("stream")),
+        usage=bool((body.get("stream_options") or {}).get("include_usage")),
+        calls=bool(call.tools) and body.get("tool_choice") != "none",
     )
 
 
-def _require_support(body: Mapping[str, Any]) -> None:
-    top_p, top_k = _value(body, "top_p", float, "a number"), _value(body, "top_k", int, "a whole number") or 0
-    if top_p is not None and not 0 < top_p <= 1:
-        raise Refused("top_p must be 1", param="top_p")
+def _require(value: Any, schema: Schema, where: str) -> None:
+    """Raises `Refused` at the first place where a value is not what a schema says. Null is as good as missing."""
+    if not _fits(value, schema):
+        words, got = schema["description"], reprlib.repr(value)
+        told = f"cannot be {got}: {words}" if "enum" in schema else f"must be {words}, got {got}"
+        raise Refused(f"{where or 'the body'} {told}", param=where or None)
+    if isinstance(value, list) and "items" in schema:
+        for place, item in enumerate(value):
+            _require(item, schema["items"], f"{where}[{place}]")
+    if isinstance(value, dict):
+        properties, others = schema.get("properties", _ANY), schema.get("additionalProperties", _ANY)
+        for name in schema.get("required", ()):
+            if value.get(name) is None:
+                raise Refused(f"{where}.{name} is missing".lstrip("."), param=f"{where}.{name}".lstrip("."))
+        for name, held in value.items():
+            at = f"{where}.{name}".lstrip(".")
+            if name not in properties and others is False:
+                raise Refused(f"unknown field {at}", code="unknown_parameter", param=at)
+            if name not in properties or held is not None:
+                _require(held, properties.get(name, others), at)
+
+
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "string": (str,), "array": (list,), "object": (dict,), "boolean": (bool,),
+    "integer": (int,), "number": (int, float),
+}  # fmt: skip
+
+
+def _fits(value: Any, schema: Schema) -> bool:
+    """Whether a value is what a schema says of it; what it holds is looked at where there are alternatives."""
+    if "anyOf" in schema:
+        return any(_holds(value, one) for one in schema["anyOf"])
+    if "enum" in schema:
+        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in schema["enum"])
+    if kind := schema.get("type"):
+        whole = kind == "integer" and isinstance(value, float) and value.is_integer()
+        if not (whole or isinstance(value, _KINDS[kind])) or (kind != "boolean" and isinstance(value, bool)):
+            return False
+    size = len(value) if isinstance(value, str | list) else value
+    low = schema.get("minimum", schema.get("minLength", schema.get("minItems")))
+    high = schema.get("maximum", schema.get("maxItems"))
+    return (low is None or size >= low) and (high is None or size <= high)
+
+
+def _holds(value: Any, schema: Schema) -> bool:
     try:
-        require_full_support(SamplingParams(1, (), top_p=1.0 if top_p is None else top_p, top_k=max(top_k, 0)))
-    except ValueError as error:
-        raise Refused(str(error), param="top_k" if top_p in (None, 1) else "top_p") from None
-
-
-def _stops(stop: Any) -> tuple[str, ...]:
-    texts = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else [] if stop is None else [0]
-    if len(texts) > MAX_STOPS or not all(isinstance(text, str) and text for text in texts):
-        raise Refused(f"stop must be a text or up to {MAX_STOPS} of them, none empty", param="stop")
-    return tuple(texts)
+        _require(value, schema, "")
+    except Refused:
+        return False
+    return True
 
 
 def _message(record: Any, where: str) -> Said:
     if not isinstance(record, dict):
         raise Refused(f"{where} is not an object", param=where)
-    role = _ROLES.get(str(record.get("role")))
-    if role is None:
-        raise Refused(f"{where}.role cannot be {_short(record.get('role'))}", param=f"{where}.role")
-    known = {"role", "content", "name"}
-    known |= {"assistant": {"tool_calls", "reasoning_content", "reasoning"}, "tool": {"tool_call_id"}}.get(role, set())
-    for name, value in record.items():
-        if name not in known and value not in (None, [], ""):
-            raise Refused(f"{where}.{name} is not known here, or cannot be said to the policy", param=f"{where}.{name}")
-    calls = record.get("tool_calls") or []
-    if not isinstance(calls, list):
-        raise Refused(f"{where}.tool_calls is not a list", param=f"{where}.tool_calls")
-    content = _content(record.get("content"), where)
-    if content is None and role != "assistant":
-        raise Refused(f"{where}.content is missing", param=f"{where}.content")
+    role = record.get("role")
+    if not isinstance(role, str) or role not in MESSAGES:
+        raise Refused(f"{where}.role cannot be {reprlib.repr(role)}", param=f"{where}.role")
+    _require(record, MESSAGES[role], where)
+    content = record.get("content") or ""
+    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    made = tuple(_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(record.get("tool_calls") or ()))
     thoughts = record.get("reasoning_content", record.get("reasoning"))
-    if thoughts is not None and not isinstance(thoughts, str):
-        raise Refused(f"{where}.reasoning_content is not a text", param=f"{where}.reasoning_content")
-    made = tuple(_call(call, f"{where}.tool_calls[{place}]") for place, call in enumerate(calls))
-    return Said(Message(role, content or "", made), thoughts)
-
-
-def _content(content: Any, where: str) -> str | None:
-    """A text, or parts of one."""
-    if content is None or isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(_is_part(part) for part in content):
-        return "".join(part["text"] for part in content)
-    raise Refused(f"{where}.content is neither a text nor a list of parts of type text", param=f"{where}.content")
-
-
-def _is_part(part: Any) -> bool:
-    return (
-        isinstance(part, dict) and set(part) == {"type", "text"} and part["type"] == "text" and _is_text(part["text"])
-    )
+    who: Any = "system" if role == "developer" else role
+    return Said(Message(who, text, made), thoughts)
 
 
 def _call(record: Any, where: str) -> ToolCall:
@@ -228,37 +307,6 @@ def _call(record: Any, where: str) -> ToolCall:
     if not isinstance(arguments, dict):
         raise Refused(f"{where}.function.arguments is not a JSON object", param=where)
     return ToolCall(name, arguments)
-
-
-def _tool(tool: Any) -> Mapping[str, Any]:
-    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-    if not isinstance(function, dict) or not _is_text(function.get("name")) or not function["name"]:
-        raise Refused("tools are of type function, with a function that has a name", param="tools")
-    return dict(tool)
-
-
-def _count(body: Mapping[str, Any], name: str, most: int) -> int | None:
-    value = _value(body, name, int, "a whole number")
-    if value is not None and not 1 <= value <= most:
-        raise Refused(f"{name} must be between 1 and {most}, got {_short(value)}", param=name)
-    return None if value is None else int(value)
-
-
-def _value(body: Mapping[str, Any], name: str, kind: type, words: str) -> Any:
-    """None where it is missing."""
-    value = body.get(name)
-    fits = isinstance(value, int | float if kind is float else kind) and (kind is bool or not isinstance(value, bool))
-    if value is not None and not fits:
-        raise Refused(f"{name} must be {words}, got {_short(value)}", param=name)
-    return value
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _short(value: Any) -> str:
-    return repr(value)[:60]
 
 
 def _no_number(word: str) -> float:

@@ -1,0 +1,275 @@
+"""What somebody sends to the endpoint: requests drawn from the description that it serves, sound and made wrong.
+
+The oracle for what is sound is a JSON Schema validator that knows nothing of the endpoint's own checks.
+"""
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Sequence
+from functools import cache
+from http.client import HTTPException, HTTPResponse
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from transformers import AutoTokenizer
+
+from afterimage.config import SHIPPED_POLICY, EngineConfig, RolloutConfig
+from afterimage.endpoint import server
+from afterimage.endpoint.agents import AgentRollout
+from afterimage.endpoint.server import Endpoint
+from afterimage.endpoint.session import Session
+from afterimage.engines.scripted import ScriptedEngine
+from afterimage.envs.calculator import TOOL
+from afterimage.envs.chat import Chat
+from afterimage.envs.external import ExternalAgent
+from afterimage.launch.serve import Visitors
+from afterimage.rollout import Speaker
+from fuzz.draws import NESTED, Draws, as_json, require
+
+HANG_S = 20.0
+"""An answer that takes longer is a finding."""
+BODY_S, MAX_BODY = 0.2, 1 << 16
+"""The endpoint's limits, made small enough to be met often."""
+TEMPLATES: Sequence[tuple[str, Any]] = (
+    ("/chat/completions", {
+        "messages": [
+            {"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "u"}]},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function",
+             "function": {"name": "calculate", "arguments": '{"expression": "1"}'}}]},
+            {"role": "tool", "tool_call_id": "1", "content": "1"},
+        ],
+        "tools": [TOOL], "tool_choice": "auto", "n": 2, "stop": ["x"], "max_tokens": 4, "temperature": 1.0,
+        "stream": True, "logprobs": True, "stream_options": {"include_usage": True}, "model": "policy",
+    }),
+    ("/chat/completions", {"messages": [{"role": "user", "content": "one"}], "tools": [TOOL], "tool_choice": "none"}),
+    ("/completions", {"prompt": "one", "stop": "x", "logprobs": 0, "max_tokens": 3, "top_p": 1, "stream": False}),
+    ("/completions", {"prompt": [[5, 6]], "n": 3, "stream": True}),
+)  # fmt: skip
+ONLY_IN_WORDS = (
+    "a system message stands first", "there is nothing to answer", "the chat template cannot write this",
+    "that the tokenizer does not have", "is not a JSON object", "temperature must be the run's", "leaves no room",
+)  # fmt: skip
+"""Refusals of what a schema allows."""
+KEYS = ("one", "two", "three", "a%20b", "%ff", "-unknown")
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+METHODS = (b"HEAD", b"OPTIONS", b"PUT", b"DELETE", b"TRACE", b"get", b"\xff", b"A" * 99)
+PATHS = ("/", "//", "/v1", "/v1/../healthz", "*", "é", "http://[", "/e//v1/models")
+TEXTS = ("one", "", "{}", '{"expression": "1"}', "\ud800", "漢字 🙂 <|im_end|>")
+HEADERS = (
+    "Content-Type: text/plain", "Content-Type: application/x-www-form-urlencoded", "Content-Type: \xff", "X-Episode: é",
+    "Host: [", "Host: a:b:c", "X: a\r\nX-Episode: two", "X: a\nb", "X : y", ": y", "Transfer-Encoding: gzip",
+    "Content-Length: -1", "Content-Length: 5, 6", "Expect: 100-continue", "Upgrade: websocket\r\nConnection: Upgrade",
+    "Cookie: " + "x" * 3000, "X: " + "y" * 70_000, "Authorization: Basic eA==", "Authorization: Bearer é", "X: \x00",
+    "Connection: close", "Accept: nothing/at-all",
+)  # fmt: skip
+
+
+class _World:
+    """An endpoint in a thread of its own, for episodes of any name but those that begin with a dash."""
+
+    def __init__(self) -> None:
+        self.address, self.key, self.failed = ("", 0), "", ""
+        self.schemas: dict[str, Draft202012Validator] = {}
+        self.bodies: dict[str, Any] = {}
+        self._up = threading.Event()
+        server.BODY_S, server.MAX_BODY = BODY_S, MAX_BODY
+        threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True).start()
+        require(self._up.wait(60), f"the endpoint does not open: {self.failed}")
+        status, text = self.send(b"GET", "/openapi.json", self.authorized)
+        described = json.loads(text)
+        require(status == 200, f"no description: {described}")
+        for path, actions in described["paths"].items():
+            if "post" in actions:
+                name = actions["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+                self.bodies[path] = described["components"]["schemas"][name.rpartition("/")[2]]
+                self.schemas[path] = Draft202012Validator(self.bodies[path])
+        self.paths = {path: "post" in actions for path, actions in described["paths"].items()}
+        self.refusal = Draft202012Validator(
+            described["components"]["responses"]["refused"]["content"]["application/json"]["schema"]
+        )
+
+    @property
+    def authorized(self) -> bytes:
+        return f"Authorization: Bearer {self.key}\r\n".encode()
+
+    async def _serve(self) -> None:
+        chat = Chat(AutoTokenizer.from_pretrained(SHIPPED_POLICY), ())
+        engine = ScriptedEngine(_say(chat))
+        await engine.start()
+        await engine.load({}, version=0)
+        await engine.resume()
+        speaker = Speaker(engine, chat, EngineConfig(max_context=512, max_reply_tokens=24))
+        try:
+            async with asyncio.TaskGroup() as calls:
+
+                def find(key: str) -> Session:
+                    return server._unknown(key) if key.startswith("-") else visitors.find(key)  # type: ignore
+
+                async with Endpoint(find=find) as endpoint:
+                    tasks = ExternalAgent(lambda *_: 0.0, ["x"])
+                    rollout = AgentRollout(speaker, tasks, RolloutConfig(max_turns=1 << 30), endpoint=endpoint)
+                    visitors = Visitors(rollout, calls, 0)
+                    host, _, port = endpoint.url.removeprefix("http://").partition(":")
+                    self.address, self.key = (host, int(port)), endpoint.token
+                    self._up.set()
+                    await asyncio.Event().wait()
+        finally:
+            self.failed = "an answer failed with something else than a refusal, and took the episodes with it"
+
+    def send(self, method: bytes, path: str, head: bytes, parts: Sequence[bytes] = (b"",)) -> tuple[int, bytes]:
+        """Status and body of the answer; 0 for a connection closed without one. Without parts the head is cut."""
+        begin = method + b" " + path.encode("latin-1", "replace") + b" HTTP/1.1\r\nHost: x\r\n" + head
+        with socket.create_connection(self.address, timeout=HANG_S) as line:
+            try:
+                for part in (begin + b"\r\n" + parts[0], *parts[1:]) if parts else (begin,):
+                    line.sendall(part)
+            except OSError:
+                pass  # it may answer before it has heard everything
+            answer = HTTPResponse(line, method=method.decode("latin-1"))
+            try:
+                answer.begin()
+                return answer.status, answer.read()
+            except TimeoutError:
+                raise AssertionError("no answer") from None
+            except (HTTPException, ConnectionError):
+                return 0, b""
+
+
+def _say(chat: Chat) -> Any:
+    """A reply that depends on how much was said, and on nothing else."""
+    call = '<tool_call>\n{"name": "calculate", "arguments": {}}\n</tool_call>'
+    words = ("one two three", call, "<tool_call>{", "é🙂")
+    said = [chat._tokenizer.encode(text, add_special_tokens=False) for text in words]
+    return lambda tokens, params: [*said[len(tokens) % len(said)], chat.stop_tokens[0]]
+
+
+@cache
+def world() -> _World:
+    return _World()
+
+
+def drawn(schema: Any, draws: Draws) -> Any:
+    """A value that a schema allows."""
+    for several in ("anyOf", "oneOf", "enum"):
+        if several in schema:
+            chosen = draws.choice(schema[several])
+            return chosen if several == "enum" else drawn(chosen, draws)
+    match schema.get("type"):
+        case "object":
+            wanted = [name for name in schema["properties"] if name in schema["required"] or not draws.number(7)]
+            return {name: drawn(schema["properties"][name], draws) for name in wanted}
+        case "array":
+            least = schema.get("minItems", 0)
+            many = least + draws.number(1 + min(3, schema.get("maxItems", 9) - least))
+            return [drawn(schema["items"], draws) for _ in range(many)]
+        case "string":
+            return draws.choice((*TEXTS, draws.text())) or "x" * schema.get("minLength", 0)
+        case "integer":
+            low, high = schema.get("minimum", -9), schema.get("maximum", 9)
+            return draws.choice((low, low + draws.number(4) if low + 4 <= high else low, min(high, 64), float(low)))
+        case "number":
+            return draws.choice((1, 1.0))
+        case "boolean":
+            return bool(draws.number(2))
+        case "null":
+            return None
+    return draws.json()
+
+
+def endpoint(data: bytes) -> None:
+    draws, at = Draws(data), world()
+    path = draws.choice(sorted(at.paths))
+    body = drawn(at.bodies[path], draws) if at.paths[path] else None
+    if draws.number(2):
+        suffix, body = draws.choice(TEMPLATES)
+        path = draws.choice([path for path in sorted(at.schemas) if path.endswith(f"v1{suffix}")])
+    for _ in range(draws.choice((0, 1, 1, 2))):
+        body = draws.changed(body)
+    text = as_json(body).encode() if body is not None else b""
+    method, key = (b"POST" if at.paths[path] else b"GET"), draws.choice(KEYS)
+    sound, valid = True, path in at.schemas and "NaN" not in text.decode() and "Infinity" not in text.decode()
+    fault = draws.number(24)
+    match fault:
+        case 1:
+            text, sound = draws.damaged(text), False
+        case 2:
+            text, sound = draws.choice((*[each.encode() for each in NESTED], b"\xff\xfe", b"", b"[]", b" " * 9)), False
+        case 3:
+            body = {"user": 0} | body if isinstance(body, dict) else body
+            text = as_json(body).encode().replace(b'"user": 0', b'"user": ' + draws.choice(NESTED).encode())
+            sound = False
+        case 4:
+            method, sound = draws.choice(METHODS), False
+        case 5:
+            path, sound = draws.choice((*PATHS, f"{path}/", f"/{draws.text()}")), False
+    head = at.authorized
+    match fault:
+        case 6:
+            head, sound = draws.choice((b"", b"Authorization: Bearer no\r\n", at.authorized[:-5] + b"\r\n")), False
+        case 7 | 8:
+            head, sound = head + draws.choice(HEADERS).encode("latin-1") + b"\r\n", False
+    parts, head, whole = _framed(draws, text, head)
+    where = path
+    if "{episode}" in path:
+        path = path.replace("{episode}", key)
+    elif draws.number(2):
+        head += b"X-Episode: " + key.encode() + b"\r\n"
+    else:
+        key = ""
+    status, told = at.send(method, path, head, parts)
+    require(not at.failed, at.failed)
+    _check(status, told, silent=method == b"HEAD" or not whole)
+    if sound and whole and key != "-unknown" and where in at.schemas:
+        _check_sound(at, where, body, (status, told, valid))
+
+
+def _framed(draws: Draws, text: bytes, head: bytes) -> tuple[Sequence[bytes], bytes, bool]:
+    """How a body travels, and whether it arrives as it is."""
+    size = b"Content-Length: %d\r\n"
+    match draws.number(60):
+        case 1:
+            return (text, b""), head + size % (len(text) + 9), False  # never comes to its end
+        case 2:
+            return (text,), head + size % (len(text) // 2), False
+        case 3:
+            return (text + b" " * (MAX_BODY + 1),), head + size % (len(text) + MAX_BODY + 1), False
+        case 4:
+            return (text,), head, False
+        case 5:
+            return (b"%x\r\n" % (len(text) + 3) + text + b"\r\n0\r\n\r\n",), head + CHUNKED, False
+        case 6:
+            return (), head[: draws.number(len(head) + 1)], False  # never comes to its body
+        case 7 | 8:
+            cut = len(text) // 2
+            chunks = [b"%x\r\n" % len(part) + part + b"\r\n" for part in (text[:cut], text[cut:]) if part]
+            return (*chunks, b"0\r\n\r\n"), head + CHUNKED, True
+        case 9 | 10:
+            return (text[:5], text[5:]), head + size % len(text), True
+    return (text,), head + size % len(text), True
+
+
+def _check(status: int, told: bytes, *, silent: bool) -> None:
+    """What every answer keeps. Who does not say all may get none."""
+    if silent and (status in (0, 200) or not told):
+        return
+    require(status == 200 or 400 <= status < 500, f"status {status}: {told[:300]!r}")
+    if status != 200:
+        refused = json.loads(told)
+        require(world().refusal.is_valid(refused) and refused["error"]["message"], f"no words: {told[:300]!r}")
+
+
+def _check_sound(at: _World, path: str, body: Any, heard: tuple[int, bytes, bool]) -> None:
+    """The description and the endpoint agree."""
+    status, told, valid = heard
+    if not valid or not at.schemas[path].is_valid(body):
+        require(400 <= status < 500, f"{path} answers what its description forbids: {as_json(body)[:600]}")
+    elif status != 200:
+        words = json.loads(told)["error"]["message"]
+        allowed = any(known in words for known in ONLY_IN_WORDS)
+        require(allowed, f"{path} refuses what its description allows: {words}: {as_json(body)[:600]}")
+    elif body.get("stream"):
+        require(told.endswith(b"data: [DONE]\n\n") and b'data: {"error"' not in told, f"a stream that broke: {told!r}")
+    else:
+        require(len(json.loads(told)["choices"]) == int(body.get("n") or 1), f"other choices: {told[:300]!r}")
