@@ -69,8 +69,11 @@ MAX_SKIPPED = 100_000
 
 ADAPTERS = {
     "gymnasium": ("afterimage.envs.gymnasium_text", "GymnasiumTasks"),
+    "openenv": ("afterimage.envs.openenv", "OpenEnvTasks"),
     "reasoning-gym": ("afterimage.envs.reasoning_gym", "ReasoningGymTasks"),
+    "tau2": ("afterimage.envs.tau2", "Tau2Tasks"),
     "textarena": ("afterimage.envs.textarena", "TextArenaTasks"),
+    "verifiers": ("afterimage.envs.verifiers", "VerifiersTasks"),
 }
 """Task sets of other libraries, each an extra of that name: what stands behind the colon is theirs to read."""
 
