@@ -291,7 +291,7 @@ def build_taskset(config: TaskConfig) -> Taskset:
     try:
         factory = getattr(importlib.import_module(file or module), adapter or name)
     except (ImportError, AttributeError) as error:
-        hint = f" (pip install 'afterimage[{module}]')" if adapter else ""
+        hint = f" (pip install 'afterimage[{module}]')" if adapter and isinstance(error, ModuleNotFoundError) else ""
         raise ConfigError(f"task.env {config.env!r} cannot be made: {error}{hint}") from error
     made: Taskset = factory(name) if adapter else factory()
     return made

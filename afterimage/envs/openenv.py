@@ -8,12 +8,10 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
-
-from openenv.core import GenericEnvClient
-from websockets.exceptions import WebSocketException
 
 from afterimage.config import ConfigError
 from afterimage.envs import EnvError, Message, Numbered, ToolCall, Turn
@@ -37,6 +35,10 @@ class OpenEnvTasks(Numbered):
     def __init__(self, url: str, *, instructions: str = "", timeout_s: float = 60.0, **options: Any) -> None:
         self.name, self.url, self.options = f"openenv:{url}", url, options
         self.instructions, self.timeout_s = instructions, timeout_s
+        try:
+            self.session = session_class()
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"{self.name} needs {error.name}: pip install 'afterimage[openenv]'") from error
         try:
             schema = self._ask("/schema")["action"]
             listed = self._ask("/mcp", {"jsonrpc": "2.0", "method": "tools/list", "params": {}, "id": 1})
@@ -116,7 +118,7 @@ class OpenEnv:
     def __init__(self, tasks: OpenEnvTasks, seed: int) -> None:
         self._tasks, self._seed = tasks, seed
         self._state, self._total = "new", 0.0
-        self._session = Session(tasks.url, connect_timeout_s=_WAIT_S, message_timeout_s=tasks.timeout_s)
+        self._session = tasks.session(tasks.url, connect_timeout_s=_WAIT_S, message_timeout_s=tasks.timeout_s)
 
     async def begin(self) -> Turn:
         if self._state != "new":
@@ -180,7 +182,7 @@ class OpenEnv:
         """What the server or the way to it does is the environment's fault."""
         try:
             yield
-        except (OSError, RuntimeError, ValueError, WebSocketException) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise EnvError(f"{self._tasks.url}: {str(error) or type(error).__name__}") from error
 
     async def close(self) -> None:
@@ -189,15 +191,29 @@ class OpenEnv:
             await self._session.close()
 
 
-class Session(GenericEnvClient):
-    """One connection. A lost one is not made again: its environment is gone with it."""
+@cache
+def session_class() -> Any:
+    """OpenEnv's client, imported when it is needed: what stands above has to be there without it."""
+    from openenv.core import GenericEnvClient
+    from websockets.exceptions import WebSocketException
 
-    _begun = False
+    class Session(GenericEnvClient):
+        """One connection. A lost one is not made again: its environment is gone with it."""
 
-    async def _connect_async(self) -> Any:
-        before = self._ws
-        await super()._connect_async()
-        if self._begun and self._ws is not before:
-            raise ConnectionError("the connection was lost, and the session with it")
-        self._begun = True
-        return self
+        _begun = False
+
+        async def _connect_async(self) -> Any:
+            before = self._ws
+            await super()._connect_async()
+            if self._begun and self._ws is not before:
+                raise ConnectionError("the connection was lost, and the session with it")
+            self._begun = True
+            return self
+
+        async def _send_and_receive(self, message: Any) -> Any:
+            try:
+                return await super()._send_and_receive(message)
+            except WebSocketException as error:
+                raise ConnectionError(str(error)) from error
+
+    return Session

@@ -36,7 +36,7 @@ try:
     from tau2.user.user_simulator_base import STOP, TRANSFER, HalfDuplexUser
     from tau2.utils import DATA_DIR
 except ImportError as error:
-    raise ConfigError(
+    raise ImportError(
         f"tau2:<domain> needs tau2-bench from its source ({error}): pip install ./tau2-bench, Python 3.12 or 3.13; "
         "`tau2` in package registries is another project"
     ) from error
@@ -187,7 +187,7 @@ class LiveEnv(Tau2Env):
 _KINDS = {"assistant": AssistantMessage, "tool": ToolMessage, "user": UserMessage}
 
 
-class Policy(HalfDuplexAgent[None]):  # type: ignore[misc]
+class Policy(HalfDuplexAgent[None]):
     """tau2's agent: it says what the policy has said."""
 
     says: AssistantMessage
@@ -201,7 +201,7 @@ class Policy(HalfDuplexAgent[None]):  # type: ignore[misc]
         return self.says, None
 
 
-class Script(HalfDuplexUser[None]):  # type: ignore[misc]
+class Script(HalfDuplexUser[None]):
     """A user without a model. It reads out what its task tells it, does on its phone what a message names, with the
     task's arguments, and agrees to anything else. It hangs up after two messages that no call stands between."""
 
