@@ -1,6 +1,6 @@
 """Promises of the OpenEnv adapter, with the library and real servers (`make test-adapters`): text, fields and MCP tools
 become actions; several episodes at once are sessions of their own, let go when they end; what the server refuses is the
-policy's fault, what breaks is the environment's; a server that died is no other episode; the command of the docs runs."""
+policy's fault, what breaks is the environment's; a server that died is no other episode; the docs' command runs."""
 
 import asyncio
 import socket
