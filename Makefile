@@ -3,8 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: setup demo test test-engines check base-policy bench bench-demo bench-retail bench-compare bench-routes bench-audit bench-resume \
-	bench-endpoint chaos report fuzz
+.PHONY: setup demo test test-engines test-adapters check base-policy bench bench-demo bench-retail bench-compare \
+	bench-routes bench-audit bench-resume bench-endpoint chaos report fuzz
 
 setup: .venv/.ready
 
@@ -29,6 +29,24 @@ test-engines: .venv-engines/.ready
 	$(PYTHON) -m venv .venv-engines
 	.venv-engines/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	.venv-engines/bin/pip install --quiet --disable-pip-version-check --no-deps -r constraints-engines.txt
+	touch $@
+
+# Minutes, and 1 GB on the disk: libraries that want environments of their own, each with .venv behind it. tau2-bench is no
+# package: make test-adapters TAU2=<folder of its source>.
+ADAPTERS := openenv verifiers $(if $(TAU2),tau2)
+PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+test-adapters: $(ADAPTERS:%=.venv-adapters/%/.ready)
+	set -e; for name in $(ADAPTERS); do \
+		TAU2_DATA_DIR=$(TAU2)/data .venv-adapters/$$name/bin/python -m pytest tests/adapters/test_$$name.py; done
+
+.venv-adapters/%/.ready: .venv/.ready constraints-adapters.txt
+	$(PYTHON) -m venv .venv-adapters/$*
+	$(BIN)/python $(PURELIB) > $$(.venv-adapters/$*/bin/python $(PURELIB))/shared.pth
+	test $* = tau2 || .venv-adapters/$*/bin/pip install --quiet --disable-pip-version-check -c constraints-adapters.txt $* uv
+	test $* != tau2 || $(BIN)/python -c 'import tomllib; print(*tomllib.load(open("$(TAU2)/pyproject.toml", "rb"))\
+	["project"]["dependencies"], sep="\n")' > .venv-adapters/requirements.txt
+	test $* != tau2 || .venv-adapters/tau2/bin/pip install --quiet --disable-pip-version-check -r .venv-adapters/requirements.txt
+	test $* != tau2 || .venv-adapters/tau2/bin/pip install --quiet --no-deps --ignore-requires-python $(TAU2)
 	touch $@
 
 check: setup

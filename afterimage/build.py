@@ -72,8 +72,11 @@ MAX_SKIPPED = 100_000
 
 ADAPTERS = {
     "gymnasium": ("afterimage.envs.gymnasium_text", "GymnasiumTasks"),
+    "openenv": ("afterimage.envs.openenv", "OpenEnvTasks"),
     "reasoning-gym": ("afterimage.envs.reasoning_gym", "ReasoningGymTasks"),
+    "tau2": ("afterimage.envs.tau2", "Tau2Tasks"),
     "textarena": ("afterimage.envs.textarena", "TextArenaTasks"),
+    "verifiers": ("afterimage.envs.verifiers", "VerifiersTasks"),
 }
 """Task sets of other libraries, each an extra of that name: what stands behind the colon is theirs to read."""
 
@@ -290,7 +293,7 @@ def build_taskset(config: TaskConfig) -> Taskset:
     try:
         factory = getattr(importlib.import_module(file or module), adapter or name)
     except (ImportError, AttributeError) as error:
-        hint = f" (pip install 'afterimage[{module}]')" if adapter else ""
+        hint = f" (pip install 'afterimage[{module}]')" if adapter and isinstance(error, ModuleNotFoundError) else ""
         raise ConfigError(f"task.env {config.env!r} cannot be made: {error}{hint}") from error
     made: Taskset = factory(name) if adapter else factory()
     return made

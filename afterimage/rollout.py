@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from afterimage.config import EngineConfig, RolloutConfig
 from afterimage.engines import AS_ALWAYS, Engine, Manner, SamplingParams
-from afterimage.envs import Env, Pretending, Resumable, Taskset, Turn, combined
+from afterimage.envs import Closing, Env, Pretending, Resumable, Taskset, Turn, combined
 from afterimage.envs.chat import Chat
 from afterimage.trajectory import (
     Failure,
@@ -241,6 +241,9 @@ class Rollout:
                 script.page.ended(trajectory)
                 self._outcomes.append(True)
                 return trajectory
+            finally:
+                if isinstance(script.env, Closing):
+                    await script.env.close()
 
     async def _attempt(self, script: "_Script", task: Task, seeds: tuple[int, int]) -> Trajectory:
         """begin, then reply and step by turns, until the environment or a limit ends it."""
@@ -248,7 +251,7 @@ class Rollout:
         chat, timeout_s = self.speaker.chat, self.config.timeout_s
         turn_rewards: list[float] = []
         async with stage("begin", timeout_s):
-            env = self.taskset.env(task, env_seed)
+            env = script.env = self.taskset.env(task, env_seed)
             turn = await script.resume(env, turn_rewards)
             if turn is None:
                 turn = await env.begin()
@@ -341,6 +344,7 @@ class _Script:
         self.pieces: list[Piece] = []
         self.past = past
         self.begin: Begin = Unwritten
+        self.env: Env | None = None
         self.branches: list[_Script] = []
         """What else is said in the attempt, in contexts of its own."""
         self._recorded = deque(past.pieces if past else ())

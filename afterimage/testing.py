@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from afterimage.adapters import Lora
 from afterimage.checkpoint import Checkpoints, Stand
 from afterimage.engines import REQUIRED_COUNTERS, Engine, EngineDied, Reply, SamplingParams
-from afterimage.envs import Message, Taskset, ToolCall, Turn, combined
+from afterimage.envs import Closing, Message, Taskset, ToolCall, Turn, combined
 from afterimage.old_logps import Needs, OldLogps, has_clean_behavior
 from afterimage.policy import DTYPES, Policy
 from afterimage.trajectory import Batch, Credited, Given, Open, Piece, Sampled, Task, Trajectory, collate, walk
@@ -490,6 +490,8 @@ async def _play(taskset: Taskset, task: Task, seed: int, max_turns: int) -> list
         if turns[-1].done:
             break
         turns.append(combined(taskset, await env.step(NOISE[(seed + number) % len(NOISE)])))
+    if isinstance(env, Closing):
+        await env.close()
     for turn in turns:
         assert turn.done or turn.messages, f"{task.key}: a turn without messages that is not done leaves nothing to say"
         roles = {message.role for message in turn.messages}

@@ -8,6 +8,7 @@ import shlex
 import sys
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from afterimage import cli
 from afterimage.build import ADAPTERS, build_taskset
 from afterimage.config import ConfigError, TaskConfig
-from afterimage.envs import Message, Taskset, Turn
+from afterimage.envs import Message, Taskset, Turn, openenv
 from afterimage.testing import check_env
 
 NAMES = ("reasoning-gym:chain_sum", "gymnasium:FrozenLake-v1", "textarena:GuessTheNumber-v0")
@@ -70,13 +71,47 @@ def test_what_cannot_be_played_is_refused(monkeypatch: pytest.MonkeyPatch, name:
         build_taskset(TaskConfig(env=name))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "openenv:http://127.0.0.1:1", "verifiers:sums"])
 def test_a_library_that_is_missing_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     library = name.partition(":")[0]
     monkeypatch.setitem(sys.modules, library.replace("-", "_"), None)
     monkeypatch.delitem(sys.modules, ADAPTERS[library][0], raising=False)
+    openenv.session_class.cache_clear()
     with pytest.raises(ConfigError, match=rf"pip install 'afterimage\[{library}\]'"):
         build_taskset(TaskConfig(env=name))
+
+
+def test_another_package_called_tau2_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no extra installs it."""
+    monkeypatch.setitem(sys.modules, "tau2", ModuleType("tau2"))
+    monkeypatch.delitem(sys.modules, ADAPTERS["tau2"][0], raising=False)
+    with pytest.raises(ConfigError, match=r"from its source .*pip install ./tau2-bench.*is another project$"):
+        build_taskset(TaskConfig(env="tau2:retail"))
+
+
+def test_what_openenv_asks_for_becomes_a_tool_or_a_text() -> None:
+    text, number = {"type": "string"}, {"type": "integer"}
+    schemas = (
+        {"said": text},
+        {"said": text, "times": number},
+        {"times": number},
+        {"said": text | {"pattern": "a+"}},
+        {},
+    )
+    assert [openenv.only_text({"properties": fields}) for fields in schemas] == ["said", "", "", "", ""]
+    schema = {"type": "object", "properties": {"times": number, "metadata": {}}, "required": ["times"]}
+    assert openenv.plain(schema) == {**schema, "properties": {"times": number}}
+    told = {"name": "add", "description": None, "inputSchema": schema}
+    function = {"name": "add", "description": "", "parameters": schema}
+    assert openenv.as_tool(told) == {"type": "function", "function": function}
+    assert openenv.as_tool({"name": "wait"})["function"]["parameters"] == {"type": "object", "properties": {}}
+    for observation, read in (
+        ({"text": "hello", "place": None, "metadata": {"x": 1}}, "hello"),
+        ({"text": "hello", "place": 0}, '{"text": "hello", "place": 0}'),
+        ({"tool_name": "add", "result": {"data": 5, "is_error": False}}, "5"),
+        ({"tool_name": "add", "result": None, "error": {"message": "no such tool"}}, "Error: no such tool"),
+    ):
+        assert openenv.seen(observation) == read
 
 
 def test_a_puzzle_is_scored_by_its_library() -> None:

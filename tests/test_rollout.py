@@ -127,6 +127,32 @@ def test_turn_and_context_limits_end_an_episode_without_reward() -> None:
     assert by_room.stop == "max_tokens" and by_room.reward == 0.0
 
 
+class Held(Env):
+    """Holds something outside, and has to be told that it is over."""
+
+    async def close(self) -> None:
+        self.heard.append("closed")
+
+
+@pytest.mark.parametrize(
+    ("script", "rooms"),
+    [
+        ([says("hi"), over()], {}),
+        ([says("hi")] + [says("more")] * 9, {"max_turns": 1}),
+        ([says("hi"), EnvError("broken")], {"retries": 0}),
+        ([EnvError("broken")], {"retries": 0}),
+    ],
+)
+def test_an_environment_lets_go_however_its_episode_ends(
+    monkeypatch: pytest.MonkeyPatch, script: list[Turn | Exception], rooms: dict[str, int]
+) -> None:
+    tasks = Tasks()
+    env = Held(script, tasks.heard)
+    monkeypatch.setattr(tasks, "env", lambda task, seed: env)
+    play(tasks, **rooms)
+    assert tasks.heard.count("closed") == 1 and tasks.heard[-1] == "closed"
+
+
 def test_an_interrupted_reply_continues_from_its_own_tokens_under_the_next_version() -> None:
     script = list(map(ord, "abcdef."))
     asked: list[tuple[str, int]] = []

@@ -1,6 +1,6 @@
 """Environments pose tasks, answer replies and judge episodes. They speak messages; `chat.py` makes tokens of them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from random import Random
@@ -8,6 +8,9 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from afterimage.trajectory import Task
+
+_A_SEED = 10**9
+"""Numbers of tasks that a seed has for itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,15 @@ class Pretending(Protocol):
     replaying: bool
 
 
+@runtime_checkable
+class Closing(Protocol):
+    """An environment that holds something outside of it, to be let go however its episode ends."""
+
+    async def close(self) -> None:
+        """Raises nothing, and takes no longer than a few seconds."""
+        ...
+
+
 class Taskset(Protocol):
     """Where tasks come from, and the environment that poses each."""
 
@@ -110,7 +122,7 @@ class Numbered:
     name: str
 
     def train(self, seed: int) -> Iterator[Task]:
-        return (Task(self.name, "train", index) for index in count(seed * 10**9))
+        return (Task(self.name, "train", index) for index in count(seed * _A_SEED))
 
     def held_out(self, count: int) -> list[Task]:
         return [Task(self.name, "held_out", index) for index in range(count)]
@@ -119,6 +131,29 @@ class Numbered:
     def seed_of(task: Task) -> int:
         """31 bits; odd for training tasks, even for others."""
         return 2 * Random(task.key).getrandbits(30) + (task.split == "train")
+
+
+class Listed:
+    """The tasks of a task set that has a list of what it poses, for each split."""
+
+    name: str
+    posed: Mapping[str, Sequence[Any]]
+
+    def train(self, seed: int) -> Iterator[Task]:
+        """All tasks in another order each time round; each time under other numbers."""
+        number = len(self.posed["train"])
+        for begin in range(0, _A_SEED - number, number):
+            order = Random(f"{self.name}/{seed}/{begin}").sample(range(number), number)
+            yield from (Task(self.name, "train", seed * _A_SEED + begin + place) for place in order)
+
+    def held_out(self, count: int) -> list[Task]:
+        """The first of those given; fewer if there are no more."""
+        return [Task(self.name, "held_out", index) for index in range(min(count, len(self.posed["held_out"])))]
+
+    def posed_by(self, task: Task) -> Any:
+        """What stands in the list."""
+        posed = self.posed[task.split]
+        return posed[task.index % _A_SEED % len(posed)]
 
 
 @runtime_checkable

@@ -4,14 +4,13 @@ import asyncio
 import inspect
 import math
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from numbers import Real
-from random import Random
 from types import MappingProxyType
 from typing import Any
 
-from afterimage.envs import EnvError, Turn
+from afterimage.envs import EnvError, Listed, Turn
 from afterimage.trajectory import Task
 
 Verdict = float | Mapping[str, float]
@@ -19,10 +18,8 @@ Verdict = float | Mapping[str, float]
 Agent = Callable[[str, Any, int, str], Awaitable[Verdict] | Verdict]
 """`(base_url, task, seed, api_key)` -> what it was worth. A plain function gets a thread of its own."""
 
-_A_SEED = 10**9
 
-
-class ExternalAgent:
+class ExternalAgent(Listed):
     """A task set whose episodes `agent` runs by itself. `tasks` and `held_out` are whatever it is to get as `task`.
 
     `timeout_s` is for a whole episode; what the agent may take between two calls is `rollout.timeout_s`. At most
@@ -48,24 +45,12 @@ class ExternalAgent:
             raise ValueError(f"concurrency must be >= 1, got {concurrency}")
         self.name = name
         self._agent = agent
-        self._tasks = {"train": tasks, "held_out": held_out}
+        self.posed = {"train": tasks, "held_out": held_out}
         self._timeout_s = timeout_s
         self._slots = asyncio.Semaphore(concurrency)
 
-    def train(self, seed: int) -> Iterator[Task]:
-        """All tasks in another order each time round; each time under other numbers."""
-        number = len(self._tasks["train"])
-        for begin in range(0, _A_SEED - number, number):
-            order = Random(f"{self.name}/{seed}/{begin}").sample(range(number), number)
-            yield from (Task(self.name, "train", seed * _A_SEED + begin + place) for place in order)
-
-    def held_out(self, count: int) -> list[Task]:
-        """The first of those given; fewer if there are no more."""
-        return [Task(self.name, "held_out", index) for index in range(min(count, len(self._tasks["held_out"])))]
-
     def env(self, task: Task, seed: int) -> "ExternalEnv":
-        posed = self._tasks[task.split]
-        return ExternalEnv(self._agent, (posed[task.index % _A_SEED % len(posed)], seed), self._slots, self._timeout_s)
+        return ExternalEnv(self._agent, (self.posed_by(task), seed), self._slots, self._timeout_s)
 
 
 class ExternalEnv:
