@@ -31,7 +31,7 @@ async def agent(base_url: str, task: Task, seed: int, api_key: str) -> dict[str,
         {"role": "system", "content": system_text(DESK.level)},
         {"role": "user", "content": customer.opening()},
     ]
-    http = openai.DefaultAsyncHttpxClient(verify=False)  # the address is local: certificates need not be read
+    http = openai.DefaultAsyncHttpxClient(verify=False, timeout=None)  # on loopback: no certificates are read
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, http_client=http) as client:
         while not customer.gone and "hand_over" not in desk.writes:
             completion = await client.chat.completions.create(model="policy", messages=messages, tools=DESK.tools)
