@@ -69,9 +69,9 @@ def learnt(runs: Path, seeds: list[int]) -> list[str]:
 def recorded(runs: Path, seeds: list[int]) -> list[str]:
     """What the journals of the agent's runs hold."""
     lines = [
-        "| seed | episodes trained on | calls answered | tokens sampled in them | with exact old logits | forks "
-        "| calls that are none, handed out as text | found wrong in the journal |",
-        "|---|---|---|---|---|---|---|---|",
+        "| seed | episodes trained on | attempts begun again | calls answered | tokens sampled in them "
+        "| with exact old logits | forks | calls that are none, handed out as text | found wrong in the journal |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for seed in seeds:
         folder = runs / f"{NAMES[AGENT]}-seed{seed}"
@@ -83,12 +83,13 @@ def recorded(runs: Path, seeds: list[int]) -> list[str]:
         with Journal.read(folder) as reader:
             wrong = len(check(reader))
             trained = [one for row in steps for group in reader.consumed(row["step"]) for one in group.trajectories]
+        again = sum(event["kind"] == "episode_failed" for event in RunFolder(folder).rows("events.jsonl"))
         calls, broken = sum(one.num_turns for one in trained), 0
         for one in trained:
             said = [chat.text(piece.tokens) for piece in one.sampled]
             broken += sum(any(call.error for call in chat.read(text).tool_calls) for text in said)
         lines.append(
-            f"| {seed} | {len(trained):,} | {calls:,} | {sum(one.num_sampled for one in trained):,} | {exact:.0%} | "
+            f"| {seed} | {len(trained):,} | {again} | {calls:,} | {sum(one.num_sampled for one in trained):,} | {exact:.0%} | "
             f"{sum(len(one.branches) for one in trained)} | {broken} | {wrong} |"
         )
     return lines
