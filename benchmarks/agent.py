@@ -89,8 +89,8 @@ def recorded(runs: Path, seeds: list[int]) -> list[str]:
             said = [chat.text(piece.tokens) for piece in one.sampled]
             broken += sum(any(call.error for call in chat.read(text).tool_calls) for text in said)
         lines.append(
-            f"| {seed} | {len(trained):,} | {again} | {calls:,} | {sum(one.num_sampled for one in trained):,} | {exact:.0%} | "
-            f"{sum(len(one.branches) for one in trained)} | {broken} | {wrong} |"
+            f"| {seed} | {len(trained):,} | {again} | {calls:,} | {sum(one.num_sampled for one in trained):,} | "
+            f"{exact:.0%} | {sum(len(one.branches) for one in trained)} | {broken} | {wrong} |"
         )
     return lines
 
