@@ -15,6 +15,7 @@ import subprocess
 import sys
 from datetime import date
 from pathlib import Path
+from statistics import median
 
 from demo import CONSOLE, RESULTS, finished, graded, read
 
@@ -32,10 +33,11 @@ ROOT = Path(__file__).parent.parent
 
 def train(env: str, folder: Path, *options: str) -> None:
     """The recipe, from the command line, and the processor seconds that all of it took."""
-    before = _processor_s()
+    before, code = _processor_s(), commit()
     command = [sys.executable, "-m", "afterimage.cli", "train", "retail", "--task.env", env, *options]
     subprocess.run([*command, "--runs", str(folder.parent.resolve()), "--name", folder.name], check=True, cwd=ROOT)
     (folder / "processor.json").write_text(json.dumps(_processor_s() - before))
+    (folder / "commit").write_text(code)
 
 
 def _processor_s() -> float:
@@ -48,8 +50,8 @@ def learnt(runs: Path, seeds: list[int]) -> list[str]:
     """One line a seed."""
     lines = [
         "| seed | base policy | the agent, trained | the desk's own environment, trained | minutes | steps "
-        "| tokens by lag 0 / 1 / 2 | trajectories of several versions | staleness seen / bound |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| tokens by lag 0 / 1 / 2 | trajectories of several versions | staleness seen / bound | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for seed in seeds:
         folder, beside = (runs / f"{name}-seed{seed}" for name in NAMES.values())
@@ -61,7 +63,8 @@ def learnt(runs: Path, seeds: list[int]) -> list[str]:
         native = graded(read(seed, beside).trained) if finished(beside) else "not run"
         lines.append(
             f"| {seed} | {graded(one.base)} | {graded(one.trained)} | {native} | {one.minutes:.1f} | {one.steps} | "
-            f"{shares} | {one.mixed:.0%} | {one.staleness[0]} / {one.staleness[1]} |"
+            f"{shares} | {one.mixed:.0%} | {one.staleness[0]} / {one.staleness[1]} | "
+            f"{(folder / 'commit').read_text()} |"
         )
     return lines
 
@@ -109,7 +112,7 @@ def pace(runs: Path, turns: int) -> list[str]:
             used = json.loads((folder / "processor.json").read_text())
             figures.append((60 * (len(steps) - 1) / took, tokens / took, used / len(steps)))
         if figures:
-            columns = [sorted(column)[len(column) // 2] for column in zip(*figures, strict=True)]
+            columns = [median(column) for column in zip(*figures, strict=True)]
             lines.append(f"| {name} | {columns[0]:.1f} | {columns[1]:.0f} | {columns[2]:.1f} |")
     return lines
 
@@ -124,7 +127,8 @@ def table(runs: Path, chosen: argparse.Namespace, command: str) -> str:
         "",
         *learnt(runs, chosen.seeds),
         "",
-        "Minutes are those of the agent's run, its two evaluations included.",
+        "Minutes are those of the agent's run, its two evaluations included. The desk's own environment, on more seeds: "
+        "`make bench-demo`.",
         "",
         "What the journal holds of the agent's calls:",
         "",
