@@ -127,7 +127,7 @@ def table(runs: Path, chosen: argparse.Namespace, command: str) -> str:
         "",
         *learnt(runs, chosen.seeds),
         "",
-        "Minutes are those of the agent's run, its two evaluations included. The desk's own environment, on more seeds: "
+        "Minutes are those of the agent's run, its two evaluations included. The desk's own environment on more seeds: "
         "`make bench-demo`.",
         "",
         "What the journal holds of the agent's calls:",
