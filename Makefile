@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: setup demo test test-engines test-adapters check base-policy bench bench-demo bench-retail bench-compare \
+.PHONY: setup demo test test-engines test-adapters check base-policy bench bench-agent bench-demo bench-retail bench-compare \
 	bench-routes bench-audit bench-resume bench-endpoint chaos report fuzz
 
 setup: .venv/.ready
@@ -62,6 +62,10 @@ bench: bench-retail bench-demo
 
 bench-demo: setup
 	$(BIN)/python benchmarks/demo.py
+
+# An agent of the OpenAI SDK through the endpoint, beside the desk's own environment: half an hour.
+bench-agent: setup
+	$(BIN)/python benchmarks/agent.py
 
 bench-retail: setup
 	$(BIN)/python benchmarks/retail_degenerate.py

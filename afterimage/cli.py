@@ -31,6 +31,8 @@ CUT_SHORT = 130
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `afterimage`. Leaves with 0, 1 (the run failed), 2 (the command cannot be right) or 130."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if "" not in sys.path:
+        sys.path.append("")  # a module that task.env names may lie in the current folder
     try:
         chosen = _parser(given).parse_args(given)
         chosen.given = given

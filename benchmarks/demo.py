@@ -115,9 +115,9 @@ def table(outcomes: list[Outcome], command: str) -> str:
     for outcome in outcomes:
         lags = sum(outcome.lags.values())
         shares = " / ".join(f"{outcome.lags.get(lag, 0) / lags:.0%}" for lag in ("0", "1", "2"))
-        beside = "not run" if outcome.control is None else _graded(outcome.control)
+        beside = "not run" if outcome.control is None else graded(outcome.control)
         lines.append(
-            f"| {outcome.seed} | {_graded(outcome.base)} | {_graded(outcome.trained)} | {beside} | "
+            f"| {outcome.seed} | {graded(outcome.base)} | {graded(outcome.trained)} | {beside} | "
             f"{outcome.minutes:.1f} | {outcome.steps} | {shares} | {outcome.mixed:.0%} | "
             f"{outcome.staleness[0]} / {outcome.staleness[1]} |"
         )
@@ -129,7 +129,7 @@ def table(outcomes: list[Outcome], command: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _graded(success: float, tasks: int = 256) -> str:
+def graded(success: float, tasks: int = 256) -> str:
     low, high = wilson(round(success * tasks) / tasks, tasks)
     return f"{success:.1%} ({low:.0%} to {high:.0%})"
 

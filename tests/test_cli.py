@@ -1,6 +1,7 @@
 """Promises: every mistake a user can make on the command line is one line, names the nearest words, and exits with 2
 before anything is trained; knobs reach the config; help is the docstring under the field."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,16 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], says: str
 ) -> None:
     assert says in complaint(capsys, *arguments)
+
+
+def test_a_module_in_the_current_folder_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "beside_the_user.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    told = complaint(capsys, "train", "retail", "--task.env", "beside_the_user:desk")
+    assert "module 'beside_the_user' has no attribute 'desk'" in told
 
 
 @pytest.mark.parametrize(

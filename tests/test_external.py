@@ -474,6 +474,7 @@ def test_a_run_trains_on_it(tmp_path: Path, tasks: str) -> None:
     assert last["old_logps/exact_fraction"] == 1 and last["env/branches"] == branches[0]
     spoken = [piece for group in groups for one in group.trajectories for piece in one.sampled]
     assert {piece.provenance for piece in spoken} == {Provenance.SAMPLED}
+    assert ("it is not what was asked before" in run.report.read_text()) == (tasks == "forking_tasks")
 
 
 PAGE = (Path(__file__).parent.parent / "docs" / "your-own-agent.md").read_text()

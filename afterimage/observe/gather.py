@@ -98,6 +98,7 @@ class Gathered:
     conversations: list[Chosen]
     failures: list[Row]
     num_failures: int
+    forks: list[Row]
     started: Row
     stopped: Row
     error: str
@@ -171,6 +172,7 @@ def gather(path: Path) -> Gathered:
         conversations=conversations,
         failures=events.failures[:MAX_FAILURES],
         num_failures=len(events.failures),
+        forks=events.forks,
         started=events.started,
         stopped=events.stopped,
         error=folder.error(),
@@ -214,6 +216,7 @@ class _Events:
         self.spans: list[Span] = []
         self.exams: list[Row] = []
         self.failures: list[Row] = []
+        self.forks: list[Row] = []
         self.started: Row = {}
         self.stopped: Row = {}
         for event in events:
@@ -226,6 +229,8 @@ class _Events:
                     self.exams.append(event)
                 case "episode_failed" if event.get("final", True):
                     self.failures.append(event)
+                case "forked":
+                    self.forks.append(event)
                 case "started":
                     self.started = event
                 case "stopped":

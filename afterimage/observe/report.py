@@ -36,6 +36,7 @@ def render(run: Gathered) -> str:
         pace(run),
         survivors.trained_on(run),
         sections.conversations(run),
+        sections.forks(run),
         sections.failures(run),
         sections.reproduce(run),
     )

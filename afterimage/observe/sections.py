@@ -1,6 +1,7 @@
 """The sections of a report, in reading order. Each is a function of what was gathered; a gap is said, never hidden."""
 
 import shlex
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,8 @@ from afterimage.observe.markup import Markup, el, join
 from afterimage.observe.metrics import plain
 from afterimage.observe.transcripts import conversation
 from afterimage.observe.words import NONE, amount, duration, number, percent, semantics
+
+MAX_REASONS = 20
 
 
 def bar(state: str, colour: str) -> Markup:
@@ -27,8 +30,9 @@ def header(run: Gathered) -> Markup:
     """The outcome first."""
     state, colour = status(run)
     recipe = run.setting("recipe", "unknown recipe")
-    facts = [str(recipe), f"seed {run.setting('seed', '?')}", f"{run.steps} of {run.planned or '?'} steps"]
-    facts.append(duration(run.seconds))
+    env = run.setting("task.env", recipe)
+    facts = [str(recipe), *([str(env)] if env != recipe else []), f"seed {run.setting('seed', '?')}"]
+    facts += [f"{run.steps} of {run.planned or '?'} steps", duration(run.seconds)]
     return el(
         "header",
         bar(state, colour),
@@ -182,6 +186,25 @@ def failures(run: Gathered) -> Markup | None:
     more = f" The first {len(run.failures)} are shown." if run.num_failures > len(run.failures) else ""
     lead = f"{run.num_failures} episodes failed in their environment. They are counted, not trained on.{more}"
     return section("failed", "Failed episodes", lead, el("div", table, class_="scroll"))
+
+
+def forks(run: Gathered) -> Markup | None:
+    """Where an agent's history was not what is recorded, and a branch began."""
+    if not run.forks:
+        return None
+    firsts: dict[str, Mapping[str, Any]] = {}
+    for fork in run.forks:
+        firsts.setdefault(str(fork.get("reason"))[:300], fork)
+    many = Counter(str(fork.get("reason"))[:300] for fork in run.forks)
+    told = [
+        (reason, str(count), *(str(firsts[reason].get(name, NONE)) for name in ("episode", "parent", "at")))
+        for reason, count in many.most_common(MAX_REASONS)
+    ]
+    names = ("why", "forks", "first: episode", "branches from", "at message")
+    rows = [el("tr", [el("td", cell) for cell in row]) for row in told]
+    table = el("table", el("thead", el("tr", [el("th", name) for name in names])), el("tbody", rows))
+    lead = f"{len(run.forks)} times an agent's history was not the one on record: a branch of its episode begins there."
+    return section("forks", "Forks", lead, el("div", table, class_="scroll"))
 
 
 def reproduce(run: Gathered) -> Markup:

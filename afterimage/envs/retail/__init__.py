@@ -33,7 +33,7 @@ from typing import Any
 
 from afterimage.envs import EnvError, Message, ToolCall, Turn
 from afterimage.envs.retail.customer import Customer
-from afterimage.envs.retail.database import DeskError
+from afterimage.envs.retail.database import Desk, DeskError
 from afterimage.envs.retail.expert import NO_FAULTS, Faults, script
 from afterimage.envs.retail.tasks import KINDS, Scenario, right_call, scenario
 from afterimage.envs.retail.tools import ARGUMENTS, call_tool
@@ -151,6 +151,6 @@ def system_text(level: int) -> str:
 
 
 __all__ = [
-    "KINDS", "LEVELS", "NO_FAULTS", "Faults", "RetailEnv", "RetailTasks", "Scenario", "right_call", "scenario",
-    "script", "system_text",
+    "KINDS", "LEVELS", "NO_FAULTS", "Customer", "Desk", "DeskError", "Faults", "RetailEnv", "RetailTasks", "Scenario",
+    "call_tool", "right_call", "scenario", "script", "system_text",
 ]  # fmt: skip

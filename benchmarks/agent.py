@@ -1,0 +1,170 @@
+"""Does an agent that only knows the OpenAI SDK learn through the endpoint, and what does the endpoint cost?
+
+    python benchmarks/agent.py --seeds 0    # about 15 minutes on two quiet cores
+
+Each seed runs the retail recipe twice, each in a process of its own: with `examples/retail_agent.py` through the
+endpoint, then with the desk's own environment. Tasks, noise, held-out tasks and settings are the same. Afterwards a few
+steps of each by turns are timed, and their processor time is counted. What a folder of runs already holds is not run
+again. Writes a dated table under benchmarks/results/.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+from statistics import median
+
+from demo import CONSOLE, RESULTS, finished, graded, read
+
+from afterimage.envs.chat import Chat
+from afterimage.envs.retail import RetailTasks
+from afterimage.journal import Journal, check
+from afterimage.launch.machine import commit, machine, versions
+from afterimage.observe.metrics import RunFolder
+from afterimage.policy import Policy
+
+AGENT, NATIVE = "examples.retail_agent:tasks", "retail"
+NAMES = {AGENT: "agent", NATIVE: "native"}
+ROOT = Path(__file__).parent.parent
+
+
+def train(env: str, folder: Path, *options: str) -> None:
+    """The recipe, from the command line, and the processor seconds that all of it took."""
+    before, code = _processor_s(), commit()
+    command = [sys.executable, "-m", "afterimage.cli", "train", "retail", "--task.env", env, *options]
+    subprocess.run([*command, "--runs", str(folder.parent.resolve()), "--name", folder.name], check=True, cwd=ROOT)
+    (folder / "processor.json").write_text(json.dumps(_processor_s() - before))
+    (folder / "commit").write_text(code)
+
+
+def _processor_s() -> float:
+    """Of all processes that were begun and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def learnt(runs: Path, seeds: list[int]) -> list[str]:
+    """One line a seed."""
+    lines = [
+        "| seed | base policy | the agent, trained | the desk's own environment, trained | minutes | steps "
+        "| tokens by lag 0 / 1 / 2 | trajectories of several versions | staleness seen / bound | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for seed in seeds:
+        folder, beside = (runs / f"{name}-seed{seed}" for name in NAMES.values())
+        if not finished(folder):
+            continue
+        one = read(seed, folder)
+        total = sum(one.lags.values())
+        shares = " / ".join(f"{one.lags.get(lag, 0) / total:.0%}" for lag in ("0", "1", "2"))
+        native = graded(read(seed, beside).trained) if finished(beside) else "not run"
+        lines.append(
+            f"| {seed} | {graded(one.base)} | {graded(one.trained)} | {native} | {one.minutes:.1f} | {one.steps} | "
+            f"{shares} | {one.mixed:.0%} | {one.staleness[0]} / {one.staleness[1]} | "
+            f"{(folder / 'commit').read_text()} |"
+        )
+    return lines
+
+
+def recorded(runs: Path, seeds: list[int]) -> list[str]:
+    """What the journals of the agent's runs hold."""
+    lines = [
+        "| seed | episodes trained on | attempts begun again | calls answered | tokens sampled in them "
+        "| with exact old logits | forks | calls that are none, handed out as text | found wrong in the journal |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for seed in seeds:
+        folder = runs / f"{NAMES[AGENT]}-seed{seed}"
+        if not finished(folder):
+            continue
+        chat = Chat(Policy.load(folder / "policy").tokenizer, RetailTasks(level=1).tools)
+        steps = [row for row in RunFolder(folder).metrics() if "schedule/staleness_max" in row]
+        exact = min(row["old_logps/exact_fraction"] for row in steps)
+        with Journal.read(folder) as reader:
+            wrong = len(check(reader))
+            trained = [one for row in steps for group in reader.consumed(row["step"]) for one in group.trajectories]
+        again = sum(event["kind"] == "episode_failed" for event in RunFolder(folder).rows("events.jsonl"))
+        calls, broken = sum(one.num_turns for one in trained), 0
+        for one in trained:
+            said = [chat.text(piece.tokens) for piece in one.sampled]
+            broken += sum(any(call.error for call in chat.read(text).tool_calls) for text in said)
+        lines.append(
+            f"| {seed} | {len(trained):,} | {again} | {calls:,} | {sum(one.num_sampled for one in trained):,} | "
+            f"{exact:.0%} | {sum(len(one.branches) for one in trained)} | {broken} | {wrong} |"
+        )
+    return lines
+
+
+def pace(runs: Path, turns: int) -> list[str]:
+    """Medians over the timed runs of each, from the first step's end to the last one's."""
+    lines = ["| through | steps a minute | sampled tokens a second | processor seconds a step |", "|---|---|---|---|"]
+    for name in NAMES.values():
+        figures = []
+        for folder in (runs / f"pace-{name}{turn}" for turn in range(turns)):
+            if not finished(folder):
+                continue
+            steps = [row for row in RunFolder(folder).metrics() if "schedule/staleness_max" in row]
+            took = steps[-1]["time_s"] - steps[0]["time_s"]
+            tokens = sum(row["rollout/sampled_tokens"] for row in steps[1:])
+            used = json.loads((folder / "processor.json").read_text())
+            figures.append((60 * (len(steps) - 1) / took, tokens / took, used / len(steps)))
+        if figures:
+            columns = [median(column) for column in zip(*figures, strict=True)]
+            lines.append(f"| {name} | {columns[0]:.1f} | {columns[1]:.0f} | {columns[2]:.1f} |")
+    return lines
+
+
+def table(runs: Path, chosen: argparse.Namespace, command: str) -> str:
+    lines = [
+        f"# An agent of one's own at the retail desk, {date.today()}",
+        "",
+        f"`{command}` at commit {commit()}, {machine()}, {versions()}. `examples/retail_agent.py`, which knows nothing "
+        "but the OpenAI SDK to speak through, trained by the recipe `retail` through the endpoint. Success on 256 "
+        "held-out tasks, the recipe's own, sampled at temperature 1; 95% Wilson intervals.",
+        "",
+        *learnt(runs, chosen.seeds),
+        "",
+        "Minutes are those of the agent's run, its two evaluations included. The desk's own environment on more seeds: "
+        "`make bench-demo`.",
+        "",
+        "What the journal holds of the agent's calls:",
+        "",
+        *recorded(runs, chosen.seeds),
+        "",
+        f"What it costs, {chosen.steps} steps of each by turns, medians of {chosen.turns} (both processes counted):",
+        "",
+        *pace(runs, chosen.turns),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--minutes", type=float, default=8.0, help="the recipe's; more on a machine that is not quiet")
+    parser.add_argument("--turns", type=int, default=3, help="timed runs of each")
+    parser.add_argument("--steps", type=int, default=6, help="of a timed run")
+    parser.add_argument("--without-native", action="store_true", help="train the agent alone")
+    parser.add_argument("--runs", type=Path, default=Path("runs") / f"bench-agent-{date.today()}")
+    chosen = parser.parse_args()
+    command = " ".join(["python benchmarks/agent.py", *sys.argv[1:]])
+    work = [
+        (env, f"{NAMES[env]}-seed{seed}", ("--seed", str(seed), "--minutes", str(chosen.minutes)))
+        for env in ((AGENT,) if chosen.without_native else (AGENT, NATIVE))
+        for seed in chosen.seeds
+    ]
+    short = ("--steps", str(chosen.steps), "--minutes", "0", "--eval.tasks", "0")
+    work += [(env, f"pace-{name}{turn}", short) for turn in range(chosen.turns) for env, name in NAMES.items()]
+    target = RESULTS / f"{date.today()}-agent.md"
+    for env, name, options in work:
+        if not finished(chosen.runs / name):
+            train(env, chosen.runs / name, *options)
+        target.write_text(table(chosen.runs, chosen, command))
+    CONSOLE.print(f"{target.read_text()}\n{target}", markup=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""An agent with tools at the retail desk, written with the OpenAI SDK and nothing else to speak through.
+
+    afterimage train retail --task.env examples.retail_agent:tasks
+
+`agent` gets a base URL, a task, a seed and a key; it calls tools, talks to the customer, and says whether the database
+is as it should be. Its tasks, held-out ones included, are those of the recipe `retail` at its demo level.
+"""
+
+import asyncio
+import json
+import math
+from random import Random
+from typing import Any
+
+import openai
+
+from afterimage.envs.external import ExternalAgent
+from afterimage.envs.retail import Customer, Desk, DeskError, RetailTasks, call_tool, system_text
+from afterimage.trajectory import Task
+
+DESK = RetailTasks(level=1)
+LATENCY_S = 0.6
+"""Mean of the log-normal time that a tool call takes."""
+
+
+async def agent(base_url: str, task: Task, seed: int, api_key: str) -> dict[str, float]:
+    """Serve one customer, until one of the two leaves."""
+    scenario, random = DESK.scenario(task), Random(seed)
+    desk, customer = scenario.desk.copy(), Customer(scenario)
+    messages: list[Any] = [
+        {"role": "system", "content": system_text(DESK.level)},
+        {"role": "user", "content": customer.opening()},
+    ]
+    http = openai.DefaultAsyncHttpxClient(verify=False, timeout=None)  # on loopback: no certificates are read
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, http_client=http) as client:
+        while not customer.gone and "hand_over" not in desk.writes:
+            completion = await client.chat.completions.create(model="policy", messages=messages, tools=DESK.tools)
+            reply = completion.choices[0].message
+            messages.append(reply)
+            for call in reply.tool_calls or ():
+                await asyncio.sleep(LATENCY_S * math.exp(random.gauss(0, 1) - 0.5))
+                told = answer(desk, call.function)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": told})
+            if not reply.tool_calls:
+                said = customer.answer(reply.content, writes=len(desk.writes))
+                messages.append({"role": "user", "content": said})
+    return {"success": float(desk.state() == scenario.goal())}
+
+
+def answer(desk: Desk, asked: Any) -> str:
+    """What a tool says to a call."""
+    try:
+        return call_tool(desk, asked.name, json.loads(asked.arguments))
+    except DeskError as error:
+        return f"Error: {error}"
+
+
+def tasks() -> ExternalAgent:
+    """The recipe's tasks, as many as a long run takes."""
+    train = [Task(DESK.name, "train", index) for index in range(10_000)]
+    return ExternalAgent(agent, train, held_out=DESK.held_out(1000), name=DESK.name, concurrency=400)
