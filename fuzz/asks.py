@@ -8,9 +8,10 @@ import json
 import socket
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from http.client import HTTPException, HTTPResponse
-from typing import Any
+from typing import Any, cast
 
 from jsonschema import Draft202012Validator
 from transformers import AutoTokenizer
@@ -75,7 +76,8 @@ class _World:
         self.bodies: dict[str, Any] = {}
         self._up = threading.Event()
         server.BODY_S, server.MAX_BODY = BODY_S, MAX_BODY
-        threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True).start()
+        self._thread = threading.Thread(target=self._live, daemon=True)
+        self._thread.start()
         require(self._up.wait(60), f"the endpoint does not open: {self.failed}")
         status, text = self.send(b"GET", "/openapi.json", self.authorized)
         described = json.loads(text)
@@ -94,7 +96,16 @@ class _World:
     def authorized(self) -> bytes:
         return f"Authorization: Bearer {self.key}\r\n".encode()
 
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._serving.cancel)
+        self._thread.join()
+
+    def _live(self) -> None:
+        with suppress(asyncio.CancelledError):
+            asyncio.run(self._serve())
+
     async def _serve(self) -> None:
+        self._loop, self._serving = asyncio.get_running_loop(), cast("asyncio.Task[None]", asyncio.current_task())
         chat = Chat(AutoTokenizer.from_pretrained(SHIPPED_POLICY), ())
         engine = ScriptedEngine(_say(chat))
         await engine.start()

@@ -5,13 +5,14 @@ further, guided by coverage.
 """
 
 import random
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from afterimage.endpoint import server
-from fuzz import run
+from fuzz import asks, run
 from fuzz.targets import TARGETS
 
 EXAMPLES = {
@@ -24,6 +25,14 @@ inputs = st.binary(max_size=60) | st.integers(0, 2**32).map(lambda seed: random.
 
 def test_the_command_knows_every_target() -> None:
     assert run.NAMES == tuple(TARGETS) == tuple(EXAMPLES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def an_endpoint_that_ends() -> Iterator[None]:
+    yield
+    if asks.world.cache_info().currsize:
+        asks.world().close()
+        asks.world.cache_clear()
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -5,8 +5,6 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from afterimage.config import SHIPPED_POLICY, EngineConfig, RolloutConfig
 from afterimage.endpoint.agents import AgentRollout
 from afterimage.endpoint.server import Endpoint
@@ -14,6 +12,7 @@ from afterimage.engines import SamplingParams
 from afterimage.engines.scripted import ScriptedEngine
 from afterimage.envs.chat import Chat
 from afterimage.envs.external import Agent, ExternalAgent
+from afterimage.policy import load_tokenizer
 from afterimage.rollout import Speaker
 from afterimage.trajectory import Task, Trajectory
 
@@ -32,7 +31,7 @@ def check_agent(
 
 
 async def _check(tasks: ExternalAgent, replies: Sequence[str], seed: int) -> None:
-    chat = Chat(AutoTokenizer.from_pretrained(SHIPPED_POLICY), ())
+    chat = Chat(load_tokenizer(SHIPPED_POLICY), ())
     begin = chat.encode(_BEGIN)
 
     def say(tokens: Sequence[int], params: SamplingParams) -> Sequence[int]:
