@@ -56,21 +56,24 @@ class Base:
                 f"{merging.base:08x}, and {found:08x} is found"
             )
 
-    def merged(self, adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All weights, on the adapters' device: float32 where there is one, else as the trainer has them.
+    def merged(self, adapters: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """All weights, on the CPU, in `dtype`; None is float32 where there is an adapter, else as the trainer has them.
 
         ValueError for adapters of another model.
         """
-        device, dtype = next(iter(adapters.values())).device, getattr(torch, self._merging.dtype)
-        weights = {name: t.to(device, dtype if t.is_floating_point() else None) for name, t in self._tensors.items()}
         layers = {name.removesuffix(_A) for name in adapters if name.endswith(_A)}
         if adapters.keys() != {layer + end for layer in layers for end in (_A, _B)}:
             raise ValueError(f"these are not A and B of adapters: {sorted(adapters)[:4]}")
         for layer in layers:
-            a, b, name = adapters[layer + _A], adapters[layer + _B], f"{layer}.weight"
-            if name not in weights or weights[name].shape != (len(b), *a.shape[1:]) or len(a) != b.shape[-1]:
+            a, b, base = adapters[layer + _A], adapters[layer + _B], self._tensors.get(f"{layer}.weight")
+            if base is None or base.shape != (len(b), *a.shape[1:]) or len(a) != b.shape[-1]:
                 raise ValueError(f"the adapter of {layer} does not fit the base: {list(a.shape)}, {list(b.shape)}")
-            weights[name] = _merge(weights[name], a, b, self._merging.scale)
+        weights, held = {}, getattr(torch, self._merging.dtype)
+        for name, base in self._tensors.items():  # one by one: in float32 all of them would be twice the model
+            weight, layer = base.to(held) if base.is_floating_point() else base, name.removesuffix(".weight")
+            if layer in layers:
+                weight = _merge(weight, adapters[layer + _A].cpu(), adapters[layer + _B].cpu(), self._merging.scale)
+            weights[name] = weight.to(dtype or weight.dtype) if weight.is_floating_point() else weight
         return weights
 
 

@@ -154,6 +154,8 @@ def build(config: RunConfig, machine: Machine, log: RunLog, watcher: Watcher, li
     if config.audit.record:
         machine.auditor.recording = Recording(log.path / RECORDED, base=policy.base)
     restarts = config.engine.restarts
+    if isinstance(machine.speaker.engine, Several):
+        machine.speaker.engine.told = recorder.event
     engine = Supervised(machine.speaker.engine, checkpoints.weights, restarts=restarts, told=recorder.event)
     speaker = replace(machine.speaker, engine=engine)
 

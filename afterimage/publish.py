@@ -92,4 +92,5 @@ def _size(weights: Mapping[str, Tensor]) -> int:
 
 
 def _cast(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    return {name: tensor.detach().to(dtype, copy=True) for name, tensor in weights.items()}
+    """Copies, in main memory: all engines take them from there."""
+    return {name: tensor.detach().to("cpu", dtype, copy=True) for name, tensor in weights.items()}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from afterimage import config
-from afterimage.engines import Engine, EngineDied, Reply, SamplingParams, remote
+from afterimage.engines import Engine, EngineDied, Reply, SamplingParams, rates, remote
 from afterimage.engines.remote import ProbeFailed, RemoteEngine
 from afterimage.engines.scripted import ScriptedEngine
 from afterimage.engines.several import MAX_AHEAD, Several
@@ -248,6 +248,32 @@ def test_a_server_that_is_gone_is_noticed(
     run(engine, story)
 
 
+def test_a_server_of_somebody_elses_gets_time_to_come_back(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not one that was never there."""
+    with FakeSglang() as server:
+        engine = attached(model, server)
+
+        async def story() -> None:
+            await hold(engine, 0)
+            await asyncio.to_thread(server.die)
+            coming = asyncio.ensure_future(engine.start())
+            await asyncio.sleep(0.3)
+            assert not coming.done()
+            with FakeSglang(port=server.port):
+                await coming
+                await hold(engine, 1)
+                assert (await engine.sample(PROMPT, SamplingParams(2, ()))).piece.version == 1
+            monkeypatch.setattr(remote, "HANG_S", 0.3)
+            with pytest.raises(EngineDied, match=r"not ready within 0\.3 s"):
+                await engine.start()
+
+        run(engine, story)
+        with pytest.raises(EngineDied, match=r"refused|Connect"):
+            run(attached(model, server), story)
+
+
 def test_a_server_that_hangs_from_the_start_is_given_up(
     model: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -456,6 +482,81 @@ def test_episodes_go_on_elsewhere_when_a_server_dies_and_come_back_with_it(
                 assert reborn.asked >= 2
 
         run(engine, story)
+
+
+class _Odd(ScriptedEngine):
+    """Its second start finds something that cannot be worked with."""
+
+    starts, closed = 0, False
+
+    async def start(self) -> None:
+        await super().start()
+        self.starts += 1
+        if self.starts > 1:
+            raise ValueError("another model")
+
+    async def close(self) -> None:
+        self.closed = True
+        await super().close()
+
+
+def test_one_that_comes_back_as_something_else_stays_away_and_all_are_closed() -> None:
+    members, told = [_Odd(_say), _Odd(_say)], list[tuple[str, dict[str, Any]]]()
+    engine = Several(members)
+    engine.told = lambda kind, **fields: told.append((kind, fields))
+
+    async def story() -> None:
+        await hold_nothing(engine, 0)
+        members[0].die("out of memory")
+        for task in (1, 2):
+            await engine.sample([task] * 20, SamplingParams(1, ()))
+        await hold_nothing(engine, 1)
+        await hold_nothing(engine, 2)
+        assert members[0].starts == 2, "it is started again and again"
+        members[1].die("the same")
+        with pytest.raises(EngineDied, match="the same"):
+            await engine.sample([1], SamplingParams(1, ()))
+
+    run(engine, story)
+    assert all(member.closed for member in members)
+    assert told == [
+        ("engine_lost", {"engine": 0, "cause": "out of memory"}),
+        ("engine_lost", {"engine": 0, "cause": "another model"}),
+        ("engine_lost", {"engine": 1, "cause": "the same"}),
+    ]
+
+
+async def hold_nothing(engine: Engine, version: int) -> None:
+    await engine.interrupt()
+    await engine.load({}, version)
+    await engine.resume()
+    await asyncio.sleep(0)
+
+
+def test_counters_of_several_are_those_of_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = [ScriptedEngine(_say) for _ in range(4)]
+    counted = {"sampled_tokens": 100.0, "busy_s": 1.0, "idle_s": 3.0, "probe_error": 1e-3}
+    for member in members:
+        monkeypatch.setattr(member, "metrics", lambda: counted)
+    found = Several(members).metrics()
+    assert found == {"deaths": 0, "sampled_tokens": 400, "busy_s": 1, "idle_s": 3, "probe_error": 1e-3}
+    assert rates({**found, "busy_s": 1.0, "idle_s": 0.0})["engine/tokens_per_s"] == 400
+
+
+def test_what_an_older_version_computed_is_not_taken_for_the_newer_ones() -> None:
+    """A whole block is cached by both versions, and which one the server finds is not known."""
+
+    async def story() -> None:
+        life = remote._Life(keeps=True)
+        assert life.count([1] * 16, [2, 3], cached=0)
+        life.loaded()
+        assert life.count([1] * 16, [2, 3], cached=0), "all of it was computed again"
+        assert not life.count([1] * 20, [4], cached=16)
+        life.loaded()
+        life.loaded()
+        assert life.count([1] * 17, [5], cached=0) and not life.count([1] * 20, [6], cached=16)
+
+    asyncio.run(story())
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,68 @@ def test_who_waits_is_served_by_one_restart() -> None:
     assert events == [{"kind": "engine_restarted", "cause": "out of memory", "restarts": 1}]
 
 
+def test_who_waits_for_a_new_life_may_go_without_it() -> None:
+    """The first of two waiters is cancelled while the engine comes back: one restart, and the other is served."""
+    coming, gate = asyncio.Event(), asyncio.Event()
+
+    class Slow(_Fake):
+        async def start(self) -> None:
+            await super().start()
+            if len(self.told) > 3:
+                coming.set()
+                await gate.wait()
+
+    async def live() -> None:
+        fake = Slow()
+        engine = _supervised(fake)
+        await engine.start()
+        await _publish(engine, 7)
+        fake.told.append("death")
+        fake.die("out of memory")
+        speaking = [asyncio.ensure_future(_speak(engine, [0], 3)) for _ in range(2)]
+        await coming.wait()
+        speaking[0].cancel()
+        publishing = asyncio.ensure_future(engine.interrupt())
+        await asyncio.sleep(0.01)
+        assert fake.told[-1] == "start", "it was told something before it was back"
+        gate.set()
+        await publishing
+        await engine.resume()
+        (piece,) = await speaking[1]
+        assert piece.tokens == (1, 2, 3) and speaking[0].cancelled()
+        assert fake.told[4:] == ["death", "start", "disk 7", "resume", "interrupt", "resume"]
+        assert engine.metrics()["restarts"] == 1
+        await engine.close()
+
+    asyncio.run(live())
+
+
+def test_closing_ends_the_way_back() -> None:
+    coming = asyncio.Event()
+
+    class Stuck(_Fake):
+        async def start(self) -> None:
+            await super().start()
+            if self.told.count("start") > 1:
+                coming.set()
+                await asyncio.Event().wait()
+
+    async def live() -> None:
+        fake = Stuck()
+        engine = _supervised(fake)
+        await engine.start()
+        await _publish(engine, 7)
+        fake.die("out of memory")
+        speaking = asyncio.ensure_future(_speak(engine, [0], 3))
+        await coming.wait()
+        async with asyncio.timeout(5):
+            await engine.close()
+            with pytest.raises((EngineDied, asyncio.CancelledError)):
+                await speaking
+
+    asyncio.run(live())
+
+
 @pytest.mark.parametrize(
     ("dies_at", "told"),
     [

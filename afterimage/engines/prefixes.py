@@ -23,8 +23,12 @@ class Prefixes:
         for block in _chain(tokens):
             self._blocks.pop(block, None)
             self._blocks[block] = None
-        while len(self._blocks) > _MAX_BLOCKS:
-            del self._blocks[next(iter(self._blocks))]
+        self._forget()
+
+    def absorb(self, others: "Prefixes") -> None:
+        """Add what they remember."""
+        self._blocks.update(others._blocks)
+        self._forget()
 
     def length(self, tokens: Sequence[int]) -> int:
         """Tokens of the longest opening of `tokens` that was added."""
@@ -34,6 +38,10 @@ class Prefixes:
                 break
             count += BLOCK
         return count
+
+    def _forget(self) -> None:
+        while len(self._blocks) > _MAX_BLOCKS:
+            del self._blocks[next(iter(self._blocks))]
 
 
 def _chain(tokens: Sequence[int]) -> Iterator[int]:

@@ -41,7 +41,7 @@ class Reference:
 
     def cast(self, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights in the engine's precision, tied ones once. Raises ValueError for what is not this model's."""
-        update = self._base.merged(update) if self._base else update
+        update = self._base.merged(update, dtype=self._dtype) if self._base else update
         check_update(update, self._shapes, self._tied)
         return {name: update[name].detach().to(self._dtype).contiguous() for name in self._shapes}
 

@@ -43,6 +43,8 @@ _PROBE = SamplingParams(max_tokens=32, stop_tokens=(), temperature=1.25)
 """Not at temperature 1, where log-probabilities that leave the temperature out would pass."""
 _PROBE_PROMPT = 32
 _NO_LOGP = -9999.0
+_NOISE = 1e-3
+"""A log-probability so far above 0 is float noise."""
 _STOPS: dict[str, ReplyStop] = {"stop": "stop", "length": "length", "abort": "interrupted"}
 _T = TypeVar("_T")
 
@@ -102,6 +104,7 @@ class RemoteEngine(ABC):
         self._keep_cache = keep_cache
         self._server: Server | None = None
         self._handed = Handed()
+        self._reached = False
         self._names = (f"{secrets.token_hex(4)}-{number}" for number in itertools.count())
         self._life: _Life | None = None
         self._version = -1
@@ -198,14 +201,16 @@ class RemoteEngine(ABC):
             raise ValueError(f"version must be >= 0, got {version}")
         if life.open.is_set():
             raise RuntimeError("load while sampling: interrupt first, so that no reply mixes two versions")
-        await asyncio.to_thread(self._hand, update, version)
-        await self._pause(keep=self._keep_cache)
-        await self._take(self._handed.folder, version)
-        await self._probe(life, self._handed.weights, version)
+        try:
+            await asyncio.to_thread(self._hand, update, version)
+            await self._pause(keep=self._keep_cache)
+            await self._take(self._handed.folder, version)
+            await self._probe(life, self._handed.weights, version)
+        finally:
+            if not self.takes_deltas:
+                self._handed.close()
         self._version = version
         life.loaded()
-        if not self.takes_deltas:
-            self._handed.close()
 
     def _hand(self, update: Update, version: int) -> None:
         """Lay the weights out for the server, or change those that lie there."""
@@ -283,7 +288,8 @@ class RemoteEngine(ABC):
         tokens, stamps = answer.tokens, answer.stamps
         if tokens and not (stamps and stamps[-1][1] == len(tokens) and {one for one, _ in stamps} == {str(version)}):
             raise self._lost(self._living(), f"{len(tokens)} tokens of version {version} are stamped {stamps} by it")
-        if [one for one, _ in answer.said] != list(tokens) or any(logp <= _NO_LOGP for _, logp in answer.said):
+        sound = all(_NO_LOGP < logp < _NOISE for _, logp in answer.said)
+        if not sound or [one for one, _ in answer.said] != list(tokens):
             raise self._lost(self._living(), "the server sampled tokens without a log-probability")
         point_mass = params.temperature == 0
         return Sampled(tokens, tuple(0.0 if point_mass else min(0.0, logp) for _, logp in answer.said), version)
@@ -302,6 +308,8 @@ class RemoteEngine(ABC):
         tokens = [*prompt, *piece.tokens]
         logps = await asyncio.to_thread(self._reference.logps, weights, tokens, temperature=_PROBE.temperature)
         error = (logps[room - 1 :] - torch.tensor(piece.behavior_logp)).abs()
+        if not piece.tokens:
+            raise self._lost(life, "it was asked for a few tokens, and said none")
         if not error.mean() <= TOLERANCE[self._dtype]:
             message = (
                 f"after loading version {version}, the log-probabilities of {len(error)} tokens are off by "
@@ -312,15 +320,17 @@ class RemoteEngine(ABC):
         life.worst = max(life.worst, float(error.mean()))
 
     async def _reach(self, life: "_Life") -> None:
-        """Wait until a server that was started here answers; another's has to."""
+        """Wait until a server that was started here answers, or another's that has answered before."""
         patience_s = LOAD_S if self._server is not None else HANG_S
         try:
             async with asyncio.timeout(patience_s):
                 while True:
                     try:
-                        return await self._http.call("GET", self._HEALTH)
+                        await self._http.call("GET", self._HEALTH)
+                        self._reached = True
+                        return
                     except OSError as error:
-                        if self._server is None or not self._server.lives:
+                        if not (self._server.lives if self._server is not None else self._reached):
                             raise self._lost(life, str(error)) from error
                         await asyncio.sleep(0.1)
         except TimeoutError:
@@ -390,6 +400,8 @@ class RemoteEngine(ABC):
 
     def _lost(self, life: "_Life", error: str) -> EngineDied:
         """The server can no longer be worked with: everybody who waits gets to know, and a process of ours ends."""
+        if life.error:  # long known: what was begun since is not meant
+            return EngineDied(life.error)
         words = ""
         if self._server is not None:
             words = f"; {self._server.last_words()}" if not self._server.lives else ""
@@ -422,7 +434,7 @@ class _Life:
         self.worst = 0.0
         """Of the probes' mean errors."""
         self._known, self._dropped = Prefixes(), Prefixes()
-        """Contexts that were computed under these weights, and under those before."""
+        """Contexts that were computed under these weights, and under those before (of kept caches: all before)."""
         self._since = self._busy_since = time.monotonic()
         self._busy_s = 0.0
         self._sampled = self._prefilled = self._again = 0
@@ -445,6 +457,8 @@ class _Life:
             self.quiet.set()
 
     def loaded(self) -> None:
+        if self._keeps:
+            self._known.absorb(self._dropped)
         self._known, self._dropped = Prefixes(), self._known
 
     def count(self, context: Sequence[int], reply: Sequence[int], *, cached: int) -> bool:
@@ -456,9 +470,10 @@ class _Life:
             return True
         self._sampled += len(reply)
         self._prefilled += len(context) - cached
-        known = self._known.length(context)
-        self._again += max(0, self._dropped.length(context) - max(cached, known))
-        if clean := not self._keeps or cached <= known:
+        known, before = self._known.length(context), self._dropped.length(context)
+        self._again += max(0, before - max(cached, known))
+        clean = not self._keeps or cached <= known
+        if clean and (not self._keeps or before <= cached):  # else the server may find the older ones next time
             self._known.add([*context, *reply])
         return clean
 

@@ -1,7 +1,6 @@
 """Several engines as one: an episode goes where its prefix is cached, and elsewhere when that engine dies."""
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from afterimage.engines import Engine, EngineDied, Reply, SamplingParams, Update
@@ -25,13 +24,15 @@ class _Member:
 class Several:
     """`Engine` of engines with the same model. One that dies is started again meanwhile; the next `load` takes it back.
 
-    Its replies end as interrupted ones, without a token. `EngineDied` is raised when none is left.
+    Its replies end as interrupted ones, without a token. `EngineDied` is raised when none is left. One that comes back
+    as something that cannot be worked with stays away. `told` hears of who is lost, why, and who is back.
     """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         if not engines:
             raise ValueError("no engine at all")
         self.takes_deltas = False
+        self.told: Callable[..., None] = lambda kind, **_: None
         self._members = [_Member(engine) for engine in engines]
         self._version = -1
         self._starts = self._deaths = 0
@@ -66,10 +67,13 @@ class Several:
         await self._each(lambda engine: engine.interrupt())
 
     async def load(self, update: Update, version: int) -> None:
-        for member in self._members:
+        for number, member in enumerate(self._members):
             if member.rising is not None and member.rising.done():
-                member.up = member.rising.exception() is None
-                member.rising = None if member.up else asyncio.ensure_future(member.engine.start())
+                error, member.rising = member.rising.exception(), None
+                member.up = error is None
+                self.told("engine_back" if member.up else "engine_lost", engine=number, cause=str(error or ""))
+                if isinstance(error, EngineDied):
+                    member.rising = asyncio.ensure_future(member.engine.start())
         await self._each(lambda engine: engine.load(update, version))
         self._version = version
         for member in self._members:
@@ -84,15 +88,20 @@ class Several:
         await self._settle()
         for member in self._members:
             member.up = False
-            await member.engine.close()
+        closed = await asyncio.gather(*(member.engine.close() for member in self._members), return_exceptions=True)
+        for error in closed:
+            if isinstance(error, BaseException):
+                raise error
 
     def metrics(self) -> Mapping[str, float]:
-        """The sums of theirs, and how many died since the last call."""
+        """Tokens of all, the time of the mean one, the worst error, and how many died since the last call."""
+        found = [member.engine.metrics() for member in self._members]
         total = {"deaths": float(self._deaths)}
         self._deaths = 0
-        for member in self._members:
-            for name, value in member.engine.metrics().items():
-                total[name] = total.get(name, 0.0) + value
+        for name in dict.fromkeys(name for counters in found for name in counters):
+            values = [counters[name] for counters in found if name in counters]
+            share = len(values) if name.endswith("_s") else 1
+            total[name] = max(values) if name.endswith("_error") else sum(values) / share
         return total
 
     @property
@@ -128,6 +137,7 @@ class Several:
         if member.up:
             member.up = False
             self._deaths += 1
+            self.told("engine_lost", engine=self._members.index(member), cause=str(died))
             if self._up:
                 member.rising = asyncio.ensure_future(member.engine.start())
 
@@ -137,5 +147,5 @@ class Several:
             rising, member.rising = member.rising, None
             if rising is not None:
                 rising.cancel()
-                with contextlib.suppress(asyncio.CancelledError, EngineDied):
-                    await rising
+                await asyncio.wait((rising,))
+                _ = rising.cancelled() or rising.exception()

@@ -1,7 +1,8 @@
 """An engine that is started again when it dies. What it was asked to be, version and all, is known here."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 
 from torch import Tensor
 
@@ -38,10 +39,12 @@ class Supervised:
         """How often it was started, and how often it was brought back."""
         self._changing = asyncio.Lock()
         """Held by whoever changes what the engine is to be, or makes it so again."""
+        self._reviving: asyncio.Task[None] | None = None
+        """The way back to life, which nobody who waits for it can cut short."""
         self._closed = False
 
     async def start(self) -> None:
-        async with self._changing:
+        async with self._alone():
             self._closed, self._version, self._running = False, -1, False
             self._counted = self._restarts
             self._starts += 1
@@ -49,12 +52,12 @@ class Supervised:
 
     async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
         while True:
-            async with self._changing:
+            async with self._alone():
                 starts, lives = self._starts, self._lives
             try:
                 return await self._engine.sample(tokens, params)
             except EngineDied as died:
-                async with self._changing:
+                async with self._alone():
                     if starts != self._starts:
                         raise
                     if lives == self._lives:
@@ -63,12 +66,12 @@ class Supervised:
                 return Reply(Sampled((), (), self._version), "interrupted")
 
     async def interrupt(self) -> None:
-        async with self._changing:
+        async with self._alone():
             self._running = False
             await self._survive(self._engine.interrupt())
 
     async def load(self, update: Update, version: int) -> None:
-        async with self._changing:
+        async with self._alone():
             before, self._version = self._version, version
             try:
                 await self._survive(self._engine.load(update, version))
@@ -77,7 +80,7 @@ class Supervised:
                 raise
 
     async def resume(self) -> None:
-        async with self._changing:
+        async with self._alone():
             before, self._running = self._running, True
             try:
                 await self._survive(self._engine.resume())
@@ -88,11 +91,24 @@ class Supervised:
     async def close(self) -> None:
         self._closed = True
         await self._engine.close()
+        if self._reviving is not None:
+            self._reviving.cancel()
+            await asyncio.wait((self._reviving,))
+            _ = self._reviving.cancelled() or self._reviving.exception()
+            await self._engine.close()  # what was begun meanwhile
 
     def metrics(self) -> Mapping[str, float]:
         """The engine's, and the restarts since the last call. What a life counted since then ends with it."""
         restarts, self._counted = self._restarts - self._counted, self._restarts
         return {**self._engine.metrics(), "restarts": float(restarts)}
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """Nobody changes the engine meanwhile, and it is not on its way back."""
+        async with self._changing:
+            if self._reviving is not None:
+                await asyncio.wait((self._reviving,))
+            yield
 
     async def _survive(self, call: Awaitable[None]) -> None:
         """What the call asks of the engine is noted already, so a new life begins with it."""
@@ -102,6 +118,13 @@ class Supervised:
             await self._revive(died)
 
     async def _revive(self, died: EngineDied) -> None:
+        back = self._reviving = asyncio.ensure_future(self._bring_back(died))
+        await asyncio.wait((back,))
+        if back.cancelled():
+            raise died
+        back.result()
+
+    async def _bring_back(self, died: EngineDied) -> None:
         """Start the engine until it lives, as what it is to be. Raises `EngineDied` once it has died too often."""
         while True:
             if self._closed or not self._allowed:
