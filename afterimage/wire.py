@@ -181,5 +181,7 @@ def _environment(threads: int) -> dict[str, str]:
         "MKL_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "HF_HUB_OFFLINE": "1",
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "4096",
+        # Kernels compiled for a shape of bfloat16 matrices, several hundred kB each: both caches hold a thousand else.
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
+        "LRU_CACHE_CAPACITY": "256",
     }

@@ -17,7 +17,9 @@ from tests.toy import ToyEnv, ToyTasks
 
 
 @pytest.mark.parametrize(
-    "taskset", [CalculatorTasks(), PythonTasks(), ToyTasks(), *(RetailTasks(level=level) for level in LEVELS)], ids=repr
+    "taskset",
+    [CalculatorTasks(), PythonTasks(), ToyTasks(), *(RetailTasks(level=level) for level in LEVELS)],
+    ids=lambda tasks: type(tasks).__name__,
 )
 def test_a_shipped_environment_keeps_the_contract(taskset: Taskset) -> None:
     check_env(taskset)
