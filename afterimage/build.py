@@ -114,10 +114,22 @@ def build_machine(config: RunConfig, engine: Engine | None = None) -> Machine:
 
     `engine` is one that is there already, of the same configuration.
     """
-    policy = load_policy(config)
-    taskset = build_taskset(config.task)
+    policy, taskset, speaker = build_sampler(config, engine)
+    trainer, auditor = build_trainer(config, policy)
+    if config.tensorboard:
+        require_tensorboard()
+    return Machine(policy, taskset, speaker, trainer.old, auditor, trainer)
+
+
+def build_sampler(config: RunConfig, engine: Engine | None = None) -> tuple[Policy, Taskset, Speaker]:
+    """What generates, with nothing of what learns. Else as `build_machine`."""
+    policy, taskset = load_policy(config), build_taskset(config.task)
     build_rollout(config, taskset)  # refuses what it needs and has not
-    speaker = build_speaker(config, policy, taskset, engine)
+    return policy, taskset, build_speaker(config, policy, taskset, engine)
+
+
+def build_trainer(config: RunConfig, policy: Policy) -> tuple[Trainer, Auditor]:
+    """What learns, and its audit. The trainer's route is to be closed."""
     scoring = Scoring(config.engine.temperature, config.trainer.micro_tokens)
     old = build_old_logps(config.old_logps, policy, scoring, lockstep=config.deterministic)
     correction, objective = build_correction(config.correction), build_objective(config.objective)
@@ -129,10 +141,8 @@ def build_machine(config: RunConfig, engine: Engine | None = None) -> Machine:
         temperature=config.engine.temperature,
         audit=auditor.look,
     )
-    trainer = Trainer(policy, config.trainer, rules, old, num_steps=config.steps * config.trainer.steps_per_batch)
-    if config.tensorboard:
-        require_tensorboard()
-    return Machine(policy, taskset, speaker, old, auditor, trainer)
+    num_steps = config.steps * config.trainer.steps_per_batch
+    return Trainer(policy, config.trainer, rules, old, num_steps=num_steps), auditor
 
 
 def load_policy(config: RunConfig) -> Policy:

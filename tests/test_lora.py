@@ -7,6 +7,7 @@ and refuse another base; what is published, kept and checkpointed is adapters; a
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -26,6 +27,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from afterimage.adapters import Base, Lora
 from afterimage.build import build_correction, build_objective, build_old_logps, load_policy, shares_deltas
 from afterimage.config import (
+    SHIPPED_POLICY,
     AuditConfig,
     ConfigError,
     EngineConfig,
@@ -360,6 +362,19 @@ def test_a_recorded_run_is_audited_on_its_own_base_alone(run: local.Run, folder:
             audit.audit(run.folder, routes=["snapshot_old"], console=quiet())
     finally:
         (run.folder / "config.json").write_text(json.dumps(stored))
+
+
+def test_a_run_does_not_go_on_over_another_base(run: local.Run, tmp_path: Path) -> None:
+    changed, folder = Policy.load(SHIPPED_POLICY), tmp_path / "changed"
+    nudge(changed, seed=0)
+    changed.save(folder)
+    left = Path(shutil.copytree(run.folder, tmp_path / "run"))
+    stored = json.loads((left / "config.json").read_text())
+    (left / "config.json").write_text(json.dumps(stored | {"policy": str(folder)}))
+    made = configured(folder, runs=tmp_path, steps=4, audit=AuditConfig(share=1.0, record=True))
+    with pytest.raises(ConfigError, match="adapters were trained on other weights"):
+        local.resume(left, made, console=quiet())
+    assert not (left / "error.txt").exists()
 
 
 def test_the_trained_policy_is_an_ordinary_folder(run: local.Run) -> None:

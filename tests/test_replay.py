@@ -18,6 +18,7 @@ from afterimage.config import ConfigError, EvalConfig, OldLogpsConfig, RunConfig
 from afterimage.launch.local import RunFailed, keep_evidence, train
 from afterimage.launch.replay import replay
 from afterimage.observe.metrics import RunLog
+from afterimage.old_logps.snapshot_old import SnapshotOld
 from afterimage.recording import WENT_WRONG, WentWrong
 from afterimage.testing import episode
 from afterimage.trainer import NOT_FINITE
@@ -65,6 +66,16 @@ def test_what_went_wrong_goes_wrong_again_in_the_same_words(tmp_path: Path, what
     assert "afterimage replay" in keep_evidence(machine.trainer, tmp_path / "run")
     again, told = tell(tmp_path / "run")
     assert again and said in told
+
+
+def test_a_batch_needs_no_engine_and_its_route_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, closed = build_machine(config(tmp_path)), []
+    RunLog.create(tmp_path / "run", config(tmp_path)).close()
+    goes_wrong(machine, a_batch(advantage=HUGE))
+    keep_evidence(machine.trainer, tmp_path / "run")
+    monkeypatch.setattr("afterimage.build.build_engine", lambda *_: pytest.fail("an engine was made"))
+    monkeypatch.setattr(SnapshotOld, "close", lambda self: closed.append(self))
+    assert tell(tmp_path / "run")[0] and len(closed) == 1
 
 
 def test_a_batch_that_was_mended_does_not_go_wrong(tmp_path: Path) -> None:

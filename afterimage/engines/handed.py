@@ -1,24 +1,22 @@
 """The weights as servers on this host read them: one safetensors file in memory, written whole or changed in place."""
 
-import fcntl
 import json
 import mmap
-import shutil
 import tempfile
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from afterimage.engines.leftovers import hold, sweep
 from afterimage.versions import Delta
 from afterimage.versions.codec import advance
 
 WEIGHTS = "model.safetensors"
 _PREFIX = "afterimage-weights-"
-_LOCK = "lock"
 _SIZE = 8
 """Bytes at the beginning that say how long the header is."""
 
@@ -40,11 +38,9 @@ class Handed:
         """Made when it is first asked for."""
         if self._path is None:
             memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
-            _sweep(memory)
+            sweep(memory, _PREFIX)
             self._path = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix=_PREFIX, dir=memory)))
-            lock = self._held.enter_context((self._path / f"{_LOCK}.new").open("w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            (self._path / f"{_LOCK}.new").rename(self._path / _LOCK)
+            self._held.enter_context(hold(self._path))
         return self._path
 
     def put(self, weights: Mapping[str, Tensor]) -> None:
@@ -75,11 +71,3 @@ def _mapped(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         flat = torch.frombuffer(memory, dtype=tensor.dtype, **place) if tensor.numel() else torch.empty(0).to(tensor)
         tensors[name] = flat.view(tensor.shape)
     return tensors
-
-
-def _sweep(memory: Path) -> None:
-    """Remove the folders whose process is gone: the lock of a living one is taken."""
-    for folder in memory.glob(f"{_PREFIX}*"):
-        with suppress(OSError), (folder / _LOCK).open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)

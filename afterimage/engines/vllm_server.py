@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -11,7 +12,10 @@ from pathlib import Path
 
 import torch
 
+from afterimage.engines.leftovers import hold, sweep
+
 EXTENSION = "afterimage.engines.vllm_worker.Extension"
+_PREFIX = "afterimage-vllm-"
 _LAST_WORDS = 4000
 _GOODBYE_S = 10.0
 
@@ -23,7 +27,8 @@ class Server:
     """
 
     def __init__(self, model_folder: Path, *, dtype: str, threads: int, extension: str) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="afterimage-vllm-"))
+        self._folder = Path(tempfile.gettempdir(), f"{_PREFIX}{secrets.token_hex(6)}")
+        self._held = contextlib.ExitStack()
         self.url = f"unix:{self._folder}/http"
         self._threads = threads
         self._process: subprocess.Popen[bytes] | None = None
@@ -54,8 +59,11 @@ class Server:
         """In place of one that has ended. It is long until it answers."""
         self._end()
         self._condemned = False
+        self._held.close()
+        sweep(self._folder.parent, _PREFIX)
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        (self._folder / "http").unlink(missing_ok=True)
+        self._held.callback(shutil.rmtree, self._folder, ignore_errors=True)
+        self._held.enter_context(hold(self._folder))
         with (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "afterimage.engines.vllm_worker", *self._arguments],
@@ -87,7 +95,7 @@ class Server:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_GOODBYE_S)
         self._end()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._held.close()
 
     def _end(self) -> None:
         self.condemn()
@@ -108,6 +116,6 @@ class Server:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_HOST_IP": "127.0.0.1",
             "VLLM_RPC_BASE_PATH": str(self._folder),
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
-        return {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"} | dict(os.environ) | own
+        usual = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
+        return usual | dict(os.environ) | own

@@ -5,11 +5,15 @@ This file alone imports vllm, and only there.
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from typing import Any
 
 from safetensors.torch import load_file
+
+GOODBYE_S = 5
+"""For the server to end by itself, before its processes are killed."""
 
 
 class Extension:
@@ -47,9 +51,13 @@ def main() -> None:
 
 
 def _end_with_the_other_side() -> None:
-    """All processes of the server are one group."""
+    """Ask the server to end, for what it has in shared memory outlives a kill; then kill its group of processes."""
     sys.stdin.buffer.read()
-    os.killpg(0, signal.SIGKILL)
+    try:
+        subprocess.Popen(["sh", "-c", f"sleep {GOODBYE_S}; kill -KILL 0"])  # this process may be gone by then
+    except OSError:
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@ import asyncio
 import sys
 import time
 import traceback
-from contextlib import nullcontext, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -15,9 +16,10 @@ from rich.markup import escape
 from safetensors import SafetensorError
 
 from afterimage import loop, virtual
-from afterimage.build import Machine, build, build_checkpoints, build_machine, build_rollout
+from afterimage.build import Machine, build, build_checkpoints, build_machine, build_rollout, build_sampler
 from afterimage.checkpoint import CHECKPOINTS, CheckpointError
 from afterimage.config import ConfigError, RunConfig
+from afterimage.engines.supervised import Supervised
 from afterimage.journal import JOURNAL, Journal, JournalError, Marked
 from afterimage.launch.grades import Grade
 from afterimage.launch.machine import alone, cores
@@ -30,7 +32,7 @@ from afterimage.observe.report import write_report
 from afterimage.policy import DTYPES, Policy
 from afterimage.publish import DirectPublisher
 from afterimage.recording import WENT_WRONG, WentWrong
-from afterimage.rollout import examine
+from afterimage.rollout import Speaker, examine
 from afterimage.trainer import NOT_FINITE, Trainer
 
 POLICY = "policy"
@@ -38,6 +40,7 @@ POLICY = "policy"
 SWITCH_S = 1e-4
 """How long the event loop may keep the interpreter from the trainer, which asks for it again after every operation of
 torch. Python's own 5 ms cost it a third of its pace beside agents, three quarters beside a loop that never rests."""
+_T = TypeVar("_T")
 
 
 class RunFailed(RuntimeError):
@@ -275,31 +278,54 @@ def evaluate(trained: Path, config: RunConfig, *, attempts: int = 1, console: Co
     folder = trained / POLICY if (trained / POLICY).is_dir() else trained
     config = replace(config, policy=str(folder))
     share_processor(config)
-    machine = build_machine(config)
+    policy, taskset, speaker = build_sampler(config)
     console = console or Console()
 
     async def grade() -> list[bool]:
-        engine = machine.speaker.engine
-        rollout = build_rollout(config, machine.taskset)(machine.speaker, machine.taskset, config.rollout)
-        try:
-            await engine.start()
-            publisher = DirectPublisher(engine, dtype=DTYPES[config.engine.dtype])
-            publisher.prepare(machine.policy)
-            await publisher.publish()
+        async with voiced(config, policy, speaker) as voice:
+            rollout = build_rollout(config, taskset)(voice, taskset, config.rollout)
             with LiveDisplay(config, console=console) as display:
-                tasks = machine.taskset.held_out(config.eval.tasks)
+                tasks = taskset.held_out(config.eval.tasks)
                 again = [task for task in tasks for _ in range(attempts)]
                 async with rollout.door:
                     return await examine(rollout, again, seed=config.seed, progress=display.phase)
-        finally:
-            await engine.close()
+
+    graded = under_one_parent(grade())
+    return Grade(tuple(sum(graded[at : at + attempts]) for at in range(0, len(graded), attempts)), attempts)
+
+
+@asynccontextmanager
+async def voiced(
+    config: RunConfig, policy: Policy, speaker: Speaker, *, told: Callable[..., None] = lambda **_: None
+) -> AsyncIterator[Speaker]:
+    """The speaker, its engine sampling from the policy and started again when it dies, as in a run."""
+    restarts = config.engine.restarts
+    engine = Supervised(speaker.engine, lambda version: policy.weights(), restarts=restarts, told=told)
+    try:
+        await engine.start()
+        publisher = DirectPublisher(engine, dtype=DTYPES[config.engine.dtype])
+        publisher.prepare(policy)
+        await publisher.publish()
+        yield replace(speaker, engine=engine)
+    finally:
+        await engine.close()
+
+
+def under_one_parent(work: Coroutine[Any, Any, _T]) -> _T:
+    """Do it to its end. Raises the `ConfigError` that it ends with, and `RunFailed` for any other error."""
+
+    async def parent() -> _T:
+        async with asyncio.TaskGroup() as tasks:
+            child = tasks.create_task(work)
+        return child.result()
 
     try:
-        graded = asyncio.run(grade())
+        return asyncio.run(parent())
     except ExceptionGroup as failures:
         error = first_leaf(failures)
+        if isinstance(error, ConfigError):
+            raise error from error.__cause__
         raise RunFailed(f"{type(error).__name__}: {error}") from error
-    return Grade(tuple(sum(graded[at : at + attempts]) for at in range(0, len(graded), attempts)), attempts)
 
 
 def share_processor(config: RunConfig) -> None:

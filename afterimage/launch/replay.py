@@ -7,8 +7,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from afterimage.build import build_machine
-from afterimage.config import AuditConfig, ConfigError, RunConfig, TaskConfig
+from afterimage.build import build_trainer, load_policy
+from afterimage.config import AuditConfig, ConfigError, RunConfig
 from afterimage.corrections import check_finite
 from afterimage.launch.audit import stored_config
 from afterimage.observe.metrics import RunFolder
@@ -44,16 +44,18 @@ def _again(config: RunConfig, wrong: WentWrong) -> None:
         logps = {"behavior_logp": batch.behavior_logp, "old_logp": columns["old_logp"]}
         check_finite(logps, batch.sampled, sequence=sequence, version=batch.version)
         return
-    # Without its task set: that may name code of whoever wrote the folder, and a batch needs none.
-    machine = build_machine(replace(config, task=TaskConfig(), audit=AuditConfig(), tensorboard=False))
-    trainer, policy = machine.trainer, machine.policy
+    # Without its task set, which may name code of whoever wrote the folder, and without an engine: a batch needs none.
+    policy = load_policy(config)
     policy.require_base(int(wrong.about.get("base", 0)))
     try:
         policy.load_weights(wrong.weights)
     except ValueError as error:
         raise ConfigError(f"the kept weights are not those of the run's policy: {error}") from error
     policy.version = int(wrong.about["version"])
+    trainer, _ = build_trainer(replace(config, audit=AuditConfig()), policy)
     trainer.steps = int(wrong.about["steps"])
-    trainer.backward(Part(batch, **columns))
-    trainer.step()
-    machine.old.close()
+    try:
+        trainer.backward(Part(batch, **columns))
+        trainer.step()
+    finally:
+        trainer.old.close()

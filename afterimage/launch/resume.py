@@ -123,6 +123,8 @@ def revive(recalled: Recalled, machine: Machine, checkpoints: Checkpoints, run: 
     policy = machine.policy
     try:
         checkpoints.restore(recalled.checkpoint)
+    except ConfigError:
+        raise
     except (ValueError, KeyError) as error:
         raise CheckpointError(f"the newest sound checkpoint of {run} is not of this run: {error!r}") from error
     policy.jumps = max(policy.jumps, recalled.jumps, key=len)

@@ -2,19 +2,19 @@
 
 import asyncio
 from collections import OrderedDict
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from afterimage.build import build_machine
+from afterimage.build import build_sampler
 from afterimage.config import ConfigError, RunConfig
 from afterimage.endpoint.agents import AgentRollout, AgentVoice
 from afterimage.endpoint.server import Endpoint
 from afterimage.endpoint.session import Session
-from afterimage.launch.local import POLICY, RunFailed, first_leaf, share_processor
-from afterimage.policy import DTYPES
-from afterimage.publish import DirectPublisher
+from afterimage.launch.local import POLICY, share_processor, under_one_parent, voiced
 from afterimage.rollout import Unwritten, _Script, derive_seed
 
 KEPT = 1000
@@ -54,31 +54,23 @@ def serve(
     folder = trained / POLICY if (trained / POLICY).is_dir() else trained
     config = replace(config, policy=str(folder), rollout=replace(config.rollout, max_turns=1 << 30))
     share_processor(config)
-    machine = build_machine(config)
+    policy, taskset, speaker = build_sampler(config)
     console = console or Console(soft_wrap=True)
 
-    async def work() -> None:
-        engine = machine.speaker.engine
-        try:
-            await engine.start()
-            publisher = DirectPublisher(engine, dtype=DTYPES[config.engine.dtype])
-            publisher.prepare(machine.policy)
-            await publisher.publish()
-            async with asyncio.TaskGroup() as calls:
-                endpoint = Endpoint(token=token, port=port, find=lambda key: visitors.find(key))
-                rollout = AgentRollout(machine.speaker, machine.taskset, config.rollout, endpoint=endpoint)
-                visitors = Visitors(rollout, calls, config.seed)
-                async with endpoint:
-                    console.print(f"base URL  {endpoint.url}/v1\nAPI key   {endpoint.token}", highlight=False)
-                    console.print(f"an episode of its own: {endpoint.url}/e/<any name>/v1; Ctrl-C ends it", style="dim")
-                    await asyncio.Event().wait()
-        finally:
-            await engine.close()
+    def restarted(*, cause: str, **_: Any) -> None:
+        console.print(f"the engine is started again: {cause}", markup=False, highlight=False)
 
-    try:
-        asyncio.run(work())
-    except OSError as error:
-        raise ConfigError(f"port {port} cannot be had: {error}") from error
-    except ExceptionGroup as failures:
-        first = first_leaf(failures)
-        raise RunFailed(f"{type(first).__name__}: {first}") from first
+    async def work() -> None:
+        async with voiced(config, policy, speaker, told=restarted) as voice, asyncio.TaskGroup() as calls:
+            endpoint = Endpoint(token=token, port=port, find=lambda key: visitors.find(key))
+            visitors = Visitors(AgentRollout(voice, taskset, config.rollout, endpoint=endpoint), calls, config.seed)
+            async with AsyncExitStack() as serving:
+                try:
+                    await serving.enter_async_context(endpoint)
+                except OSError as error:
+                    raise ConfigError(f"port {port} cannot be had: {error}") from error
+                console.print(f"base URL  {endpoint.url}/v1\nAPI key   {endpoint.token}", highlight=False)
+                console.print(f"an episode of its own: {endpoint.url}/e/<any name>/v1; Ctrl-C ends it", style="dim")
+                await asyncio.Event().wait()
+
+    under_one_parent(work())

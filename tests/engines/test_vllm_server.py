@@ -52,6 +52,7 @@ from afterimage.policy import Packed, Policy
 from afterimage.recording import RECORDED, Recorded
 from afterimage.testing import check_engine, nudge
 from afterimage.trajectory import Sampled
+from tests.test_server_process import group_lives, group_members
 
 pytestmark = [
     pytest.mark.engines,
@@ -337,21 +338,16 @@ def test_a_server_ends_with_the_process_that_started_it() -> None:
     with subprocess.Popen([sys.executable, "-c", _PROGRAM], cwd=ROOT, stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
         group = int(trainer.stdout.readline())
-        os.killpg(group, 0)
+        shared = _shared_memory(group)
+        assert shared
         trainer.kill()
     deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and _lives(group):
+    while time.monotonic() < deadline and group_lives(group):
         time.sleep(0.1)
-    assert not _lives(group)
+    assert not group_lives(group) and not [path for path in shared if path.exists()]
 
 
-def _lives(group: int) -> bool:
-    """Whether a process of the group does anything: nobody may be there to collect the dead."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
-        except OSError:
-            continue
-        if int(pgrp) == group and state != "Z":
-            return True
-    return False
+def _shared_memory(group: int) -> set[Path]:
+    """What its processes have mapped that outlives them."""
+    maps = [(process / "maps").read_text() for process in group_members(group)]
+    return {Path(line.split()[-1]) for text in maps for line in text.splitlines() if "/dev/shm/psm_" in line}
