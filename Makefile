@@ -19,7 +19,7 @@ demo: setup
 	$(BIN)/afterimage train retail
 
 test: setup
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 # Minutes, and 3 GB on the disk: real inference servers have an environment of their own.
 test-engines: .venv-engines/.ready

@@ -5,11 +5,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from afterimage.engines import handed
 from afterimage.engines.handed import WEIGHTS, Handed
 from afterimage.testing import nudge, tiny_policy
 from afterimage.versions import VersionStore
@@ -18,40 +20,59 @@ from afterimage.versions.codec import checksum
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_delta_is_in_the_file(dtype: torch.dtype) -> None:
-    policy, handed = tiny_policy(), Handed()
+    policy, hand = tiny_policy(), Handed()
     policy.model.to(dtype)
     store = VersionStore(policy.twin().weights())
     store.put(0, policy.weights())
-    handed.put(policy.weights())
-    file = handed.folder / WEIGHTS
+    hand.put(policy.weights())
+    file = hand.folder / WEIGHTS
     node = file.stat().st_ino
     for version in (1, 2):
         nudge(policy, seed=version)
         store.put(version, policy.weights())
-        handed.advance(store.delta(version))
-        assert checksum(load_file(file)) == checksum(handed.weights) == checksum(policy.weights())
+        hand.advance(store.delta(version))
+        assert checksum(load_file(file)) == checksum(hand.weights) == checksum(policy.weights())
     assert file.stat().st_ino == node, "it was written again"
     with pytest.raises(ValueError, match="checksum differs"):
-        handed.advance(store.delta(1))
+        hand.advance(store.delta(1))
     assert checksum(load_file(file)) == checksum(policy.weights())
-    handed.close()
+    hand.close()
     assert not file.parent.exists()
 
 
 def test_what_has_no_elements_is_handed_too() -> None:
-    handed = Handed()
+    hand = Handed()
     given = {"none": torch.empty(0, 3), "one": torch.ones(()), "few": torch.arange(5, dtype=torch.uint8)}
-    handed.put(given)
-    assert all(torch.equal(tensor, given[name]) for name, tensor in load_file(handed.folder / WEIGHTS).items())
-    handed.close()
+    hand.put(given)
+    assert all(torch.equal(tensor, given[name]) for name, tensor in load_file(hand.folder / WEIGHTS).items())
+    hand.close()
+
+
+def test_without_room_in_memory_it_is_on_disk_and_without_any_room_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, disk = tmp_path / "memory", tmp_path / "disk"
+    memory.mkdir(), disk.mkdir()
+    free = {memory: 1 << 20, disk: 1 << 30}
+    monkeypatch.setattr(handed, "MEMORY", memory)
+    monkeypatch.setattr("tempfile.tempdir", str(disk))
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=free[place]))
+    one = Handed()
+    one.put({"w": torch.ones(9)})
+    assert one.folder.parent == disk and not [*memory.iterdir()]
+    one.close()
+    assert not [*disk.iterdir()]
+    free[disk] = 1 << 19
+    with pytest.raises(OSError, match=r"have 36 bytes, .* room for 1,048,576 in .*memory and 524,288 in"):
+        one.put({"w": torch.ones(9)})
 
 
 _PROGRAM = """
 import sys, torch
 from afterimage.engines.handed import Handed
-handed = Handed()
-handed.put({"w": torch.ones(3)})
-print(handed.folder, flush=True)
+hand = Handed()
+hand.put({"w": torch.ones(3)})
+print(hand.folder, flush=True)
 sys.stdin.read()
 """
 
@@ -69,7 +90,8 @@ def test_the_next_process_removes_what_a_killed_one_left() -> None:
         os.kill(killed.pid, signal.SIGKILL)
         killed.wait()
         assert (left / WEIGHTS).exists()
-        handed = Handed()
-        assert handed.folder.is_dir() and not left.exists() and (kept / WEIGHTS).exists()
-        handed.close()
+        hand = Handed()
+        hand.put({"w": torch.ones(3)})
+        assert hand.folder.is_dir() and not left.exists() and (kept / WEIGHTS).exists()
+        hand.close()
     assert not kept.exists()

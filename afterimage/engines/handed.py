@@ -1,7 +1,11 @@
-"""The weights as servers on this host read them: one safetensors file in memory, written whole or changed in place."""
+"""The weights as servers on this host read them: one safetensors file, written whole or changed in place.
+
+It lies in memory (`/dev/shm`), or where temporary files do if there is no room for it.
+"""
 
 import json
 import mmap
+import shutil
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -16,7 +20,10 @@ from afterimage.versions import Delta
 from afterimage.versions.codec import advance
 
 WEIGHTS = "model.safetensors"
+MEMORY = Path("/dev/shm")
 _PREFIX = "afterimage-weights-"
+_HEADER = 1 << 20
+"""More than names and shapes take."""
 _SIZE = 8
 """Bytes at the beginning that say how long the header is."""
 
@@ -30,21 +37,14 @@ class Handed:
 
     def __init__(self) -> None:
         self.weights: dict[str, Tensor] = {}
+        self.folder = Path()
+        """From the first `put` on."""
         self._held = ExitStack()
-        self._path: Path | None = None
-
-    @property
-    def folder(self) -> Path:
-        """Made when it is first asked for."""
-        if self._path is None:
-            memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
-            sweep(memory, _PREFIX)
-            self._path = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix=_PREFIX, dir=memory)))
-            self._held.enter_context(hold(self._path))
-        return self._path
 
     def put(self, weights: Mapping[str, Tensor]) -> None:
-        """All weights, in the precision that they are in."""
+        """All weights, in the precision that they are in. OSError if there is no room for them."""
+        if not self.weights:
+            self._make(sum(tensor.nbytes for tensor in weights.values()))
         self.weights = {}
         path = self.folder / WEIGHTS
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, path)
@@ -55,8 +55,23 @@ class Handed:
         advance(self.weights, delta)
 
     def close(self) -> None:
-        self.weights, self._path = {}, None
+        self.weights = {}
         self._held.close()
+
+    def _make(self, size: int) -> None:
+        places = [place for place in (MEMORY, Path(tempfile.gettempdir())) if place.is_dir()]
+        for place in places:
+            sweep(place, _PREFIX)
+        free = {place: shutil.disk_usage(place).free for place in places}
+        roomy = [place for place in places if free[place] > size + _HEADER]
+        if not roomy:
+            rooms = " and ".join(f"{room:,} in {place}" for place, room in free.items())
+            raise OSError(
+                f"the weights for the server have {size:,} bytes, and there is room for {rooms}: make the first larger "
+                "(containers: --shm-size), or set TMPDIR to a place that is"
+            )
+        self.folder = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix=_PREFIX, dir=roomy[0])))
+        self._held.enter_context(hold(self.folder))
 
 
 def _mapped(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
