@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: setup demo test test-engines test-adapters check base-policy bench bench-agent bench-demo bench-retail bench-compare \
+.PHONY: setup demo test test-engines test-adapters conversations check base-policy bench bench-agent bench-demo bench-retail bench-compare \
 	bench-routes bench-audit bench-resume bench-endpoint chaos report fuzz
 
 setup: .venv/.ready
@@ -48,6 +48,10 @@ test-adapters: $(ADAPTERS:%=.venv-adapters/%/.ready)
 	test $* != tau2 || .venv-adapters/tau2/bin/pip install --quiet --disable-pip-version-check -r .venv-adapters/requirements.txt
 	test $* != tau2 || .venv-adapters/tau2/bin/pip install --quiet --no-deps --ignore-requires-python $(TAU2)
 	touch $@
+
+# An hour: 10,000 generated conversations with each chat template, where the suite has 150.
+conversations: setup
+	CONVERSATIONS=10000 $(BIN)/pytest tests/test_endpoint.py -k whatever
 
 check: setup
 	$(BIN)/ruff format --check .
