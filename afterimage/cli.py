@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from afterimage.config import ConfigError, RunConfig, nearest
+from afterimage.config import ConfigError, RunConfig, install, nearest
 from afterimage.recipes import RECIPES
 
 if TYPE_CHECKING:  # the journal brings torch along
@@ -355,7 +355,7 @@ def _serve(chosen: argparse.Namespace) -> int:
     try:
         from afterimage.launch.serve import serve
     except ModuleNotFoundError as error:
-        raise ConfigError(f"serve needs {error.name}: pip install 'afterimage[endpoint]'") from error
+        raise ConfigError(f"serve needs {error.name}: {install('endpoint')}") from error
     return _run(lambda: serve(chosen.trained, config, token=chosen.token, port=chosen.port))
 
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
 
-from afterimage.config import ConfigError
+from afterimage.config import ConfigError, install
 from afterimage.envs import EnvError, Message, Numbered, ToolCall, Turn
 from afterimage.trajectory import Task
 
@@ -38,7 +38,7 @@ class OpenEnvTasks(Numbered):
         try:
             self.session = session_class()
         except ModuleNotFoundError as error:
-            raise ConfigError(f"{self.name} needs {error.name}: pip install 'afterimage[openenv]'") from error
+            raise ConfigError(f"{self.name} needs {error.name}: {install('openenv')}") from error
         try:
             schema = self._ask("/schema")["action"]
             listed = self._ask("/mcp", {"jsonrpc": "2.0", "method": "tools/list", "params": {}, "id": 1})

@@ -70,7 +70,7 @@ def numeric(text: str, expected: float, *, relative: float = 1e-6, absolute: flo
 def json_schema(text: str, schema: Mapping[str, Any]) -> float:
     """1 if the text is JSON and keeps to the schema (draft 2020-12 unless it says otherwise). Nothing is fetched.
 
-    Needs the package jsonschema: `pip install 'afterimage[rewards]'`. ValueError for what is no schema.
+    Needs the package jsonschema, of the extra `rewards`. ValueError for what is no schema.
     """
     from jsonschema import SchemaError, validators
     from referencing import Registry
