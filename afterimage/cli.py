@@ -340,9 +340,7 @@ def _eval(chosen: argparse.Namespace) -> int:
     def grade() -> None:
         grade = evaluate(chosen.trained, config, attempts=attempts)
         rows = {f"avg@{attempts}": grade.average} | {f"pass@{k}": grade.passed(k) for k in sorted(set(chosen.k) - {1})}
-        table = Table(
-            "", "held-out success", "95% interval", "", title=f"{grade.tasks} tasks, {attempts} attempts each"
-        )
+        table = Table("", "held-out success", "95% interval", "", title=str(grade))
         for name, found in rows.items():
             table.add_row(name, f"{found.value:.1%}", f"{found.low:.1%} to {found.high:.1%}", found.interval)
         Console().print(table)

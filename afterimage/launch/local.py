@@ -278,7 +278,7 @@ def evaluate(trained: Path, config: RunConfig, *, attempts: int = 1, console: Co
     machine = build_machine(config)
     console = console or Console()
 
-    async def grade() -> list[bool]:
+    async def grade() -> list[bool | None]:
         engine = machine.speaker.engine
         rollout = build_rollout(config, machine.taskset)(machine.speaker, machine.taskset, config.rollout)
         try:
@@ -299,7 +299,7 @@ def evaluate(trained: Path, config: RunConfig, *, attempts: int = 1, console: Co
     except ExceptionGroup as failures:
         error = first_leaf(failures)
         raise RunFailed(f"{type(error).__name__}: {error}") from error
-    return Grade(tuple(sum(graded[at : at + attempts]) for at in range(0, len(graded), attempts)), attempts)
+    return Grade.of(graded, attempts)
 
 
 def share_processor(config: RunConfig) -> None:
