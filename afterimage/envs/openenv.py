@@ -7,7 +7,7 @@ field of text, else the arguments of a tool call; an MCP environment's own tools
 import json
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -186,8 +186,8 @@ class OpenEnv:
             raise EnvError(f"{self._tasks.url}: {str(error) or type(error).__name__}") from error
 
     async def close(self) -> None:
-        """The server is told that its session is over, so that another can begin."""
-        with self._told_apart():
+        """The server is told that its session is over, so that another can begin. One that is gone need not be."""
+        with suppress(EnvError), self._told_apart():
             await self._session.close()
 
 
