@@ -134,13 +134,12 @@ def _parser(given: Sequence[str]) -> _Parser:
 
 
 def _add_serve(verbs: Any) -> _Parser:
-    served: _Parser = verbs.add_parser(
-        "serve", help="a policy behind an OpenAI-compatible endpoint", allow_abbrev=False
-    )
+    served: _Parser = verbs.add_parser("serve", help="a policy behind an OpenAI endpoint", allow_abbrev=False)
     served.add_argument("trained", type=Path, metavar="folder", help="a run folder or a model folder")
     served.add_argument("recipe", help=f"one of: {', '.join(RECIPES)}")
     served.add_argument("--port", type=_reader(int), default=0, metavar="N", help="on loopback; 0 is any. Now: 0")
-    served.add_argument("--token", help="that is asked for. Now: a new one")
+    told = os.environ.get("AFTERIMAGE_TOKEN")
+    served.add_argument("--token", default=told, help="that is asked for. Now: $AFTERIMAGE_TOKEN, or a new one")
     served.set_defaults(act=_serve)
     return served
 
