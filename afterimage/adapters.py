@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from afterimage.config import ConfigError
+from afterimage.config import ConfigError, install
 
 ALL = "all-linear"
 _A, _B, _ADAPTER = ".lora_A.weight", ".lora_B.weight", "default"
@@ -87,7 +87,7 @@ def inject(model: nn.Module, lora: Lora) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as error:
-        raise ConfigError(f"trainer.lora_rank needs {error.name}: pip install 'afterimage[lora]'") from error
+        raise ConfigError(f"trainer.lora_rank needs {error.name}: {install('lora')}") from error
     targets: Any = ALL if lora.targets == ALL else lora.targets.split()
     alpha: Any = lora.alpha
     options = LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")

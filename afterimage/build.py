@@ -27,6 +27,7 @@ from afterimage.config import (
     ScheduleConfig,
     TaskConfig,
     Unit,
+    install,
 )
 from afterimage.corrections import Control
 from afterimage.engines import Engine
@@ -305,7 +306,7 @@ def build_taskset(config: TaskConfig) -> Taskset:
     try:
         factory = getattr(importlib.import_module(file or module), adapter or name)
     except (ImportError, AttributeError) as error:
-        hint = f" (pip install 'afterimage[{module}]')" if adapter and isinstance(error, ModuleNotFoundError) else ""
+        hint = f" ({install(module)})" if adapter and isinstance(error, ModuleNotFoundError) else ""
         raise ConfigError(f"task.env {config.env!r} cannot be made: {error}{hint}") from error
     made: Taskset = factory(name) if adapter else factory()
     return made
@@ -325,7 +326,7 @@ def build_rollout(
         from afterimage.endpoint.agents import AgentRollout
         from afterimage.endpoint.server import Endpoint
     except ModuleNotFoundError as error:
-        raise ConfigError(f"an ExternalAgent needs {error.name}: pip install 'afterimage[endpoint]'") from error
+        raise ConfigError(f"an ExternalAgent needs {error.name}: {install('endpoint')}") from error
     return partial(AgentRollout, endpoint=Endpoint(), told=told)
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from afterimage.config import ConfigError, RunConfig, nearest
+from afterimage.config import ConfigError, RunConfig, install, nearest
 from afterimage.recipes import RECIPES
 
 if TYPE_CHECKING:  # the journal brings torch along
@@ -134,13 +134,12 @@ def _parser(given: Sequence[str]) -> _Parser:
 
 
 def _add_serve(verbs: Any) -> _Parser:
-    served: _Parser = verbs.add_parser(
-        "serve", help="a policy behind an OpenAI-compatible endpoint", allow_abbrev=False
-    )
+    served: _Parser = verbs.add_parser("serve", help="a policy behind an OpenAI endpoint", allow_abbrev=False)
     served.add_argument("trained", type=Path, metavar="folder", help="a run folder or a model folder")
     served.add_argument("recipe", help=f"one of: {', '.join(RECIPES)}")
     served.add_argument("--port", type=_reader(int), default=0, metavar="N", help="on loopback; 0 is any. Now: 0")
-    served.add_argument("--token", help="that is asked for. Now: a new one")
+    told = os.environ.get("AFTERIMAGE_TOKEN")
+    served.add_argument("--token", default=told, help="that is asked for. Now: $AFTERIMAGE_TOKEN, or a new one")
     served.set_defaults(act=_serve)
     return served
 
@@ -340,9 +339,7 @@ def _eval(chosen: argparse.Namespace) -> int:
     def grade() -> None:
         grade = evaluate(chosen.trained, config, attempts=attempts)
         rows = {f"avg@{attempts}": grade.average} | {f"pass@{k}": grade.passed(k) for k in sorted(set(chosen.k) - {1})}
-        table = Table(
-            "", "held-out success", "95% interval", "", title=f"{grade.tasks} tasks, {attempts} attempts each"
-        )
+        table = Table("", "held-out success", "95% interval", "", title=str(grade))
         for name, found in rows.items():
             table.add_row(name, f"{found.value:.1%}", f"{found.low:.1%} to {found.high:.1%}", found.interval)
         Console().print(table)
@@ -355,7 +352,7 @@ def _serve(chosen: argparse.Namespace) -> int:
     try:
         from afterimage.launch.serve import serve
     except ModuleNotFoundError as error:
-        raise ConfigError(f"serve needs {error.name}: pip install 'afterimage[endpoint]'") from error
+        raise ConfigError(f"serve needs {error.name}: {install('endpoint')}") from error
     return _run(lambda: serve(chosen.trained, config, token=chosen.token, port=chosen.port))
 
 

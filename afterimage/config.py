@@ -15,6 +15,12 @@ class ConfigError(ValueError):
     """A knob has a value it cannot have. The message names field, value and range."""
 
 
+def install(extra: str) -> str:
+    """What brings an extra to a checkout. The `afterimage` in package registries is another project."""
+    tested = "constraints-adapters.txt" if extra in ("openenv", "verifiers") else "constraints.txt"
+    return f".venv/bin/pip install -c {tested} -e '.[{extra}]'"
+
+
 def _at_least(where: str, low: float, /, **values: float) -> None:
     for name, value in values.items():
         if not value >= low:

@@ -194,6 +194,6 @@ async def evaluate(parts: Parts, step: int) -> Mapping[str, float]:
     """Held-out success of the version that the engine holds. Training waits; episodes in flight go on."""
     with parts.log.span("eval", f"step {step}"):
         graded = await examine(parts.examination, parts.held_out, seed=parts.config.seed, progress=parts.log.phase)
-    success = sum(graded) / len(graded)
-    parts.log.event("eval", step=step, version=parts.policy.version, success=success, tasks=len(graded))
+    success, failed = graded.count(True) / len(graded), graded.count(None)
+    parts.log.event("eval", step=step, version=parts.policy.version, success=success, tasks=len(graded), failed=failed)
     return {"eval/success": success, "eval/version": parts.policy.version}

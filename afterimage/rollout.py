@@ -408,21 +408,22 @@ class Progress(Protocol):
     def __call__(self, text: str, *, done: int = 0, total: int = 0) -> None: ...
 
 
-async def examine(rollout: Rollout, tasks: Sequence[Task], *, seed: int, progress: Progress) -> list[bool]:
-    """Success on each task, one episode each. The environment's seed is the task's own: `seed` varies the replies.
+async def examine(rollout: Rollout, tasks: Sequence[Task], *, seed: int, progress: Progress) -> list[bool | None]:
+    """Success on each task, one episode each; None where that failed, which counts as no success.
 
-    A task that stands there several times is attempted as often, with other replies.
+    The environment's seed is the task's own: `seed` varies the replies. A task that stands there several
+    times is attempted as often, with other replies.
     """
     done, stood = 0, Counter[str]()
 
-    async def grade(task: Task, attempt: int) -> bool:
+    async def grade(task: Task, attempt: int) -> bool | None:
         nonlocal done
         first = derive_seed(seed, "examination", task.key)
         noise_seed = derive_seed(first, attempt) if attempt else first
         outcome = await rollout.episode(task, env_seed=derive_seed("examination", task.key), noise_seed=noise_seed)
         done += 1
         progress("held-out tasks", done=done, total=len(tasks))
-        return isinstance(outcome, Trajectory) and outcome.success
+        return outcome.success if isinstance(outcome, Trajectory) else None
 
     async with asyncio.TaskGroup() as group:
         running = []

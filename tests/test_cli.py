@@ -128,6 +128,20 @@ def test_lint_shows_its_page_and_tells_by_its_exit_code(
     assert all(word in out for word in ("numerator", "denominator", "versions", "costs", says))
 
 
+@pytest.mark.parametrize(("words", "asked"), [((), "of the environment"), (("--token", "given"), "given")])
+def test_serve_takes_its_token_from_where_ps_does_not_show_it(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], asked: str
+) -> None:
+    from afterimage.launch import serve
+
+    tokens: list[str] = []
+    monkeypatch.setattr(serve, "serve", lambda trained, config, *, token, port: tokens.append(token))
+    monkeypatch.setenv("AFTERIMAGE_TOKEN", "of the environment")
+    with pytest.raises(SystemExit) as end:
+        cli.main(["serve", "base", "retail", *words])
+    assert end.value.code == 0 and tokens == [asked]
+
+
 def test_recipes_are_listed_with_what_they_do(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["recipes"])

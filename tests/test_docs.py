@@ -5,8 +5,10 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
+from afterimage.config import install
 from tests.test_judge import Model, model
 
 __all__ = ["model"]  # a fixture
@@ -55,6 +57,19 @@ def test_links_in_the_docs_lead_somewhere() -> None:
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_nobody_is_told_to_install_another_project_of_this_name() -> None:
+    """The `afterimage` in package registries is one: pages and messages bring extras to a checkout."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "afterimage").rglob("*.py")]
+    text = {str(page): page.read_text() for page in pages}
+    assert not [name for name, words in text.items() if re.search(r"install [^\n`]*(?<![\w./])afterimage\b", words)]
+    together = "\n".join(text.values())
+    told = re.findall(r"([\w./]*pip install [^\n`]*-e '\.\[([\w-]+)\]')", together)
+    assert all(command == install(extra) for command, extra in told)
+    extras = {extra for _, extra in told} | set(re.findall(r"\binstall\('([\w-]+)'\)", together))
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras == set(known) - {"dev", "fuzz"}
 
 
 def test_the_examples_for_other_trainers_run_and_do_what_they_say() -> None:

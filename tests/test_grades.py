@@ -1,5 +1,6 @@
 """Promises: pass@k is the unbiased estimate, the mean over all choices of k attempts; avg@k the mean of all; intervals
-are Wilson's or the bootstrap's and say which; attempts at a task differ in replies alone; `eval --k` shows a table."""
+are Wilson's or the bootstrap's and say which; attempts that failed are counted; attempts at a task differ in replies
+alone; `eval --k` shows a table."""
 
 import asyncio
 from itertools import combinations
@@ -57,6 +58,13 @@ def test_a_grade_is_a_mean_over_tasks() -> None:
     assert grade.passed(1) == grade.average
 
 
+def test_an_attempt_that_failed_is_no_success_and_not_passed_over_in_silence() -> None:
+    grade = Grade.of([True, None, False, True, None, None], 2)
+    assert grade == Grade((1, 1, 0), attempts=2, failed=3) and grade.success == 1 / 3
+    assert str(grade) == "3 tasks, 2 attempts each\n3 of 6 failed, which is no success"
+    assert str(Grade.of([False, True], 1)) == "2 tasks, 1 attempts each"
+
+
 def test_wilson_has_a_width_where_nothing_was_seen() -> None:
     assert wilson(0.0, 4) == pytest.approx((0.0, 3.8416 / 7.8416))
     assert wilson(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
@@ -71,7 +79,7 @@ def test_the_bootstrap_draws_tasks() -> None:
 
 
 def test_attempts_at_a_task_differ_in_their_replies_alone() -> None:
-    def attempt(times: int) -> tuple[list[int], list[int], list[bool]]:
+    def attempt(times: int) -> tuple[list[int], list[int], list[bool | None]]:
         noise: list[int] = []
         tasks = Tasks(*[[says("hi"), over(float(number == 1))] for number in range(times)])
 
@@ -79,7 +87,7 @@ def test_attempts_at_a_task_differ_in_their_replies_alone() -> None:
             noise.append(params.seed)
             return [END]
 
-        async def main() -> list[bool]:
+        async def main() -> list[bool | None]:
             rollout = Rollout(
                 Speaker(await awake(ScriptedEngine(speak)), LetterChat(), EngineConfig()), tasks, RolloutConfig()
             )
@@ -109,7 +117,7 @@ def test_eval_shows_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
     def grade(trained: Path, config: object, *, attempts: int) -> Grade:
         asked.append((trained, attempts))
-        return Grade((4, 1, 0, 0), attempts)
+        return Grade((4, 1, 0, 0), attempts, failed=3)
 
     monkeypatch.setattr(local, "evaluate", grade)
     with pytest.raises(SystemExit) as end:
@@ -118,6 +126,7 @@ def test_eval_shows_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     lines = capsys.readouterr().out.splitlines()
     shown = {line.split("│")[1].strip(): line for line in lines if "@" in line}
     assert list(shown) == ["avg@4", "pass@2", "pass@4"] and "4 tasks, 4 attempts each" in "".join(lines)
+    assert "3 of 16 failed, which is no success" in "".join(lines)
     assert "31.2%" in shown["avg@4"] and "bootstrap" in shown["avg@4"]
     assert "37.5%" in shown["pass@2"]  # (1 + 1/2 + 0 + 0) / 4
     assert "50.0%" in shown["pass@4"] and "15.0% to 85.0%" in shown["pass@4"] and "Wilson" in shown["pass@4"]

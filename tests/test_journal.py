@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from afterimage import cli
-from afterimage.config import ConfigError
+from afterimage.config import ConfigError, install
 from afterimage.journal import JOURNAL, Journal, JournalError, JournalReader, Marked, check, writer
 from afterimage.journal.export import write_jsonl
 from afterimage.launch import local
@@ -662,7 +662,7 @@ def test_without_pyarrow_parquet_says_what_to_install(
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     out = str(tmp_path / "rows.parquet")
     text = said(capsys, "export-trajectories", str(ran[0]), "--format", "parquet", "--out", out, code=2)
-    assert "pip install 'afterimage[parquet]'" in text
+    assert install("parquet") in text
 
 
 def test_who_reads_an_export_may_stop_early(tmp_path: Path) -> None:

@@ -4,20 +4,22 @@ docs/libraries.md run."""
 
 import asyncio
 import random
+import re
 import shlex
 import sys
 from itertools import islice
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from afterimage import cli
 from afterimage.build import ADAPTERS, build_taskset
-from afterimage.config import ConfigError, TaskConfig
+from afterimage.config import ConfigError, TaskConfig, install
 from afterimage.envs import Message, Taskset, Turn, openenv
 from afterimage.testing import check_env
+from tests.test_rollout import play as rolled
 
 NAMES = ("reasoning-gym:chain_sum", "gymnasium:FrozenLake-v1", "textarena:GuessTheNumber-v0")
 DOCS = (Path(__file__).parent.parent / "docs" / "libraries.md").read_text()
@@ -77,7 +79,7 @@ def test_a_library_that_is_missing_is_named_with_what_installs_it(monkeypatch: p
     monkeypatch.setitem(sys.modules, library.replace("-", "_"), None)
     monkeypatch.delitem(sys.modules, ADAPTERS[library][0], raising=False)
     openenv.session_class.cache_clear()
-    with pytest.raises(ConfigError, match=rf"pip install 'afterimage\[{library}\]'"):
+    with pytest.raises(ConfigError, match=re.escape(install(library))):
         build_taskset(TaskConfig(env=name))
 
 
@@ -238,6 +240,49 @@ def test_spaces_of_text_are_taken_as_they_are() -> None:
         del gymnasium.registry["Parrot-v0"]
     assert begin.messages == (Message("user", word),) and refused.messages[0].content == "That is no action."
     assert wrong.messages[0].content == "again" and end.rewards == {"return": 0.5}
+
+
+@pytest.mark.parametrize(("reply", "ended"), [("on.", "max_turns"), ("end.", "done"), ("break.", "")])
+def test_an_environment_of_gymnasium_is_closed_once_however_its_episode_ends(reply: str, ended: str) -> None:
+    """Even if it cannot be."""
+    gymnasium = pytest.importorskip("gymnasium", reason="the extra gymnasium is not installed")
+    from afterimage.envs.gymnasium_text import GymnasiumTasks
+
+    class Door(gymnasium.Env[str, str]):
+        observation_space = action_space = gymnasium.spaces.Text(20, charset="abdeknor.")
+        closed = 0
+
+        def reset(self, *, seed: int | None = None, options: object = None) -> tuple[str, dict[str, Any]]:
+            return "hi", {}
+
+        def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+            if action == "break.":
+                raise RuntimeError("it broke")
+            return "again", 0.0, action == "end.", False, {}
+
+        def close(self) -> None:
+            Door.closed += 1
+            if Door.closed > 1 and reply != "end.":
+                raise RuntimeError("there is no window to close")
+
+    gymnasium.register("Door-v0", Door)
+    try:
+        taskset: Any = GymnasiumTasks("Door-v0", disable_env_checker=True)
+        outcome, _ = rolled(taskset, lambda tokens, params: list(map(ord, reply)), max_turns=2, retries=0)
+    finally:
+        del gymnasium.registry["Door-v0"]
+    assert getattr(outcome, "stop", "") == ended and Door.closed == 2, "once to look at it, once after its episode"
+
+
+def test_a_server_of_openenv_that_is_gone_need_not_be_told_the_end() -> None:
+    class Gone:
+        def __init__(self, url: str, **options: float) -> None: ...
+
+        async def close(self) -> None:
+            raise ConnectionError("the connection was lost")
+
+    lost: Any = SimpleNamespace(url="http://127.0.0.1:1", session=Gone, timeout_s=1.0)
+    asyncio.run(openenv.OpenEnv(lost, 0).close())
 
 
 def test_games_that_take_turns_do_not_disturb_each_other() -> None:

@@ -8,6 +8,7 @@
 """
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from fake_run import FakeClock, fake_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from afterimage.config import ConfigError
+from afterimage.config import ConfigError, install
 from afterimage.observe.metrics import (
     BrokenFile,
     RunFolder,
@@ -158,7 +159,7 @@ def test_tensorboard_events(tmp_path: Path) -> None:
 
 def test_tensorboard_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match=r"pip install 'afterimage\[tensorboard\]'"):
+    with pytest.raises(ConfigError, match=re.escape(install("tensorboard"))):
         TensorBoardSink(tmp_path)
 
 

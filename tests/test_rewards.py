@@ -104,10 +104,12 @@ def test_json_keeps_to_its_schema(text: str, keeps: float) -> None:
 
 def test_what_is_no_schema_is_refused_and_nothing_is_fetched() -> None:
     pytest.importorskip("jsonschema", reason="the extra rewards is not installed")
-    with pytest.raises(ValueError, match="not a JSON schema"):
-        json_schema("1", {"type": "number of people"})
-    with pytest.raises(Exception, match="Unresolvable"):
-        json_schema("1", {"$ref": "http://127.0.0.1:9/schema.json"})
+    for schema in ({"type": "number of people"}, {"pattern": "["}):
+        with pytest.raises(ValueError, match="not a JSON schema"):
+            json_schema("1", schema)
+    for reference in ("http://127.0.0.1:9/schema.json", "#/$defs/city", "#city"):
+        with pytest.raises(ValueError, match=r"not a JSON schema: its reference '.*' leads nowhere"):
+            json_schema("1", {"$ref": reference})
 
 
 class Weighing(Tasks):

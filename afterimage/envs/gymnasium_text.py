@@ -7,6 +7,7 @@ run in the event loop, and should be quick.
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -83,6 +84,13 @@ class GymnasiumEnv:
         self._state = "over"
         self._env.close()
         return Turn((), done=True, rewards=MappingProxyType({"return": self._total}), facts=self._facts())
+
+    async def close(self) -> None:
+        """Of an episode that was cut short or failed."""
+        if self._state != "over":
+            self._state = "over"
+            with suppress(gymnasium.error.Error, AttributeError, OSError, RuntimeError):
+                self._env.close()
 
     def _action(self, text: str) -> Any:
         """None for what is none."""

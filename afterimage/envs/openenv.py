@@ -7,13 +7,13 @@ field of text, else the arguments of a tool call; an MCP environment's own tools
 import json
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from types import MappingProxyType
 from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
 
-from afterimage.config import ConfigError
+from afterimage.config import ConfigError, install
 from afterimage.envs import EnvError, Message, Numbered, ToolCall, Turn
 from afterimage.trajectory import Task
 
@@ -38,7 +38,7 @@ class OpenEnvTasks(Numbered):
         try:
             self.session = session_class()
         except ModuleNotFoundError as error:
-            raise ConfigError(f"{self.name} needs {error.name}: pip install 'afterimage[openenv]'") from error
+            raise ConfigError(f"{self.name} needs {error.name}: {install('openenv')}") from error
         try:
             schema = self._ask("/schema")["action"]
             listed = self._ask("/mcp", {"jsonrpc": "2.0", "method": "tools/list", "params": {}, "id": 1})
@@ -186,8 +186,8 @@ class OpenEnv:
             raise EnvError(f"{self._tasks.url}: {str(error) or type(error).__name__}") from error
 
     async def close(self) -> None:
-        """The server is told that its session is over, so that another can begin."""
-        with self._told_apart():
+        """The server is told that its session is over, so that another can begin. One that is gone need not be."""
+        with suppress(EnvError), self._told_apart():
             await self._session.close()
 
 

@@ -10,7 +10,8 @@ import json
 import os
 import re
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any
 
@@ -44,6 +45,8 @@ except ImportError as error:
 DOMAINS = ("airline", "retail", "telecom")
 MAX_STEPS, MAX_ERRORS = 200, 10
 """Of tau2's own runs: messages in an episode, and calls in it that fail."""
+THREADS = 64
+"""Episodes that can wait for their users at a time."""
 USER_ARGS = {"temperature": 0.0, "timeout": 50.0}
 """What a user's model is asked with."""
 
@@ -62,6 +65,7 @@ class Tau2Tasks(Listed):
             raise ConfigError(f"tau2 is played in {', '.join(DOMAINS)}, not in {domain!r}{nearest(domain, DOMAINS)}")
         self.name, self.domain = f"tau2:{domain}", domain
         self.user, self.user_args = user or named, dict(user_args)
+        self.threads = ThreadPoolExecutor(THREADS, "tau2")  # the shared pool is small, and an engine's updates need it
         try:
             environment, tasks = self.environment(), registry.get_tasks_loader(domain)(None)
             split = registry.get_task_splits_loader(domain)()
@@ -98,12 +102,15 @@ class Tau2Env:
         if self._state != "new":
             raise EnvError("an episode begins once; make a new environment")
         self._state = "open"
-        return await asyncio.to_thread(self._begin)
+        return await self._aside(self._begin)
 
     async def step(self, reply: Message) -> Turn:
         if self._state != "open":
             raise EnvError(f"step() in an episode that is {self._state}")
-        return await asyncio.to_thread(self._step, reply)
+        return await self._aside(self._step, reply)
+
+    async def _aside(self, work: Callable[..., Any], *given: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._tasks.threads, work, *given)
 
     def _begin(self) -> Turn:
         self._start(self._task)
@@ -180,7 +187,7 @@ class LiveEnv(Tau2Env):
         kept, self._state = json.loads(state), "open"
         said = [_KINDS[one["role"]].model_validate(one) for one in kept["said"]]
         initial = (self._task.initial_state or InitialState()).model_copy(update={"message_history": said})
-        await asyncio.to_thread(self._start, self._task.model_copy(update={"initial_state": initial}))
+        await self._aside(self._start, self._task.model_copy(update={"initial_state": initial}))
         self._orchestrator.step_count, self._orchestrator.num_errors = kept["steps"], kept["errors"]
 
 

@@ -17,8 +17,8 @@ from afterimage.config import ConfigError
 from afterimage.envs import EnvError
 from afterimage.envs.external import ExternalAgent
 
-KEY = "AFTERIMAGE_ENDPOINT_KEY"
-"""Where verifiers looks for the endpoint's key. Programs that a harness starts are not given it."""
+KEY = "AFTERIMAGE_API_KEY"
+"""Where verifiers looks for the endpoint's key. It keeps what has API_KEY in its name from programs that it starts."""
 
 
 class VerifiersTasks(ExternalAgent):

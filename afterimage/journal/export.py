@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-from afterimage.config import ConfigError
+from afterimage.config import ConfigError, install
 from afterimage.journal.reader import JournalReader, Kept
 from afterimage.trajectory import NO_VERSION, Sampled, walk
 
@@ -71,9 +71,7 @@ def write_parquet(journal: JournalReader, out: Path) -> None:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ConfigError(
-            "Parquet needs the package pyarrow, which is not installed: pip install 'afterimage[parquet]'"
-        ) from error
+        raise ConfigError(f"Parquet needs the package pyarrow: {install('parquet')}") from error
     kinds = {
         "task": pyarrow.string(), "group": pyarrow.int64(), "episode": pyarrow.int64(), "seed": pyarrow.int64(),
         "step": pyarrow.int64(), "versions": pyarrow.list_(pyarrow.int32()),

@@ -28,10 +28,21 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """How many of the `attempts` at each held-out task succeeded."""
+    """How many of the `attempts` at each held-out task succeeded, and how many of all `failed`, without a verdict."""
 
     successes: tuple[int, ...]
     attempts: int = 1
+    failed: int = 0
+
+    @classmethod
+    def of(cls, graded: Sequence[bool | None], attempts: int) -> "Grade":
+        """Of what `examine` found, the attempts at a task side by side."""
+        successes = (graded[at : at + attempts].count(True) for at in range(0, len(graded), attempts))
+        return cls(tuple(successes), attempts, graded.count(None))
+
+    def __str__(self) -> str:
+        broken = f"\n{self.failed} of {self.tasks * self.attempts} failed, which is no success" if self.failed else ""
+        return f"{self.tasks} tasks, {self.attempts} attempts each{broken}"
 
     @property
     def tasks(self) -> int:

@@ -281,7 +281,7 @@ def evaluate(trained: Path, config: RunConfig, *, attempts: int = 1, console: Co
     policy, taskset, speaker = build_sampler(config)
     console = console or Console()
 
-    async def grade() -> list[bool]:
+    async def grade() -> list[bool | None]:
         async with voiced(config, policy, speaker) as voice:
             rollout = build_rollout(config, taskset)(voice, taskset, config.rollout)
             with LiveDisplay(config, console=console) as display:
@@ -290,8 +290,7 @@ def evaluate(trained: Path, config: RunConfig, *, attempts: int = 1, console: Co
                 async with rollout.door:
                     return await examine(rollout, again, seed=config.seed, progress=display.phase)
 
-    graded = under_one_parent(grade())
-    return Grade(tuple(sum(graded[at : at + attempts]) for at in range(0, len(graded), attempts)), attempts)
+    return Grade.of(under_one_parent(grade()), attempts)
 
 
 @asynccontextmanager

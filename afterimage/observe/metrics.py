@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol, Self
 
-from afterimage.config import ConfigError
+from afterimage.config import ConfigError, install
 
 Row = dict[str, Any]
 
@@ -179,10 +179,7 @@ def require_tensorboard() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ConfigError(
-            "run.tensorboard needs the package tensorboard, which is not installed: "
-            "pip install 'afterimage[tensorboard]'"
-        ) from error
+        raise ConfigError(f"run.tensorboard needs the package tensorboard: {install('tensorboard')}") from error
     return SummaryWriter
 
 

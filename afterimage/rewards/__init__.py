@@ -70,18 +70,22 @@ def numeric(text: str, expected: float, *, relative: float = 1e-6, absolute: flo
 def json_schema(text: str, schema: Mapping[str, Any]) -> float:
     """1 if the text is JSON and keeps to the schema (draft 2020-12 unless it says otherwise). Nothing is fetched.
 
-    Needs the package jsonschema: `pip install 'afterimage[rewards]'`. ValueError for what is no schema.
+    Needs the package jsonschema, of the extra `rewards`. ValueError for what is no schema, also when judging comes to a
+    reference that leads out of it or nowhere.
     """
     from jsonschema import SchemaError, validators
     from referencing import Registry
+    from referencing.exceptions import Unresolvable
 
     kind = validators.validator_for(schema, default=validators.Draft202012Validator)
     try:
-        kind.check_schema(schema)
+        kind.check_schema(schema, format_checker=kind.FORMAT_CHECKER)
     except SchemaError as error:
         raise ValueError(f"not a JSON schema: {error.message}") from error
     try:
         return float(kind(schema, registry=Registry()).is_valid(json.loads(text, parse_constant=_no_number)))
+    except Unresolvable as error:
+        raise ValueError(f"not a JSON schema: its reference {error.ref!r} leads nowhere") from error
     except (ValueError, RecursionError):
         return 0.0
 

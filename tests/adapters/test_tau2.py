@@ -1,10 +1,11 @@
 """Promises of the tau2 adapter, with tau2-bench from its source (`make test-adapters TAU2=<folder>`): its own solutions
 get a reward of 1 in every domain, doing nothing gets none; splits are tau2's; a user who is a model is asked at its
-endpoint, and not again after a resume; the command of the docs runs."""
+endpoint, and not again after a resume; episodes wait in threads of their own; the command of the docs runs."""
 
 import asyncio
 import json
 import shutil
+import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -110,6 +111,26 @@ def test_the_user_does_what_is_named_and_the_policy_does_not_see_how() -> None:
     assert heard.role == "user" and "Status Bar" in heard.content and "peed" in heard.content
     unknown = asyncio.run(episode(taskset.env(taskset.held_out(1)[0], 0), [Message("assistant", "check_app_status")]))
     assert unknown[1].messages == (Message("user", "I do not know what to enter for check_app_status."),)
+
+
+def test_episodes_wait_together_in_threads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as a user's model may keep waiting, and without those that the rest of a run has."""
+    from afterimage.envs.tau2 import THREADS, Tau2Env
+
+    together = threading.Barrier(THREADS)
+
+    def wait(env: Tau2Env) -> Turn:
+        together.wait(20.0)
+        return Turn((Message("user", threading.current_thread().name),))
+
+    monkeypatch.setattr(Tau2Env, "_begin", wait)
+    taskset = tasks("retail")
+
+    async def main() -> list[Turn]:
+        return await asyncio.gather(*(taskset.env(taskset.held_out(1)[0], 0).begin() for _ in range(THREADS)))
+
+    names = {turn.messages[0].content for turn in asyncio.run(main())}
+    assert len(names) == THREADS and all(name.startswith("tau2") for name in names)
 
 
 def test_a_user_who_is_a_model_is_asked_at_its_endpoint_and_not_again(model: Model) -> None:

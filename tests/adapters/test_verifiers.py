@@ -1,8 +1,9 @@
 """Promises of the verifiers adapter, with the library (`make test-adapters`): its episodes are recorded as they were
-sampled, streamed, with their rewards by name; what it cannot judge is a failed episode; what would run code here or
-cannot be made is refused; the command of the docs runs."""
+sampled, streamed, with their rewards by name; programs of a harness do not see the endpoint's key; what it cannot judge
+is a failed episode; what would run code here or cannot be made is refused; the command of the docs runs."""
 
 import asyncio
+import os
 import re
 import shutil
 import sys
@@ -63,6 +64,23 @@ def test_its_episodes_are_streamed_and_recorded_as_they_were_sampled(monkeypatch
     heard = {(*context, *said) for context, said, _ in world.sampled}
     assert {outcome.tokens for outcome in outcomes if isinstance(outcome, Trajectory)} == heard
     assert streamed and all(streamed)
+
+
+def test_programs_of_a_harness_do_not_see_the_key_of_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    from afterimage.envs.verifiers import KEY
+
+    started: list[dict[str, str]] = []
+    start = asyncio.create_subprocess_exec
+
+    async def watched(*words: str, **options: Any) -> Any:
+        started.append(dict(options.get("env") or os.environ))
+        return await start(*words, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", watched)
+    monkeypatch.setenv(KEY, "")
+    _, (outcome,) = play(adder, 1)
+    assert isinstance(outcome, Trajectory) and started and os.environ[KEY]
+    assert not [given for given in started if KEY in given or os.environ[KEY] in given.values()]
 
 
 def test_what_its_rewards_cannot_judge_is_a_failed_episode() -> None:
