@@ -509,6 +509,69 @@ def test_who_hangs_up_ends_the_reply_and_may_ask_again_for_the_rest() -> None:
     assert len(trajectory.branches) == 1 and not any(one.num_turns != 1 for one in trajectory.branches)
 
 
+@pytest.mark.parametrize("choices", [1, 3])
+def test_the_last_allowed_reply_can_be_asked_for_again(choices: int) -> None:
+    begun, go = [], asyncio.Event()
+
+    async def slow(tokens: Sequence[int], params: SamplingParams) -> None:
+        begun.append(1)
+        await go.wait()
+
+    async def act(client: httpx.AsyncClient, world: World) -> None:
+        body = {**ASK, "n": choices}
+        refused = await client.post("chat/completions", json={**ASK, "n": choices + 1})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "max_turns")
+        assert len((await client.get("record")).json()["branches"]) == 1, "nothing was begun"
+        asking = asyncio.create_task(client.post("chat/completions", json=body))
+        async with asyncio.timeout(10):
+            while len(begun) < choices:  # noqa: ASYNC110 - nobody is told of it
+                await asyncio.sleep(0.01)
+            asking.cancel()
+            while world.engine._pending:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            go.set()
+            answer = (await client.post("chat/completions", json=body)).json()
+        assert [one["message"]["content"] for one in answer["choices"]] == ["one two. three four, five six"] * choices
+        more = {"messages": [*ASK["messages"], answer["choices"][0]["message"], {"role": "user", "content": "two"}]}
+        for after in (ASK, more):
+            refused = await client.post("chat/completions", json=after)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "max_turns")
+
+    trajectory = visit(World(talker, slow, max_turns=choices), act)
+    assert [one.num_turns for one in (trajectory, *trajectory.branches)] == [1] * choices
+
+
+def test_what_no_context_can_hold_is_refused_before_it_becomes_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, encode = [], Chat._encode
+    monkeypatch.setattr(Chat, "_encode", lambda *said: made.append(1) or encode(*said))
+    long = "x" * (28 * 511 + 1)  # the longest token has 28 characters, the context 512 tokens, one of them said
+
+    async def act(client: httpx.AsyncClient, world: World) -> None:
+        tool = {"type": "function", "function": {"name": "f", "description": long}}
+        for path, body in (
+            ("chat/completions", {"messages": [{"role": "user", "content": long}], "n": 4}),
+            ("chat/completions", {"messages": [{"role": "user", "content": long[:9000]}] * 2}),
+            ("chat/completions", {**ASK, "tools": [tool]}),
+            ("completions", {"prompt": long}),
+            ("completions", {"prompt": [5] * 512}),
+        ):
+            before = len(made)
+            answer = await client.post(path, json=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+            assert "the context has at least" in answer.json()["error"]["message"]
+            assert len(made) == before
+        almost = {"messages": [{"role": "user", "content": long[1:]}], "n": 4}
+        answer = await client.post("chat/completions", json=almost)
+        assert answer.json()["error"]["code"] == "context_length_exceeded" and len(made) == before + 1
+        answer = await client.post("chat/completions", content=b" " * (server.MAX_BODY + 1))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
+        assert "2097152 bytes" in answer.json()["error"]["message"]
+        assert (await client.post("completions", json={"prompt": [5] * 511})).status_code == 200
+
+    assert CHAT.longest_token == 28
+    assert visit(World(talker), act).num_turns == 1
+
+
 @pytest.mark.parametrize("as_tokens", [False, True])
 def test_prompts_that_are_text_or_tokens_go_on_from_what_was_recorded(as_tokens: bool) -> None:
     def sent(text: str) -> Any:

@@ -46,6 +46,14 @@ class Call:
         return json.dumps(self.tools) if isinstance(first, Said) else type(first).__name__
 
     @property
+    def num_characters(self) -> int:
+        """Of what is written in any case; templates leave out blanks around it, and thoughts."""
+        if isinstance(self.history, str):
+            return len(self.history.strip())
+        said = sum(len(item.message.content.strip()) for item in self.history if isinstance(item, Said))
+        return said + len(json.dumps(self.tools, ensure_ascii=False)) * bool(self.tools)
+
+    @property
     def is_chat(self) -> bool:
         return bool(self.history) and isinstance(self.history[0], Said)
 

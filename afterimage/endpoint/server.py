@@ -33,7 +33,7 @@ from afterimage.endpoint.session import Session
 from afterimage.endpoint.wire import Choice, Refused
 
 HOST = "127.0.0.1"
-MAX_BODY, BODY_S = 16 << 20, 30.0
+MAX_BODY, BODY_S = 2 << 20, 30.0
 """Bytes of a request, and seconds in which it has to be there."""
 PATHS = {"/chat/completions": wire.CHAT, "/completions": wire.COMPLETION, "/models": None, "/record": None}
 """Of an episode, with the schema of a body where one is sent."""

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from jinja2 import TemplateError
 
-from afterimage.endpoint.conversation import Asked, Branch, Conversation, Fork, History, Unanswerable, hand_out
+from afterimage.endpoint.conversation import Asked, Branch, Call, Conversation, Fork, History, Unanswerable, hand_out
 from afterimage.endpoint.wire import Choice, Refused, Request
 from afterimage.engines import Manner
 from afterimage.envs.chat import Chat
@@ -151,50 +151,56 @@ class Session:
             self._limit.reschedule(asyncio.get_running_loop().time() + self.idle_s if idle else None)
 
     def _ask_all(self, request: Request) -> list[Asked]:
-        """All choices or none."""
-        asked: list[Asked] = []
+        """All choices or none: find their branches, and then give them what is new."""
+        call, asked = request.call, list[Asked]()
+        self._look_over(call)
         try:
             for _ in range(request.choices):
-                asked.append(self._ask(request))
-        except Refused:
-            for one in asked:
-                self._conversation.abandoned(one.branch)
-            raise
+                asked.append(self._conversation.ask(call))
+                if not asked[-1].again:
+                    self._require_room(sum(len(piece.tokens) for piece in (*asked[-1].branch.pieces, *asked[-1].given)))
+            self._count(sum(not one.again for one in asked))
+        except (Refused, Unanswerable, TemplateError, ValueError, TypeError, RecursionError) as error:
+            for one in reversed(asked):
+                self._conversation.retract(one)
+            if isinstance(error, Refused):
+                raise
+            words = "" if isinstance(error, Unanswerable) else "the chat template cannot write this: "
+            raise Refused(f"{words}{str(error)[:300]}", param="messages") from None
+        for one in asked:
+            held = self._held.get(one.branch.number) or self._claim(one)
+            try:
+                self.voice.give(held.script, one.given)
+            except NotAgain as error:
+                raise self._break(error) from error
         return asked
 
-    def _ask(self, request: Request) -> Asked:
-        """Find the branch, and give it what is new."""
-        if self.turns >= self.voice.max_turns:
+    def _look_over(self, call: Call) -> None:
+        """Refuse what no context can hold before tokens are made of it, which takes the event loop's time."""
+        history = () if isinstance(call.history, str) else call.history
+        tokens = [token for token in history if isinstance(token, int)]
+        if tokens and not self.voice.chat.knows(tokens):
+            raise Refused("there are tokens in the prompt that the tokenizer does not have", param="prompt")
+        least = len(tokens) or -(-call.num_characters // self.voice.chat.longest_token)
+        self._require_room(least, "at least ")
+
+    def _require_room(self, length: int, about: str = "") -> None:
+        if self.voice.room(length) < 1:
+            self.stop = "max_tokens"
+            raise Refused(
+                f"the context has {about}{length} tokens, and engine.max_context leaves no room for a reply to it",
+                code="context_length_exceeded",
+                param="messages",
+            )
+
+    def _count(self, replies: int) -> None:
+        """What was begun once and is asked for again counts once."""
+        if replies and self.turns + replies > self.voice.max_turns:
             self.stop = "max_turns"
             raise Refused(
                 f"an episode has at most rollout.max_turns = {self.voice.max_turns} replies", code="max_turns"
             )
-        tokens = [token for token in request.call.history if isinstance(token, int)]
-        if tokens and not self.voice.chat.knows(tokens):
-            raise Refused("there are tokens in the prompt that the tokenizer does not have", param="prompt")
-        try:
-            asked = self._conversation.ask(request.call)
-        except Unanswerable as error:
-            raise Refused(str(error), param="messages") from None
-        except (TemplateError, ValueError, TypeError, RecursionError) as error:
-            raise Refused(f"the chat template cannot write this: {str(error)[:300]}", param="messages") from None
-        branch = asked.branch
-        length = sum(len(piece.tokens) for piece in (*branch.pieces, *asked.given))
-        if self.voice.room(length) < 1:
-            self._conversation.retract(asked)
-            self.stop = "max_tokens"
-            raise Refused(
-                f"the context has {length} tokens, and engine.max_context leaves no room for a reply to it",
-                code="context_length_exceeded",
-                param="messages",
-            )
-        self.turns += not asked.again
-        held = self._held.get(branch.number) or self._claim(asked)
-        try:
-            self.voice.give(held.script, asked.given)
-        except NotAgain as error:
-            raise self._break(error) from error
-        return asked
+        self.turns += replies
 
     def _claim(self, asked: Asked) -> _Held:
         """The script of a new branch: one that is on record with this beginning, else a new one."""

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cached_property
 from os.path import commonprefix
 from typing import Any
 
@@ -177,6 +178,11 @@ class Chat:
     def knows(self, tokens: Sequence[int]) -> bool:
         """Whether these are tokens at all."""
         return 0 <= min(tokens) <= max(tokens) < len(self._tokenizer)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters that one token stands for at most."""
+        return max(map(len, self._tokenizer.get_vocab()))
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "Chat":
         """The same format with other tools."""
