@@ -6,7 +6,7 @@ Each stage returns a wider record; nothing is filled in later.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Literal
@@ -126,6 +126,10 @@ class Trajectory:
     def success(self) -> bool:
         """The environment's own word (`success` among the facts), or a reward of at least 1."""
         return self.facts.get("success", self.reward) >= 1
+
+    def led(self) -> "Trajectory":
+        """Itself, or where only branches were answered, the first of them with the others."""
+        return self if self.sampled or not self.branches else replace(self.branches[0], branches=self.branches[1:])
 
     @property
     def tokens(self) -> tuple[int, ...]:

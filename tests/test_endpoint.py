@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
@@ -16,9 +17,12 @@ import openai
 import pytest
 from jinja2 import TemplateError
 
+from afterimage.endpoint import conversation as conversation_room
 from afterimage.endpoint import server, wire
-from afterimage.endpoint.conversation import Asked, Branch, Call, Conversation, hand_out
+from afterimage.endpoint.conversation import Asked, Branch, Call, Conversation, Said, hand_out
+from afterimage.endpoint.session import Session
 from afterimage.engines import SamplingParams
+from afterimage.envs import Message
 from afterimage.envs.calculator import TOOL
 from afterimage.envs.chat import Chat
 from afterimage.envs.external import ExternalAgent
@@ -507,6 +511,133 @@ def test_who_hangs_up_ends_the_reply_and_may_ask_again_for_the_rest() -> None:
 
     trajectory = visit(World(talker, slow), act)
     assert len(trajectory.branches) == 1 and not any(one.num_turns != 1 for one in trajectory.branches)
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+def test_the_last_allowed_reply_can_be_asked_for_again(choices: int) -> None:
+    begun, go = [], asyncio.Event()
+
+    async def slow(tokens: Sequence[int], params: SamplingParams) -> None:
+        begun.append(1)
+        await go.wait()
+
+    async def act(client: httpx.AsyncClient, world: World) -> None:
+        body = {**ASK, "n": choices}
+        refused = await client.post("chat/completions", json={**ASK, "n": choices + 1})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "max_turns")
+        assert len((await client.get("record")).json()["branches"]) == 1, "nothing was begun"
+        asking = asyncio.create_task(client.post("chat/completions", json=body))
+        async with asyncio.timeout(10):
+            while len(begun) < choices:  # noqa: ASYNC110 - nobody is told of it
+                await asyncio.sleep(0.01)
+            asking.cancel()
+            while world.engine._pending:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            go.set()
+            answer = (await client.post("chat/completions", json=body)).json()
+        assert [one["message"]["content"] for one in answer["choices"]] == ["one two. three four, five six"] * choices
+        more = {"messages": [*ASK["messages"], answer["choices"][0]["message"], {"role": "user", "content": "two"}]}
+        for after in (ASK, more):
+            refused = await client.post("chat/completions", json=after)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "max_turns")
+
+    trajectory = visit(World(talker, slow, max_turns=choices), act)
+    assert [one.num_turns for one in (trajectory, *trajectory.branches)] == [1] * choices
+
+
+def test_what_no_context_can_hold_is_refused_before_it_becomes_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, encode = [], Chat._encode
+    monkeypatch.setattr(Chat, "_encode", lambda *said: made.append(1) or encode(*said))
+    long = "x" * (28 * 511 + 1)  # the longest token has 28 characters, the context 512 tokens, one of them said
+
+    async def act(client: httpx.AsyncClient, world: World) -> None:
+        tool = {"type": "function", "function": {"name": "f", "description": long}}
+        for path, body in (
+            ("chat/completions", {"messages": [{"role": "user", "content": long}], "n": 4}),
+            ("chat/completions", {"messages": [{"role": "user", "content": long[:9000]}] * 2}),
+            ("chat/completions", {**ASK, "tools": [tool]}),
+            ("completions", {"prompt": long}),
+            ("completions", {"prompt": [5] * 512}),
+        ):
+            before = len(made)
+            answer = await client.post(path, json=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+            assert "the context has at least" in answer.json()["error"]["message"]
+            assert len(made) == before
+        almost = {"messages": [{"role": "user", "content": long[1:]}], "n": 4}
+        answer = await client.post("chat/completions", json=almost)
+        assert answer.json()["error"]["code"] == "context_length_exceeded" and len(made) == before + 1
+        answer = await client.post("chat/completions", content=b" " * (server.MAX_BODY + 1))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
+        assert "2097152 bytes" in answer.json()["error"]["message"]
+        assert (await client.post("completions", json={"prompt": [5] * 511})).status_code == 200
+
+    assert CHAT.longest_token == 28
+    assert visit(World(talker), act).num_turns == 1
+
+
+def test_a_call_that_cannot_be_written_back_is_text() -> None:
+    for depth in (1, 50, 98, 150, *range(600, 1000, 10), 5000):
+        nested = '{"a": ' + "[" * depth + "]" * depth + "}"
+        text = f'<tool_call>\n{{"name": "f", "arguments": {nested}}}\n</tool_call>'
+        said = hand_out(CHAT, text, tools=True)
+        told = wire.message(said, "call_{}".format)
+        assert bool(told.get("tool_calls")) == (depth < 99)
+        assert told["content"] == (None if depth < 99 else text)
+        (again,) = wire.read_chat({"messages": [told]}, temperature=1.0).call.history
+        assert isinstance(again, Said) and again.key == said.key
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_thoughts_are_heard_in_either_field(field: str) -> None:
+    told = {"role": "assistant", "content": "x", "reasoning_content": None, "reasoning": None, field: "edited"}
+    (said,) = wire.read_chat({"messages": [told]}, temperature=1.0).call.history
+    assert isinstance(said, Said) and said.thoughts == "edited"
+
+
+def test_a_text_that_ends_a_reply_is_found_in_few_looks_where_it_first_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, text = [], Chat.text
+    monkeypatch.setattr(Chat, "text", lambda *said, **how: read.append(1) or text(*said, **how))
+    draw, voice = random.Random(0), SimpleNamespace(chat=CHAT)
+    for _ in range(200):
+        tokens = says("".join(draw.choice(TEXTS) for _ in range(draw.randrange(1, 30))), end=draw.random() < 0.5)
+        whole_text = CHAT.text(tokens)
+        at = draw.randrange(len(whole_text) + 1)
+        body = {**ASK, "stop": [whole_text[at : at + draw.choice((1, 2, 9))] or "never", "<tool_call>"]}
+        asked = wire.read_chat(body, temperature=1.0)
+        manner = Session._manner(SimpleNamespace(voice=voice), asked, lambda text: None)
+        read.clear()
+        found, looks = manner.look(tokens), len(read)
+        ends = (k for k in range(len(tokens) + 1) if any(stop in CHAT.text(tokens[:k]) for stop in asked.stops))
+        assert found == next(ends, None) and looks <= 2 + len(tokens).bit_length()
+
+
+def test_a_call_is_compared_with_every_branch_and_written_down_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    conversation, written, dumps = Conversation(CHAT), [], json.dumps
+    CHAT.with_tools([TOOL])
+    for step in range(1, 30):
+        history = [{"role": "user", "content": f"{step} {n}"} for n in range(step, 0, -1)]
+        body = {"messages": history, "tools": [TOOL]}
+        call = wire.read_chat(body, temperature=1.0).call
+        written.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                conversation_room.json, "dumps", lambda *said, **how: written.append(1) or dumps(*said, **how)
+            )
+            asked = conversation.ask(call)
+        asked.branch.pieces += [*asked.given, Sampled((5,), (-0.5,), 0)]
+        conversation.answered(asked.branch, (Said(Message("assistant", f"{step}")),), ended=False)
+        assert len(conversation.branches) == step and len(written) <= len(history) + 4
+
+
+def test_texts_and_tokens_differ_where_they_first_do() -> None:
+    draw = random.Random(0)
+    for _ in range(500):
+        one, other = ("".join(draw.choices("ab", (9, 1), k=draw.randrange(9))) for _ in range(2))
+        place = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+        known = (place, "the text is") if place is not None else (min(len(one), len(other)), "it is")
+        for many in (one, other), (tuple(map(ord, one)), tuple(map(ord, other))):
+            assert conversation_room._differs(*many) == (None if one == other else known)
 
 
 @pytest.mark.parametrize("as_tokens", [False, True])

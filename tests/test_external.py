@@ -417,6 +417,47 @@ def test_an_episode_with_forks_goes_on_from_its_journal_token_for_token(tmp_path
         assert len(list(reader.trajectories())) == 4
 
 
+def test_an_episode_whose_first_call_was_never_answered_is_what_its_branches_said(tmp_path: Path) -> None:
+    async def never(tokens: Sequence[int], params: SamplingParams) -> None:
+        if "hello?" in CHAT.text(tokens, whole=True):
+            asked.set()
+            await asyncio.Event().wait()
+
+    async def hangs_up(base_url: str, task: str, seed: int, api_key: str) -> float:
+        key = {"Authorization": f"Bearer {api_key}"}
+        async with httpx.AsyncClient(headers=key, timeout=20) as client:
+            for said in ("hello?", "one", "two"):
+                body = {"messages": [{"role": "user", "content": said}]}
+                asking = asyncio.create_task(client.post(f"{base_url}/chat/completions", json=body))
+                if said == "hello?":
+                    await asked.wait()
+                    asking.cancel()
+                await asyncio.wait([asking])
+        return 1.0
+
+    async def main(journal: Journal) -> Group:
+        async with world.open():
+            rollout = world.rollout(ExternalAgent(hangs_up, SUMS, name="sums"))
+            journal.hand_out(Handout(0, TASK, 0, 0))
+            await journal.publishing(0)
+            group = await rollout.group(Handout(0, TASK, 0, 0), size=1, begin=journal.begin)
+            journal.flush()
+            with Journal.read(tmp_path) as reader:
+                assert reader.handouts()[0].past[0].outcome == group.trajectories[0]
+            await journal.finish(group)
+            return group
+
+    asked, world = asyncio.Event(), World(lambda tokens, params: says("so"), never)
+    with Journal(tmp_path / "journal.sqlite") as journal:
+        group = asyncio.run(main(journal))
+    (trajectory,) = group.trajectories
+    assert [one.num_turns for one in (trajectory, *trajectory.branches)] == [1, 1]
+    assert trajectory.facts["branches"] == 1 and trajectory.reward == 1
+    assert trajectory.episode == world.arrived[0].episode, "what arrived early is found under its number"
+    with Journal.read(tmp_path) as reader:
+        assert reader.group(0) == group and check(reader) == []
+
+
 def tokens_of(trajectory: Trajectory) -> list[tuple[int, ...]]:
     return [one.tokens for one in (trajectory, *trajectory.branches)]
 

@@ -13,7 +13,7 @@ from afterimage.endpoint.session import NotAgain, Script, Session
 from afterimage.engines import Manner
 from afterimage.envs import EnvError, Turn, combined
 from afterimage.envs.external import ExternalEnv
-from afterimage.rollout import EpisodeFailed, NotReplayed, Page, Rollout, _Script, derive_seed, stage
+from afterimage.rollout import EpisodeFailed, NotReplayed, Page, Rollout, Unwritten, _Script, derive_seed, stage
 from afterimage.trajectory import Failure, Given, Piece, Sampled, Task, Trajectory, count_turns
 
 
@@ -75,7 +75,11 @@ def _course(script: _Script, session: Session, blank: Trajectory, failed: Episod
             seed = _noise(blank.seed, number)
             also.append(replace(blank, pieces=tuple(branch.pieces), seed=seed, episode=branch.episode))
             branch.page.ended(also[-1])
-    return replace(blank, pieces=tuple(script.pieces), episode=script.episode, branches=tuple(also))
+    whole = replace(blank, pieces=tuple(script.pieces), episode=script.episode, branches=tuple(also))
+    if script not in spoken:  # it is written down as it was, and a branch is what becomes of it
+        script.page.ended(whole)
+        script.page = Unwritten(episode=script.episode, seed=blank.seed)
+    return whole.led()
 
 
 def _noise(seed: int, number: int) -> int:

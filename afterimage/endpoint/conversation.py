@@ -9,37 +9,47 @@ or waits.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from afterimage.envs import Message
 from afterimage.envs.chat import Chat
 from afterimage.trajectory import Given, Piece, Provenance, Sampled
 
+MAX_DEPTH = 100
+"""Lists and objects in each other that the arguments of a call may have."""
+
 
 class Unanswerable(ValueError):
     """A history that leaves nothing to answer, or that the chat template cannot write."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Said:
     """A message of a history. `thoughts` is None where the history does not speak of them."""
 
     message: Message
     thoughts: str | None = None
 
+    @cached_property
+    def key(self) -> str:
+        """Equal for messages that say the same: content to the letter, calls by name and arguments, in their order."""
+        calls = [[call.name, call.arguments] for call in self.message.tool_calls]
+        return json.dumps([self.message.role, self.message.content, calls], sort_keys=True, default=dict)
+
 
 History = tuple[Said, ...] | str | tuple[int, ...]
 """Messages; or a prompt that is text or tokens already."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Call:
     """What is asked. `tools` only count with messages."""
 
     history: History
     tools: tuple[Mapping[str, Any], ...] = ()
 
-    @property
+    @cached_property
     def form(self) -> str:
         """Histories of different forms have nothing in common: the tools stand at the beginning of the tokens."""
         first = self.history[0] if self.history else ""
@@ -162,7 +172,7 @@ class Conversation:
         tokens = tuple(token for piece in branch.pieces[exchange.start :] for token in piece.tokens)
         for said in answer:
             if isinstance(said, Said):
-                self._spoken[_key(said.message)] = said, tokens, ended
+                self._spoken[said.key] = said, tokens, ended
 
     def abandoned(self, branch: Branch) -> None:
         """Nobody waits for the answer any more. Who asks the same again gets it from where it was left."""
@@ -199,7 +209,7 @@ class Conversation:
         for item in told:
             if not isinstance(item, Said):
                 return (Given(tuple(token for token in told if isinstance(token, int))),)
-            spoken = self._spoken.get(_key(item.message))
+            spoken = self._spoken.get(item.key)
             if spoken and waiting and not _differs((spoken[0],), (item,)):
                 pieces += [self._write(call, waiting, ended), Given(spoken[1], Provenance.REWRITTEN)]
                 waiting, ended = [], spoken[2]
@@ -237,21 +247,21 @@ def _compare(branch: Branch, call: Call) -> _Shared:
 
 def _differs(one: History, other: History) -> tuple[int, str] | None:
     """The first place where two histories say different things, and what is different there."""
-    for place, (mine, came) in enumerate(zip(one, other, strict=False)):
-        if isinstance(mine, Said) and isinstance(came, Said):
-            if _key(mine.message) != _key(came.message):
-                return place, "the message is"
+    low, high = 0, min(len(one), len(other))
+    if high and isinstance(one[0], Said):
+        for low, (mine, came) in enumerate(zip(one, other, strict=False)):
+            if not isinstance(mine, Said) or not isinstance(came, Said) or mine.key != came.key:
+                return low, "the message is"
             if came.thoughts is not None and came.thoughts != (mine.thoughts or ""):
-                return place, "the thoughts are"
-        elif mine != came:
-            return place, "the text is"
-    return None if len(one) == len(other) else (min(len(one), len(other)), "it is")
-
-
-def _key(message: Message) -> str:
-    """Equal for messages that say the same: content to the letter, calls by name and arguments, in their order."""
-    calls = [[call.name, call.arguments] for call in message.tool_calls]
-    return json.dumps([message.role, message.content, calls], sort_keys=True, default=dict)
+                return low, "the thoughts are"
+        low = high
+    shared = high
+    while low < high:  # of a text or of tokens, the half that is the same, again and again
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    if low < shared:
+        return low, "the text is"
+    return None if len(one) == len(other) else (shared, "it is")
 
 
 def hand_out(chat: Chat, text: str, *, tools: bool, plain: bool = False) -> Said:
@@ -259,6 +269,12 @@ def hand_out(chat: Chat, text: str, *, tools: bool, plain: bool = False) -> Said
     if plain:
         return Said(Message("assistant", text))
     thoughts, message = chat.heard(text, calls=tools)
-    if any(call.error for call in message.tool_calls):
+    if any(call.error or _is_deep(call.arguments) for call in message.tool_calls):
         thoughts, message = chat.heard(text, calls=False)
     return Said(message, thoughts)
+
+
+def _is_deep(value: Any, room: int = MAX_DEPTH) -> bool:
+    """JSON that was read where the stack was less full cannot be written in any place."""
+    held = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return not room or any(_is_deep(one, room - 1) for one in held)

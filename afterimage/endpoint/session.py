@@ -1,6 +1,7 @@
 """The calls of one episode. Each becomes pieces of one of its branches before it is answered."""
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -153,8 +154,8 @@ class Session:
     def _ask_all(self, request: Request) -> list[Asked]:
         """All choices or none: find their branches, and then give them what is new."""
         call, asked = request.call, list[Asked]()
-        self._look_over(call)
         try:
+            self._look_over(call)
             for _ in range(request.choices):
                 asked.append(self._conversation.ask(call))
                 if not asked[-1].again:
@@ -230,13 +231,16 @@ class Session:
     def _manner(self, request: Request, heard: Callable[[str], None]) -> Manner:
         chat = self.voice.chat
 
+        def ends(text: str) -> bool:
+            return any(stop in text for stop in request.stops)
+
         def look(tokens: Sequence[int]) -> int | None:
             text = chat.text(tokens)
             if request.stream:
                 heard(text)
-            if not any(stop in text for stop in request.stops):
+            if not ends(text):
                 return None
-            return next(k for k in range(1, len(tokens) + 1) if any(s in chat.text(tokens[:k]) for s in request.stops))
+            return bisect_left(range(len(tokens)), True, key=lambda k: ends(chat.text(tokens[:k])))
 
         most = Manner().max_tokens if request.max_tokens is None else request.max_tokens
         return Manner(most, CHUNK, look) if request.stops or request.stream else Manner(most)

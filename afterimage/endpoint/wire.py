@@ -290,7 +290,8 @@ def _message(record: Any, where: str) -> Said:
     content = record.get("content") or ""
     text = content if isinstance(content, str) else "".join(part["text"] for part in content)
     made = tuple(_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(record.get("tool_calls") or ()))
-    thoughts = record.get("reasoning_content", record.get("reasoning"))
+    spoken_of = (record.get("reasoning_content"), record.get("reasoning"))
+    thoughts = next((one for one in spoken_of if one is not None), None)
     who: Any = "system" if role == "developer" else role
     return Said(Message(who, text, made), thoughts)
 

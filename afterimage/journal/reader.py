@@ -278,7 +278,7 @@ class JournalReader:
         if failure:
             return Failure(task, *failure[0])
         also = tuple(self._kept(branch).trajectory for branch, ended in self._branches(episode) if ended)
-        return replace(self._kept(episode).trajectory, branches=also)
+        return replace(self._kept(episode).trajectory, branches=also).led()
 
     def _kept(self, episode: int) -> Kept:
         found = self.rows(
