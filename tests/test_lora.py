@@ -217,7 +217,7 @@ def test_layers_that_cannot_have_an_adapter_are_refused(targets: str, words: str
 
 def test_without_peft_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(ConfigError, match=r"afterimage\[lora\]"):
+    with pytest.raises(ConfigError, match=r"pip install .* -e .\.\[lora\]"):
         tiny_policy(lora=LORA)
 
 
