@@ -178,11 +178,12 @@ class Session:
 
     def _look_over(self, call: Call) -> None:
         """Refuse what no context can hold before tokens are made of it, which takes the event loop's time."""
+        chat = self.voice.chat
         history = () if isinstance(call.history, str) else call.history
         tokens = [token for token in history if isinstance(token, int)]
-        if tokens and not self.voice.chat.knows(tokens):
+        if tokens and not chat.knows(tokens):
             raise Refused("there are tokens in the prompt that the tokenizer does not have", param="prompt")
-        least = len(tokens) or -(-call.num_characters // self.voice.chat.longest_token)
+        least = len(tokens) or -(-call.num_characters(tools=chat.tells_tools) // chat.longest_token)
         self._require_room(least, "at least ")
 
     def _require_room(self, length: int, about: str = "") -> None:
