@@ -60,7 +60,7 @@ class Call:
         if isinstance(self.history, str):
             return len(self.history.strip())
         said = sum(len(item.message.content.strip()) for item in self.history if isinstance(item, Said))
-        return said + len(json.dumps(self.tools, ensure_ascii=False)) * (tools and bool(self.tools))
+        return said + len(json.dumps(self.tools, ensure_ascii=False)) * tools
 
     @property
     def is_chat(self) -> bool:

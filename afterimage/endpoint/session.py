@@ -183,7 +183,9 @@ class Session:
         tokens = [token for token in history if isinstance(token, int)]
         if tokens and not chat.knows(tokens):
             raise Refused("there are tokens in the prompt that the tokenizer does not have", param="prompt")
-        least = len(tokens) or -(-call.num_characters(tools=chat.tells_tools) // chat.longest_token)
+        least = len(tokens) or -(
+            -call.num_characters(tools=bool(call.tools) and chat.tells_tools) // chat.longest_token
+        )
         self._require_room(least, "at least ")
 
     def _require_room(self, length: int, about: str = "") -> None:

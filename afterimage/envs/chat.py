@@ -199,10 +199,13 @@ class Chat:
         """Whether these are tokens at all."""
         return 0 <= min(tokens) <= max(tokens) < len(self._tokenizer)
 
-    @property
+    @cached_property
     def tells_tools(self) -> bool:
-        """Whether the template writes tools; else the prompt speaks of them."""
-        return "tools" in self._template
+        """Whether the template writes what tools are described as; else the prompt speaks of them."""
+        tool = {"type": "function", "function": {"name": "f", "description": STAND_IN, "parameters": {}}}
+        asked, form = [_as_dict(_ASKED)], self._template
+        text = self._tokenizer.apply_chat_template(asked, [tool], chat_template=form, tokenize=False)
+        return STAND_IN in str(text)
 
     @cached_property
     def longest_token(self) -> int:
