@@ -455,17 +455,24 @@ def test_a_text_that_ends_a_reply_ends_it_at_the_token_that_completes_it() -> No
 
 def test_a_stream_says_what_the_whole_says() -> None:
     def say(tokens: Sequence[int], params: SamplingParams) -> list[int]:
-        tools = "calculate" in CHAT.text(tokens[:40])
-        return rest_of(f"So.\n{CALL}\n{CALL}" if tools else "Größe 漢字 🙂 " * 4, tokens)
+        tools = "user\ncalculate" in CHAT.text(tokens)
+        return rest_of(
+            f'{"So. " * 5}{CALL}<tool_call>{{"name": "f"}}</tool_call>' if tools else "Größe 漢字 🙂 " * 4, tokens
+        )
 
     async def act(client: httpx.AsyncClient, world: World) -> None:
         sdk = openai.AsyncOpenAI(base_url=str(client.base_url), api_key=world.endpoint.token, max_retries=0)
         for fields in ({}, {"tools": [TOOL]}, {"n": 2}, {"max_tokens": 5}, {"logprobs": True}):
-            plain = await sdk.chat.completions.create(model="m", messages=ASK["messages"], **fields)
+            plain = await sdk.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "calculate" if "tools" in fields else "one"}], **fields
+            )
             texts, calls, ends, used, seen = defaultdict(str), defaultdict(dict), {}, None, 0
             options = {"stream": True, "stream_options": {"include_usage": True}}
             async for chunk in await sdk.chat.completions.create(
-                model="m", messages=ASK["messages"], **fields, **options
+                model="m",
+                messages=[{"role": "user", "content": "calculate" if "tools" in fields else "one"}],
+                **fields,
+                **options,
             ):
                 used, seen = chunk.usage or used, seen + 1
                 for choice in chunk.choices:
@@ -475,16 +482,58 @@ def test_a_stream_says_what_the_whole_says() -> None:
                     ends[choice.index] = choice.finish_reason or ends.get(choice.index)
             for choice in plain.choices:
                 assert texts[choice.index] == (choice.message.content or "")
+                assert len(choice.message.tool_calls or ()) == 2 * ("tools" in fields)
                 made = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
                 assert [(one.name, one.arguments) for one in calls[choice.index].values()] == made
                 assert ends[choice.index] == choice.finish_reason
             assert used == plain.usage
-            assert seen > 6 or "max_tokens" in fields or "tools" in fields
+            assert seen > 6 - ("tools" in fields) or "max_tokens" in fields
         assert plain.choices[0].logprobs.content[0].logprob == -0.5
         await sdk.close()
 
     trajectory = visit(World(say, max_turns=99), act)
     assert sum(one.num_turns for one in (trajectory, *trajectory.branches)) == 12
+
+
+REPLIES = (
+    "So.",
+    " ",
+    "\n",
+    "<",
+    "<tool",
+    "{",
+    '{"name"',
+    "<|python_tag|>",
+    "<think>",
+    "</think>",
+    "a < b  ",
+    "漢字 🙂",
+)
+
+
+@pytest.mark.parametrize("template", [*DIALECTS, *TEMPLATES])
+def test_what_is_streamed_is_how_the_answer_begins_wherever_it_is_cut(template: str) -> None:
+    tokenizer = tokenizer_of(template, TEMPLATES.get(template, ""))
+    chat, early = Chat(tokenizer, (), ends=ends_of(tokenizer)), 0
+    form = server._ChatForm("policy", chat)
+    for seed in range(CONVERSATIONS):
+        harness = Harness(chat, seed)
+        draw = harness.draw
+        tokens = tokenizer.encode("".join(draw.choices(REPLIES, k=draw.randrange(4)))) + harness.sample()
+        stops, tools = draw.choice(([], [], ["a <"], ["\n", ". <t"])), draw.choice(([], [TOOL], [TOOL]))
+        asked = wire.read_chat({**ASK, "stop": stops, "tools": tools}, temperature=1.0)
+        sent: dict[str, str] = {}
+        for end in range(len(tokens) + 1):
+            text = chat.text(tokens[:end])
+            cut = min((text.index(stop) for stop in stops if stop in text), default=None)
+            told = wire.message(hand_out(chat, text[:cut], tools=asked.calls), "call_{}".format)
+            for name, known in form.certain(text, asked).items():
+                sent[name] = max(known, sent.get(name, ""), key=len)
+                assert (told.get(name) or "").startswith(sent[name]), (text, told, sent)
+                early += bool(sent[name]) and end < len(tokens)
+            if cut is not None:
+                break
+    assert early > 10 * CONVERSATIONS, "and it begins before the end"
 
 
 def test_who_hangs_up_ends_the_reply_and_may_ask_again_for_the_rest() -> None:
@@ -548,6 +597,8 @@ def test_the_last_allowed_reply_can_be_asked_for_again(choices: int) -> None:
 def test_what_no_context_can_hold_is_refused_before_it_becomes_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     made, encode = [], Chat._encode
     monkeypatch.setattr(Chat, "_encode", lambda *said: made.append(1) or encode(*said))
+    assert not CHAT.tells_tools and chat_of(QWEN).tells_tools
+    monkeypatch.setattr(Chat, "tells_tools", True)
     long = "x" * (28 * 511 + 1)  # the longest token has 28 characters, the context 512 tokens, one of them said
 
     async def act(client: httpx.AsyncClient, world: World) -> None:

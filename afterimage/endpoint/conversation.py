@@ -55,13 +55,12 @@ class Call:
         first = self.history[0] if self.history else ""
         return json.dumps(self.tools) if isinstance(first, Said) else type(first).__name__
 
-    @property
-    def num_characters(self) -> int:
-        """Of what is written in any case; templates leave out blanks around it, and thoughts."""
+    def num_characters(self, *, tools: bool) -> int:
+        """Of what is written in any case, with `tools`; templates leave out blanks around it, and thoughts."""
         if isinstance(self.history, str):
             return len(self.history.strip())
         said = sum(len(item.message.content.strip()) for item in self.history if isinstance(item, Said))
-        return said + len(json.dumps(self.tools, ensure_ascii=False)) * bool(self.tools)
+        return said + len(json.dumps(self.tools, ensure_ascii=False)) * tools
 
     @property
     def is_chat(self) -> bool:

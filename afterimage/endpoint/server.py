@@ -31,6 +31,7 @@ from afterimage.endpoint import wire
 from afterimage.endpoint.openapi import describe
 from afterimage.endpoint.session import Session
 from afterimage.endpoint.wire import Choice, Refused
+from afterimage.envs.chat import Chat
 
 HOST = "127.0.0.1"
 MAX_BODY, BODY_S = 2 << 20, 30.0
@@ -135,7 +136,7 @@ class Endpoint:
     async def _chat(self, request: Request) -> Response:
         session, body = await self._receive(request)
         asked = wire.read_chat(body, temperature=session.voice.temperature)
-        return _Answering(session, asked, _ChatForm(str(body.get("model") or MODEL), session.voice.chat.thinks))
+        return _Answering(session, asked, _ChatForm(str(body.get("model") or MODEL), session.voice.chat))
 
     async def _complete(self, request: Request) -> Response:
         session, body = await self._receive(request)
@@ -278,7 +279,8 @@ class _Answering(Response):
         working: "asyncio.Task[list[Choice] | Refused]", send: Send,
     ) -> None:  # fmt: skip
         """Server-sent events: text as it is certain, and what is left at the end."""
-        head, form, sent = self._form.head(True), self._form, dict.fromkeys(range(self._asked.choices), "")
+        head, form = self._form.head(True), self._form
+        sent: list[dict[str, str]] = [{} for _ in range(self._asked.choices)]
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
@@ -286,16 +288,17 @@ class _Answering(Response):
             text = record if isinstance(record, str) else json.dumps(record)
             await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
 
-        for at in sent:
+        for at in range(len(sent)):
             for delta in form.begin():
                 await tell({**head, "choices": [form.delta(at, delta)]})
         item: tuple[int, str] | None = first
         while item is not None:
             at, text = item
-            known = form.certain(text, self._asked)
-            if len(known) > len(sent[at]):
-                await tell({**head, "choices": [form.delta(at, form.text(known[len(sent[at]) :]))]})
-                sent[at] = known
+            for name, known in form.certain(text, self._asked).items():
+                told = len(sent[at].get(name, ""))
+                if len(known) > told:
+                    await tell({**head, "choices": [form.delta(at, {name: known[told:]})]})
+                    sent[at][name] = known
             item = await news.get()
         found = _result(working)
         if isinstance(found, Refused):
@@ -340,9 +343,9 @@ class _Form:
 class _ChatForm(_Form):
     kind = "chatcmpl"
 
-    def __init__(self, model: str, thinks: bool) -> None:
+    def __init__(self, model: str, chat: Chat) -> None:
         super().__init__(model)
-        self._thinks = thinks
+        self._chat = chat
 
     def head(self, streamed: bool) -> dict[str, Any]:
         kind = "chat.completion.chunk" if streamed else "chat.completion"
@@ -356,19 +359,16 @@ class _ChatForm(_Form):
     def begin(self) -> list[dict[str, Any]]:
         return [{"role": "assistant", "content": ""}]
 
-    def text(self, text: str) -> dict[str, Any]:
-        return {"content": text}
+    def certain(self, text: str, asked: wire.Request) -> dict[str, str]:
+        """How what is answered begins, whatever comes."""
+        thoughts, content = self._chat.heard_so_far(_certain(text, asked), calls=asked.calls)
+        return {"reasoning_content": thoughts, "content": content}
 
-    def certain(self, text: str, asked: wire.Request) -> str:
-        """What can only be content: nothing while it may still become thoughts or a call."""
-        return "" if self._thinks or asked.calls else _certain(text, asked)
-
-    def rest(self, choice: Choice, sent: str) -> list[dict[str, Any]]:
+    def rest(self, choice: Choice, sent: Mapping[str, str]) -> list[dict[str, Any]]:
         said = wire.message(choice.said, partial(self.call_id, choice))
         calls = [{"index": place, **call} for place, call in enumerate(said.get("tool_calls", ()))]
-        thoughts, content = said.get("reasoning_content"), (said["content"] or "")[len(sent) :]
-        told = {"reasoning_content": thoughts, "content": content, "tool_calls": calls}
-        return [{name: value} for name, value in told.items() if value]
+        left = {name: (said.get(name) or "")[len(sent.get(name, "")) :] for name in ("reasoning_content", "content")}
+        return [{name: value} for name, value in {**left, "tool_calls": calls}.items() if value]
 
     def delta(self, at: int, delta: Mapping[str, Any]) -> dict[str, Any]:
         return {"index": at, "delta": delta, "finish_reason": None}
@@ -390,14 +390,11 @@ class _TextForm(_Form):
     def begin(self) -> list[dict[str, Any]]:
         return []
 
-    def text(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def certain(self, text: str, asked: wire.Request) -> dict[str, str]:
+        return {"text": _certain(text, asked)}
 
-    def certain(self, text: str, asked: wire.Request) -> str:
-        return _certain(text, asked)
-
-    def rest(self, choice: Choice, sent: str) -> list[dict[str, Any]]:
-        left = choice.said.message.content[len(sent) :]
+    def rest(self, choice: Choice, sent: Mapping[str, str]) -> list[dict[str, Any]]:
+        left = choice.said.message.content[len(sent.get("text", "")) :]
         return [{"text": left}] if left else []
 
     def delta(self, at: int, delta: Mapping[str, Any]) -> dict[str, Any]:

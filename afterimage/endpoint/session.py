@@ -178,12 +178,13 @@ class Session:
 
     def _look_over(self, call: Call) -> None:
         """Refuse what no context can hold before tokens are made of it, which takes the event loop's time."""
+        chat = self.voice.chat
         history = () if isinstance(call.history, str) else call.history
         tokens = [token for token in history if isinstance(token, int)]
-        if tokens and not self.voice.chat.knows(tokens):
+        if tokens and not chat.knows(tokens):
             raise Refused("there are tokens in the prompt that the tokenizer does not have", param="prompt")
-        least = len(tokens) or -(-call.num_characters // self.voice.chat.longest_token)
-        self._require_room(least, "at least ")
+        characters = call.num_characters(tools=bool(call.tools) and chat.tells_tools)
+        self._require_room(len(tokens) or -(-characters // chat.longest_token), "at least ")
 
     def _require_room(self, length: int, about: str = "") -> None:
         if self.voice.room(length) < 1:

@@ -133,6 +133,26 @@ class Chat:
             calls = False
         return thoughts, self.read(text) if calls else Message("assistant", text)
 
+    def heard_so_far(self, text: str, *, calls: bool = True) -> tuple[str, str]:
+        """How the thoughts and the content of each reply begin that begins so, also where its calls are none."""
+        thoughts, form = "", self.call_form
+        if self.thinks:
+            thoughts, ended, text = text.partition(_END_OF_THOUGHT)
+            if not ended:  # they may yet be content
+                return "", ""
+            thoughts, text = thoughts.removeprefix(_THOUGHT).strip("\n"), text.lstrip("\n")
+        if not calls:
+            return thoughts, text
+        if text[:1].isspace():  # left out, but beside a call that is none
+            return thoughts, ""
+        if form and form.opens:
+            text = text.partition(form.opens)[0]
+            begun = (n for n in range(len(form.opens) - 1, 0, -1) if text.endswith(form.opens[:n]))
+            text = text[: len(text) - next(begun, 0)]
+        elif form and any(mark.startswith(text[: len(mark)]) for mark in ("{", *self.marks)):
+            return thoughts, ""
+        return thoughts, text.rstrip()
+
     def read(self, text: str) -> Message:
         """What a reply says that does not think, with its calls."""
         form = self.call_form
@@ -178,6 +198,14 @@ class Chat:
     def knows(self, tokens: Sequence[int]) -> bool:
         """Whether these are tokens at all."""
         return 0 <= min(tokens) <= max(tokens) < len(self._tokenizer)
+
+    @cached_property
+    def tells_tools(self) -> bool:
+        """Whether the template writes what tools are described as; else the prompt speaks of them."""
+        tool = {"type": "function", "function": {"name": "f", "description": STAND_IN, "parameters": {}}}
+        asked, form = [_as_dict(_ASKED)], self._template
+        text = self._tokenizer.apply_chat_template(asked, [tool], chat_template=form, tokenize=False)
+        return STAND_IN in str(text)
 
     @cached_property
     def longest_token(self) -> int:
