@@ -562,6 +562,40 @@ def test_who_hangs_up_ends_the_reply_and_may_ask_again_for_the_rest() -> None:
     assert len(trajectory.branches) == 1 and not any(one.num_turns != 1 for one in trajectory.branches)
 
 
+def test_who_hangs_up_at_any_moment_may_ask_again_without_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, go, start = list[int](), asyncio.Event(), Session.start
+
+    def hung_up(self: Session, request: wire.Request, heard: Any) -> Any:
+        """Each call was asked before, by somebody who hung up after as many turns of the loop as there were calls."""
+        calls.append(1)
+        go.clear()
+
+        async def again() -> Any:
+            asking = start(self, request, heard)
+            for _ in calls:
+                await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.wait((asking,))
+            go.set()
+            return await start(self, request, heard)
+
+        return self.calls.create_task(again())
+
+    monkeypatch.setattr(Session, "start", hung_up)
+
+    async def slow(tokens: Sequence[int], params: SamplingParams) -> None:
+        await go.wait()
+
+    async def act(client: httpx.AsyncClient, world: World) -> None:
+        for turns in range(12):
+            answer = await client.post("chat/completions", json={"messages": [{"role": "user", "content": f"{turns}"}]})
+            assert answer.json()["choices"][0]["message"]["content"] == "one two. three four, five six"
+        assert len((await client.get("record")).json()["branches"]) == 12
+
+    trajectory = visit(World(talker, slow, max_turns=99), act)
+    assert [one.num_turns for one in (trajectory, *trajectory.branches)] == [1] * 12
+
+
 @pytest.mark.parametrize("choices", [1, 3])
 def test_the_last_allowed_reply_can_be_asked_for_again(choices: int) -> None:
     begun, go = [], asyncio.Event()
