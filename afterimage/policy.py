@@ -199,7 +199,7 @@ class Policy:
             whole = adapters.plain(self.model, scale=0.0 if base else self.merging.scale)
             if not base:
                 adapters.save_adapter(self.model, Path(folder) / "adapter")
-        with _no_progress_bars():
+        with no_progress_bars():
             whole.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
 
@@ -428,7 +428,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     try:
-        with _no_progress_bars():
+        with no_progress_bars():
             read: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=dtype,
@@ -456,7 +456,7 @@ def _one_line(error: Exception) -> str:
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def no_progress_bars() -> Iterator[None]:
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

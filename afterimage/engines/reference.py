@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from afterimage.adapters import Base, Merging
 from afterimage.engines.runner import check_update
+from afterimage.policy import no_progress_bars
 
 
 class Reference:
@@ -22,9 +23,10 @@ class Reference:
     def __init__(self, folder: Path, *, dtype: torch.dtype, merging: Merging | None = None) -> None:
         if not (folder / "config.json").is_file():
             raise ValueError(f"{folder} is not a model folder: it has no config.json")
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, use_safetensors=True, trust_remote_code=False
-        ).eval()
+        with no_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, local_files_only=True, use_safetensors=True, trust_remote_code=False
+            ).eval()
         config = model.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         self.max_tokens = getattr(config, "max_position_embeddings", None)
