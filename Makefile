@@ -49,9 +49,9 @@ test-adapters: $(ADAPTERS:%=.venv-adapters/%/.ready)
 	test $* != tau2 || .venv-adapters/tau2/bin/pip install --quiet --no-deps --ignore-requires-python $(TAU2)
 	touch $@
 
-# An hour: 10,000 generated conversations with each chat template, where the suite has 150.
+# Minutes: 10,000 generated conversations with each chat template, where the suite has 150.
 conversations: setup
-	CONVERSATIONS=10000 $(BIN)/pytest tests/test_endpoint.py -k whatever
+	CONVERSATIONS=10000 $(BIN)/pytest -n 2 tests/test_endpoint.py -k whatever
 
 check: setup
 	$(BIN)/ruff format --check .
