@@ -47,6 +47,26 @@ def require_full_support(params: SamplingParams) -> None:
         )
 
 
+def check_request(tokens: Sequence[int], params: SamplingParams, *, max_context: int, vocab_size: int) -> None:
+    """Refuse what no engine can continue; with `vocab_size` 0 the model is not known yet.
+
+    >>> check_request([5, 6], SamplingParams(max_tokens=8, stop_tokens=(9,)), max_context=16, vocab_size=8)
+    Traceback (most recent call last):
+    ValueError: token ids from 5 to 9, but the model has 0 to 7; do tokenizer and model belong together?
+    """
+    require_full_support(params)
+    if not tokens:
+        raise ValueError("nothing to continue: sample needs at least one token")
+    if len(tokens) >= max_context:
+        raise ValueError(f"{len(tokens)} tokens leave no room for a reply; raise max_context={max_context}")
+    ids = (*tokens, *params.stop_tokens)
+    if vocab_size and not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ValueError(
+            f"token ids from {min(ids)} to {max(ids)}, but the model has 0 to {vocab_size - 1}; "
+            "do tokenizer and model belong together?"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Manner:
     """How one reply is asked for, where it is not as all others are."""

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from safetensors.torch import save as pack_tensors
 
 from afterimage.adapters import Merging
-from afterimage.engines import EngineDied, Reply, SamplingParams, Update, require_full_support
+from afterimage.engines import EngineDied, Reply, SamplingParams, Update, check_request
 from afterimage.trajectory import Sampled
 from afterimage.versions import Delta
 from afterimage.versions.codec import dumps
@@ -102,7 +102,7 @@ class EmbeddedEngine:
         self._counters = dict.fromkeys(_COUNTERS, 0.0)
 
     async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
-        self._check_request(tokens, params)
+        check_request(tokens, params, max_context=self.max_context, vocab_size=self.vocab_size)
         child, number = self._living(), next(self._numbers)
         future = self._expect(self._replies, number)
         fields = [number, list(tokens), params.max_tokens, params.stop_tokens, params.temperature, params.seed]
@@ -155,19 +155,6 @@ class EmbeddedEngine:
         if self._child is None:
             raise RuntimeError(_NOT_STARTED)
         return self._child.pid
-
-    def _check_request(self, tokens: Sequence[int], params: SamplingParams) -> None:
-        require_full_support(params)
-        if not tokens:
-            raise ValueError("nothing to continue: sample needs at least one token")
-        if len(tokens) >= self.max_context:
-            raise ValueError(f"{len(tokens)} tokens leave no room for a reply; raise max_context={self.max_context}")
-        ids = (*tokens, *params.stop_tokens)
-        if self.vocab_size and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            raise ValueError(
-                f"token ids from {min(ids)} to {max(ids)}, but the model has 0 to {self.vocab_size - 1}; "
-                "do tokenizer and model belong together?"
-            )
 
     async def _begin(self) -> None:
         """A process of its own, in place of one that has ended."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from afterimage.adapters import Merging
 from afterimage.config import Dtype
-from afterimage.engines import EngineDied, Reply, ReplyStop, SamplingParams, Update, require_full_support
+from afterimage.engines import EngineDied, Reply, ReplyStop, SamplingParams, Update, check_request
 from afterimage.engines.handed import Handed
 from afterimage.engines.prefixes import Prefixes
 from afterimage.engines.reference import Reference
@@ -218,12 +218,8 @@ class RemoteEngine(ABC):
             self._handed.put(self._reference.cast(update))
         elif not self.takes_deltas:
             raise ValueError("this engine takes full weights: it keeps none that a delta could change")
-        elif (update.base, update.version) != (self._version, version):
-            raise ValueError(
-                f"the delta leads from version {update.base} to {update.version}, but the engine holds {self._version} "
-                f"and is to hold {version}"
-            )
         else:
+            update.check_way(self._version, version)
             self._handed.advance(update)
 
     async def resume(self) -> None:
@@ -253,20 +249,10 @@ class RemoteEngine(ABC):
         return self._server.pid
 
     def _check_request(self, tokens: Sequence[int], params: SamplingParams) -> None:
-        require_full_support(params)
-        if not tokens:
-            raise ValueError("nothing to continue: sample needs at least one token")
-        if len(tokens) >= self._max_context:
-            raise ValueError(f"{len(tokens)} tokens leave no room for a reply; raise max_context={self._max_context}")
+        check_request(tokens, params, max_context=self._max_context, vocab_size=self._reference.vocab_size)
         if 0 < params.temperature < self._MIN_TEMPERATURE:
             raise ValueError(
                 f"{self._NAME} samples at a temperature of {self._MIN_TEMPERATURE} or more, got {params.temperature}"
-            )
-        ids = (*tokens, *params.stop_tokens)
-        if not 0 <= min(ids) <= max(ids) < self._reference.vocab_size:
-            raise ValueError(
-                f"token ids from {min(ids)} to {max(ids)}, but the model has 0 to {self._reference.vocab_size - 1}; "
-                "do tokenizer and model belong together?"
             )
 
     def _room(self, tokens: Sequence[int], params: SamplingParams) -> int:

@@ -173,11 +173,7 @@ class _Worker:
 
     def _changed(self, delta: Delta, version: int) -> dict[str, Tensor]:
         """The weights of the delta's version, in place of those of this one."""
-        if (delta.base, delta.version) != (self._version, version):
-            raise ValueError(
-                f"the delta leads from version {delta.base} to {delta.version}, but the engine holds {self._version} "
-                f"and is to hold {version}"
-            )
+        delta.check_way(self._version, version)
         advance(self._given, delta)
         return self._given
 

@@ -85,6 +85,14 @@ class Delta:
     def nbytes(self) -> int:
         return sum(encoded.nbytes for encoded in self.tensors.values())
 
+    def check_way(self, held: int, wanted: int) -> None:
+        """ValueError if it does not lead from the version that an engine holds to the one that it is to hold."""
+        if (self.base, self.version) != (held, wanted):
+            raise ValueError(
+                f"the delta leads from version {self.base} to {self.version}, but the engine holds {held} "
+                f"and is to hold {wanted}"
+            )
+
 
 def words(tensor: Tensor) -> Tensor:
     """The bits of a tensor as integers: a view of the same memory."""
