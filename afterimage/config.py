@@ -4,51 +4,19 @@ The docstring under a field is its `--help`. A recipe is a function that returns
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Literal
 
-
-class ConfigError(ValueError):
-    """A knob has a value it cannot have. The message names field, value and range."""
+from afterimage.limits import ConfigError as ConfigError
+from afterimage.limits import among_choices, at_least, within
+from afterimage.limits import nearest as nearest
 
 
 def install(extra: str) -> str:
     """What brings an extra to a checkout. The `afterimage` in package registries is another project."""
     tested = "constraints-adapters.txt" if extra in ("openenv", "verifiers") else "constraints.txt"
     return f".venv/bin/pip install -c {tested} -e '.[{extra}]'"
-
-
-def _at_least(where: str, low: float, /, **values: float) -> None:
-    for name, value in values.items():
-        if not value >= low:
-            raise ConfigError(f"{where}.{name} must be >= {low:g}, got {value}")
-
-
-def _within(where: str, low: float, high: float, /, **values: float) -> None:
-    for name, value in values.items():
-        if not low <= value <= high:
-            raise ConfigError(f"{where}.{name} must be between {low:g} and {high:g}, got {value}")
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """The words somebody may have meant, as the end of a sentence.
-
-    >>> nearest("snapsht_old", ["rollout", "snapshot_old"])
-    '; did you mean snapshot_old?'
-    """
-    close = get_close_matches(word, known, n=2, cutoff=0.5)
-    return f"; did you mean {' or '.join(close)}?" if close else f"; there are: {', '.join(known)}"
-
-
-def _among_choices(where: str, section: object) -> None:
-    """Fields with a fixed set of words hold one of them, also when they come from Python."""
-    for name, kind in get_type_hints(type(section)).items():
-        value = getattr(section, name)
-        if get_origin(kind) is Literal and value not in get_args(kind):
-            raise ConfigError(f"{where}.{name} cannot be {value!r}{nearest(str(value), get_args(kind))}")
 
 
 def staleness_bound(max_staleness: int, groups_per_step: int, window: int) -> int:
@@ -90,8 +58,8 @@ class TaskConfig:
     """Spread of that waiting time: the standard deviation of its logarithm."""
 
     def __post_init__(self) -> None:
-        _among_choices("task", self)
-        _at_least("task", 0, latency_s=self.latency_s, latency_sigma=self.latency_sigma)
+        among_choices("task", self)
+        at_least("task", 0, latency_s=self.latency_s, latency_sigma=self.latency_sigma)
         if self.env not in SHIPPED_ENVS and ":" not in self.env:
             raise ConfigError(f"task.env cannot be {self.env!r}{nearest(self.env, SHIPPED_ENVS)}")
 
@@ -124,12 +92,12 @@ class EngineConfig:
     """Times that a dead engine is started again before the run stops; its replies go on from their recorded tokens."""
 
     def __post_init__(self) -> None:
-        _among_choices("engine", self)
-        _at_least(
+        among_choices("engine", self)
+        at_least(
             "engine", 1, threads=self.threads, max_running=self.max_running, max_reply_tokens=self.max_reply_tokens
         )
-        _at_least("engine", 0, restarts=self.restarts)
-        _at_least("engine", 16, max_context=self.max_context)
+        at_least("engine", 0, restarts=self.restarts)
+        at_least("engine", 16, max_context=self.max_context)
         if not self.temperature > 0:
             raise ConfigError(f"engine.temperature must be > 0, got {self.temperature}")
         if self.kind == "embedded" and self.urls:
@@ -157,9 +125,9 @@ class RolloutConfig:
     """Share of failed episodes above which the run stops, of the last 100 (judged from the 20th on)."""
 
     def __post_init__(self) -> None:
-        _at_least("rollout", 1, max_turns=self.max_turns)
-        _at_least("rollout", 0, retries=self.retries)
-        _within("rollout", 0, 1, max_failed_share=self.max_failed_share)
+        at_least("rollout", 1, max_turns=self.max_turns)
+        at_least("rollout", 0, retries=self.retries)
+        within("rollout", 0, 1, max_failed_share=self.max_failed_share)
         if not self.timeout_s > 0:
             raise ConfigError(f"rollout.timeout_s must be > 0, got {self.timeout_s}")
 
@@ -178,8 +146,8 @@ class ScheduleConfig:
     """Look-ahead: each group of a batch may come from the `window` oldest positions in line. 1 is strict order."""
 
     def __post_init__(self) -> None:
-        _at_least("schedule", 0, max_staleness=self.max_staleness)
-        _at_least("schedule", 1, groups_per_step=self.groups_per_step, group_size=self.group_size, window=self.window)
+        at_least("schedule", 0, max_staleness=self.max_staleness)
+        at_least("schedule", 1, groups_per_step=self.groups_per_step, group_size=self.group_size, window=self.window)
 
     @property
     def staleness_bound(self) -> int:
@@ -195,7 +163,7 @@ class CreditConfig:
     """How siblings are compared."""
 
     def __post_init__(self) -> None:
-        _among_choices("credit", self)
+        among_choices("credit", self)
 
 
 Route = Literal[
@@ -267,14 +235,14 @@ class OldLogpsConfig:
     """Allow what the linter refuses because a ratio is 1 by construction: a baseline to compare with."""
 
     def __post_init__(self) -> None:
-        _among_choices("old_logps", self)
-        _at_least("old_logps", 0, memory_gb=self.memory_gb)
-        _at_least(
+        among_choices("old_logps", self)
+        at_least("old_logps", 0, memory_gb=self.memory_gb)
+        at_least(
             "old_logps", 1,
             averages=self.averages, reset_patience=self.reset_patience, reset_cooldown=self.reset_cooldown,
         )  # fmt: skip
-        _within("old_logps", 0, 1, reset_below=self.reset_below, alpha=self.alpha or 0.0)
-        _within("old_logps", 0, 0.9999, beta=self.beta or 0.0)
+        within("old_logps", 0, 1, reset_below=self.reset_below, alpha=self.alpha or 0.0)
+        within("old_logps", 0, 0.9999, beta=self.beta or 0.0)
         if self.beta is not None and self.averages > 1:
             raise ConfigError("old_logps.averages must be 1 with a fixed old_logps.beta: all would have the same age")
         reading = {self.route, self.underlying}
@@ -305,7 +273,7 @@ class AuditConfig:
     """Keep every version and every batch in the run folder, for `afterimage audit`."""
 
     def __post_init__(self) -> None:
-        _within("audit", 0, 1, share=self.share)
+        within("audit", 0, 1, share=self.share)
 
 
 Unit = Literal["token", "turn", "segment", "sequence"]
@@ -329,9 +297,9 @@ class CorrectionConfig:
     """Drop a whole sequence with any token whose D is below this; 0 never does."""
 
     def __post_init__(self) -> None:
-        _among_choices("correction", self)
-        _within("correction", 0, 1, low=self.low, veto_below=self.veto_below)
-        _at_least("correction", 1, high=self.high)
+        among_choices("correction", self)
+        within("correction", 0, 1, low=self.low, veto_below=self.veto_below)
+        at_least("correction", 1, high=self.high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,11 +330,11 @@ class ObjectiveConfig:
     """Coefficient of the entropy bonus."""
 
     def __post_init__(self) -> None:
-        _among_choices("objective", self)
-        _within("objective", 0, 1, clip_low=self.clip_low)
-        _at_least("objective", 0, clip_high=self.clip_high, kl_penalty=self.kl_penalty)
-        _at_least("objective", 0, reference_kl=self.reference_kl, entropy=self.entropy)
-        _at_least("objective", 1, constant=self.constant)
+        among_choices("objective", self)
+        within("objective", 0, 1, clip_low=self.clip_low)
+        at_least("objective", 0, clip_high=self.clip_high, kl_penalty=self.kl_penalty)
+        at_least("objective", 0, reference_kl=self.reference_kl, entropy=self.entropy)
+        at_least("objective", 1, constant=self.constant)
         if not self.dual_clip > 1:
             raise ConfigError(f"objective.dual_clip must be > 1 (1 stops fresh data too), got {self.dual_clip}")
 
@@ -403,10 +371,10 @@ class TrainerConfig:
     """Processor threads; 0 takes what the engine leaves."""
 
     def __post_init__(self) -> None:
-        _among_choices("trainer", self)
-        _at_least("trainer", 1, steps_per_batch=self.steps_per_batch, micro_tokens=self.micro_tokens)
-        _at_least("trainer", 0, warmup_steps=self.warmup_steps, weight_decay=self.weight_decay, threads=self.threads)
-        _at_least("trainer", 0, lora_rank=self.lora_rank)
+        among_choices("trainer", self)
+        at_least("trainer", 1, steps_per_batch=self.steps_per_batch, micro_tokens=self.micro_tokens)
+        at_least("trainer", 0, warmup_steps=self.warmup_steps, weight_decay=self.weight_decay, threads=self.threads)
+        at_least("trainer", 0, lora_rank=self.lora_rank)
         if not self.lora_alpha > 0 or not self.lora_targets.split():
             raise ConfigError(
                 f"trainer.lora_alpha must be > 0 and lora_targets name layers, got {self.lora_alpha} and "
@@ -430,7 +398,7 @@ class EvalConfig:
     """Steps between evaluations; 0 evaluates before the first step and after the last."""
 
     def __post_init__(self) -> None:
-        _at_least("eval", 0, tasks=self.tasks, every=self.every)
+        at_least("eval", 0, tasks=self.tasks, every=self.every)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -443,8 +411,8 @@ class CheckpointConfig:
     """Checkpoints that are kept, at least 2: pieces of the version before the newest still come while it is made."""
 
     def __post_init__(self) -> None:
-        _at_least("checkpoint", 1, every=self.every)
-        _at_least("checkpoint", 2, keep=self.keep)
+        at_least("checkpoint", 1, every=self.every)
+        at_least("checkpoint", 2, keep=self.keep)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -488,9 +456,9 @@ class RunConfig:
         return SHIPPED_POLICY if self.policy == "base" else Path(self.policy)
 
     def __post_init__(self) -> None:
-        _at_least("run", 1, steps=self.steps)
-        _at_least("run", 0, minutes=self.minutes)
-        _within("run", 0, MAX_SEED, seed=self.seed)
+        at_least("run", 1, steps=self.steps)
+        at_least("run", 0, minutes=self.minutes)
+        within("run", 0, MAX_SEED, seed=self.seed)
         if self.deterministic and self.engine.kind != "embedded":
             raise ConfigError("deterministic needs the embedded engine: no server can be stepped")
         if self.trainer.steps_per_batch > self.schedule.groups_per_step * self.schedule.group_size:

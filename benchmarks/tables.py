@@ -1,0 +1,99 @@
+"""What every benchmark does: take turns, sum up, and leave a dated table and a picture."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from afterimage.launch.machine import commit, machine, versions
+
+RESULTS = Path(__file__).parent / "results"
+CONSOLE = Console(soft_wrap=True, highlight=False)
+
+
+def alternate(contestants: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """What each gives in each of `repeats` rounds. They take turns in coming first."""
+    found: dict[str, list[float]] = {name: [] for name in contestants}
+    names = list(contestants)
+    for turn in range(repeats):
+        first = turn % len(names)
+        for name in (*names[first:], *names[:first]):
+            CONSOLE.print(f"round {turn + 1} of {repeats}: {name}")
+            found[name].append(contestants[name]())
+    return found
+
+
+def ratios(found: Mapping[str, Sequence[float]], name: str, over: str) -> list[float]:
+    """Round by round: what one gave over what the other gave in the same round.
+
+    >>> ratios({"ours": [6.0, 8.0], "theirs": [2.0, 4.0]}, "ours", over="theirs")
+    [3.0, 2.0]
+    """
+    return [ours / theirs for ours, theirs in zip(found[name], found[over], strict=True)]
+
+
+def spread(values: Sequence[float], form: str = "{:.2f}") -> str:
+    """The median and the range.
+
+    >>> spread([3.0, 1.0, 2.0])
+    '2.00 (1.00 to 3.00)'
+    """
+    return " ".join([form.format(median(values)), f"({form.format(min(values))} to {form.format(max(values))})"])
+
+
+def verdict(values: Sequence[float], least: float) -> str:
+    """Whether the median meets a goal, said as it is.
+
+    >>> verdict([3.0, 1.0, 2.0], least=2.5), verdict([3.0], least=2.5)
+    ('missed: 2.00 of 2.5', 'met: 3.00 of 2.5')
+    """
+    found = median(values)
+    return f"{'met' if found >= least else 'missed'}: {found:.2f} of {least:g}"
+
+
+def row(*cells: object) -> str:
+    """
+    >>> row("1M", 2)
+    '| 1M | 2 |'
+    """
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def columns(*names: str) -> list[str]:
+    """The head of a table."""
+    return [row(*names), row(*("---" for _ in names))]
+
+
+def write(question: str, title: str, lines: Sequence[str]) -> Path:
+    """`benchmarks/results/<date>-<question>.md`: the table, under what it was run on and the command that made it."""
+    target = RESULTS / f"{date.today()}-{question}.md"
+    command = " ".join([f"python -m benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    head = [f"# {title}, {date.today()}", "", f"`{command}` at commit {commit()}, {machine()}, {versions()}.", ""]
+    target.write_text("\n".join([*head, *lines]) + "\n")
+    CONSOLE.print(f"{target.read_text()}\n{target}", markup=False)
+    return target
+
+
+@contextmanager
+def picture(question: str, *, width: float = 7.2, height: float = 3.6, panels: int = 1) -> Iterator[Any]:
+    """Axes to draw on (an array of them for more than one panel); they become `<date>-<question>.png` by the table.
+
+    Needs matplotlib: the extra `bench`.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, panels, figsize=(width, height), dpi=160, layout="constrained")
+    for one in axes if panels > 1 else [axes]:
+        one.spines[["top", "right"]].set_visible(False)
+        one.grid(axis="y", alpha=0.25)
+    yield axes
+    figure.savefig(RESULTS / f"{date.today()}-{question}.png")
+    pyplot.close(figure)
