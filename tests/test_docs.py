@@ -69,7 +69,7 @@ def test_nobody_is_told_to_install_another_project_of_this_name() -> None:
     assert all(command == install(extra) for command, extra in told)
     extras = {extra for _, extra in told} | set(re.findall(r"\binstall\('([\w-]+)'\)", together))
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert extras == set(known) - {"dev", "fuzz"}
+    assert extras == set(known) - {"bench", "dev", "fuzz"}
 
 
 def test_the_examples_for_other_trainers_run_and_do_what_they_say() -> None:
