@@ -292,4 +292,7 @@ class VersionStore:
         return [a for a, name in self._aliases.items() if not torch.equal(words(tensors[a]), words(tensors[name]))]
 
     def _changed(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        return [name for name in self._movable if self._difference(name, tensors[name]).any()]
+        return [
+            name for name, mine in self._movable.items()
+            if not torch.equal(words(mine), words(tensors[name]).to(mine.device))
+        ]  # fmt: skip

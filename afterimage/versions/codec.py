@@ -5,7 +5,8 @@
     raw      the words as they are: no larger than the tensor, and XOR all the same
 
 XOR is its own inverse: what leads from one version to the next leads back. Words are integers of the element's size,
-so that NaN payloads, -0.0 and denormals are what they are. Coding is done on the CPU, one tensor at a time.
+so that NaN payloads, -0.0 and denormals are what they are. Coding is done on the CPU, one tensor at a time; of one on
+another device, only the words that changed come over while they are few.
 
 What is read may be damaged or from somebody else: whatever it is, it gives the delta that was written or a ValueError,
 and takes no more memory than the bytes given and the tensors it is applied to.
@@ -14,30 +15,37 @@ and takes no more memory than the bytes given and the tensors it is applied to.
 import json
 import struct
 import zlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import zstandard
-from safetensors.numpy import save
 from torch import Tensor
 
 SPARSE_BELOW = 2 / 3
 """Share of changed words above which `sparse` is not tried: it would be slow and lose."""
-PACKED_ABOVE = 1 / 8
+PACKED_ABOVE = 1 / 3
 """Share of changed words below which `packed` is not tried: it would cost most of the time and lose."""
 
 _ENTROPY = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=6)
 """What is left to find is the skew of single bytes: looking hard for repeats takes longer and gives more bytes."""
 _ESCAPE = 255
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NAMES = {
+    torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64",
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
+}  # fmt: skip
+"""What safetensors calls them."""
 _HEADER = struct.Struct("<Q")
 
 Array = npt.NDArray[Any]
 Kind = Literal["sparse", "packed", "raw"]
+Bytes = bytes | memoryview
+Part = tuple[str, str, tuple[int, ...], Bytes]
+"""Of a file: the name, dtype and shape of a tensor, and what is in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +114,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> int:
     """CRC-32 over the bits of all tensors, in the order of their names."""
     crc = 0
     for name in sorted(tensors):
-        crc = zlib.crc32(words(tensors[name]).cpu().contiguous().numpy().reshape(-1).view(np.uint8).data, crc)
+        crc = zlib.crc32(_bytes(tensors[name]), crc)
     return crc
 
 
@@ -118,25 +126,26 @@ def encode(difference: Tensor) -> Encoded:
     >>> encode(torch.arange(4096, dtype=torch.int16) % 100 // 99).kind
     'sparse'
     """
-    flat = difference.cpu().contiguous().numpy().reshape(-1)
-    where = flat.nonzero()[0]
+    flat = difference.contiguous().reshape(-1)
+    where, changed = _changed(flat)
     share = len(where) / max(1, len(flat))
     written: list[tuple[Kind, tuple[bytes, ...]]] = []
     if share <= SPARSE_BELOW:
-        written.append(("sparse", (_pack(_gaps(where)), *_planes(flat[where])) if len(where) else ()))
+        written.append(("sparse", (_pack(_gaps(where)), *_planes(changed)) if len(where) else ()))
     if share >= PACKED_ABOVE:
-        written.append(("packed", _planes(flat)))
+        written.append(("packed", _planes(flat.cpu().numpy())))
     kind, streams = min(written, key=lambda way: sum(map(len, way[1])))
-    shape = {"words": len(flat), "width": flat.itemsize, "changed": len(where)}
+    shape = {"words": len(flat), "width": flat.element_size(), "changed": len(where)}
     if sum(map(len, streams)) >= flat.nbytes > 0:
-        return Encoded("raw", streams=(flat.tobytes(),), **shape)
+        return Encoded("raw", streams=(flat.cpu().numpy().tobytes(),), **shape)
     return Encoded(kind, streams=streams, **shape)
 
 
 def whole(tensor: Tensor) -> Encoded:
     """A tensor's own bits, not compressed: its difference from nothing."""
-    flat = words(tensor).cpu().contiguous().numpy().reshape(-1)
-    return Encoded("raw", len(flat), flat.itemsize, len(flat), (flat.tobytes(),) if len(flat) else ())
+    bits = words(tensor)
+    count, data = bits.numel(), bytes(_bytes(tensor))
+    return Encoded("raw", count, bits.element_size(), count, (data,) if count else ())
 
 
 def apply(encoded: Encoded, target: Tensor) -> None:
@@ -147,10 +156,13 @@ def apply(encoded: Encoded, target: Tensor) -> None:
     flat = target.reshape(-1)
     match encoded.kind:
         case "sparse":
-            where = torch.from_numpy(_indices(encoded)).to(flat.device)
-            flat[where] ^= _unplane(encoded.streams[1:], encoded.changed).to(flat.device)
+            where, changed = _indices(encoded), _unplane(encoded.streams[1:], encoded.changed)
+            if flat.is_cpu:  # in half of torch's time
+                flat.numpy()[where] ^= changed
+            else:
+                flat[torch.from_numpy(where).to(flat.device)] ^= torch.from_numpy(changed).to(flat.device)
         case "packed":
-            flat ^= _unplane(encoded.streams, encoded.words).to(flat.device)
+            flat ^= torch.from_numpy(_unplane(encoded.streams, encoded.words)).to(flat.device)
         case "raw":
             flat ^= torch.frombuffer(bytearray(encoded.streams[0]), dtype=target.dtype).to(flat.device)
     if not target.is_contiguous():
@@ -188,14 +200,43 @@ def advance(tensors: Mapping[str, Tensor], delta: Delta) -> None:
 
 def dumps(delta: Delta) -> bytes:
     """A safetensors file: one tensor of bytes per stream, all else in the header's metadata."""
-    streams: dict[str, Array] = {}
+    streams: list[Part] = []
     tensors = {}
     for name, encoded in delta.tensors.items():
-        streams |= {f"{name}/{i}": np.frombuffer(stream, np.uint8) for i, stream in enumerate(encoded.streams)}
-        tensors[name] = asdict(encoded) | {"streams": len(encoded.streams)}
+        streams += [(f"{name}/{i}", "U8", (len(stream),), stream) for i, stream in enumerate(encoded.streams)]
+        shape = {"kind": encoded.kind, "words": encoded.words, "width": encoded.width, "changed": encoded.changed}
+        tensors[name] = {**shape, "streams": len(encoded.streams)}
     about = {"base": delta.base, "version": delta.version, "checksum": delta.checksum, "tensors": tensors}
     text = json.dumps(about)
-    return save(streams, {"delta": f"{_seal(text, delta.tensors)} {text}"})  # of several entries the order is random
+    return b"".join(_file(streams, {"delta": f"{_seal(text, delta.tensors)} {text}"}))
+
+
+def file_of(weights: Mapping[str, Tensor]) -> list[Bytes]:
+    """A safetensors file of whole tensors, in parts that are the tensors' own memory where that is in order.
+
+    Tied tensors are written out one by one. Join the parts, or write them one after the other.
+
+    >>> from safetensors.torch import load
+    >>> load(b"".join(file_of({"a": torch.tensor([1.5, 2.0]).bfloat16(), "b": torch.tensor(3)})))["a"].tolist()
+    [1.5, 2.0]
+    """
+    parts = []
+    for name, tensor in sorted(weights.items(), key=lambda item: -item[1].element_size()):  # each where it is aligned
+        if tensor.dtype not in _NAMES:
+            raise ValueError(f"{name} is {tensor.dtype}; what can be handed over: {', '.join(map(str, _NAMES))}")
+        parts.append((name, _NAMES[tensor.dtype], tuple(tensor.shape), _bytes(tensor)))
+    return _file(parts, {})
+
+
+def _file(parts: Sequence[Part], metadata: Mapping[str, str]) -> list[Bytes]:
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name, dtype, shape, data in parts:
+        start, end = end, end + len(data)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER.size)
+    return [_HEADER.pack(len(text)) + text, *(data for *_, data in parts)]
 
 
 def loads(data: bytes) -> Delta:
@@ -250,6 +291,21 @@ def check_fit(encoded: Encoded, target: Tensor) -> None:
         )
 
 
+def _bytes(tensor: Tensor) -> memoryview:
+    """The bits of a tensor in main memory, in order: its own where they are."""
+    return words(tensor).cpu().contiguous().numpy().reshape(-1).view(np.uint8).data
+
+
+def _changed(flat: Tensor) -> tuple[Array, Array]:
+    """Where words are not 0, and these words."""
+    if flat.is_cpu:
+        array = flat.numpy()
+        where = (array != 0).nonzero()[0]  # that of a bool is several times faster than that of a number
+        return where, array[where]
+    found = flat.nonzero().squeeze(1)
+    return found.cpu().numpy(), flat[found].cpu().numpy()
+
+
 def _pack(array: Array) -> bytes:
     return zstandard.ZstdCompressor(compression_params=_ENTROPY).compress(np.ascontiguousarray(array).data)
 
@@ -267,12 +323,16 @@ def _unpack(stream: bytes, low: int, high: int) -> npt.NDArray[np.uint8]:
 
 def _planes(array: Array) -> tuple[bytes, ...]:
     """The first bytes of all words, then their second ones, and so on: each plane is skewed in its own way."""
-    return tuple(_pack(plane) for plane in array.view(np.uint8).reshape(-1, array.itemsize).T)
+    bits = array.view(f"u{array.itemsize}")
+    return tuple(_pack((bits >> 8 * i).astype(np.uint8)) for i in range(array.itemsize))
 
 
-def _unplane(streams: tuple[bytes, ...], count: int) -> Tensor:
-    planes = [_unpack(stream, count, count) for stream in streams]
-    return torch.from_numpy(np.stack(planes, axis=1)).view(_WORDS[len(streams)]).squeeze(1)
+def _unplane(streams: tuple[bytes, ...], count: int) -> Array:
+    bits = np.zeros(count, f"u{len(streams)}")
+    for stream in reversed(streams):  # the last holds the highest bits
+        bits <<= 8 * (len(streams) > 1)
+        bits |= _unpack(stream, count, count)
+    return bits.view(f"i{len(streams)}")
 
 
 def _gaps(where: Array) -> npt.NDArray[np.uint8]:
