@@ -53,8 +53,13 @@ def pack(header: Header, body: bytes = b"") -> bytes:
     >>> list(Frames().feed(pack({"op": "resume"}, b"xy")))
     [({'op': 'resume'}, b'xy')]
     """
+    return begin(header, len(body)) + body
+
+
+def begin(header: Header, size: int) -> bytes:
+    """A frame up to its body, which is of `size` bytes and follows."""
     text = json.dumps(header, separators=(",", ":")).encode()
-    return _LENGTHS.pack(len(text), len(body)) + text + body
+    return _LENGTHS.pack(len(text), size) + text
 
 
 class Frames:
@@ -72,7 +77,8 @@ class Frames:
             if len(self._buffer) < start + body_size:
                 return
             header = json.loads(self._buffer[_LENGTHS.size : start])
-            body = bytes(self._buffer[start : start + body_size])
+            with memoryview(self._buffer) as read:
+                body = bytes(read[start : start + body_size])
             del self._buffer[: start + body_size]
             yield header, body
 
@@ -137,7 +143,7 @@ class Child:
         except ConnectionResetError:
             return b""
 
-    def sendall(self, data: bytes) -> None:
+    def sendall(self, data: bytes | memoryview) -> None:
         """Raises `ChildFrozen`, or BrokenPipeError or ConnectionResetError at the end of the process."""
         rest = memoryview(data)
         while rest:

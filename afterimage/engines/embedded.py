@@ -14,14 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors.torch import save as pack_tensors
-
 from afterimage.adapters import Merging
 from afterimage.engines import EngineDied, Reply, SamplingParams, Update, check_request
 from afterimage.trajectory import Sampled
 from afterimage.versions import Delta
-from afterimage.versions.codec import dumps
-from afterimage.wire import BEAT_S, Child, ChildFrozen, Frames, Header, pack
+from afterimage.versions.codec import Bytes, dumps, file_of
+from afterimage.wire import BEAT_S, Child, ChildFrozen, Frames, Header, begin
 
 STEP_S = 0.02
 """From one step to the next in lockstep, on the event loop's clock."""
@@ -175,7 +173,7 @@ class EmbeddedEngine:
             raise RuntimeError(_NOT_STARTED)
         return self._child
 
-    async def _ask(self, header: Header, body: bytes = b"") -> None:
+    async def _ask(self, header: Header, body: Sequence[Bytes] = ()) -> None:
         """Send and wait for the acknowledgement, which comes after everything the process said before it."""
         child, number = self._living(), next(self._numbers)
         future = self._expect(self._answers, number)
@@ -278,15 +276,17 @@ class _Child(Child, asyncio.Protocol):
     async def connect(self) -> None:
         self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: self, sock=self.socket)
 
-    def send(self, header: Header, body: bytes = b"") -> None:
-        """The end of the process shows where it is listened to."""
-        frame = pack(header, body)
+    def send(self, header: Header, body: Sequence[Bytes] = ()) -> None:
+        """One frame, its body in parts. The end of the process shows where it is listened to."""
+        parts = [begin(header, sum(map(len, body))), *map(memoryview, body)]
         if self._transport is not None:
-            self._transport.write(frame)
+            for part in parts:
+                self._transport.write(part)
             return
         try:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self.sendall(frame)
+                for part in parts:
+                    self.sendall(part)
         except ChildFrozen as frozen:
             self._lost(self, str(frozen))
 
@@ -347,11 +347,9 @@ class _Stepped(_Child):
                 return self._lost(self, "")
 
 
-def _pack_update(update: Update) -> bytes:
-    """Safetensors bytes. Tensors that share memory (tied weights) are written out one by one."""
-    if isinstance(update, Delta):
-        return dumps(update)
-    return pack_tensors({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in update.items()})
+def _pack_update(update: Update) -> Sequence[Bytes]:
+    """A safetensors file, in parts: of whole weights, their own memory."""
+    return [dumps(update)] if isinstance(update, Delta) else file_of(update)
 
 
 def _check(model_folder: Path, *, dtype: str, **limits: int) -> None:

@@ -11,14 +11,14 @@ from socket import MSG_DONTWAIT
 from typing import Any
 
 import torch
-from safetensors.torch import save as pack_tensors
 from torch import Tensor
 
 from afterimage.old_logps import Needs, Passive, Scoring, Weights, has_clean_behavior
 from afterimage.old_logps.scored import Answers, Place, place_of, require_answers
 from afterimage.policy import DTYPES, Policy
 from afterimage.trajectory import Batch, Open
-from afterimage.wire import Child, ChildFrozen, Frames, Header, pack
+from afterimage.versions.codec import Bytes, file_of
+from afterimage.wire import Child, ChildFrozen, Frames, Header, begin
 
 _READ_BYTES = 1 << 20
 
@@ -83,8 +83,7 @@ class OldLogitModel(Passive):
             return
         if self._child is None:
             self._start(policy)
-        weights = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in policy.weights().items()}
-        self._tell({"op": "load", "version": policy.version}, pack_tensors(weights))
+        self._tell({"op": "load", "version": policy.version}, file_of(policy.weights()))
         self._sent = policy.version
 
     def arrived(self, piece: Open) -> None:
@@ -162,8 +161,9 @@ class OldLogitModel(Passive):
             self._hand_over(due)
         return self._catch_up(partial(self._owes, lambda place: True))
 
-    def _tell(self, header: Header, body: bytes = b"") -> None:
-        self._writer.submit(self._write, pack(header, body))
+    def _tell(self, header: Header, body: Sequence[Bytes] = ()) -> None:
+        """What is in `body` may change as soon as this returns."""
+        self._writer.submit(self._write, b"".join([begin(header, sum(map(len, body))), *body]))
 
     def _write(self, frame: bytes) -> None:
         """In the writer thread. A broken pipe stays here: that the process is gone shows where it is listened to."""
