@@ -1,15 +1,15 @@
 """What does each old-logit route cost, and how wrong is it? And does exactness cost more than the best average?
 
-    python benchmarks/routes.py          # 10 minutes on one core; `--help` for smaller sizes
+    python -m benchmarks.routes          # under 8 minutes on two cores; `--help` for smaller sizes
 
 A random Qwen3 is trained by the project's own trainer: bfloat16 forward weights, float32 masters, AdamW. Its versions
 are kept as full copies, which are the truth; they are then published to one route after the other, with trajectories
 of several versions. Three tables: what the version store holds by learning rate, `snapshot_old` beside `ewma_prox`
-in alternating repeats, and every route. Writes a dated file under benchmarks/results/.
+in alternating repeats, and every route. A fourth is of real runs of the real loop (`benchmarks/route_steps.py`): what
+each route takes of a step, end to end.
 """
 
 import argparse
-import sys
 import tempfile
 import time
 import typing
@@ -17,19 +17,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from datetime import date
 from pathlib import Path
 from statistics import median
 
 import torch
-from rich.console import Console
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from afterimage import audit
 from afterimage.build import build_correction, build_objective, build_old_logps
 from afterimage.config import CorrectionConfig, ObjectiveConfig, OldLogpsConfig, Route, TrainerConfig
-from afterimage.launch.machine import commit, machine, versions
 from afterimage.old_logps import Scoring
 from afterimage.old_logps.rollout import Rollout
 from afterimage.policy import Packed, Policy
@@ -38,9 +35,9 @@ from afterimage.trainer import Rules, Trainer
 from afterimage.trajectory import Batch, Credited, Given, Open, Piece, Sampled, Task, Trajectory, collate, walk
 from afterimage.versions import VersionStore
 from afterimage.versions.codec import words
+from benchmarks import route_steps
+from benchmarks.tables import CONSOLE, picture, spread, write
 
-CONSOLE = Console()
-RESULTS = Path(__file__).parent / "results"
 LIVE = 5
 WARM = 3
 """Versions before the first that is measured: routes have what they need by then."""
@@ -311,9 +308,19 @@ def spoken(size: Size, history: History) -> list[list[Credited]]:
     return [*batches[:last], said]
 
 
-def route_rows(size: Size, histories: Sequence[History]) -> list[str]:
-    """Every route; seconds and bytes from the first history, the error from each."""
-    rows: dict[Route, list[str]] = {name: [] for name in typing.get_args(Route)}
+@dataclass(slots=True)
+class Line:
+    """What the table of all routes says of one; seconds and bytes from the first history, the error from each."""
+
+    cells: list[str] = field(default_factory=list)
+    extra: float = 0.0
+    """Of the trainer's time, over a step."""
+    errors: list[float] = field(default_factory=list)
+
+
+def route_lines(size: Size, histories: Sequence[History]) -> dict[str, Line]:
+    """Every route."""
+    lines: dict[Route, Line] = {name: Line() for name in typing.get_args(Route)}
     for number, history in enumerate(histories):
         batches = spoken(size, history)
         batch = collate(batches[-1])
@@ -324,32 +331,33 @@ def route_rows(size: Size, histories: Sequence[History]) -> list[str]:
         policy = size.policy()
         policy.load_weights(history.copies[last])
         noise = (size.scoring(policy, batch, batch.sampled).logp - now)[batch.sampled].std().item()
-        for name, cells in rows.items():
+        for name, line in lines.items():
             CONSOLE.print(f"lr {history.rate:g}: {name}")
             played = play(name, size, history, batches)
             if number == 0:
                 step, copy = median(history.step_s), copy_bytes(history.copies[0])
                 exact = played.exact[batch.sampled].float().mean().item()
                 resident = played.costs.get("resident_bytes", 0.0) / copy
-                cells += [f"{played.extra_s / step:+.1%}", f"{median(played.idle_s[WARM:]) / step:.1%}"]
-                cells += [f"{resident:.2f}", str(played.models), f"{exact:.0%}"]
+                line.extra = played.extra_s / step
+                line.cells += [f"{line.extra:+.1%}", f"{median(played.idle_s[WARM:]) / step:.1%}"]
+                line.cells += [f"{resident:.2f}", str(played.models), f"{exact:.0%}"]
             tokens = audit.Tokens(
                 played.values, truth, now, batch.behavior_logp, last - batch.version, batch.sequence, batch.sampled
             )
             error, leaks = audit.decomposition_error(tokens), audit.leaks(tokens, noise=noise)
-            cells += [told(error, "{:.2e}"), f"{told(leaks.staleness, '{:.2f}')}, {told(leaks.discrepancy, '{:.2f}')}"]
-    return [f"| `{name}` | " + " | ".join(cells) + " |" for name, cells in rows.items()]
+            line.errors.append(error.value if error else 0.0)
+            line.cells += [
+                told(error, "{:.2e}"),
+                f"{told(leaks.staleness, '{:.2f}')}, {told(leaks.discrepancy, '{:.2f}')}",
+            ]
+    return {str(name): line for name, line in lines.items()}
 
 
 def told(estimate: audit.Estimate | None, form: str) -> str:
     return "—" if estimate is None else form.format(estimate.value)
 
 
-def spread(values: Sequence[float]) -> str:
-    return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-
-
-def measure(size: Size, rates: Sequence[float], repeats: int) -> list[str]:
+def measure(size: Size, rates: Sequence[float], repeats: int) -> tuple[list[str], dict[str, Line]]:
     weights = sum(tensor.numel() for tensor in size.policy().weights().values())
     lines = [
         f"{weights:,} weights in bfloat16 ({size.layers} x {size.hidden}, vocabulary {size.vocab}), batches of "
@@ -404,7 +412,48 @@ def measure(size: Size, rates: Sequence[float], repeats: int) -> list[str]:
         + " |",
         "|---|---|---|---|---|---|" + "---|---|" * len(histories),
     ]
-    return lines + route_rows(size, histories)
+    found = route_lines(size, histories)
+    return lines + [f"| `{name}` | " + " | ".join(line.cells) + " |" for name, line in found.items()], found
+
+
+def end_to_end(names: Sequence[str], rounds: int, *, steps: int, groups: int) -> dict[str, list[route_steps.Ran]]:
+    """Runs of the real loop, on all cores; nothing if there are to be none."""
+    return route_steps.measure(names, rounds, steps=steps, groups=groups) if rounds else {}
+
+
+def told_of(found: dict[str, list[route_steps.Ran]], *, steps: int, groups: int) -> list[str]:
+    if not found:
+        return ["", "Runs of the real loop: not run."]
+    rounds = len(next(iter(found.values())))
+    return [
+        "",
+        "## What a route takes of a real step",
+        "",
+        f"Runs of the retail recipe with its embedded engine, {groups} groups of 8 a step, tokens up to 2 versions",
+        f"old, tool calls of 0.6 s; {steps} steps after {route_steps.WARM} that do not count, {rounds} rounds in which",
+        "the routes take turns in coming first, the same seed for all in a round. The route's share is that of the",
+        "trainer's thread, preparing the batch included (all that `rollout` has). What is done while the trainer waits",
+        "for episodes is apart: it is in no share. A step lasts as long as its episodes and its training take, one",
+        "beside the other; `old_logit_model` has a process more, on the same cores.",
+        "",
+        *route_steps.table(found),
+    ]
+
+
+def draw(lines: Mapping[str, Line], rate: float, found: Mapping[str, Sequence[route_steps.Ran]]) -> None:
+    """Cost against error; and of real steps, what is the route's."""
+    with picture("routes", panels=2, width=11.0, height=4.2) as (left, right):
+        for number, (name, line) in enumerate(sorted(lines.items(), key=lambda item: item[1].errors[-1])):
+            left.scatter(100 * line.extra, line.errors[-1], s=24, color=f"C{number}", label=name)
+        left.set(yscale="log", xlabel="extra time a step, % (one thread)", title="cost against error")
+        left.set_ylabel(f"mean |prox - old_logp| at lr {rate:g}")
+        left.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        shares = {name: 100 * route_steps.share(rans) for name, rans in found.items()}
+        names = sorted(shares, key=lambda name: shares[name])
+        right.barh(names, [shares[name] for name in names], color="C0")
+        right.grid(axis="x", alpha=0.25)
+        right.tick_params(axis="y", labelsize=7)
+        right.set(xlabel="% of a step of the retail recipe", title="the route's share, end to end")
 
 
 def main() -> None:
@@ -414,26 +463,23 @@ def main() -> None:
     parser.add_argument("--warm-steps", type=int, default=4, help="optimizer steps before the first version")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=RESULTS / f"{date.today()}-routes.md")
+    parser.add_argument("--threads", type=int, default=1, help="of the tables that need no engine")
+    parser.add_argument("--rounds", type=int, default=2, help="of a real run of every route; 0 has none")
+    parser.add_argument("--steps", type=int, default=5, help="of each real run, that count")
+    parser.add_argument("--groups", type=int, default=6, help="a step of a real run")
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         size = Size(Path(folder), *(getattr(chosen, each.name) for each in fields(Size)[1:]))
         size.make()
-        lines = measure(size, chosen.rates, chosen.repeats)
-    head = [
-        f"# What the routes cost, {date.today()}",
-        "",
-        f"`python benchmarks/routes.py {' '.join(sys.argv[1:])}`".replace(" `", "`") + f" at commit {commit()}, "
-        f"{chosen.threads} of {machine()}, {versions()}, {(time.monotonic() - began) / 60:.1f} minutes.",
-        "",
-    ]
-    text = "\n".join(head + lines) + "\n"
-    chosen.out.parent.mkdir(exist_ok=True)
-    chosen.out.write_text(text)
-    CONSOLE.print(f"{text}\n{chosen.out}", markup=False)
+        lines, routes = measure(size, chosen.rates, chosen.repeats)
+    found = end_to_end(list(routes), chosen.rounds, steps=chosen.steps, groups=chosen.groups)
+    draw(routes, chosen.rates[-1], found)
+    minutes = (time.monotonic() - began) / 60
+    taken = f"{chosen.threads} core for the first three tables, all for the last; {minutes:.1f} minutes."
+    last = told_of(found, steps=chosen.steps, groups=chosen.groups)
+    write("routes", "What the routes cost", [taken, "", *lines, *last])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,152 @@
+"""What each old-logit route takes of a real step, end to end: short runs of the real loop, in which only it differs.
+
+A part of the question `routes` (`python -m benchmarks.routes`). The retail recipe with its embedded engine, tokens up
+to two versions old and partial rollouts, which mix versions within an episode. Timed in the trainer's thread: what
+the route and the loop's preparation of a batch take, the work that fills time it would wait, the scoring while
+generation is paused, and what publication brings along.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import Console
+
+from afterimage.build import Machine, build_machine
+from afterimage.config import AuditConfig, CheckpointConfig, EvalConfig, RunConfig, ScheduleConfig
+from afterimage.launch.local import Lives, share_processor
+from afterimage.observe.live import LiveDisplay
+from afterimage.observe.metrics import RunFolder, RunLog
+from afterimage.recipes.routes import ROUTES
+from benchmarks.tables import CONSOLE, columns, row, spread
+
+WARM = 2
+"""Steps of a run before the first that counts: the pipeline fills, and routes get what they need."""
+SCORING, CLOSING, PUBLISHING, IDLE = "scoring", "closing", "publishing", "idle"
+PARTS = {
+    "publishing": PUBLISHING, "published": PUBLISHING, "trained": PUBLISHING, "closing": CLOSING, "idle": IDLE,
+}  # fmt: skip
+"""The route's methods, and what they count as. `trained` is an average's update after a step."""
+
+
+@dataclass(slots=True)
+class Clock:
+    """What the trainer's thread has given the route; a line whenever a batch is done."""
+
+    spent: Counter[str] = field(default_factory=Counter)
+    lines: list[tuple[float, Counter[str]]] = field(default_factory=list)
+
+    def watch(self, machine: Machine) -> None:
+        self._time(machine.trainer, "prepare", SCORING)
+        for name, part in PARTS.items():
+            self._time(machine.old, name, part)
+        costs = machine.old.costs
+
+        def told() -> Mapping[str, float]:
+            self.lines.append((time.perf_counter(), self.spent.copy()))
+            return costs()
+
+        machine.old.costs = told  # type: ignore[method-assign]
+
+    def _time(self, owner: Any, name: str, part: str) -> None:
+        function: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*arguments)
+            finally:
+                self.spent[part] += time.perf_counter() - began
+
+        setattr(owner, name, timed)
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One run: seconds a step, and of these the route's, by part."""
+
+    step_s: float
+    parts: Mapping[str, float]
+    exact: float
+    """Share of the action tokens that were exact."""
+    mixed: float
+    """Share of the episodes with tokens of several versions."""
+
+    @property
+    def route_s(self) -> float:
+        """Of the trainer's time; what fills time that it would wait is not."""
+        return sum(self.parts[part] for part in (SCORING, CLOSING, PUBLISHING))
+
+
+def config_of(name: str, *, steps: int, groups: int, seed: int, runs: Path) -> RunConfig:
+    """The recipe of a route, as short and as stale as all of them."""
+    recipe = next(recipe for recipe in ROUTES if recipe.__name__ == f"route_{name}")
+    return recipe(
+        runs=runs,
+        name=name,
+        seed=seed,
+        steps=WARM + steps,
+        schedule=ScheduleConfig(max_staleness=2, groups_per_step=groups, group_size=8),
+        audit=AuditConfig(share=0.0),
+        eval=EvalConfig(tasks=0),
+        checkpoint=CheckpointConfig(every=1000),
+    )
+
+
+def run(config: RunConfig) -> Ran:
+    """A run as `afterimage train` does it, but for what is kept afterwards."""
+    share_processor(config)
+    machine, clock = build_machine(config), Clock()
+    clock.watch(machine)
+    folder = config.runs / config.name
+    log = RunLog.create(folder, config)
+    with LiveDisplay(config, console=Console(quiet=True)) as display:
+        Lives(config, log, machine).next(display)
+    log.close()
+    (begin, before), (end, after) = clock.lines[WARM - 1], clock.lines[-1]
+    steps = len(clock.lines) - WARM
+    rows = [line for line in RunFolder(folder).metrics() if line["step"] > WARM]
+    parts = {part: (after[part] - before[part]) / steps for part in (SCORING, CLOSING, PUBLISHING, IDLE)}
+    exact, mixed = (
+        median(float(line.get(name, 0.0)) for line in rows)
+        for name in ("old_logps/exact_fraction", "schedule/mixed_version_share")
+    )
+    return Ran((end - begin) / steps, parts, exact, mixed)
+
+
+def measure(names: Sequence[str], repeats: int, *, steps: int, groups: int) -> dict[str, list[Ran]]:
+    """`repeats` rounds of a run of every route, which take turns in coming first; a round has a seed."""
+    found: dict[str, list[Ran]] = {name: [] for name in names}
+    for turn in range(repeats):
+        first = turn * len(names) // repeats
+        for name in (*names[first:], *names[:first]):
+            CONSOLE.print(f"end to end, round {turn + 1} of {repeats}: {name}")
+            with TemporaryDirectory() as runs:
+                found[name].append(run(config_of(name, steps=steps, groups=groups, seed=turn, runs=Path(runs))))
+    return found
+
+
+def share(rans: Sequence[Ran]) -> float:
+    """Of a step, the route's part of the trainer's time."""
+    return median(ran.route_s / ran.step_s for ran in rans)
+
+
+def table(found: Mapping[str, Sequence[Ran]]) -> list[str]:
+    lines = columns(
+        "route", "s a step", "over `rollout`", "route's share of a step", "scoring", "closing", "publishing",
+        "while it waits", "exact share", "mixed episodes",
+    )  # fmt: skip
+    for name, rans in found.items():
+        over = [ran.step_s / other.step_s for ran, other in zip(rans, found["rollout"], strict=True)]
+        parts = [median(ran.parts[part] / ran.step_s for ran in rans) for part in (SCORING, CLOSING, PUBLISHING, IDLE)]
+        rest = [f"{median(ran.exact for ran in rans):.0%}", f"{median(ran.mixed for ran in rans):.0%}"]
+        steps = spread([ran.step_s for ran in rans])
+        lines.append(
+            row(f"`{name}`", steps, spread(over), f"{share(rans):.1%}", *(f"{part:.1%}" for part in parts), *rest)
+        )
+    return lines
