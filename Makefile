@@ -4,7 +4,8 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: setup demo test test-engines test-adapters conversations check base-policy bench bench-agent bench-demo bench-retail bench-compare \
-	bench-routes bench-audit bench-resume bench-endpoint chaos report fuzz
+	bench-audit bench-resume bench-endpoint bench-peers bench-generate bench-train bench-memory bench-schedule bench-async \
+	bench-async-learning bench-routes bench-publish bench-simulate bench-gpu chaos report fuzz
 
 setup: .venv/.ready
 
@@ -62,7 +63,72 @@ check: setup
 base-policy: setup
 	$(BIN)/python -m afterimage.recipes.base_policy
 
-bench: bench-retail bench-demo
+# How fast it is, question by question (docs/speed.md): under 40 minutes on two cores, with fewer repeats than the verb of
+# a question has by itself. Where one fails the others go on, and it is named at the end.
+QUESTIONS := generate train memory schedule async routes publish simulate
+SHORT_generate := --repeats 3
+SHORT_train := --repeats 3
+SHORT_schedule := --repeats 3
+SHORT_async := --repeats 2
+SHORT_routes := --rounds 1
+SHORT_publish := --repeats 3
+SHORT_simulate := --repeats 3
+bench: bench-peers .venv/.bench
+	@failed=; $(foreach question,$(QUESTIONS),$(MAKE) --no-print-directory bench-$(question) \
+		ARGS="$(SHORT_$(question))" || failed="$$failed bench-$(question)";) \
+	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+
+.venv/.bench: .venv/.ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	touch $@
+
+# Whom it is measured against, each in an environment of its own: minutes, and 4 GB on the disk.
+bench-peers: .venv-peers/.ready .venv-engines/.ready
+
+.venv-peers/.ready: constraints.txt
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check -c constraints.txt transformers trl
+	touch $@
+
+# Eight minutes: sampled tokens a second, beside transformers and vLLM's CPU build.
+bench-generate: bench-peers .venv/.bench
+	$(BIN)/python -m benchmarks.generate $(ARGS)
+
+# Eight minutes: trained tokens a second, and whole steps, beside TRL.
+bench-train: bench-peers .venv/.bench
+	$(BIN)/python -m benchmarks.train $(ARGS)
+
+# Two minutes: the peak of scoring and training by size of the vocabulary.
+bench-memory: .venv/.bench
+	$(BIN)/python -m benchmarks.memory $(ARGS)
+
+# Five minutes: what a turn costs, and an episode takes, with 10 to 100,000 alive.
+bench-schedule: .venv/.bench
+	$(BIN)/python -m benchmarks.schedule $(ARGS)
+
+# 14 minutes: asynchronous against synchronous over the share of tool time, the staleness bound and the window. 25: success.
+bench-async: .venv/.bench
+	$(BIN)/python -m benchmarks.asynchrony $(ARGS)
+
+bench-async-learning: .venv/.bench
+	$(BIN)/python -m benchmarks.asynchrony --learning $(ARGS)
+
+# Eight minutes: what each route costs, alone and of a real step, and how wrong it is.
+bench-routes: .venv/.bench
+	$(BIN)/python -m benchmarks.routes $(ARGS)
+
+# Four minutes: bytes and seconds of a published version, whole and as a delta.
+bench-publish: .venv/.bench
+	$(BIN)/python -m benchmarks.publish $(ARGS)
+
+# Eight minutes: the planner's predictions beside measured runs, and beside published ones.
+bench-simulate: .venv/.bench
+	$(BIN)/python -m benchmarks.simulate $(ARGS)
+
+# 25 minutes on a machine with a GPU, in the environment that has its torch: make bench-gpu BIN=/usr/bin
+bench-gpu:
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 bench-demo: setup
 	$(BIN)/python benchmarks/demo.py
@@ -81,10 +147,6 @@ bench-compare: setup
 		--arms "ewma_prox: old_logps.route=ewma_prox old_logps.beta=0.75" --audit.share 0 \
 		--schedule.max_staleness 6 --schedule.groups_per_step 8 --trainer.lr_schedule constant \
 		--steps 60 --eval.tasks 128 --eval.every 20
-
-# One core, minutes: what each route costs, and how wrong it is.
-bench-routes: setup
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/routes.py
 
 # Minutes: every route replayed on one recorded run, against the theory.
 bench-audit: setup

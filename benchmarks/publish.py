@@ -48,8 +48,9 @@ class Spent:
 
     bytes: list[float] = field(default_factory=list)
     prepare_s: list[float] = field(default_factory=list)
-    """In the trainer's thread, beside generation, the file on the disk included."""
+    """In the trainer's thread, beside generation."""
     disk_s: list[float] = field(default_factory=list)
+    """There too, afterwards: until the version is on the disk."""
     standstill_s: list[float] = field(default_factory=list)
 
     @property
@@ -140,7 +141,7 @@ class Sender:
             await self._publisher.publish()
         if count:
             self.spent.bytes.append(self._publisher.bytes)
-            self.spent.prepare_s.append(clock[0])
+            self.spent.prepare_s.append(clock[0] - self._disk_s)
             self.spent.disk_s.append(self._disk_s)
             self.spent.standstill_s.append(self._engine.standstill_s)
 
@@ -197,10 +198,10 @@ async def measure(model: str, size: Size, rates: Sequence[float], repeats: int) 
     return cells
 
 
-def table(cells: Sequence[Cell], sizes: Mapping[str, Size]) -> list[str]:
+def table(cells: Sequence[Cell]) -> list[str]:
     lines = columns(
         "model", "lr", "words changed", "full MB", "delta MB", "delta / full", "prepare ms, full", "delta",
-        "of it disk ms, full", "delta", "standstill ms, full", "delta", "all, delta / full",
+        "standstill ms, full", "delta", "both, delta / full", "to the disk ms, full", "delta",
     )  # fmt: skip
     for cell in cells:
         full, delta = cell.spent["full"], cell.spent["delta"]
@@ -210,14 +211,12 @@ def table(cells: Sequence[Cell], sizes: Mapping[str, Size]) -> list[str]:
                 *cell.names, f"{cell.changed:.1%}", *(f"{size:.2f}" for size in sizes_mb),
                 f"{median(cell.over('bytes')):.1%}",
                 *(cell.spread(way, "prepare_s") for way in WAYS),
-                *(f"{1000 * median(spent.disk_s):.0f}" for spent in (full, delta)),
                 *(cell.spread(way, "standstill_s") for way in WAYS),
                 spread(cell.over("all_s")),
+                *(f"{1000 * median(spent.disk_s):.0f}" for spent in (full, delta)),
             )
         )  # fmt: skip
-    counted = ", ".join(f"{name} has {layers} layers of {hidden}, vocabulary {vocab}"
-                        for name in sizes for layers, hidden, vocab in [SHAPES[name]])  # fmt: skip
-    return [*lines, "", f"{counted}."]
+    return lines
 
 
 def judged(cells: Sequence[Cell]) -> list[str]:
@@ -256,13 +255,12 @@ def main() -> None:
     parser.add_argument("--warm-steps", type=int, default=3, help="optimizer steps before the first version")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    began, cells, sizes = time.monotonic(), [], {}
+    began, cells = time.monotonic(), list[Cell]()
     with tempfile.TemporaryDirectory() as folder:
         for model in chosen.models:
             layers, hidden, vocab = SHAPES[model]
             size = Size(Path(folder) / model, layers, hidden, vocab, 2, 96, chosen.warm_steps)
             size.make()
-            sizes[model] = size
             cells += asyncio.run(measure(model, size, chosen.rates, chosen.repeats))
     draw(cells)
     minutes = (time.monotonic() - began) / 60
@@ -270,12 +268,17 @@ def main() -> None:
         f"{chosen.repeats} versions a case, one optimizer step each; {SPEAKERS} replies are generated meanwhile;"
         f" {minutes:.1f} minutes.",
         "Whole weights are bfloat16, as the engine's. Preparing is done in the trainer's thread while the engine",
-        "generates, with one thread each; it brings the version to the disk, as a run does. Standstill begins when all",
-        "replies have come back and ends when the engine may sample again. Medians, ranges in brackets; `delta / full`",
-        "are ratios of the same version.",
+        "generates, with one thread each; that the version is also brought to the disk, as in a run, is timed apart.",
+        "Standstill begins when all replies have come back and ends when the engine may sample again. Medians, ranges",
+        "in brackets; `delta / full` are ratios of the same version.",
         "",
     ]
-    write("publish", "What a published version costs", [*head, *table(cells, sizes), "", *judged(cells)])
+    shapes = ", ".join(
+        f"{model} has {layers} layers of {hidden}, vocabulary {vocab}"
+        for model in chosen.models for layers, hidden, vocab in [SHAPES[model]]
+    )  # fmt: skip
+    lines = [*head, *table(cells), "", f"{shapes}.", "", *judged(cells)]
+    write("publish", "What a published version costs", lines)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,6 +87,11 @@ class Size:
     def scoring(self) -> Scoring:
         return Scoring(1.0, TrainerConfig().micro_tokens)
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Further knobs of the trainer."""
+        return {}
+
 
 @dataclass(frozen=True, slots=True)
 class History:
@@ -96,27 +102,30 @@ class History:
     step_s: list[float]
 
 
-def train(size: Size, rate: float, versions: int) -> History:
-    """One optimizer step per version, on random text with random advantages, after a few for Adam to settle."""
-    policy = size.policy()
-    scoring = size.scoring
+def make_trainer(size: Size, rate: float, num_steps: int) -> Trainer:
+    """The project's own, with nothing beside the loss: float32 masters behind bfloat16 forward weights."""
     rules = Rules(
         correction=build_correction(CorrectionConfig(control="none")),
         objective=build_objective(ObjectiveConfig(kind="none")),
         temperature=1.0,
     )
-    config = TrainerConfig(dtype="bfloat16", lr=rate, micro_tokens=scoring.micro_tokens)
-    trainer = Trainer(policy, config, rules, Rollout(), num_steps=size.warm_steps + versions)
+    config = TrainerConfig(dtype="bfloat16", lr=rate, micro_tokens=size.scoring.micro_tokens, **size.options)
+    return Trainer(size.policy(), config, rules, Rollout(), num_steps=num_steps)
+
+
+def train(size: Size, rate: float, versions: int) -> History:
+    """One optimizer step per version, on random text with random advantages, after a few for Adam to settle."""
+    trainer = make_trainer(size, rate, size.warm_steps + versions)
+    policy, scoring = trainer.policy, size.scoring
     history = History(rate, [], [])
     for number in range(size.warm_steps + versions):
         if number >= size.warm_steps:
             history.copies.append({name: tensor.clone() for name, tensor in policy.weights().items()})
         batch = collate(episodes(size, MIXED, version=policy.version, first=number * size.sequences))
         batch.behavior_logp.copy_(scoring(policy, batch, batch.sampled).logp)
-        began = time.perf_counter()
-        trainer.backward(trainer.prepare(batch).parts[0])
-        trainer.step()
-        history.step_s.append(time.perf_counter() - began)
+        with timed(history.step_s):
+            trainer.backward(trainer.prepare(batch).parts[0])
+            trainer.step()
         policy.version += 1
     return history
 
@@ -196,9 +205,17 @@ class Played:
 
 @contextmanager
 def timed(into: list[float]) -> Iterator[None]:
+    settle()
     began = time.perf_counter()
     yield
+    settle()
     into.append(time.perf_counter() - began)
+
+
+def settle() -> None:
+    """Whatever a GPU was told to do is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def advance(policy: Policy, history: History, version: int) -> None:

@@ -30,7 +30,8 @@ class Average:
             self.reset(theta)
             return
         self.weight, self.age = proxies.averaged(self.weight, self.age, beta=beta)
-        for name, mean in self.tensors.items():
+        for name, held in self.tensors.items():
+            mean = self.tensors[name] = held.to(theta[name].device)  # a checkpoint's are in main memory
             mean += (_wide(theta[name]) - mean) / self.weight
 
     @torch.no_grad()

@@ -1,0 +1,314 @@
+"""On one GPU, with models of a real size: how near its own limits are training, scoring, publishing and decoding?
+
+    python -m benchmarks.gpu              # under 25 minutes on one GPU; nothing is downloaded
+
+Dense Qwen3-shaped models of 0.6B and 1.7B parameters with random weights in bfloat16. What the chip can do is measured
+in the same run, by large matrix products and a large copy. `--parts` and `--sizes` choose some of it. It runs on a CPU
+too, where it measures nothing worth knowing (`--device cpu --layers 2 --hidden 64 ...`); parts that need CUDA then say
+that they were not run.
+"""
+
+import argparse
+import asyncio
+import gc
+import json
+import tempfile
+import time
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from afterimage.config import Route
+from afterimage.engines import SamplingParams
+from afterimage.engines.embedded import EmbeddedEngine
+from afterimage.old_logps import Scoring
+from afterimage.policy import DTYPES, Policy
+from afterimage.testing import tiny_policy
+from afterimage.trajectory import collate
+from benchmarks import publish
+from benchmarks.routes import MIXED, WARM, History, Size, copy_bytes, episodes, make_trainer, play, settle, timed, train
+from benchmarks.tables import CONSOLE, columns, row, spread, verdict, write
+
+RATE = 1e-6
+GOAL = 0.45
+"""Share of the measured matrix rate that training is to reach."""
+SHAPES = {"0.6B": (28, 1024, 3072), "1.7B": (28, 2048, 6144)}
+"""Layers, width and inner width; all have 16 heads of 128, 8 of them for keys and values, and tied embeddings."""
+VOCABULARIES = (1024, 32_768, 151_936)
+PARTS = ("train", "routes", "publish", "decode", "memory")
+PROMPT, REPLY = 32, 256
+"""Tokens, where decoding is timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Big(Size):
+    """A model that is made on its device whenever it is wanted: only its shape is in the folder."""
+
+    device: str
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    micro_tokens: int
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def make(self) -> None:
+        self.config.save_pretrained(self.folder)
+
+    @property
+    def config(self) -> Qwen3Config:
+        return Qwen3Config(
+            vocab_size=self.vocab,
+            hidden_size=self.hidden,
+            intermediate_size=self.inner,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            tie_word_embeddings=True,
+        )
+
+    def policy(self, dtype: str = "bfloat16") -> Policy:
+        """Random weights, the same each time."""
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            model = AutoModelForCausalLM.from_config(self.config, dtype=DTYPES[dtype])
+        return Policy(model, tiny_policy().tokenizer)
+
+    @property
+    def scoring(self) -> Scoring:
+        return Scoring(1.0, self.micro_tokens)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self.more
+
+    @property
+    def body(self) -> int:
+        """Weights of the matrices that every token goes through."""
+        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        return self.layers * (attention + 3 * self.hidden * self.inner)
+
+    @property
+    def head(self) -> int:
+        """Weights of the matrix that makes logits."""
+        return self.vocab * self.hidden
+
+
+def train_flops(size: Big, lengths: Sequence[int], sampled: int) -> float:
+    """Of a forward and backward pass: matrices twice a weight and token, causal attention, thrice for the gradient.
+
+    Logits are of `sampled` tokens alone. What is computed a second time to save memory does not count.
+    """
+    matrices = 6 * (size.body * sum(lengths) + size.head * sampled)
+    return matrices + 6 * size.layers * size.heads * size.head_dim * sum(length**2 for length in lengths)
+
+
+def decode_bytes(size: Big, rows: int) -> float:
+    """Read from memory for one token of each row, half of the reply behind it: weights once, each row's own keys."""
+    context = PROMPT + REPLY / 2
+    return 2.0 * (size.body + size.head) + rows * context * 4 * size.layers * size.kv_heads * size.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """What the device was seen to do, in this run."""
+
+    flops: float
+    """Products of large bfloat16 matrices, a second."""
+    bandwidth: float
+    """Bytes a second of a large copy, read and written."""
+
+    @classmethod
+    def measure(cls, device: str) -> "Chip":
+        large = device != "cpu"
+        n, words = (8192, 2**31) if large else (512, 2**22)
+        a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+        source = torch.ones(words, device=device, dtype=torch.bfloat16)
+        target = torch.empty_like(source)
+        products, copies = list[float](), list[float]()
+        for _ in range(13):
+            with timed(products):
+                torch.mm(a, b)
+            with timed(copies):
+                target.copy_(source)
+        return cls(2 * n**3 / median(products[3:]), 4 * words / median(copies[3:]))
+
+
+def batches_of(size: Big, count: int) -> list[list[Any]]:
+    return [episodes(size, MIXED, version=number, first=number * size.sequences) for number in range(count)]
+
+
+def training(name: str, size: Big, chip: Chip, history: History) -> list[str]:
+    batch = collate(batches_of(size, 1)[0])
+    flops = train_flops(size, [end - start for start, end in batch.spans()], int(batch.sampled.sum()))
+    steps = history.step_s[size.warm_steps :]
+    shares = [flops / seconds / chip.flops for seconds in steps]
+    rates = [len(batch.tokens) / seconds for seconds in steps]
+    return [
+        f"- {name}, {size.body + size.head:,} weights in matrices: {spread(rates, '{:,.0f}')} tokens/s trained,"
+        f" {spread(shares, '{:.1%}')} of the matrix rate; goal {verdict(shares, GOAL)}.",
+    ]
+
+
+def scoring(name: str, size: Big, history: History) -> list[str]:
+    """Every route's extra time, over a training step."""
+    lines = columns("model", "route", "extra time a step", "idle time", "resident copies", "movable models")
+    batches, step = batches_of(size, len(history.copies)), median(history.step_s)
+    for route in typing.get_args(Route):
+        CONSOLE.print(f"{name}: {route}")
+        played = play(route, size, history, batches)
+        resident = played.costs.get("resident_bytes", 0.0) / copy_bytes(history.copies[0])
+        idle = median(played.idle_s[WARM:]) / step
+        lines.append(row(name, f"`{route}`", f"{played.extra_s / step:+.1%}", f"{idle:.1%}", f"{resident:.3f}",
+                         played.models))  # fmt: skip
+        collect()
+    return [f"Over a step of {step:.2f} s.", "", *lines]
+
+
+async def decoding(name: str, size: Big, chip: Chip, rows: Sequence[int]) -> list[str]:
+    lines = columns("model", "replies at once", "tokens/s", "memory limit, tokens/s", "share of it")
+    engine = EmbeddedEngine(size.folder, max_slots=max(rows), max_context=2 * (PROMPT + REPLY))
+    try:
+        await engine.start()
+        await engine.load(size.policy().weights(), 0)
+        await engine.resume()
+        for count in rows:
+            rates = [await _decoded(engine, count, size.vocab) for _ in range(4)][1:]
+            limit = count * chip.bandwidth / decode_bytes(size, count)
+            shares = [rate / limit for rate in rates]
+            told = [spread(rates, "{:,.0f}"), f"{limit:,.0f}", spread(shares, "{:.1%}")]
+            lines.append(row(name, count, *told))
+    finally:
+        await engine.close()
+    return [f"`{engine.runner}`, prompts of {PROMPT} tokens, replies of {REPLY}.", "", *lines]
+
+
+async def _decoded(engine: EmbeddedEngine, count: int, vocab: int) -> float:
+    prompts = [[(31 * number + place) % vocab for place in range(PROMPT)] for number in range(count)]
+    began = time.perf_counter()
+    async with asyncio.TaskGroup() as tasks:
+        for seed, prompt in enumerate(prompts):
+            tasks.create_task(engine.sample(prompt, SamplingParams(REPLY, (), seed=seed)))
+    return count * REPLY / (time.perf_counter() - began)
+
+
+def memory(name: str, size: Big) -> list[str]:
+    """Peaks above what is held: weights, float32 masters and Adam's state; of training, gradients taken off too."""
+    if size.device == "cpu":
+        return ["Not run: needs CUDA, whose allocator says what its peak was."]
+    lines = columns("model", "vocabulary", "held GB", "scoring, peak GB", "training, peak GB")
+    for vocab in VOCABULARIES:
+        own = replace(size, vocab=vocab)
+        trainer = make_trainer(own, RATE, 2)
+        batch = collate(batches_of(own, 1)[0])
+        for counted in (False, True):  # the first makes the optimizer's state
+            part = trainer.prepare(batch).parts[0]
+            held = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            trainer.backward(part)
+            gradients = sum(6 * weight.numel() for weight in trainer.policy.weights().values())
+            trained = torch.cuda.max_memory_allocated() - held - gradients
+            trainer.step()
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
+            own.scoring(trainer.policy, batch, batch.sampled)
+            if counted:
+                scored = torch.cuda.max_memory_allocated() - held
+                lines.append(row(name, vocab, *(f"{size / 1e9:.2f}" for size in (held, scored, trained))))
+        del trainer, part
+        collect()
+    return lines
+
+
+def collect() -> None:
+    """Give the device back what nobody holds."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def measure(name: str, size: Big, chip: Chip, chosen: argparse.Namespace) -> list[str]:
+    """One model, its parts in order; what is there already is kept if one of them fails."""
+    lines = ["", f"## {name}", ""]
+    try:
+        if {"train", "routes"} & set(chosen.parts):
+            CONSOLE.print(f"{name}: training")
+            history = train(size, RATE, WARM + chosen.repeats)
+            collect()
+            lines += training(name, size, chip, history)
+            if "routes" in chosen.parts:
+                lines += ["", "### Scoring", "", *scoring(name, size, history)]
+            del history
+            collect()
+        if "publish" in chosen.parts:
+            cells = asyncio.run(publish.measure(name, size, [RATE], chosen.repeats))
+            lines += ["", "### Publication", "", *publish.table(cells), "", *publish.judged(cells)]
+            collect()
+        if "decode" in chosen.parts:
+            CONSOLE.print(f"{name}: decoding")
+            lines += ["", "### Decoding", "", *asyncio.run(decoding(name, size, chip, chosen.rows))]
+        if "memory" in chosen.parts:
+            CONSOLE.print(f"{name}: memory by vocabulary")
+            lines += ["", "### Memory by vocabulary", "", *memory(name, size)]
+    except (RuntimeError, OSError, ExceptionGroup) as error:  # an out-of-memory error is one of the first
+        lines += ["", f"**Broke off here:** {type(error).__name__}: {str(error).splitlines()[0]}"]
+        CONSOLE.print_exception()
+    return lines
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256], help="replies decoded at once")
+    sizes = {"vocab": 151_936, "sequences": 32, "length": 1024, "heads": 16, "kv-heads": 8, "head-dim": 128}
+    for name, default in (sizes | {"micro-tokens": 16_384, "warm-steps": 3}).items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    for name in ("layers", "hidden", "inner"):
+        parser.add_argument(f"--{name}", type=int, help="in place of each size's own")
+    parser.add_argument("--trainer", type=json.loads, default={}, help="knobs, as in '{\"compile\": true}'")
+    chosen = parser.parse_args(words)
+    if chosen.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("there is no CUDA device here: --device cpu runs the same code, at sizes that you choose")
+    return chosen
+
+
+def main(words: Sequence[str] | None = None) -> Path:
+    chosen = arguments(words)
+    began, lines = time.monotonic(), list[str]()
+    chip = Chip.measure(chosen.device)
+    device = torch.cuda.get_device_name() if chosen.device == "cuda" else "the CPU: sizes to try the script with"
+    collect()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in chosen.sizes:
+            own = zip(("layers", "hidden", "inner"), SHAPES[name], strict=True)
+            layers, hidden, inner = (getattr(chosen, key) or default for key, default in own)
+            size = Big(
+                Path(folder) / name, layers, hidden, chosen.vocab, chosen.sequences, chosen.length, chosen.warm_steps,
+                chosen.device, inner, chosen.heads, chosen.kv_heads, chosen.head_dim, chosen.micro_tokens,
+                chosen.trainer,
+            )  # fmt: skip
+            size.make()
+            lines += measure(name, size, chip, chosen)
+    settle()
+    head = [
+        f"On {device}: {chip.flops / 1e12:,.1f} TFLOP/s in products of large bfloat16 matrices and"
+        f" {chip.bandwidth / 1e9:,.0f} GB/s in a large copy, both seen in this run."
+        f" {(time.monotonic() - began) / 60:.1f} minutes.",
+        f"Random weights, {chosen.vocab:,} words; {chosen.sequences} trajectories of {chosen.length} tokens a step,",
+        f"passes of {chosen.micro_tokens:,} tokens, learning rate {RATE:g}.",
+    ]
+    return write("gpu", "What one GPU gives", [*head, *lines])
+
+
+if __name__ == "__main__":
+    main()
