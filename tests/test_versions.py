@@ -22,10 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file
+from safetensors.torch import load
 from torch import Tensor
 
 from afterimage.versions import Delta, StoreFull, VersionStore
-from afterimage.versions.codec import Encoded, advance, apply, checksum, dumps, encode, loads, words
+from afterimage.versions.codec import Encoded, advance, apply, checksum, dumps, encode, file_of, loads, words
 
 DTYPES = (
     torch.bfloat16,
@@ -433,3 +434,23 @@ def test_a_state_that_is_not_whole_is_refused(storage: Literal["delta", "full"])
     ):  # fmt: skip
         with pytest.raises(ValueError, match=match):
             VersionStore(storage=storage).restore(sound | wrong)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_whole_weights_are_a_file_of_their_own_memory(dtype: torch.dtype) -> None:
+    """Readable by safetensors, tied ones twice, whatever their layout; what is in order is not copied."""
+    own = torch.arange(12).reshape(3, 4).to(dtype)
+    tensors = {"byte": torch.ones(3, dtype=torch.uint8), "own": own, "tied": own, "turned": own.t(), "none": own[:0]}
+    parts = file_of(tensors)
+    read = load(b"".join(parts))
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in tensors.items())
+    assert len(parts[0]) % 8 == 0 and sum(map(len, parts[1:])) == sum(tensor.nbytes for tensor in tensors.values())
+    before, one = b"".join(parts), torch.ones(3, 4).to(dtype)
+    own.copy_(own + one if dtype != torch.bool else ~own)
+    assert b"".join(parts) != before
+
+
+def test_what_safetensors_has_no_name_for_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"w is torch\.complex128; what can be handed over: .*bfloat16"):
+        file_of({"w": torch.zeros(2, dtype=torch.complex128)})
