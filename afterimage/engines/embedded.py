@@ -278,7 +278,7 @@ class _Child(Child, asyncio.Protocol):
 
     def send(self, header: Header, body: Sequence[Bytes] = ()) -> None:
         """One frame, its body in parts. The end of the process shows where it is listened to."""
-        parts = [begin(header, sum(map(len, body))), *map(memoryview, body)]
+        parts: list[Bytes] = [begin(header, sum(map(len, body))), *(memoryview(part) for part in body)]
         if self._transport is not None:
             for part in parts:
                 self._transport.write(part)
