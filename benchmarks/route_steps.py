@@ -10,8 +10,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -68,14 +69,18 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """One run: seconds a step, and of these the route's, by part."""
+    """One run: seconds of its steps, and of the mean one the route's, by part."""
 
-    step_s: float
+    steps_s: tuple[float, ...]
     parts: Mapping[str, float]
     exact: float
     """Share of the action tokens that were exact."""
     mixed: float
     """Share of the episodes with tokens of several versions."""
+
+    @property
+    def step_s(self) -> float:
+        return fmean(self.steps_s)
 
     @property
     def route_s(self) -> float:
@@ -108,15 +113,16 @@ def run(config: RunConfig) -> Ran:
     with LiveDisplay(config, console=Console(quiet=True)) as display:
         Lives(config, log, machine).next(display)
     log.close()
-    (begin, before), (end, after) = clock.lines[WARM - 1], clock.lines[-1]
-    steps = len(clock.lines) - WARM
+    lines = clock.lines[WARM - 1 :]
+    steps_s = tuple(after - before for (before, _), (after, _) in pairwise(lines))
+    (_, before), (_, after) = lines[0], lines[-1]
     rows = [line for line in RunFolder(folder).metrics() if line["step"] > WARM]
-    parts = {part: (after[part] - before[part]) / steps for part in (SCORING, CLOSING, PUBLISHING, IDLE)}
+    parts = {part: (after[part] - before[part]) / len(steps_s) for part in (SCORING, CLOSING, PUBLISHING, IDLE)}
     exact, mixed = (
         median(float(line.get(name, 0.0)) for line in rows)
         for name in ("old_logps/exact_fraction", "schedule/mixed_version_share")
     )
-    return Ran((end - begin) / steps, parts, exact, mixed)
+    return Ran(steps_s, parts, exact, mixed)
 
 
 def measure(names: Sequence[str], repeats: int, *, steps: int, groups: int) -> dict[str, list[Ran]]:
@@ -142,11 +148,11 @@ def table(found: Mapping[str, Sequence[Ran]]) -> list[str]:
         "while it waits", "exact share", "mixed episodes",
     )  # fmt: skip
     for name, rans in found.items():
-        over = [ran.step_s / other.step_s for ran, other in zip(rans, found["rollout"], strict=True)]
+        over = median(ran.step_s / other.step_s for ran, other in zip(rans, found["rollout"], strict=True))
         parts = [median(ran.parts[part] / ran.step_s for ran in rans) for part in (SCORING, CLOSING, PUBLISHING, IDLE)]
         rest = [f"{median(ran.exact for ran in rans):.0%}", f"{median(ran.mixed for ran in rans):.0%}"]
-        steps = spread([ran.step_s for ran in rans])
+        steps = spread([seconds for ran in rans for seconds in ran.steps_s])
         lines.append(
-            row(f"`{name}`", steps, spread(over), f"{share(rans):.1%}", *(f"{part:.1%}" for part in parts), *rest)
+            row(f"`{name}`", steps, f"{over:.2f}", f"{share(rans):.1%}", *(f"{part:.1%}" for part in parts), *rest)
         )
     return lines

@@ -447,11 +447,11 @@ def told_of(found: dict[str, list[route_steps.Ran]], *, steps: int, groups: int)
         "## What a route takes of a real step",
         "",
         f"Runs of the retail recipe with its embedded engine, {groups} groups of 8 a step, tokens up to 2 versions",
-        f"old, tool calls of 0.6 s; {steps} steps after {route_steps.WARM} that do not count, {rounds} rounds in which",
-        "the routes take turns in coming first, the same seed for all in a round. The route's share is that of the",
-        "trainer's thread, preparing the batch included (all that `rollout` has). What is done while the trainer waits",
-        "for episodes is apart: it is in no share. A step lasts as long as its episodes and its training take, one",
-        "beside the other; `old_logit_model` has a process more, on the same cores.",
+        f"old, tool calls of 0.6 s; {steps} steps after {route_steps.WARM} that do not count. Rounds: {rounds}; in each",
+        "all routes have the same seed, and they take turns in coming first. The route's share is that of the trainer's",
+        "thread, preparing the batch included (all that `rollout` has). What is done while the trainer waits for episodes",
+        "is apart: it is in no share. A step lasts as long as its episodes and its training take, one beside the other;",
+        "`old_logit_model` has a process more, on the same cores. Ranges, in brackets, are of single steps.",
         "",
         *route_steps.table(found),
     ]
@@ -461,13 +461,16 @@ def draw(lines: Mapping[str, Line], rate: float, found: Mapping[str, Sequence[ro
     """Cost against error; and of real steps, what is the route's."""
     with picture("routes", panels=2, width=11.0, height=4.2) as (left, right):
         for number, (name, line) in enumerate(sorted(lines.items(), key=lambda item: item[1].errors[-1])):
-            left.scatter(100 * line.extra, line.errors[-1], s=24, color=f"C{number}", label=name)
+            size = 90 - 7 * number  # those that lie upon one another are seen
+            left.scatter(100 * line.extra, line.errors[-1], s=size, color=f"C{number}", label=name)
         left.set(yscale="log", xlabel="extra time a step, % (one thread)", title="cost against error")
         left.set_ylabel(f"mean |prox - old_logp| at lr {rate:g}")
         left.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
         shares = {name: 100 * route_steps.share(rans) for name, rans in found.items()}
         names = sorted(shares, key=lambda name: shares[name])
         right.barh(names, [shares[name] for name in names], color="C0")
+        right.set_axisbelow(True)
+        right.grid(axis="y", visible=False)
         right.grid(axis="x", alpha=0.25)
         right.tick_params(axis="y", labelsize=7)
         right.set(xlabel="% of a step of the retail recipe", title="the route's share, end to end")

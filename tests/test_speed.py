@@ -90,10 +90,10 @@ def test_the_trainer_s_time_is_told_by_part(monkeypatch: pytest.MonkeyPatch) -> 
     ((at, spent),) = clock.lines
     assert (at, dict(spent)) == (44.0, {"scoring": 32.0, "closing": 8.0, "publishing": 4.0})
     assert clock.spent == {"scoring": 32.0, "closing": 8.0, "publishing": 7.0, "idle": 16.0}
-    ran = route_steps.Ran(100.0, clock.spent, exact=1.0, mixed=0.5)
+    ran = route_steps.Ran((90.0, 110.0), clock.spent, exact=1.0, mixed=0.5)
     assert ran.route_s == 47.0
     row = route_steps.table({"rollout": [ran]})[-1]
-    assert row.startswith("| `rollout` | 100.00 (100.00 to 100.00) | 1.00 (1.00 to 1.00) | 47.0% | 32.0% | 8.0% | 7.0%")
+    assert row.startswith("| `rollout` | 100.00 (90.00 to 110.00) | 1.00 | 47.0% | 32.0% | 8.0% | 7.0%")
 
 
 def test_the_gpu_s_script_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
