@@ -156,3 +156,23 @@ def table(found: Mapping[str, Sequence[Ran]]) -> list[str]:
             row(f"`{name}`", steps, f"{over:.2f}", f"{share(rans):.1%}", *(f"{part:.1%}" for part in parts), *rest)
         )
     return lines
+
+
+def section(found: Mapping[str, Sequence[Ran]], *, steps: int, groups: int) -> list[str]:
+    """The table under its title, and how to read it."""
+    if not any(found.values()):
+        return ["", "Runs of the real loop: not run."]
+    rounds = len(next(iter(found.values())))
+    return [
+        "",
+        "## What a route takes of a real step",
+        "",
+        f"Runs of the retail recipe with its embedded engine, {groups} groups of 8 a step, tokens up to 2 versions",
+        f"old, tool calls of 0.6 s; {steps} steps after {WARM} that do not count. Rounds: {rounds}; in",
+        "each, all routes have the same seed, and they take turns in coming first. The route's share is that of the",
+        "trainer's thread, preparing the batch included (all that `rollout` has). What is done while the trainer waits",
+        "for episodes is apart: it is in no share. A step lasts as long as its episodes and its training take, one",
+        "beside the other; `old_logit_model` has a process more, on the same cores. Ranges are of single steps.",
+        "",
+        *table(found),
+    ]

@@ -37,12 +37,20 @@ from afterimage.trajectory import Batch, Credited, Given, Open, Piece, Sampled, 
 from afterimage.versions import VersionStore
 from afterimage.versions.codec import words
 from benchmarks import route_steps
-from benchmarks.tables import CONSOLE, picture, spread, write
+from benchmarks.tables import CONSOLE, columns, picture, row, spread, write
 
 LIVE = 5
 WARM = 3
 """Versions before the first that is measured: routes have what they need by then."""
 RATES = (1e-6, 3e-6, 1e-5, 1e-4)
+RL_RATE = 1e-5
+"""The highest rate that reinforcement learning of all weights is usually run at."""
+STORE = (
+    "lr", "words changed a step", "resident copies", "bitwise exact", "written as (tensors)", "encode s", "walk s",
+)  # fmt: skip
+ROUTE = ("route", "extra time a step", "idle time", "resident copies", "movable models", "exact share")
+Goal = tuple[str, float, float]
+"""What it is of, what was found, and what it may be at most."""
 Plan = Sequence[tuple[float, int | None]]
 """(share of a trajectory's tokens, versions before the newest that sampled them; None: they were given)."""
 MIXED: Plan = ((0.2, None), (0.3, 2), (0.1, None), (0.2, 1), (0.2, 0))
@@ -164,8 +172,8 @@ def same(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> bool:
     return one.keys() == two.keys() and all(torch.equal(words(one[name]), words(two[name])) for name in one)
 
 
-def store_row(history: History) -> str:
-    """The store with five live versions: what differs, what it takes, and whether it is exact."""
+def store_row(history: History) -> tuple[str, float]:
+    """The store with five live versions: what differs, what it takes, and whether it is exact; and its copies."""
     store, copies = VersionStore(), history.copies[:LIVE]
     for version, weights in enumerate(copies):
         store.put(version, weights)
@@ -178,10 +186,12 @@ def store_row(history: History) -> str:
     shares = [sum(encoded.changed for encoded in delta.tensors.values()) / total for delta in deltas]
     kinds = Counter(encoded.kind for delta in deltas for encoded in delta.tensors.values())
     chosen = ", ".join(f"{kind} {kinds[kind]}" for kind in ("sparse", "packed", "raw") if kinds[kind])
-    return (
-        f"| {history.rate:g} | {min(shares):.1%} to {max(shares):.1%} | {store.bytes / copy_bytes(copies[0]):.3f} | "
+    resident = store.bytes / copy_bytes(copies[0])
+    line = (
+        f"| {history.rate:g} | {min(shares):.1%} to {max(shares):.1%} | {resident:.3f} | "
         f"{'yes' if exact else 'NO'} | {chosen} | {store.encode_s / len(deltas):.2f} | {walk_s:.2f} |"
     )
+    return line, resident
 
 
 @dataclass(slots=True)
@@ -332,6 +342,7 @@ class Line:
     cells: list[str] = field(default_factory=list)
     extra: float = 0.0
     """Of the trainer's time, over a step."""
+    exact: bool = False
     errors: list[float] = field(default_factory=list)
 
 
@@ -355,7 +366,7 @@ def route_lines(size: Size, histories: Sequence[History]) -> dict[str, Line]:
                 step, copy = median(history.step_s), copy_bytes(history.copies[0])
                 exact = played.exact[batch.sampled].float().mean().item()
                 resident = played.costs.get("resident_bytes", 0.0) / copy
-                line.extra = played.extra_s / step
+                line.extra, line.exact = played.extra_s / step, exact == 1
                 line.cells += [f"{line.extra:+.1%}", f"{median(played.idle_s[WARM:]) / step:.1%}"]
                 line.cells += [f"{resident:.2f}", str(played.models), f"{exact:.0%}"]
             tokens = audit.Tokens(
@@ -363,11 +374,18 @@ def route_lines(size: Size, histories: Sequence[History]) -> dict[str, Line]:
             )
             error, leaks = audit.decomposition_error(tokens), audit.leaks(tokens, noise=noise)
             line.errors.append(error.value if error else 0.0)
-            line.cells += [
-                told(error, "{:.2e}"),
-                f"{told(leaks.staleness, '{:.2f}')}, {told(leaks.discrepancy, '{:.2f}')}",
-            ]
+            leaked = [told(leak, "{:.2f}") for leak in (leaks.staleness, leaks.discrepancy)]
+            line.cells += [told(error, "{:.2e}"), ", ".join(leaked)]
     return {str(name): line for name, line in lines.items()}
+
+
+def judged(goal: Goal) -> str:
+    """
+    >>> judged(("copies", 0.2, 0.25)), judged(("time", 1.5, 1.1))
+    ('- copies: met, 0.20 of at most 0.25', '- time: missed, 1.50 of at most 1.1')
+    """
+    what, found, most = goal
+    return f"- {what}: {'met' if found <= most else 'missed'}, {found:.2f} of at most {most:g}"
 
 
 def told(estimate: audit.Estimate | None, form: str) -> str:
@@ -384,15 +402,17 @@ def measure(size: Size, rates: Sequence[float], repeats: int) -> tuple[list[str]
         "",
         "Copies are of the whole model, beyond the one movable copy. Seconds are of one version.",
         "",
-        "| learning rate | words changed a step | resident copies | bitwise exact | written as (tensors) "
-        "| encode s | walk s |",
-        "|---|---|---|---|---|---|---|",
+        *columns(*STORE),
     ]
     histories = []
+    goals = list[Goal]()
     for rate in rates:
         CONSOLE.print(f"training at lr {rate:g}")
         history = train(size, rate, WARM + repeats if rate == rates[0] else LIVE)
-        lines.append(store_row(history))
+        line, resident = store_row(history)
+        lines.append(line)
+        if rate <= RL_RATE:
+            goals.append((f"resident copies at {rate:g}", resident, 0.25))
         if rate in (rates[0], rates[-1]):
             histories.append(history)
     many = replace(size, sequences=4 * size.sequences)
@@ -404,14 +424,18 @@ def measure(size: Size, rates: Sequence[float], repeats: int) -> tuple[list[str]
         f"published to both, then both score the same batch of {many.sequences} trajectories. Forward time includes",
         "restoring weights; publishing is the difference that is formed, or the update of the average.",
         "",
-        "| trajectories | forwarded length | per forwarded token | forward time | with publishing |",
-        "|---|---|---|---|---|",
+        *columns("trajectories", "forwarded length", "per forwarded token", "forward time", "with publishing"),
     ]
     for what, plan in (("cut: a tenth, then most", CUT), ("two equal versions", EVEN)):
         CONSOLE.print(f"beside ewma_prox: {what}")
         ratios = beside(many, histories[0], plan)
         cells = [spread(ratios[key]) for key in ("per forwarded token", "forward", "with publishing")]
-        lines.append(f"| {what} | {median(ratios['length']):.2f} | " + " | ".join(cells) + " |")
+        length = median(ratios["length"])
+        lines.append(row(what, f"{length:.2f}", *cells))
+        goals.append((f"time per forwarded token, {what}", median(ratios["per forwarded token"]), 1.1))
+        if round(length, 2) <= 1.2:
+            goals.append((f"in all, {what}", median(ratios["with publishing"]), 1.3))
+    lines += ["", "Exact at or below the cost of an average:", "", *map(judged, goals)]
     step = median(histories[0].step_s)
     lines += [
         "",
@@ -424,49 +448,22 @@ def measure(size: Size, rates: Sequence[float], repeats: int) -> tuple[list[str]
         "float32 engine's. The leaks are the shares of staleness (s) and of discrepancy (d) that land in the other",
         "factor; — where a factor is under ten times the noise. No engine runs beside: `old_logit_model` has a core.",
         "",
-        "| route | extra time a step | idle time | resident copies | movable models | exact share | "
-        + " | ".join(f"error at {history.rate:g} | leaks s, d" for history in histories)
-        + " |",
-        "|---|---|---|---|---|---|" + "---|---|" * len(histories),
+        *columns(*ROUTE, *(name for history in histories for name in (f"error at {history.rate:g}", "leaks s, d"))),
     ]
     found = route_lines(size, histories)
-    return lines + [f"| `{name}` | " + " | ".join(line.cells) + " |" for name, line in found.items()], found
-
-
-def end_to_end(names: Sequence[str], rounds: int, *, steps: int, groups: int) -> dict[str, list[route_steps.Ran]]:
-    """Runs of the real loop, on all cores; nothing if there are to be none."""
-    return route_steps.measure(names, rounds, steps=steps, groups=groups) if rounds else {}
-
-
-def told_of(found: dict[str, list[route_steps.Ran]], *, steps: int, groups: int) -> list[str]:
-    if not found:
-        return ["", "Runs of the real loop: not run."]
-    rounds = len(next(iter(found.values())))
-    return [
-        "",
-        "## What a route takes of a real step",
-        "",
-        f"Runs of the retail recipe with its embedded engine, {groups} groups of 8 a step, tokens up to 2 versions",
-        f"old, tool calls of 0.6 s; {steps} steps after {route_steps.WARM} that do not count. Rounds: {rounds}; in",
-        "each, all routes have the same seed, and they take turns in coming first. The route's share is that of the",
-        "trainer's thread, preparing the batch included (all that `rollout` has). What is done while the trainer waits",
-        "for episodes is apart: it is in no share. A step lasts as long as its episodes and its training take, one",
-        "beside the other; `old_logit_model` has a process more, on the same cores. Ranges are of single steps.",
-        "",
-        *route_steps.table(found),
-    ]
+    return lines + [row(f"`{name}`", *line.cells) for name, line in found.items()], found
 
 
 def draw(lines: Mapping[str, Line], rate: float, found: Mapping[str, Sequence[route_steps.Ran]]) -> None:
     """Cost against error; and of real steps, what is the route's."""
     with picture("routes", panels=2, width=11.0, height=4.2) as (left, right):
         for number, (name, line) in enumerate(sorted(lines.items(), key=lambda item: item[1].errors[-1])):
-            size = 90 - 7 * number  # those that lie upon one another are seen
-            left.scatter(100 * line.extra, line.errors[-1], s=size, color=f"C{number}", label=name)
+            mark = "o" if line.exact else "+x"[number % 2]  # of two that lie upon one another both are seen
+            left.scatter(100 * line.extra, line.errors[-1], s=45, marker=mark, color=f"C{number}", label=name)
         left.set(yscale="log", xlabel="extra time a step, % (one thread)", title="cost against error")
         left.set_ylabel(f"mean |prox - old_logp| at lr {rate:g}")
         left.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-        shares = {name: 100 * route_steps.share(rans) for name, rans in found.items()}
+        shares = {name: 100 * route_steps.share(rans) for name, rans in found.items() if rans}
         names = sorted(shares, key=lambda name: shares[name])
         right.barh(names, [shares[name] for name in names], color="C0")
         right.set_axisbelow(True)
@@ -494,11 +491,11 @@ def main() -> None:
         size = Size(Path(folder), *(getattr(chosen, each.name) for each in fields(Size)[1:]))
         size.make()
         lines, routes = measure(size, chosen.rates, chosen.repeats)
-    found = end_to_end(list(routes), chosen.rounds, steps=chosen.steps, groups=chosen.groups)
+    found = route_steps.measure(list(routes), chosen.rounds, steps=chosen.steps, groups=chosen.groups)
     draw(routes, chosen.rates[-1], found)
     minutes = (time.monotonic() - began) / 60
     taken = f"{chosen.threads} core for the first three tables, all for the last; {minutes:.1f} minutes."
-    last = told_of(found, steps=chosen.steps, groups=chosen.groups)
+    last = route_steps.section(found, steps=chosen.steps, groups=chosen.groups)
     write("routes", "What the routes cost", [taken, "", *lines, *last])
 
 
