@@ -462,7 +462,8 @@ def draw(lines: Mapping[str, Line], rate: float, found: Mapping[str, Sequence[ro
             left.scatter(100 * line.extra, line.errors[-1], s=45, marker=mark, color=f"C{number}", label=name)
         left.set(yscale="log", xlabel="extra time a step, % (one thread)", title="cost against error")
         left.set_ylabel(f"mean |prox - old_logp| at lr {rate:g}")
-        left.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        place = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
+        left.legend(title="dots are exact", title_fontsize=7, frameon=False, fontsize=7, **place)
         shares = {name: 100 * route_steps.share(rans) for name, rans in found.items() if rans}
         names = sorted(shares, key=lambda name: shares[name])
         right.barh(names, [shares[name] for name in names], color="C0")
