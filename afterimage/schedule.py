@@ -135,9 +135,9 @@ class Line:
         return order
 
     def release(self) -> None:
-        """Give back the tickets of everything taken. Call when all engines hold the version it led to."""
-        self._live -= self._unreleased
-        self._unreleased = 0
+        """Give back the tickets of the oldest batch taken. Call when all engines hold the version that it led to."""
+        count = min(self._unreleased, self.groups_per_step)
+        self._live, self._unreleased = self._live - count, self._unreleased - count
         self._free.set()
 
 

@@ -33,7 +33,7 @@ from afterimage.checkpoint import Checkpoints
 from afterimage.journal import Journal
 from afterimage.journal import writer as journal_writer
 from afterimage.launch.machine import commit, machine, versions
-from afterimage.loop import Recorder
+from afterimage.observe.recorder import Recorder
 from afterimage.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "results"

@@ -36,6 +36,7 @@ from afterimage.launch.local import first_leaf
 from afterimage.launch.resume import begin
 from afterimage.observe.metrics import RunLog
 from afterimage.old_logps import Needs, OldLogps, Passive, Scoring
+from afterimage.parts import Parts
 from afterimage.policy import Policy
 from afterimage.rollout import Speaker
 from afterimage.testing import tiny_policy
@@ -193,7 +194,7 @@ def toy_machine(config: RunConfig, taskset: Taskset, *, delay: Delay = a_moment,
     return Machine(policy, taskset, speaker, old, auditor, trainer)
 
 
-def make(folder: Path, tasks: Iterator[int], *, budget: int = 1, steps: int = 12) -> loop.Parts:
+def make(folder: Path, tasks: Iterator[int], *, budget: int = 1, steps: int = 12) -> Parts:
     """A run that is about to begin."""
     config = configure(steps=steps, max_staleness=budget)
     machine = toy_machine(config, Numbers(tasks))
@@ -203,7 +204,7 @@ def make(folder: Path, tasks: Iterator[int], *, budget: int = 1, steps: int = 12
 
 
 @contextmanager
-def closing_worker(parts: loop.Parts) -> Iterator[None]:
+def closing_worker(parts: Parts) -> Iterator[None]:
     try:
         yield
     finally:
@@ -211,7 +212,7 @@ def closing_worker(parts: loop.Parts) -> Iterator[None]:
         parts.log.close()
 
 
-def run(parts: loop.Parts) -> list[dict[str, Any]]:
+def run(parts: Parts) -> list[dict[str, Any]]:
     async def main() -> None:
         async with asyncio.timeout(60):
             await loop.run(parts)
