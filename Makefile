@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: setup demo test test-engines test-adapters conversations check base-policy bench bench-agent bench-demo bench-retail bench-compare \
-	bench-routes bench-audit bench-resume bench-endpoint chaos report fuzz
+	bench-routes bench-audit bench-resume bench-endpoint bench-async bench-async-learning chaos report fuzz
 
 setup: .venv/.ready
 
@@ -97,6 +97,13 @@ bench-resume: setup
 # Five minutes: 64 streaming episodes at once behind the endpoint, while the weights change.
 bench-endpoint: setup
 	$(BIN)/python benchmarks/endpoint.py
+
+# 14 minutes: asynchronous against synchronous over the share of tool time, the staleness bound and the window. 25: success.
+bench-async: setup
+	$(BIN)/python -m benchmarks.asynchrony
+
+bench-async-learning: setup
+	$(BIN)/python -m benchmarks.asynchrony --learning
 
 # Runs and engines killed, N times and twice N / 2 times: make chaos N=10 takes minutes.
 N ?= 100

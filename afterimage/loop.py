@@ -85,7 +85,7 @@ async def advance(parts: Parts, step: int, settled: Awaitable[None]) -> Mapping[
     began = time.monotonic()
     with parts.log.span("wait", f"for the groups of step {step}"):
         groups = require_finished(await take(parts))
-    waits = {"schedule/wait_groups_s": time.monotonic() - began}
+    waits = {"schedule/wait_groups_s": time.monotonic() - began, **parts.line.metrics()}
     batch = collate(parts.credit(groups))
     ages = measure_staleness(batch, groups, lag=parts.policy.lag(batch.version), bound=parts.line.bound)
     learnt = await learn(batch, parts, step, settled)
@@ -93,7 +93,8 @@ async def advance(parts: Parts, step: int, settled: Awaitable[None]) -> Mapping[
     parts.journal.consume(groups, step=step, version=parts.policy.version)
     parts.log.trajectories(step, groups)
     trained_on, parts.policy.version = parts.policy.version, parts.policy.version + 1
-    return {**waits, "version": trained_on, **describe(groups), **ages, **learnt, **rates(parts.engine.metrics())}
+    spent = {**rates(parts.engine.metrics()), **parts.rollout.metrics(), "trainer/processor_s": time.process_time()}
+    return {**waits, "version": trained_on, **describe(groups), **ages, **learnt, **spent}
 
 
 async def settle(parts: Parts, stand: Stand, *, due: bool = False, last: bool = False) -> None:
@@ -160,10 +161,12 @@ async def publish(parts: Parts, stand: Stand, *, due: bool) -> tuple[Checkpoint 
     began = time.monotonic()
     with parts.log.span("publish", f"version {parts.policy.version}"):
         held = await parts.beside(leave, parts, stand, due, parts.ledger.versions)
+        thread_s = time.monotonic() - began
         await parts.journal.publishing(parts.policy.version)
         with parts.log.span("standstill", f"version {parts.policy.version}"):
             await parts.publisher.publish()
-    return held, {"publish/seconds": time.monotonic() - began, "publish/bytes": parts.publisher.bytes}
+    took = {"publish/seconds": time.monotonic() - began, "publish/thread_s": thread_s}
+    return held, {**took, "publish/bytes": parts.publisher.bytes}
 
 
 def leave(parts: Parts, stand: Stand, due: bool, live: Collection[int]) -> Checkpoint | None:

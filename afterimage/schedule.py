@@ -56,6 +56,10 @@ class Line:
         """Groups that wait to be taken."""
         return len(self._finished)
 
+    def metrics(self) -> dict[str, float]:
+        """Of the groups that have begun and are not taken: how many, and how many of these only wait to be."""
+        return {"schedule/groups_live": self.num_open, "schedule/groups_finished": self.num_finished}
+
     def restore(self, admitted: int, open_positions: Sequence[int]) -> None:
         """As it was when so many groups had been admitted and these not taken. They are to be admitted again."""
         self._admitted = admitted
