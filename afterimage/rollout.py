@@ -167,7 +167,7 @@ class Rollout:
         self._restarted = restarted
         self._begun = 0
         self._outcomes: deque[bool] = deque(maxlen=FAILED_WINDOW)
-        self._spent = Counter[str]()
+        self._spent = {"replies": 0.0, "tools": 0.0}
         self.door: AbstractAsyncContextManager[Any] = nullcontext()
         """What has to be open while episodes run."""
         self.quarantined: set[str] = set()
@@ -180,8 +180,8 @@ class Rollout:
 
     def metrics(self) -> dict[str, float]:
         """Seconds that episodes waited for replies and for their tools since the last call, all added up."""
-        spent, self._spent = self._spent, Counter[str]()
-        return {"rollout/replies_s": spent["replies"], "rollout/tools_s": spent["tools"]}
+        spent, self._spent = self._spent, dict.fromkeys(self._spent, 0.0)
+        return {f"rollout/{name}_s": seconds for name, seconds in spent.items()}
 
     @contextmanager
     def _spending(self, name: str) -> Iterator[None]:

@@ -142,13 +142,14 @@ def measure(rows: Sequence[Mapping[str, Any]], first: int, *, live: int, num_cor
 
 
 def timed_run(work: Workload, place: Path, *, seed: int, steps: int, synchronous: bool) -> Measured:
-    """Whole turns of the live groups, after the first turn: these are in step with one another when they begin."""
+    """Whole turns of the live groups, after the first, which begin together. Not the run's last step, with which a
+    checkpoint is made."""
     turn = 1 if synchronous else work.max_staleness + 1
     first = turn if synchronous else turn + 1
-    config = work.config(seed=seed, steps=first + turn * ceil(steps / turn), synchronous=synchronous)
+    config = work.config(seed=seed, steps=first + turn * ceil(steps / turn) + 1, synchronous=synchronous)
     name = f"{work.name}-{SYNC if synchronous else ASYNC}-{seed}".replace(" ", "-").replace("'", "")
     run = train(replace(config, runs=place, name=name), console=Console(quiet=True))
-    rows = [one for one in run.metrics if one["step"]]
+    rows = [one for one in run.metrics if one["step"]][:-1]
     live = work.groups_per_step * work.group_size if synchronous else work.live
     return measure(rows, first, live=live, num_cores=cores())
 
