@@ -93,7 +93,8 @@ async def advance(parts: Parts, step: int, settled: Awaitable[None]) -> Mapping[
     parts.journal.consume(groups, step=step, version=parts.policy.version)
     parts.log.trajectories(step, groups)
     trained_on, parts.policy.version = parts.policy.version, parts.policy.version + 1
-    spent = {**rates(parts.engine.metrics()), **parts.rollout.metrics(), "trainer/processor_s": time.process_time()}
+    spent = {**rates(parts.engine.metrics()), **parts.rollout.spent.read("rollout")}
+    spent["trainer/processor_s"] = time.process_time()
     return {**waits, "version": trained_on, **describe(groups), **ages, **learnt, **spent}
 
 

@@ -7,7 +7,6 @@ A failed episode is data: begun again with the same seed, then reported. Any oth
 import asyncio
 import hashlib
 import json
-import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
@@ -16,7 +15,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from afterimage.config import EngineConfig, RolloutConfig
-from afterimage.engines import AS_ALWAYS, Engine, Manner, SamplingParams
+from afterimage.engines import AS_ALWAYS, Engine, Manner, SamplingParams, Stopwatch
 from afterimage.envs import Closing, Env, Pretending, Resumable, Taskset, Turn, combined
 from afterimage.envs.chat import Chat
 from afterimage.trajectory import (
@@ -167,7 +166,7 @@ class Rollout:
         self._restarted = restarted
         self._begun = 0
         self._outcomes: deque[bool] = deque(maxlen=FAILED_WINDOW)
-        self._spent = {"replies": 0.0, "tools": 0.0}
+        self.spent = Stopwatch("replies", "tools")
         self.door: AbstractAsyncContextManager[Any] = nullcontext()
         """What has to be open while episodes run."""
         self.quarantined: set[str] = set()
@@ -177,17 +176,6 @@ class Rollout:
         """Go on after so many episodes, of which the last were finished or given up so."""
         self._begun, self.quarantined = episodes, set(quarantined)
         self._outcomes.extend(outcomes)
-
-    def metrics(self) -> dict[str, float]:
-        """Seconds that episodes waited for replies and for their tools since the last call, all added up."""
-        spent, self._spent = self._spent, dict.fromkeys(self._spent, 0.0)
-        return {f"rollout/{name}_s": seconds for name, seconds in spent.items()}
-
-    @contextmanager
-    def _spending(self, name: str) -> Iterator[None]:
-        began = time.monotonic()
-        yield
-        self._spent[name] += time.monotonic() - began
 
     async def group(self, handout: Handout, *, size: int, begin: Begin = Unwritten) -> Group:
         """`size` siblings at once: the same task and environment seed, each with sampling noise of its own.
@@ -284,14 +272,11 @@ class Rollout:
             if self.speaker.room(_length(pieces)) < 1:
                 stop = "max_tokens"
                 break
-            with self._spending("replies"):
-                reply, ended = await self._speak(script, noise_seed)
+            reply, ended = await self.spent.on("replies", self._speak(script, noise_seed))
             if isinstance(env, Pretending):
                 env.replaying = script.replaying
             async with stage(f"step {len(turn_rewards) + 1}", timeout_s):
-                with self._spending("tools"):
-                    said = await env.step(chat.parse(reply))
-                turn = combined(self.taskset, said)
+                turn = combined(self.taskset, await self.spent.on("tools", env.step(chat.parse(reply))))
                 turn_rewards.append(turn.reward)
                 if not turn.done:
                     script.give(Given(chat.following(turn.messages, ended=ended)))
