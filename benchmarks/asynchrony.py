@@ -242,6 +242,7 @@ def tables(results: Sequence[Result]) -> list[str]:
                 spread([100 * share for share in result.near], "{:.0f}%"),
             )
         )  # fmt: skip
+    lines.append("")
     for result in both:
         told, runs = [f"{NEAR:.0%} of the ideal {verdict(result.near, NEAR)}"], result.found[ASYNC]
         if median(result.near) < NEAR:
@@ -251,7 +252,7 @@ def tables(results: Sequence[Result]) -> list[str]:
             )
         if result.tools >= 0.5:
             told.insert(0, f"{FASTER} times as fast {verdict(result.faster, FASTER)}")
-        lines += ["", f"* {result.work.name}: {'; '.join(told)}."]
+        lines.append(f"* {result.work.name}: {'; '.join(told)}.")
     return lines + _curve(results) + _limits(results)
 
 
@@ -322,7 +323,7 @@ def draw(results: Sequence[Result]) -> None:
                 if base and result.work.window == window
             )
             right.plot(*zip(*own, strict=True), "o-", label=f"window {window}")
-        right.set(xlabel="staleness bound", ylabel="times as fast as synchronous", ylim=(0, None))
+        right.set(xlabel="schedule.max_staleness", ylabel="times as fast as synchronous", ylim=(0, None))
         right.xaxis.get_major_locator().set_params(integer=True)
         if points:
             right.legend(frameon=False, title=f"tools: {base.tools:.0%} of an episode" if base else None)
