@@ -388,8 +388,8 @@ def _told(success: float, tasks: int) -> str:
 
 
 def rounds(work: Workload, repeats: int) -> int:
-    """All for a headline; two of the other comparisons; one of a point of the curve."""
-    return repeats if work.headline else min(repeats, 2 if work.synchronous else 1)
+    """All for a headline, one for all else."""
+    return repeats if work.headline else min(repeats, 1)
 
 
 def main(words: Sequence[str] | None = None, put: Callable[..., Any] = write) -> None:
