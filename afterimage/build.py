@@ -43,7 +43,6 @@ from afterimage.envs.external import ExternalAgent
 from afterimage.envs.python_tool import PythonTasks
 from afterimage.envs.retail import RetailTasks
 from afterimage.journal import JOURNAL, Journal
-from afterimage.loop import Parts
 from afterimage.objectives import Surrogate
 from afterimage.observe.metrics import RunLog, Sink, TensorBoardSink, require_tensorboard
 from afterimage.observe.recorder import Recorder, Watcher
@@ -58,6 +57,7 @@ from afterimage.old_logps.old_logit_model import OldLogitModel
 from afterimage.old_logps.ppo_ewma_async import PpoEwmaAsync, Reset
 from afterimage.old_logps.rollout import Rollout as RolloutRoute
 from afterimage.old_logps.snapshot_old import SnapshotOld
+from afterimage.parts import Parts
 from afterimage.policy import DTYPES, Policy
 from afterimage.publish import DirectPublisher
 from afterimage.recording import RECORDED, Recording

@@ -84,18 +84,26 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints and versions of one run folder, and the `parts` that they hold.
 
-    One thread writes; `weights` may be read from another.
+    `hold` and `put` belong to the trainer's thread. What is held is written beside it, one checkpoint after the other;
+    `weights` may be read meanwhile.
     """
 
     def __init__(self, run: Path, parts: Mapping[str, Stateful], *, keep: int = 2) -> None:
         self._folder, self._versions, self._keep = run / CHECKPOINTS, run / VERSIONS, keep
         self._parts = parts
 
-    def save(self, stand: Stand, policy: Policy) -> str:
-        """Its name, once it is on the disk and was read back the same. Older ones are as they were."""
+    def hold(self, stand: Stand, policy: Policy) -> Checkpoint:
+        """All of the run at this moment, copied to main memory: training may go on while it is written."""
         states = {name: part.state() for name, part in self._parts.items()}
-        checkpoint = Checkpoint(stand, policy.version, states, policy.weights())
-        name = f"step{stand.step:06d}-version{policy.version:06d}"
+        return Checkpoint(stand, policy.version, _copied(states), _copied(policy.weights()))
+
+    def save(self, stand: Stand, policy: Policy) -> str:
+        """`hold` and `write`."""
+        return self.write(self.hold(stand, policy))
+
+    def write(self, checkpoint: Checkpoint) -> str:
+        """Its name, once it is on the disk and was read back the same. Older ones are as they were."""
+        name = f"step{checkpoint.stand.step:06d}-version{checkpoint.version:06d}"
         aside = self._folder / f"{name}.part"
         for stale in (aside, self._folder / name):  # of a life of the run that did not get to write it in its journal
             shutil.rmtree(stale, ignore_errors=True)
@@ -195,6 +203,18 @@ def _numbered(folder: Path, name: re.Pattern[str]) -> list[tuple[int, Path]]:
     """What has such a name, by the last number in it."""
     found = [(match, path) for path in folder.glob("*") if (match := name.fullmatch(path.name))]
     return sorted((int(match[match.lastindex or 0]), path) for match, path in found)
+
+
+def _copied(tree: Any) -> Any:
+    """The same tree, with every tensor copied to main memory."""
+    match tree:
+        case Tensor():
+            return tree.detach().to("cpu", copy=True)
+        case Mapping():
+            return {key: _copied(item) for key, item in tree.items()}
+        case list() | tuple():
+            return [_copied(item) for item in tree]
+    return tree
 
 
 def _write(checkpoint: Checkpoint, folder: Path) -> None:

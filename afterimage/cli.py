@@ -404,10 +404,14 @@ def _audit(chosen: argparse.Namespace) -> int:
 
 def _report(chosen: argparse.Namespace) -> int:
     from afterimage.launch.survivors import write_survivors
-    from afterimage.observe.report import write_report
+    from afterimage.observe.gather import gather
+    from afterimage.observe.report import write_page
+    from afterimage.observe.timeline import pace_of
 
     write_survivors(chosen.run)
-    Console(soft_wrap=True).print(str(write_report(chosen.run)), highlight=False)
+    run = gather(chosen.run)
+    told = (str(write_page(chosen.run, run)), pace_of(run).sentence, pace_of(run).advice)
+    Console(soft_wrap=True).print("\n".join(filter(None, told)), highlight=False, markup=False)
     return 0
 
 

@@ -9,56 +9,16 @@ When `train` returns, all else is cancelled. A failure of the machinery ends the
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from afterimage.auditor import Auditor
-from afterimage.checkpoint import Checkpoints, Stand
-from afterimage.config import RunConfig
-from afterimage.engines import Engine, rates
-from afterimage.journal import Journal
-from afterimage.observe.recorder import Recorder
-from afterimage.old_logps import OldLogps
-from afterimage.policy import Policy
-from afterimage.publish import Publisher
-from afterimage.rollout import Rollout, describe, examine, require_finished
-from afterimage.schedule import Ledger, Line, measure_staleness
-from afterimage.trainer import Trainer
-from afterimage.trajectory import Batch, Credited, Group, Handout, Task, collate
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What the loop touches, each typed by its Protocol and made by `build.py`."""
-
-    config: RunConfig
-    stand: Stand
-    begun: Sequence[Handout]
-    """What an earlier life of the run has handed out and not consumed, in order."""
-    handouts: Iterator[Handout]
-    held_out: Sequence[Task]
-    engine: Engine
-    rollout: Rollout
-    examination: Rollout
-    line: Line
-    ledger: Ledger
-    credit: Callable[[Sequence[Group]], list[Credited]]
-    policy: Policy
-    old: OldLogps
-    auditor: Auditor
-    trainer: Trainer
-    publisher: Publisher
-    journal: Journal
-    checkpoints: Checkpoints
-    log: Recorder
-    worker: Executor
-
-    async def beside(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run trainer code in its own thread, so that episodes go on meanwhile."""
-        return await asyncio.get_running_loop().run_in_executor(self.worker, partial(function, *arguments))
+from afterimage.checkpoint import Checkpoint, Stand
+from afterimage.engines import rates
+from afterimage.parts import Parts
+from afterimage.rollout import describe, examine, require_finished
+from afterimage.schedule import measure_staleness
+from afterimage.trajectory import Batch, Group, Handout, collate
 
 
 async def run(parts: Parts) -> bool:
@@ -75,7 +35,7 @@ async def run(parts: Parts) -> bool:
             await asyncio.sleep(0)  # what the engine gave back is written down
         producer.cancel()
     if parts.config.deterministic:  # nothing is in flight: all of it is in the journal
-        await save(parts, stand)
+        await save(parts, await parts.beside(parts.checkpoints.hold, stand, parts.policy))
     return not parts.config.deterministic
 
 
@@ -103,49 +63,66 @@ async def train(parts: Parts) -> Stand:
     """groups -> weights. Waits for the oldest groups; produce() admits them."""
     config, stand, last = parts.config, parts.stand, False
     deadline = time.monotonic() + 60 * config.minutes if config.minutes else float("inf")
-    while not last:
-        stand = Stand(stand.step + 1, await advance(parts, stand.step + 1))
-        last = stand.step >= config.steps or time.monotonic() > deadline
-        if last or stand.step % config.checkpoint.every == 0:
-            if config.deterministic:
+    async with asyncio.TaskGroup() as beside:
+        settled = beside.create_task(asyncio.sleep(0))  # the version before is: run() saw to it
+        while not last:
+            stand = Stand(stand.step + 1, await advance(parts, stand.step + 1, settled))
+            last = stand.step >= config.steps or time.monotonic() > deadline
+            due = last or stand.step % config.checkpoint.every == 0
+            if due and config.deterministic:
                 break
-            await save(parts, stand)
-        await settle(parts, stand, last=last)
+            settled = beside.create_task(settle(parts, stand, due=due, last=last))
     return stand
 
 
-async def advance(parts: Parts, step: int) -> Mapping[str, Any]:
-    """One batch: groups -> weights, which are a new version that nobody has yet. What is to be written of it."""
+async def advance(parts: Parts, step: int, settled: Awaitable[None]) -> Mapping[str, Any]:
+    """One batch: groups -> weights, which are a new version that nobody has yet. What is to be written of it.
+
+    The weights do not move before the version that they are is `settled`.
+    """
+    if not parts.config.schedule.max_staleness:
+        await settled  # no other groups may begin before
     began = time.monotonic()
     with parts.log.span("wait", f"for the groups of step {step}"):
         groups = require_finished(await take(parts))
-    waits = {"schedule/wait_groups_s": time.monotonic() - began}
+    waits = {"schedule/wait_groups_s": time.monotonic() - began, **parts.line.metrics()}
     batch = collate(parts.credit(groups))
     ages = measure_staleness(batch, groups, lag=parts.policy.lag(batch.version), bound=parts.line.bound)
-    learnt = await learn(batch, parts, step)
+    learnt = await learn(batch, parts, step, settled)
     parts.ledger.settle(batch.episodes)
     parts.journal.consume(groups, step=step, version=parts.policy.version)
     parts.log.trajectories(step, groups)
     trained_on, parts.policy.version = parts.policy.version, parts.policy.version + 1
-    return {**waits, "version": trained_on, **describe(groups), **ages, **learnt, **rates(parts.engine.metrics())}
+    spent = {**rates(parts.engine.metrics()), **parts.rollout.spent.read("rollout")}
+    spent["trainer/processor_s"] = time.process_time()
+    return {**waits, "version": trained_on, **describe(groups), **ages, **learnt, **spent}
 
 
-async def settle(parts: Parts, stand: Stand, *, last: bool = False) -> None:
-    """The version that a step led to gets to the engines, tickets come back, and the step is written down."""
-    published = await publish(parts)
-    parts.line.release()
-    due = last or stand.step % (parts.config.eval.every or parts.config.steps) == 0
-    graded = await evaluate(parts, stand.step) if parts.held_out and due else {}
-    if stand.step or graded:
-        parts.log.write(stand.step, {"version": parts.policy.version, **stand.row, **published, **graded})
+async def settle(parts: Parts, stand: Stand, *, due: bool = False, last: bool = False) -> None:
+    """The version that a step led to gets to the engines, tickets come back, and the step is written down.
+
+    All of it goes on beside the next batch, up to where that moves the weights. If `due`, a checkpoint is made.
+    """
+    held, took = await publish(parts, stand, due=due)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(parts.beside(tell, parts, parts.ledger.versions))  # when the trainer's thread is free
+        parts.line.release()
+        if held:
+            took |= await save(parts, held)
+        if parts.held_out and (last or stand.step % (parts.config.eval.every or parts.config.steps) == 0):
+            took |= await evaluate(parts, stand.step)
+        if stand.step or "eval/success" in took:
+            parts.log.write(stand.step, {"version": parts.policy.version, **stand.row, **took})
 
 
-async def save(parts: Parts, stand: Stand) -> None:
+async def save(parts: Parts, held: Checkpoint) -> dict[str, float]:
     """A checkpoint, from which the run can go on. It becomes current, and what it was trained on consumed, at once."""
-    with parts.log.span("checkpoint", f"step {stand.step}"):
-        name = await parts.beside(parts.checkpoints.save, stand, parts.policy)
-        await parts.journal.checkpoint(name, step=stand.step, version=parts.policy.version)
-        await parts.beside(parts.checkpoints.prune)
+    began = time.monotonic()
+    with parts.log.span("checkpoint", f"step {held.stand.step}"):
+        name = await asyncio.to_thread(parts.checkpoints.write, held)
+        await parts.journal.checkpoint(name, step=held.stand.step, version=held.version)
+        await asyncio.to_thread(parts.checkpoints.prune)
+    return {"checkpoint/seconds": time.monotonic() - began}
 
 
 async def take(parts: Parts) -> Sequence[Group]:
@@ -160,13 +137,16 @@ async def take(parts: Parts) -> Sequence[Group]:
     return taking.result()
 
 
-async def learn(batch: Batch, parts: Parts, step: int) -> Mapping[str, Any]:
+async def learn(batch: Batch, parts: Parts, step: int, settled: Awaitable[None]) -> Mapping[str, Any]:
     """The optimizer steps of one batch. Pieces sampled by the weights about to change are scored in between."""
+    if not parts.old.needs.snapshots or parts.policy.version in batch.version:  # the route has to have heard of it
+        await settled
     with parts.log.span("old_logps", f"step {step}"):
         work = await parts.beside(parts.trainer.prepare, batch)
     for number, part in enumerate(work.parts):
         with parts.log.span("trainer", f"step {step}"):
             await parts.beside(parts.trainer.backward, part)
+        await settled
         if number == 0 and parts.old.needs.closing:
             await parts.engine.interrupt()
             waiting = parts.ledger.of(parts.policy.version, besides=batch.episodes)
@@ -177,23 +157,38 @@ async def learn(batch: Batch, parts: Parts, step: int) -> Mapping[str, Any]:
     return parts.trainer.metrics()
 
 
-async def publish(parts: Parts) -> dict[str, float]:
-    """weights -> engines, as `policy.version`. Returns what it took."""
+async def publish(parts: Parts, stand: Stand, *, due: bool) -> tuple[Checkpoint | None, dict[str, float]]:
+    """weights -> engines, as `policy.version`. What a checkpoint is to hold if one is `due`, and what it took."""
     began = time.monotonic()
     with parts.log.span("publish", f"version {parts.policy.version}"):
-        await parts.beside(parts.publisher.prepare, parts.policy, parts.ledger.versions)
-        await parts.beside(parts.old.publishing, parts.policy)
+        held = await parts.beside(leave, parts, stand, due, parts.ledger.versions)
+        thread_s = time.monotonic() - began
         await parts.journal.publishing(parts.policy.version)
-        await parts.publisher.publish()
-        await parts.beside(parts.old.published, parts.policy, parts.ledger.versions)
-        await parts.beside(parts.auditor.published, parts.policy, parts.ledger.versions)
-    return {"publish/seconds": time.monotonic() - began, "publish/bytes": parts.publisher.bytes}
+        with parts.log.span("standstill", f"version {parts.policy.version}"):
+            await parts.publisher.publish()
+    took = {"publish/seconds": time.monotonic() - began, "publish/thread_s": thread_s}
+    return held, {**took, "publish/bytes": parts.publisher.bytes}
+
+
+def leave(parts: Parts, stand: Stand, due: bool, live: Collection[int]) -> Checkpoint | None:
+    """In the trainer's thread, before the next batch has it: all that a publication needs of it, in one piece."""
+    held = parts.checkpoints.hold(stand, parts.policy) if due else None
+    parts.publisher.prepare(parts.policy, live)
+    parts.old.publishing(parts.policy)
+    return held
+
+
+def tell(parts: Parts, live: Collection[int]) -> None:
+    """In the trainer's thread: every engine holds the version."""
+    parts.old.published(parts.policy, live)
+    parts.auditor.published(parts.policy, live)
 
 
 async def evaluate(parts: Parts, step: int) -> Mapping[str, float]:
     """Held-out success of the version that the engine holds. Training waits; episodes in flight go on."""
+    began = time.monotonic()
     with parts.log.span("eval", f"step {step}"):
         graded = await examine(parts.examination, parts.held_out, seed=parts.config.seed, progress=parts.log.phase)
     success, failed = graded.count(True) / len(graded), graded.count(None)
     parts.log.event("eval", step=step, version=parts.policy.version, success=success, tasks=len(graded), failed=failed)
-    return {"eval/success": success, "eval/version": parts.policy.version}
+    return {"eval/success": success, "eval/version": parts.policy.version, "eval/seconds": time.monotonic() - began}

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from afterimage.config import EngineConfig, RolloutConfig
-from afterimage.engines import AS_ALWAYS, Engine, Manner, SamplingParams
+from afterimage.engines import AS_ALWAYS, Engine, Manner, SamplingParams, Stopwatch
 from afterimage.envs import Closing, Env, Pretending, Resumable, Taskset, Turn, combined
 from afterimage.envs.chat import Chat
 from afterimage.trajectory import (
@@ -166,6 +166,7 @@ class Rollout:
         self._restarted = restarted
         self._begun = 0
         self._outcomes: deque[bool] = deque(maxlen=FAILED_WINDOW)
+        self.spent = Stopwatch("replies", "tools")
         self.door: AbstractAsyncContextManager[Any] = nullcontext()
         """What has to be open while episodes run."""
         self.quarantined: set[str] = set()
@@ -271,11 +272,11 @@ class Rollout:
             if self.speaker.room(_length(pieces)) < 1:
                 stop = "max_tokens"
                 break
-            reply, ended = await self._speak(script, noise_seed)
+            reply, ended = await self.spent.on("replies", self._speak(script, noise_seed))
             if isinstance(env, Pretending):
                 env.replaying = script.replaying
             async with stage(f"step {len(turn_rewards) + 1}", timeout_s):
-                turn = combined(self.taskset, await env.step(chat.parse(reply)))
+                turn = combined(self.taskset, await self.spent.on("tools", env.step(chat.parse(reply))))
                 turn_rewards.append(turn.reward)
                 if not turn.done:
                     script.give(Given(chat.following(turn.messages, ended=ended)))

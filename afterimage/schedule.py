@@ -56,6 +56,10 @@ class Line:
         """Groups that wait to be taken."""
         return len(self._finished)
 
+    def metrics(self) -> dict[str, float]:
+        """Of the groups that have begun and are not taken: how many, and how many of these only wait to be."""
+        return {"schedule/groups_live": self.num_open, "schedule/groups_finished": self.num_finished}
+
     def restore(self, admitted: int, open_positions: Sequence[int]) -> None:
         """As it was when so many groups had been admitted and these not taken. They are to be admitted again."""
         self._admitted = admitted
@@ -135,9 +139,9 @@ class Line:
         return order
 
     def release(self) -> None:
-        """Give back the tickets of everything taken. Call when all engines hold the version it led to."""
-        self._live -= self._unreleased
-        self._unreleased = 0
+        """Give back the tickets of the oldest batch taken. Call when all engines hold the version that it led to."""
+        count = min(self._unreleased, self.groups_per_step)
+        self._live, self._unreleased = self._live - count, self._unreleased - count
         self._free.set()
 
 

@@ -208,8 +208,8 @@ class Trainer:
         return self._tally.points()
 
     def state(self) -> Mapping[str, Any]:
-        """Weights, optimizer, position in the schedule, version."""
-        held = {
+        """Weights, optimizer, position in the schedule, version. The tensors are the live ones."""
+        return {
             "weights": {name: tensor.detach() for name, tensor in self._master.items()},
             "optimizer": self.optimizer.state_dict(),
             "steps": self.steps,
@@ -218,7 +218,6 @@ class Trainer:
             "jumps": self.policy.jumps,
             "base": self.policy.base,
         }
-        return copy.deepcopy(held)
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ from afterimage.checkpoint import Checkpoints
 from afterimage.journal import Journal
 from afterimage.journal import writer as journal_writer
 from afterimage.launch.machine import commit, machine, versions
-from afterimage.loop import Recorder
+from afterimage.observe.recorder import Recorder
 from afterimage.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "results"
@@ -64,7 +64,7 @@ class Meter:
             (page, "piece"), (page, "snapshot"), (page, "ended"),
         ):  # fmt: skip
             self._time(owner, name, "loop_s", time.thread_time)
-        self._time(Checkpoints, "save", "save_s", time.perf_counter)
+        self._time(Checkpoints, "write", "save_s", time.perf_counter)
         self._time(Checkpoints, "put", "put_s", time.perf_counter)
         for name in ("publishing", "checkpoint", "finish"):
             self._await(name)
@@ -287,7 +287,7 @@ def table(costs: list[Measured], back: list[float], ab: dict[str, list[Measured]
         f"| - waiting for a commit, before a group counts | {1000 * of('finish_s'):.1f} ms a group | |",
         f"| bytes on disk a sampled token | **{of('bytes') / of('sampled'):.1f}** | < 40 |",
         f"| a checkpoint, written, read back and compared | {of('save_s'):.2f} s | |",
-        f"| - a step, at one every 5 | {of('save_s') / 5 / of('step_s'):.1%} of a step, generation goes on | |",
+        f"| - a step, at one every 5 | {of('save_s') / 5 / of('step_s'):.1%} of a step, the rest goes on | |",
         f"| a version's weights to the disk | {1000 * of('put_s'):.0f} ms | |",
     ]
     if back:

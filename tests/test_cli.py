@@ -1,6 +1,8 @@
 """Promises: every mistake a user can make on the command line is one line, names the nearest words, and exits with 2
-before anything is trained; knobs reach the config; help is the docstring under the field."""
+before anything is trained; knobs reach the config; help is the docstring under the field; `report` names the
+bottleneck."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 from afterimage import cli
 from afterimage.config import RunConfig
 from afterimage.recipes import RECIPES
+from tests.fake_run import fake_run
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -147,3 +150,18 @@ def test_recipes_are_listed_with_what_they_do(capsys: pytest.CaptureFixture[str]
         cli.main(["recipes"])
     out = capsys.readouterr().out
     assert end.value.code == 0 and all(name in out for name in RECIPES)
+
+
+def test_the_report_names_the_bottleneck_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = fake_run(tmp_path / "run", steps=3)
+    with (run / "metrics.jsonl").open("w") as file:
+        for step, busy in ((0, 0.0), (1, 1.0), (2, 1.0), (3, 1.0)):
+            row = {"step": step, "time_s": 10.0 * step, "schedule/wait_groups_s": 4.0, "engine/busy_share": busy}
+            file.write(json.dumps(row) + "\n")
+    with pytest.raises(SystemExit) as end:
+        cli.main(["report", str(run)])
+    assert not end.value.code
+    path, told, advice = capsys.readouterr().out.splitlines()
+    assert path.endswith("report.html")
+    assert told.startswith("Generation is the bottleneck: the trainer waited for episodes 40% of the time")
+    assert advice.startswith("What would help: ") and "engine.threads" in advice

@@ -33,12 +33,12 @@ from afterimage import wire
 from afterimage.build import build_correction, build_old_logps
 from afterimage.config import CorrectionConfig, OldLogpsConfig, TrainerConfig
 from afterimage.engines import SamplingParams, Update
-from afterimage.loop import Parts
 from afterimage.old_logps import OldLogps, Passive, Scoring, interrupt_sync
 from afterimage.old_logps.eager import Eager
 from afterimage.old_logps.interrupt_sync import InterruptSync
 from afterimage.old_logps.old_logit_model import OldLogitModel, OldLogitModelDied
 from afterimage.old_logps.scored import place_of, score_pieces
+from afterimage.parts import Parts
 from afterimage.policy import Policy
 from afterimage.rollout import Rollout
 from afterimage.testing import episode, nudge, plain_logps, tiny_policy, written_down

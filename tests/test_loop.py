@@ -1,6 +1,7 @@
 """Promises of the loop, run with the scripted engine: observed staleness keeps the bound with a straggler in seven;
 `closing` gets every unscored piece of the version while generation is paused; a route hears of a version, in the
-trainer's thread, before any engine has it and when all do; a task set that runs out, a failing rollout and a failing
+trainer's thread, before any engine has it and when all do; the next batch goes on beside publication and checkpoint up
+to where the weights move, and not beyond; a task set that runs out, a failing rollout and a failing
 route end the run with their own error."""
 
 import asyncio
@@ -36,6 +37,7 @@ from afterimage.launch.local import first_leaf
 from afterimage.launch.resume import begin
 from afterimage.observe.metrics import RunLog
 from afterimage.old_logps import Needs, OldLogps, Passive, Scoring
+from afterimage.parts import Parts
 from afterimage.policy import Policy
 from afterimage.rollout import Speaker
 from afterimage.testing import tiny_policy
@@ -193,7 +195,7 @@ def toy_machine(config: RunConfig, taskset: Taskset, *, delay: Delay = a_moment,
     return Machine(policy, taskset, speaker, old, auditor, trainer)
 
 
-def make(folder: Path, tasks: Iterator[int], *, budget: int = 1, steps: int = 12) -> loop.Parts:
+def make(folder: Path, tasks: Iterator[int], *, budget: int = 1, steps: int = 12) -> Parts:
     """A run that is about to begin."""
     config = configure(steps=steps, max_staleness=budget)
     machine = toy_machine(config, Numbers(tasks))
@@ -203,7 +205,7 @@ def make(folder: Path, tasks: Iterator[int], *, budget: int = 1, steps: int = 12
 
 
 @contextmanager
-def closing_worker(parts: loop.Parts) -> Iterator[None]:
+def closing_worker(parts: Parts) -> Iterator[None]:
     try:
         yield
     finally:
@@ -211,7 +213,7 @@ def closing_worker(parts: loop.Parts) -> Iterator[None]:
         parts.log.close()
 
 
-def run(parts: loop.Parts) -> list[dict[str, Any]]:
+def run(parts: Parts) -> list[dict[str, Any]]:
     async def main() -> None:
         async with asyncio.timeout(60):
             await loop.run(parts)
@@ -260,6 +262,85 @@ def test_a_route_hears_of_a_version_before_any_engine_has_it_and_when_all_do(tmp
     parts.old.published = partial(hear, "published")  # type: ignore[method-assign]
     run(parts)
     assert heard == [call for v in range(4) for call in (("publishing", v, v - 1), ("published", v, v))]
+
+
+class Keeps(Passive):
+    """Answers at once, of whatever version."""
+
+    def __init__(self, *, snapshots: bool) -> None:
+        self.needs = Needs(snapshots=snapshots)
+
+    def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
+        return batch.behavior_logp.clone(), torch.zeros_like(batch.sampled)
+
+
+@pytest.mark.parametrize("snapshots", [True, False])
+def test_the_next_batch_is_scored_and_its_gradient_formed_while_a_version_is_published(
+    tmp_path: Path, snapshots: bool
+) -> None:
+    """With the versions kept; else the route hears of a version before it is asked again. The weights wait for both."""
+    config = configure(steps=3, max_staleness=2)
+    machine = toy_machine(config, Numbers(count()), route=lambda policy, engine: Keeps(snapshots=snapshots))
+    log = RunLog(tmp_path)
+    parts = replace(build(config, machine, log, Quiet(), begin(machine, config, tmp_path)), log=Log(log))
+    heard, formed = list[str](), threading.Event()
+
+    def hear(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*arguments: Any) -> Any:
+            heard.append(f"{name} {parts.trainer.steps}")
+            (formed.set if name == "backward" else formed.clear)()
+            return real(*arguments)
+
+        setattr(owner, name, call)
+
+    for owner, name in ((parts.trainer, "prepare"), (parts.trainer, "backward"), (parts.trainer, "step")):
+        hear(owner, name)
+    hear(parts.old, "published")
+    bring = parts.publisher.publish
+
+    async def publish() -> None:
+        if snapshots and 0 < parts.trainer.steps < 3:  # a slow engine
+            assert await asyncio.to_thread(formed.wait, 20)
+        await bring()
+
+    parts.publisher.publish = publish  # type: ignore[method-assign]
+    run(parts)
+    between = (
+        ["prepare {0}", "backward {0}", "published {0}"]
+        if snapshots
+        else ["published {0}", "prepare {0}", "backward {0}"]
+    )
+    first, *rest = ["published 0", "prepare 0", "backward 0", "step 0"], *([*between, "step {0}"] for _ in range(2))
+    told = [call.format(number) for number, calls in enumerate((first, *rest)) for call in calls]
+    assert heard == [*told, "published 3"]
+
+
+def test_a_checkpoint_holds_the_moment_it_is_of_however_late_it_is_written(tmp_path: Path) -> None:
+    config = configure(steps=3, max_staleness=2, every=1)
+    machine = toy_machine(config, Numbers(count()), route=lambda policy, engine: Keeps(snapshots=True))
+    parts = build(config, machine, RunLog(tmp_path), Quiet(), begin(machine, config, tmp_path))
+    parts, formed = replace(parts, log=Log(parts.log._log)), threading.Event()
+    form, write = parts.trainer.backward, parts.checkpoints.write
+
+    def backward(part: Any) -> None:
+        form(part)
+        formed.set()
+
+    def late(held: Any) -> str:
+        assert formed.wait(20) or held.stand.step == 3
+        formed.clear()
+        return write(held)
+
+    parts.trainer.backward, parts.checkpoints.write = backward, late  # type: ignore[method-assign]
+    run(parts)
+    for step in (2, 3):
+        held = parts.checkpoints.load(f"step{step:06d}-version{step:06d}")
+        published = parts.checkpoints.weights(step)
+        assert held.states["trainer"]["steps"] == step
+        assert all(torch.equal(held.policy[name], tensor) for name, tensor in published.items())
+        assert all(torch.equal(held.states["trainer"]["weights"][name], held.policy[name]) for name in published)
 
 
 @pytest.mark.parametrize(

@@ -277,6 +277,60 @@ def test_who_waits_for_whom() -> None:
     assert waiting([]).sentence.startswith("Too little")
 
 
+BUSY = {"trainer/seconds": 2.0, "old_logps/seconds": 1.0, "publish/seconds": 0.5, "engine/busy_share": 0.5}
+TOOLS = {"rollout/tools_s": 80.0, "rollout/replies_s": 20.0}
+LINE = {"schedule/groups_live": 8, "schedule/groups_finished": 1, "schedule/staleness_bound": 2}
+
+
+@pytest.mark.parametrize(
+    "row, bottleneck, fact, knob",
+    [
+        ({"schedule/wait_groups_s": 4.0, "engine/busy_share": 0.9}, "Generation", "waited for episodes 40%", "threads"),
+        ({"schedule/wait_groups_s": 6.0, **TOOLS, **LINE}, "Waiting for tools", "80% of theirs", "max_staleness"),
+        (
+            {"schedule/wait_groups_s": 6.0, **TOOLS, **LINE, "schedule/groups_finished": 6},
+            "The staleness budget", "75% of the live groups were finished", "schedule.window",
+        ),
+        ({"schedule/wait_groups_s": 6.0, "schedule/staleness_bound": 0}, "Taking turns", "idle 50%", "above 0"),
+        ({"trainer/seconds": 6.0, "schedule/wait_groups_s": 0.1}, "Training", "it took 60%", "trainer.threads"),
+        (
+            {"old_logps/seconds": 6.0, "schedule/wait_groups_s": 0.1},
+            "Scoring old log-probabilities", "it took 60%", "old_logps.route",
+        ),
+        ({"publish/seconds": 6.0, "schedule/wait_groups_s": 0.1}, "Publishing", "it took 60%", "lora_rank"),
+        ({"checkpoint/seconds": 6.0, "schedule/wait_groups_s": 0.1}, "Checkpointing", "it took 60%", "checkpoint"),
+        ({"eval/seconds": 6.0, "schedule/wait_groups_s": 0.1}, "Evaluation", "it took 60%", "eval.every"),
+        ({"eval/seconds": 6.0, "schedule/wait_groups_s": 2.0}, "Evaluation", "it took 50%", "eval.tasks"),
+    ],
+)  # fmt: skip
+def test_each_bottleneck_is_named_with_its_share_and_a_knob(
+    row: dict[str, float], bottleneck: str, fact: str, knob: str
+) -> None:
+    wait = waiting([{"time_s": 10.0}, {"time_s": 20.0, **BUSY, **row}])
+    assert wait.bottleneck == bottleneck
+    assert wait.sentence.startswith(f"{bottleneck} is the bottleneck: ") and fact in wait.sentence
+    assert wait.advice.startswith("What would help: ") and knob in wait.advice
+
+
+def test_what_goes_on_beside_training_counts_as_far_as_time_is_left() -> None:
+    """Of 10 s, 9 are waiting, training and scoring: a checkpoint of 4 s held nobody up for more than one."""
+    row = {"trainer/seconds": 7.0, "old_logps/seconds": 1.5, "schedule/wait_groups_s": 0.5, "checkpoint/seconds": 4.0}
+    wait = waiting([{"time_s": 10.0}, {"time_s": 20.0, "engine/busy_share": 0.95, **row}])
+    assert wait.work == pytest.approx({"Training": 0.7, "Scoring old log-probabilities": 0.15, "Checkpointing": 0.1})
+    assert wait.sentence.startswith("Generation and training keep pace: ") and not wait.advice
+
+
+def test_the_lanes_show_what_goes_on_beside_what(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", steps=6)
+    with (folder / "events.jsonl").open("a") as file:
+        for lane, start, end in (("checkpoint", 20.0, 21.0), ("publish", 30.0, 30.4), ("standstill", 30.3, 30.4)):
+            file.write(json.dumps({"kind": "span", "lane": lane, "start": start, "end": end, "label": "here"}) + "\n")
+    page = report(folder)
+    tips = [attrs["data-tip"] for attrs in page.having("fill") if "here" in attrs.get("data-tip", "")]
+    assert sorted(tip.split(":")[0] for tip in tips) == ["checkpoints", "publishing", "the engine stands still"]
+    assert "what is dark is for how long the engine stands still" in page.text
+
+
 def test_a_conversation_keeps_every_letter_and_marks_the_interruption() -> None:
     pieces = [
         {"text": 'Well. <tool_call>{"na', "version": 3, "provenance": "SAMPLED", "num_tokens": 6},

@@ -263,7 +263,7 @@ def test_an_ordinary_run_loses_nothing_wherever_it_is_killed(
 def test_versions_whose_training_was_lost_keep_their_numbers_and_their_pieces(toy: Toy, tmp_path: Path) -> None:
     """Killed three versions after the only checkpoint: its weights go on as version 4, and 1 to 3 are not repeated."""
     made, folder = config(every=100, max_staleness=2), tmp_path / "run"
-    with killed("prepare", 4):
+    with killed("step", 4):
         toy.begin(folder, made)
     with Journal.read(folder) as reader:
         assert reader.versions() == [0, 1, 2, 3] and [mark.version for mark in reader.checkpoints()] == [0]

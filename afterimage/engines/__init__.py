@@ -1,13 +1,16 @@
 """Engines sample. Tokens go in, tokens come out with the log-probability and the version they were sampled with."""
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from torch import Tensor
 
 from afterimage.trajectory import Sampled
 from afterimage.versions import Delta
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,25 @@ def rates(counters: Mapping[str, float]) -> dict[str, float]:
     elapsed = counters["busy_s"] + counters["idle_s"] or 1.0
     per_time = {"tokens_per_s": counters["sampled_tokens"] / elapsed, "busy_share": counters["busy_s"] / elapsed}
     return {f"engine/{name}": value for name, value in {**counters, **per_time}.items()}
+
+
+class Stopwatch:
+    """Seconds by what they went to, of however many at once, all added up."""
+
+    def __init__(self, *names: str) -> None:
+        self._spent = dict.fromkeys(names, 0.0)
+
+    async def on(self, name: str, work: Awaitable[_T]) -> _T:
+        began = time.monotonic()
+        try:
+            return await work
+        finally:
+            self._spent[name] += time.monotonic() - began
+
+    def read(self, room: str) -> dict[str, float]:
+        """As metrics of a room, and from 0 again."""
+        spent, self._spent = self._spent, dict.fromkeys(self._spent, 0.0)
+        return {f"{room}/{name}_s": seconds for name, seconds in spent.items()}
 
 
 Update = Mapping[str, Tensor] | Delta

@@ -29,6 +29,7 @@ from afterimage.lint import check
 from afterimage.observe.live import LiveDisplay
 from afterimage.observe.metrics import EVENTS, BrokenFile, RunFolder, RunLog
 from afterimage.observe.report import write_report
+from afterimage.parts import Parts
 from afterimage.policy import DTYPES, Policy
 from afterimage.publish import DirectPublisher
 from afterimage.recording import WENT_WRONG, WentWrong
@@ -235,7 +236,7 @@ def keep_evidence(trainer: Trainer, folder: Path) -> str:
     return f"the batch is kept; to see it again: afterimage replay {folder}"
 
 
-async def _supervise(parts: loop.Parts) -> bool:
+async def _supervise(parts: Parts) -> bool:
     """The loop under one parent; whatever happens, the trainer's thread ends and the engine is given back.
 
     Only a run that goes on in another life keeps its engine.

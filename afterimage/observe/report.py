@@ -17,8 +17,12 @@ def write_report(run_folder: Path) -> Path:
 
     Raises `ConfigError` when the folder holds no run. An older report is replaced as a whole.
     """
-    page = render(gather(run_folder))
-    write_whole(run_folder / REPORT, page)
+    return write_page(run_folder, gather(run_folder))
+
+
+def write_page(run_folder: Path, run: Gathered) -> Path:
+    """`write_report` of what was gathered already."""
+    write_whole(run_folder / REPORT, render(run))
     return run_folder / REPORT
 
 

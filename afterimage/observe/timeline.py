@@ -15,9 +15,16 @@ LANES = (
     ("old_logps", "scoring", "d"),
     ("trainer", "training", "trainer"),
     ("publish", "publishing", "s"),
+    ("checkpoint", "checkpoints", "checkpoint"),
     ("eval", "evaluation", "good"),
 )
 """The lane of an event, its name on the page, its colour."""
+
+STANDSTILL = "standstill"
+"""What the engine stands still for: drawn inside the publication that it belongs to, which is paler then."""
+
+FIRST_OF_ALL = ("trainer", "old_logps", "eval", "wait", "publish", "checkpoint")
+"""Of lanes that overlap, whose the trainer's time is."""
 
 VIEW_STEPS = 8
 ROW = 10
@@ -25,15 +32,19 @@ ROW = 10
 
 def pace(run: Gathered) -> Markup:
     """Who waits for whom: in a sentence, as shares, over the steps, and moment by moment."""
-    before = {"time_s": run.begin_s}
-    wait = waiting([before, *run.rows])
+    wait = pace_of(run)
     return section(
         "pace",
         "Who waits for whom?",
-        wait.sentence,
+        f"{wait.sentence} {wait.advice}".strip(),
         el("div", _shares(run, wait), throughput(run), class_="grid-2"),
         _timeline(run),
     )
+
+
+def pace_of(run: Gathered) -> Waiting:
+    """Over the steps that trained; of more than two, not the first, which waits for the line to fill."""
+    return waiting(run.rows if len(run.rows) > 2 else [{"time_s": run.begin_s}, *run.rows])
 
 
 def _shares(run: Gathered, wait: Waiting) -> Markup:
@@ -60,13 +71,34 @@ def _trainer_shares(run: Gathered) -> list[tuple[str, str, float]]:
     if run.spans_left_out:
         begin = max(begin, run.spans[0].start)
     inside = [span for span in run.spans if span.start >= begin - 1e-3 and span.end <= end + 1e-3]
-    spent = {lane: sum(span.end - span.start for span in inside if span.lane == lane) for lane, _, _ in LANES[1:]}
-    total = max(end - begin, sum(spent.values()))
-    if not total or not any(spent.values()):
+    spent, total = _alone(inside), end - begin
+    if total <= 0 or not any(spent.values()):
         return []
-    shares = [(name, colour, spent[lane] / total) for lane, name, colour in LANES[1:] if spent[lane] > 0]
+    shares = [(name, colour, spent[lane] / total) for lane, name, colour in LANES if spent.get(lane, 0.0) > 0]
     other = 1 - sum(share for _, _, share in shares)
     return [*shares, ("other", "other", other)] if other > 0.005 else shares
+
+
+def _alone(spans: Sequence[Span]) -> dict[str, float]:
+    """Seconds of each lane of `FIRST_OF_ALL` in which none that comes before it had a span.
+
+    >>> _alone([Span("trainer", 0, 4, ""), Span("publish", 3, 6, ""), Span("publish", 5, 7, "")])["publish"]
+    3.0
+    """
+    covered: list[tuple[float, float]] = []
+    spent, known = {}, 0.0
+    for lane in FIRST_OF_ALL:
+        merged: list[tuple[float, float]] = []
+        own = [(span.start, span.end) for span in spans if span.lane == lane]
+        for start, end in sorted([*covered, *own]):
+            if merged and start <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+            else:
+                merged.append((start, end))
+        covered = merged
+        total = sum(end - start for start, end in covered)
+        spent[lane], known = float(total - known), total
+    return spent
 
 
 def _bar(name: str, parts: Sequence[tuple[str, str, float]]) -> Markup:
@@ -86,20 +118,20 @@ def _bar(name: str, parts: Sequence[tuple[str, str, float]]) -> Markup:
 def _timeline(run: Gathered) -> Markup:
     title = "Timeline"
     spans = [*run.spans, *_generation(run)]
-    known = {lane for lane, _, _ in LANES}
+    known = {STANDSTILL, *(lane for lane, _, _ in LANES)}
     spans = [span for span in spans if span.lane in known]
     if not spans:
         return gap(title, "No spans were recorded, so there is no timeline.")
     first, last = min(span.start for span in spans), max(span.end for span in spans)
     last = max(last, first + 1e-3)
     view = _view(run, first, last)
-    lanes = [lane for lane in LANES if any(span.lane == lane[0] for span in spans)]
+    lanes = [lane for lane in LANES if any(_drawn_in(span) == lane[0] for span in spans)]
     steps = [time for row in run.rows if (time := number(row.get("time_s"))) is not None]
     rows = [
         el(
             "div",
             el("span", name, class_="lane-name"),
-            _lane([span for span in spans if span.lane == lane], colour, steps, view),
+            _lane([span for span in spans if _drawn_in(span) == lane], colour, steps, view),
             class_="lane",
         )
         for lane, name, colour in lanes
@@ -107,6 +139,8 @@ def _timeline(run: Gathered) -> Markup:
     told = (
         f"Seconds since the run began; thin lines are the ends of steps. Shown at first: the last {VIEW_STEPS} steps."
     )
+    if any(span.lane == STANDSTILL for span in spans):
+        told += " In a publication, what is dark is for how long the engine stands still."
     if not any(span.lane == "engine" for span in run.spans):
         told += " Generation is drawn from the engine's busy share of each step: the paler, the more it stood idle."
     if run.spans_left_out:
@@ -153,7 +187,12 @@ def _view(run: Gathered, first: float, last: float) -> tuple[float, float]:
     return max(first, times[-VIEW_STEPS - 1]), end if end > first else last
 
 
+def _drawn_in(span: Span) -> str:
+    return "publish" if span.lane == STANDSTILL else span.lane
+
+
 def _lane(spans: Sequence[Span], colour: str, steps: Sequence[float], view: tuple[float, float]) -> Markup:
+    pale = any(span.lane == STANDSTILL for span in spans)
     rects = [
         el(
             "rect",
@@ -164,9 +203,9 @@ def _lane(spans: Sequence[Span], colour: str, steps: Sequence[float], view: tupl
             width=round(max(span.end - span.start, 1e-3), 3),
             y=0,
             height=ROW,
-            opacity=_opacity(span),
+            opacity=_opacity(span) if span.lane == "engine" else 0.4 if pale and span.lane == "publish" else None,
         )
-        for span in spans
+        for span in sorted(spans, key=lambda span: span.lane == STANDSTILL)
     ]
     ends = "".join(f"M{time:.3f},0V{ROW}" for time in steps)
     box = f"{view[0]:.3f} 0 {view[1] - view[0]:.3f} {ROW}"
@@ -177,14 +216,14 @@ def _lane(spans: Sequence[Span], colour: str, steps: Sequence[float], view: tupl
 
 
 def _opacity(span: Span) -> float | None:
-    share = span.label.rpartition("busy ")[2].removesuffix("%") if span.lane == "engine" else ""
+    share = span.label.rpartition("busy ")[2].removesuffix("%")
     if not share.replace(".", "", 1).isdigit():
         return None
     return round(0.15 + 0.85 * min(1.0, float(share) / 100), 3)
 
 
 def _told(span: Span) -> str:
-    name = next((name for lane, name, _ in LANES if lane == span.lane), span.lane)
+    name = next((name for lane, name, _ in LANES if lane == span.lane), "the engine stands still")
     return f"{name}{': ' if span.label else ''}{span.label}\n{span.end - span.start:.2f} s, from {span.start:.1f} s"
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -114,29 +114,96 @@ def amount(value: float | None) -> str:
     return f"{value:.3g}"
 
 
+KEEPS_PACE, KEEPS_BUSY, HELD_BACK = 0.1, 0.2, 0.5
+"""Shares of the time below which the trainer's waiting says nothing, and the engine's idling; the share from which on
+tools, or finished groups that wait for older ones, are what is waited for."""
+
+BOTTLENECKS = {
+    "Generation": "give the engine more (engine.threads, servers: docs/engines.md) or less to say (engine.dtype, "
+    "engine.max_reply_tokens)",
+    "Waiting for tools": "let more groups be live (schedule.max_staleness), or make the tools quicker",
+    "The staleness budget": "let finished groups overtake (schedule.window), or more be live (schedule.max_staleness)",
+    "Taking turns": "let groups be live while the trainer works (schedule.max_staleness above 0)",
+    "Training": "give the trainer more (trainer.threads, a bfloat16 trainer.dtype) or take smaller batches",
+    "Scoring old log-probabilities": "score in time that is idle, or in a process of its own (old_logps.route eager, "
+    "old_logit_model)",
+    "Publishing": "let less travel (one dtype for engine and trainer, so that deltas do; trainer.lora_rank)",
+    "Checkpointing": "make checkpoints more seldom (checkpoint.every)",
+    "Evaluation": "grade more seldom, or on fewer tasks (eval.every, eval.tasks)",
+}
+"""What a run can wait for most, and the knobs that would help."""
+
+_WORK = {
+    "trainer/seconds": "Training",
+    "old_logps/seconds": "Scoring old log-probabilities",
+    "eval/seconds": "Evaluation",
+    "checkpoint/seconds": "Checkpointing",
+    "publish/seconds": "Publishing",
+}
+"""What occupies the trainer's side, by metric. The last three go on beside the first two, and count where they do not:
+as far as these and the waiting leave time."""
+
+
 @dataclass(frozen=True, slots=True)
 class Waiting:
     """Shares of the wall time: the trainer waiting for finished groups, the engine with nothing to generate."""
 
     trainer: float | None
     engine: float | None
+    work: Mapping[str, float] = field(default_factory=dict)
+    """What else the trainer's side did, by bottleneck."""
+    tools: float | None = None
+    """Of the time of episodes, what they waited for tools."""
+    finished: float | None = None
+    """Of the groups that are live when a batch is taken, those that are finished and wait for older ones."""
+    synchronous: bool = False
+
+    @property
+    def bottleneck(self) -> str:
+        """Which of `BOTTLENECKS`; empty if none is, or nothing was recorded.
+
+        A trainer that waits waits for the engine, if that is never idle, and else for what keeps the episodes.
+        """
+        trainer, engine = self.trainer or 0.0, self.engine or 0.0
+        most = max(self.work, key=lambda name: self.work[name], default="Training")
+        if trainer < KEEPS_PACE:
+            beside = most in ("Training", "Scoring old log-probabilities") and engine < KEEPS_PACE
+            return "" if beside or (self.trainer is None and not engine) else most
+        if self.work.get("Evaluation", 0.0) >= trainer:
+            return "Evaluation"
+        if engine < KEEPS_BUSY:
+            return "Generation"
+        if self.synchronous:
+            return "Taking turns"
+        held_back = (self.finished or 0.0) >= HELD_BACK or (self.tools is not None and self.tools < HELD_BACK)
+        return "The staleness budget" if held_back else "Waiting for tools"
 
     @property
     def sentence(self) -> str:
         """The bottleneck, in one sentence."""
         if self.trainer is None and self.engine is None:
             return "Too little has been recorded to say who waits for whom."
-        trainer, engine = self.trainer or 0.0, self.engine or 0.0
-        facts = f"the trainer waited for episodes {percent(trainer)} of the time"
+        facts = f"the trainer waited for episodes {percent(self.trainer)} of the time"
         if self.engine is not None:
-            facts += f", the engine stood idle {percent(engine)}"
+            facts += f", the engine stood idle {percent(self.engine)}"
         if self.trainer is None:
-            facts = f"the engine stood idle {percent(engine)} of the time"
-        if max(trainer, engine) < 0.1:
-            return f"Generation and training keep pace: {facts}."
-        if trainer >= engine:
-            return f"Generation is the bottleneck: {facts}."
-        return f"Training is the bottleneck: {facts}."
+            facts = f"the engine stood idle {percent(self.engine)} of the time"
+        match self.bottleneck:
+            case "":
+                return f"Generation and training keep pace: {facts}."
+            case "Waiting for tools" if self.tools is not None:
+                facts += f", and episodes spent {percent(self.tools)} of theirs in tools"
+            case "The staleness budget" if self.finished is not None:
+                facts += f", while {percent(self.finished)} of the live groups were finished and waited for older ones"
+            case name if name in self.work:
+                facts = f"it took {percent(self.work[name])} of the trainer's time, {facts}"
+        return f"{self.bottleneck} is the bottleneck: {facts}."
+
+    @property
+    def advice(self) -> str:
+        """What would help, in one sentence; empty where nothing has to."""
+        help_with = BOTTLENECKS.get(self.bottleneck, "")
+        return f"What would help: {help_with}." if help_with and self.trainer is not None else ""
 
 
 def waiting(rows: Sequence[Mapping[str, Any]]) -> Waiting:
@@ -147,19 +214,35 @@ def waiting(rows: Sequence[Mapping[str, Any]]) -> Waiting:
     'Generation is the bottleneck: the trainer waited for episodes 40% of the time, the engine stood idle 10%.'
     """
     waited = elapsed = idle = measured = 0.0
+    work, sums = dict.fromkeys(_WORK.values(), 0.0), dict.fromkeys(_SUMMED, 0.0)
     for before, row in pairwise(rows):
         start, end = number(before.get("time_s")), number(row.get("time_s"))
         if start is None or end is None or end <= start:
             continue
-        wait, busy = number(row.get("schedule/wait_groups_s")), number(row.get("engine/busy_share"))
+        wait, busy, left = number(row.get("schedule/wait_groups_s")), number(row.get("engine/busy_share")), end - start
         if wait is not None:
-            waited, elapsed = waited + min(wait, end - start), elapsed + end - start
+            waited, elapsed = waited + min(wait, left), elapsed + left
+            left -= min(wait, left)
+            for name, what in _WORK.items():
+                took = min(left, number(row.get(name)) or 0.0)
+                work[what], left = work[what] + took, left - took
         if busy is not None:
             idle, measured = idle + (1 - busy) * (end - start), measured + end - start
+        for name in _SUMMED:
+            sums[name] += number(row.get(name)) or 0.0
+    tools, replies, finished, live = sums.values()
+    bound = number(rows[-1].get("schedule/staleness_bound")) if rows else None
     return Waiting(
         trainer=waited / elapsed if elapsed else None,
         engine=min(1.0, max(0.0, idle / measured)) if measured else None,
+        work={what: took / elapsed for what, took in work.items() if took} if elapsed else {},
+        tools=tools / (tools + replies) if replies else None,
+        finished=finished / live if live else None,
+        synchronous=bound == 0,
     )
+
+
+_SUMMED = ("rollout/tools_s", "rollout/replies_s", "schedule/groups_finished", "schedule/groups_live")
 
 
 FATES = {

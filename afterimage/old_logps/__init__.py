@@ -39,7 +39,8 @@ class Needs:
     inline: bool = False
     """`logps` is a function of `now` and the batch alone: asked in every training pass, with that pass's own values."""
     snapshots: bool = False
-    """Keeps the weights of every live version."""
+    """Keeps the weights of every live version. A batch without a token of the newest may then be scored before that
+    is `published`."""
     resident_models: int = 0
     """Models resident beside the trained one."""
     closing: bool = False

@@ -1,0 +1,424 @@
+"""How much sooner is the same number of groups trained on when generation goes on meanwhile, and how near the ideal?
+
+    python -m benchmarks.asynchrony                # the workloads of workloads.toml: 14 minutes on two quiet cores
+    python -m benchmarks.asynchrony --learning     # held-out success, both ways at equal samples: 25 minutes
+
+Real runs of the retail recipe with the exact route: the engine in a process of its own, trainer and event loop in this
+one, one thread each; tools really wait. Each workload runs asynchronously and synchronously by turns, `--repeats` times
+where it is a headline (half of an episode or more is tools), fewer times else. Timed are steps after the pipeline has
+filled: `--steps` synchronous ones after the first, and of the asynchronous ones as many whole turns of its live groups.
+
+The ideal of a run is the longest of four times a step, none of which a schedule can shorten:
+
+    engine     sampling its tokens, at the rate of this run's own batches
+    trainer    scoring, training, and what a publication takes of its thread
+    episodes   Little's law: mean duration of an episode * episodes a step / episodes that may be live
+    processor  processor seconds of both processes over the cores
+
+Beside it stands what the staleness bound B adds for the batches as they were made up: the first token of an episode and
+the version that it is trained into are at most B + 1 publications apart, so a step takes at least
+
+    staleness  (the longest episode of a batch + scoring and training) / (B + 1)
+
+Writes a dated table and picture under benchmarks/results/.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from math import ceil
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from rich.console import Console
+
+from afterimage import recipes
+from afterimage.config import AuditConfig, CheckpointConfig, EvalConfig, RunConfig, ScheduleConfig, TaskConfig
+from afterimage.journal import Journal
+from afterimage.launch.grades import wilson
+from afterimage.launch.local import train
+from afterimage.launch.machine import cores
+from afterimage.observe.metrics import EVENTS, METRICS, RunFolder
+from benchmarks.tables import CONSOLE, columns, picture, ratios, row, spread, verdict, write
+
+FILE = Path(__file__).parent / "workloads.toml"
+FASTER, NEAR = 2.8, 0.85
+LONGEST = (
+    "SELECT c.step, max(f.at - e.at) FROM consumed c JOIN finished f ON f.number = c.number "
+    "JOIN episodes e ON e.number = c.number GROUP BY c.step"
+)
+"""Of a journal: the longest episode of every step's batch, in seconds."""
+LIMITS = ("engine", "trainer", "episodes", "processor")
+ASYNC, SYNC = "asynchronous", "synchronous"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One entry of the file."""
+
+    name: str
+    latency_s: float
+    latency_sigma: float
+    max_staleness: int
+    window: int
+    groups_per_step: int
+    group_size: int
+    headline: bool = False
+    synchronous: bool = True
+
+    def config(self, *, seed: int, steps: int, synchronous: bool) -> RunConfig:
+        """The recipe, as this workload wants it: nothing but steps, no evaluation, the first and last checkpoint."""
+        base = recipes.retail()
+        return replace(
+            base,
+            seed=seed,
+            steps=steps,
+            minutes=0.0,
+            task=TaskConfig(env="retail", latency_s=self.latency_s, latency_sigma=self.latency_sigma),
+            schedule=ScheduleConfig(
+                max_staleness=0 if synchronous else self.max_staleness,
+                window=1 if synchronous else self.window,
+                groups_per_step=self.groups_per_step,
+                group_size=self.group_size,
+            ),
+            trainer=replace(base.trainer, threads=1),
+            audit=AuditConfig(),
+            checkpoint=CheckpointConfig(every=5),
+            eval=EvalConfig(tasks=0),
+        )
+
+    @property
+    def live(self) -> int:
+        """Episodes that may be live at once, asynchronously."""
+        return (self.max_staleness + 1) * self.groups_per_step * self.group_size
+
+
+def workloads(file: Path = FILE) -> list[Workload]:
+    held = tomllib.loads(file.read_text())
+    common = {name: held[name] for name in ("groups_per_step", "group_size")}
+    return [Workload(**common | given) for given in held["workload"]]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run: seconds a step, the share of their own time that its episodes waited for tools, its limits a step."""
+
+    step_s: float
+    tools: float
+    limits: Mapping[str, float]
+    longest_s: float = 0.0
+    """The longest episode of a batch, on average."""
+    bound: int = 0
+    """The staleness bound."""
+
+    @property
+    def staleness(self) -> float:
+        return (self.longest_s + self.limits["trainer"]) / (self.bound + 1)
+
+    @property
+    def ideal(self) -> float:
+        return max(self.limits.values())
+
+    @property
+    def limit(self) -> str:
+        return max(self.limits, key=lambda name: self.limits[name])
+
+
+def measure(rows: Sequence[Mapping[str, Any]], first: int, *, live: int, num_cores: int) -> Measured:
+    """Of the rows after the `first`, which are the pipeline's filling.
+
+    >>> before = {"time_s": 10.0, "trainer/processor_s": 5.0}
+    >>> after = {"time_s": 14.0, "trainer/processor_s": 7.0, "engine/busy_s": 2.4, "engine/sampled_tokens": 120}
+    >>> after |= {"rollout/sampled_tokens": 100, "trainer/seconds": 1.5, "old_logps/seconds": 0.5}
+    >>> after |= {"publish/thread_s": 0.1, "rollout/tools_s": 18.0, "rollout/replies_s": 6.0, "rollout/episodes": 8}
+    >>> found = measure([before, after], 1, live=16, num_cores=2)
+    >>> found.step_s, found.tools, found.limit, {name: round(s, 2) for name, s in found.limits.items()}
+    (4.0, 0.75, 'processor', {'engine': 2.0, 'trainer': 2.1, 'episodes': 1.5, 'processor': 2.2})
+    """
+    timed = rows[first:]
+    steps = len(timed)
+
+    def total(name: str) -> float:
+        return sum(float(one.get(name, 0.0)) for one in timed)
+
+    own = timed[-1]["trainer/processor_s"] - rows[first - 1]["trainer/processor_s"]
+    spent = total("rollout/tools_s") + total("rollout/replies_s")
+    limits = {
+        "engine": total("engine/busy_s") / total("engine/sampled_tokens") * total("rollout/sampled_tokens") / steps,
+        "trainer": (total("trainer/seconds") + total("old_logps/seconds") + total("publish/thread_s")) / steps,
+        "episodes": spent / total("rollout/episodes") * (total("rollout/episodes") / steps) / live,
+        "processor": (total("engine/busy_s") + own) / steps / num_cores,
+    }
+    step_s = (timed[-1]["time_s"] - rows[first - 1]["time_s"]) / steps
+    return Measured(step_s, total("rollout/tools_s") / spent, limits)
+
+
+def timed_run(work: Workload, place: Path, *, seed: int, steps: int, synchronous: bool) -> Measured:
+    """Whole turns of the live groups, after the first, which begin together. Not the run's last step, with which a
+    checkpoint is made."""
+    turn = 1 if synchronous else work.max_staleness + 1
+    first = turn if synchronous else turn + 1
+    config = work.config(seed=seed, steps=first + turn * ceil(steps / turn) + 1, synchronous=synchronous)
+    name = f"{work.name}-{SYNC if synchronous else ASYNC}-{seed}".replace(" ", "-").replace("'", "")
+    run = train(replace(config, runs=place, name=name), console=Console(quiet=True))
+    rows = [one for one in run.metrics if one["step"]][:-1]
+    live = work.groups_per_step * work.group_size if synchronous else work.live
+    with Journal.read(run.folder) as reader:
+        longest = [seconds for step, seconds in reader.rows(LONGEST) if first < step <= len(rows)]
+    found = measure(rows, first, live=live, num_cores=cores())
+    return replace(found, longest_s=mean(longest), bound=config.schedule.staleness_bound)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A workload's runs, round by round."""
+
+    work: Workload
+    found: Mapping[str, Sequence[Measured]]
+
+    @property
+    def faster(self) -> list[float]:
+        """Synchronous time over asynchronous time, round by round; nothing for a point of the curve."""
+        if SYNC not in self.found:
+            return []
+        return ratios({name: [one.step_s for one in runs] for name, runs in self.found.items()}, SYNC, over=ASYNC)
+
+    @property
+    def near(self) -> list[float]:
+        """Shares of the ideal."""
+        return [one.ideal / one.step_s for one in self.found[ASYNC]]
+
+    @property
+    def tools(self) -> float:
+        return median(one.tools for one in self.found[SYNC if SYNC in self.found else ASYNC])
+
+    def step_s(self, name: str) -> float:
+        return median(one.step_s for one in self.found[name])
+
+
+def compare(work: Workload, place: Path, *, steps: int, repeats: int) -> Result:
+    """By turns; the seed is the round's, so that both have the same tasks."""
+    found: dict[str, list[Measured]] = {ASYNC: [], **({SYNC: []} if work.synchronous else {})}
+    for turn in range(repeats):
+        for name in sorted(found, reverse=turn % 2 == 1):
+            one = timed_run(work, place, seed=turn, steps=steps, synchronous=name == SYNC)
+            found[name].append(one)
+            shutil.rmtree(place)
+            CONSOLE.print(
+                f"{work.name}, round {turn + 1} of {repeats}, {name}: {one.step_s:.2f} s a step, {one.tools:.0%} of an "
+                f"episode in tools, ideal {one.ideal:.2f} s ({one.limit})"
+            )
+    return Result(work, found)
+
+
+def tables(results: Sequence[Result]) -> list[str]:
+    """The comparison, and the curve."""
+    both = [result for result in results if result.faster]
+    lines = [
+        f"Real runs of the retail desk, {both[0].work.groups_per_step if both else 4} groups of "
+        f"{both[0].work.group_size if both else 8} a step; medians (range). The share of tools is that of an episode's "
+        "own time in the synchronous run. What the workloads stand for, and what no schedule can shorten, is in "
+        "`benchmarks/workloads.toml` and at the head of `benchmarks/asynchrony.py`.",
+        "",
+        *columns(
+            "workload", "tools", "staleness, window", "rounds", "synchronous, s a step", "asynchronous",
+            "times as fast", "ideal, s a step", "set by", "of the ideal",
+        ),
+    ]  # fmt: skip
+    for result in both:
+        work, runs = result.work, result.found[ASYNC]
+        lines.append(
+            row(
+                work.name, f"{result.tools:.0%}", f"{work.max_staleness}, {work.window}", len(runs),
+                f"{result.step_s(SYNC):.2f}", f"{result.step_s(ASYNC):.2f}", spread(result.faster),
+                f"{median(one.ideal for one in runs):.2f}", _most(runs),
+                spread([100 * share for share in result.near], "{:.0f}%"),
+            )
+        )  # fmt: skip
+    lines.append("")
+    for result in both:
+        told, runs = [f"{NEAR:.0%} of the ideal {verdict(result.near, NEAR)}"], result.found[ASYNC]
+        if median(result.near) < NEAR:
+            told.append(
+                f"the staleness bound alone asks for {median(one.staleness for one in runs):.2f} s a step of "
+                f"{result.step_s(ASYNC):.2f}"
+            )
+        if result.tools >= 0.5:
+            told.insert(0, f"{FASTER} times as fast {verdict(result.faster, FASTER)}")
+        lines.append(f"* {result.work.name}: {'; '.join(told)}.")
+    return lines + _curve(results) + _limits(results)
+
+
+def _most(runs: Sequence[Measured]) -> str:
+    limits = [one.limit for one in runs]
+    return max(LIMITS, key=limits.count)
+
+
+def _curve(results: Sequence[Result]) -> list[str]:
+    points = [result for result in results if not result.work.synchronous]
+    base = _base(results)
+    if not points or base is None:
+        return []
+    lines = ["", f"Over the staleness bound and the window, at the latency of *{base.work.name}*; fewer rounds:", ""]
+    lines += columns("staleness", "window", "rounds", "s a step", "times as fast", "ideal, s a step", "of the ideal")
+    for result in [*points, base]:
+        work, runs = result.work, result.found[ASYNC]
+        lines.append(
+            row(
+                work.max_staleness, work.window, len(runs), f"{result.step_s(ASYNC):.2f}",
+                f"{base.step_s(SYNC) / result.step_s(ASYNC):.2f}", f"{median(one.ideal for one in runs):.2f}",
+                f"{median(result.near):.0%}",
+            )
+        )  # fmt: skip
+    return lines
+
+
+def _base(results: Sequence[Result]) -> Result | None:
+    """Whose synchronous run the points of the curve are compared with: the one with their tools."""
+    points = [result.work for result in results if not result.work.synchronous]
+    return next((one for one in results if one.faster and points and _alike(one.work, points[0])), None)
+
+
+def _alike(one: Workload, other: Workload) -> bool:
+    return (one.latency_s, one.latency_sigma) == (other.latency_s, other.latency_sigma)
+
+
+def _limits(results: Sequence[Result]) -> list[str]:
+    told = "What no schedule can shorten, seconds a step; and what the staleness bound asks for beside:"
+    lines = ["", told, "", *columns("workload", "measured", *LIMITS, "staleness")]
+    for result in results:
+        runs = result.found[ASYNC]
+        limits = (f"{median(one.limits[name] for one in runs):.2f}" for name in LIMITS)
+        asked = f"{median(one.staleness for one in runs):.2f}"
+        lines.append(row(result.work.name, f"{result.step_s(ASYNC):.2f}", *limits, asked))
+    return lines
+
+
+def draw(results: Sequence[Result]) -> None:
+    """Times as fast over the share of tools; and over the staleness bound, by window."""
+    both, base = [result for result in results if result.faster], _base(results)
+    with picture("async", width=9.0, panels=2) as (left, right):
+        both = sorted(both, key=lambda result: result.tools)
+        shares, faster = [100 * result.tools for result in both], [median(result.faster) for result in both]
+        ideal = [result.step_s(SYNC) / median(one.ideal for one in result.found[ASYNC]) for result in both]
+        low = [middle - min(result.faster) for middle, result in zip(faster, both, strict=True)]
+        high = [max(result.faster) - middle for middle, result in zip(faster, both, strict=True)]
+        left.plot(shares, ideal, "--", color="0.6", label="ideal")
+        left.errorbar(shares, faster, yerr=[low, high], marker="o", capsize=3, label="measured (range)")
+        left.axhline(1, color="0.8", linewidth=1)
+        left.set(xlabel="share of an episode spent in tools, %", ylabel="times as fast as synchronous", ylim=(0, None))
+        left.legend(frameon=False)
+        points = [result for result in results if not result.work.synchronous] + ([base] if base else [])
+        for window in sorted({result.work.window for result in points}):
+            own = sorted(
+                (result.work.max_staleness, base.step_s(SYNC) / result.step_s(ASYNC))
+                for result in points
+                if base and result.work.window == window
+            )
+            right.plot(*zip(*own, strict=True), "o-", label=f"window {window}")
+        right.set(xlabel="schedule.max_staleness", ylabel="times as fast as synchronous", ylim=(0, None))
+        right.xaxis.get_major_locator().set_params(integer=True)
+        if points:
+            right.legend(frameon=False, title=f"tools: {base.tools:.0%} of an episode" if base else None)
+
+
+def learn(place: Path, steps: int | None) -> list[str]:
+    """Each seed both ways, each run in a process of its own; what `place` holds of a finished run is not run again."""
+    wanted = tomllib.loads(FILE.read_text())["learning"]
+    lines = [
+        "Held-out success at equal samples: the recipe `retail` with a constant learning rate and the exact route, "
+        f"{steps or wanted['steps']} steps of {wanted['groups_per_step']} groups of {wanted['group_size']}, graded on "
+        f"{wanted['held_out']} held-out tasks at temperature 1; 95% Wilson intervals.",
+        "",
+        *columns("seed", "before", SYNC, ASYNC, "minutes, synchronous", "asynchronous", "within its interval"),
+    ]
+    pooled: dict[str, list[float]] = {SYNC: [], ASYNC: []}
+    for seed in wanted["seeds"]:
+        graded, minutes = {}, {}
+        for name, staleness in ((SYNC, 0), (ASYNC, wanted["max_staleness"])):
+            folder = place / f"{name}-{seed}"
+            if not _is_done(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                _learn(folder, wanted | {"max_staleness": staleness, "steps": steps or wanted["steps"]}, seed)
+            rows = list(RunFolder(folder).rows(METRICS))
+            graded[name] = [one["eval/success"] for one in rows if "eval/success" in one]
+            minutes[name] = (rows[-1]["time_s"] - rows[0]["time_s"]) / 60
+            pooled[name].append(graded[name][-1])
+        low, high = wilson(graded[SYNC][-1], wanted["held_out"])
+        lines.append(
+            row(
+                seed, f"{graded[SYNC][0]:.1%}", *(_told(graded[name][-1], wanted["held_out"]) for name in pooled),
+                *(f"{minutes[name]:.1f}" for name in pooled), "yes" if low <= graded[ASYNC][-1] <= high else "no",
+            )
+        )  # fmt: skip
+    count = wanted["held_out"] * len(wanted["seeds"])
+    low, high = wilson(mean(pooled[SYNC]), count)
+    inside = "within" if low <= mean(pooled[ASYNC]) <= high else "outside of"
+    told = " and ".join(f"{name} {_told(mean(found), count)}" for name, found in pooled.items())
+    return [*lines, "", f"All seeds together: {told}. Asynchronous is {inside} the interval of synchronous training."]
+
+
+def _is_done(folder: Path) -> bool:
+    return folder.is_dir() and any(one["kind"] == "stopped" for one in RunFolder(folder).rows(EVENTS))
+
+
+def _learn(folder: Path, wanted: Mapping[str, Any], seed: int) -> None:
+    knobs = {
+        "seed": seed, "steps": wanted["steps"], "minutes": 0, "runs": folder.parent.resolve(), "name": folder.name,
+        "task.latency_s": wanted["latency_s"], "task.latency_sigma": wanted["latency_sigma"],
+        "schedule.max_staleness": wanted["max_staleness"], "schedule.groups_per_step": wanted["groups_per_step"],
+        "schedule.group_size": wanted["group_size"], "trainer.lr_schedule": "constant", "trainer.threads": 1,
+        "audit.share": 0, "eval.tasks": wanted["held_out"],
+    }  # fmt: skip
+    words = [word for name, value in knobs.items() for word in (f"--{name}", str(value))]
+    root = Path(__file__).parent.parent
+    subprocess.run([sys.executable, "-m", "afterimage.cli", "train", "retail", *words], check=True, cwd=root)
+
+
+def _told(success: float, tasks: int) -> str:
+    low, high = wilson(success, tasks)
+    return f"{success:.1%} ({low:.0%} to {high:.0%})"
+
+
+def rounds(work: Workload, repeats: int) -> int:
+    """All for a headline, one for all else."""
+    return repeats if work.headline else min(repeats, 1)
+
+
+def main(words: Sequence[str] | None = None, put: Callable[..., Any] = write) -> None:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="of these workloads of workloads.toml")
+    parser.add_argument("--steps", type=int, help="timed steps of a run, at least (2); of a --learning run (25)")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds of the headline workloads")
+    parser.add_argument("--learning", action="store_true", help="held-out success instead of pace")
+    parser.add_argument("--runs", type=Path, default=Path("runs") / f"bench-async-{date.today()}", help="of --learning")
+    chosen = parser.parse_args(words)
+    if chosen.learning:
+        put(
+            "async-learning", "Asynchronous and synchronous training at equal samples", learn(chosen.runs, chosen.steps)
+        )
+        return
+    wanted = workloads()
+    if unknown := set(chosen.only or ()) - {work.name for work in wanted}:
+        parser.error(f"no workloads: {sorted(unknown)}; there are {[work.name for work in wanted]}")
+    with tempfile.TemporaryDirectory(prefix="bench-async-") as place:
+        results = [
+            compare(work, Path(place) / "runs", steps=chosen.steps or 2, repeats=rounds(work, chosen.repeats))
+            for work in wanted
+            if not chosen.only or work.name in chosen.only
+        ]
+    draw(results)
+    put("async", "Asynchronous against synchronous training", tables(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""The benchmark of asynchrony: its workloads are what they say, a run's limits are worked out by hand, and its tables
+say what was met and what was missed."""
+
+from itertools import pairwise
+
+import pytest
+
+from benchmarks.asynchrony import ASYNC, SYNC, Measured, Result, Workload, measure, rounds, tables, workloads
+
+
+def test_the_workloads_cover_what_is_asked_and_differ_from_synchronous_ones_in_the_schedule_alone() -> None:
+    held = workloads()
+    both = [work for work in held if work.synchronous]
+    assert all(one.latency_s < other.latency_s for one, other in pairwise(both)) and both[0].latency_s == 0
+    assert sum(work.headline for work in both) == 3 and all(rounds(work, 5) == 5 for work in both if work.headline)
+    points = [work for work in held if not work.synchronous]
+    assert {work.max_staleness for work in points} == {1, 2, 4} and {work.window for work in points} == {1, 4, 16}
+    assert len({(work.latency_s, work.latency_sigma) for work in points}) == 1
+    for work in both:
+        one, other = (work.config(seed=3, steps=4, synchronous=synchronous) for synchronous in (False, True))
+        assert one.schedule.max_staleness and other.schedule.max_staleness == 0
+        assert (one.task, one.engine, one.trainer, one.seed) == (other.task, other.engine, other.trainer, other.seed)
+        assert one.schedule.groups_per_step == other.schedule.groups_per_step
+
+
+def test_no_step_counts_that_fills_the_pipeline() -> None:
+    """Two timed steps of 3 s: 2 s of engine, 1.5 s of trainer; 32 episodes of 9 s each, 96 of which may be live."""
+    rows = [
+        {
+            "time_s": 20.0 + 3 * step, "trainer/processor_s": 10.0 + 2.5 * step,
+            "engine/busy_s": 2.2, "engine/sampled_tokens": 1100, "rollout/sampled_tokens": 1000,
+            "trainer/seconds": 1.0, "old_logps/seconds": 0.4, "publish/thread_s": 0.1,
+            "rollout/tools_s": 216.0, "rollout/replies_s": 72.0, "rollout/episodes": 32,
+        }
+        for step in range(4)
+    ]  # fmt: skip
+    rows[0]["engine/busy_s"] = rows[1]["engine/busy_s"] = 1000.0
+    found = measure(rows, 2, live=96, num_cores=2)
+    assert found.step_s == pytest.approx(3.0) and found.tools == pytest.approx(0.75)
+    assert found.limits == pytest.approx({"engine": 2.0, "trainer": 1.5, "episodes": 3.0, "processor": 2.35})
+    assert (found.ideal, found.limit) == (pytest.approx(3.0), "episodes")
+
+
+def result(name: str, seconds: float, *, synchronous: bool = True, window: int = 4, tools: float = 0.6) -> Result:
+    work = Workload(
+        name=name, latency_s=0.5, latency_sigma=0.5, max_staleness=2, window=window, groups_per_step=4, group_size=8,
+        synchronous=synchronous,
+    )  # fmt: skip
+    limits = {"engine": 0.9, "trainer": 1.0, "episodes": 0.4, "processor": 0.8}
+    found = {ASYNC: [Measured(seconds, tools, limits, 4.4, 2)]}
+    return Result(work, found | ({SYNC: [Measured(4.0, tools, limits)]} if synchronous else {}))
+
+
+def test_the_tables_say_what_is_met_and_what_is_missed() -> None:
+    lines = tables([result("near", 1.25), result("far", 2.0), result("point", 1.6, synchronous=False, window=1)])
+    assert "| near | 60% | 2, 4 | 1 | 4.00 | 1.25 | 3.20 (3.20 to 3.20) | 1.00 | trainer | 80% (80% to 80%) |" in lines
+    asked = "85% of the ideal missed: 0.{} of 0.85; the staleness bound alone asks for 1.80 s a step of {}."
+    assert f"* near: 2.8 times as fast met: 3.20 of 2.8; {asked.format('80', '1.25')}" in lines
+    assert f"* far: 2.8 times as fast missed: 2.00 of 2.8; {asked.format('50', '2.00')}" in lines
+    assert "| 2 | 1 | 1 | 1.60 | 2.50 | 1.00 | 62% |" in lines
+    assert "| far | 2.00 | 0.90 | 1.00 | 0.40 | 0.80 | 1.80 |" in lines
+
+
+def test_where_tools_take_less_than_half_no_speed_is_promised() -> None:
+    (told,) = [line for line in tables([result("quick", 1.1, tools=0.3)]) if line.startswith("* ")]
+    assert told == "* quick: 85% of the ideal met: 0.91 of 0.85."
