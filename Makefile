@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: setup demo test test-engines test-adapters conversations check base-policy bench bench-agent bench-demo bench-retail bench-compare \
-	bench-routes bench-audit bench-resume bench-endpoint chaos report fuzz
+	bench-routes bench-audit bench-resume bench-endpoint bench-schedule chaos report fuzz
 
 setup: .venv/.ready
 
@@ -97,6 +97,10 @@ bench-resume: setup
 # Five minutes: 64 streaming episodes at once behind the endpoint, while the weights change.
 bench-endpoint: setup
 	$(BIN)/python benchmarks/endpoint.py
+
+# Five minutes, 2 GB: what a turn costs with 10, 1,000 and 100,000 live episodes, and what an episode takes.
+bench-schedule: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.schedule
 
 # Runs and engines killed, N times and twice N / 2 times: make chaos N=10 takes minutes.
 N ?= 100
