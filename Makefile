@@ -98,7 +98,7 @@ bench-resume: setup
 bench-endpoint: setup
 	$(BIN)/python benchmarks/endpoint.py
 
-# Five minutes, 2 GB: what a turn costs with 10, 1,000 and 100,000 live episodes, and what an episode takes.
+# Ten minutes, 2 GB: what a turn costs with 10, 1,000 and 100,000 live episodes, and what an episode takes.
 bench-schedule: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.schedule
 

@@ -1,6 +1,6 @@
 """What does a turn cost with 10, 1,000 and 100,000 episodes alive at once, and what does an episode take meanwhile?
 
-    python -m benchmarks.schedule                                        # five minutes
+    python -m benchmarks.schedule                                        # ten minutes
     python -m benchmarks.schedule --live 10 1000 --repeats 1 --turns 2000    # seconds
 
 The real path (`produce`, `roll` and `take` of the loop, `Line`, `Ledger`, `Rollout`, `Supervised`, the journal on the
