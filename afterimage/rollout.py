@@ -8,8 +8,8 @@ import asyncio
 import hashlib
 import json
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from afterimage.config import EngineConfig, RolloutConfig
 from afterimage.engines import AS_ALWAYS, Engine, Manner, SamplingParams, Stopwatch
 from afterimage.envs import Closing, Env, Pretending, Resumable, Taskset, Turn, combined
 from afterimage.envs.chat import Chat
+from afterimage.patience import Patience
 from afterimage.trajectory import (
     Failure,
     Given,
@@ -37,10 +38,6 @@ FAILED_LEAST, FAILED_WINDOW = 20, 100
 """Episodes over which the share of failures is judged: not before the first number, and the last of the second."""
 
 
-INSIST_S = 1.0
-"""Between two cancellations of an environment that is past its time-out."""
-
-
 class EpisodeFailed(Exception):
     """An environment broke in a named stage; the cause is its `__cause__`."""
 
@@ -49,40 +46,19 @@ class TooManyFailures(RuntimeError):
     """More episodes fail than the run allows."""
 
 
-@asynccontextmanager
-async def stage(name: str, timeout_s: float) -> AsyncIterator[None]:
+@contextmanager
+def stage(name: str, timeout_s: float) -> Iterator[None]:
     """The one broad except: what environment code raises, or its time-out, becomes EpisodeFailed(name)."""
+    patience = Patience(timeout_s)
     try:
-        async with asyncio.timeout(timeout_s):
-            with _insisting(timeout_s + INSIST_S):
-                yield
+        with patience:
+            yield
     except Exception as error:
         raise EpisodeFailed(name) from error
     except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
+        if patience.task.cancelling():
             raise
         raise EpisodeFailed(name) from error  # something inside the environment was cancelled, not this episode
-
-
-@contextmanager
-def _insisting(after_s: float) -> Iterator[None]:
-    """Cancel the task again and again from then on: a time-out does so once, and something in it may swallow that."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    timers: list[asyncio.TimerHandle] = []
-
-    def insist() -> None:
-        task.cancel()
-        timers.append(loop.call_later(INSIST_S, insist))
-
-    timers.append(loop.call_later(after_s, insist))
-    try:
-        yield
-    finally:
-        timers[-1].cancel()
-        for _ in timers[1:]:
-            task.uncancel()
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -251,17 +227,16 @@ class Rollout:
         env_seed, noise_seed = seeds
         chat, timeout_s = self.speaker.chat, self.config.timeout_s
         turn_rewards: list[float] = []
-        async with stage("begin", timeout_s):
-            env = script.env = self.taskset.env(task, env_seed)
-            turn = await script.resume(env, turn_rewards)
+        with stage("begin", timeout_s):
+            env = script.pose(self.taskset.env(task, env_seed))
+            turn = await script.resume(turn_rewards)
             if turn is None:
                 turn = await env.begin()
                 script.give(Given(chat.opening(turn.messages)))
-                script.keep(env, turn_rewards)
-        pieces = script.pieces
-        if self.speaker.room(_length(pieces)) < 1:
+                script.keep(turn_rewards)
+        if self.speaker.room(len(script.text)) < 1:
             raise ValueError(
-                f"the opening prompt of {task.key} has {_length(pieces)} tokens, engine.max_context is "
+                f"the opening prompt of {task.key} has {len(script.text)} tokens, engine.max_context is "
                 f"{self.speaker.config.max_context}: no reply fits; raise engine.max_context"
             )
         stop: Stop = "done"
@@ -269,20 +244,20 @@ class Rollout:
             if len(turn_rewards) == self.config.max_turns:
                 stop = "max_turns"
                 break
-            if self.speaker.room(_length(pieces)) < 1:
+            if self.speaker.room(len(script.text)) < 1:
                 stop = "max_tokens"
                 break
             reply, ended = await self.spent.on("replies", self._speak(script, noise_seed))
-            if isinstance(env, Pretending):
-                env.replaying = script.replaying
-            async with stage(f"step {len(turn_rewards) + 1}", timeout_s):
+            if script.pretending is not None:
+                script.pretending.replaying = script.replaying
+            with stage(f"step {len(turn_rewards) + 1}", timeout_s):
                 turn = combined(self.taskset, await self.spent.on("tools", env.step(chat.parse(reply))))
                 turn_rewards.append(turn.reward)
                 if not turn.done:
                     script.give(Given(chat.following(turn.messages, ended=ended)))
-                    script.keep(env, turn_rewards)
+                    script.keep(turn_rewards)
         script.require_end()
-        return _finish(pieces, turn, turn_rewards, Trajectory((), {}, stop, task, noise_seed, script.episode))
+        return _finish(script.pieces, turn, turn_rewards, Trajectory((), {}, stop, task, noise_seed, script.episode))
 
     async def _speak(
         self, script: "_Script", seed: int, how: Manner = AS_ALWAYS, *, since: int | None = None
@@ -291,12 +266,9 @@ class Rollout:
 
         `since` is the piece that it begins with, where some of it has been said before.
         """
-        spoken: list[int] = []
-        context = [token for piece in script.pieces[:since] for token in piece.tokens]
-        room = min(self.speaker.room(len(context)), how.max_tokens)
-        for piece in (*script.pieces[len(script.pieces) if since is None else since :], *script.reply()):
-            context.extend(piece.tokens)
-            spoken.extend(piece.tokens)
+        before = script.pieces[since:] if since is not None else ()
+        spoken = [token for piece in (*before, *script.reply()) for token in piece.tokens]
+        room = min(self.speaker.room(len(script.text) - len(spoken)), how.max_tokens)
         stop_tokens = self.speaker.chat.stop_tokens
         while True:
             if spoken and (spoken[-1] in stop_tokens or len(spoken) >= room or how.is_over(spoken)):
@@ -308,13 +280,12 @@ class Rollout:
                 temperature=self.speaker.config.temperature,
                 seed=seed,
             )
-            reply = await self.speaker.engine.sample(context, params)
+            reply = await self.speaker.engine.sample(script.text, params)
             if reply.piece.tokens:
-                start, cut = len(context), how.cut(spoken, reply.piece)
-                context.extend(cut.tokens)
+                start, cut = len(script.text), how.cut(spoken, reply.piece)
                 spoken.extend(cut.tokens)
                 script.say(cut)
-                self._arrived(Open(script.episode, tuple(context), start, cut))
+                self._arrived(Open(script.episode, script.text, start, cut))
             if reply.stop == "length" and len(reply.piece.tokens) < params.max_tokens:
                 return spoken, False
 
@@ -343,13 +314,17 @@ class _Script:
         self.episode = episode
         self.page = page
         self.pieces: list[Piece] = []
+        self.text: list[int] = []
+        """The tokens of all pieces. It only ever grows."""
         self.past = past
         self.begin: Begin = Unwritten
         self.env: Env | None = None
+        self.pretending: Pretending | None = None
         self.branches: list[_Script] = []
         """What else is said in the attempt, in contexts of its own."""
         self._recorded = deque(past.pieces if past else ())
         self._snapshot = past.snapshot if past else None
+        self._resumable: Resumable | None = None
 
     @property
     def replaying(self) -> bool:
@@ -361,21 +336,29 @@ class _Script:
         """All pieces there are."""
         return [*self.pieces, *self._recorded]
 
-    async def resume(self, env: Env, turn_rewards: list[float]) -> Turn | None:
+    def pose(self, env: Env) -> Env:
+        """The attempt's environment. What it can do is asked once: Python takes as long for that as for half a turn."""
+        self.env = env
+        self.pretending = env if isinstance(env, Pretending) else None
+        self._resumable = env if isinstance(env, Resumable) else None
+        return env
+
+    async def resume(self, turn_rewards: list[float]) -> Turn | None:
         """Put the environment where its snapshot was made. None if there is none."""
-        if self._snapshot is None or not isinstance(env, Resumable):
+        if self._snapshot is None or self._resumable is None:
             return None
         count, state = self._snapshot
         rewards, own = json.loads(state)
-        await env.resume(own)
+        await self._resumable.resume(own)
         turn_rewards.extend(rewards)
-        self.pieces.extend(self._recorded.popleft() for _ in range(count))
+        for _ in range(count):
+            self._again()
         return Turn(())
 
-    def keep(self, env: Env, turn_rewards: Sequence[float]) -> None:
+    def keep(self, turn_rewards: Sequence[float]) -> None:
         """Write the environment down, if it can be and was not."""
-        if isinstance(env, Resumable) and not self._recorded:
-            self.page.snapshot(len(self.pieces), json.dumps([list(turn_rewards), env.snapshot()]))
+        if self._resumable is not None and not self._recorded:
+            self.page.snapshot(len(self.pieces), json.dumps([list(turn_rewards), self._resumable.snapshot()]))
 
     def give(self, piece: Given) -> None:
         """What the environment says."""
@@ -383,14 +366,14 @@ class _Script:
             told = self._recorded[0]
             if told != piece:
                 raise NotReplayed(f"piece {len(self.pieces)} has other tokens than the {len(told.tokens)} on record")
-            self.pieces.append(self._recorded.popleft())
+            self._again()
             return
         self.say(piece)
 
     def reply(self) -> Iterator[Sampled]:
         """What is on record of the reply that comes next."""
         while self._recorded and isinstance(piece := self._recorded[0], Sampled):
-            self.pieces.append(self._recorded.popleft())
+            self._again()
             yield piece
 
     def require_end(self) -> None:
@@ -400,7 +383,14 @@ class _Script:
 
     def say(self, piece: Piece) -> None:
         self.page.piece(len(self.pieces), piece)
+        self._add(piece)
+
+    def _again(self) -> None:
+        self._add(self._recorded.popleft())
+
+    def _add(self, piece: Piece) -> None:
         self.pieces.append(piece)
+        self.text.extend(piece.tokens)
 
 
 class Progress(Protocol):

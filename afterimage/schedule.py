@@ -6,8 +6,9 @@ versions somebody still needs.
 """
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from heapq import heappop, heappush
 
 from torch import Tensor
 
@@ -28,7 +29,8 @@ class Line:
     engine holds the version that the batch led to. `take` hands out groups one by one from the `window` oldest
     positions, the oldest finished first; `window=1` is strict admission order.
 
-    `admit` waits for a ticket: `release` unblocks it. `take` waits for finished groups: their work unblocks it.
+    `admit` waits for a ticket: `release` unblocks it. `take` waits for finished groups: their work unblocks it. A group
+    costs O(log live) in all, however many others are live.
     """
 
     def __init__(self, *, max_staleness: int, groups_per_step: int, window: int = 1) -> None:
@@ -39,9 +41,9 @@ class Line:
         self._live = 0
         self._free = asyncio.Event()
         self._admitted = 0
-        self._oldest = 0
-        self._finished: dict[int, Group] = {}
-        self._ahead: set[int] = set()  # taken positions that lie after the oldest one not taken
+        self._unfinished: OrderedDict[int, None] = OrderedDict()  # positions, the oldest first
+        self._beyond: list[tuple[int, Group]] = []  # a heap of what is finished and out of the window's reach
+        self._within: list[tuple[int, Group]] = []  # and of what is within it
         self._unreleased = 0
         self._arrival = asyncio.Event()
         self._closed = ""
@@ -49,12 +51,12 @@ class Line:
     @property
     def num_open(self) -> int:
         """Groups admitted and not yet taken."""
-        return self._admitted - self._oldest - len(self._ahead)
+        return len(self._unfinished) + self.num_finished
 
     @property
     def num_finished(self) -> int:
         """Groups that wait to be taken."""
-        return len(self._finished)
+        return len(self._beyond) + len(self._within)
 
     def metrics(self) -> dict[str, float]:
         """Of the groups that have begun and are not taken: how many, and how many of these only wait to be."""
@@ -63,8 +65,7 @@ class Line:
     def restore(self, admitted: int, open_positions: Sequence[int]) -> None:
         """As it was when so many groups had been admitted and these not taken. They are to be admitted again."""
         self._admitted = admitted
-        self._oldest = min(open_positions, default=admitted)
-        self._ahead = set(range(self._oldest, admitted)) - set(open_positions)
+        self._unfinished = OrderedDict.fromkeys(sorted(open_positions))
 
     async def readmit(self, position: int, work: Work, tasks: asyncio.TaskGroup) -> None:
         """Wait for a ticket for a group that has its position from `restore`, then start its work.
@@ -78,6 +79,7 @@ class Line:
     async def admit(self, work: Work, tasks: asyncio.TaskGroup) -> None:
         """Wait for a ticket, then start `work` as a child of `tasks`."""
         await self._ticket()
+        self._unfinished[self._admitted] = None
         tasks.create_task(self._finish(self._admitted, work))
         self._admitted += 1
 
@@ -93,25 +95,26 @@ class Line:
         self._arrival.set()
 
     async def _finish(self, position: int, work: Work) -> None:
-        self._finished[position] = await work()
-        self._arrival.set()
+        group = await work()
+        del self._unfinished[position]
+        heappush(self._beyond, (position, group))
+        reach = next(iter(self._unfinished), self._admitted) + self.window
+        while self._beyond and self._beyond[0][0] < reach:
+            heappush(self._within, heappop(self._beyond))
+        if len(self._within) >= self.groups_per_step:
+            self._arrival.set()
 
     async def take(self) -> list[Group]:
         """The next batch of `groups_per_step` groups, in the order in which the window allows them.
 
         `EmptyLine` if they can never come.
         """
-        while (chosen := self._choose()) is None:
+        while len(self._within) < self.groups_per_step:
             self._require_prospects()
             self._arrival.clear()
             await self._arrival.wait()
-        for position in chosen:
-            self._ahead.add(position)
-        while self._oldest in self._ahead:
-            self._ahead.remove(self._oldest)
-            self._oldest += 1
-        self._unreleased += len(chosen)
-        return [self._finished.pop(position) for position in chosen]
+        self._unreleased += self.groups_per_step
+        return [heappop(self._within)[1] for _ in range(self.groups_per_step)]
 
     def _require_prospects(self) -> None:
         if self.num_open >= self.groups_per_step:
@@ -122,22 +125,6 @@ class Line:
         if self._live >= self._tickets:
             raise EmptyLine(short + f"all {self._tickets} tickets are out, {self._unreleased} of them never released")
 
-    def _choose(self) -> list[int] | None:
-        """Positions of a whole batch, or None while it cannot be made up. O(groups_per_step + window)."""
-        chosen: set[int] = set()
-        order: list[int] = []
-        oldest = self._oldest
-        while len(order) < self.groups_per_step:
-            while oldest in chosen or oldest in self._ahead:
-                oldest += 1
-            reach = range(oldest, oldest + self.window)
-            position = next((p for p in reach if p in self._finished and p not in chosen), None)
-            if position is None:
-                return None
-            chosen.add(position)
-            order.append(position)
-        return order
-
     def release(self) -> None:
         """Give back the tickets of the oldest batch taken. Call when all engines hold the version that it led to."""
         count = min(self._unreleased, self.groups_per_step)
@@ -146,40 +133,39 @@ class Line:
 
 
 class Ledger:
-    """Every piece that was sampled and not yet consumed, by episode.
+    """Every piece that was sampled and not yet consumed, by version and episode.
 
     The versions of these pieces are what a route must still be able to answer for: they pin snapshots, and they are
-    what is left to score when the weights are about to leave a version.
+    what is left to score when the weights are about to leave a version. What is asked costs what is answered.
     """
 
     def __init__(self) -> None:
-        self._pieces: dict[int, deque[Open]] = {}
-        self._count: Counter[int] = Counter()
+        self._pieces: dict[int, dict[int, list[Open]]] = {}
         self.news = asyncio.Event()
         """Set when a piece arrives; whoever waits for it clears it."""
 
     def arrived(self, piece: Open) -> None:
-        self._pieces.setdefault(piece.episode, deque()).append(piece)
-        self._count[piece.piece.version] += 1
+        self._pieces.setdefault(piece.piece.version, {}).setdefault(piece.episode, []).append(piece)
         self.news.set()
 
-    def settle(self, episodes: Iterable[int]) -> None:
+    def settle(self, episodes: Collection[int]) -> None:
         """These episodes were consumed or given up: nothing more will be asked about them."""
-        for episode in episodes:
-            for piece in self._pieces.pop(episode, ()):
-                self._count[piece.piece.version] -= 1
-        self._count = +self._count
+        for version in self.versions:
+            held = self._pieces[version]
+            for episode in episodes:
+                held.pop(episode, None)
+            if not held:
+                del self._pieces[version]
 
     @property
     def versions(self) -> frozenset[int]:
         """Versions that some unconsumed piece was sampled with."""
-        return frozenset(self._count)
+        return frozenset(self._pieces)
 
     def of(self, version: int, *, besides: Collection[int] = ()) -> list[Open]:
         """The unconsumed pieces of one version, partial, finished and queued, but for those of some episodes."""
-        passed = frozenset(besides)
-        held = (piece for episode, pieces in self._pieces.items() if episode not in passed for piece in pieces)
-        return [piece for piece in held if piece.piece.version == version]
+        passed, held = frozenset(besides), self._pieces.get(version, {})
+        return [piece for episode, pieces in held.items() if episode not in passed for piece in pieces]
 
 
 class StalenessError(AssertionError):

@@ -223,9 +223,14 @@ class Open:
     """A piece that just arrived, with all that is needed to score it: `tokens[start:]` are the piece's own."""
 
     episode: int
-    tokens: tuple[int, ...]
+    text: Sequence[int]
+    """Of its episode up to the piece's end, or further: all pieces of an episode can share it while it grows."""
     start: int
     piece: Sampled
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(self.text[: self.start + len(self.piece.tokens)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,11 +266,12 @@ class Handout:
         """Every sampled piece of its episodes that can still be trained on."""
         alive = [past for past in self.past if not isinstance(past.outcome, Failure)]
         for one in (one for past in alive for one in (past, *past.branches)):
-            tokens: tuple[int, ...] = ()
+            text: list[int] = []
             for piece in one.pieces:
-                start, tokens = len(tokens), tokens + piece.tokens
+                start = len(text)
+                text += piece.tokens
                 if isinstance(piece, Sampled):
-                    yield Open(one.episode, tokens, start, piece)
+                    yield Open(one.episode, text, start, piece)
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,32 +328,35 @@ def collate(credited: Sequence[Credited]) -> Batch:
     """Pack judged trajectories into one batch. No padding: sequences lie end to end."""
     if not credited:
         raise ValueError("nothing to collate: every group of this step came back empty")
-    columns: dict[str, list[float]] = {name: [] for name in _PER_TOKEN}
+    tokens: list[int] = []
+    behavior_logp: list[float] = []
+    advantage: list[float] = []
+    pieces: list[tuple[int, ...]] = []
     offsets = [0]
     for item in credited:
-        length = len(item.trajectory)
         for start, piece, turn in walk(item.trajectory.pieces):
-            count = len(piece.tokens)
-            sampled = isinstance(piece, Sampled)
-            columns["tokens"] += piece.tokens
-            columns["sampled"] += [sampled] * count
-            columns["behavior_logp"] += piece.behavior_logp if isinstance(piece, Sampled) else [0.0] * count
-            columns["version"] += [piece.version if isinstance(piece, Sampled) else NO_VERSION] * count
-            columns["turn"] += [turn] * count
-            columns["provenance"] += [int(piece.provenance)] * count
-            columns["clean"] += [piece.clean if isinstance(piece, Sampled) else True] * count
-            columns["advantage"] += _advantages(item, start, count, turn)
-        offsets.append(offsets[-1] + length)
+            count, provenance = len(piece.tokens), int(piece.provenance)
+            tokens += piece.tokens
+            advantage += _advantages(item, start, count, turn)
+            if isinstance(piece, Sampled):
+                behavior_logp += piece.behavior_logp
+                pieces.append((count, True, piece.version, turn, provenance, piece.clean))
+            else:
+                behavior_logp += [0.0] * count
+                pieces.append((count, False, NO_VERSION, turn, provenance, True))
+        offsets.append(len(tokens))
+    counts, *columns = torch.tensor(pieces, dtype=torch.long).reshape(-1, 6).T
+    sampled, version, turns, provenances, clean = (torch.repeat_interleave(column, counts) for column in columns)
     return Batch(
-        tokens=torch.tensor(columns["tokens"], dtype=torch.long),
+        tokens=torch.tensor(tokens, dtype=torch.long),
         offsets=tuple(offsets),
-        sampled=torch.tensor(columns["sampled"], dtype=torch.bool),
-        behavior_logp=torch.tensor(columns["behavior_logp"], dtype=torch.float32),
-        version=torch.tensor(columns["version"], dtype=torch.long),
-        turn=torch.tensor(columns["turn"], dtype=torch.long),
-        provenance=torch.tensor(columns["provenance"], dtype=torch.long),
-        clean=torch.tensor(columns["clean"], dtype=torch.bool),
-        advantage=torch.tensor(columns["advantage"], dtype=torch.float32),
+        sampled=sampled.bool(),
+        behavior_logp=torch.tensor(behavior_logp, dtype=torch.float32),
+        version=version,
+        turn=turns,
+        provenance=provenances,
+        clean=clean.bool(),
+        advantage=torch.tensor(advantage, dtype=torch.float32),
         episodes=tuple(item.trajectory.episode for item in credited),
     )
 

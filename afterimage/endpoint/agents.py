@@ -37,8 +37,8 @@ class AgentRollout(Rollout):
             voice = AgentVoice(self, script, noise_seed)
             session = Session(voice, calls, voice.recorded(), self.config.timeout_s)
             try:
-                async with stage("agent", env.timeout_s), session.watched():
-                    with self.endpoint.opened(session) as address:
+                with stage("agent", env.timeout_s), self.endpoint.opened(session) as address:
+                    async with session.watched():
                         verdict = combined(self.taskset, await env.drive(address, self.endpoint.token))
             except EpisodeFailed as error:
                 failed = error

@@ -60,8 +60,8 @@ class ScriptedEngine:
         self._token_delay = token_delay
         self._parameters = parameters
         self.version = -1
-        self._pending: dict[asyncio.Event, None] = {}
-        """One event per reply being said, in order; setting it makes the reply end with what it has."""
+        self._pending: dict[asyncio.Timeout, None] = {}
+        """One limit per reply being said, in order; once it is due, the reply ends with what it has."""
         self._open = asyncio.Event()
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -85,7 +85,7 @@ class ScriptedEngine:
         while not self._open.is_set():
             await self._open.wait()
         self._check_alive()
-        halt = asyncio.Event()
+        halt = asyncio.timeout(None)
         self._pending[halt] = None
         self._quiet.clear()
         try:
@@ -95,21 +95,24 @@ class ScriptedEngine:
             if not self._pending:
                 self._quiet.set()
 
-    async def _reply(self, tokens: tuple[int, ...], params: SamplingParams, halt: asyncio.Event) -> Reply:
+    async def _reply(self, tokens: tuple[int, ...], params: SamplingParams, halt: asyncio.Timeout) -> Reply:
         said: list[int] = []
         behavior_logp: list[float] = []
-        stop: ReplyStop | None = None
         version = self.version
-        for token in self._script(tokens, params):
-            if self._token_delay is not None and not await _before(self._token_delay((*tokens, *said), params), halt):
-                stop = "interrupted"
-                break
-            behavior_logp.append(self._logp((*tokens, *said), token) if callable(self._logp) else self._logp)
-            said.append(token)
+        try:
+            async with halt:
+                for token in self._script(tokens, params):
+                    if self._token_delay is not None:
+                        await self._token_delay((*tokens, *said), params)
+                    behavior_logp.append(self._logp((*tokens, *said), token) if callable(self._logp) else self._logp)
+                    said.append(token)
+            stop: ReplyStop = "stop" if said[-1] in params.stop_tokens else "length"
+        except TimeoutError:
+            if not halt.expired():
+                raise
+            stop = "interrupted"
         self._check_alive()
         self._sampled_tokens += len(said)
-        if stop is None:
-            stop = "stop" if said[-1] in params.stop_tokens else "length"
         return Reply(Sampled(tuple(said), tuple(behavior_logp), version), stop)
 
     def _script(self, tokens: tuple[int, ...], params: SamplingParams) -> list[int]:
@@ -127,8 +130,7 @@ class ScriptedEngine:
     async def interrupt(self) -> None:
         self._check_alive()
         self._open.clear()
-        for halt in self._pending:
-            halt.set()
+        self._halt()
         await self._quiet.wait()
 
     async def load(self, update: Update, version: int) -> None:
@@ -158,8 +160,12 @@ class ScriptedEngine:
         """Fail as an engine whose process has ended: every call until `start` raises `EngineDied`, pending ones too."""
         self._error = self._error or error
         self._open.set()
+        self._halt()
+
+    def _halt(self) -> None:
         for halt in self._pending:
-            halt.set()
+            if halt.when() is None:
+                halt.reschedule(0.0)
 
     def metrics(self) -> Mapping[str, float]:
         """Tokens said since the last call; the fake computes nothing, so its other counters are 0."""
@@ -171,19 +177,3 @@ class ScriptedEngine:
             raise EngineDied(self._error)
         if not self._started:
             raise RuntimeError("the engine has not been started: await start() first")
-
-
-async def _before(delay: Awaitable[None], halt: asyncio.Event) -> bool:
-    """Wait for `delay`. False as soon as `halt` is set, and `delay` is then cancelled."""
-    waiting = asyncio.ensure_future(delay)
-    halted = asyncio.ensure_future(halt.wait())
-    try:
-        await asyncio.wait((waiting, halted), return_when=asyncio.FIRST_COMPLETED)
-        if halt.is_set():
-            return False
-        await waiting
-        return True
-    finally:
-        waiting.cancel()
-        halted.cancel()
-        await asyncio.wait((waiting, halted))

@@ -53,6 +53,8 @@ class Journal:
         self._thread: Thread | None = None
         self._failure: Future[None] = Future()
         self._failure.set_running_or_notify_cancel()  # who stops watching does not cancel it
+        self._waiting = asyncio.Lock()
+        self._barriers = self._passed = 0
         self._after = self._highest = -1
         self._trained_on: list[tuple[int, int, int, int, float]] = []
         """Consumed, but in no checkpoint: rows of the table without its last column."""
@@ -171,8 +173,14 @@ class Journal:
         self._queue.put(list(records))
 
     async def barrier(self) -> None:
-        """Everything written before is committed when this returns."""
-        await asyncio.to_thread(self.flush)
+        """Everything written before is committed when this returns. Those who come while one waits share the next."""
+        self._barriers += 1
+        mine = self._barriers
+        async with self._waiting:
+            if self._passed < mine:
+                covers = self._barriers
+                await asyncio.to_thread(self.flush)
+                self._passed = covers
 
     def flush(self) -> None:
         """`barrier` for a thread, which waits."""
