@@ -81,6 +81,8 @@ class Row:
     """Training of the asynchronous step, where it is published."""
     load_s: float = 0.0
     """Of a version, where it is published."""
+    partial: bool = False
+    """It is no asynchronous run: engines and trainer share their GPUs, and more episodes are begun than are needed."""
     scored: bool = True
     """Whether the asynchronous run computes old log-probabilities."""
     assumed: str
@@ -250,7 +252,7 @@ APRIL = Row(
     source="arXiv 2509.18521: rollout throughput, mean and largest gain",
     published=(1.225, 1.44),
     model=QWEN3_4B, processor=H100, gpus=8, engine_gpus=8, trainer_gpus=8,
-    groups=32, group_size=8, most=16_384, staleness=1,
+    groups=32, group_size=8, most=16_384, staleness=1, partial=True,
     assumed="model, GPUs, 32 prompts of 8 samples, 16k tokens; twice as many are begun as are needed",
 )  # fmt: skip
 
@@ -276,7 +278,7 @@ def compare(rows: tuple[Row, ...], steps: int, told: Callable[[str], None]) -> l
     for row in rows:
         told(f"simulating {row.name}")
         sync = synchronous(row, max(2, steps))
-        if row is APRIL:
+        if row.partial:
             ratio = generation_s(sync) / generation_s(partial(row, 4 * steps))
             found.append(Compared(row, "rollout throughput", ratio, sync))
             continue
