@@ -201,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> Mapping[str, Sequence[str]]:
     parser.add_argument("--groups", type=int, default=8, help="a step. Now: 8")
     parser.add_argument("--siblings", type=int, default=8, help="of a group. Now: 8")
     parser.add_argument("--latency-s", type=float, default=1.0, help="of a tool call, in the mean. Now: 1")
-    parser.add_argument("--published-steps", type=int, default=4, help="of each simulation; 0 leaves them out. Now: 4")
+    parser.add_argument("--published-steps", type=int, default=3, help="of each simulation; 0 leaves them out. Now: 3")
     parser.add_argument("--no-runs", action="store_true", help="only what is simulated")
     parser.add_argument(
         "--smoke", action="store_true", help="seconds: the smallest published row, and nothing is written"

@@ -8,7 +8,7 @@ again in its records.
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ import pytest
 from afterimage import virtual
 from afterimage.cli import main
 from afterimage.config import ConfigError, ScheduleConfig
+from afterimage.observe.metrics import RunFolder, RunLog
 from afterimage.plan import measured
 from afterimage.plan.costs import Proportional
 from afterimage.plan.engines import Engine, Engines, Reply
@@ -255,3 +256,32 @@ def test_the_benchmark_says_what_it_missed() -> None:
     told = {ratio: of_others([Compared(APRIL, "", ratio, sync)])[2] for ratio in (1.0, 1.3, 1.5)}
     assert told[1.0].endswith("-18% | missed |") and told[1.3].endswith("+0% | met |")
     assert told[1.5].endswith("+4% | met |")
+
+
+def test_what_a_run_cost_is_found_again_in_its_records(tmp_path: Path) -> None:
+    true = Proportional(
+        decode=0.01, decode_reply=1e-4, prefill_token=2e-5, train=0.3, train_token=1e-4,
+        old=0.1, old_version_token=5e-5, load=0.25,
+    )  # fmt: skip
+    clock = [0.0]
+    rows, versions = [], {}
+    with RunLog.create(tmp_path, {}, clock=lambda: clock[0]) as log:
+        for step in range(1, 9):
+            steps, replies, prefill, tokens = 100 + 7 * step**2, 10 + step % 3, 5000 - 300 * step, 20_000 + 900 * step
+            versions[step] = 1 + (step % 4) / 2
+            busy = true.decode * steps + true.decode_reply * steps * replies + true.prefill_s(prefill)
+            engine = {"engine/steps": steps, "engine/batch_size_mean": replies, "engine/prefill_tokens": prefill}
+            episodes = {"rollout/episodes": 10, "rollout/tokens_mean": tokens / 10}
+            rows.append({"step": step, "engine/busy_s": busy, **engine, **episodes})
+            lanes = {
+                f"wait for the groups of step {step}": 1.0,
+                f"old_logps step {step}": true.old_logps_s(tokens, versions[step]),
+                f"trainer step {step}": true.train_s(tokens),
+                f"publish version {step}": true.load,
+            }
+            for named, seconds in lanes.items():
+                with log.span(*named.split(" ", 1)):
+                    clock[0] += seconds
+    found = measured._costs(rows, measured._spent(RunFolder(tmp_path)), versions, 1)
+    for field in fields(Proportional):  # times in the records are rounded to a millisecond
+        assert getattr(found, field.name) == pytest.approx(getattr(true, field.name), rel=0.02, abs=1e-7), field.name
