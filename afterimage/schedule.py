@@ -123,6 +123,8 @@ class Line:
         chosen: set[int] = set()
         order: list[int] = []
         oldest = self._oldest
+        if len(self._finished) < self.groups_per_step:  # not worth a look at the window
+            return None
         while len(order) < self.groups_per_step:
             while oldest in chosen or oldest in self._ahead:
                 oldest += 1
