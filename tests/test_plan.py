@@ -168,7 +168,7 @@ def test_deltas_are_as_long_as_the_codec_writes_them(row: deltas.Measured) -> No
 
 
 def test_a_device_takes_the_time_that_its_data_sheet_gives() -> None:
-    """Qwen3-4B on an H100 at all of its figures: 2.4 ms to read the weights, 8.04 GB; sixteen times 1,000 tokens more."""
+    """Qwen3-4B on an H100 at all of its figures: 2.4 ms to read 8.04 GB of weights, and 16,000 tokens of context."""
     model = PRESETS["4B"]
     setting = Setting(
         model=model, device=DEVICES["H100"], shares=Shares(matmul=1, bandwidth=1, link=1, step_s=0), lr=1e-6,

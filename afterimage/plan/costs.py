@@ -113,7 +113,7 @@ class Analytic:
         return (4 if self.setting.recompute else 3) * self.forward_s(tokens) + self.optimizer_s
 
     def old_logps_s(self, tokens: int, versions: float) -> float:
-        """The trainer's time for the route. One that scores apart costs it what it falls behind, and packing weights."""
+        """The trainer's time for the route. One that scores apart costs what it falls behind, and packing."""
         route, trainers = self.route, self.place.trainers
         scoring = self.forward_s(tokens) * route.forwarded(versions, given=self.setting.given)
         if route.apart:
