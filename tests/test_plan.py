@@ -128,7 +128,7 @@ def test_routes_cost_what_was_measured(name: str) -> None:
     assert model.parameters == 20_193_600
     encode_s = deltas.encode_s(model.parameters, 1e-6) if route.chain else 0.0
     # The trainer's thread has what was measured of every route, and the deltas of two.
-    assert priced.old_logps_s(1280, 3) + encode_s == pytest.approx(float(extra.rstrip("%")) / 100, rel=0.1, abs=0.035)
+    assert priced.route_s(1280, 3) + encode_s == pytest.approx(float(extra.rstrip("%")) / 100, rel=0.1, abs=0.035)
     scored = priced.forward_s(1280) * route.forwarded(3, given=0.2) if route.idle else 0.0
     assert scored == pytest.approx(float(idle.rstrip("%")) / 100, rel=0.1)
     held = route.chain_bytes(model, live=5, rate=1e-6) + 4 * model.parameters * route.averages

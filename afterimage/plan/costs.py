@@ -41,7 +41,12 @@ class Setting:
     def trainer_bytes(self, devices: int, route: RouteCost) -> float:
         """Of each of the trainer's devices: a share of weights, optimizer and route, and one pass's activations."""
         sharded = TRAINED_BYTES * self.model.parameters + route.device_bytes(self.model)
-        return sharded / devices + self._activation_bytes * max(MICRO_TOKENS, self.longest)
+        return sharded / devices + self.pass_bytes
+
+    @property
+    def pass_bytes(self) -> float:
+        """Of the activations of one training pass."""
+        return self._activation_bytes * max(MICRO_TOKENS, self.longest)
 
     def room(self, tp: int) -> float:
         """Tokens of context that an engine of `tp` devices has memory for; negative where the weights alone do not fit.
@@ -76,6 +81,16 @@ class Placement:
     def devices(self) -> int:
         return self.trainers + self.engines * self.tp + self.scorers
 
+    @property
+    def told(self) -> str:
+        """
+        >>> Placement(4, 2, 2).told
+        '4 devices that train and 2 engines of 2'
+        """
+        engines = f"{self.engines} engine{'s' * (self.engines > 1)}" + (f" of {self.tp}" if self.tp > 1 else "")
+        scorers = f", {self.scorers} that score" if self.scorers else ""
+        return f"{self.trainers} device{'s' * (self.trainers > 1)} that train{scorers} and {engines}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Analytic:
@@ -102,17 +117,24 @@ class Analytic:
         return moved + self._reduce_s(replies) + shares.step_s
 
     def prefill_s(self, tokens: int) -> float:
-        """Contexts of `tokens` in all. Each sees half of a mean episode."""
-        model, device, shares, tp = self._model, self._device, self._shares, self.place.tp
-        computed = tokens * model.forward_flops(self.setting.episode / 2) / (device.flops * shares.matmul)
-        read = model.read_bytes(tokens) / (device.bandwidth * shares.bandwidth)
-        return max(computed, read) / tp + self._reduce_s(tokens)
+        """Contexts of `tokens` in all, each seeing half of a mean episode. They ride on steps that read the weights."""
+        computed = tokens * self._model.forward_flops(self.setting.episode / 2)
+        return computed / (self.place.tp * self._device.flops * self._shares.matmul) + self._reduce_s(tokens)
 
     def train_s(self, tokens: int) -> float:
-        """Forward, backward of twice that (three times with `recompute`), and the optimizer."""
-        return (4 if self.setting.recompute else 3) * self.forward_s(tokens) + self.optimizer_s
+        """Forward, backward of twice that (three times with `recompute`), and the optimizer.
+
+        Where generation stands still meanwhile, the optimizer is in `load_s`.
+        """
+        return (4 if self.setting.recompute else 3) * self.forward_s(tokens) + self.optimizer_s * (
+            not self.route.closing
+        )
 
     def old_logps_s(self, tokens: int, versions: float) -> float:
+        """`route_s`, but for a route that scores before a version is left: its time is in `load_s`."""
+        return 0.0 if self.route.closing else self.route_s(tokens, versions)
+
+    def route_s(self, tokens: int, versions: float) -> float:
         """The trainer's time for the route. One that scores apart costs what it falls behind, and packing."""
         route, trainers = self.route, self.place.trainers
         scoring = self.forward_s(tokens) * route.forwarded(versions, given=self.setting.given)
@@ -137,7 +159,7 @@ class Analytic:
         travel = self.publish_bytes / (tp * device.network * shares.link) if self.place.devices > device.node else 0.0
         apply = deltas.walk_s(self._model.parameters, self.setting.lr) / tp if self.route.chain else 0.0
         load = self._model.copy_bytes / (tp * device.host_link * shares.link)
-        closing = self.old_logps_s(round(self.batch), self.versions) + self.optimizer_s if self.route.closing else 0.0
+        closing = self.route_s(round(self.batch), self.versions) + self.optimizer_s if self.route.closing else 0.0
         return travel + apply + load + closing
 
     @property
