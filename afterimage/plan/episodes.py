@@ -1,0 +1,174 @@
+"""Simulated episodes: what `rollout.Rollout` does, without a coroutine, a context or a journal row for each.
+
+In the records that go through the loop one token stands for one piece; the true counts stay here, by episode.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+
+from afterimage.plan.engines import Engines, Reply
+from afterimage.plan.workload import Shape, Workload
+from afterimage.plan.world import World
+from afterimage.rollout import Begin
+from afterimage.schedule import Ledger
+from afterimage.trajectory import Failure, Given, Group, Handout, Open, Sampled, Task, Trajectory
+
+
+@dataclass(slots=True)
+class Lives:
+    """Sums over episodes that ended."""
+
+    episodes: int = 0
+    life_s: float = 0.0
+    tool_s: float = 0.0
+    engine_s: float = 0.0
+    ready_s: float = 0.0
+    failed: int = 0
+
+
+class Episode:
+    """One episode on its way through engine and environment, as `rollout.Rollout` runs it."""
+
+    __slots__ = (
+        "asked", "began", "ended", "failures", "number", "pieces", "reply", "rollout", "shape", "siblings", "turn",
+    )  # fmt: skip
+
+    def __init__(self, rollout: "SimulatedRollout", siblings: "Siblings", shape: Shape) -> None:
+        self.rollout, self.siblings, self.shape = rollout, siblings, shape
+        self.failures = 0
+        self.began = self.ended = self.asked = rollout.world.now
+        self._begin()
+
+    def _begin(self) -> None:
+        self.number = next(self.rollout.numbers)
+        self.pieces: list[tuple[int, int]] = []
+        self.turn = 0
+        self.reply = Reply(self.number, self.siblings.number, self.shape.prompt, self._said)
+        self._speak()
+
+    def _speak(self) -> None:
+        self.reply.left = self.shape.turns[self.turn].reply
+        self.asked = self.rollout.world.now
+        self.rollout.engines.sample(self.reply)
+
+    def _said(self, tokens: int, complete: bool) -> None:
+        if tokens:
+            version = self.rollout.engines.version
+            self.pieces.append((version, tokens))
+            self.rollout.arrived(self.number, version)
+        if complete:
+            now = self.rollout.world.now
+            self.rollout.lives.engine_s += now - self.asked
+            self._answer(now)
+
+    def _answer(self, now: float) -> None:
+        """The environment takes its time, too much of it at times."""
+        spoken, workload = self.shape.turns[self.turn], self.rollout.workload
+        took = self.rollout.tool_s(spoken.waits)
+        late = took > workload.timeout_s
+        took = min(took, workload.timeout_s)
+        self.rollout.lives.tool_s += took
+        act = self._failed if late else self._go_on
+        if took:
+            self.rollout.world.at(now + took, act)
+        else:
+            act()
+
+    def _go_on(self) -> None:
+        self.reply.context += self.shape.turns[self.turn].given
+        self.turn += 1
+        if self.turn < len(self.shape.turns):
+            self._speak()
+        else:
+            self.rollout.lives.episodes += 1
+            self._end(gave_up=False)
+
+    def _failed(self) -> None:
+        self.rollout.gave_up(self)
+        self.failures += 1
+        if self.failures > self.rollout.workload.retries:
+            self._end(gave_up=True)
+        else:
+            self._begin()
+
+    def _end(self, *, gave_up: bool) -> None:
+        if self.reply.engine is not None:
+            self.reply.engine.forget(self.number)
+        self.ended = self.rollout.world.now
+        self.rollout.lives.life_s += 0.0 if gave_up else self.ended - self.began
+        self.siblings.ended(self, gave_up=gave_up)
+
+
+class Siblings:
+    """The episodes of a group. `done` is told when the last one ends."""
+
+    def __init__(self, number: int, size: int, done: Callable[[list[Episode]], None]) -> None:
+        self.number = number
+        self._left, self._done = size, done
+        self._finished: list[Episode] = []
+
+    def ended(self, episode: Episode, *, gave_up: bool) -> None:
+        self._left -= 1
+        if not gave_up:
+            self._finished.append(episode)
+        if not self._left:
+            self._done(self._finished)
+
+
+_ONE = (0,)
+
+
+class SimulatedRollout:
+    """Runs the episodes of a group, and makes the records that the loop hands on: one token for each piece."""
+
+    def __init__(self, workload: Workload, world: World, engines: Engines, *, ledger: Ledger, seed: int) -> None:
+        self.world, self.engines, self.workload = world, engines, workload
+        self.numbers = count()
+        self.lives = Lives()
+        self.finished: dict[int, Episode] = {}
+        """By number, until they are trained on."""
+        self._ledger, self._seed = ledger, seed
+        self._samples: dict[int, Sampled] = {}
+        self._random = np.random.default_rng([seed, 2])
+        self._waits: list[float] = []
+
+    async def group(self, handout: Handout, *, size: int, begin: Begin) -> Group:
+        ended: asyncio.Future[list[Episode]] = asyncio.get_running_loop().create_future()
+        siblings = Siblings(handout.number, size, lambda finished: self.world.tell(ended, finished))
+        shapes = self.workload.group(np.random.default_rng([self._seed, 0, handout.number]), size)
+        for shape in shapes:
+            Episode(self, siblings, shape)
+        finished = await ended
+        failures = (Failure(handout.task, "step", "took too long"),) * (size - len(finished))
+        trajectories = tuple(self._trajectory(episode, handout.task) for episode in finished)
+        return Group(handout.task, trajectories, failures, handout.number)
+
+    def tool_s(self, waits: int) -> float:
+        """Seconds of so many answers, drawn a thousand at a time."""
+        total = 0.0
+        for _ in range(waits):
+            if not self._waits:
+                self._waits = self.workload.tool_s.draw(self._random, 1000).tolist()
+            total += self._waits.pop()
+        return total
+
+    def arrived(self, episode: int, version: int) -> None:
+        self._ledger.arrived(Open(episode, _ONE, 0, self._sampled(version)))
+
+    def gave_up(self, episode: Episode) -> None:
+        self.lives.failed += 1
+        self._ledger.settle([episode.number])
+
+    def _sampled(self, version: int) -> Sampled:
+        if version not in self._samples:
+            self._samples[version] = Sampled(_ONE, (0.0,), version)
+        return self._samples[version]
+
+    def _trajectory(self, episode: Episode, task: Task) -> Trajectory:
+        self.finished[episode.number] = episode
+        sampled = (self._sampled(version) for version, _ in episode.pieces)
+        return Trajectory((Given(_ONE), *sampled), {}, "done", task, 0, episode.number)

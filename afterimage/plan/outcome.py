@@ -1,0 +1,105 @@
+"""What a simulated run comes to, in numbers and in a sentence. Imports no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+
+WAITS_LITTLE = 0.1
+"""A side that stands idle for a smaller share of the time is the bottleneck."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A run of some steps. Rates and shares are of the steps after `filling`, when the line is full."""
+
+    steps_s: tuple[float, ...]
+    """From each version's being taken up to the next one's."""
+    filling: int
+    """First steps that are left out: until they are over, the line fills up."""
+    groups_per_step: int
+    trained_tokens: int
+    """Tokens of the batches after filling, and how many of them were sampled."""
+    trained_sampled: int
+    sampled_tokens: int
+    """Tokens that engines sampled in the whole run, and those of engines that died before they gave them back."""
+    lost_tokens: int
+    prefill_tokens: int
+    failed_episodes: int
+    """Attempts that a time-out ended."""
+    deaths: int
+    """Engines that died."""
+    engine_busy_share: float
+    """Of the time of engines that were up."""
+    trainer_busy_share: float
+    """Training, old log-probabilities and making versions ready."""
+    trainer_wait_share: float
+    """Waiting for groups. What is left is taking versions up."""
+    old_logps_share: float
+    staleness_histogram: Mapping[int, int]
+    """Trained tokens by age in versions, over the whole run."""
+    staleness_bound: int
+    episode_s: float
+    """Mean length of an episode's life, and the shares of it that engines (also full ones) and tools take."""
+    engine_share: float
+    tool_share: float
+    ready_s: float
+    """Mean time that a finished episode waits for the trainer: for its siblings, its place in line, and the step."""
+
+    @property
+    def steady_s(self) -> tuple[float, ...]:
+        return self.steps_s[self.filling :]
+
+    @property
+    def seconds_per_step(self) -> float:
+        """The median."""
+        return median(self.steady_s)
+
+    @property
+    def mean_step_s(self) -> float:
+        return sum(self.steady_s) / len(self.steady_s)
+
+    @property
+    def groups_per_s(self) -> float:
+        return self.groups_per_step / self.mean_step_s
+
+    @property
+    def trained_tokens_per_s(self) -> float:
+        return self.trained_tokens / sum(self.steady_s)
+
+    @property
+    def sampled_tokens_per_s(self) -> float:
+        """Of sampled tokens that were trained on."""
+        return self.trained_sampled / sum(self.steady_s)
+
+    @property
+    def staleness_mean(self) -> float:
+        count = sum(self.staleness_histogram.values())
+        return sum(age * tokens for age, tokens in self.staleness_histogram.items()) / max(1, count)
+
+    @property
+    def staleness_max(self) -> int:
+        return max(self.staleness_histogram, default=0)
+
+    @property
+    def bottleneck(self) -> str:
+        """Who waits for whom, in a sentence."""
+        wait, idle = self.trainer_wait_share, 1 - self.engine_busy_share
+        told = f"the trainer waits for groups {wait:.0%} of the time, the engines stand idle {idle:.0%}"
+        if wait < WAITS_LITTLE:
+            least = " and generation, which keeps up" if idle < WAITS_LITTLE else ""
+            return f"Training{least} is the bottleneck: {told}."
+        if idle < WAITS_LITTLE:
+            return f"Generation is the bottleneck: {told}."
+        if self.staleness_bound == 0:
+            return f"Nothing overlaps, for training is synchronous: {told}. More staleness would let both work at once."
+        if self.tool_share > 0.5:
+            return (
+                f"Tools are the bottleneck: an episode waits for them {self.tool_share:.0%} of its life; {told}. "
+                "More live episodes (max_staleness) would fill the engines."
+            )
+        if self.ready_s > self.mean_step_s:
+            return (
+                f"Stragglers are the bottleneck: a finished episode waits {self.ready_s:.3g} s for the groups before "
+                f"it; {told}. A window, or more staleness, would let others pass."
+            )
+        return f"Too few episodes are live to keep both sides at work: {told}. More staleness would have more of them."

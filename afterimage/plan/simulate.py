@@ -1,0 +1,157 @@
+"""The real loop on a virtual clock, with engines, environments and a trainer that only take their time.
+
+`loop.run` itself is driven, and with it `produce`, `train`, `Line`, `Ledger`, `collate` and `measure_staleness`: who
+may begin, what is taken, what is released and how old it may be is decided by the code that trains. Behind the loop's
+Protocols stand an engine, a publisher and a trainer that cost seconds (`Costs`). `Rollout` is simulated too: the real
+one has a coroutine, a context and journal rows for each episode, which hundreds of thousands of them cannot pay.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, cast
+
+import numpy as np
+
+from afterimage import loop, virtual
+from afterimage.checkpoint import Stand
+from afterimage.config import CheckpointConfig, ConfigError, EvalConfig, RunConfig, ScheduleConfig
+from afterimage.plan.engines import Engine, Engines
+from afterimage.plan.episodes import SimulatedRollout
+from afterimage.plan.outcome import Outcome
+from afterimage.plan.parts import (
+    Costs,
+    Counted,
+    Idle,
+    Lanes,
+    SimulatedParts,
+    SimulatedPublisher,
+    SimulatedRoute,
+    SimulatedTrainer,
+)
+from afterimage.plan.workload import Constant, Distribution, LogNormal, Recorded, Shape, Spoken, Workload
+from afterimage.plan.world import World
+from afterimage.schedule import Ledger, Line
+from afterimage.trajectory import Credited, Group, Handout, Task
+
+__all__ = [
+    "Constant", "Costs", "Distribution", "Fleet", "LogNormal", "Outcome", "Recorded", "Shape", "Spoken", "Workload",
+    "simulate",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """The engines."""
+
+    engines: int = 1
+    max_running: int = 128
+    """Replies that one engine runs at the same time, and contexts it keeps."""
+    keep_cache: bool = False
+    """Contexts are not computed again under a new version, as `engine.keep_cache`."""
+    colocated: bool = False
+    """They are the trainer's own processors: generation stands still from the backward pass to the new version."""
+    failures_per_hour: float = 0.0
+    """Deaths of one engine. Its replies go on elsewhere from what they had said before."""
+    restart_s: float = 120.0
+    """Until an engine that died is there again; it gets weights with the next version, as `engines.Several` does."""
+
+    def __post_init__(self) -> None:
+        if self.engines < 1 or self.max_running < 1 or self.failures_per_hour < 0 or self.restart_s < 0:
+            raise ConfigError(
+                "a fleet has at least one engine with one place, and no negative times, got "
+                f"{self.engines} engines, max_running={self.max_running}, "
+                f"failures_per_hour={self.failures_per_hour:g} and restart_s={self.restart_s:g}"
+            )
+
+
+def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how long and which
+    workload: Workload, fleet: Fleet, schedule: ScheduleConfig, costs: Costs, *, steps: int, seed: int = 0
+) -> Outcome:
+    """So many steps of a run. The same arguments give the same outcome.
+
+    Raises `ConfigError` for settings that cannot be, `StalenessError` if the schedule broke its promise.
+    """
+    if steps < 2:
+        raise ConfigError(f"a simulation takes at least 2 steps, for the first one fills the line, got {steps}")
+    world = World()
+    members = [Engine(world, costs, fleet.max_running, number) for number in range(fleet.engines)]
+    engines = Engines(world, members, keep_cache=fleet.keep_cache, restart_s=fleet.restart_s)
+    ledger, lanes = Ledger(), Lanes(world, engines)
+    rollout = SimulatedRollout(workload, world, engines, ledger=ledger, seed=seed)
+    trainer = SimulatedTrainer(costs, rollout, colocated=fleet.colocated)
+    publisher = SimulatedPublisher(costs, world, engines, trainer=trainer)
+    config = RunConfig(
+        recipe="simulated",
+        steps=steps,
+        schedule=schedule,
+        checkpoint=CheckpointConfig(every=steps + 1),
+        eval=EvalConfig(tasks=0),
+    )
+
+    async def run() -> None:
+        if fleet.failures_per_hour:
+            engines.fail(np.random.default_rng([seed, 1]), fleet.failures_per_hour)
+        line = Line(
+            max_staleness=schedule.max_staleness, groups_per_step=schedule.groups_per_step, window=schedule.window
+        )
+        parts: dict[str, Any] = {
+            "config": config,
+            "stand": Stand(),
+            "begun": (),
+            "handouts": (Handout(number, Task("simulated", "train", number), 0, number) for number in count()),
+            "held_out": (),
+            "credit": _credit,
+            "line": line,
+            "ledger": ledger,
+            "engine": publisher,
+            "rollout": rollout,
+            "examination": rollout,
+            "policy": Counted(),
+            "old": SimulatedRoute(closing=fleet.colocated),
+            "trainer": trainer,
+            "publisher": publisher,
+            "auditor": Idle(),
+            "journal": Idle(),
+            "checkpoints": Idle(),
+            "log": lanes,
+            "worker": cast(Any, world),
+        }
+        await loop.run(SimulatedParts(**parts))
+
+    virtual.run(run(), virtual=True)
+    return _outcome(lanes, trainer, engines, schedule)
+
+
+def _credit(groups: Sequence[Group]) -> list[Credited]:
+    return [Credited(one, (0.0,)) for group in groups for one in group.trajectories]
+
+
+def _outcome(lanes: Lanes, trainer: SimulatedTrainer, engines: Engines, schedule: ScheduleConfig) -> Outcome:
+    steps = [after - before for before, after in zip(lanes.ends, lanes.ends[1:], strict=False)]
+    filling = min(schedule.max_staleness + 1, len(steps) - 1)
+    elapsed = sum(steps[filling:])
+    waited, scored, trained = (lanes.share(lane, filling) for lane in ("wait", "old_logps", "trainer"))
+    lives, batches, members = trainer.rollout.lives, trainer.batches[filling:], engines.members
+    return Outcome(
+        steps_s=tuple(steps),
+        filling=filling,
+        groups_per_step=schedule.groups_per_step,
+        trained_tokens=sum(batch.tokens for batch in batches),
+        trained_sampled=sum(batch.sampled for batch in batches),
+        sampled_tokens=sum(engine.sampled for engine in members),
+        lost_tokens=sum(engine.lost for engine in members),
+        prefill_tokens=sum(engine.prefill_tokens for engine in members),
+        failed_episodes=lives.failed,
+        deaths=engines.deaths,
+        engine_busy_share=(lanes.busy[-1] - lanes.busy[filling]) / (elapsed * len(members)),
+        trainer_busy_share=trained + scored,
+        trainer_wait_share=waited,
+        old_logps_share=scored,
+        staleness_histogram=dict(sorted(trainer.ages.items())),
+        staleness_bound=schedule.staleness_bound,
+        episode_s=lives.life_s / max(1, lives.episodes),
+        engine_share=lives.engine_s / max(1e-9, lives.life_s),
+        tool_share=lives.tool_s / max(1e-9, lives.life_s),
+        ready_s=lives.ready_s / max(1, lives.episodes),
+    )

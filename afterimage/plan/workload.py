@@ -1,0 +1,163 @@
+"""What the simulated episodes are: how many turns, how many tokens, how long tools take. Imports no torch."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Drawn = NDArray[np.float64]
+
+
+class Distribution(Protocol):
+    """What a quantity of an episode is drawn from."""
+
+    def draw(self, random: np.random.Generator, count: int) -> Drawn: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Always the same."""
+
+    value: float
+
+    def draw(self, random: np.random.Generator, count: int) -> Drawn:
+        return np.full(count, float(self.value))
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """Log-normal with this mean; `sigma` is the standard deviation of the logarithm. What exceeds `most` is `most`.
+
+    `mean` is that of the distribution before it is cut; `LogNormal.cut` finds the one whose mean is right after.
+    """
+
+    mean: float
+    sigma: float
+    most: float = math.inf
+
+    def draw(self, random: np.random.Generator, count: int) -> Drawn:
+        if not self.mean:
+            return np.zeros(count)
+        drawn = np.exp(random.normal(math.log(self.mean) - self.sigma**2 / 2, self.sigma, count))
+        return np.minimum(drawn, self.most)
+
+    @classmethod
+    def cut(cls, mean: float, sigma: float, most: float) -> "LogNormal":
+        """The log-normal that has this mean once it is cut at `most`, by bisection.
+
+        >>> drawn = LogNormal.cut(100, 1.0, most=300).draw(np.random.default_rng(0), 100_000)
+        >>> round(float(drawn.mean())), float(drawn.max())
+        (100, 300.0)
+        """
+        if not 0 < mean < most:
+            raise ValueError(f"the mean of what is cut at {most:g} is between 0 and that, got {mean:g}")
+        low, high = math.log(mean), math.log(mean) + 20 + 20 * sigma
+        for _ in range(100):
+            middle = (low + high) / 2
+            low, high = (middle, high) if _cut_mean(middle, sigma, most) < mean else (low, middle)
+        return cls(math.exp(low), sigma, most)
+
+
+def _cut_mean(log_mean: float, sigma: float, most: float) -> float:
+    """E[min(X, most)] of a log-normal X with mean exp(`log_mean`): the limited expected value."""
+    if not sigma:
+        return min(math.exp(log_mean), most)
+    at = (math.log(most) - log_mean + sigma**2 / 2) / sigma
+    return math.exp(log_mean) * _normal(at - sigma) + most * (1 - _normal(at))
+
+
+def _normal(at: float) -> float:
+    return (1 + math.erf(at / math.sqrt(2))) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Drawn with replacement from values that were measured."""
+
+    values: tuple[float, ...]
+
+    def draw(self, random: np.random.Generator, count: int) -> Drawn:
+        return np.asarray(random.choice(self.values, count), dtype=np.float64)
+
+
+class Spoken(NamedTuple):
+    """One turn: a reply, what the environment answers, and how often it takes its time before it does."""
+
+    reply: int
+    given: int
+    waits: int = 1
+
+
+class Shape(NamedTuple):
+    """One episode: tokens it begins with, and its turns. After the last one nothing is given."""
+
+    prompt: int
+    turns: tuple[Spoken, ...]
+
+    @property
+    def sampled(self) -> int:
+        return sum(turn.reply for turn in self.turns)
+
+    @property
+    def tokens(self) -> int:
+        """Prompt, replies, and what was given in between."""
+        return self.prompt + self.sampled + sum(turn.given for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What an episode is. Token counts are drawn from distributions, or whole groups from `recorded` ones."""
+
+    prompt_tokens: Distribution = Constant(512)
+    """Tokens that an episode begins with. The siblings of a group share them."""
+    turns: Distribution = Constant(1)
+    """Replies of an episode."""
+    reply_tokens: Distribution = field(default_factory=lambda: LogNormal(1024.0, 0.8))
+    """Tokens of a reply."""
+    tool_tokens: Distribution = Constant(0)
+    """Tokens that the environment answers a reply with."""
+    tool_s: Distribution = Constant(0)
+    """Seconds that the environment takes for it."""
+    recorded: tuple[tuple[Shape, ...], ...] = ()
+    """Groups of episodes that were seen; they take the place of all but `tool_s`."""
+    max_tokens: int = 1 << 30
+    """Tokens that an episode may hold; it ends there."""
+    timeout_s: float = math.inf
+    """An environment that takes longer for one answer has failed, as `rollout.timeout_s`."""
+    retries: int = 1
+    """Times that a failed episode is begun again, as `rollout.retries`."""
+
+    def group(self, random: np.random.Generator, size: int) -> list[Shape]:
+        """Siblings."""
+        if self.recorded:
+            siblings = self.recorded[int(random.integers(len(self.recorded)))]
+            if len(siblings) == size:
+                return list(siblings)
+            return [siblings[int(index)] for index in random.integers(len(siblings), size=size)]
+        prompt = _whole(self.prompt_tokens.draw(random, 1), 1)[0]
+        turns = _whole(self.turns.draw(random, size), 1)
+        replies = _whole(self.reply_tokens.draw(random, sum(turns)), 1)
+        given = _whole(self.tool_tokens.draw(random, sum(turns)), 0)
+        shapes, first = [], 0
+        for count in turns:
+            spoken = zip(replies[first : first + count], given[first : first + count], strict=True)
+            shapes.append(self._within(prompt, [Spoken(*turn) for turn in spoken]))
+            first += count
+        return shapes
+
+    def _within(self, prompt: int, turns: Sequence[Spoken]) -> Shape:
+        """As much of these turns as there is room for; the last of them gets no answer."""
+        room, kept = self.max_tokens - prompt, list[Spoken]()
+        for turn in turns:
+            kept.append(Spoken(min(turn.reply, room), turn.given))
+            room -= turn.reply + turn.given
+            if room < 1:
+                break
+        return Shape(prompt, (*kept[:-1], Spoken(kept[-1].reply, 0, 0)))
+
+
+def _whole(drawn: Drawn, least: int) -> list[int]:
+    return [max(least, round(value)) for value in drawn.tolist()]
