@@ -1,6 +1,7 @@
 """Promises: parameters are those of the real models, costs are what is worked out by hand and was measured, and what a
 plan suggests fits, keeps to what was asked, and can be run."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +12,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from afterimage.config import ConfigError
+from afterimage.cli import _parser, configure, main
+from afterimage.config import ConfigError, ScheduleConfig
 from afterimage.old_logps import Needs, current_recompute, ewma_prox, interrupt_sync, old_logit_model, snapshot_old
 from afterimage.old_logps.ppo_ewma_async import PpoEwmaAsync
 from afterimage.plan import deltas
 from afterimage.plan.costs import Analytic, Placement, Setting
 from afterimage.plan.hardware import DEVICES, Device, Shares
 from afterimage.plan.models import PRESETS, Model
+from afterimage.plan.page import AVERAGE, as_json
 from afterimage.plan.route_costs import ROUTES
+from afterimage.plan.simulate import Constant, LogNormal, Workload
+from afterimage.plan.suggest import Episodes, Plan, Request, placements, suggest
 from afterimage.versions.codec import encode
 
 ROOT = Path(__file__).parent.parent
@@ -202,3 +207,102 @@ def test_training_and_engines_take_the_memory_that_is_added_up_by_hand() -> None
     assert more == pytest.approx(6 * model.parameters / 16)  # a float32 average and a model to run it in
     assert setting.room(1) == pytest.approx((72e9 - model.copy_bytes) / model.kv_bytes)
     assert setting.room(8) == pytest.approx((8 * 72e9 - model.copy_bytes) / (2 * model.kv_bytes))  # 4 heads, 8 devices
+
+
+def asked(**rest: Any) -> Request:
+    """Qwen3-4B on a node of H100s, with episodes of two short turns."""
+    work = Workload(
+        prompt_tokens=Constant(500), turns=Constant(2), reply_tokens=LogNormal(100, 0.5), tool_tokens=Constant(50),
+        tool_s=Constant(1), max_tokens=4096,
+    )  # fmt: skip
+    episodes = Episodes.of(work, group_size=2)
+    setting = Setting(
+        model=rest.pop("model", PRESETS["4B"]), device=rest.pop("device", DEVICES["H100"]), shares=Shares(), lr=1e-6,
+        episode=episodes.tokens, longest=episodes.longest, given=500 / episodes.tokens,
+    )  # fmt: skip
+    given = {"devices": 8, "lags": (2,), "groups": (8,), "group_size": 2, "rounds": 1} | rest
+    return Request(setting=setting, workload=work, episodes=episodes, **given)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return suggest(asked())
+
+
+def test_a_suggestion_fits_and_keeps_to_what_was_asked(plan: Plan) -> None:
+    best = plan.best.candidate
+    assert best.place.devices == 8 and best.schedule.max_staleness == 2 and best.schedule.groups_per_step == 8
+    assert best.costs.route.exact
+    assert best.costs.setting.trainer_bytes(best.place.trainers, best.costs.route) <= 0.9 * 80e9
+    assert best.costs.setting.room(best.place.tp) >= best.max_running * best.costs.setting.episode
+    assert plan.best.rate >= 0.95 * max(split.rate for split in plan.splits)
+    assert plan.best.outcome.staleness_max <= plan.best.outcome.staleness_bound
+    assert plan.synchronous.outcome.staleness_max == 0 and plan.synchronous.rate < plan.best.rate
+    assert [rated.candidate.name for rated in plan.routes] == list(ROUTES)
+
+
+def test_what_a_plan_says_has_its_numbers_and_can_be_run(plan: Plan) -> None:
+    told = as_json(plan)
+    name = plan.best.candidate.name
+    exactness = next(reason for reason in told["reasons"] if reason.startswith(f"{name} is exact"))
+    assert AVERAGE in exactness and "0.48" in exactness
+    assert plan.best.outcome.bottleneck in told["reasons"]
+    config = configure(_parser(["train", "retail"]).parse_args(["train", "retail", *told["flags"].split()]))
+    assert (config.schedule, config.old_logps.route) == (plan.best.candidate.schedule, name)
+    assert config.engine.max_running == plan.best.candidate.max_running and config.trainer.lr == 1e-6
+    rows = {row["route"]: row for row in told["routes"]}
+    assert rows["ewma_prox"]["copies"] == 2 and rows["snapshot_old"]["copies"] < 0.05
+
+
+def test_what_cannot_be_done_says_what_would() -> None:
+    """18 bytes of 30.5 G parameters are 550 GB, the movable model 61; a device has 72 GB, and some for a pass."""
+    with pytest.raises(ConfigError, match=r"does not fit 4 H100: training takes 611 GB .* --gpus (\d+) would") as told:
+        suggest(asked(model=PRESETS["30B-A3B"], devices=4))
+    needed = int(re.findall(r"--gpus (\d+)", str(told.value))[0])
+    assert 9 < needed <= 12
+    schedule = ScheduleConfig(max_staleness=2, groups_per_step=8, group_size=2)
+    enough = replace(asked(model=PRESETS["30B-A3B"]).setting, recompute=True)
+    assert list(placements(enough, "snapshot_old", schedule, devices=needed))
+    assert not list(placements(enough, "snapshot_old", schedule, devices=needed - 1))
+    with pytest.raises(ConfigError, match="eight hold 576 GB, and an engine needs 3920 GB"):
+        suggest(asked(model=replace(PRESETS["235B-A22B"], experts=1100), devices=512))
+
+
+def test_staleness_is_chosen_as_small_as_throughput_allows() -> None:
+    """Tools of a second do not need eight batches in flight."""
+    found = suggest(asked(lags=(1, 2, 8), windows=(1,), route="snapshot_old"))
+    rates = {rated.candidate.schedule.max_staleness: rated.rate for rated in found.choices}
+    chosen = found.best.candidate.schedule.max_staleness
+    assert rates[chosen] >= 0.95 * max(rates.values())
+    assert all(rates[lag] < 0.95 * max(rates.values()) for lag in rates if lag < chosen)
+
+
+def test_the_command_answers_programs_and_people(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "layers=4,hidden=256,ffn=768,heads=4,kv_heads=2,head_dim=64,vocab=4096,tied=true"
+    words = [
+        "plan",
+        "--model",
+        sizes,
+        "--gpus",
+        "2",
+        "--lag",
+        "1",
+        "--groups",
+        "2",
+        "--group-size",
+        "2",
+        "--rounds",
+        "1",
+    ]
+    words += ["--turns", "2", "--reply", "50", "--prompt", "100", "--said", "20", "--route", "snapshot_old"]
+    for more in ([], ["--json"]):
+        with pytest.raises(SystemExit) as left:
+            main([*words, *more])
+        assert left.value.code == 0
+        printed = capsys.readouterr().out
+        assert "--schedule.max_staleness 1" in printed and "snapshot_old" in printed
+    assert json.loads(printed)["place"] == {"trainers": 1, "engines": 1, "tp": 1, "scorers": 0}
+    for wrong, message in ((["--route", "snapsht_old"], "did you mean snapshot_old"), (["--gpus", "1"], ">= 2")):
+        with pytest.raises(SystemExit) as left:
+            main([*words, *wrong])
+        assert left.value.code == 2 and message in " ".join(capsys.readouterr().err.split())

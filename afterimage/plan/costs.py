@@ -43,6 +43,9 @@ class Setting:
         sharded = TRAINED_BYTES * self.model.parameters + route.device_bytes(self.model)
         return sharded / devices + self.pass_bytes
 
+    def fits(self, devices: int, route: RouteCost) -> bool:
+        return self.trainer_bytes(devices, route) <= self.device.memory * self.shares.memory
+
     @property
     def pass_bytes(self) -> float:
         """Of the activations of one training pass."""
@@ -141,14 +144,13 @@ class Analytic:
         if route.apart:
             apart = scoring * trainers / self.place.scorers
             return max(0.0, apart - self.train_s(tokens)) + self._to_host_s
-        restoring = 2 * (self.live - 1) * deltas.walk_s(self._model.parameters, self.setting.lr) / trainers
+        restoring = 2 * (self.live - 1) * self.walk_s
         traffic = route.traffic_bytes(self._model) / (self._device.bandwidth * self._shares.bandwidth * trainers)
         return scoring * (1 - self.covered) + restoring * (route.chain and self.covered < 1) + traffic
 
     def publish_s(self) -> float:
         """Bringing the weights to main memory, and with a version store forming their delta."""
-        encode = deltas.encode_s(self._model.parameters, self.setting.lr) / self.place.trainers
-        return self._to_host_s + encode * self.route.chain
+        return self._to_host_s + self.encode_s
 
     def load_s(self) -> float:
         """What travels, applying it, and loading the weights from main memory; before that what `closing` takes.
@@ -157,10 +159,21 @@ class Analytic:
         """
         tp, device, shares = self.place.tp, self._device, self._shares
         travel = self.publish_bytes / (tp * device.network * shares.link) if self.place.devices > device.node else 0.0
-        apply = deltas.walk_s(self._model.parameters, self.setting.lr) / tp if self.route.chain else 0.0
+        apply = self.walk_s * self.place.trainers / tp if self.route.chain else 0.0
         load = self._model.copy_bytes / (tp * device.host_link * shares.link)
         closing = self.route_s(round(self.batch), self.versions) + self.optimizer_s if self.route.closing else 0.0
         return travel + apply + load + closing
+
+    @property
+    def encode_s(self) -> float:
+        """Of the trainer's ranks, each forming the delta of its shard."""
+        cores = self.place.trainers * self._shares.cores
+        return deltas.encode_s(self._model.parameters, self.setting.lr) / cores * self.route.chain
+
+    @property
+    def walk_s(self) -> float:
+        """The same of applying one."""
+        return deltas.walk_s(self._model.parameters, self.setting.lr) / (self.place.trainers * self._shares.cores)
 
     @property
     def publish_bytes(self) -> float:

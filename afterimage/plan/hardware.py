@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields, replace
 
-from afterimage.limits import ConfigError, nearest
+from afterimage.limits import ConfigError, nearest, within
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +23,13 @@ class Shares:
     """Of the memory that may be planned for: what vLLM takes unless it is told (`gpu_memory_utilization`)."""
     step_s: float = 0.001
     """Seconds of a decoding step beside reading and computing: launches, sampling, scheduling. Assumed."""
+    cores: float = 1
+    """Processor cores that a device has for forming and applying deltas: one, as the version store has it."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, most = getattr(self, field.name), float("inf") if field.name == "step_s" else 1.0
-            if not 0 < value <= most and (field.name, value) != ("step_s", 0):
-                raise ConfigError(f"--shares: {field.name} must be above 0 and at most {most:g}, got {value:g}")
+            value, least = getattr(self, field.name), 0.0 if field.name == "step_s" else 1e-6
+            within("--shares", least, 1e3 if field.name in ("step_s", "cores") else 1, **{field.name: value})
 
     @classmethod
     def parse(cls, text: str) -> "Shares":

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from afterimage.config import SHIPPED_POLICY
 from afterimage.limits import ConfigError, nearest
 
 WORD = 2
@@ -106,7 +107,9 @@ class Model:
 
     @classmethod
     def parse(cls, text: str) -> "Model":
-        """A model folder, a preset, or sizes: `layers=36,hidden=2560,...`. ConfigError says what there is."""
+        """A model folder, `base`, a preset, or sizes: `layers=36,hidden=2560,...`. ConfigError says what there is."""
+        if text == "base":
+            return cls.from_folder(SHIPPED_POLICY)
         if "=" in text:
             return cls._from_words(text)
         if text in PRESETS:

@@ -17,8 +17,10 @@ from afterimage.plan.simulate import Fleet, Outcome, Workload, simulate
 
 NEAR = 0.95
 """Of the best throughput: what reaches it is as good, and the smaller staleness, batch and window are taken."""
-REACH = 0.9
+REACH = 0.75
 """Of the best estimate: what is estimated at less is not simulated."""
+MOST_CHOICES = 6
+"""Lags and batches that are simulated."""
 LEAST_RUNNING = 8
 """Mean episodes that an engine must have memory for; with fewer, tensor parallelism is raised."""
 MOST_RUNNING = 256
@@ -71,8 +73,8 @@ class Request:
     """None given: strict order, half a batch and a batch are tried."""
     route: Route | None = None
     """None given: the exact route that gives most."""
-    steps: int = 6
-    """Of a simulation, after those that fill the line."""
+    rounds: int = 3
+    """Of a simulation, after the one that fills the line; steps are uneven, and repeat with the tickets of a round."""
     tell: Callable[[str], None] = lambda text: None
     """Progress."""
 
@@ -173,7 +175,7 @@ class Estimate(NamedTuple):
     """That an episode sees."""
 
     def alive(self, tail: float) -> float:
-        """Share of a ticket's time that an episode lives: then it waits for its siblings, and half a step for its batch."""
+        """Share of a ticket's time that an episode lives: it waits for its siblings, and half a step for its batch."""
         return self.episode_s / (self.episode_s * tail + self.step_s / 2) if self.episode_s else 1.0
 
 
@@ -187,6 +189,17 @@ class Rated:
     @property
     def rate(self) -> float:
         return self.outcome.trained_tokens_per_s
+
+    @property
+    def versions(self) -> float:
+        """That an episode sees."""
+        return 1 + min(self.outcome.staleness_bound, self.outcome.episode_s / self.outcome.mean_step_s)
+
+    @property
+    def extra_s(self) -> float:
+        """Trainer's seconds of a step that are the route's."""
+        costs = self.candidate.costs
+        return costs.route_s(round(costs.batch), self.versions) + costs.encode_s
 
     @property
     def strict(self) -> bool:
@@ -252,7 +265,7 @@ class _Simulated:
                 f"{schedule.groups_per_step} groups a step, window {schedule.window}"
             )
             fleet = Fleet(engines=place.engines, max_running=candidate.max_running)
-            steps = schedule.max_staleness + 1 + candidate.request.steps
+            steps = (schedule.max_staleness + 1) * (candidate.request.rounds + 1)
             workload = candidate.request.workload
             self._known[what] = simulate(workload, fleet, schedule, costs, steps=steps)
         return Rated(candidate, self._known[what])
@@ -282,26 +295,21 @@ def _candidate(
 
 
 def placements(setting: Setting, name: Route, schedule: ScheduleConfig, *, devices: int) -> Iterator[Placement]:
-    """Splits in steps of a sixteenth of the devices at most. Tensor parallelism is the smallest that memory allows."""
-    tp, route = engine_size(setting), ROUTES[name]
-    if tp is None:
-        return
-    for trainers in range(1, devices, max(1, devices // _SPLITS)):
-        scorers = _scorers(setting, name, schedule, trainers)
-        engines, left = divmod(devices - trainers - scorers, tp)
-        if engines < 1:
-            continue
-        place = Placement(trainers + left, engines, tp, scorers)  # what makes up no engine trains
-        if setting.trainer_bytes(place.trainers, route) <= setting.device.memory * setting.shares.memory:
-            yield place
+    """Splits in steps of a sixteenth of the devices at most. What makes up no engine trains."""
+    for tp in engine_sizes(setting):
+        for trainers in range(1, devices, max(1, devices // _SPLITS)):
+            scorers = _scorers(setting, name, schedule, trainers)
+            engines, left = divmod(devices - trainers - scorers, tp)
+            if engines > 0 and left < max(1, devices // _SPLITS):
+                place = Placement(trainers + left, engines, tp, scorers)
+                if setting.fits(place.trainers, ROUTES[name]):
+                    yield place
 
 
-def engine_size(setting: Setting) -> int | None:
-    """Devices of an engine; None if eight are too few."""
-    fitting = (tp for tp in _TP if setting.model.heads % tp == 0)
-    return next(
-        (tp for tp in fitting if setting.room(tp) >= max(LEAST_RUNNING * setting.episode, setting.longest)), None
-    )
+def engine_sizes(setting: Setting) -> tuple[int, ...]:
+    """Devices that an engine can have: the fewest that hold the model and some episodes, and more for more of these."""
+    least = max(LEAST_RUNNING * setting.episode, setting.longest)
+    return tuple(tp for tp in _TP if setting.model.heads % tp == 0 and setting.room(tp) >= least)
 
 
 def _scorers(setting: Setting, name: Route, schedule: ScheduleConfig, trainers: int) -> int:
@@ -332,25 +340,25 @@ def _too_few(request: Request, name: Route, schedule: ScheduleConfig) -> str:
     told = f"{model.name} with {longest} does not fit {request.devices} {device.name}: "
     limit = device.memory * setting.shares.memory
     passes = setting.trainer_bytes(1, route) - _sharded(setting, name)
-    tp = engine_size(setting)
+    sizes = engine_sizes(setting)
     if passes >= limit:
         micro = max(MICRO_TOKENS, setting.longest)
         return told + (
-            f"one training pass of {micro:,.0f} tokens holds {passes / gb:.0f} of the {limit / gb:.0f} GB that a device "
-            "has for it, however many there are. Shorter episodes or a larger device would"
+            f"one training pass of {micro:,.0f} tokens holds {passes / gb:.0f} of a device's {limit / gb:.0f} GB, "
+            "however many devices there are. Shorter episodes would, or a larger device"
         )
-    if tp is None:
+    if not sizes:
         return told + (
-            f"eight hold {8 * limit / gb:.0f} GB, an engine needs {model.copy_bytes / gb:.0f} GB of weights and room for "
-            f"{LEAST_RUNNING} episodes. A larger device would"
+            f"eight hold {8 * limit / gb:.0f} GB, and an engine needs {model.copy_bytes / gb:.0f} GB for weights and "
+            f"room for {LEAST_RUNNING} episodes. Larger devices are needed"
         )
     trainers = math.ceil(_sharded(setting, name) / (limit - passes))
-    needed = trainers + _scorers(setting, name, schedule, trainers) + tp
+    needed = trainers + _scorers(setting, name, schedule, trainers) + sizes[0]
     others = [each.name for each in DEVICES.values() if each.memory > device.memory]
     larger = f", or a device with more memory ({', '.join(others)})" if others else ""
     return told + (
         f"training takes {_sharded(setting, name) / gb:.0f} GB (18 bytes a parameter, and the route's), so {trainers} "
-        f"devices of {limit / gb:.0f} GB with {passes / gb:.0f} GB for a pass on each, and an engine takes {tp}. "
+        f"devices of {limit / gb:.0f} GB with {passes / gb:.0f} GB for a pass on each, and an engine takes {sizes[0]}. "
         f"--gpus {needed} would{larger}"
     )
 
@@ -362,9 +370,8 @@ def _sharded(setting: Setting, name: Route) -> float:
 
 def _within_reach(these: Sequence[Candidate], simulated: _Simulated) -> tuple[Rated, ...]:
     """The best by their estimates, simulated."""
-    most = max(candidate.rate for candidate in these)
-    near = sorted((each for each in these if each.rate >= REACH * most), key=lambda each: _size(each.schedule))
-    return tuple(simulated(candidate) for candidate in near)
+    ranked = sorted(these, key=lambda candidate: -candidate.rate)[:MOST_CHOICES]
+    return tuple(simulated(candidate) for candidate in ranked if candidate.rate >= REACH * ranked[0].rate)
 
 
 def _climb(rated: Rated, simulated: _Simulated) -> tuple[Rated, ...]:
@@ -381,8 +388,7 @@ def _climb(rated: Rated, simulated: _Simulated) -> tuple[Rated, ...]:
 def _same_split(candidate: Candidate, name: Route) -> Candidate | None:
     """Another route on the same devices, if it fits there."""
     setting, place, route = candidate.costs.setting, candidate.place, ROUTES[name]
-    fits = setting.trainer_bytes(place.trainers, route) <= setting.device.memory * setting.shares.memory
-    if route.apart != bool(place.scorers) or not fits:
+    if route.apart != bool(place.scorers) or not setting.fits(place.trainers, route):
         return None
     return _candidate(candidate.request, name, candidate.schedule, setting=setting, place=place)
 
@@ -411,7 +417,7 @@ def _neighbours(candidate: Candidate) -> Iterator[Candidate]:
     others = [
         other
         for other in candidates(candidate.request, candidate.name, candidate.schedule)
-        if other.costs.setting == candidate.costs.setting
+        if (other.costs.setting, other.place.tp) == (candidate.costs.setting, candidate.place.tp)
     ]
     here = candidate.place.trainers
     smaller = [other for other in others if other.place.trainers < here]
