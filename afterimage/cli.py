@@ -19,7 +19,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from afterimage.config import ConfigError, RunConfig, install, nearest
-from afterimage.plan.plan_command import add_plan
 from afterimage.recipes import RECIPES
 
 if TYPE_CHECKING:  # the journal brings torch along
@@ -152,7 +151,6 @@ def _add_without_run(verbs: Any) -> None:
     template.add_argument("folder", type=Path, help="a model folder, or the folder of its tokenizer")
     template.add_argument("--conversations", type=_reader(int), default=1000, metavar="N", help="Now: 1000")
     template.set_defaults(act=_check_template)
-    add_plan(verbs)
 
 
 def _recipe_position(given: Sequence[str]) -> int | None:

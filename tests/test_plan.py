@@ -17,7 +17,7 @@ from afterimage.config import ConfigError, ScheduleConfig
 from afterimage.old_logps import Needs, current_recompute, ewma_prox, interrupt_sync, old_logit_model, snapshot_old
 from afterimage.old_logps.ppo_ewma_async import PpoEwmaAsync
 from afterimage.plan import deltas
-from afterimage.plan.costs import Analytic, Placement, Setting
+from afterimage.plan.analytic import Analytic, Placement, Setting
 from afterimage.plan.hardware import DEVICES, Device, Shares
 from afterimage.plan.models import PRESETS, Model
 from afterimage.plan.page import AVERAGE, as_json

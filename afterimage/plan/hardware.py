@@ -70,8 +70,10 @@ class Device:
 def _sxm(name: str, flops: float, bandwidth: float, memory: float, links: tuple[float, float, float]) -> Device:
     """In TFLOP/s, TB/s, GB, GB/s."""
     link, host, network = (1e9 * each for each in links)
-    figures = {"flops": flops * 1e12, "bandwidth": bandwidth * 1e12, "memory": memory * 1e9}
-    return Device(name=name, **figures, link=link, host_link=host, network=network)
+    return Device(
+        name=name, flops=flops * 1e12, bandwidth=bandwidth * 1e12, memory=memory * 1e9,
+        link=link, host_link=host, network=network,
+    )  # fmt: skip
 
 
 DEVICES = {

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from afterimage.limits import at_least
 from afterimage.plan.hardware import DEVICES, Device, Shares
 from afterimage.plan.models import PRESETS, Model
 from afterimage.plan.route_costs import ROUTES
-from afterimage.plan.workload import Constant, LogNormal, Workload
+from afterimage.plan.workload import Workload
 
 _ABOUT = """Predicts memory and time of every old-logit route, staleness, the split of the devices and the throughput,
 and suggests a configuration, with reasons. Splits are estimated by a formula, and the best are simulated: the real
@@ -37,12 +36,11 @@ def add_plan(verbs: Any) -> None:
     add("--window", type=int, metavar="W", help="look-ahead. Now: strict order, wider where that gives 5%% more")
     add("--route", help=f"{', '.join(ROUTES)}. Now: the exact one that gives most")
     add("--lr", type=float, default=1e-6, help="learning rate: how many weights a step changes. Now: 1e-6")
-    add("--prompt", type=float, default=2000, metavar="TOKENS", help="that an episode begins with. Now: 2000")
-    add("--turns", type=float, default=8, metavar="N", help="replies of an episode, in the mean. Now: 8")
-    add("--reply", type=float, default=200, metavar="TOKENS", help="of a reply, in the mean. Now: 200")
-    add("--said", type=float, default=150, metavar="TOKENS", help="of an environment's answer. Now: 150")
-    add("--tool-s", type=float, default=1.0, metavar="SECONDS", help="that an answer takes, in the mean. Now: 1")
-    add("--spread", type=float, default=0.8, metavar="SIGMA", help="of the logarithms of these means. Now: 0.8")
+    add("--prompt", default="2000", metavar="TOKENS", help="that an episode begins with. Now: 2000")
+    add("--turns", default="8~0.4<32", metavar="N", help="replies of an episode: MEAN~SIGMA<MOST. Now: 8~0.4<32")
+    add("--reply", default="200~0.8<4096", metavar="TOKENS", help="of a reply. Now: 200~0.8<4096")
+    add("--said", default="150", metavar="TOKENS", help="of an environment's answer. Now: 150")
+    add("--tool-s", default="1~0.8<60", metavar="SECONDS", help="that an answer takes. Now: 1~0.8<60")
     add("--longest", type=int, default=16384, metavar="TOKENS", help="an episode may hold. Now: 16384")
     add("--rounds", type=int, default=3, metavar="N", help="of lag + 1 steps that are simulated, once full. Now: 3")
     add("--measure", action="store_true", help="measure this machine with the model, a folder, in place of --device")
@@ -59,12 +57,9 @@ def _plan(chosen: argparse.Namespace) -> int:
     at_least("--", 1, lag=min(chosen.lag) + 1, groups=min(chosen.groups), group_size=chosen.group_size)
     at_least("--", 1, rounds=chosen.rounds)
     at_least("--", 2, gpus=chosen.gpus)
-    at_least("--", 1, prompt=chosen.prompt, turns=chosen.turns, reply=chosen.reply, window=chosen.window or 1)
-    at_least("--", 0, said=chosen.said, tool_s=chosen.tool_s, spread=chosen.spread)
+    at_least("--", 1, window=chosen.window or 1, longest=chosen.longest)
     if not chosen.lr > 0:
         raise ConfigError(f"--lr must be > 0, got {chosen.lr}")
-    if not chosen.prompt + chosen.reply < chosen.longest:
-        raise ConfigError(f"--longest {chosen.longest} leaves no room for a prompt and a reply of mean length")
     if chosen.route is not None and chosen.route not in ROUTES:
         raise ConfigError(f"unknown route {chosen.route!r}{nearest(chosen.route, list(ROUTES))}")
     model = Model.parse(chosen.model)
@@ -83,19 +78,16 @@ def _plan(chosen: argparse.Namespace) -> int:
 
 
 def workload(chosen: argparse.Namespace) -> Workload:
-    """Log-normal turns, replies and waits; prompts and answers of fixed length."""
-    return Workload(
-        prompt_tokens=Constant(chosen.prompt),
-        turns=LogNormal(chosen.turns, chosen.spread / 2, math.ceil(4 * chosen.turns)),
-        reply_tokens=LogNormal(chosen.reply, chosen.spread),
-        tool_tokens=Constant(chosen.said),
-        tool_s=LogNormal(chosen.tool_s, chosen.spread),
-        max_tokens=chosen.longest,
-    )
+    """What the options say of an episode, in the words of `afterimage simulate`."""
+    from afterimage.plan.command import parse
+
+    names = {"prompt": "prompt_tokens", "turns": "turns", "reply": "reply_tokens", "said": "tool_tokens"}
+    words = [f"workload.{name}={getattr(chosen, option)}" for option, name in (names | {"tool_s": "tool_s"}).items()]
+    return Workload(**parse(words, {"workload": Workload})["workload"], max_tokens=chosen.longest)
 
 
 def _request(chosen: argparse.Namespace, model: Model, device: Device, shares: Shares, *, tell: Any) -> Any:
-    from afterimage.plan.costs import Setting
+    from afterimage.plan.analytic import Setting
     from afterimage.plan.suggest import Episodes, Request
 
     work = workload(chosen)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from afterimage.config import ConfigError, Route, ScheduleConfig
-from afterimage.plan.costs import MICRO_TOKENS, Analytic, Placement, Setting
+from afterimage.plan.analytic import MICRO_TOKENS, Analytic, Placement, Setting
 from afterimage.plan.hardware import DEVICES
 from afterimage.plan.outcome import WAITS_LITTLE
 from afterimage.plan.route_costs import ROUTES
