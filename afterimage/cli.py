@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from afterimage.config import ConfigError, RunConfig, install, nearest
+from afterimage.plan.command import add as planned
 from afterimage.recipes import RECIPES
 
 if TYPE_CHECKING:  # the journal brings torch along
@@ -151,6 +152,7 @@ def _add_without_run(verbs: Any) -> None:
     template.add_argument("folder", type=Path, help="a model folder, or the folder of its tokenizer")
     template.add_argument("--conversations", type=_reader(int), default=1000, metavar="N", help="Now: 1000")
     template.set_defaults(act=_check_template)
+    planned(verbs)
 
 
 def _recipe_position(given: Sequence[str]) -> int | None:

@@ -85,9 +85,10 @@ class Outcome:
         """Who waits for whom, in a sentence."""
         wait, idle = self.trainer_wait_share, 1 - self.engine_busy_share
         told = f"the trainer waits for groups {wait:.0%} of the time, the engines stand idle {idle:.0%}"
+        if max(wait, idle) < WAITS_LITTLE:
+            return f"Both sides work nearly all the time: {told}."
         if wait < WAITS_LITTLE:
-            least = " and generation, which keeps up" if idle < WAITS_LITTLE else ""
-            return f"Training{least} is the bottleneck: {told}."
+            return f"Training is the bottleneck: {told}."
         if idle < WAITS_LITTLE:
             return f"Generation is the bottleneck: {told}."
         if self.staleness_bound == 0:

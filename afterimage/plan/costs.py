@@ -1,0 +1,49 @@
+"""Costs that grow in proportion to what there is to do. Imports no torch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proportional:
+    """`Costs` as sums of constants, in seconds: measured ones of a run (`measured.like`), or given ones."""
+
+    decode: float = 0.0
+    """One decoding step of an engine, whoever runs."""
+    decode_reply: float = 0.0
+    """What every running reply adds to a decoding step."""
+    decode_context: float = 0.0
+    """What every token of their contexts adds to it."""
+    prefill_token: float = 0.0
+    """Computing one context token."""
+    train: float = 0.0
+    """One batch, whatever is in it."""
+    train_token: float = 0.0
+    """What every token of a batch adds."""
+    old: float = 0.0
+    """Old log-probabilities of one batch."""
+    old_token: float = 0.0
+    """What every token of a batch adds to them."""
+    old_version_token: float = 0.0
+    """What it adds for every version of its sequence beyond the first."""
+    publish: float = 0.0
+    """The trainer's time to make a version ready."""
+    load: float = 0.0
+    """Time that engines stand still to take it."""
+
+    def step_s(self, replies: int, context: int) -> float:
+        return self.decode + self.decode_reply * replies + self.decode_context * context
+
+    def prefill_s(self, tokens: int) -> float:
+        return self.prefill_token * tokens
+
+    def train_s(self, tokens: int) -> float:
+        return self.train + self.train_token * tokens
+
+    def old_logps_s(self, tokens: int, versions: float) -> float:
+        return self.old + (self.old_token + self.old_version_token * max(0.0, versions - 1)) * tokens
+
+    def publish_s(self) -> float:
+        return self.publish
+
+    def load_s(self) -> float:
+        return self.load

@@ -1,0 +1,177 @@
+"""Costs and workload of a run that was run: what `afterimage simulate --like` begins with."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from afterimage.config import ConfigError, ScheduleConfig
+from afterimage.journal import Journal
+from afterimage.observe.metrics import TRAJECTORIES, RunFolder
+from afterimage.plan.costs import Proportional
+from afterimage.plan.simulate import Fleet
+from afterimage.plan.workload import Constant, LogNormal, Shape, Spoken, Workload
+from afterimage.trajectory import Sampled, Trajectory
+
+LEAST_STEPS = 4
+"""Steps that a fit needs."""
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a simulation is made of."""
+
+    workload: Workload
+    fleet: Fleet
+    schedule: ScheduleConfig
+    costs: Proportional
+
+
+def like(run: Path) -> Setting:
+    """The setting of a run, its episodes as they were, and what things cost in it.
+
+    The engine's busy time is fitted, without negative terms, to its steps, the replies in them, and the context tokens
+    it computed; the trainer's (all between two waits for groups but scoring, publishing and checkpoints) to the tokens
+    of a batch. The time of tools is in no journal: it is `task.latency_s`. Publishing is counted as time in which
+    engines stand still, for the run folder does not tell its parts apart. Raises `ConfigError` for a run that is too
+    short, or pauses generation to score.
+    """
+    folder = RunFolder(run)
+    config = folder.config()
+    rows = [row for row in folder.metrics() if row["step"] > 0 and "engine/steps" in row]
+    if len(rows) <= LEAST_STEPS:
+        raise ConfigError(
+            f"{run} has {len(rows)} steps with the engine's counters; a fit needs more than {LEAST_STEPS}"
+        )
+    if config["old_logps"]["route"] == "interrupt_sync":
+        raise ConfigError(
+            f"{run} pauses generation to score (interrupt_sync), which is not simulated; use another route"
+        )
+    engine, count = config["engine"], max(1, len(config["engine"].get("urls", "").split()))
+    fleet = Fleet(engines=count, max_running=engine["max_running"], keep_cache=engine.get("keep_cache", False))
+    schedule = ScheduleConfig(**config["schedule"])
+    versions = _versions(folder)
+    return Setting(_workload(run, config), fleet, schedule, _costs(rows[1:], _spent(folder), versions, count))
+
+
+def _costs(
+    rows: Sequence[Row], spent: Mapping[int, Mapping[str, float]], versions: Mapping[int, float], engines: int
+) -> Proportional:
+    """The first step is left out: programs warm up in it."""
+    steps = np.array([row["engine/steps"] / engines for row in rows])
+    replies = steps * np.array([row["engine/batch_size_mean"] for row in rows])
+    prefill = np.array([row["engine/prefill_tokens"] / engines for row in rows])
+    decode, reply, token = fit(np.array([row["engine/busy_s"] for row in rows]), [steps, replies, prefill])
+    known = [row for row in rows if row["step"] in spent and row["step"] in versions]
+    if len(known) < LEAST_STEPS - 1:
+        raise ConfigError("the run's events do not tell what its trainer did when: events.jsonl is not whole")
+    tokens = np.array([row["rollout/episodes"] * row["rollout/tokens_mean"] for row in known])
+    further = tokens * np.array([max(0.0, versions[row["step"]] - 1) for row in known])
+    lanes = {lane: np.array([spent[row["step"]][lane] for row in known]) for lane in ("trainer", "old_logps")}
+    train, train_token = fit(lanes["trainer"], [np.ones(len(known)), tokens])
+    old, old_token, old_version_token = fit(lanes["old_logps"], [np.ones(len(known)), tokens, further])
+    return Proportional(
+        decode=decode,
+        decode_reply=reply,
+        prefill_token=token,
+        train=train,
+        train_token=train_token,
+        old=old,
+        old_token=old_token,
+        old_version_token=old_version_token,
+        load=median(spent[row["step"]]["publish"] for row in known),
+    )
+
+
+def fit(values: np.ndarray, terms: Sequence[np.ndarray]) -> list[float]:
+    """Least squares of `values` on `terms`, of which none may be negative: the best of all choices of terms.
+
+    >>> fit(np.array([2.0, 4.0, 6.0]), [np.array([1.0, 2.0, 3.0]), np.array([1.0, 1.0, 1.0])])
+    [2.0, 0.0]
+    """
+    best, found = float(values @ values), [0.0] * len(terms)
+    for size in range(1, len(terms) + 1):
+        for chosen in combinations(range(len(terms)), size):
+            matrix = np.stack([terms[index] for index in chosen], axis=1)
+            solved = np.linalg.lstsq(matrix, values, rcond=None)[0]
+            left = float(((matrix @ solved - values) ** 2).sum())
+            if solved.min() >= 0 and left < best * (1 - 1e-9) - 1e-18:
+                best, found = left, [0.0] * len(terms)
+                for index, value in zip(chosen, solved, strict=True):
+                    found[index] = round(float(value), 12)
+    return found
+
+
+def _spent(folder: RunFolder) -> dict[int, dict[str, float]]:
+    """Seconds of the trainer's side by step: `old_logps`, `publish`, and all else as `trainer`."""
+    lanes: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    begun, ended = dict[int, float](), dict[int, float]()
+    for event in folder.rows("events.jsonl"):
+        number = event.get("label", "").rpartition(" ")[2]
+        if event.get("kind") != "span" or not number.isdigit():
+            continue
+        step = int(number)
+        lanes[step][event["lane"]] += event["end"] - event["start"]
+        if event["lane"] == "wait":
+            begun[step] = event["end"]
+        elif event["lane"] == "publish":
+            ended[step] = event["end"]
+    spent = {}
+    for step in begun.keys() & ended.keys():
+        of = lanes[step]
+        besides = of["old_logps"] + of["publish"] + of["checkpoint"]
+        spent[step] = {**of, "old_logps": of["old_logps"], "trainer": max(0.0, ended[step] - begun[step] - besides)}
+    return spent
+
+
+def _versions(folder: RunFolder) -> dict[int, float]:
+    """Versions in a trajectory, the mean by step."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for row in folder.rows(TRAJECTORIES):
+        found[row["step"]].append(max(1, len(row["versions"])))
+    return {step: fmean(counts) for step, counts in found.items()}
+
+
+def _workload(run: Path, config: Row) -> Workload:
+    task, rollout = config["task"], config["rollout"]
+    groups: dict[int, list[Shape]] = defaultdict(list)
+    with Journal.read(run) as journal:
+        for kept in journal.trajectories():
+            groups[kept.group].append(shape(kept.trajectory))
+    if not groups:
+        raise ConfigError(f"the journal of {run} has no finished episode")
+    wait = LogNormal(task["latency_s"], task["latency_sigma"]) if task.get("latency_s") else Constant(0)
+    return Workload(
+        recorded=tuple(tuple(shapes) for _, shapes in sorted(groups.items())),
+        tool_s=wait,
+        timeout_s=rollout["timeout_s"],
+        retries=rollout["retries"],
+    )
+
+
+def shape(trajectory: Trajectory) -> Shape:
+    """What it cost: its tokens by turn. Its tool calls are spread evenly over its turns."""
+    prompt, replies, given = 0, list[int](), list[int]()
+    speaking = False
+    for piece in trajectory.pieces:
+        if isinstance(piece, Sampled):
+            if speaking:
+                replies[-1] += len(piece.tokens)
+            else:
+                replies.append(len(piece.tokens))
+                given.append(0)
+            speaking = True
+        elif replies:
+            given[-1] += len(piece.tokens)
+            speaking = False
+        else:
+            prompt += len(piece.tokens)
+    each, more = divmod(round(trajectory.facts.get("tool_calls", 0)), max(1, len(replies)))
+    turns = zip(replies, given, strict=True)
+    return Shape(prompt, tuple(Spoken(reply, after, each + (n < more)) for n, (reply, after) in enumerate(turns)))
