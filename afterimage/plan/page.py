@@ -23,7 +23,7 @@ def page(plan: Plan) -> Group:
     lines = [f"\n{head}: {told(plan.best)}", *(f"  - {reason}" for reason in reasons(plan)), f"\n{flags(plan.best)}\n"]
     notes = (
         "devices: what it keeps on the trainer's or its own; copies: deltas and averages, beside movable models; step: "
-        "trainer's time for it; stand: engines' for a version; split: training + engines x devices (+ scoring)."
+        "trainer's time for it; stand: engines' for a version. *: on a split of its own, for it does not fit that one."
     )
     return Group(
         *(Text(line) for line in lines),
@@ -143,14 +143,13 @@ def routes(plan: Plan) -> list[dict[str, str]]:
         route = costs.route
         rows.append(
             {
-                "route": rated.candidate.name,
+                "route": rated.candidate.name + " *" * (rated.candidate.place != plan.best.candidate.place),
                 "error": "exact" if route.exact else f"{route.error:.2f}",
                 "devices\nGB": f"{held['device_gb'] + held['apart_gb']:.3g}",
                 "deltas\nGB": f"{held['main_gb']:.3g}",
                 "copies": f"{held['copies']:.2f}",
                 "step\ns": f"{rated.extra_s:.3g}",
-                "stand\ns": f"{costs.load_s():.3g}",
-                "split": _split(rated),
+                "stand\ns": f"{costs.load_s():.2g}",
                 "tokens/s": f"{rated.rate:,.0f}",
             }
         )
