@@ -18,12 +18,14 @@ from afterimage.old_logps import Needs, current_recompute, ewma_prox, interrupt_
 from afterimage.old_logps.ppo_ewma_async import PpoEwmaAsync
 from afterimage.plan import deltas
 from afterimage.plan.analytic import Analytic, Placement, Setting
+from afterimage.plan.calibrate import measure, read, write
 from afterimage.plan.hardware import DEVICES, Device, Shares
 from afterimage.plan.models import PRESETS, Model
 from afterimage.plan.page import AVERAGE, as_json
 from afterimage.plan.route_costs import ROUTES
 from afterimage.plan.simulate import Constant, LogNormal, Workload
 from afterimage.plan.suggest import Episodes, Plan, Request, placements, suggest
+from afterimage.testing import tiny_policy
 from afterimage.versions.codec import encode
 
 ROOT = Path(__file__).parent.parent
@@ -176,7 +178,7 @@ def test_a_device_takes_the_time_that_its_data_sheet_gives() -> None:
     """Qwen3-4B on an H100 at all of its figures: 2.4 ms to read 8.04 GB of weights, and 16,000 tokens of context."""
     model = PRESETS["4B"]
     setting = Setting(
-        model=model, device=DEVICES["H100"], shares=Shares(matmul=1, bandwidth=1, link=1, step_s=0), lr=1e-6,
+        model=model, device=DEVICES["H100"], shares=Shares(matmul=1, decode=1, bandwidth=1, link=1, step_s=0), lr=1e-6,
         episode=2000, longest=2000, given=0.1,
     )  # fmt: skip
     alone = Analytic(setting=setting, place=Placement(4, 4, 1), route=ROUTES["rollout"], batch=1e5, live=3)
@@ -306,3 +308,14 @@ def test_the_command_answers_programs_and_people(capsys: pytest.CaptureFixture[s
         with pytest.raises(SystemExit) as left:
             main([*words, *wrong])
         assert left.value.code == 2 and message in " ".join(capsys.readouterr().err.split())
+
+
+def test_this_machine_is_measured_and_read_again(tmp_path: Path) -> None:
+    tiny_policy().save(tmp_path / "model")
+    model = Model.parse(str(tmp_path / "model"))
+    device, shares = measure(tmp_path / "model", model)
+    assert 1e8 < device.flops < 1e14 and 1e8 < device.bandwidth < 1e13 and 0 < shares.matmul <= 1
+    write(tmp_path / "here.json", device, shares)
+    assert read(tmp_path / "here.json", model) == (device, shares)
+    with pytest.raises(ConfigError, match="neither a run folder nor"):
+        read(tmp_path / "model" / "config.json", model)

@@ -116,7 +116,7 @@ class Analytic:
         model, device, shares, tp = self._model, self._device, self._shares, self.place.tp
         read = model.read_bytes(replies) + model.kv_bytes * context
         computed = replies * model.forward_flops(context / max(1, replies))
-        moved = max(read / (device.bandwidth * shares.bandwidth), computed / (device.flops * shares.matmul)) / tp
+        moved = max(read / (device.bandwidth * shares.bandwidth), computed / (device.flops * shares.decode)) / tp
         return moved + self._reduce_s(replies) + shares.step_s
 
     def prefill_s(self, tokens: int) -> float:

@@ -15,6 +15,8 @@ class Shares:
 
     matmul: float = 0.40
     """Of the peak, in training, scoring and prefill. Llama 3 trained at 38% to 43% (arXiv 2407.21783, table 4)."""
+    decode: float = 0.40
+    """Of the peak, where so many replies are decoded that computing takes longer than reading. As `matmul`."""
     bandwidth: float = 0.70
     """Of the memory's, in decoding and wherever weights are only read. Assumed."""
     link: float = 0.80

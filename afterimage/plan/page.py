@@ -201,7 +201,10 @@ def as_json(plan: Plan) -> dict[str, Any]:
         },
         "reasons": list(reasons(plan)),
         "flags": flags(best),
-        "routes": [{**row, **memory(rated)} for row, rated in zip(routes(plan), plan.routes, strict=True)],
+        "routes": [
+            {**row, **memory(rated), "route": rated.candidate.name}
+            for row, rated in zip(routes(plan), plan.routes, strict=True)
+        ],
         "choices": choices(plan),
     }
 

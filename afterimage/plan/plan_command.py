@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from afterimage.config import ConfigError, Route, nearest
+from afterimage.config import SHIPPED_POLICY, ConfigError, Route, nearest
 from afterimage.limits import at_least
 from afterimage.plan.hardware import DEVICES, Device, Shares
 from afterimage.plan.models import PRESETS, Model
@@ -43,8 +43,8 @@ def add_plan(verbs: Any) -> None:
     add("--tool-s", default="1~0.8<60", metavar="SECONDS", help="that an answer takes. Now: 1~0.8<60")
     add("--longest", type=int, default=16384, metavar="TOKENS", help="an episode may hold. Now: 16384")
     add("--rounds", type=int, default=3, metavar="N", help="of lag + 1 steps that are simulated, once full. Now: 3")
-    add("--measure", action="store_true", help="measure this machine with the model, a folder, in place of --device")
-    add("--measured", type=Path, metavar="FILE", help="what --measure wrote, or the folder of a run")
+    add("--measure", type=Path, metavar="FILE", help="measure this machine with the model, a folder; written there")
+    add("--measured", type=Path, metavar="FILE", help="in place of --device: what --measure wrote, or a run's folder")
     add("--json", action="store_true", help="for programs")
 
 
@@ -106,7 +106,18 @@ def _request(chosen: argparse.Namespace, model: Model, device: Device, shares: S
 
 def _device(chosen: argparse.Namespace, model: Model) -> tuple[Device, Shares]:
     """From data sheets, or as it was measured."""
+    if chosen.measure or chosen.measured:
+        from afterimage.plan.calibrate import measure, read, write
+
+        if not chosen.measure:
+            return read(chosen.measured, model)
+        folder = SHIPPED_POLICY if chosen.model == "base" else Path(chosen.model)
+        if not folder.is_dir():
+            raise ConfigError(f"--measure runs the model: {chosen.model} is no model folder")
+        found = measure(folder, model)
+        write(chosen.measure, *found)
+        return found
     if chosen.device not in DEVICES:
-        told = "; a processor is measured (--measure)" if chosen.device == "cpu" else ""
+        told = "; a processor is measured (--measure FILE)" if chosen.device == "cpu" else ""
         raise ConfigError(f"unknown device {chosen.device!r}{nearest(chosen.device, list(DEVICES))}{told}")
     return DEVICES[chosen.device], Shares.parse(chosen.shares)
