@@ -34,11 +34,12 @@ def measure(folder: Path, model: Model) -> tuple[Device, Shares]:
     try:
         policy = Policy.load(folder, dtype="bfloat16", device="cpu")
         one, many = asyncio.run(_decode_s(folder, policy))
-        each = (many - one) / (_REPLIES - 1)
-        context = _SAID / 2
+        peak = _matmul_rate()
+        least = model.forward_flops(_SAID / 2) / peak  # no reply takes less, whatever the two measurements say
+        each = max(least, (many - one) / (_REPLIES - 1))
         trained = 3 * _SEQUENCES * _LENGTH * model.forward_flops(_LENGTH / 2) / _train_s(policy)
-        rates = {"train": trained, "decode": model.forward_flops(context) / max(each, 1e-9)}
-        return _device(rates, step_s=max(0.0, one - each), peak=_matmul_rate())
+        rates = {"train": trained, "decode": peak * least / each}
+        return _device(rates, step_s=max(0.0, one - each), peak=peak)
     finally:
         torch.set_num_threads(threads)
 
@@ -130,7 +131,7 @@ async def _decode_s(folder: Path, policy: Policy) -> tuple[float, float]:
         await engine.start()
         await engine.load(policy.weights(), 0)
         await engine.resume()
-        for replies in (_REPLIES, 1, _REPLIES):  # the first is for warming up
+        for replies in (1, _REPLIES) * (REPEATS + 1):
             asked = (engine.sample([number % 2], SamplingParams(_SAID, (), seed=number)) for number in range(replies))
             engine.metrics()
             await asyncio.gather(*asked)
@@ -138,4 +139,4 @@ async def _decode_s(folder: Path, policy: Policy) -> tuple[float, float]:
             found.append(counters["busy_s"] / counters["steps"])
     finally:
         await engine.close()
-    return found[1], found[2]
+    return min(found[2::2]), min(found[3::2])  # the first are for warming up
