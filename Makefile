@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: setup demo test test-engines test-adapters conversations check base-policy bench bench-agent bench-demo bench-retail bench-compare \
-	bench-routes bench-audit bench-resume bench-endpoint chaos report fuzz
+	bench-routes bench-audit bench-resume bench-endpoint bench-simulate chaos report fuzz
 
 setup: .venv/.ready
 
@@ -97,6 +97,10 @@ bench-resume: setup
 # Five minutes: 64 streaming episodes at once behind the endpoint, while the weights change.
 bench-endpoint: setup
 	$(BIN)/python benchmarks/endpoint.py
+
+# Eight minutes: four short runs, three of them predicted from the first, and ratios that others published.
+bench-simulate: setup
+	$(BIN)/python -m benchmarks.simulate
 
 # Runs and engines killed, N times and twice N / 2 times: make chaos N=10 takes minutes.
 N ?= 100

@@ -101,7 +101,11 @@ class Engine:
         interrupted = [reply for _, _, reply in sorted(self._running)]
         self._running, self._context = [], 0
         for reply in interrupted:
+            fresh = reply.since == self._steps
             self._piece(reply, complete=False)
+            if fresh:  # its context may not have been computed to its end
+                reply.cached = 0
+                self.prompts.discard(reply.group)
         self._waiting.extendleft(reversed(interrupted))
         return self._at
 
@@ -182,7 +186,9 @@ class Engine:
     def _step_s(self, steps: int) -> float:
         """The mean time of so many steps from here."""
         replies = len(self._running)
-        return self._costs.step_s(replies, self._context + replies * (steps - 1) // 2)
+        half, odd = divmod(replies * (steps - 1), 2)
+        took = self._costs.step_s(replies, self._context + half)
+        return (took + self._costs.step_s(replies, self._context + half + 1)) / 2 if odd else took
 
     def _do(self, steps: int) -> None:
         took = steps * self._step_s(steps)

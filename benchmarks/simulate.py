@@ -1,0 +1,230 @@
+"""Is the simulation right? Its predictions beside runs of this machine, and beside ratios that others published.
+
+One run of the retail desk is measured, and costs and episodes are fitted to it; three runs with other schedules are
+predicted from that fit alone, and then run. The weights hardly move (learning rate 1e-7), so that all have the same
+episodes. Published ratios are simulated from published settings and one set of hardware constants (published.py).
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+
+from afterimage.config import (
+    AuditConfig,
+    CheckpointConfig,
+    EvalConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainerConfig,
+)
+from afterimage.launch.local import train
+from afterimage.observe.metrics import RunFolder
+from afterimage.plan.costs import Proportional
+from afterimage.plan.measured import Setting, like
+from afterimage.plan.simulate import Constant, Fleet, LogNormal, Workload, simulate
+from afterimage.recipes import RECIPES
+from benchmarks.published import APRIL, ROWS, Compared, compare, generation_s
+from benchmarks.tables import CONSOLE, columns, picture, row, write
+
+GOAL = 0.15
+"""Deviation that is met."""
+SIMULATED = 60
+"""Steps of a prediction: what is predicted is the mean of a long run."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A schedule that is run, or predicted."""
+
+    name: str
+    schedule: ScheduleConfig
+
+
+def arms(groups: int, siblings: int) -> tuple[Arm, tuple[Arm, ...]]:
+    """The one that is fitted, and the others."""
+
+    def arm(name: str, staleness: int, window: int = 1) -> Arm:
+        sizes = {"groups_per_step": groups, "group_size": siblings, "window": window}
+        return Arm(name, ScheduleConfig(max_staleness=staleness, **sizes))
+
+    fitted = arm("staleness 2 (fitted)", 2)
+    return fitted, (
+        arm("synchronous", 0),
+        arm("staleness 1", 1),
+        arm(f"staleness 4, window {2 * groups}", 4, 2 * groups),
+    )
+
+
+def config(arm: Arm, folder: Path, *, steps: int, latency_s: float) -> RunConfig:
+    recipe = RECIPES["retail"]()
+    return replace(
+        recipe,
+        runs=folder,
+        name=arm.name.replace(" ", "-").replace(",", ""),
+        steps=steps,
+        minutes=0.0,
+        task=replace(recipe.task, latency_s=latency_s),
+        schedule=arm.schedule,
+        trainer=TrainerConfig(lr=1e-7),
+        audit=AuditConfig(),
+        checkpoint=CheckpointConfig(every=steps + 1),
+        eval=EvalConfig(tasks=0),
+    )
+
+
+def measured(run: Path, filling: int) -> list[float]:
+    """Seconds of the steps after the line has filled."""
+    times = [line["time_s"] for line in RunFolder(run).metrics() if line["step"] > 0]
+    return [after - before for before, after in pairwise(times)][filling:]
+
+
+def predicted(setting: Setting, schedule: ScheduleConfig) -> float:
+    return simulate(setting.workload, setting.fleet, schedule, setting.costs, steps=SIMULATED).mean_step_s
+
+
+def of_this_machine(
+    sizes: tuple[int, int], *, steps: int, latency_s: float
+) -> tuple[list[str], list[tuple[str, float, float]]]:
+    """The table, and (what, measured, predicted) for the picture."""
+    fitted, others = arms(*sizes)
+    lines = columns("schedule", "measured s a step", "predicted", "deviation", "goal: within 15%")
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        runs = {}
+        for arm in (fitted, *others):
+            CONSOLE.print(f"running {arm.name}")
+            runs[arm] = train(config(arm, Path(folder), steps=steps, latency_s=latency_s), console=CONSOLE).folder
+        setting = like(runs[fitted])
+        for arm, run in runs.items():
+            seconds = measured(run, min(arm.schedule.max_staleness, steps - 4))
+            told, mean = predicted(setting, arm.schedule), fmean(seconds)
+            off = told / mean - 1
+            verdict = "fitted to it" if arm is fitted else "met" if abs(off) <= GOAL else "missed"
+            spread = f"{mean:.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
+            lines.append(row(arm.name, spread, f"{told:.2f}", f"{off:+.0%}", verdict))
+            found.append((arm.name, mean, told))
+    paid = setting.costs
+    return [
+        *lines,
+        "",
+        f"Fitted: a decoding step {1e3 * paid.decode:.2f} ms and {1e6 * paid.decode_reply:.0f} us a reply, "
+        f"{1e6 * paid.prefill_token:.0f} us a context token; a batch {paid.train:.2f} s and "
+        f"{1e6 * paid.train_token:.0f} us a token to train, {paid.old:.2f} s and {1e6 * paid.old_token:.0f} us a token "
+        f"(and {1e6 * paid.old_version_token:.0f} us for each further version) to score; "
+        f"{1e3 * paid.load:.0f} ms to publish.",
+    ], found
+
+
+def of_others(found: Sequence[Compared]) -> list[str]:
+    lines = columns("setting", "costs", "published", "simulated", "deviation", "goal: within 15%")
+    for one in found:
+        low, high = one.row.published
+        told = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+        verdict = "met" if abs(one.deviation) <= GOAL else "missed"
+        lines.append(row(one.row.name, one.how, told, f"{one.ratio:.2f}", f"{one.deviation:+.0%}", verdict))
+    lines += [
+        "",
+        *columns("setting", "source", "assumed", "mean reply tokens", "synchronous step: simulated (published)"),
+    ]
+    for one in {one.row.name: one for one in found}.values():
+        phases = one.row.sync_s
+        told = f"generation {generation_s(one.sync):.0f} s" + (f" ({phases[0]:.0f} s)" if phases else "")
+        told += f", all {one.sync.mean_step_s:.0f} s" + (f" ({sum(phases):.0f} s)" if phases else "")
+        lines.append(row(one.row.name, one.row.source, one.row.assumed, f"{one.row.tokens:,.0f}", told))
+    return lines
+
+
+LARGE = ScheduleConfig(max_staleness=4, groups_per_step=512, group_size=16, window=512)
+
+
+def of_size(steps: int) -> list[str]:
+    """What nobody here can run, and how long it takes to simulate."""
+    costs = Proportional(
+        decode=0.008, decode_reply=1e-4, decode_context=2e-8, prefill_token=2e-5, train_token=1e-6, load=5
+    )
+    workload = Workload(
+        prompt_tokens=Constant(2000),
+        turns=LogNormal.cut(6, 0.7, 30),
+        reply_tokens=LogNormal(600, 0.9, 8000),
+        tool_tokens=Constant(300),
+        tool_s=LogNormal(5, 1.2, 300),
+    )
+    lines = columns(
+        "GPUs", "engines", "live episodes", "s a step", "engines busy", "engines died", "processor s a simulated step"
+    )
+    for gpus in (8, 512, 3000):
+        engines, scale = max(1, gpus // 3), gpus / 3000
+        schedule = replace(LARGE, groups_per_step=max(1, round(512 * scale)), window=max(1, round(512 * scale)))
+        CONSOLE.print(f"simulating {gpus} GPUs")
+        began = time.process_time()
+        fleet = Fleet(engines=engines, max_running=64, failures_per_hour=0.02)
+        paid = replace(costs, train_token=costs.train_token / scale)
+        outcome = simulate(workload, fleet, schedule, paid, steps=steps + schedule.max_staleness + 1)
+        took = (time.process_time() - began) / (steps + 2 * schedule.max_staleness + 1)
+        live = (schedule.max_staleness + 1) * schedule.groups_per_step * schedule.group_size
+        cells = (
+            f"{live:,}",
+            f"{outcome.mean_step_s:.0f}",
+            f"{outcome.engine_busy_share:.0%}",
+            outcome.deaths,
+            f"{took:.2f}",
+        )
+        lines.append(row(gpus, engines, *cells))
+    return lines
+
+
+def draw(runs: Sequence[tuple[str, float, float]], others: Sequence[Compared]) -> None:
+    with picture("simulate", width=10, height=4.2, panels=2) as (left, right):
+        for axes, points, title in (
+            (left, [(name, seen, told) for name, seen, told in runs], "seconds a step, this machine"),
+            (right, [(f"{one.row.name}, {one.how}", sum(one.row.published) / 2, one.ratio) for one in others],
+             "asynchronous over synchronous, published"),
+        ):  # fmt: skip
+            top = 1.15 * max(max(seen, told) for _, seen, told in points)
+            axes.fill_between([0, top], [0, 0.85 * top], [0, 1.15 * top], alpha=0.12, color="gray", label="within 15%")
+            axes.plot([0, top], [0, top], color="gray", linewidth=0.8)
+            for name, seen, told in points:
+                axes.scatter(seen, told, s=28, label=name)
+            axes.set(xlim=(0, top), ylim=(0, top), xlabel="measured" if axes is left else "published", title=title)
+            axes.set_ylabel("simulated")
+            axes.legend(fontsize=6.5, frameon=False, loc="upper left")
+
+
+def main(arguments: Sequence[str] | None = None) -> Mapping[str, Sequence[str]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=12, help="of each run. Now: 12")
+    parser.add_argument("--groups", type=int, default=8, help="a step. Now: 8")
+    parser.add_argument("--siblings", type=int, default=8, help="of a group. Now: 8")
+    parser.add_argument("--latency-s", type=float, default=1.0, help="of a tool call, in the mean. Now: 1")
+    parser.add_argument("--published-steps", type=int, default=4, help="of each simulation; 0 leaves them out. Now: 4")
+    parser.add_argument("--no-runs", action="store_true", help="only what is simulated")
+    parser.add_argument(
+        "--smoke", action="store_true", help="seconds: the smallest published row, and nothing is written"
+    )
+    chosen = parser.parse_args(arguments)
+    if chosen.smoke:
+        return {"published": of_others(compare((replace(APRIL, groups=4, group_size=4),), 2, CONSOLE.print))}
+    sections: dict[str, Sequence[str]] = {}
+    runs: list[tuple[str, float, float]] = []
+    others: list[Compared] = []
+    if not chosen.no_runs:
+        sizes = chosen.groups, chosen.siblings
+        sections["This machine"], runs = of_this_machine(sizes, steps=chosen.steps, latency_s=chosen.latency_s)
+    if chosen.published_steps:
+        others = compare((*ROWS, APRIL), chosen.published_steps, CONSOLE.print)
+        sections["Published ratios"] = of_others(others)
+        sections["Large fleets"] = of_size(chosen.published_steps)
+    lines = [line for title, section in sections.items() for line in (f"## {title}", "", *section, "")]
+    write("simulate", "The simulation beside what was measured", lines)
+    if runs and others:
+        draw(runs, others)
+    return sections
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""The simulation: its engines do by hand what they do by events, the real line keeps its bound in it, nothing is lost.
+
+Promises: processor sharing of unequal and late replies in closed form; a synchronous step is generation plus training,
+an asynchronous one the longer of both; with stragglers the largest staleness is the derived bound; the same seed gives
+the same run; every sampled token is trained on, also when engines die; time-outs are data; what a run cost is found
+again in its records.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from afterimage import virtual
+from afterimage.cli import main
+from afterimage.config import ConfigError, ScheduleConfig
+from afterimage.plan import measured
+from afterimage.plan.costs import Proportional
+from afterimage.plan.engines import Engine, Engines, Reply
+from afterimage.plan.simulate import Constant, Fleet, LogNormal, Outcome, Recorded, Shape, Spoken, Workload, simulate
+from afterimage.plan.world import World
+from afterimage.trajectory import Given, Sampled, Task, Trajectory
+
+COSTS = Proportional(decode=0.01, decode_reply=1e-4, prefill_token=1e-4, train_token=1e-3)
+LENGTHS = Workload(prompt_tokens=Constant(100), reply_tokens=Constant(50))
+SCHEDULE = ScheduleConfig(max_staleness=0, groups_per_step=4, group_size=4)
+TAILED = Workload(
+    prompt_tokens=Constant(60),
+    turns=LogNormal(3, 0.6, 8),
+    reply_tokens=LogNormal(40, 0.9, 400),
+    tool_tokens=Constant(20),
+    tool_s=LogNormal(0.5, 1.0, 10),
+)
+
+
+@dataclass
+class Seen:
+    """What came of replies: (when, tokens, whether it was complete)."""
+
+    world: World
+
+    def __post_init__(self) -> None:
+        self.pieces: dict[int, list[tuple[float, int, bool]]] = {}
+
+    def reply(self, number: int, *, context: int, tokens: int) -> Reply:
+        def done(count: int, complete: bool) -> None:
+            self.pieces.setdefault(number, []).append((round(self.world.now, 6), count, complete))
+
+        reply = Reply(number, number, context, done)
+        reply.left = tokens
+        return reply
+
+
+def watch(costs: Proportional, script: Callable[[World, Engines, Seen], None], until: float = 100.0) -> Seen:
+    """What one engine does with what the script asks of it."""
+
+    async def play() -> Seen:
+        world = World()
+        seen = Seen(world)
+        engines = Engines(world, [Engine(world, costs, 8, 0)], keep_cache=False, restart_s=1.0)
+        engines.resume(0)
+        script(world, engines, seen)
+        await world.sleep(until)
+        return seen
+
+    return virtual.run(play(), virtual=True)
+
+
+def test_two_replies_share_the_steps_of_an_engine() -> None:
+    def script(world: World, engines: Engines, seen: Seen) -> None:
+        engines.sample(seen.reply(0, context=0, tokens=10))
+        engines.sample(seen.reply(1, context=0, tokens=30))
+
+    seen = watch(Proportional(decode_reply=0.1), script)  # ten steps of two replies, then twenty of one
+    assert seen.pieces == {0: [(2.0, 10, True)], 1: [(4.0, 30, True)]}
+
+
+def test_a_growing_context_makes_each_step_longer() -> None:
+    def script(world: World, engines: Engines, seen: Seen) -> None:
+        engines.sample(seen.reply(0, context=100, tokens=10))
+        engines.sample(seen.reply(1, context=50, tokens=30))
+
+    seen = watch(Proportional(decode_context=0.001), script)
+    first = sum(150 + 2 * i for i in range(10)) / 1000
+    then = sum(60 + i for i in range(20)) / 1000
+    assert seen.pieces == {0: [(round(first, 6), 10, True)], 1: [(round(first + then, 6), 30, True)]}
+
+
+def test_who_comes_in_the_middle_of_a_step_joins_at_its_end() -> None:
+    def script(world: World, engines: Engines, seen: Seen) -> None:
+        engines.sample(seen.reply(0, context=0, tokens=10))
+        world.at(0.25, lambda: engines.sample(seen.reply(1, context=0, tokens=5)))
+
+    # three steps of 0.1 alone, five of 0.2 together, two of 0.1 alone
+    assert watch(Proportional(decode_reply=0.1), script).pieces == {1: [(1.3, 5, True)], 0: [(1.5, 10, True)]}
+
+
+def test_an_interrupted_reply_goes_on_and_its_context_is_computed_again() -> None:
+    def script(world: World, engines: Engines, seen: Seen) -> None:
+        engines.sample(seen.reply(0, context=100, tokens=10))
+        world.at(1.35, lambda: seen.pieces.update({9: [(round(engines.stand(), 6), 0, False)]}))
+        world.at(2.0, lambda: engines.resume(1))
+
+    # prefill to 1.0, four steps to 1.4; 104 tokens again from 2.0 to 3.04, six steps
+    seen = watch(Proportional(decode=0.1, prefill_token=0.01), script)
+    assert seen.pieces == {0: [(1.35, 4, False), (3.64, 6, True)], 9: [(1.4, 0, False)]}
+
+
+def test_a_synchronous_step_is_generation_and_training_one_after_the_other() -> None:
+    outcome = simulate(LENGTHS, Fleet(max_running=64), SCHEDULE, COSTS, steps=4)
+    prefill, decode, train = 4 * 100 * 1e-4, 50 * (0.01 + 16e-4), 16 * 150 * 1e-3  # a prompt is computed once a group
+    assert outcome.steps_s == pytest.approx([prefill + decode + train] * 4)
+    assert outcome.staleness_histogram == {0: 4 * 16 * 50}
+    assert outcome.trainer_busy_share == pytest.approx(train / (prefill + decode + train))
+    assert "synchronous" in outcome.bottleneck
+
+
+@pytest.mark.parametrize(("train_token", "named"), [(1e-3, "Training"), (1e-5, "Generation")])
+def test_an_asynchronous_step_is_the_longer_of_both(train_token: float, named: str) -> None:
+    schedule, fleet = replace(SCHEDULE, max_staleness=3), Fleet(max_running=16, keep_cache=True)
+    costs = replace(COSTS, prefill_token=0.0, train_token=train_token)
+    outcome = simulate(LENGTHS, fleet, schedule, costs, steps=12)
+    generation = 50 * (0.01 + 16e-4)
+    assert outcome.seconds_per_step == pytest.approx(max(generation, 16 * 150 * train_token), rel=1e-6)
+    assert outcome.bottleneck.startswith(named)
+
+
+def test_colocated_engines_stand_still_while_the_trainer_works() -> None:
+    schedule, fleet = replace(SCHEDULE, max_staleness=3), Fleet(max_running=16, keep_cache=True, colocated=True)
+    outcome = simulate(LENGTHS, fleet, schedule, replace(COSTS, train_token=1e-4), steps=12)
+    alone = replace(fleet, colocated=False)
+    assert (
+        outcome.mean_step_s > simulate(LENGTHS, alone, schedule, replace(COSTS, train_token=1e-4), steps=12).mean_step_s
+    )
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+def test_with_stragglers_the_oldest_token_is_as_old_as_the_bound(staleness: int) -> None:
+    slow = tuple(tuple(Shape(10, (Spoken(400 if n == 3 else 20, 0, 0),)) for _ in range(2)) for n in range(7))
+    schedule = ScheduleConfig(max_staleness=staleness, groups_per_step=4, group_size=2)
+    fast = Proportional(decode=0.01, train=0.05)
+    outcome = simulate(Workload(recorded=slow), Fleet(max_running=64), schedule, fast, steps=20)
+    assert outcome.staleness_max == outcome.staleness_bound == staleness
+
+
+@pytest.mark.parametrize("window", [2, 5, 16])
+def test_a_window_keeps_its_wider_bound(window: int) -> None:
+    schedule = ScheduleConfig(max_staleness=2, groups_per_step=4, group_size=2, window=window)
+    outcome = simulate(TAILED, Fleet(max_running=8, engines=2), schedule, COSTS, steps=20)  # the loop asserts the bound
+    assert outcome.staleness_max <= outcome.staleness_bound
+
+
+def whole(outcome: Outcome) -> int:
+    return sum(outcome.staleness_histogram.values())
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_another() -> None:
+    schedule, fleet = (
+        replace(SCHEDULE, max_staleness=2),
+        Fleet(engines=3, max_running=8, failures_per_hour=60, restart_s=2),
+    )
+    one, two, other = (simulate(TAILED, fleet, schedule, COSTS, steps=8, seed=seed) for seed in (1, 1, 2))
+    assert one == two != other
+
+
+@pytest.mark.parametrize("per_hour", [0.0, 400.0])
+def test_every_token_is_trained_on_also_when_engines_die(per_hour: float) -> None:
+    fleet = Fleet(engines=3, max_running=8, failures_per_hour=per_hour, restart_s=1.0)
+    outcome = simulate(TAILED, fleet, SCHEDULE, COSTS, steps=20)
+    assert whole(outcome) == outcome.sampled_tokens > 0
+    assert (outcome.deaths > 0) == (outcome.lost_tokens > 0) == (per_hour > 0)
+    undisturbed = simulate(TAILED, replace(fleet, failures_per_hour=0.0), SCHEDULE, COSTS, steps=20)
+    assert whole(outcome) == whole(undisturbed)  # the same episodes, all of each
+
+
+def test_an_engine_that_was_the_only_one_is_waited_for() -> None:
+    fleet = Fleet(max_running=16, failures_per_hour=300.0, restart_s=5.0)
+    outcome = simulate(LENGTHS, fleet, SCHEDULE, COSTS, steps=30)
+    assert outcome.deaths > 2 and max(outcome.steps_s) > min(outcome.steps_s) + 5.0
+
+
+def test_time_outs_end_attempts_and_are_counted() -> None:
+    workload = replace(TAILED, turns=Constant(2), tool_s=LogNormal(1.0, 1.0), timeout_s=3.0, retries=1)
+    outcome = simulate(workload, Fleet(), SCHEDULE, COSTS, steps=10)
+    assert outcome.failed_episodes > 0
+    assert whole(outcome) < outcome.sampled_tokens  # what they had said is sampled in vain
+
+
+def test_a_distribution_is_cut_with_its_mean_kept_and_records_are_drawn_whole() -> None:
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    drawn = LogNormal.cut(4000, 1.2, 32000).draw(random, 200_000)
+    assert drawn.mean() == pytest.approx(4000, rel=0.02) and drawn.max() == 32000
+    assert set(Recorded((1.0, 5.0)).draw(random, 50)) == {1.0, 5.0}
+    group = (Shape(5, (Spoken(1, 2, 1), Spoken(3, 0, 0))),) * 3
+    assert Workload(recorded=(group,)).group(random, 3) == list(group)
+    assert sum(shape.tokens <= 90 for shape in replace(TAILED, max_tokens=90).group(random, 20)) == 20
+
+
+def test_a_trajectory_is_measured_by_turn() -> None:
+    said = [
+        Given((1,) * 7),
+        Sampled((1, 2), (0.0, 0.0), 3),
+        Sampled((3,), (0.0,), 4),
+        Given((1,) * 5),
+        Sampled((4,), (0.0,), 4),
+    ]
+    one = Trajectory(tuple(said), {}, "done", Task("t", "train", 0), 0, facts={"tool_calls": 3.0})
+    assert measured.shape(one) == Shape(7, (Spoken(3, 5, 2), Spoken(1, 0, 1)))
+    assert measured.shape(one).tokens == len(one)
+
+
+def test_what_cannot_be_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, told in {
+        "--set costs.decod=1": "did you mean costs.decode",
+        "--set fleet.engines=many": "must be a whole number",
+        "--set schedule.window=2": "nothing says what things cost",
+        f"--like {tmp_path}": "is not a run folder",
+    }.items():
+        with pytest.raises(SystemExit) as left:
+            main(["simulate", *words.split()])
+        assert left.value.code == 2 and told in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="at least 2 steps"):
+        simulate(LENGTHS, Fleet(), SCHEDULE, COSTS, steps=1)
+
+
+def test_the_verb_tells_what_a_setting_comes_to(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "simulate --steps 4 --set schedule.groups_per_step=2 workload.tool_s=5~1<20 costs.decode=0.01 costs.train=1"
+    with pytest.raises(SystemExit) as left:
+        main(words.split())
+    told = " ".join(capsys.readouterr().out.split())
+    assert left.value.code == 0
+    assert "seconds per step" in told and "Both sides work" in told and "bound 2" in told
+
+
+def test_nobody_waits_for_ever_when_nothing_can_happen() -> None:
+    async def play() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(virtual.Stalled):
+        virtual.run(play(), virtual=True)
