@@ -22,12 +22,13 @@ def page(plan: Plan) -> Group:
     head = f"{best.request.setting.model.name} on {best.request.devices} {best.request.setting.device.name}"
     lines = [f"\n{head}: {told(plan.best)}", *(f"  - {reason}" for reason in reasons(plan)), f"\n{flags(plan.best)}\n"]
     notes = (
-        "devices: what it keeps on the trainer's or its own; copies: deltas and averages, beside movable models; step: "
-        "trainer's time for it; stand: engines' for a version. *: on a split of its own, for it does not fit that one."
+        "error: 0 is exact, current_recompute's is 1; device: memory of the trainer's devices or its own; main: of "
+        "deltas; extra: trainer's time a step; stand: engines' a version; split: training + engines x devices "
+        "(+ scoring)."
     )
     return Group(
         *(Text(line) for line in lines),
-        _table("Old-logit routes on the same schedule", routes(plan), caption=notes),
+        _table("Old-logit routes on the same schedule", [route_row(rated) for rated in plan.routes], caption=notes),
         _table("Lags, batches, windows and splits that were simulated", choices(plan)),
     )
 
@@ -91,10 +92,10 @@ def reasons(plan: Plan) -> Iterator[str]:
 def _exactness(plan: Plan) -> Iterator[str]:
     """What the suggested route takes beside the best average."""
     average = next((r for r in plan.routes if r.candidate.name == AVERAGE), None)
-    best, mine = plan.best, memory(plan.best)
+    best, mine = plan.best, route_row(plan.best)
     if average is None or not best.candidate.costs.route.exact:
         return
-    theirs = memory(average)
+    theirs = route_row(average)
     ratio = f"{best.extra_s / average.extra_s:.2f} times its time" if average.extra_s else "against no time of its"
     yield (
         f"{best.candidate.name} is exact: {mine['main_gb']:.3g} GB of deltas and {mine['device_gb']:.3g} GB on the "
@@ -122,66 +123,53 @@ def flags(rated: Rated) -> str:
     return " ".join(f"--{name} {value}" for name, value in given.items())
 
 
-def memory(rated: Rated) -> dict[str, float]:
-    """What a route keeps, in GB: in main memory, on the trainer's devices, elsewhere; and in copies of the model."""
-    candidate = rated.candidate
-    costs, model = candidate.costs, candidate.costs.setting.model
+Row = dict[str, float | int | str]
+
+
+def route_row(rated: Rated) -> Row:
+    """What a route keeps (copies: deltas and averages, without movable models) and takes, and what it leaves."""
+    costs, model = rated.candidate.costs, rated.candidate.costs.setting.model
     route = costs.route
     chain = route.chain_bytes(model, live=costs.live, rate=costs.setting.lr)
-    copies = (chain + 4 * model.parameters * route.averages) / model.copy_bytes
-    apart = model.copy_bytes * route.movable * route.apart / _GB
+    apart = model.copy_bytes * route.movable * route.apart
     return {
-        "main_gb": chain / _GB, "device_gb": route.device_bytes(model) / _GB, "apart_gb": apart, "copies": copies,
-    }  # fmt: skip
+        "route": rated.candidate.name,
+        "error": route.error,
+        "device_gb": (route.device_bytes(model) + apart) / _GB,
+        "main_gb": chain / _GB,
+        "copies": (chain + 4 * model.parameters * route.averages) / model.copy_bytes,
+        "extra_s": rated.extra_s,
+        "stand_s": costs.load_s(),
+        "split": _split(rated),
+        "tokens_/s": round(rated.rate),
+    }
 
 
-def routes(plan: Plan) -> list[dict[str, str]]:
-    """A row for each route."""
-    rows = []
-    for rated in plan.routes:
-        costs, held = rated.candidate.costs, memory(rated)
-        route = costs.route
-        rows.append(
-            {
-                "route": rated.candidate.name + " *" * (rated.candidate.place != plan.best.candidate.place),
-                "error": "exact" if route.exact else f"{route.error:.2f}",
-                "devices\nGB": f"{held['device_gb'] + held['apart_gb']:.3g}",
-                "deltas\nGB": f"{held['main_gb']:.3g}",
-                "copies": f"{held['copies']:.2f}",
-                "step\ns": f"{rated.extra_s:.3g}",
-                "stand\ns": f"{costs.load_s():.2g}",
-                "tokens/s": f"{rated.rate:,.0f}",
-            }
-        )
-    return rows
+def choice_row(rated: Rated) -> Row:
+    schedule, outcome = rated.candidate.schedule, rated.outcome
+    return {
+        "lag": schedule.max_staleness,
+        "groups": schedule.groups_per_step,
+        "window": schedule.window,
+        "split": _split(rated),
+        "tokens_/s": round(rated.rate),
+        "step_s": outcome.mean_step_s,
+        "engines_busy": outcome.engine_busy_share,
+        "trainer_busy": outcome.trainer_busy_share,
+        "age_mean": outcome.staleness_mean,
+        "age_bound": outcome.staleness_bound,
+    }
 
 
-def choices(plan: Plan) -> list[dict[str, str]]:
-    """A row for each schedule and split that was simulated with the suggested route or the default one."""
+def choices(plan: Plan) -> list[Row]:
+    """The schedules and splits that were simulated with the suggested route or the default one, the best first."""
     seen = {id(rated): rated for rated in (plan.synchronous, *plan.choices, *plan.splits, plan.best)}
-    rows = []
-    for rated in sorted(seen.values(), key=lambda rated: -rated.rate):
-        schedule, outcome = rated.candidate.schedule, rated.outcome
-        rows.append(
-            {
-                "lag": str(schedule.max_staleness),
-                "groups": str(schedule.groups_per_step),
-                "window": str(schedule.window),
-                "split": _split(rated),
-                "tokens/s": f"{rated.rate:,.0f}",
-                "step\ns": f"{outcome.mean_step_s:.3g}",
-                "engines\nbusy": f"{outcome.engine_busy_share:.0%}",
-                "trainer\nbusy": f"{outcome.trainer_busy_share:.0%}",
-                "age\nmean": f"{outcome.staleness_mean:.2f}",
-                "age\nbound": str(outcome.staleness_bound),
-            }
-        )
-    return rows
+    return [choice_row(rated) for rated in sorted(seen.values(), key=lambda rated: -rated.rate)]
 
 
 def _split(rated: Rated) -> str:
     place = rated.candidate.place
-    return f"{place.trainers} + {place.engines}x{place.tp}" + (f" + {place.scorers}" if place.scorers else "")
+    return f"{place.trainers}+{place.engines}x{place.tp}" + (f"+{place.scorers}" if place.scorers else "")
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -192,28 +180,23 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "model": {"name": model.name, "parameters": model.parameters, "active": model.active_parameters},
         "suggestion": told(best),
         "place": {"trainers": place.trainers, "engines": place.engines, "tp": place.tp, "scorers": place.scorers},
-        "tokens_per_s": best.rate,
-        "step_s": best.outcome.mean_step_s,
-        "staleness": {
-            "mean": best.outcome.staleness_mean,
-            "max": best.outcome.staleness_max,
-            "bound": best.outcome.staleness_bound,
-        },
+        "expected": choice_row(best),
         "reasons": list(reasons(plan)),
         "flags": flags(best),
-        "routes": [
-            {**row, **memory(rated), "route": rated.candidate.name}
-            for row, rated in zip(routes(plan), plan.routes, strict=True)
-        ],
+        "routes": [route_row(rated) for rated in plan.routes],
         "choices": choices(plan),
     }
 
 
-def _table(title: str, rows: Sequence[dict[str, str]], *, caption: str = "") -> Table:
+def _table(title: str, rows: Sequence[Row], *, caption: str = "") -> Table:
     table = Table(title=title, caption=caption or None, box=SIMPLE_HEAD, padding=0, title_justify="left")
     table.caption_justify = "left"
-    for name in rows[0]:
-        table.add_column(name, no_wrap=True, justify="left" if name in ("route", "split") else "right")
+    for name, value in rows[0].items():
+        table.add_column(name.replace("_", "\n"), no_wrap=True, justify="left" if isinstance(value, str) else "right")
     for row in rows:
-        table.add_row(*row.values())
+        table.add_row(*(_short(each) for each in row.values()))
     return table
+
+
+def _short(value: float | str) -> str:
+    return f"{value:.{3 if value >= 1 else 2}g}" if isinstance(value, float) else str(value)
