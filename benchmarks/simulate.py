@@ -179,7 +179,7 @@ def of_size(steps: int) -> list[str]:
 
 
 def draw(runs: Sequence[tuple[str, float, float]], others: Sequence[Compared]) -> None:
-    with picture("simulate", width=10, height=4.2, panels=2) as (left, right):
+    with picture("simulate", width=10, height=5.2, panels=2) as (left, right):
         for axes, points, title in (
             (left, [(name, seen, told) for name, seen, told in runs], "seconds a step, this machine"),
             (right, [(f"{one.row.name}, {one.how}", sum(one.row.published) / 2, one.ratio) for one in others],
@@ -192,7 +192,7 @@ def draw(runs: Sequence[tuple[str, float, float]], others: Sequence[Compared]) -
                 axes.scatter(seen, told, s=28, label=name)
             axes.set(xlim=(0, top), ylim=(0, top), xlabel="measured" if axes is left else "published", title=title)
             axes.set_ylabel("simulated")
-            axes.legend(fontsize=6.5, frameon=False, loc="upper left")
+            axes.legend(fontsize=6.5, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.14), ncols=2)
 
 
 def main(arguments: Sequence[str] | None = None) -> Mapping[str, Sequence[str]]:
