@@ -19,11 +19,13 @@ from afterimage.old_logps.ppo_ewma_async import PpoEwmaAsync
 from afterimage.plan import deltas
 from afterimage.plan.analytic import Analytic, Placement, Setting
 from afterimage.plan.calibrate import measure, read, write
+from afterimage.plan.costs import Proportional
 from afterimage.plan.hardware import DEVICES, Device, Shares
+from afterimage.plan.measured import Setting as Run
 from afterimage.plan.models import PRESETS, Model
 from afterimage.plan.page import AVERAGE, as_json
 from afterimage.plan.route_costs import ROUTES
-from afterimage.plan.simulate import Constant, LogNormal, Workload
+from afterimage.plan.simulate import Constant, Fleet, LogNormal, Shape, Spoken, Workload
 from afterimage.plan.suggest import Episodes, Plan, Request, placements, suggest
 from afterimage.testing import tiny_policy
 from afterimage.versions.codec import encode
@@ -304,7 +306,11 @@ def test_the_command_answers_programs_and_people(capsys: pytest.CaptureFixture[s
         printed = capsys.readouterr().out
         assert "--schedule.max_staleness 1" in printed and "snapshot_old" in printed
     assert json.loads(printed)["place"] == {"trainers": 1, "engines": 1, "tp": 1, "scorers": 0}
-    for wrong, message in ((["--route", "snapsht_old"], "did you mean snapshot_old"), (["--gpus", "1"], ">= 2")):
+    for wrong, message in (
+        (["--route", "snapsht_old"], "did you mean snapshot_old"),
+        (["--gpus", "1"], ">= 2"),
+        (["--reply", "x"], "--reply"),
+    ):
         with pytest.raises(SystemExit) as left:
             main([*words, *wrong])
         assert left.value.code == 2 and message in " ".join(capsys.readouterr().err.split())
@@ -319,3 +325,17 @@ def test_this_machine_is_measured_and_read_again(tmp_path: Path) -> None:
     assert read(tmp_path / "here.json", model) == (device, shares)
     with pytest.raises(ConfigError, match="neither a run folder nor"):
         read(tmp_path / "model" / "config.json", model)
+
+
+def test_a_run_is_read_as_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 us a trained token are 3 forward passes of it, 2 us a reply in a decoding step are one."""
+    model = Model.parse("layers=2,hidden=8,ffn=16,heads=2,kv_heads=1,head_dim=4,vocab=10,tied=true")
+    ran = Run(
+        Workload(recorded=((Shape(10, (Spoken(30, 0, 0),)),),)), Fleet(), ScheduleConfig(),
+        Proportional(train_token=1e-5, decode=1e-3, decode_reply=2e-6),
+    )  # fmt: skip
+    monkeypatch.setattr("afterimage.plan.calibrate.like", lambda run: ran)
+    device, shares = read(tmp_path, model)
+    token = model.forward_flops(20)
+    assert device.flops == pytest.approx(token / 2e-6) and shares.decode == 1 and shares.step_s == 1e-3
+    assert device.flops * shares.matmul == pytest.approx(3 * token / 1e-5)

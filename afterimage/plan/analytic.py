@@ -92,7 +92,8 @@ class Placement:
         """
         engines = f"{self.engines} engine{'s' * (self.engines > 1)}" + (f" of {self.tp}" if self.tp > 1 else "")
         scorers = f", {self.scorers} that score" if self.scorers else ""
-        return f"{self.trainers} device{'s' * (self.trainers > 1)} that train{scorers} and {engines}"
+        train = f"{self.trainers} devices that train" if self.trainers > 1 else "1 device that trains"
+        return f"{train}{scorers} and {engines}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,10 +54,16 @@ def _shares() -> str:
 
 
 def _plan(chosen: argparse.Namespace) -> int:
-    at_least("--", 1, lag=min(chosen.lag) + 1, groups=min(chosen.groups), group_size=chosen.group_size)
-    at_least("--", 1, rounds=chosen.rounds)
-    at_least("--", 2, gpus=chosen.gpus)
-    at_least("--", 1, window=chosen.window or 1, longest=chosen.longest)
+    at_least("plan", 0, lag=min(chosen.lag))
+    at_least(
+        "plan",
+        1,
+        groups=min(chosen.groups),
+        group_size=chosen.group_size,
+        window=1 if chosen.window is None else chosen.window,
+    )
+    at_least("plan", 1, rounds=chosen.rounds, longest=chosen.longest)
+    at_least("plan", 2, gpus=chosen.gpus)
     if not chosen.lr > 0:
         raise ConfigError(f"--lr must be > 0, got {chosen.lr}")
     if chosen.route is not None and chosen.route not in ROUTES:
@@ -81,9 +87,16 @@ def workload(chosen: argparse.Namespace) -> Workload:
     """What the options say of an episode, in the words of `afterimage simulate`."""
     from afterimage.plan.command import parse
 
-    names = {"prompt": "prompt_tokens", "turns": "turns", "reply": "reply_tokens", "said": "tool_tokens"}
-    words = [f"workload.{name}={getattr(chosen, option)}" for option, name in (names | {"tool_s": "tool_s"}).items()]
-    return Workload(**parse(words, {"workload": Workload})["workload"], max_tokens=chosen.longest)
+    options = {"prompt": "prompt_tokens", "turns": "turns", "reply": "reply_tokens", "said": "tool_tokens"}
+    options["tool_s"] = "tool_s"
+    given: dict[str, Any] = {}
+    for option, name in options.items():
+        try:
+            given |= parse([f"workload.{name}={getattr(chosen, option)}"], {"workload": Workload})["workload"]
+        except ConfigError as error:
+            told = str(error).replace(f"--set workload.{name}", f"--{option.replace('_', '-')}")
+            raise ConfigError(told) from error
+    return Workload(**given, max_tokens=chosen.longest)
 
 
 def _request(chosen: argparse.Namespace, model: Model, device: Device, shares: Shares, *, tell: Any) -> Any:
@@ -107,6 +120,8 @@ def _request(chosen: argparse.Namespace, model: Model, device: Device, shares: S
 def _device(chosen: argparse.Namespace, model: Model) -> tuple[Device, Shares]:
     """From data sheets, or as it was measured."""
     if chosen.measure or chosen.measured:
+        if chosen.shares:
+            raise ConfigError("--shares belong to a data sheet; what is measured brings its own")
         from afterimage.plan.calibrate import measure, read, write
 
         if not chosen.measure:
