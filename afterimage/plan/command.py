@@ -11,6 +11,7 @@ from rich.table import Table
 
 from afterimage.config import ConfigError, ScheduleConfig, nearest
 from afterimage.plan.costs import Proportional
+from afterimage.plan.plan_command import add_plan
 from afterimage.plan.workload import Constant, Distribution, LogNormal, Workload
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def add(verbs: Any) -> None:
     verb.add_argument("--steps", type=int, default=0, metavar="N", help="Now: 20 once the line is full")
     verb.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn. Now: 0")
     verb.set_defaults(act=_simulate)
+    add_plan(verbs)
 
 
 def _simulate(chosen: argparse.Namespace) -> int:

@@ -1,0 +1,138 @@
+"""`afterimage plan`: what is asked on the command line, and how it is answered. Imports no torch before it must."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from afterimage.config import SHIPPED_POLICY, ConfigError, Route, nearest
+from afterimage.limits import at_least
+from afterimage.plan.hardware import DEVICES, Device, Shares
+from afterimage.plan.models import PRESETS, Model
+from afterimage.plan.route_costs import ROUTES
+from afterimage.plan.workload import Workload
+
+_ABOUT = """Predicts memory and time of every old-logit route, staleness, the split of the devices and the throughput,
+and suggests a configuration, with reasons. Splits are estimated by a formula, and the best are simulated: the real
+scheduler on a virtual clock. docs/planning.md says where each figure comes from."""
+
+
+def add_plan(verbs: Any) -> None:
+    """The verb and its options."""
+    parser = verbs.add_parser("plan", help="what to run on so many devices, and why", allow_abbrev=False)
+    parser.description = _ABOUT
+    parser.set_defaults(act=_plan)
+    add = parser.add_argument
+    presets = ", ".join(PRESETS)
+    add("--model", required=True, help=f"a model folder, `base`, Qwen3's {presets}, or layers=36,hidden=2560,...")
+    add("--gpus", type=int, required=True, metavar="N", help="devices in all (processor cores of a measured one)")
+    add("--device", default="H100", help=f"{', '.join(DEVICES)}. Now: H100")
+    add("--shares", default="", metavar="NAME=VALUE,...", help=f"reached of the data sheet's figures. Now: {_shares()}")
+    add("--lag", type=int, nargs="+", default=[1, 2, 4], metavar="S", help="max_staleness, or choices. Now: 1 2 4")
+    add("--groups", type=int, nargs="+", default=[16, 32, 64], metavar="G", help="a step. Now: 16 32 64")
+    add("--group-size", type=int, default=8, metavar="N", help="episodes of a group. Now: 8")
+    add("--window", type=int, metavar="W", help="look-ahead. Now: strict order, wider where that gives 5%% more")
+    add("--route", help=f"{', '.join(ROUTES)}. Now: the exact one that gives most")
+    add("--lr", type=float, default=1e-6, help="learning rate: how many weights a step changes. Now: 1e-6")
+    add("--prompt", default="2000", metavar="TOKENS", help="that an episode begins with. Now: 2000")
+    add("--turns", default="8~0.4<32", metavar="N", help="replies of an episode: MEAN~SIGMA<MOST. Now: 8~0.4<32")
+    add("--reply", default="200~0.8<4096", metavar="TOKENS", help="of a reply. Now: 200~0.8<4096")
+    add("--said", default="150", metavar="TOKENS", help="of an environment's answer. Now: 150")
+    add("--tool-s", default="1~0.8<60", metavar="SECONDS", help="that an answer takes. Now: 1~0.8<60")
+    add("--longest", type=int, default=16384, metavar="TOKENS", help="an episode may hold. Now: 16384")
+    add("--rounds", type=int, default=3, metavar="N", help="of lag + 1 steps that are simulated, once full. Now: 3")
+    add("--measure", type=Path, metavar="FILE", help="measure this machine with the model, a folder; written there")
+    add("--measured", type=Path, metavar="FILE", help="in place of --device: what --measure wrote, or a run's folder")
+    add("--json", action="store_true", help="for programs")
+
+
+def _shares() -> str:
+    shares = Shares()
+    return ", ".join(f"{name}={getattr(shares, name):g}" for name in Shares.__dataclass_fields__)
+
+
+def _plan(chosen: argparse.Namespace) -> int:
+    at_least("plan", 0, lag=min(chosen.lag))
+    at_least(
+        "plan",
+        1,
+        groups=min(chosen.groups),
+        group_size=chosen.group_size,
+        window=1 if chosen.window is None else chosen.window,
+    )
+    at_least("plan", 1, rounds=chosen.rounds, longest=chosen.longest)
+    at_least("plan", 2, gpus=chosen.gpus)
+    if not chosen.lr > 0:
+        raise ConfigError(f"--lr must be > 0, got {chosen.lr}")
+    if chosen.route is not None and chosen.route not in ROUTES:
+        raise ConfigError(f"unknown route {chosen.route!r}{nearest(chosen.route, list(ROUTES))}")
+    model = Model.parse(chosen.model)
+    device, shares = _device(chosen, model)
+    from afterimage.plan.page import as_json, page
+    from afterimage.plan.suggest import suggest
+
+    console = Console(stderr=True)
+    with console.status("estimating every split") as status:
+        plan = suggest(_request(chosen, model, device, shares, tell=status.update))
+    if chosen.json:
+        Console(soft_wrap=True).print_json(json.dumps(as_json(plan)))
+    else:
+        Console().print(page(plan), highlight=False)
+    return 0
+
+
+def workload(chosen: argparse.Namespace) -> Workload:
+    """What the options say of an episode, in the words of `afterimage simulate`."""
+    from afterimage.plan.command import parse
+
+    options = {"prompt": "prompt_tokens", "turns": "turns", "reply": "reply_tokens", "said": "tool_tokens"}
+    options["tool_s"] = "tool_s"
+    given: dict[str, Any] = {}
+    for option, name in options.items():
+        try:
+            given |= parse([f"workload.{name}={getattr(chosen, option)}"], {"workload": Workload})["workload"]
+        except ConfigError as error:
+            told = str(error).replace(f"--set workload.{name}", f"--{option.replace('_', '-')}")
+            raise ConfigError(told) from error
+    return Workload(**given, max_tokens=chosen.longest)
+
+
+def _request(chosen: argparse.Namespace, model: Model, device: Device, shares: Shares, *, tell: Any) -> Any:
+    from afterimage.plan.analytic import Setting
+    from afterimage.plan.suggest import Episodes, Request
+
+    work = workload(chosen)
+    episodes = Episodes.of(work, group_size=chosen.group_size)
+    route: Route | None = chosen.route
+    setting = Setting(
+        model=model, device=device, shares=shares, lr=chosen.lr, episode=episodes.tokens, longest=episodes.longest,
+        given=episodes.prompt / episodes.tokens,
+    )  # fmt: skip
+    return Request(
+        setting=setting, workload=work, episodes=episodes, devices=chosen.gpus, lags=tuple(sorted(set(chosen.lag))),
+        groups=tuple(sorted(set(chosen.groups))), group_size=chosen.group_size,
+        windows=(chosen.window,) if chosen.window else (), route=route, rounds=chosen.rounds, tell=tell,
+    )  # fmt: skip
+
+
+def _device(chosen: argparse.Namespace, model: Model) -> tuple[Device, Shares]:
+    """From data sheets, or as it was measured."""
+    if chosen.measure or chosen.measured:
+        if chosen.shares:
+            raise ConfigError("--shares belong to a data sheet; what is measured brings its own")
+        from afterimage.plan.calibrate import measure, read, write
+
+        if not chosen.measure:
+            return read(chosen.measured, model)
+        folder = SHIPPED_POLICY if chosen.model == "base" else Path(chosen.model)
+        if not folder.is_dir():
+            raise ConfigError(f"--measure runs the model: {chosen.model} is no model folder")
+        found = measure(folder, model)
+        write(chosen.measure, *found)
+        return found
+    if chosen.device not in DEVICES:
+        told = "; a processor is measured (--measure FILE)" if chosen.device == "cpu" else ""
+        raise ConfigError(f"unknown device {chosen.device!r}{nearest(chosen.device, list(DEVICES))}{told}")
+    return DEVICES[chosen.device], Shares.parse(chosen.shares)

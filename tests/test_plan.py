@@ -1,0 +1,341 @@
+"""Promises: parameters are those of the real models, costs are what is worked out by hand and was measured, and what a
+plan suggests fits, keeps to what was asked, and can be run."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from afterimage.cli import _parser, configure, main
+from afterimage.config import ConfigError, ScheduleConfig
+from afterimage.old_logps import Needs, current_recompute, ewma_prox, interrupt_sync, old_logit_model, snapshot_old
+from afterimage.old_logps.ppo_ewma_async import PpoEwmaAsync
+from afterimage.plan import deltas
+from afterimage.plan.analytic import Analytic, Placement, Setting
+from afterimage.plan.calibrate import measure, read, write
+from afterimage.plan.costs import Proportional
+from afterimage.plan.hardware import DEVICES, Device, Shares
+from afterimage.plan.measured import Setting as Run
+from afterimage.plan.models import PRESETS, Model
+from afterimage.plan.page import AVERAGE, as_json
+from afterimage.plan.route_costs import ROUTES
+from afterimage.plan.simulate import Constant, Fleet, LogNormal, Shape, Spoken, Workload
+from afterimage.plan.suggest import Episodes, Plan, Request, placements, suggest
+from afterimage.testing import tiny_policy
+from afterimage.versions.codec import encode
+
+ROOT = Path(__file__).parent.parent
+SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+EXPERTS = {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen3Config(**SIZES, **HEADS, head_dim=16, tie_word_embeddings=True),
+        Qwen3Config(**SIZES, **HEADS, head_dim=8, tie_word_embeddings=False),
+        Qwen3MoeConfig(**SIZES, **HEADS, **EXPERTS, tie_word_embeddings=True),
+        Qwen3MoeConfig(**SIZES, **HEADS, **EXPERTS, tie_word_embeddings=False, mlp_only_layers=[1]),
+        Qwen2Config(**SIZES, **HEADS, tie_word_embeddings=True),
+        LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=False),
+    ],
+    ids=["tied", "untied", "experts-tied", "experts-mixed", "qwen2", "llama"],
+)
+def test_parameters_are_those_of_the_real_model(config: Any, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        real = AutoModelForCausalLM.from_config(config)
+    config.save_pretrained(tmp_path)
+    counted = Model.parse(str(tmp_path))
+    assert counted.parameters == sum(parameter.numel() for parameter in real.parameters())
+    assert counted.matrices["head"] == (0 if config.tie_word_embeddings else 96 * 32)
+
+
+@pytest.mark.parametrize(
+    ("name", "all_of_them", "without_embedding"),
+    [("0.6B", 0.6, 0.44), ("1.7B", 1.7, 1.4), ("4B", 4.0, 3.6), ("8B", 8.2, 6.95), ("14B", 14.8, 13.2),
+     ("32B", 32.8, 31.2), ("30B-A3B", 30.5, 29.9), ("235B-A22B", 235, 234)],
+)  # fmt: skip
+def test_presets_have_the_parameters_of_their_model_cards(
+    name: str, all_of_them: float, without_embedding: float
+) -> None:
+    model = Model.parse(name)
+    body = model.parameters - model.matrices["embedding"] - model.matrices["head"]
+    assert model.parameters / 1e9 == pytest.approx(all_of_them, rel=0.015)
+    assert body / 1e9 == pytest.approx(without_embedding, rel=0.015)
+
+
+def test_a_token_costs_what_is_worked_out_by_hand() -> None:
+    """Two layers of width 8: attention 8 x 2 x (2 heads x 4 + 1 x 4) = 192, MLP 3 x 8 x 16 = 384, norms 16 + 8."""
+    model = Model.parse("layers=2,hidden=8,ffn=16,heads=2,kv_heads=1,head_dim=4,vocab=10,tied=true")
+    assert model.parameters == 10 * 8 + 2 * (192 + 384 + 16 + 8) + 8 == 1288
+    assert model.kv_bytes == 2 * 2 * 2 * 4
+    assert model.forward_flops(100) == 2 * 1288 + 2 * 100 * 2 * (2 * 2 * 4)  # scores and values: 2 x heads x head_dim
+    sparse = replace(model, experts=4, active=2, expert_ffn=6, tied=False)
+    experts = 2 * 4 * 3 * 8 * 6
+    assert sparse.parameters == 1288 - 2 * 384 + experts + 2 * 4 * 8 + 80
+    assert sparse.active_parameters == sparse.parameters - experts // 2 - 80
+    assert sparse.read_bytes(1) == 2 * sparse.active_parameters
+    assert sparse.read_bytes(2) == 2 * (sparse.parameters - experts / 4 - 80)  # a half of a half is passed by twice
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("5B", "did you mean"),
+        ("layers=2,hiden=8", "did you mean hidden"),
+        ("layers=2,hidden=8", "lacks ffn, heads, kv_heads"),
+        ("layers=2,hidden=8,ffn=x,heads=2,kv_heads=1", "ffn must be a whole number, got 'x'"),
+        ("layers=2,hidden=8,ffn=8,heads=3,kv_heads=2", "3 heads cannot share 2"),
+        ("layers=2,hidden=8,ffn=8,heads=2,kv_heads=2,experts=4", "need active"),
+    ],
+)
+def test_a_model_that_cannot_be_says_what_is_wrong(text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        Model.parse(text)
+
+
+def test_an_unknown_architecture_is_not_guessed_at(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(ConfigError, match="mamba"):
+        Model.parse(str(tmp_path))
+
+
+def table_of_routes() -> dict[str, list[str]]:
+    """The rows of the last table in benchmarks/results/2026-11-21-routes.md."""
+    text = (ROOT / "benchmarks/results/2026-11-21-routes.md").read_text().split("## Every route")[1]
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if "| `" in line]
+    return {row[0].strip("`"): row[1:] for row in rows}
+
+
+def costs(route: str, **rest: Any) -> Analytic:
+    """A core that runs the table's model as it did: forward passes 0.267 of a step, a second; it copies 10 GB/s."""
+    hand = Model.parse("layers=8,hidden=448,ffn=1344,heads=8,kv_heads=4,head_dim=56,vocab=2048,tied=true")
+    batch = 4 * 320
+    flops = batch * hand.forward_flops(160) / 0.267
+    core = Device(name="core", flops=flops, bandwidth=1e10, memory=24e9, link=1e10, host_link=1e10, network=1e10)
+    setting = Setting(
+        model=hand, device=core, shares=Shares(matmul=1, bandwidth=1, link=1), lr=1e-6,
+        episode=320, longest=320, given=0.2,
+    )  # fmt: skip
+    place = Placement(1, 1, 1, scorers=1)
+    return Analytic(setting=setting, place=place, route=ROUTES[route], batch=batch, live=5, **rest)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_routes_cost_what_was_measured(name: str) -> None:
+    """Time within a tenth and 0.035 of a step, copies within a tenth."""
+    extra, idle, copies, models, exact, *_ = table_of_routes()[name]
+    priced, route = costs(name, covered=float(name == "eager")), ROUTES[name]  # type: ignore[index]
+    model = priced.setting.model
+    assert model.parameters == 20_193_600
+    encode_s = deltas.encode_s(model.parameters, 1e-6) if route.chain else 0.0
+    # The trainer's thread has what was measured of every route, and the deltas of two.
+    assert priced.route_s(1280, 3) + encode_s == pytest.approx(float(extra.rstrip("%")) / 100, rel=0.1, abs=0.035)
+    scored = priced.forward_s(1280) * route.forwarded(3, given=0.2) if route.idle else 0.0
+    assert scored == pytest.approx(float(idle.rstrip("%")) / 100, rel=0.1)
+    held = route.chain_bytes(model, live=5, rate=1e-6) + 4 * model.parameters * route.averages
+    assert held / model.copy_bytes == pytest.approx(float(copies), rel=0.1, abs=0.005)
+    assert (route.movable, route.exact) == (int(models), exact == "100%")
+
+
+def test_routes_need_what_they_say_they_do() -> None:
+    real = {
+        "snapshot_old": snapshot_old.SnapshotOld, "old_logit_model": old_logit_model.OldLogitModel,
+        "interrupt_sync": interrupt_sync.InterruptSync, "ewma_prox": ewma_prox.EwmaProx,
+        "ppo_ewma_async": PpoEwmaAsync, "current_recompute": current_recompute.CurrentRecompute,
+    }  # fmt: skip
+    for name, kind in real.items():
+        cost, needs = ROUTES[name], kind.needs  # type: ignore[index]
+        told = Needs(
+            now=name == "current_recompute", snapshots=cost.chain, resident_models=cost.movable, closing=cost.closing
+        )
+        assert needs == told, name
+
+
+def test_trajectories_are_run_up_to_the_last_token_of_each_version() -> None:
+    exact = ROUTES["snapshot_old"]
+    assert [exact.forwarded(versions) for versions in (0.5, 1, 2, 3)] == [1, 1, 1.5, 2]
+    assert exact.forwarded(2, given=0.5) == 0.75 + 1.0  # half is prompt: the first version ends at three quarters
+    assert ROUTES["interp_prox_loglinear"].forwarded(3) == 0
+
+
+@pytest.mark.parametrize("row", deltas.TABLE, ids=lambda row: f"{row.rate:g}")
+def test_deltas_are_as_long_as_the_codec_writes_them(row: deltas.Measured) -> None:
+    """Words change here and there, by a XOR of few bits: as an optimizer step leaves them."""
+    random, count = np.random.default_rng(0), 1_000_000
+    bits = np.minimum(random.geometric(0.5, count), 8) if row.rate < 1e-4 else random.integers(1, 10, count)
+    difference = np.where(random.random(count) < row.changed, 2**bits - 1, 0).astype(np.int16)
+    written = encode(torch.from_numpy(difference)).nbytes
+    assert written == pytest.approx(deltas.delta_bytes(count, row.rate), rel=0.2)
+
+
+def test_a_device_takes_the_time_that_its_data_sheet_gives() -> None:
+    """Qwen3-4B on an H100 at all of its figures: 2.4 ms to read 8.04 GB of weights, and 16,000 tokens of context."""
+    model = PRESETS["4B"]
+    setting = Setting(
+        model=model, device=DEVICES["H100"], shares=Shares(matmul=1, decode=1, bandwidth=1, link=1, step_s=0), lr=1e-6,
+        episode=2000, longest=2000, given=0.1,
+    )  # fmt: skip
+    alone = Analytic(setting=setting, place=Placement(4, 4, 1), route=ROUTES["rollout"], batch=1e5, live=3)
+    assert alone.step_s(16, 16_000) == pytest.approx((8.044936192e9 + 147456 * 16_000) / 3.35e12)
+    assert alone.step_s(4096, 4096) == pytest.approx(4096 * model.forward_flops(1) / 989.4e12)  # computing binds
+    optimizer = 30 * model.parameters / (4 * 3.35e12)
+    assert alone.train_s(100_000) == pytest.approx(3 * 1e5 * model.forward_flops(1000) / (4 * 989.4e12) + optimizer)
+    again = replace(alone, setting=replace(setting, recompute=True))
+    assert again.train_s(100_000) - alone.train_s(100_000) == pytest.approx(alone.forward_s(100_000))
+    assert alone.publish_bytes == model.copy_bytes and alone.load_s() == pytest.approx(8.044936192e9 / 64e9)
+    kept = replace(alone, route=ROUTES["snapshot_old"])
+    assert kept.publish_bytes < model.copy_bytes / 100
+    pair = replace(alone, place=Placement(4, 2, 2))
+    reduced = 2 * 36 * 16 * 2560 * 2 / 450e9  # 2 (tp - 1) / tp is 1
+    assert pair.step_s(16, 16_000) == pytest.approx(alone.step_s(16, 16_000) / 2 + reduced)
+
+
+def test_training_and_engines_take_the_memory_that_is_added_up_by_hand() -> None:
+    model = PRESETS["30B-A3B"]
+    setting = Setting(
+        model=model, device=DEVICES["H100"], shares=Shares(), lr=1e-6, episode=4096, longest=4096, given=0.1,
+        recompute=True,
+    )  # fmt: skip
+    layer = 2 * (4 * 2048 + 2 * 36 * 128 + 4 * 8 * 768)
+    activations = 4096 * (48 * 2 * 2048 + layer)
+    assert setting.trainer_bytes(16, ROUTES["rollout"]) == pytest.approx(18 * model.parameters / 16 + activations)
+    more = setting.trainer_bytes(16, ROUTES["ppo_ewma_async"]) - setting.trainer_bytes(16, ROUTES["rollout"])
+    assert more == pytest.approx(6 * model.parameters / 16)  # a float32 average and a model to run it in
+    assert setting.room(1) == pytest.approx((72e9 - model.copy_bytes) / model.kv_bytes)
+    assert setting.room(8) == pytest.approx((8 * 72e9 - model.copy_bytes) / (2 * model.kv_bytes))  # 4 heads, 8 devices
+
+
+def asked(**rest: Any) -> Request:
+    """Qwen3-4B on a node of H100s, with episodes of two short turns."""
+    work = Workload(
+        prompt_tokens=Constant(500), turns=Constant(2), reply_tokens=LogNormal(100, 0.5), tool_tokens=Constant(50),
+        tool_s=Constant(1), max_tokens=4096,
+    )  # fmt: skip
+    episodes = Episodes.of(work, group_size=2)
+    setting = Setting(
+        model=rest.pop("model", PRESETS["4B"]), device=rest.pop("device", DEVICES["H100"]), shares=Shares(), lr=1e-6,
+        episode=episodes.tokens, longest=episodes.longest, given=500 / episodes.tokens,
+    )  # fmt: skip
+    given = {"devices": 8, "lags": (2,), "groups": (8,), "group_size": 2, "rounds": 1} | rest
+    return Request(setting=setting, workload=work, episodes=episodes, **given)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return suggest(asked())
+
+
+def test_a_suggestion_fits_and_keeps_to_what_was_asked(plan: Plan) -> None:
+    best = plan.best.candidate
+    assert best.place.devices == 8 and best.schedule.max_staleness == 2 and best.schedule.groups_per_step == 8
+    assert best.costs.route.exact
+    assert best.costs.setting.trainer_bytes(best.place.trainers, best.costs.route) <= 0.9 * 80e9
+    assert best.costs.setting.room(best.place.tp) >= best.max_running * best.costs.setting.episode
+    assert plan.best.rate >= 0.95 * max(split.rate for split in plan.splits)
+    assert plan.best.outcome.staleness_max <= plan.best.outcome.staleness_bound
+    assert plan.synchronous.outcome.staleness_max == 0 and plan.synchronous.rate < plan.best.rate
+    assert [rated.candidate.name for rated in plan.routes] == list(ROUTES)
+
+
+def test_what_a_plan_says_has_its_numbers_and_can_be_run(plan: Plan) -> None:
+    told = as_json(plan)
+    name = plan.best.candidate.name
+    exactness = next(reason for reason in told["reasons"] if reason.startswith(f"{name} is exact"))
+    assert AVERAGE in exactness and "0.48" in exactness
+    assert plan.best.outcome.bottleneck in told["reasons"]
+    config = configure(_parser(["train", "retail"]).parse_args(["train", "retail", *told["flags"].split()]))
+    assert (config.schedule, config.old_logps.route) == (plan.best.candidate.schedule, name)
+    assert config.engine.max_running == plan.best.candidate.max_running and config.trainer.lr == 1e-6
+    rows = {row["route"]: row for row in told["routes"]}
+    assert rows["ewma_prox"]["copies"] == 2 and rows["snapshot_old"]["copies"] < 0.05
+
+
+def test_what_cannot_be_done_says_what_would() -> None:
+    """18 bytes of 30.5 G parameters are 550 GB, the movable model 61; a device has 72 GB, and some for a pass."""
+    with pytest.raises(ConfigError, match=r"does not fit 4 H100: training takes 611 GB .* --gpus (\d+) would") as told:
+        suggest(asked(model=PRESETS["30B-A3B"], devices=4))
+    needed = int(re.findall(r"--gpus (\d+)", str(told.value))[0])
+    assert 9 < needed <= 12
+    schedule = ScheduleConfig(max_staleness=2, groups_per_step=8, group_size=2)
+    enough = replace(asked(model=PRESETS["30B-A3B"]).setting, recompute=True)
+    assert list(placements(enough, "snapshot_old", schedule, devices=needed))
+    assert not list(placements(enough, "snapshot_old", schedule, devices=needed - 1))
+    with pytest.raises(ConfigError, match="eight hold 576 GB, and an engine needs 3920 GB"):
+        suggest(asked(model=replace(PRESETS["235B-A22B"], experts=1100), devices=512))
+
+
+def test_staleness_is_chosen_as_small_as_throughput_allows() -> None:
+    """Tools of a second do not need eight batches in flight."""
+    found = suggest(asked(lags=(1, 2, 8), windows=(1,), route="snapshot_old"))
+    rates = {rated.candidate.schedule.max_staleness: rated.rate for rated in found.choices}
+    chosen = found.best.candidate.schedule.max_staleness
+    assert rates[chosen] >= 0.95 * max(rates.values())
+    assert all(rates[lag] < 0.95 * max(rates.values()) for lag in rates if lag < chosen)
+
+
+def test_the_command_answers_programs_and_people(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "layers=4,hidden=256,ffn=768,heads=4,kv_heads=2,head_dim=64,vocab=4096,tied=true"
+    words = [
+        "plan",
+        "--model",
+        sizes,
+        "--gpus",
+        "2",
+        "--lag",
+        "1",
+        "--groups",
+        "2",
+        "--group-size",
+        "2",
+        "--rounds",
+        "1",
+    ]
+    words += ["--turns", "2", "--reply", "50", "--prompt", "100", "--said", "20", "--route", "snapshot_old"]
+    for more in ([], ["--json"]):
+        with pytest.raises(SystemExit) as left:
+            main([*words, *more])
+        assert left.value.code == 0
+        printed = capsys.readouterr().out
+        assert "--schedule.max_staleness 1" in printed and "snapshot_old" in printed
+    assert json.loads(printed)["place"] == {"trainers": 1, "engines": 1, "tp": 1, "scorers": 0}
+    for wrong, message in (
+        (["--route", "snapsht_old"], "did you mean snapshot_old"),
+        (["--gpus", "1"], ">= 2"),
+        (["--reply", "x"], "--reply"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            main([*words, *wrong])
+        assert left.value.code == 2 and message in " ".join(capsys.readouterr().err.split())
+
+
+def test_this_machine_is_measured_and_read_again(tmp_path: Path) -> None:
+    tiny_policy().save(tmp_path / "model")
+    model = Model.parse(str(tmp_path / "model"))
+    device, shares = measure(tmp_path / "model", model)
+    assert 1e8 < device.flops < 1e14 and 1e8 < device.bandwidth < 1e13 and 0 < shares.matmul <= 1
+    write(tmp_path / "here.json", device, shares)
+    assert read(tmp_path / "here.json", model) == (device, shares)
+    with pytest.raises(ConfigError, match="neither a run folder nor"):
+        read(tmp_path / "model" / "config.json", model)
+
+
+def test_a_run_is_read_as_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 us a trained token are 3 forward passes of it, 2 us a reply in a decoding step are one."""
+    model = Model.parse("layers=2,hidden=8,ffn=16,heads=2,kv_heads=1,head_dim=4,vocab=10,tied=true")
+    ran = Run(
+        Workload(recorded=((Shape(10, (Spoken(30, 0, 0),)),),)), Fleet(), ScheduleConfig(),
+        Proportional(train_token=1e-5, decode=1e-3, decode_reply=2e-6),
+    )  # fmt: skip
+    monkeypatch.setattr("afterimage.plan.calibrate.like", lambda run: ran)
+    device, shares = read(tmp_path, model)
+    token = model.forward_flops(20)
+    assert device.flops == pytest.approx(token / 2e-6) and shares.decode == 1 and shares.step_s == 1e-3
+    assert device.flops * shares.matmul == pytest.approx(3 * token / 1e-5)
