@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: setup demo test test-engines test-adapters conversations check base-policy bench bench-agent bench-demo bench-retail bench-compare \
-	bench-routes bench-audit bench-resume bench-endpoint chaos report fuzz
+	bench-generate bench-peers bench-routes bench-audit bench-resume bench-endpoint chaos report fuzz
 
 setup: .venv/.ready
 
@@ -93,6 +93,19 @@ bench-audit: setup
 # Minutes: what the journal and checkpoints cost, and how soon a killed run trains again.
 bench-resume: setup
 	$(BIN)/python benchmarks/resume.py
+
+# Sampled tokens per second beside transformers and vLLM: ten minutes.
+bench-generate: setup bench-peers
+	$(BIN)/python -m benchmarks.generate
+
+# Minutes, and 5 GB on the disk: the libraries that we are measured against.
+bench-peers: .venv-peers/.ready .venv-engines/.ready
+
+.venv-peers/.ready: constraints.txt
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check -c constraints.txt trl transformers
+	touch $@
 
 # Five minutes: 64 streaming episodes at once behind the endpoint, while the weights change.
 bench-endpoint: setup

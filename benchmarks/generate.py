@@ -219,9 +219,7 @@ def _rate(player: Player, episodes: Callable[[], list[Episode]]) -> float:
     return answer[0]
 
 
-def _line(
-    what: tuple[str, str, int], kind: str, found: dict[str, list[float]], error: str, off: float | None
-) -> str:
+def _line(what: tuple[str, str, int], kind: str, found: dict[str, list[float]], error: str, off: float | None) -> str:
     if kind not in found:
         return row(*what, LABELS[kind], f"not run: {error}", "", "", "")
     ratio, goal = ["", ""]

@@ -1,7 +1,7 @@
 """Contestants of `benchmarks.generate`: each plays workloads in a process of its own, in the environment that has it.
 
-A line of JSON comes in (`{"episodes": [[opening, [[reply length, tool result], ...]], ...]}`), a line goes out: seconds,
-sampled tokens, and of one reply its context, tokens and log-probabilities, by which it is seen that all run one model.
+A line of JSON comes in (`{"episodes": [[opening, [[reply length, tool result], ...]], ...]}`), a line goes out:
+seconds, sampled tokens, and of one reply its context, tokens and log-probabilities, by which it is seen that all run one model.
 """
 
 import asyncio
@@ -197,10 +197,9 @@ class Continuous(_Queue):
 
 
 class Vllm(_Queue):
-    """vLLM's CPU build, in this process, with its prefix cache."""
+    """vLLM's CPU build, in this process, with its prefix cache. It takes its threads from the environment."""
 
     def __init__(self, folder: Path, dtype: Any, threads: int) -> None:
-        import torch
         from vllm import EngineArgs, LLMEngine, SamplingParams
 
         self._engine = LLMEngine.from_engine_args(
@@ -211,11 +210,10 @@ class Vllm(_Queue):
                 max_num_seqs=MAX_LIVE,
                 max_model_len=MAX_CONTEXT,
                 enable_prefix_caching=True,
-                enforce_eager=os.environ.get("EAGER", "1") == "1",
+                enforce_eager=True,
                 generation_config="vllm",
             )
         )
-        torch.set_num_threads(threads)
         self._params = SamplingParams
         self._count = 0
 

@@ -239,7 +239,7 @@ class Batcher:
 
     def _sample(self, logits: Tensor, slots: NDArray[np.int64], sampling: NDArray[np.bool_]) -> None:
         if not sampling.all():
-            logits, slots = logits[torch.from_numpy(sampling)], slots[sampling]
+            logits, slots = logits[torch.from_numpy(sampling).to(logits.device)], slots[sampling]
         if not len(slots):
             return
         at = self._length[slots]

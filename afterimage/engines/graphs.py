@@ -22,7 +22,7 @@ class _Captured:
 
 
 class Graphs:
-    """`run` by shape: as it is the first time, from its graph from then on. Elsewhere than on CUDA there are no graphs."""
+    """`run` by shape: as it is the first time, from its graph from then on. Only CUDA has graphs."""
 
     def __init__(self, device: torch.device, run: Callable[[Inputs, Shape], Tensor]) -> None:
         self._device, self._run = device, run
