@@ -1,7 +1,8 @@
 """Contestants of `benchmarks.generate`: each plays workloads in a process of its own, in the environment that has it.
 
 A line of JSON comes in (`{"episodes": [[opening, [[reply length, tool result], ...]], ...]}`), a line goes out:
-seconds, sampled tokens, and of one reply its context, tokens and log-probabilities, by which it is seen that all run one model.
+seconds, sampled tokens, and of one reply its context, tokens and log-probabilities, which show whether all run one
+model.
 """
 
 import asyncio

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class Graphs:
     def __init__(self, device: torch.device, run: Callable[[Inputs, Shape], Tensor]) -> None:
         self._device, self._run = device, run
         self._captured: dict[Shape, _Captured] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # the memory that all graphs share
 
     def __len__(self) -> int:
         return len(self._captured)
