@@ -88,7 +88,8 @@ class Generate:
             size = -(-len(live) // buckets)
             for start in range(0, len(live), size):
                 batch = live[start : start + size]
-                tokens, logp = self._batch([context for context, _ in batch], max(turns[0][0] for _, turns in batch))
+                longest = max(turns[0][0] for _, turns in batch)
+                tokens, logp = self._batch([context for context, _ in batch], longest, scored=probe is None)
                 for row, (context, turns) in enumerate(batch):
                     length, result = turns.pop(0)
                     if probe is None:
@@ -109,7 +110,7 @@ class Generate:
         self._best[len(episodes)] = min(took, key=lambda buckets: took[buckets])
 
     def _batch(
-        self, contexts: list[list[int]], length: int
+        self, contexts: list[list[int]], length: int, *, scored: bool
     ) -> tuple[list[list[int]], Callable[[int, list[int]], list[float]]]:
         import torch
 
@@ -125,7 +126,7 @@ class Generate:
                 top_k=0,
                 pad_token_id=0,
                 eos_token_id=None,
-                output_logits=True,
+                output_logits=scored,
                 return_dict_in_generate=True,
             )
 
@@ -223,9 +224,7 @@ class Vllm(_Queue):
 
     def add(self, number: int, context: list[int], length: int) -> None:
         self._count += 1
-        params = self._params(
-            temperature=1.0, max_tokens=length, min_tokens=length, ignore_eos=True, logprobs=0, detokenize=False
-        )
+        params = self._params(temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False)
         self._engine.add_request(f"{number}-{self._count}", {"prompt_token_ids": list(context)}, params)
 
     def ended(self) -> list[tuple[int, list[int], list[float]]]:
@@ -246,7 +245,9 @@ def _transformers(folder: Path, dtype: str, threads: int) -> Any:
 
     torch.set_num_threads(threads)
     logging.set_verbosity_error()
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    model.generation_config.eos_token_id = None  # lengths are given
+    return model.eval()
 
 
 KINDS = {"ours": Ours, "generate": Generate, "continuous": Continuous, "vllm": Vllm}
