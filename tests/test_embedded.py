@@ -36,6 +36,8 @@ from transformers import (
 from afterimage.engines import EngineDied, SamplingParams
 from afterimage.engines.batcher import Batcher, Finished, Request
 from afterimage.engines.embedded import EmbeddedEngine
+from afterimage.engines.pages import Inputs, Pages, plan
+from afterimage.engines.runner import Step
 from afterimage.engines.sampling import draw, uniforms
 from afterimage.engines.worker import build_runner
 
@@ -150,6 +152,48 @@ def test_a_long_context_is_computed_in_parts(tmp_path: Path) -> None:
     assert (found[0].stop, len(found[0].tokens)) == ("length", 100)
     assert _error(model, long, found[0]) < 1e-5 and _error(model, short, found[1]) < 1e-5
     assert batcher.counters["prefill_tokens"] == 1330
+
+
+def test_idle_slots_among_the_pages_change_nothing(tmp_path: Path) -> None:
+    """Two of twelve go on: their pages are few of those in use, and copied together. Then everyone does."""
+    model = _model("qwen3, tied")
+    model.save_pretrained(tmp_path)
+    batcher = _batcher(tmp_path, max_slots=12)
+    with torch.inference_mode():
+        batcher.load(_weights(model))
+    contexts = {number: _text(60 + 17 * number, seed=number) for number in range(12)}
+    for numbers, count in ((range(12), 5), ((3, 9), 70), (range(12), 9)):
+        found = _run(batcher, *(_ask(number, contexts[number], count) for number in numbers))
+        assert max(_error(model, contexts[number], reply) for number, reply in found.items()) < 1e-5
+        for number, reply in found.items():
+            contexts[number] += reply.tokens
+
+
+def test_pages_are_held_as_far_as_tokens_need_them() -> None:
+    pages = Pages(max_slots=3, max_context=200)
+    pages.hold(0, 65)
+    pages.hold(1, 64)
+    assert (pages.of[:2].tolist(), pages.span) == ([[1, 2, 0, 0], [3, 0, 0, 0]], 4)
+    pages.hold(0, 1)
+    pages.hold(2, 200)
+    assert pages.of[2].tolist() == [2, 4, 5, 6], "the lowest that are free"
+    assert pages.first[pages.of[2]].tolist() == [0, 64, 128, 192]
+    for slot in range(3):
+        pages.hold(slot, 0)
+    assert pages.span == 1 and not pages.of.any()
+
+
+def test_few_rows_among_many_pages_are_gathered() -> None:
+    pages = Pages(max_slots=8, max_context=64)
+    for slot in range(8):
+        pages.hold(slot, 10)
+    row = torch.tensor([5])
+    shape, flat = plan(Step(row, (), row, torch.tensor([10])), pages)
+    inputs = Inputs.of(flat, shape)
+    assert shape.gathered and inputs.page_ids[0] == 6 and inputs.visible.tolist() == [11] + [0] * 7
+    rows = torch.arange(8)
+    shape, flat = plan(Step(rows, (), rows, torch.full((8,), 10)), pages)
+    assert not shape.gathered and Inputs.of(flat, shape).visible.tolist()[:10] == [0] + [11] * 8 + [0]
 
 
 def test_a_turn_computes_only_what_is_new(tmp_path: Path) -> None:

@@ -258,7 +258,7 @@ def test_any_architecture_can_be_merged_into(tmp_path: Path) -> None:
         runner.load(merged)
         tokens, none = torch.tensor(TOKENS), torch.empty(0, dtype=torch.long)
         with torch.no_grad():
-            step = Step(none, (Chunk(0, 0, len(TOKENS)),), tokens, torch.arange(len(TOKENS)), longest=0)
+            step = Step(none, (Chunk(0, 0, len(TOKENS)),), tokens, torch.arange(len(TOKENS)))
             logits = policy.model(input_ids=tokens[None], use_cache=False).logits[0, -1].float()
             assert (runner.forward(step)[0].softmax(-1) - logits.softmax(-1)).abs().max() < tolerance
         embedding = model.model.embed_tokens.weight.to(policy.dtype)

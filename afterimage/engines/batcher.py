@@ -114,6 +114,8 @@ class Batcher:
         kept = max(int(self._cached.max()), 0)
         self._stale, self._stale_tokens = self._cached.copy(), self._tokens[:, :kept].copy()
         self._cached[:] = 0
+        for slot in range(len(self._cached)):
+            self.runner.keep(slot, 0)
 
     def step(self) -> list[Finished]:
         """One forward pass: admit, compute, sample. Returns the requests that ended with it."""
@@ -173,6 +175,8 @@ class Batcher:
         if cached[best] >= have + MIN_COPY:
             source, have = best, int(cached[best])
             self.runner.copy_prefix(best, slot, have)
+        else:
+            self.runner.keep(slot, have)
         self._cached[slot] = have
         self._older[slot] = min(int(self._older[source]), have)
         self._open(slot, request, tokens)
@@ -229,14 +233,13 @@ class Batcher:
             chunks=tuple(chunks),
             tokens=torch.from_numpy(np.concatenate(tokens).astype(np.int64)),
             positions=torch.from_numpy(np.concatenate(positions)),
-            longest=int(at.max()) + 1 if len(rows) else 0,
         )
         complete = [chunk.end == self._length[chunk.slot] for chunk in chunks]
         return step, np.array([True] * len(rows) + complete, dtype=np.bool_)
 
     def _sample(self, logits: Tensor, slots: NDArray[np.int64], sampling: NDArray[np.bool_]) -> None:
         if not sampling.all():
-            logits, slots = logits[torch.from_numpy(sampling)], slots[sampling]
+            logits, slots = logits[torch.from_numpy(sampling).to(logits.device)], slots[sampling]
         if not len(slots):
             return
         at = self._length[slots]

@@ -105,6 +105,9 @@ class TransformersRunner:
             for name, parameter in self._model.named_parameters():
                 parameter.copy_(update[name])
 
+    def keep(self, slot: int, count: int) -> None:
+        """Slots have their place whatever they hold."""
+
     def copy_prefix(self, source: int, target: int, count: int) -> None:
         for layer in self._layers:
             layer.copy_prefix(source, target, count)
@@ -142,7 +145,7 @@ class TransformersRunner:
             self.forward(_step(tokens[slot, :cut], Chunk(slot, 0, cut)))
         rows = torch.arange(2)
         row_tokens, row_positions = tokens[rows, torch.tensor(cuts)], torch.tensor(cuts)
-        found = self.forward(Step(rows, (), row_tokens, row_positions, longest=max(cuts) + 1))
+        found = self.forward(Step(rows, (), row_tokens, row_positions))
         for slot, cut in enumerate(cuts):
             want = self._model(input_ids=tokens[slot : slot + 1, : cut + 1], use_cache=False).logits[0, -1].float()
             error = (found[slot].log_softmax(-1) - want.log_softmax(-1)).abs().max().item()
@@ -155,7 +158,7 @@ class TransformersRunner:
 
 def _step(tokens: Tensor, chunk: Chunk) -> Step:
     none = torch.empty(0, dtype=torch.long)
-    return Step(none, (chunk,), tokens, torch.arange(chunk.start, chunk.end), longest=0)
+    return Step(none, (chunk,), tokens, torch.arange(chunk.start, chunk.end))
 
 
 def _refuse_other_state(config: Any, max_context: int) -> None:

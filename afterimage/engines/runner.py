@@ -30,15 +30,11 @@ class Step:
     """`[T]`, packed."""
     positions: Tensor
     """`[T]`, each token's place in its own sequence."""
-    longest: int
-    """Length of the longest sequence among the rows, this step's token included."""
 
     @property
-    def last(self) -> Tensor:
-        """`[R + C]`, where in `tokens` each row and each chunk ends."""
-        num_rows = len(self.rows)
-        lengths = torch.tensor([chunk.end - chunk.start for chunk in self.chunks], dtype=torch.long)
-        return torch.cat([torch.arange(num_rows), num_rows - 1 + lengths.cumsum(0)])
+    def longest(self) -> int:
+        """Length of the longest sequence among the rows, this step's token included."""
+        return int(self.positions[: len(self.rows)].max()) + 1 if len(self.rows) else 0
 
     def spans(self) -> list[tuple[Chunk, slice]]:
         """Each chunk, and where it lies in `tokens`."""
@@ -59,6 +55,10 @@ class Runner(Protocol):
 
     def forward(self, step: Step) -> Tensor:
         """Float32 logits `[R + C, V]` after the last token of each row and chunk; caches every token of the step."""
+        ...
+
+    def keep(self, slot: int, count: int) -> None:
+        """Of what is cached of `slot`, only the first `count` tokens will be needed."""
         ...
 
     def copy_prefix(self, source: int, target: int, count: int) -> None:

@@ -33,8 +33,10 @@ def draw(logits: Tensor, temperature: Tensor, noise: Tensor) -> tuple[Tensor, Te
     """Tokens `[B]` and their log-probabilities `[B]` from `logits [B, V]`, by inverting the distribution function.
 
     `temperature` is `[B]` float32; where it is 0 the token is the argmax and its log-probability 0 (a point mass).
-    `noise` is `[B]` float64 in (0, 1).
+    `noise` is `[B]` float64 in (0, 1). The logits may be on any device; what is drawn comes
+    back to the processor.
     """
+    temperature, noise = temperature.to(logits.device), noise.to(logits.device)
     greedy = temperature == 0
     if bool((temperature != 1).any()):
         logits = logits / temperature.masked_fill(greedy, 1)[:, None]
@@ -48,4 +50,4 @@ def draw(logits: Tensor, temperature: Tensor, noise: Tensor) -> tuple[Tensor, Te
     if bool(greedy.any()):
         tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
         chosen = chosen.masked_fill(greedy, 0)
-    return tokens[:, 0], chosen
+    return tokens[:, 0].cpu(), chosen.cpu()

@@ -56,11 +56,16 @@ def main(descriptor: int, options: str) -> None:
         worker.serve()
 
 
-def build_runner(folder: Path, *, dtype: str, max_slots: int, max_context: int) -> Runner:
-    """Our decoder where it computes this model exactly, transformers' forward pass for everything else."""
+def build_runner(folder: Path, *, dtype: str, max_slots: int, max_context: int, device: str = "") -> Runner:
+    """Our decoder where it computes this model exactly, transformers' forward pass for everything else.
+
+    The decoder runs on `device`, by default on CUDA where there is any; the other on the processor.
+    """
     config = json.loads((folder / "config.json").read_text())
     if supports(config):
-        return Qwen3Runner(config, dtype=DTYPES[dtype], max_slots=max_slots, max_context=max_context)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        limits = {"max_slots": max_slots, "max_context": max_context}
+        return Qwen3Runner(config, dtype=DTYPES[dtype], device=device, **limits)
     # Here, because importing transformers takes longer than all the rest of the start.
     from afterimage.engines.fallback import TransformersRunner
 

@@ -267,7 +267,7 @@ def _embedded_logps(runner: Runner, tokens: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
         for at, after in enumerate(tokens.tolist()[1:]):
             chunk = (Chunk(0, at, at + 1),)
-            logits = runner.forward(Step(none, chunk, tokens[at : at + 1], torch.tensor([at]), longest=0))
+            logits = runner.forward(Step(none, chunk, tokens[at : at + 1], torch.tensor([at])))
             logps.append(logits[0].log_softmax(-1)[after])
     return torch.stack(logps)
 

@@ -1,0 +1,276 @@
+"""Contestants of `benchmarks.generate`: each plays workloads in a process of its own, in the environment that has it.
+
+A line of JSON comes in (`{"episodes": [[opening, [[reply length, tool result], ...]], ...]}`), a line goes out:
+seconds, sampled tokens, and of one reply its context, tokens and log-probabilities, which show whether all run one
+model.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Turn = tuple[int, list[int]]
+Episode = tuple[list[int], list[Turn]]
+Probe = tuple[list[int], list[int], list[float]]
+MAX_CONTEXT = 1024
+MAX_LIVE = 256
+
+
+class Ours:
+    """The embedded engine as a run uses it, in a process of its own behind this one."""
+
+    def __init__(self, folder: Path, dtype: Any, threads: int) -> None:
+        from afterimage.engines.embedded import EmbeddedEngine
+
+        self._loop = asyncio.new_event_loop()
+        self._engine = EmbeddedEngine(
+            folder, dtype=dtype, threads=threads, max_slots=MAX_LIVE + MAX_LIVE // 8, max_context=MAX_CONTEXT
+        )
+        self._version = -1
+        self._loop.run_until_complete(self._engine.start())
+        from safetensors.torch import load_file
+
+        self._weights = load_file(folder / "model.safetensors")
+
+    def forget(self) -> None:
+        """New weights, as far as it knows."""
+        self._version += 1
+        if self._version:
+            self._loop.run_until_complete(self._engine.interrupt())
+        self._loop.run_until_complete(self._engine.load(self._weights, self._version))
+        self._loop.run_until_complete(self._engine.resume())
+
+    def play(self, episodes: list[Episode]) -> tuple[int, Probe]:
+        from afterimage.engines import SamplingParams
+
+        async def live(number: int, opening: list[int], turns: list[Turn]) -> tuple[int, Probe]:
+            context, sampled, probe = list(opening), 0, None
+            for length, result in turns:
+                reply = (await self._engine.sample(context, SamplingParams(length, (), 1.0, number))).piece
+                probe = (list(context), list(reply.tokens), list(reply.behavior_logp))
+                sampled += len(reply.tokens)
+                context += [*reply.tokens, *result]
+            assert probe is not None
+            return sampled, probe
+
+        async def all_of_them() -> list[tuple[int, Probe]]:
+            return await asyncio.gather(*(live(number, *episode) for number, episode in enumerate(episodes)))
+
+        found = self._loop.run_until_complete(all_of_them())
+        return sum(sampled for sampled, _ in found), found[0][1]
+
+
+class Generate:
+    """`generate` of transformers: in every round all live episodes take a turn, in 1, 2 or 4 batches by reply length.
+
+    It can keep no cache from one call to the next. Which number of batches is best is tried once for each concurrency.
+    """
+
+    def __init__(self, folder: Path, dtype: str, threads: int) -> None:
+        self._model = _transformers(folder, dtype, threads)
+        self._best: dict[int, int] = {}
+
+    def forget(self) -> None:
+        """It remembers nothing."""
+
+    def play(self, episodes: list[Episode]) -> tuple[int, Probe]:
+        buckets = self._best.get(len(episodes), 2)
+        live = [(list(opening), list(turns)) for opening, turns in episodes]
+        sampled, probe = 0, None
+        while live:
+            live.sort(key=lambda episode: episode[1][0][0])
+            size = -(-len(live) // buckets)
+            for start in range(0, len(live), size):
+                batch = live[start : start + size]
+                longest = max(turns[0][0] for _, turns in batch)
+                tokens, logp = self._batch([context for context, _ in batch], longest, scored=probe is None)
+                for row, (context, turns) in enumerate(batch):
+                    length, result = turns.pop(0)
+                    if probe is None:
+                        probe = (list(context), tokens[row][:length], logp(row, tokens[row][:length]))
+                    context += [*tokens[row][:length], *result]
+                    sampled += length
+            live = [(context, turns) for context, turns in live if turns]
+        assert probe is not None
+        return sampled, probe
+
+    def warm(self, episodes: list[Episode]) -> None:
+        took = {}
+        for buckets in (1, 2, 4):
+            self._best[len(episodes)] = buckets
+            start = time.perf_counter()
+            self.play(episodes)
+            took[buckets] = time.perf_counter() - start
+        self._best[len(episodes)] = min(took, key=lambda buckets: took[buckets])
+
+    def _batch(
+        self, contexts: list[list[int]], length: int, *, scored: bool
+    ) -> tuple[list[list[int]], Callable[[int, list[int]], list[float]]]:
+        import torch
+
+        width = max(map(len, contexts))
+        ids = torch.tensor([[0] * (width - len(context)) + context for context in contexts])
+        mask = torch.tensor([[0] * (width - len(context)) + [1] * len(context) for context in contexts])
+        with torch.inference_mode():
+            out = self._model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=length,
+                do_sample=True,
+                top_k=0,
+                pad_token_id=0,
+                eos_token_id=None,
+                output_logits=scored,
+                return_dict_in_generate=True,
+            )
+
+        def logp(row: int, tokens: list[int]) -> list[float]:
+            found = zip(out.logits, tokens, strict=False)
+            return [float(logits[row].float().log_softmax(-1)[token]) for logits, token in found]
+
+        return out.sequences[:, width:].tolist(), logp
+
+
+class _Queue:
+    """An engine that takes requests as they come and gives replies as they end."""
+
+    def add(self, number: int, context: list[int], length: int) -> None:
+        raise NotImplementedError
+
+    def ended(self) -> list[tuple[int, list[int], list[float]]]:
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Nothing is remembered."""
+
+    def play(self, episodes: list[Episode]) -> tuple[int, Probe]:
+        live = {number: (list(opening), list(turns)) for number, (opening, turns) in enumerate(episodes)}
+        for number, (context, turns) in live.items():
+            self.add(number, context, turns[0][0])
+        sampled, probe = 0, None
+        while live:
+            for number, tokens, logp in self.ended():
+                context, turns = live[number]
+                length, result = turns.pop(0)
+                if len(tokens) != length:
+                    raise RuntimeError(f"{len(tokens)} tokens sampled where {length} were asked for")
+                probe = probe or (list(context), tokens, logp)
+                sampled += length
+                context += [*tokens, *result]
+                if turns:
+                    self.add(number, context, turns[0][0])
+                else:
+                    del live[number]
+        assert probe is not None
+        return sampled, probe
+
+
+class Continuous(_Queue):
+    """Continuous batching of transformers, a turn added as soon as it is due."""
+
+    def __init__(self, folder: Path, dtype: str, threads: int) -> None:
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        model = _transformers(folder, dtype, threads)
+        self._manager = model.init_continuous_batching(
+            generation_config=GenerationConfig(do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0),
+            continuous_batching_config=ContinuousBatchingConfig(max_memory_percent=0.1, return_logprobs=True),
+        )
+        self._manager.start()
+        self._count = 0
+
+    def add(self, number: int, context: list[int], length: int) -> None:
+        self._count += 1
+        self._manager.add_request(list(context), f"{number}-{self._count}", max_new_tokens=length)
+
+    def ended(self) -> list[tuple[int, list[int], list[float]]]:
+        found = self._manager.get_result(timeout=60)
+        if found is None:
+            raise RuntimeError("no result within a minute")
+        if found.error:
+            raise RuntimeError(found.error)
+        return [(int(found.request_id.split("-")[0]), list(found.generated_tokens), list(found.logprobs))]
+
+
+class Vllm(_Queue):
+    """vLLM's CPU build, in this process, with its prefix cache. It takes its threads from the environment."""
+
+    def __init__(self, folder: Path, dtype: Any, threads: int) -> None:
+        from vllm import EngineArgs, LLMEngine, SamplingParams
+
+        self._engine = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=str(folder),
+                dtype=dtype,
+                skip_tokenizer_init=True,
+                max_num_seqs=MAX_LIVE,
+                max_model_len=MAX_CONTEXT,
+                enable_prefix_caching=True,
+                enforce_eager=True,
+                generation_config="vllm",
+            )
+        )
+        self._params = SamplingParams
+        self._count = 0
+
+    def forget(self) -> None:
+        self._engine.reset_prefix_cache()
+
+    def add(self, number: int, context: list[int], length: int) -> None:
+        self._count += 1
+        params = self._params(temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False)
+        self._engine.add_request(f"{number}-{self._count}", {"prompt_token_ids": list(context)}, params)
+
+    def ended(self) -> list[tuple[int, list[int], list[float]]]:
+        found = []
+        for output in self._engine.step():
+            if output.finished:
+                reply = output.outputs[0]
+                tokens = list(reply.token_ids)
+                logp = [of[token].logprob for of, token in zip(reply.logprobs, tokens, strict=True)]
+                found.append((int(output.request_id.split("-")[0]), tokens, logp))
+        return found
+
+
+def _transformers(folder: Path, dtype: str, threads: int) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    torch.set_num_threads(threads)
+    logging.set_verbosity_error()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    model.generation_config.eos_token_id = None  # lengths are given
+    return model.eval()
+
+
+KINDS = {"ours": Ours, "generate": Generate, "continuous": Continuous, "vllm": Vllm}
+
+
+def serve(kind: str, folder: str, dtype: str, threads: int) -> None:
+    """Until the input ends. What libraries print goes to the errors."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    contestant = KINDS[kind](Path(folder), dtype, threads)
+    for line in itertools.chain(['"ready"'], sys.stdin):
+        asked = json.loads(line)
+        answer: Any = asked
+        if asked != "ready":
+            contestant.forget()
+            if asked["warm"] and isinstance(contestant, Generate):
+                contestant.warm(asked["episodes"])
+            start = time.perf_counter()
+            sampled, probe = contestant.play(asked["episodes"])
+            answer = {"seconds": time.perf_counter() - start, "sampled": sampled, "probe": probe}
+        out.write(json.dumps(answer) + "\n")
+        out.flush()
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:4], threads=int(sys.argv[4]))  # type: ignore[misc]
