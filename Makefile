@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: setup demo test test-engines test-adapters conversations check base-policy bench bench-agent bench-demo bench-retail bench-compare \
-	bench-routes bench-audit bench-resume bench-endpoint chaos report fuzz
+	bench-routes bench-train bench-memory bench-audit bench-resume bench-endpoint chaos report fuzz
 
 setup: .venv/.ready
 
@@ -85,6 +85,14 @@ bench-compare: setup
 # One core, minutes: what each route costs, and how wrong it is.
 bench-routes: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/routes.py
+
+# Eight minutes, and TRL in .venv-peers: the trainer, and the whole step, beside TRL's.
+bench-train: setup
+	$(BIN)/python -m benchmarks.train
+
+# Two minutes: what scoring and training add to the memory, by vocabulary.
+bench-memory: setup
+	$(BIN)/python -m benchmarks.memory
 
 # Minutes: every route replayed on one recorded run, against the theory.
 bench-audit: setup

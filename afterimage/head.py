@@ -24,7 +24,7 @@ def token_logps(
     Float32, or float64 for float64 rows. A head that is no plain linear map has autograd's own gradient.
     """
     if type(head) in (nn.Linear, Linear):
-        return _Head.apply(rows, head.weight, head.bias, targets, (temperature, with_entropy))
+        return _Head.apply(rows, head.weight, head.bias, (targets, temperature, with_entropy))
     found = []
     size = _rows_at_once(rows, rows.shape[1] if isinstance(head, nn.Identity) else len(head.weight))
     for some, wanted in zip(rows.split(size), targets.split(size), strict=True):
@@ -57,27 +57,30 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: tuple[float, bool]
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Tensor, float, bool]
     ) -> tuple[Tensor, Tensor]:
-        temperature, with_entropy = how
+        targets, temperature, with_entropy = how
         logp = rows.new_empty(len(rows), dtype=wide(rows.dtype))
         total, entropy = torch.empty_like(logp), torch.zeros_like(logp)
         for at in _chunks(rows, weight):
             logits = _logits(rows[at], weight, bias, temperature)
-            total[at] = logits.logsumexp(-1)
-            logp[at] = logits.gather(1, targets[at, None]).squeeze(1) - total[at]
+            chosen, highest = logits.gather(1, targets[at, None]).squeeze(1), logits.amax(-1)
             if with_entropy:
+                total[at] = logits.logsumexp(-1)
                 logits -= total[at, None]
                 entropy[at] = -logits.mul_(logits.exp()).sum(-1)
+            else:  # in place: at large vocabularies a second chunk would be most of what a pass takes
+                total[at] = logits.sub_(highest[:, None]).exp_().sum(-1).log_().add_(highest)
+            logp[at] = chosen - total[at]
         ctx.save_for_backward(rows, weight, bias, targets, total, entropy)
-        ctx.how = how
+        ctx.how = temperature, with_entropy
         return logp, entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, bias, targets, total, entropy = ctx.saved_tensors
         temperature, with_entropy = ctx.how
-        needs_rows, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        needs_rows, needs_weight, needs_bias, _ = ctx.needs_input_grad
         for_rows = torch.empty_like(rows) if needs_rows else None
         for_weight = torch.zeros_like(weight) if needs_weight else None
         for_bias = torch.zeros_like(bias) if needs_bias else None
@@ -96,7 +99,7 @@ class _Head(torch.autograd.Function):
                 for_weight.addmm_(outward.t(), rows[at])
             if for_bias is not None:
                 for_bias += outward.sum(0)
-        return for_rows, for_weight, for_bias, None, None
+        return for_rows, for_weight, for_bias, None
 
 
 def _chunks(rows: Tensor, weight: Tensor) -> list[slice]:

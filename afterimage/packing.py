@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -220,9 +220,9 @@ def packed_attention(
     if window is not None and all(s.depth + s.end - s.start <= window for s in run.segments):
         window = None
     if window is None and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
-        out = _Attend.apply(query, key, value, run.segments, scale)
+        out = _Attend.apply(query, key, value, (run.segments, scale))
     else:
-        out = _attend_by_segment(query, key, value, run.segments, scale=scale, window=window)
+        out = _attend_by_segment(query, key, value, run.segments, (scale, window))
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -245,8 +245,9 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], scale: float | None
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, how: tuple[Sequence[Segment], float | None]
     ) -> Tensor:
+        segments, scale = how
         wide = torch.promote_types(query.dtype, torch.float32)
         batch, heads, length, width = query.shape
         out = query.new_empty(batch, length, heads, width, dtype=wide).transpose(1, 2)
@@ -264,24 +265,25 @@ class _Attend(torch.autograd.Function):
             lse[:, :, queries] = total
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.segments, ctx.scale = segments, scale
+        ctx.how = how
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
+        segments, scale = ctx.how
         grads = [torch.zeros_like(tensor) for tensor in (query, key, value)]
-        for queries, keys, causal in _parts(ctx.segments):
+        for queries, keys, causal in _parts(segments):
             q, k, v = query[:, :, queries], key[:, :, keys], value[:, :, keys]
             given = (grad[:, :, queries], q, k, v, out[:, :, queries], lse[:, :, queries], 0.0, causal)
-            found = _flash_backward(*given, scale=ctx.scale)
+            found = _flash_backward(*given, scale=scale)
             for total, part, where in zip(grads, found, (queries, keys, keys), strict=True):
                 total[:, :, where] += part
-        return *grads, None, None
+        return *grads, None
 
 
 def _parts(segments: Sequence[Segment]) -> list[tuple[slice, slice, bool]]:
-    """`(queries, keys, causal)`: what a block has of itself, of its segment before it, and what follows of a segment."""
+    """`(queries, keys, causal)`: a block on itself, on its segment before it, and what follows a segment on that."""
     blocks = [(s, slice(at, min(at + BLOCK, s.end))) for s in segments for at in range(s.start, s.end, BLOCK)]
     own = [(block, block, True) for _, block in blocks]
     before = [(block, slice(s.start, block.start), False) for s, block in blocks if block.start > s.start]
@@ -289,10 +291,10 @@ def _parts(segments: Sequence[Segment]) -> list[tuple[slice, slice, bool]]:
 
 
 def _attend_by_segment(
-    query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], *, scale: float | None, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], how: tuple[float | None, int | None]
 ) -> Tensor:
     """On any device, and with a window: segment after segment, the keys of its path before its own."""
-    outputs = []
+    (scale, window), outputs = how, []
     for s in segments:
         spans = [slice(*span) for span in (*s.path, (s.start, s.end))]
         q, (k, v) = query[:, :, s.start : s.end], (torch.cat([x[:, :, at] for at in spans], 2) for x in (key, value))
@@ -309,7 +311,7 @@ def _attend_by_segment(
     return torch.cat(outputs, 2)
 
 
-def recompute_layers(model: PreTrainedModel) -> None:
+def recompute_layers(model: nn.Module) -> None:
     """Keep the inputs of the model's layers alone for the gradient. ConfigError if transformers marks no layer."""
     layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
