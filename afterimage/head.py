@@ -1,6 +1,6 @@
 """From hidden states to log-probabilities of chosen tokens, a few rows at a time: all logits at once are never held."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ def token_logps(
     if type(head) in (nn.Linear, Linear):
         return _Head.apply(rows, head.weight, head.bias, (targets, temperature, with_entropy))
     found = []
-    size = _rows_at_once(rows, rows.shape[1] if isinstance(head, nn.Identity) else len(head.weight))
+    size = _rows_at_once(rows, rows.shape[1] if isinstance(head, nn.Identity) else len(cast(Tensor, head.weight)))
     for some, wanted in zip(rows.split(size), targets.split(size), strict=True):
         given = (head, some, wanted, temperature, with_entropy)
         found.append(checkpoint(_apart, *given, use_reentrant=False, preserve_rng_state=False))

@@ -76,11 +76,15 @@ def make_model(folder: Path, shape: Shape) -> None:
     inner = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
     inner.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>")
-    tokenizer.chat_template = "{% for each in messages %}{{ each['content'] }} {% if each['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for each in messages %}{{ each['content'] }}"
+        "{% if each['role'] == 'assistant' %}<eos>{% endif %} {% endfor %}"
+    )
     config = Qwen3Config(
         vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=3 * shape.hidden,
         num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.heads // 2,
-        head_dim=shape.hidden // shape.heads, tie_word_embeddings=True, eos_token_id=1, pad_token_id=2, bos_token_id=None,
+        head_dim=shape.hidden // shape.heads, tie_word_embeddings=True, eos_token_id=1, pad_token_id=2,
+        bos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
     Policy(Qwen3ForCausalLM(config), tokenizer).save(folder)

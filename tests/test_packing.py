@@ -1,9 +1,9 @@
 """How a pass is run: packing, shared beginnings, the head, running again, compiling.
 
-Pinned: every token of a tree is run once, in the right place; the gradient of a shared beginning is the unshared one to
-1e-10, for several architectures, windows and adapters; no sibling sees another, to the bit; passes keep to their budget and
-siblings stay together; no more than a chunk of logits ever exists, at any vocabulary; running layers again keeps less and
-changes nothing; a compiled policy says the same; oneDNN multiplies as torch does.
+Pinned: every token of a tree is run once, in the right place; the gradient of a shared beginning is the unshared one
+to 1e-10, for several architectures, windows and adapters; no sibling sees another, to the bit; passes keep to their
+budget and siblings stay together; no more than a chunk of logits ever exists, at any vocabulary; running layers again
+keeps less and changes nothing; a compiled policy says the same; oneDNN multiplies as torch does.
 """
 
 import os
