@@ -32,7 +32,8 @@ from afterimage.config import CorrectionConfig, ObjectiveConfig, OldLogpsConfig,
 from afterimage.launch.machine import commit, machine, versions
 from afterimage.old_logps import Scoring
 from afterimage.old_logps.rollout import Rollout
-from afterimage.policy import Packed, Policy
+from afterimage.packing import Packed
+from afterimage.policy import Policy
 from afterimage.testing import tiny_policy
 from afterimage.trainer import Rules, Trainer
 from afterimage.trajectory import Batch, Credited, Given, Open, Piece, Sampled, Task, Trajectory, collate, walk
