@@ -58,7 +58,7 @@ from afterimage.old_logps.ppo_ewma_async import PpoEwmaAsync, Reset
 from afterimage.old_logps.rollout import Rollout as RolloutRoute
 from afterimage.old_logps.snapshot_old import SnapshotOld
 from afterimage.parts import Parts
-from afterimage.policy import DTYPES, Policy
+from afterimage.policy import DTYPES, Passes, Policy
 from afterimage.publish import DirectPublisher
 from afterimage.recording import RECORDED, Recording
 from afterimage.rollout import Rollout, Speaker
@@ -150,7 +150,9 @@ def load_policy(config: RunConfig) -> Policy:
     """The policy that a run begins with."""
     options = config.trainer
     lora = Lora(options.lora_rank, options.lora_alpha, options.lora_targets, config.seed) if options.lora_rank else None
-    return Policy.load(config.policy_folder, dtype=options.dtype, lora=lora)
+    policy = Policy.load(config.policy_folder, dtype=options.dtype, lora=lora)
+    policy.run_as(Passes(options.share_prompts, options.recompute, options.compile))
+    return policy
 
 
 def build(config: RunConfig, machine: Machine, log: RunLog, watcher: Watcher, life: Life) -> Parts:

@@ -367,6 +367,12 @@ class TrainerConfig:
     """Layers with an adapter: all linear ones but the head, or ends of module names, separated by spaces."""
     micro_tokens: int = 4096
     """Tokens per forward and backward pass."""
+    share_prompts: bool = True
+    """Run what sequences of a pass have in common at their beginning once. The gradient is the same."""
+    recompute: bool = False
+    """Run every layer again for the gradient instead of keeping what is inside it: less memory, more time."""
+    compile: bool = False
+    """Fuse the model by torch.compile: half a minute at the start, then faster passes."""
     threads: int = 0
     """Processor threads; 0 takes what the engine leaves."""
 

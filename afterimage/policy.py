@@ -1,30 +1,40 @@
 """The policy: model, tokenizer and version. Tokens go in, log-probabilities come out.
 
-Sequences are packed end to end without padding: the attention function registered here runs every sequence by itself.
+Sequences are packed end to end without padding, and run by `packing`.
 """
 
 import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from afterimage import adapters
+from afterimage import adapters, linear
 from afterimage.adapters import Lora, Merging
 from afterimage.config import ConfigError
+from afterimage.head import token_logps, wide
+from afterimage.packing import (
+    ATTENTION,
+    MIN_SHARED,
+    Forest,
+    Packed,
+    cut,
+    forest,
+    pack,
+    pack_shared,
+    recompute_layers,
+    running,
+    wanted_spans,
+)
 from afterimage.trajectory import Batch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -33,29 +43,20 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 """One of these must be there: without any, transformers makes an empty tokenizer and says nothing."""
 
-MAX_LOGITS = 2**24
-"""Float32 logits that exist at once (64 MiB). Above it the gradient recomputes them chunk by chunk."""
-
-ATTENTION = "afterimage_packed"
-_lengths: ContextVar[tuple[int, ...] | None] = ContextVar("packed sequence lengths", default=None)
-
 Jumps = tuple[tuple[int, int], ...]
 """Where the numbers of versions jumped: the first number after it, and all that were skipped up to there."""
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """Sequences end to end: sequence `i` is `tokens[offsets[i]:offsets[i + 1]]`."""
+class Passes:
+    """How a pass is run. None of it changes what is computed, beyond the rounding of sums."""
 
-    tokens: Tensor
-    offsets: tuple[int, ...]
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return tuple(end - start for start, end in self.spans())
-
-    def spans(self) -> list[tuple[int, int]]:
-        return list(zip(self.offsets[:-1], self.offsets[1:], strict=True))
+    share_prompts: bool = True
+    """What sequences of a pass have in common at their beginning is run once."""
+    recompute: bool = False
+    """The layers keep their inputs alone for the gradient, and run again for it."""
+    compile: bool = False
+    """By torch.compile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class Policy:
     ) -> None:
         if lora:
             adapters.inject(model, lora)
+        linear.use(model)
         model.set_attn_implementation(ATTENTION)
         self.lora, self.base = lora, base
         self.model = model.eval()
@@ -88,6 +90,8 @@ class Policy:
         self.at_version = True
         self.jumps: Jumps = ()
         self._plain_head = _check_packing(model)
+        self.passes = Passes()
+        self._body: Callable[..., Any] = self._whole
 
     @classmethod
     def load(
@@ -109,6 +113,18 @@ class Policy:
             )
         nn.Module.to(model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
         return cls(model, tokenizer, lora=lora, base=adapters.base_checksum(folder) if lora else 0)
+
+    @property
+    def _whole(self) -> Any:
+        """What ends in hidden states, or in the logits of a model whose head is more than one linear map."""
+        return self.model.base_model if self._plain_head else self.model
+
+    def run_as(self, passes: Passes) -> None:
+        """From here on; twins made later too. ConfigError for what the model cannot do."""
+        if passes.recompute and not self.passes.recompute:
+            recompute_layers(self.model)
+        self.passes = passes
+        self._body = torch.compile(self._whole, dynamic=True) if passes.compile else self._whole
 
     @property
     def merging(self) -> Merging | None:
@@ -165,6 +181,7 @@ class Policy:
         """A frozen copy with weights of its own, to be moved to other versions with `load_weights`."""
         twin, copied = copy.copy(self), adapters.twin if self.lora else copy.deepcopy
         twin.model = cast(PreTrainedModel, copied(self.model).requires_grad_(False))
+        twin.run_as(self.passes)
         return twin
 
     def weights(self) -> dict[str, Tensor]:
@@ -209,13 +226,13 @@ class Policy:
         0 at each sequence's first token, and off `where` (`[T]` bool), whose logits are never computed. Float32, or
         float64 for a float64 model. Carries a gradient when gradients are enabled.
         """
-        return self._forward(batch, where, temperature, with_entropy=False)[0]
+        return self._forward(self.planted(batch), where, temperature, with_entropy=False)[0]
 
     def logps_and_entropy(
         self, batch: Batch | Packed, *, temperature: float, where: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """`logps`, and the entropy `[T]` of the distribution that each token was drawn from."""
-        return self._forward(batch, where, temperature, with_entropy=True)
+        return self._forward(self.planted(batch), where, temperature, with_entropy=True)
 
     @torch.no_grad()
     def score(self, batch: Batch | Packed, where: Tensor, *, temperature: float, micro_tokens: int) -> Scored:
@@ -223,72 +240,39 @@ class Policy:
 
         Runs only the sequences that hold a wanted token, each cut after its last wanted one.
         """
-        logp = torch.zeros(len(batch.tokens), dtype=_wide(self.dtype))
-        spans = []
-        for start, end in batch.spans():
-            wanted = where[start:end].nonzero()
-            if len(wanted):
-                spans.append((start, start + int(wanted[-1]) + 1))
-        for members in pack([end - start for start, end in spans], micro_tokens):
-            index = torch.cat([torch.arange(*spans[i]) for i in members])
-            offsets = [0]
-            for i in members:
-                offsets.append(offsets[-1] + spans[i][1] - spans[i][0])
-            packed = Packed(batch.tokens[index], tuple(offsets))
-            logp[index] = self.logps(packed, temperature=temperature, where=where[index]).cpu()
-        return Scored(logp, sum(end - start for start, end in spans))
+        logp = torch.zeros(len(batch.tokens), dtype=wide(self.dtype))
+        spans, forwarded = wanted_spans(batch.spans(), where), 0
+        for members in self.pack(batch, spans, micro_tokens):
+            packed, index = cut(batch.tokens, [spans[i] for i in members])
+            run = self.planted(packed)
+            logp[index] = self._forward(run, where[index], temperature, with_entropy=False)[0].cpu()
+            forwarded += run.num_tokens
+        return Scored(logp, forwarded)
+
+    def pack(self, batch: Batch | Packed, spans: Sequence[tuple[int, int]], micro_tokens: int) -> list[list[int]]:
+        """Which of these spans each pass runs: at most `micro_tokens`, unless one span alone is longer."""
+        if self.passes.share_prompts:
+            return pack_shared(cut(batch.tokens, spans)[0], micro_tokens)
+        return pack([end - start for start, end in spans], micro_tokens)
+
+    def planted(self, batch: Batch | Packed) -> Forest:
+        """What one pass over these sequences runs."""
+        return forest(Packed(batch.tokens, batch.offsets), share=self.passes.share_prompts)
 
     def _forward(
-        self, batch: Batch | Packed, where: Tensor | None, temperature: float, *, with_entropy: bool
+        self, run: Forest, where: Tensor | None, temperature: float, *, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        packed = Packed(batch.tokens, batch.offsets)
-        starts = {start for start, end in zip(packed.offsets[:-1], packed.offsets[1:], strict=True) if end > start}
-        asked = torch.ones(len(packed.tokens), dtype=torch.bool) if where is None else where.cpu().clone()
-        asked[sorted(starts)] = False
+        asked = run.follows if where is None else run.follows & where.cpu()
         index = asked.nonzero().squeeze(1)
-        tokens = packed.tokens.to(self.device)
-        wide = _wide(self.dtype)
-        logp = torch.zeros(len(tokens), dtype=wide, device=self.device)
+        logp = torch.zeros(len(run.place), dtype=wide(self.dtype), device=self.device)
         entropy = torch.zeros_like(logp)
         if not len(index):
             return logp, entropy
-        index = index.to(self.device)
-        rows = _run(self.model, packed, index - 1, self._plain_head)
+        rows = _run(self._body, run, run.place[index - 1].to(self.device), self._plain_head)
         head = self.model.get_output_embeddings() if self._plain_head else nn.Identity()
-        size = max(1, MAX_LOGITS // _rows(self.model.get_output_embeddings()))
-        values = []
-        for some, targets in zip(rows.split(size), tokens[index].split(size), strict=True):
-            if len(rows) > size and torch.is_grad_enabled():
-                given = (head, some, targets, temperature, with_entropy)
-                values.append(checkpoint(_token_logps, *given, use_reentrant=False, preserve_rng_state=False))
-            else:
-                values.append(_token_logps(head, some, targets, temperature, with_entropy))
-        logp = logp.index_put((index,), torch.cat([value[0] for value in values]))
-        if with_entropy:
-            entropy = entropy.index_put((index,), torch.cat([value[1] for value in values]))
-        return logp, entropy
-
-
-def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Positions grouped so that each group's lengths sum to at most `budget`: first fit, longest first.
-
-    A single item longer than the budget gets a group of its own.
-
-    >>> pack([3, 8, 5, 2], budget=8)
-    [[1], [2, 0], [3]]
-    """
-    groups: list[list[int]] = []
-    room: list[int] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        for g, free in enumerate(room):
-            if lengths[i] <= free:
-                groups[g].append(i)
-                room[g] -= lengths[i]
-                break
-        else:
-            groups.append([i])
-            room.append(budget - lengths[i])
-    return groups
+        targets, index = run.tokens[run.place[index]].to(self.device), index.to(self.device)
+        found, spread = token_logps(head, rows, targets, temperature=temperature, with_entropy=with_entropy)
+        return logp.index_put((index,), found), entropy.index_put((index,), spread) if with_entropy else entropy
 
 
 def lag_of(version: Tensor, *, at: int, jumps: Jumps) -> Tensor:
@@ -315,72 +299,15 @@ def _places(version: Tensor, jumps: Jumps) -> Tensor:
     return version - skipped[torch.bucketize(version, firsts, right=True)]
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that log-probabilities are formed in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _run(model: PreTrainedModel, packed: Packed, rows: Tensor, plain_head: bool) -> Tensor:
+def _run(body: Callable[..., Any], run: Forest, rows: Tensor, plain_head: bool) -> Tensor:
     """Final hidden states `[rows, H]`, or logits `[rows, V]` of a model whose head is more than one linear map."""
-    lengths = tuple(length for length in packed.lengths if length)
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    token = _lengths.set(lengths)
+    token = running.set(run)
     try:
-        given = {"input_ids": packed.tokens[None].to(rows.device), "position_ids": positions[None].to(rows.device)}
-        if plain_head:
-            return model.base_model(**given, use_cache=False).last_hidden_state[0, rows]
-        return model(**given, use_cache=False).logits[0, rows]
+        given = {"input_ids": run.tokens[None].to(rows.device), "position_ids": run.positions[None].to(rows.device)}
+        out = body(**given, use_cache=False)
+        return (out.last_hidden_state if plain_head else out.logits)[0, rows]
     finally:
-        _lengths.reset(token)
-
-
-def _token_logps(
-    head: nn.Module, rows: Tensor, targets: Tensor, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor]:
-    logits = head(rows)
-    logits = logits.to(_wide(logits.dtype))
-    if temperature != 1.0:
-        logits = logits / temperature
-    everything = F.log_softmax(logits, dim=-1)
-    logp = everything.gather(1, targets[:, None]).squeeze(1)
-    entropy = -(everything.exp() * everything).sum(-1) if with_entropy else torch.zeros_like(logp)
-    return logp, entropy
-
-
-def _packed_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-) -> tuple[Tensor, None]:
-    """Causal attention of every packed sequence by itself; outside a packed pass, transformers' own SDPA."""
-    lengths = _lengths.get()
-    if lengths is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    unknown = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
-    if unknown:
-        raise NotImplementedError(
-            f"packed attention has no {', '.join(unknown)}, which {type(module).__name__} asks for"
-        )
-    window = options.get("sliding_window")
-    outputs = []
-    parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-    for length, (q, k, v) in zip(lengths, parts, strict=True):
-        band = None
-        if window is not None and length > window:
-            band = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - window)
-        outputs.append(
-            F.scaled_dot_product_attention(
-                q, k, v, attn_mask=band, is_causal=band is None, scale=options.get("scaling"),
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-        )  # fmt: skip
-    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
-
-
-def _packed_mask(**options: Any) -> Tensor | None:
-    return sdpa_mask(**options) if _lengths.get() is None else None
-
-
-AttentionInterface.register(ATTENTION, _packed_attention)
-AttentionMaskInterface.register(ATTENTION, _packed_mask)
+        running.reset(token)
 
 
 @torch.no_grad()
@@ -388,29 +315,36 @@ def _check_packing(model: PreTrainedModel) -> bool:
     """Whether logits are the head applied to the last hidden state. Refuses a model that mixes packed sequences.
 
     Not every architecture asks the attention function that it was given, or reads `position_ids`; a model that does
-    not would see its neighbours, so this is measured, on two short sequences, and never assumed.
+    not would see its neighbours, so this is measured, on short sequences and on siblings, and never assumed.
     """
     device, size = next(model.parameters()).device, _rows(model.get_input_embeddings())
-    one, two = torch.arange(3) % size, torch.arange(5, 0, -1) % size
-    rows = torch.arange(8, device=device)
+    trunk = torch.arange(MIN_SHARED) % size
+    one, two, left, right = trunk[:3], (5 - trunk[:5]) % size, *(torch.cat([trunk, trunk[:n] * 0 + n]) for n in (2, 3))
+    other, elsewhere = one * 0 + 7 % size, torch.cat([trunk, right[MIN_SHARED:] * 0 + 1])
+
+    def run(*sequences: Tensor, hidden: bool = False) -> list[Tensor]:
+        lengths = [len(sequence) for sequence in sequences]
+        grown = forest(Packed(torch.cat(sequences), tuple(accumulate(lengths, initial=0))), share=True)
+        return list(_run(model.base_model if hidden else model, grown, grown.place.to(device), hidden).split(lengths))
+
     try:
-        first, second = _run(model, Packed(torch.cat([one, two]), (0, 3, 8)), rows, False).split((3, 5))
-        other = _run(model, Packed(torch.cat([one * 0 + 7 % size, two]), (0, 3, 8)), rows, False)[3:]
+        together = run(one, two, left, right)
+        beside = run(other, two, left, elsewhere)
     except NotImplementedError as error:
         raise ConfigError(f"policy: {type(model).__name__} cannot be packed: {error}") from error
-    alone = [model(input_ids=sequence[None].to(device), use_cache=False).logits[0] for sequence in (one, two)]
-    tolerance = (0.03 if model.dtype == torch.bfloat16 else 1e-4) * float(alone[1].abs().max())
-    near = all(
-        float((packed - plain).abs().max()) <= tolerance for packed, plain in zip((first, second), alone, strict=True)
-    )
-    if not near or not torch.equal(second, other):
+    near = True
+    for found, sequence in zip(together, (one, two, left, right), strict=True):
+        alone = model(input_ids=sequence[None].to(device), use_cache=False).logits[0]
+        tolerance = (0.03 if model.dtype == torch.bfloat16 else 1e-4) * float(alone.abs().max())
+        near = near and float((found - alone).abs().max()) <= tolerance
+    if not near or not all(torch.equal(together[i], beside[i]) for i in (1, 2)):
         raise ConfigError(
             f"policy: {type(model).__name__} does not keep packed sequences apart: it does not use transformers' "
             "attention interface, or ignores position_ids"
         )
-    hidden = _run(model, Packed(torch.cat([one, two]), (0, 3, 8)), rows, True)
+    hidden = torch.cat(run(one, two, left, right, hidden=True))
     head = model.get_output_embeddings()
-    return hidden.shape[-1] == head.weight.shape[1] and torch.equal(head(hidden), torch.cat([first, second]))
+    return hidden.shape[-1] == head.weight.shape[1] and torch.equal(head(hidden), torch.cat(together))
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

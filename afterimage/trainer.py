@@ -24,7 +24,7 @@ from afterimage.config import ConfigError, TrainerConfig
 from afterimage.corrections import Control, NonFinite, bounded_exp, check_finite, start
 from afterimage.objectives import Surrogate, reference_kl
 from afterimage.old_logps import OldLogps
-from afterimage.policy import Policy, Scored, pack
+from afterimage.policy import Policy, Scored
 from afterimage.trajectory import Batch
 
 MAX_POINTS = 256
@@ -157,8 +157,8 @@ class Trainer:
         self.suspect = Suspect("step", part)
         self._tally.num_parts += 1
         busy = self._busy(part.batch, part.factor * part.norm)
-        lengths = [len(range(*part.batch.spans()[i])) for i in busy]
-        for members in pack(lengths, self.config.micro_tokens):
+        spans = part.batch.spans()
+        for members in self.policy.pack(part.batch, [spans[i] for i in busy], self.config.micro_tokens):
             micro, index = part.batch.select([busy[i] for i in members])
             loss = self._loss(part, micro, index)
             if not math.isfinite(loss.item()):
@@ -427,6 +427,8 @@ def make_optimizer(config: TrainerConfig, parameters: list[Tensor]) -> torch.opt
         )
     if "decoupled_weight_decay" in takes and config.weight_decay:
         options["decoupled_weight_decay"] = True
+    if "fused" in takes:
+        options["fused"] = True
     if kind is torch.optim.LBFGS:
         raise ConfigError("trainer.optimizer must not be LBFGS: it evaluates the loss again within a step")
     try:

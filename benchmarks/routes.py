@@ -30,7 +30,8 @@ from afterimage.build import build_correction, build_objective, build_old_logps
 from afterimage.config import CorrectionConfig, ObjectiveConfig, OldLogpsConfig, Route, TrainerConfig
 from afterimage.old_logps import Scoring
 from afterimage.old_logps.rollout import Rollout
-from afterimage.policy import Packed, Policy
+from afterimage.packing import Packed
+from afterimage.policy import Policy
 from afterimage.testing import tiny_policy
 from afterimage.trainer import Rules, Trainer
 from afterimage.trajectory import Batch, Credited, Given, Open, Piece, Sampled, Task, Trajectory, collate, walk

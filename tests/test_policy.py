@@ -1,19 +1,20 @@
 """The policy: tokens to log-probabilities.
 
-Pinned: packed equals one sequence at a time, for several architectures; no sequence sees its neighbour; no padding is
-computed; only asked-for logits are; chunked heads change no gradient; a folder that cannot be a policy is refused in
+Pinned: packed equals one sequence at a time, for several architectures; no sequence sees its neighbour; only asked-for
+logits are computed; a folder that cannot be a policy is refused in
 one line; saving and loading change no bit; lag counts batches, whatever the numbers of the versions.
 """
 
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -30,7 +31,8 @@ from transformers import (
 
 from afterimage import policy as policy_module
 from afterimage.config import ConfigError
-from afterimage.policy import Packed, Policy, pack
+from afterimage.packing import Packed
+from afterimage.policy import Policy
 from afterimage.testing import episode, nudge, plain_logps, tiny_policy
 from afterimage.trajectory import collate
 
@@ -43,7 +45,7 @@ def llama() -> PreTrainedModel:
 
 
 def gpt2() -> PreTrainedModel:
-    return GPT2LMHeadModel(GPT2Config(**TOKENS, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3))
+    return GPT2LMHeadModel(GPT2Config(**TOKENS, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3))
 
 
 def sliding() -> PreTrainedModel:
@@ -103,23 +105,15 @@ def test_a_model_that_mixes_packed_sequences_is_refused() -> None:
         Policy(model, None)
 
 
-def test_nothing_is_padded_and_no_mask_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    computed, attention = [], torch.nn.functional.scaled_dot_product_attention
-
-    def watched(query: Tensor, key: Tensor, value: Tensor, **options: object) -> Tensor:
-        assert options["attn_mask"] is None and options["is_causal"]
-        computed.append(query.shape[2])
-        return attention(query, key, value, **options)
-
-    policy, batch = tiny_policy(), packed(5, 17, 9)
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    policy.logps(batch, temperature=1.0)
-    assert computed == [5, 17, 9] * 2  # two layers, and not one row more
-
-
-def test_only_asked_for_logits_are_computed() -> None:
+def test_only_asked_for_logits_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, batch, rows = tiny_policy(), packed(5, 7), []
-    policy.model.get_output_embeddings().register_forward_hook(lambda head, given, out: rows.append(len(out)))
+    heads = policy_module.token_logps
+
+    def watched(head: nn.Module, given: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        rows.append(len(given))
+        return heads(head, given, *rest, **options)
+
+    monkeypatch.setattr(policy_module, "token_logps", watched)
     where = torch.zeros(12, dtype=torch.bool)
     where[[3, 5, 9, 11]] = True  # 5 begins a sequence: it has no log-probability
     some = policy.logps(batch, temperature=1.0, where=where)
@@ -129,21 +123,6 @@ def test_only_asked_for_logits_are_computed() -> None:
     assert some.nonzero().squeeze(1).tolist() == [3, 9, 11]
     torch.testing.assert_close(some[[3, 9, 11]], everything[[3, 9, 11]])
     assert not everything[[0, 5]].any()
-
-
-def test_chunks_of_the_head_change_neither_value_nor_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, batch = tiny_policy(dtype="float64"), packed(9, 14)
-
-    def learn() -> tuple[Tensor, Tensor]:
-        policy.model.zero_grad()
-        logps, entropy = policy.logps_and_entropy(batch, temperature=0.7)
-        (logps.sum() + 0.3 * entropy.square().sum()).backward()
-        return logps.detach(), torch.cat([p.grad.flatten() for p in policy.model.parameters()])
-
-    whole = learn()
-    monkeypatch.setattr(policy_module, "MAX_LOGITS", 64 * 4)  # four rows at a time
-    for one, other in zip(learn(), whole, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-9)
 
 
 def test_a_policy_without_opinion_has_log_probability_and_entropy_of_the_uniform() -> None:
@@ -173,11 +152,6 @@ def test_score_runs_what_is_asked_for_and_no_token_beyond() -> None:
     assert scored.forward_tokens == (4 + 3) + (2 + 2)  # cut after the last of version 0; episode 1 is not run
     assert not scored.logp.requires_grad and not scored.logp[~where].any()
     torch.testing.assert_close(scored.logp[where], policy.logps(batch, temperature=1.0)[where], atol=1e-5, rtol=0)
-
-
-def test_pack_fills_groups_up_to_the_budget() -> None:
-    groups = pack([30, 100, 70, 25, 45, 300], budget=100)
-    assert groups == [[5], [1], [2, 0], [4, 3]]  # 300 is longer than the budget, and goes alone
 
 
 def test_saving_and_loading_change_no_bit(tmp_path: Path) -> None:

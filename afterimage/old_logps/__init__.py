@@ -10,7 +10,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from afterimage.corrections import has_behavior
-from afterimage.policy import Packed, Policy, Scored
+from afterimage.packing import Packed
+from afterimage.policy import Policy, Scored
 from afterimage.trajectory import Batch, Open
 
 

@@ -146,6 +146,7 @@ class OldLogitModel(Passive):
             "device": str(policy.device),
             "lora": policy.lora and asdict(policy.lora),
             "scoring": asdict(self._answers.scoring),
+            "passes": asdict(policy.passes),
         }
         self._child = Child("old-logit", "afterimage.old_logps.old_logit_worker", options, threads=1)
         self._started.set()

@@ -18,7 +18,7 @@ from safetensors.torch import load as unpack_tensors
 from afterimage.adapters import Lora
 from afterimage.old_logps import Scoring
 from afterimage.old_logps.scored import Backlog, Place, score_pieces
-from afterimage.policy import Policy
+from afterimage.policy import Passes, Policy
 from afterimage.wire import Frames, Header, pack
 
 _READ_BYTES = 1 << 20
@@ -33,6 +33,7 @@ def main(descriptor: int, options: str) -> None:
     with socket.socket(fileno=descriptor) as connection:
         lora = wanted["lora"] and Lora(**wanted["lora"])
         policy = Policy.load(Path(wanted["model_folder"]), dtype=wanted["dtype"], device=wanted["device"], lora=lora)
+        policy.run_as(Passes(**wanted["passes"]))
         _Worker(connection, policy, Scoring(**wanted["scoring"])).serve()
 
 

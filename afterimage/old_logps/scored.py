@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from afterimage.old_logps import Scoring, Weights
-from afterimage.policy import Packed, Policy
+from afterimage.packing import Packed
+from afterimage.policy import Policy
 from afterimage.trajectory import Batch, Open
 
 

@@ -48,7 +48,8 @@ from afterimage.launch import local
 from afterimage.launch.audit import audit
 from afterimage.observe.metrics import EVENTS, RunFolder
 from afterimage.old_logps import Scoring, has_clean_behavior
-from afterimage.policy import Packed, Policy
+from afterimage.packing import Packed
+from afterimage.policy import Policy
 from afterimage.recording import RECORDED, Recorded
 from afterimage.testing import check_engine, nudge
 from afterimage.trajectory import Sampled

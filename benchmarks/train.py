@@ -1,0 +1,471 @@
+"""How fast does the trainer learn from ragged multi-turn batches, and how fast is the whole step, beside TRL's?
+
+    python -m benchmarks.train          # 8 minutes on two cores; `--help` for smaller sizes
+
+The same model, batch, loss and precision, each contestant in a process of its own: groups of 8 siblings with one
+prompt, several turns, ragged replies and tool results, given advantages. TRL's own `train()` runs, with the batch where
+it would generate. Both gradients are compared first. Then whole steps: 16 prompts x 8 completions of 32 tokens, from
+prompts to new weights, by TRL and by `afterimage.train`. Needs TRL in an environment of its own (`--peers`).
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from io import StringIO
+from itertools import count, pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+import afterimage
+from afterimage import loop
+from afterimage.build import build_correction, build_objective, build_old_logps
+from afterimage.config import (
+    CheckpointConfig,
+    CorrectionConfig,
+    EngineConfig,
+    EvalConfig,
+    ObjectiveConfig,
+    OldLogpsConfig,
+    RolloutConfig,
+    RunConfig,
+    ScheduleConfig,
+    TaskConfig,
+    TrainerConfig,
+)
+from afterimage.envs import Message, Turn
+from afterimage.old_logps import Scoring
+from afterimage.policy import Passes, Policy
+from afterimage.trainer import Rules, Trainer
+from afterimage.trajectory import Credited, Given, Sampled, Task, Trajectory, collate
+from benchmarks.tables import CONSOLE, alternate, columns, picture, ratios, row, spread, verdict, write
+
+ROOT = Path(__file__).parent.parent
+SIBLINGS = 8
+WARM = 3
+"""Steps of a whole run before the first that counts."""
+
+
+class Shape(NamedTuple):
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+
+
+MODELS = {"tiny": Shape(1, 32, 2, 64), "1M": Shape(4, 128, 4, 1024), "5M": Shape(6, 256, 8, 2048)}
+Row = dict[str, Any]
+
+
+def make_model(folder: Path, shape: Shape) -> None:
+    """Random weights, the same each time, and a tokenizer of as many words."""
+    words = ["w0", "<eos>", "<pad>", *(f"w{i}" for i in range(3, shape.vocab))]
+    inner = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
+    inner.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>")
+    tokenizer.chat_template = (
+        "{% for each in messages %}{{ each['content'] }}"
+        "{% if each['role'] == 'assistant' %}<eos>{% endif %} {% endfor %}"
+    )
+    config = Qwen3Config(
+        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=3 * shape.hidden,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.heads // 2,
+        head_dim=shape.hidden // shape.heads, tie_word_embeddings=True, eos_token_id=1, pad_token_id=2,
+        bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Policy(Qwen3ForCausalLM(config), tokenizer).save(folder)
+
+
+def ragged(groups: int, vocab: int, seed: int = 0) -> list[Row]:
+    """What TRL would be handed for each completion: replies are 1, tool results 0 in `tool_mask`."""
+    dice = random.Random(seed)
+    rows: list[Row] = []
+
+    def text(length: int) -> list[int]:
+        return [dice.randrange(3, vocab) for _ in range(length)]
+
+    for _ in range(groups):
+        prompt = text(dice.randint(100, 300))
+        for _ in range(SIBLINGS):
+            said, mask = list[int](), list[int]()
+            for turn in range(dice.randint(1, 6)):
+                lengths = (
+                    min(200, 5 + int(dice.expovariate(1 / 40))) if turn else 0,
+                    8 + int(dice.expovariate(1 / 32)),
+                )
+                for own, length in enumerate(lengths):
+                    said += text(length)
+                    mask += [own] * length
+            advantage = dice.choice([-1.0, 1.0]) * dice.uniform(0.2, 1.5)
+            rows.append({"prompt_ids": prompt, "completion_ids": said, "tool_mask": mask, "advantage": advantage})
+    return rows
+
+
+def credited(rows: list[Row]) -> list[Credited]:
+    """The same as judged trajectories."""
+    made = []
+    for number, each in enumerate(rows):
+        pieces: list[Given | Sampled] = [Given(tuple(each["prompt_ids"]))]
+        changes = [
+            0,
+            *(i + 1 for i, (a, b) in enumerate(pairwise(each["tool_mask"])) if a != b),
+            len(each["tool_mask"]),
+        ]
+        for start, end in pairwise(changes):
+            tokens = tuple(each["completion_ids"][start:end])
+            own = bool(each["tool_mask"][start])
+            pieces.append(Sampled(tokens, (-7.0,) * len(tokens), 0) if own else Given(tokens))
+        task = Task("ragged", "train", number // SIBLINGS)
+        trajectory = Trajectory(tuple(pieces), {}, "done", task, seed=0, episode=number)
+        made.append(Credited(trajectory, (each["advantage"],)))
+    return made
+
+
+def ours(chosen: argparse.Namespace) -> None:
+    """The child that trains on the batch by our trainer, a step whenever a line arrives."""
+    torch.set_num_threads(chosen.threads)
+    options = TrainerConfig(
+        dtype=chosen.dtype, share_prompts=chosen.share, recompute=chosen.recompute, compile=chosen.compile,
+        micro_tokens=chosen.micro,
+    )  # fmt: skip
+    policy = Policy.load(chosen.model, dtype=chosen.dtype)
+    policy.run_as(Passes(options.share_prompts, options.recompute, options.compile))
+    scoring = Scoring(1.0, options.micro_tokens)
+    old = build_old_logps(OldLogpsConfig(route=chosen.route), policy, scoring)
+    rules = Rules(
+        correction=build_correction(CorrectionConfig(control="none")),
+        objective=build_objective(ObjectiveConfig(kind="none" if chosen.route == "rollout" else "ppo_clip")),
+        temperature=1.0,
+    )
+    trainer = Trainer(policy, options, rules, old, num_steps=100_000)
+    given = credited(json.loads(chosen.batch.read_text()))
+    if chosen.route == "rollout":  # what an engine of the same numbers would have said: S is 1, as it is in TRL
+        batch = collate(given)
+        said = policy.score(batch, batch.sampled, temperature=1.0, micro_tokens=options.micro_tokens).logp
+    while sys.stdin.readline():
+        began = time.perf_counter()
+        batch = collate(given)
+        if chosen.route == "rollout":
+            batch.behavior_logp.copy_(said)
+        else:  # all of it is of the newest version
+            batch.version.masked_fill_(batch.sampled, policy.version)
+            old.published(policy, live={policy.version})
+        (part,) = trainer.prepare(batch).parts
+        trainer.backward(part)
+        if chosen.gradient and not trainer.steps:
+            torch.save({name: weight.grad for name, weight in policy.model.named_parameters()}, chosen.gradient)
+        trainer.step()
+        policy.version += 1
+        CONSOLE.file.write(f"took {time.perf_counter() - began}\n")
+        CONSOLE.file.flush()
+
+
+class Words:
+    """One reply of `TOKENS` tokens to eight words, worth the share of its words that are odd."""
+
+    name, tools = "words", ()
+
+    def train(self, seed: int) -> Iterator[Task]:
+        return (Task("words", "train", number) for number in count())
+
+    def held_out(self, number: int) -> list[Task]:
+        return [Task("words", "held-out", -1 - index) for index in range(number)]
+
+    def env(self, task: Task, seed: int) -> "Episode":
+        return Episode(task.index)
+
+
+class Episode:
+    def __init__(self, number: int) -> None:
+        self.number = number % 64
+
+    async def begin(self) -> Turn:
+        return Turn((Message("user", " ".join(f"w{3 + self.number % 32 + i}" for i in range(8))),))
+
+    async def step(self, reply: Message) -> Turn:
+        return Turn((), done=True, rewards={"odd": worth(reply.content)})
+
+
+def worth(text: str) -> float:
+    """
+    >>> worth("w1 w2 w3 w4")
+    0.5
+    """
+    numbers = [int(word[1:]) for word in text.split() if word[1:].isdigit()]
+    return sum(number % 2 for number in numbers) / max(1, len(numbers))
+
+
+def whole(chosen: argparse.Namespace) -> None:
+    """The child that makes whole steps by `afterimage.train`."""
+    ends: list[float] = []
+    advance = loop.advance
+
+    async def timed(*given: Any) -> Any:
+        found = await advance(*given)
+        ends.append(time.perf_counter())
+        return found
+
+    loop.advance = timed
+    apart = chosen.staleness == 0  # engine and trainer take turns: each may have all threads
+    run = afterimage.train(
+        RunConfig(
+            recipe="train", policy=str(chosen.model), runs=chosen.model, name=f"run-{time.time_ns()}",
+            steps=chosen.steps + WARM, task=TaskConfig(env="benchmarks.train:Words"),
+            schedule=ScheduleConfig(
+                max_staleness=chosen.staleness, groups_per_step=chosen.prompts, group_size=SIBLINGS
+            ),
+            rollout=RolloutConfig(max_turns=1),
+            engine=EngineConfig(
+                dtype="float32", threads=chosen.threads if apart else max(1, chosen.threads // 2), max_context=64,
+                max_running=chosen.prompts * SIBLINGS, max_reply_tokens=chosen.tokens,
+            ),
+            old_logps=OldLogpsConfig(route="rollout" if apart else "snapshot_old"),
+            correction=CorrectionConfig(control="none") if apart else CorrectionConfig(),
+            trainer=TrainerConfig(threads=chosen.threads if apart else max(1, chosen.threads // 2)),
+            eval=EvalConfig(tasks=0), checkpoint=CheckpointConfig(every=10_000),
+        ),
+        console=Console(file=StringIO()),
+    )  # fmt: skip
+    rows = run.metrics[WARM:]
+    training = [each["trainer/seconds"] + each["old_logps/seconds"] for each in rows]
+    waiting = [each["schedule/wait_groups_s"] for each in rows]
+    found = {"steps_per_s": (len(ends) - WARM) / (ends[-1] - ends[WARM - 1])}
+    found |= {"waiting_s": median(waiting), "training_s": median(training)}
+    CONSOLE.file.write(f"took {json.dumps(found)}\n")
+
+
+class Child:
+    """A contestant in a process of its own: it takes a step when told to."""
+
+    def __init__(self, *command: object) -> None:
+        self.process = subprocess.Popen(
+            list(map(str, command)), cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def __enter__(self) -> Callable[[], Any]:
+        return self.turn
+
+    def __exit__(self, *reason: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def turn(self) -> Any:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith("took "):
+                return json.loads(line[5:])
+        raise RuntimeError(f"{' '.join(self.process.args)} ended with {self.process.wait()}")  # type: ignore[arg-type]
+
+
+class Bench:
+    """What all parts of the benchmark share."""
+
+    def __init__(self, chosen: argparse.Namespace, folder: Path) -> None:
+        self.chosen, self.folder = chosen, folder
+
+    def made(self, name: str) -> Path:
+        folder = self.folder / name
+        if not folder.is_dir():
+            make_model(folder, MODELS[name])
+        return folder
+
+    def theirs(self, model: Path, *options: object) -> Child:
+        script = ROOT / "benchmarks" / "train_trl.py"
+        return Child(self.chosen.peers, script, model, "--threads", self.chosen.threads, *options)
+
+    def mine(self, kind: str, model: Path, *options: object) -> Child:
+        common = ("--threads", self.chosen.threads)
+        return Child(sys.executable, "-m", "benchmarks.train", "--child", kind, "--model", model, *common, *options)
+
+    def best_micro(self, model: Path, batch: Path, *options: object) -> int:
+        """The micro-batch with which TRL is fastest."""
+        took = {}
+        for micro in self.chosen.micros:
+            CONSOLE.print(f"TRL in micro-batches of {micro}")
+            with self.theirs(model, "--batch", batch, "--micro", micro, *options) as turn:
+                turn()
+                took[micro] = min(turn(), turn())
+        return min(took, key=lambda micro: took[micro])
+
+    def trained(self, name: str, dtype: str = "float32") -> tuple[list[str], list[float], dict[str, list[float]]]:
+        """Rows of the first table; our time over theirs, and seconds, round by round."""
+        model, batch = self.made(name), self.folder / f"{name}.json"
+        rows = ragged(self.chosen.groups, MODELS[name].vocab)
+        batch.write_text(json.dumps(rows))
+        actions, tokens = (sum(sum(each["tool_mask"]) for each in rows),
+                           sum(len(each["prompt_ids"]) + len(each["completion_ids"]) for each in rows))  # fmt: skip
+        narrow = ["--bf16"] if dtype == "bfloat16" else []
+        micro = self.best_micro(model, batch, *narrow)
+        gradients = [self.folder / f"{name}-{side}.pt" for side in ("ours", "theirs")]
+        plain = ("--batch", batch, "--dtype", dtype)
+        with ExitStack() as stack:
+            turns = {
+                "TRL": stack.enter_context(
+                    self.theirs(model, "--batch", batch, "--micro", micro, "--gradient", gradients[1], *narrow)
+                ),
+                "ours, `rollout`": stack.enter_context(self.mine("ours", model, *plain, "--gradient", gradients[0])),
+                "ours, `snapshot_old`": stack.enter_context(
+                    self.mine("ours", model, *plain, "--route", "snapshot_old")
+                ),
+                "ours, unshared": stack.enter_context(self.mine("ours", model, *plain, "--no-share")),
+            }
+            for turn in turns.values():
+                turn()
+            alike = cosine(*(torch.load(path) for path in gradients))
+            if alike < (0.999 if dtype == "float32" else 0.98):
+                raise RuntimeError(f"{name}: the gradients are not of the same loss: their cosine is {alike:.6f}")
+            took = alternate(turns, self.chosen.repeats)
+        lines = []
+        for contestant, seconds in took.items():
+            speed = [actions / one for one in seconds]
+            over = ratios(took, "TRL", over=contestant)
+            goal = verdict(over, 3) if contestant == "ours, `rollout`" and dtype == "float32" else ""
+            label = f"{contestant}, micro-batches of {micro}" if contestant == "TRL" else contestant
+            lines.append(row(f"{name}, {dtype}", label, spread(speed, "{:.0f}"), f"{tokens / median(seconds):.0f}",
+                             spread(over), goal, f"{alike:.6f}"))  # fmt: skip
+        return lines, ratios(took, "TRL", over="ours, `rollout`"), took
+
+    def stepped(self) -> tuple[list[str], dict[str, list[float]]]:
+        """Rows of the second table, and steps/s round by round."""
+        model, chosen = self.made(chosen_model := self.chosen.models[0]), self.chosen
+        size = ("--prompts", chosen.prompts, "--tokens", chosen.tokens)
+        parts: dict[str, list[dict[str, float]]] = {}
+
+        def by_us(label: str, staleness: int) -> float:
+            with self.mine("whole", model, *size, "--staleness", staleness, "--steps", chosen.steps) as turn:
+                found = turn()
+            parts.setdefault(label, []).append(found)
+            return float(found["steps_per_s"])
+
+        def by_them() -> float:
+            with self.theirs(model, *size) as turn:
+                for _ in range(WARM):
+                    turn()
+                return chosen.steps / sum(turn() for _ in range(chosen.steps))
+
+        sync, late = "ours, synchronous", "ours, one version behind, exact"
+        found = alternate({"TRL": by_them, sync: lambda: by_us(sync, 0), late: lambda: by_us(late, 1)}, chosen.repeats)
+        lines = []
+        for contestant, speed in found.items():
+            over = ratios(found, contestant, over="TRL")
+            bounds = ["", ""]
+            if contestant in parts:
+                waits, trains = ([each[key] for each in parts[contestant]] for key in ("waiting_s", "training_s"))
+                bounds = [
+                    f"{1 / max(1e-9, median(waits)):.2f}" if contestant == sync else "",
+                    f"{1 / median(trains):.2f}",
+                ]
+            goal = verdict(over, 2) if contestant == sync else ""
+            lines.append(row(chosen_model, contestant, spread(speed), spread(over), goal, *bounds))
+        return lines, found
+
+
+def cosine(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Between two gradients, whatever their lengths: one of them may be clipped."""
+    names = sorted(one.keys() & other.keys())
+    a, b = (torch.cat([side[name].flatten().double() for name in names]) for side in (one, other))
+    return float(torch.nn.functional.cosine_similarity(a, b, dim=0))
+
+
+def measure(bench: Bench) -> list[str]:
+    chosen = bench.chosen
+    lines = [
+        f"{chosen.groups} groups of {SIBLINGS} siblings, {chosen.threads} threads, medians and ranges of "
+        f"{chosen.repeats} alternating rounds. The ratio is TRL's time over theirs in the same round.",
+        "",
+        *columns("model", "trainer", "action tokens/s", "all tokens/s", "over TRL", "goal", "cosine of gradients"),
+    ]
+    bars: dict[str, dict[str, list[float]]] = {}
+    for name in chosen.models:
+        for dtype in chosen.dtypes:
+            CONSOLE.print(f"{name}, {dtype}")
+            found, _, bars[f"{name}, {dtype}"] = bench.trained(name, dtype)
+            lines += found
+    lines += [
+        "",
+        f"## The whole step: {chosen.prompts} prompts x {SIBLINGS} completions of {chosen.tokens} tokens",
+        "",
+        "The last columns are what steps/s would be if only generating, or only training, took time.",
+        "",
+        *columns("model", "contestant", "steps/s", "over TRL", "goal", "generation alone", "training alone"),
+    ]
+    found, speeds = bench.stepped()
+    draw(bars, speeds)
+    return lines + found
+
+
+def draw(bars: dict[str, dict[str, list[float]]], speeds: dict[str, list[float]]) -> None:
+    with picture("train", panels=2, width=9.0) as (left, right):
+        names = list(next(iter(bars.values())))
+        for place, name in enumerate(names):
+            values = [median(found["TRL"]) / median(found[name]) for found in bars.values()]
+            at = [group + (place - 1.5) * 0.2 for group in range(len(bars))]
+            left.bar(at, values, width=0.18, label=name.replace("`", ""))
+        left.set_xticks(range(len(bars)), list(bars))
+        left.set_ylabel("trained tokens/s over TRL's")
+        left.axhline(3, color="grey", linestyle=":")
+        left.legend(frameon=False, fontsize=7)
+        right.bar(range(len(speeds)), [median(found) for found in speeds.values()], width=0.5)
+        right.set_xticks(range(len(speeds)), [name.replace(", ", ",\n") for name in speeds])
+        right.set_ylabel("whole steps/s")
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["1M", "5M"], choices=list(MODELS))
+    parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
+    parser.add_argument("--groups", type=int, default=4, help=f"of {SIBLINGS} siblings in a batch")
+    parser.add_argument(
+        "--micros", type=int, nargs="+", default=[4, 8, 16], help="micro-batches that TRL may choose from"
+    )
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--prompts", type=int, default=16, help="of a whole step")
+    parser.add_argument("--tokens", type=int, default=32, help="of a completion in a whole step")
+    parser.add_argument("--steps", type=int, default=12, help="whole steps of a round")
+    parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers/bin/python", help="a python that has trl")
+    inner = parser.add_argument_group("of the processes that it starts itself")
+    inner.add_argument("--child", choices=["ours", "whole"])
+    inner.add_argument("--model", type=Path)
+    inner.add_argument("--batch", type=Path)
+    inner.add_argument("--gradient", type=Path)
+    inner.add_argument("--route", default="rollout")
+    inner.add_argument("--dtype", default="float32")
+    inner.add_argument("--micro", type=int, default=TrainerConfig().micro_tokens)
+    inner.add_argument("--share", action=argparse.BooleanOptionalAction, default=True)
+    inner.add_argument("--recompute", action="store_true")
+    inner.add_argument("--compile", action="store_true")
+    inner.add_argument("--staleness", type=int, default=0)
+    return parser
+
+
+def main() -> None:
+    chosen = options().parse_args()
+    if chosen.child:
+        (ours if chosen.child == "ours" else whole)(chosen)
+        return
+    if not chosen.peers.is_file():
+        raise SystemExit(f"{chosen.peers} is not there: --peers names a python that has trl (make bench-peers)")
+    with tempfile.TemporaryDirectory() as folder:
+        write("train", "The trainer beside TRL's", measure(Bench(chosen, Path(folder))))
+
+
+if __name__ == "__main__":
+    main()

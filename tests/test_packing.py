@@ -1,0 +1,291 @@
+"""How a pass is run: packing, shared beginnings, the head, running again, compiling.
+
+Pinned: every token of a tree is run once, in the right place; the gradient of a shared beginning is the unshared one
+to 1e-10, for several architectures, windows and adapters; no sibling sees another, to the bit; passes keep to their
+budget and siblings stay together; no more than a chunk of logits ever exists, at any vocabulary; running layers again
+keeps less and changes nothing; a compiled policy says the same; oneDNN multiplies as torch does.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_policy import gpt2, llama, sliding
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from afterimage import head as head_module
+from afterimage import linear, packing
+from afterimage.adapters import Lora
+from afterimage.config import ConfigError
+from afterimage.head import token_logps
+from afterimage.packing import MIN_SHARED, Packed, Segment, forest, pack, pack_shared, recompute_layers
+from afterimage.policy import Passes, Policy
+from afterimage.testing import nudge, plain_logps, tiny_policy
+
+
+def text(*lengths: int, seed: int = 0) -> list[list[int]]:
+    noise = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, 64, (length,), generator=noise).tolist() for length in lengths]
+
+
+def put(*sequences: list[int]) -> Packed:
+    return Packed(
+        torch.tensor([token for tokens in sequences for token in tokens]),
+        tuple(accumulate(map(len, sequences), initial=0)),
+    )
+
+
+def siblings() -> Packed:
+    """Two groups; in the first two go on alike for a while, and one is where another has only begun to differ."""
+    one, two, turn, *ends = text(40, 25, 20, 9, 7, 12, 3, 8)
+    return put(one + ends[0], two + ends[1], one + turn + ends[2], one + turn + ends[3], two + ends[4], one, ends[0])
+
+
+def test_what_is_shared_is_run_once_and_lies_before_all_that_follows_it() -> None:
+    packed = siblings()
+    run = forest(packed, share=True)
+    assert run.num_tokens == 40 + 9 + 20 + 12 + 3 + 25 + 7 + 8 + 9 and len(run.tokens) % packing.ROUND == 0
+    assert torch.equal(run.tokens[run.place], packed.tokens)
+    assert run.positions[run.place].tolist() == [at for length in packed.lengths for at in range(length)]
+    assert run.segments[:5] == (
+        Segment(0, 40, 84), Segment(40, 49, 49, ((0, 40),)), Segment(49, 69, 84, ((0, 40),)),
+        Segment(69, 81, 81, ((0, 40), (49, 69))), Segment(81, 84, 84, ((0, 40), (49, 69))),
+    )  # fmt: skip
+    assert (~run.follows).nonzero().squeeze(1).tolist() == list(packed.offsets[:-1])
+    apart = forest(packed, share=False)
+    assert apart.num_tokens == len(packed.tokens) and not any(s.path or s.last > s.end for s in apart.segments)
+
+
+def test_a_short_beginning_is_not_shared() -> None:
+    (one,) = text(MIN_SHARED - 1)
+    assert forest(put([*one, 1, 3], [*one, 0, 3]), share=True).num_tokens == 2 * (MIN_SHARED + 1)
+
+
+def gradient(policy: Policy, packed: Packed, *, share: bool) -> tuple[Tensor, Tensor]:
+    policy.run_as(Passes(share_prompts=share))
+    policy.model.zero_grad()
+    logps, entropy = policy.logps_and_entropy(packed, temperature=0.7)
+    weights = torch.randn(len(logps), generator=torch.Generator().manual_seed(0), dtype=logps.dtype)
+    (weights * logps + 0.3 * entropy.square()).sum().backward()
+    found = [parameter.grad.flatten() for parameter in policy.model.parameters() if parameter.grad is not None]
+    return logps.detach(), torch.cat(found)
+
+
+def qwen3() -> PreTrainedModel:
+    return tiny_policy().model
+
+
+def precise(model: nn.Module) -> None:
+    """transformers forms these norms in float32, whatever the model's precision."""
+    for module in model.modules():
+        if type(module).__name__ in ("Qwen3RMSNorm", "LlamaRMSNorm", "MistralRMSNorm"):
+            module.forward = partial(F.rms_norm, normalized_shape=module.weight.shape, weight=module.weight, eps=1e-6)
+
+
+@pytest.mark.parametrize("make", [qwen3, llama, gpt2, sliding])
+def test_a_shared_beginning_has_the_gradient_of_the_unshared_one(make: Callable[[], PreTrainedModel]) -> None:
+    torch.manual_seed(0)
+    policy = Policy(make().double(), None)
+    precise(policy.model)
+    for one, other in zip(
+        gradient(policy, siblings(), share=True), gradient(policy, siblings(), share=False), strict=True
+    ):
+        torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
+
+
+def test_adapters_have_it_too() -> None:
+    policy = tiny_policy(dtype="float64", lora=Lora(4))
+    nudge(policy, seed=1)
+    precise(policy.model)
+    shared, apart = (gradient(policy, siblings(), share=share) for share in (True, False))
+    torch.testing.assert_close(shared[1], apart[1], atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-12)])
+def test_siblings_have_the_log_probabilities_that_each_has_alone(dtype: str, tolerance: float) -> None:
+    policy, packed = tiny_policy(dtype=dtype), siblings()
+    alone = torch.cat([plain_logps(policy, row.tolist()) for row in packed.tokens.split(packed.lengths)])
+    torch.testing.assert_close(policy.logps(packed, temperature=1.0).double(), alone, atol=tolerance, rtol=0)
+    long = put(*text(300, 5, seed=3))  # more blocks than one
+    alone = torch.cat([plain_logps(policy, row.tolist()) for row in long.tokens.split(long.lengths)])
+    torch.testing.assert_close(policy.logps(long, temperature=1.0).double(), alone, atol=tolerance, rtol=0)
+
+
+def test_no_sibling_sees_another() -> None:
+    policy, packed = tiny_policy(), siblings()
+    start, end = packed.spans()[2]
+    tokens = packed.tokens.clone()
+    tokens[start + 62 : end] = (tokens[start + 62 : end] + 1) % 64  # its own end alone
+    one, two = (policy.logps(Packed(some, packed.offsets), temperature=1.0) for some in (packed.tokens, tokens))
+    same = torch.ones(len(tokens), dtype=torch.bool)
+    same[start + 62 : end] = False
+    assert torch.equal(one[same], two[same]) and (one[~same] - two[~same]).abs().min() > 0
+
+
+def test_pack_fills_groups_up_to_the_budget() -> None:
+    groups = pack([30, 100, 70, 25, 45, 300], budget=100)
+    assert groups == [[5], [1], [2, 0], [4, 3]]  # 300 is longer than the budget, and goes alone
+
+
+def test_passes_count_what_they_run_and_keep_siblings_together() -> None:
+    packed = siblings()
+    for budget in (10, 60, 80, 130, 1000):
+        groups = pack_shared(packed, budget)
+        assert sorted(i for group in groups for i in group) == list(range(7))
+        for group in groups:
+            part, _ = packing.cut(packed.tokens, [packed.spans()[i] for i in group])
+            assert len(group) == 1 or forest(part, share=True).num_tokens <= budget
+    assert sorted(map(sorted, pack_shared(packed, 84))) == [[0, 2, 3, 5], [1, 4, 6]]
+    assert pack_shared(put(), 10) == []
+
+
+def test_scoring_forwards_what_siblings_share_once() -> None:
+    policy, packed = tiny_policy(), siblings()
+    everything = torch.ones(len(packed.tokens), dtype=torch.bool)
+    shared = policy.score(packed, everything, temperature=1.0, micro_tokens=1000)
+    policy.run_as(Passes(share_prompts=False))
+    apart = policy.score(packed, everything, temperature=1.0, micro_tokens=1000)
+    assert (shared.forward_tokens, apart.forward_tokens) == (133, len(packed.tokens))
+    torch.testing.assert_close(shared.logp, apart.logp, atol=1e-5, rtol=0)
+
+
+def test_chunks_of_the_head_change_neither_value_nor_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And both are those of autograd through log_softmax, with entropy and without."""
+    noise = torch.Generator().manual_seed(0)
+    rows, targets = torch.randn(23, 32, generator=noise).double(), torch.randint(0, 64, (23,), generator=noise)
+    head = nn.Linear(32, 64).double()
+
+    def learn(entropy: bool) -> list[Tensor]:
+        given = rows.clone().requires_grad_()
+        logp, spread = token_logps(head, given, targets, temperature=0.7, with_entropy=entropy)
+        return [
+            logp,
+            spread,
+            *torch.autograd.grad((logp.sin() + 0.3 * spread.square()).sum(), [given, *head.parameters()]),
+        ]
+
+    given = rows.clone().requires_grad_()
+    everything = torch.log_softmax(head(given) / 0.7, -1)
+    for entropy in (False, True):
+        logp, spread = everything.gather(1, targets[:, None]).squeeze(1), -(everything.exp() * everything).sum(-1)
+        spread = spread if entropy else torch.zeros_like(logp)
+        loss = (logp.sin() + 0.3 * spread.square()).sum()
+        expected = [logp, spread, *torch.autograd.grad(loss, [given, *head.parameters()], retain_graph=True)]
+        for limit in (2**22, 64 * 4):
+            monkeypatch.setattr(head_module, "MAX_LOGITS", {"cpu": limit})
+            for one, other in zip(learn(entropy), expected, strict=True):
+                torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-9)
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation made, but for those of as many rows as the vocabulary."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.vocabulary, self.logits = vocabulary, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(tensor, Tensor) and tensor.dim() == 2 and tensor.shape[1] == self.vocabulary:
+                self.logits = max(self.logits, tensor.numel())
+        return made
+
+
+@pytest.mark.parametrize("vocabulary", [1_000, 32_000, 150_000])
+def test_no_more_logits_exist_than_a_chunk_of_them(vocabulary: int) -> None:
+    config = Qwen3Config(
+        vocab_size=vocabulary, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=8, tie_word_embeddings=True,
+    )  # fmt: skip
+    policy, packed = Policy(Qwen3ForCausalLM(config), None), put(*text(60, 90))
+    with Largest(vocabulary) as seen:
+        policy.score(packed, torch.ones(150, dtype=torch.bool), temperature=1.0, micro_tokens=1000)
+        policy.logps(packed, temperature=1.0).sum().backward()
+    assert 0 < seen.logits <= head_module.MAX_LOGITS["cpu"]
+
+
+@contextmanager
+def kept() -> Iterator[list[int]]:
+    """Bytes that are kept for the gradient, each storage once."""
+    seen: dict[int, int] = {}
+    total = [0]
+
+    def keep(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            total[0] = sum(seen.values())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield total
+
+
+@pytest.mark.parametrize("lora", [None, Lora(4)])
+def test_running_layers_again_keeps_less_and_changes_nothing(lora: Lora | None) -> None:
+    found, sizes = [], []
+    for passes in (Passes(), Passes(recompute=True)):
+        policy, packed = tiny_policy(lora=lora), siblings()
+        nudge(policy, seed=1)
+        policy.run_as(passes)
+        with kept() as size:
+            logps = policy.logps(packed, temperature=1.0)
+        logps.sum().backward()
+        sizes.append(size[0])
+        found.append(torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]))
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-6)
+    assert sizes[1] < 0.3 * sizes[0]
+
+
+def test_a_twin_of_a_policy_that_runs_again_runs_its_own_layers() -> None:
+    policy = tiny_policy()
+    policy.run_as(Passes(recompute=True))
+    twin = policy.twin()
+    before = twin.logps(siblings(), temperature=1.0)
+    nudge(policy, seed=1)
+    assert torch.equal(twin.logps(siblings(), temperature=1.0), before)
+    assert not torch.equal(policy.logps(siblings(), temperature=1.0), before)
+
+
+def test_a_model_without_layers_to_run_again_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.recompute: Linear has no layers that can be run again"):
+        recompute_layers(nn.Linear(2, 2))
+
+
+@pytest.mark.skipif("COMPILE" not in os.environ, reason="a minute; COMPILE=1 runs it")
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_compiled_policy_says_the_same_and_so_does_its_twin() -> None:
+    plain, policy = tiny_policy(), tiny_policy()
+    policy.run_as(Passes(compile=True))
+    found = []
+    for one in (plain, policy):
+        logps = one.logps(siblings(), temperature=1.0)
+        logps.sum().backward()
+        found.append((logps.detach(), torch.cat([p.grad.flatten() for p in one.model.parameters()])))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    twin = policy.twin()
+    nudge(policy, seed=1)
+    assert (twin.logps(siblings(), temperature=1.0) - found[0][0]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("tokens", [64, 61])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_layers_are_those_of_torch(tokens: int, bias: bool) -> None:
+    ours, theirs = linear.Linear(96, 32, bias=bias), nn.Linear(96, 32, bias=bias)
+    theirs.load_state_dict(ours.state_dict())
+    found = []
+    for layer in (ours, theirs):
+        given = torch.randn(2, tokens, 96, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        out = layer(given)
+        found.append([out, *torch.autograd.grad(out.sin().sum(), [given, *layer.parameters()])])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-5)
