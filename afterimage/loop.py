@@ -119,9 +119,9 @@ async def save(parts: Parts, held: Checkpoint) -> dict[str, float]:
     """A checkpoint, from which the run can go on. It becomes current, and what it was trained on consumed, at once."""
     began = time.monotonic()
     with parts.log.span("checkpoint", f"step {held.stand.step}"):
-        name = await asyncio.to_thread(parts.checkpoints.write, held)
+        name = await parts.aside(parts.checkpoints.write, held)
         await parts.journal.checkpoint(name, step=held.stand.step, version=held.version)
-        await asyncio.to_thread(parts.checkpoints.prune)
+        await parts.aside(parts.checkpoints.prune)
     return {"checkpoint/seconds": time.monotonic() - began}
 
 

@@ -51,3 +51,7 @@ class Parts:
     async def beside(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run trainer code in its own thread, so that episodes go on meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(self.worker, partial(function, *arguments))
+
+    async def aside(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Run what has nothing to do with the trainer in some other thread."""
+        return await asyncio.to_thread(function, *arguments)

@@ -10,6 +10,7 @@ from itertools import count
 
 import numpy as np
 
+from afterimage.engines import Stopwatch
 from afterimage.plan.engines import Engines, Reply
 from afterimage.plan.workload import Shape, Workload
 from afterimage.plan.world import World
@@ -128,6 +129,7 @@ class SimulatedRollout:
     def __init__(self, workload: Workload, world: World, engines: Engines, *, ledger: Ledger, seed: int) -> None:
         self.world, self.engines, self.workload = world, engines, workload
         self.numbers = count()
+        self.spent = Stopwatch()
         self.lives = Lives()
         self.finished: dict[int, Episode] = {}
         """By number, until they are trained on."""

@@ -1,5 +1,6 @@
 """What stands behind the loop's Protocols in a simulated run: it takes time on the clock, and does nothing else."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,8 +9,9 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from afterimage import loop
+from afterimage.checkpoint import Checkpoint, Stand
 from afterimage.old_logps import Needs
+from afterimage.parts import Parts
 from afterimage.plan.engines import EngineCosts, Engines
 from afterimage.plan.episodes import SimulatedRollout
 from afterimage.plan.world import World
@@ -44,15 +46,19 @@ class Costs(EngineCosts, Protocol):
         ...
 
 
-class SimulatedParts(loop.Parts):
+class SimulatedParts(Parts):
     """What the trainer's thread does costs what the trainer says it owes by then."""
 
     async def beside(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        result = function(*arguments)
         trainer = cast(Any, self.trainer)
-        owed, trainer.owed_s = trainer.owed_s, 0.0
-        await cast(Any, self.worker).sleep(owed)
+        async with trainer.thread:
+            result = function(*arguments)
+            owed, trainer.owed_s = trainer.owed_s, 0.0
+            await cast(Any, self.worker).sleep(owed)
         return result
+
+    async def aside(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
 
 
 class Counted:
@@ -79,7 +85,10 @@ class Idle:
 
     async def checkpoint(self, name: str, *, step: int, version: int) -> None: ...
 
-    def save(self, *_: Any) -> str:
+    def hold(self, stand: Stand, policy: Any) -> Checkpoint:
+        return Checkpoint(stand, policy.version, {}, {})
+
+    def write(self, *_: Any) -> str:
         return ""
 
     def prune(self) -> None: ...
@@ -94,7 +103,7 @@ class SimulatedRoute:
     """A route that costs what `Costs.old_logps_s` says. `closing` makes the loop hold generation while it trains."""
 
     def __init__(self, *, closing: bool) -> None:
-        self.needs = Needs(closing=closing)
+        self.needs = Needs(closing=closing, snapshots=not closing)
 
     def closing(self, policy: Any, waiting: Sequence[Open]) -> None: ...
 
@@ -121,6 +130,8 @@ class SimulatedTrainer:
 
     def __init__(self, costs: Costs, rollout: SimulatedRollout, *, colocated: bool) -> None:
         self.owed_s = 0.0
+        self.thread = asyncio.Lock()
+        """There is one: what comes while it is taken waits its turn."""
         self.batches: list[Consumed] = []
         self.ages: Counter[int] = Counter()
         self.rollout = rollout
