@@ -406,14 +406,10 @@ def _audit(chosen: argparse.Namespace) -> int:
 
 def _report(chosen: argparse.Namespace) -> int:
     from afterimage.launch.survivors import write_survivors
-    from afterimage.observe.gather import gather
-    from afterimage.observe.report import write_page
-    from afterimage.observe.timeline import pace_of
+    from afterimage.observe.report import told_report
 
     write_survivors(chosen.run)
-    run = gather(chosen.run)
-    told = (str(write_page(chosen.run, run)), pace_of(run).sentence, pace_of(run).advice)
-    Console(soft_wrap=True).print("\n".join(filter(None, told)), highlight=False, markup=False)
+    Console(soft_wrap=True).print(told_report(chosen.run), highlight=False, markup=False)
     return 0
 
 

@@ -9,7 +9,7 @@ from afterimage.observe import audited, figures, sections, survivors
 from afterimage.observe.gather import Gathered, gather
 from afterimage.observe.markup import Markup, el, join
 from afterimage.observe.metrics import REPORT, write_whole
-from afterimage.observe.timeline import pace
+from afterimage.observe.timeline import pace, pace_of
 
 
 def write_report(run_folder: Path) -> Path:
@@ -17,11 +17,17 @@ def write_report(run_folder: Path) -> Path:
 
     Raises `ConfigError` when the folder holds no run. An older report is replaced as a whole.
     """
-    return write_page(run_folder, gather(run_folder))
+    return _write(run_folder, gather(run_folder))
 
 
-def write_page(run_folder: Path, run: Gathered) -> Path:
-    """`write_report` of what was gathered already."""
+def told_report(run_folder: Path) -> str:
+    """`write_report`, and what a terminal is told: where it is, what the run waited for, and what would help."""
+    run = gather(run_folder)
+    pace = pace_of(run)
+    return "\n".join(filter(None, (str(_write(run_folder, run)), pace.sentence, pace.advice)))
+
+
+def _write(run_folder: Path, run: Gathered) -> Path:
     write_whole(run_folder / REPORT, render(run))
     return run_folder / REPORT
 
