@@ -64,7 +64,9 @@ class Stand:
 class Stateful(Protocol):
     """A part of a run whose state a checkpoint holds: a tree of mappings, lists, tensors, numbers and text."""
 
-    def state(self) -> Mapping[str, Any]: ...
+    def state(self) -> Mapping[str, Any]:
+        """As it is at this moment. Nothing but an optimizer step changes what was returned; it is not copied."""
+        ...
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
@@ -78,7 +80,7 @@ class Checkpoint:
     states: Mapping[str, Any]
     """By part."""
     policy: Mapping[str, Tensor]
-    """The forward weights."""
+    """The forward weights. As in `states`, tensors are the live ones until it is read from the disk."""
 
 
 class Checkpoints:
@@ -93,9 +95,9 @@ class Checkpoints:
         self._parts = parts
 
     def hold(self, stand: Stand, policy: Policy) -> Checkpoint:
-        """All of the run at this moment, copied to main memory: training may go on while it is written."""
+        """All of the run at this moment. Gradients may be formed while it is written; the weights may not move."""
         states = {name: part.state() for name, part in self._parts.items()}
-        return Checkpoint(stand, policy.version, _copied(states), _copied(policy.weights()))
+        return Checkpoint(stand, policy.version, states, policy.weights())
 
     def save(self, stand: Stand, policy: Policy) -> str:
         """`hold` and `write`."""
@@ -203,18 +205,6 @@ def _numbered(folder: Path, name: re.Pattern[str]) -> list[tuple[int, Path]]:
     """What has such a name, by the last number in it."""
     found = [(match, path) for path in folder.glob("*") if (match := name.fullmatch(path.name))]
     return sorted((int(match[match.lastindex or 0]), path) for match, path in found)
-
-
-def _copied(tree: Any) -> Any:
-    """The same tree, with every tensor copied to main memory."""
-    match tree:
-        case Tensor():
-            return tree.detach().to("cpu", copy=True)
-        case Mapping():
-            return {key: _copied(item) for key, item in tree.items()}
-        case list() | tuple():
-            return [_copied(item) for item in tree]
-    return tree
 
 
 def _write(checkpoint: Checkpoint, folder: Path) -> None:

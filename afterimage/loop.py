@@ -9,13 +9,14 @@ When `train` returns, all else is cancelled. A failure of the machinery ends the
 
 import asyncio
 import time
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from afterimage.checkpoint import Checkpoint, Stand
 from afterimage.engines import rates
 from afterimage.parts import Parts
+from afterimage.patience import After, to_its_end
 from afterimage.rollout import describe, examine, require_finished
 from afterimage.schedule import measure_staleness
 from afterimage.trajectory import Batch, Group, Handout, collate
@@ -24,12 +25,13 @@ from afterimage.trajectory import Batch, Group, Handout, collate
 async def run(parts: Parts) -> bool:
     """From where it stands, that step finished first, to the end (True) or, deterministic, to the next checkpoint."""
     await parts.engine.start()
-    await settle(parts, parts.stand)
-    if parts.stand.step >= parts.config.steps:
+    done = parts.stand.step >= parts.config.steps
+    await (settled := asyncio.create_task(settle(parts, parts.stand, last=done)))
+    if done:
         return True
     async with asyncio.TaskGroup() as tasks:
         producer = tasks.create_task(produce(parts))
-        stand = await train(parts)
+        stand = await train(parts, settled)
         if parts.config.deterministic:
             await parts.engine.interrupt()
             await asyncio.sleep(0)  # what the engine gave back is written down
@@ -59,14 +61,14 @@ async def roll(parts: Parts, handout: Handout) -> Group:
     return group
 
 
-async def train(parts: Parts) -> Stand:
+async def train(parts: Parts, settled: asyncio.Task[None]) -> Stand:
     """groups -> weights. Waits for the oldest groups; produce() admits them."""
     config, stand, last = parts.config, parts.stand, False
     deadline = time.monotonic() + 60 * config.minutes if config.minutes else float("inf")
     async with asyncio.TaskGroup() as beside:
-        settled = beside.create_task(asyncio.sleep(0))  # the version before is: run() saw to it
         while not last:
-            stand = Stand(stand.step + 1, await advance(parts, stand.step + 1, settled))
+            async with After(settled):  # a batch that fails does not take the step before with it
+                stand = Stand(stand.step + 1, await advance(parts, stand.step + 1, settled))
             last = stand.step >= config.steps or time.monotonic() > deadline
             due = last or stand.step % config.checkpoint.every == 0
             if due and config.deterministic:
@@ -75,7 +77,7 @@ async def train(parts: Parts) -> Stand:
     return stand
 
 
-async def advance(parts: Parts, step: int, settled: Awaitable[None]) -> Mapping[str, Any]:
+async def advance(parts: Parts, step: int, settled: asyncio.Task[None]) -> Mapping[str, Any]:
     """One batch: groups -> weights, which are a new version that nobody has yet. What is to be written of it.
 
     The weights do not move before the version that they are is `settled`.
@@ -93,6 +95,7 @@ async def advance(parts: Parts, step: int, settled: Awaitable[None]) -> Mapping[
     parts.journal.consume(groups, step=step, version=parts.policy.version)
     parts.log.trajectories(step, groups)
     trained_on, parts.policy.version = parts.policy.version, parts.policy.version + 1
+    parts.ledger.told.clear()
     spent = {**rates(parts.engine.metrics()), **parts.rollout.spent.read("rollout")}
     spent["trainer/processor_s"] = time.process_time()
     return {**waits, "version": trained_on, **describe(groups), **ages, **learnt, **spent}
@@ -105,10 +108,10 @@ async def settle(parts: Parts, stand: Stand, *, due: bool = False, last: bool = 
     """
     held, took = await publish(parts, stand, due=due)
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(parts.beside(tell, parts, parts.ledger.versions))  # when the trainer's thread is free
+        tasks.create_task(tell(parts, parts.ledger.versions))
         parts.line.release()
         if held:
-            took |= await save(parts, held)
+            took |= await to_its_end(save(parts, held))
         if parts.held_out and (last or stand.step % (parts.config.eval.every or parts.config.steps) == 0):
             took |= await evaluate(parts, stand.step)
         if stand.step or "eval/success" in took:
@@ -137,10 +140,10 @@ async def take(parts: Parts) -> Sequence[Group]:
     return taking.result()
 
 
-async def learn(batch: Batch, parts: Parts, step: int, settled: Awaitable[None]) -> Mapping[str, Any]:
+async def learn(batch: Batch, parts: Parts, step: int, settled: asyncio.Task[None]) -> Mapping[str, Any]:
     """The optimizer steps of one batch. Pieces sampled by the weights about to change are scored in between."""
     if not parts.old.needs.snapshots or parts.policy.version in batch.version:  # the route has to have heard of it
-        await settled
+        await parts.ledger.told.wait()
     with parts.log.span("old_logps", f"step {step}"):
         work = await parts.beside(parts.trainer.prepare, batch)
     for number, part in enumerate(work.parts):
@@ -178,14 +181,15 @@ def leave(parts: Parts, stand: Stand, due: bool, live: Collection[int]) -> Check
     return held
 
 
-def tell(parts: Parts, live: Collection[int]) -> None:
-    """In the trainer's thread: every engine holds the version."""
-    parts.old.published(parts.policy, live)
-    parts.auditor.published(parts.policy, live)
+async def tell(parts: Parts, live: Collection[int]) -> None:
+    """Every engine holds the version: who scores hears of it, when the trainer's thread is free."""
+    for room in (parts.old, parts.auditor):
+        await parts.beside(room.published, parts.policy, live)
+    parts.ledger.told.set()
 
 
 async def evaluate(parts: Parts, step: int) -> Mapping[str, float]:
-    """Held-out success of the version that the engine holds. Training waits; episodes in flight go on."""
+    """Held-out success of the version that the engine holds. The next optimizer step waits; episodes go on."""
     began = time.monotonic()
     with parts.log.span("eval", f"step {step}"):
         graded = await examine(parts.examination, parts.held_out, seed=parts.config.seed, progress=parts.log.phase)

@@ -1,6 +1,10 @@
 """How long somebody is waited for."""
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
 
 INSIST_S = 1.0
 """Between two cancellations of what is past its time-out."""
@@ -34,3 +38,31 @@ class Patience:
             self.task.uncancel()
         if self._cancelled and isinstance(error, asyncio.CancelledError) and not self.task.cancelling():
             raise TimeoutError from error
+
+
+class After:
+    """`async with After(work)`: an error from inside is told when `work` is done, and that of `work` before it.
+
+    A cancellation is told at once.
+    """
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: asyncio.Task[None]) -> None:
+        self._work = work
+
+    async def __aenter__(self) -> None: ...
+
+    async def __aexit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if isinstance(error, Exception):
+            await self._work
+
+
+async def to_its_end(work: Coroutine[Any, Any, _T]) -> _T:
+    """Do it; a cancellation is told when it is done. Only a second one leaves it half done."""
+    task = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

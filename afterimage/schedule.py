@@ -143,6 +143,8 @@ class Ledger:
         self._pieces: dict[int, dict[int, list[Open]]] = {}
         self.news = asyncio.Event()
         """Set when a piece arrives; whoever waits for it clears it."""
+        self.told = asyncio.Event()
+        """Set while whoever scores has heard that every engine holds the newest version."""
 
     def arrived(self, piece: Open) -> None:
         self._pieces.setdefault(piece.piece.version, {}).setdefault(piece.episode, []).append(piece)

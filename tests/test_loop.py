@@ -2,10 +2,11 @@
 `closing` gets every unscored piece of the version while generation is paused; a route hears of a version, in the
 trainer's thread, before any engine has it and when all do; the next batch goes on beside publication and checkpoint up
 to where the weights move, and not beyond; a task set that runs out, a failing rollout and a failing
-route end the run with their own error."""
+route end the run with their own error, and leave the step before them written down."""
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -33,6 +34,7 @@ from afterimage.config import (
 from afterimage.engines import SamplingParams
 from afterimage.engines.scripted import Delay, ScriptedEngine
 from afterimage.envs import Message, Taskset, Turn
+from afterimage.journal import Journal
 from afterimage.launch.local import first_leaf
 from afterimage.launch.resume import begin
 from afterimage.observe.metrics import RunLog
@@ -317,11 +319,20 @@ def test_the_next_batch_is_scored_and_its_gradient_formed_while_a_version_is_pub
     assert heard == [*told, "published 3"]
 
 
-def test_a_checkpoint_holds_the_moment_it_is_of_however_late_it_is_written(tmp_path: Path) -> None:
+def keeping(folder: Path, *, snapshots: bool = True) -> Parts:
+    """Three steps of a run that is about to begin, a checkpoint after each."""
     config = configure(steps=3, max_staleness=2, every=1)
-    machine = toy_machine(config, Numbers(count()), route=lambda policy, engine: Keeps(snapshots=True))
-    parts = build(config, machine, RunLog(tmp_path), Quiet(), begin(machine, config, tmp_path))
-    parts, formed = replace(parts, log=Log(parts.log._log)), threading.Event()
+    machine = toy_machine(config, Numbers(count()), route=lambda policy, engine: Keeps(snapshots=snapshots))
+    log = RunLog(folder)
+    return replace(build(config, machine, log, Quiet(), begin(machine, config, folder)), log=Log(log))
+
+
+@pytest.mark.parametrize("snapshots", [True, False])
+def test_a_checkpoint_is_written_beside_the_next_gradient_and_before_the_next_step(
+    tmp_path: Path, snapshots: bool
+) -> None:
+    """It holds the live weights, which are those of its moment until it is read back."""
+    parts, formed = keeping(tmp_path, snapshots=snapshots), threading.Event()
     form, write = parts.trainer.backward, parts.checkpoints.write
 
     def backward(part: Any) -> None:
@@ -331,6 +342,7 @@ def test_a_checkpoint_holds_the_moment_it_is_of_however_late_it_is_written(tmp_p
     def late(held: Any) -> str:
         assert formed.wait(20) or held.stand.step == 3
         formed.clear()
+        time.sleep(0.05)  # a step that did not wait would come first
         return write(held)
 
     parts.trainer.backward, parts.checkpoints.write = backward, late  # type: ignore[method-assign]
@@ -339,8 +351,63 @@ def test_a_checkpoint_holds_the_moment_it_is_of_however_late_it_is_written(tmp_p
         held = parts.checkpoints.load(f"step{step:06d}-version{step:06d}")
         published = parts.checkpoints.weights(step)
         assert held.states["trainer"]["steps"] == step
+        assert held.states["trainer"]["optimizer"]["state"][0]["step"] == step
         assert all(torch.equal(held.policy[name], tensor) for name, tensor in published.items())
         assert all(torch.equal(held.states["trainer"]["weights"][name], held.policy[name]) for name in published)
+
+
+def marked(folder: Path) -> list[int]:
+    with Journal.read(folder) as reader:
+        return [mark.step for mark in reader.checkpoints()]
+
+
+@pytest.mark.parametrize("disk_fails", [False, True])
+def test_a_batch_that_fails_leaves_the_step_before_written_down(tmp_path: Path, disk_fails: bool) -> None:
+    """And where that cannot be, it is what is told."""
+    parts, failed = keeping(tmp_path), threading.Event()
+    form, write = parts.trainer.backward, parts.checkpoints.write
+
+    def backward(part: Any) -> None:
+        if parts.trainer.steps == 2:
+            failed.set()
+            raise FloatingPointError("nan in a gradient")
+        form(part)
+
+    def late(held: Any) -> str:
+        assert held.stand.step != 2 or failed.wait(20)
+        time.sleep(0.05)
+        if disk_fails and held.stand.step == 2:
+            raise OSError("the disk is full")
+        return write(held)
+
+    parts.trainer.backward, parts.checkpoints.write = backward, late  # type: ignore[method-assign]
+    with pytest.raises(ExceptionGroup) as failure:
+        run(parts)
+    assert str(first_leaf(failure.value)) == ("the disk is full" if disk_fails else "nan in a gradient")
+    assert [row["step"] for row in parts.log.rows] == ([1] if disk_fails else [1, 2])  # type: ignore[attr-defined]
+    assert marked(tmp_path) == ([0, 1] if disk_fails else [0, 1, 2])
+
+
+def test_a_checkpoint_that_has_begun_outlives_a_cancellation(tmp_path: Path) -> None:
+    parts = keeping(tmp_path)
+    write = parts.checkpoints.write
+
+    async def main() -> None:
+        events, running = asyncio.get_running_loop(), asyncio.create_task(loop.run(parts))
+
+        def late(held: Any) -> str:
+            if held.stand.step == 2:
+                events.call_soon_threadsafe(running.cancel)
+                time.sleep(0.05)
+            return write(held)
+
+        parts.checkpoints.write = late  # type: ignore[method-assign]
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    with closing_worker(parts), parts.journal:
+        asyncio.run(main())
+    assert marked(tmp_path) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,8 @@ class OldLogps(Protocol):
     def state(self) -> Mapping[str, Any]:
         """All that `restore` needs: dicts (by str or int), lists, tensors, numbers, strings, booleans, None.
 
-        May wait for what the route has to do about the versions published so far.
+        As it is at this moment: what it does from then on, an optimizer step aside, changes nothing of it. May wait
+        for what the route has to do about the versions published so far.
         """
         ...
 
