@@ -215,6 +215,7 @@ def build(config: RunConfig, machine: Machine, log: RunLog, watcher: Watcher, li
         checkpoints=checkpoints,
         log=recorder,
         worker=ThreadPoolExecutor(1, thread_name_prefix="trainer"),
+        disk=ThreadPoolExecutor(1, thread_name_prefix="disk"),
     )
 
 

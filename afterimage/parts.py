@@ -47,11 +47,19 @@ class Parts:
     checkpoints: Checkpoints
     log: Recorder
     worker: Executor
+    """The trainer's thread."""
+    disk: Executor
+    """The thread that writes checkpoints: environments may keep every other one busy."""
+
+    def close(self) -> None:
+        """End the threads, when what they are at is done."""
+        self.worker.shutdown()
+        self.disk.shutdown()
 
     async def beside(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run trainer code in its own thread, so that episodes go on meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(self.worker, partial(function, *arguments))
 
     async def aside(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run what has nothing to do with the trainer in some other thread."""
-        return await asyncio.to_thread(function, *arguments)
+        """Run what waits for the disk in its own thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.disk, partial(function, *arguments))

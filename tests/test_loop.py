@@ -8,6 +8,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -211,7 +212,7 @@ def closing_worker(parts: Parts) -> Iterator[None]:
     try:
         yield
     finally:
-        parts.worker.shutdown()
+        parts.close()
         parts.log.close()
 
 
@@ -333,25 +334,29 @@ def test_a_checkpoint_is_written_beside_the_next_gradient_and_before_the_next_st
 ) -> None:
     """It holds the live weights, which are those of its moment until it is read back."""
     parts, formed = keeping(tmp_path, snapshots=snapshots), threading.Event()
-    form, write = parts.trainer.backward, parts.checkpoints.write
+    form, move, write = parts.trainer.backward, parts.trainer.step, parts.checkpoints.write
 
     def backward(part: Any) -> None:
         form(part)
         formed.set()
 
-    def late(held: Any) -> str:
-        assert formed.wait(20) or held.stand.step == 3
+    def step() -> None:
         formed.clear()
+        move()
+
+    def late(held: Any) -> str:
+        assert held.stand.step in (0, 3) or formed.wait(10)
         time.sleep(0.05)  # a step that did not wait would come first
         return write(held)
 
-    parts.trainer.backward, parts.checkpoints.write = backward, late  # type: ignore[method-assign]
+    parts.trainer.backward, parts.trainer.step = backward, step  # type: ignore[method-assign]
+    parts.checkpoints.write = late  # type: ignore[method-assign]
     run(parts)
-    for step in (2, 3):
-        held = parts.checkpoints.load(f"step{step:06d}-version{step:06d}")
-        published = parts.checkpoints.weights(step)
-        assert held.states["trainer"]["steps"] == step
-        assert held.states["trainer"]["optimizer"]["state"][0]["step"] == step
+    for number in (2, 3):
+        held = parts.checkpoints.load(f"step{number:06d}-version{number:06d}")
+        published = parts.checkpoints.weights(number)
+        assert held.states["trainer"]["steps"] == number
+        assert held.states["trainer"]["optimizer"]["state"][0]["step"] == number
         assert all(torch.equal(held.policy[name], tensor) for name, tensor in published.items())
         assert all(torch.equal(held.states["trainer"]["weights"][name], held.policy[name]) for name in published)
 
@@ -408,6 +413,24 @@ def test_a_checkpoint_that_has_begun_outlives_a_cancellation(tmp_path: Path) -> 
     with closing_worker(parts), parts.journal:
         asyncio.run(main())
     assert marked(tmp_path) == [0, 1, 2]
+
+
+def test_what_keeps_every_thread_of_asyncio_busy_holds_up_no_checkpoint(tmp_path: Path) -> None:
+    parts, over = keeping(tmp_path), threading.Event()
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        blocking = asyncio.create_task(asyncio.to_thread(over.wait, 30))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(25):
+            await loop.run(parts)
+        assert not blocking.done()
+        over.set()
+        await blocking
+
+    with closing_worker(parts), parts.journal:
+        asyncio.run(main())
+    assert marked(tmp_path) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import queue
 import sqlite3
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +54,7 @@ class Journal:
         self._failure: Future[None] = Future()
         self._failure.set_running_or_notify_cancel()  # who stops watching does not cancel it
         self._waiting = asyncio.Lock()
+        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="barrier")  # environments may keep others busy
         self._barriers = self._passed = 0
         self._after = self._highest = -1
         self._trained_on: list[tuple[int, int, int, int, float]] = []
@@ -179,7 +180,7 @@ class Journal:
         async with self._waiting:
             if self._passed < mine:
                 covers = self._barriers
-                await asyncio.to_thread(self.flush)
+                await asyncio.get_running_loop().run_in_executor(self._waiter, self.flush)
                 self._passed = covers
 
     def flush(self) -> None:

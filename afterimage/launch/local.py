@@ -240,7 +240,7 @@ def keep_evidence(trainer: Trainer, folder: Path) -> str:
 
 
 async def _supervise(parts: Parts) -> bool:
-    """The loop under one parent; whatever happens, the trainer's thread ends and the engine is given back.
+    """The loop under one parent; whatever happens, its threads end and the engine is given back.
 
     Only a run that goes on in another life keeps its engine.
     """
@@ -254,7 +254,7 @@ async def _supervise(parts: Parts) -> bool:
                 await parts.journal.barrier()
                 watch.cancel()
     finally:
-        parts.worker.shutdown(wait=True)
+        parts.close()
         parts.old.close()
         if done:
             await parts.engine.close()

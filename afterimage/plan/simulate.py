@@ -116,6 +116,7 @@ def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how 
             "checkpoints": Idle(),
             "log": lanes,
             "worker": cast(Any, world),
+            "disk": cast(Any, world),
         }
         await loop.run(SimulatedParts(**parts))
 
