@@ -3,6 +3,7 @@ weight updates, the journal and resuming work as for any episode; time-outs, ret
 fork is trained with its episode's credit, and no token twice; a run trains on it."""
 
 import asyncio
+import gc
 import importlib.util
 import json
 import os
@@ -11,8 +12,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import islice
@@ -233,6 +236,52 @@ def test_an_agent_that_fails_is_begun_again_with_its_seed_and_then_reported() ->
     assert isinstance(outcome, Failure) and (outcome.stage, outcome.error) == ("agent", "KeyError: 'gone'")
     assert seeds == [7, 7]
     assert [(episode, final) for episode, _, final in world.failures] == [(1, False), (0, False), (3, False), (2, True)]
+
+
+def test_an_attempt_that_fails_leaves_nothing_for_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, make = list[weakref.ref[Any]](), ExternalAgent.env
+
+    def env(self: ExternalAgent, task: Task, seed: int) -> Any:
+        made = make(self, task, seed)
+        held.append(weakref.ref(made))
+        return made
+
+    async def fails(base_url: str, task: str, seed: int, api_key: str) -> float:
+        raise KeyError("gone")
+
+    monkeypatch.setattr(ExternalAgent, "env", env)
+    gc.disable()
+    try:
+        assert isinstance(World(retries=2).play(fails), Failure)
+        assert [made() for made in held] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_what_an_agent_waits_for_and_its_own_time_are_told_apart() -> None:
+    """Two calls at once count once."""
+
+    async def slow(tokens: Sequence[int], params: SamplingParams) -> None:
+        await asyncio.sleep(0.02)
+
+    async def thinks(base_url: str, task: str, seed: int, api_key: str) -> float:
+        ask = asker(base_url, api_key)
+        await asyncio.sleep(0.3)
+        await asyncio.gather(*(ask([{"role": "user", "content": word}]) for word in ("one", "two")))
+        await asyncio.sleep(0.3)
+        return 1.0
+
+    world = World(lambda tokens, params: says("a b c d e f"), slow)
+
+    async def main() -> tuple[dict[str, float], float]:
+        async with world.open():
+            rollout, began = world.rollout(ExternalAgent(thinks, SUMS, name="sums")), time.monotonic()
+            whole(await rollout.episode(TASK, env_seed=7, noise_seed=8))
+            return rollout.spent.read("rollout"), time.monotonic() - began
+
+    spent, took = asyncio.run(main())
+    assert spent["rollout/tools_s"] >= 0.59 and spent["rollout/replies_s"] >= 0.1
+    assert sum(spent.values()) <= took
 
 
 @pytest.mark.parametrize("given", ["much", float("nan"), {"a": None}, None])

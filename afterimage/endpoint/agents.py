@@ -35,7 +35,7 @@ class AgentRollout(Rollout):
         failed, verdict = None, Turn(())
         async with env.slot, asyncio.TaskGroup() as calls:
             voice = AgentVoice(self, script, noise_seed)
-            session = Session(voice, calls, voice.recorded(), self.config.timeout_s)
+            session = Session(voice, calls, voice.recorded(), self.config.timeout_s, passed=self.spent.add)
             try:
                 with stage("agent", env.timeout_s), self.endpoint.opened(session) as address:
                     async with session.watched():
@@ -48,6 +48,8 @@ class AgentRollout(Rollout):
             for branch in script.branches:
                 self._gave_up(branch.episode, _lost(error, task, branch.said), False)
             raise
+        finally:
+            failed = None  # its traceback holds this frame, and so all of the attempt
 
     def number_episode(self) -> int:
         """For a branch, which is written down as an episode of its own."""
@@ -60,7 +62,10 @@ def _course(script: _Script, session: Session, blank: Trajectory, failed: Episod
     if session.broken:
         raise EpisodeFailed("replay") from session.broken
     if failed and session.stop == "done":
-        raise failed
+        try:
+            raise failed
+        finally:
+            del failed  # as its traceback holds this frame
     scripts = (script, *script.branches)
     for one in scripts:
         one.require_end()

@@ -84,6 +84,8 @@ class Session:
     recorded: list[Script]
     idle_s: float
     """The agent may take so long for one answer: while none of its calls is pending."""
+    passed: Callable[[str, float], None] = lambda name, seconds: None
+    """Told how many seconds the watched agent waited for `replies`, or did without (`tools`), each time that it turns."""
     stop: Stop = "done"
     """A limit, once a call was refused for it."""
     broken: BaseException | None = None
@@ -91,6 +93,7 @@ class Session:
     closed: bool = False
     turns: int = 0
     _pending: int = 0
+    _since: float | None = None
     _limit: asyncio.Timeout | None = None
     _held: dict[int, _Held] = field(default_factory=dict)
     _free: list[_Held] = field(init=False)
@@ -120,11 +123,13 @@ class Session:
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
         """TimeoutError when the agent takes too long between two calls. It is over when this is left."""
+        self._since = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(self.idle_s) as self._limit:
                 yield
         finally:
-            self.closed = True
+            self._pass()
+            self.closed, self._since = True, None
             for task in self._running:
                 task.cancel()
 
@@ -146,10 +151,17 @@ class Session:
 
     def _wait(self, change: int) -> None:
         """The agent's time does not run while it waits for us."""
+        self._pass()
         self._pending += change
         if self._limit is not None and not self.closed and not self._limit.expired():
             idle = not self._pending
             self._limit.reschedule(asyncio.get_running_loop().time() + self.idle_s if idle else None)
+
+    def _pass(self) -> None:
+        """Time has gone by since the number of pending calls changed, or the agent began."""
+        if self._since is not None:
+            since, self._since = self._since, asyncio.get_running_loop().time()
+            self.passed("replies" if self._pending else "tools", self._since - since)
 
     def _ask_all(self, request: Request) -> list[Asked]:
         """All choices or none: find their branches, and then give them what is new."""

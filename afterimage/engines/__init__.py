@@ -131,7 +131,10 @@ class Stopwatch:
         try:
             return await work
         finally:
-            self._spent[name] += time.monotonic() - began
+            self.add(name, time.monotonic() - began)
+
+    def add(self, name: str, seconds: float) -> None:
+        self._spent[name] += seconds
 
     def read(self, room: str) -> dict[str, float]:
         """As metrics of a room, and from 0 again."""
