@@ -164,8 +164,7 @@ async def publish(parts: Parts, stand: Stand, *, due: bool) -> tuple[Checkpoint 
     """weights -> engines, as `policy.version`. What a checkpoint is to hold if one is `due`, and what it took."""
     began = time.monotonic()
     with parts.log.span("publish", f"version {parts.policy.version}"):
-        held = await parts.beside(leave, parts, stand, due, parts.ledger.versions)
-        thread_s = time.monotonic() - began
+        held, thread_s = await parts.beside(leave, parts, stand, due, parts.ledger.versions)
         await parts.journal.publishing(parts.policy.version)
         with parts.log.span("standstill", f"version {parts.policy.version}"):
             await parts.publisher.publish()
@@ -173,12 +172,13 @@ async def publish(parts: Parts, stand: Stand, *, due: bool) -> tuple[Checkpoint 
     return held, {**took, "publish/bytes": parts.publisher.bytes}
 
 
-def leave(parts: Parts, stand: Stand, due: bool, live: Collection[int]) -> Checkpoint | None:
-    """In the trainer's thread, before the next batch has it: all that a publication needs of it, in one piece."""
+def leave(parts: Parts, stand: Stand, due: bool, live: Collection[int]) -> tuple[Checkpoint | None, float]:
+    """In the trainer's thread, before the next batch has it: all that a publication needs of it. And its seconds."""
+    began = time.monotonic()
     held = parts.checkpoints.hold(stand, parts.policy) if due else None
     parts.publisher.prepare(parts.policy, live)
     parts.old.publishing(parts.policy)
-    return held
+    return held, time.monotonic() - began
 
 
 async def tell(parts: Parts, live: Collection[int]) -> None:

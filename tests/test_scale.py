@@ -147,6 +147,13 @@ def test_a_run_leaves_the_garbage_collector_as_it_found_it() -> None:
     with seldom_collected():
         assert gc.get_threshold()[0] == YOUNG and gc.get_freeze_count() > before[1]
     assert (gc.get_threshold(), gc.get_freeze_count()) == before
+    gc.freeze()
+    try:
+        with seldom_collected():
+            pass
+        assert gc.get_freeze_count() > 0, "what the host has frozen was thawed"
+    finally:
+        gc.unfreeze()
 
 
 def by_the_rule(finished: set[int], taken: set[int], window: int, batch: int) -> list[int] | None:

@@ -125,8 +125,8 @@ BOTTLENECKS = {
     "The staleness budget": "let finished groups overtake (schedule.window), or more be live (schedule.max_staleness)",
     "Taking turns": "let groups be live while the trainer works (schedule.max_staleness above 0)",
     "Training": "give the trainer more (trainer.threads, a bfloat16 trainer.dtype) or take smaller batches",
-    "Scoring old log-probabilities": "score in time that is idle, or in a process of its own (old_logps.route eager, "
-    "old_logit_model)",
+    "Scoring old log-probabilities": "give the trainer more (trainer.threads), or score in time that is idle or in a "
+    "process of its own, where the route does neither yet (old_logps.route eager, old_logit_model)",
     "Publishing": "let less travel (one dtype for engine and trainer, so that deltas do; trainer.lora_rank)",
     "Checkpointing": "make checkpoints more seldom (checkpoint.every)",
     "Evaluation": "grade more seldom, or on fewer tasks (eval.every, eval.tasks)",
