@@ -85,7 +85,7 @@ class Session:
     idle_s: float
     """The agent may take so long for one answer: while none of its calls is pending."""
     passed: Callable[[str, float], None] = lambda name, seconds: None
-    """Told how many seconds an agent that is watched waited for `replies`, or did not (`tools`), whenever that turns."""
+    """Told how many seconds an agent that is watched waited for `replies`, or did not (`tools`), when that turns."""
     stop: Stop = "done"
     """A limit, once a call was refused for it."""
     broken: BaseException | None = None
