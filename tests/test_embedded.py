@@ -37,8 +37,7 @@ from afterimage.engines import EngineDied, SamplingParams
 from afterimage.engines.batcher import Batcher, Finished, Request
 from afterimage.engines.decoder import Qwen3Runner
 from afterimage.engines.embedded import EmbeddedEngine
-from afterimage.engines.graphs import Graphs
-from afterimage.engines.pages import Inputs, Pages, Shape, plan
+from afterimage.engines.pages import Inputs, Pages, plan
 from afterimage.engines.runner import Step
 from afterimage.engines.sampling import draw, uniforms
 from afterimage.engines.worker import build_runner
