@@ -311,12 +311,14 @@ def draw(figures: Figures) -> None:
                 middle = [median(each) for each in rates]
                 error = [[m - min(each) for m, each in zip(middle, rates, strict=True)]]
                 error.append([max(each) - m for m, each in zip(middle, rates, strict=True)])
-                axis.bar(where, middle, 0.16, label=LABELS[kind], yerr=error, error_kw={"linewidth": 0.8})
+                look = {"label": LABELS[kind], "color": f"C{list(LABELS).index(kind)}", "error_kw": {"linewidth": 0.8}}
+                axis.bar(where, middle, 0.16, yerr=error, **look)
             axis.set_xticks(range(len(counts)), counts)
             axis.set_xlabel("live episodes")
             axis.set_title(name, fontsize=10)
         panels[0].set_ylabel("sampled tokens/s")
-        panels[0].figure.legend(loc="outside upper center", ncols=2, fontsize=7, frameon=False)
+        named = panels[0].get_legend_handles_labels()
+        panels[0].figure.legend(*named, loc="outside upper center", ncols=2, fontsize=7, frameon=False)
 
 
 def _arguments() -> argparse.Namespace:
