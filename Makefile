@@ -91,7 +91,7 @@ bench-peers: .venv-peers/.ready .venv-engines/.ready
 	.venv-peers/bin/pip install --quiet --disable-pip-version-check -c constraints.txt transformers trl
 	touch $@
 
-# Eight minutes: sampled tokens a second, beside transformers and vLLM's CPU build.
+# Ten minutes: sampled tokens a second, beside transformers and vLLM's CPU build.
 bench-generate: bench-peers .venv/.bench
 	$(BIN)/python -m benchmarks.generate $(ARGS)
 

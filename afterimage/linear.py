@@ -3,6 +3,7 @@
 On an AMD processor with AVX-512, torch's MKL reaches less than half of what oneDNN does, forward and for the gradient.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,13 +13,28 @@ from torch import Tensor, nn
 WHOLE = 32
 """oneDNN compiles a program for every shape, in milliseconds: it gets those that come again, of whole multiples."""
 
-ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+def supported(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies this dtype on this processor, with its weight reordered and not, and may be used."""
+    return torch.backends.mkldnn.enabled and _works(dtype)
+
+
+@cache
+def _works(dtype: torch.dtype) -> bool:
+    weight = torch.ones(WHOLE, WHOLE, dtype=dtype, device="cpu")
+    try:
+        reordered = torch.ops.mkldnn._reorder_linear_weight(weight, WHOLE)
+        for ready in (weight, reordered):
+            torch.ops.mkldnn._linear_pointwise(weight, ready, None, "none", [], "")
+    except (RuntimeError, AttributeError):
+        return False
+    return True
 
 
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`rows [R, K] @ weight [N, K]^T + bias [N]`, without a gradient."""
     regular = rows.numel() and not any(size % WHOLE for size in rows.shape)
-    if ONEDNN and regular and rows.device.type == "cpu" and rows.dtype == torch.float32:
+    if regular and rows.device.type == "cpu" and rows.dtype == torch.float32 and supported(rows.dtype):
         return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
     return F.linear(rows, weight, bias)
 

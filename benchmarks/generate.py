@@ -1,14 +1,18 @@
 """Question 1: sampled tokens per second of the embedded engine beside transformers and vLLM, `make bench-generate`.
 
 All play the same episodes of several turns: the same lengths of replies, at temperature 1, and the same tool results,
-which cost no time. Each contestant is a process that is stopped while another plays.
+which cost no time. An episode that ends is replaced by the next until a quarter more have begun than are live.
+Each contestant is a process that is stopped while another plays.
 """
 
 import argparse
 import json
+import math
 import os
+import select
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.generate_peers import MAX_CONTEXT, Episode, Probe
+from benchmarks.generate_peers import MAX_CONTEXT, Episode, Probe, shortened
 from benchmarks.tables import CONSOLE, alternate, columns, picture, ratios, row, spread, verdict, write
 
 ROOT = Path(__file__).parents[1]
@@ -36,33 +40,50 @@ LABELS = {
     "ours": "ours",
     "generate": "transformers generate",
     "continuous": "transformers continuous batching",
-    "vllm": "vLLM (CPU build)",
+    "vllm": "vLLM (CPU build), compiled",
+    "eager": "vLLM (CPU build), eager",
 }
-PYTHONS = {"ours": ".venv", "generate": ".venv-peers", "continuous": ".venv-peers", "vllm": ".venv-engines"}
-GOALS = {"generate": 2.0, "vllm": 1.5, "continuous": 1.0}
+PYTHONS = {
+    "ours": ".venv",
+    "generate": ".venv-peers",
+    "continuous": ".venv-peers",
+    "vllm": ".venv-engines",
+    "eager": ".venv-engines",
+}
+LIVE = {"ours": (64, 16, 256), "generate": (64,), "continuous": (16,), "vllm": (64,), "eager": (64,)}
+"""Episodes at once by default. Continuous batching takes a minute for a play of 64."""
+GOALS = {"generate": 2.0, "continuous": 1.0, "vllm": 1.5, "eager": 1.5}
 WIDER = 1.5
 """At 256 episodes over 64."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 """Mean difference of log-probabilities from the plain forward pass in float32, beyond which it is another model."""
 
 
-def workload(count: int, vocab: int, seed: int) -> list[Episode]:
-    """Contexts grow from 60 to 140 tokens to several hundred in 4 to 8 turns.
+TURNS, REPLY, RESULT, OPENING = (2, 4), (5, 80), (5, 60), (60, 140)
+"""The least and the most: of turns, and of tokens."""
+Figures = dict[str, dict[str, list[float]]]
+"""Tokens a second by model, and by contestant and episodes live."""
 
-    >>> opening, turns = workload(1, 100, seed=0)[0]
-    >>> 60 <= len(opening) <= 140 and 4 <= len(turns) <= 8 and all(5 <= length <= 80 for length, _ in turns)
-    True
+
+def workload(live: int, vocab: int, seed: int) -> list[Episode]:
+    """A quarter more episodes than are live at once.
+
+    >>> episodes = workload(4, 100, seed=0)
+    >>> opening, turns = episodes[0]
+    >>> len(episodes), 60 <= len(opening) <= 140, 2 <= len(turns) <= 4, all(5 <= length <= 80 for length, _ in turns)
+    (5, True, True, True)
     """
     random = np.random.default_rng(seed)
+
+    def count(bounds: tuple[int, int]) -> int:
+        return int(random.integers(*bounds, endpoint=True))
+
     episodes: list[Episode] = []
     opening: list[int] = []
-    for number in range(count):
+    for number in range(live + live // 4):
         if number % GROUP == 0:
-            opening = random.integers(2, vocab, int(random.integers(60, 141))).tolist()
-        turns = [
-            (int(random.integers(5, 81)), random.integers(2, vocab, int(random.integers(5, 61))).tolist())
-            for _ in range(int(random.integers(4, 9)))
-        ]
+            opening = random.integers(2, vocab, count(OPENING)).tolist()
+        turns = [(count(REPLY), random.integers(2, vocab, count(RESULT)).tolist()) for _ in range(count(TURNS))]
         episodes.append((opening, turns))
     return episodes
 
@@ -91,25 +112,28 @@ def make_model(size: str, folder: Path) -> None:
 
 
 class Player:
-    """A contestant's process group, stopped whenever it has nothing to play."""
+    """A contestant's processes, stopped whenever it has nothing to play."""
 
-    def __init__(self, kind: str, folder: Path, dtype: str, *, threads: int) -> None:
+    def __init__(self, kind: str, folder: Path, *, arguments: argparse.Namespace, dtype: str) -> None:
         python = ROOT / PYTHONS[kind] / "bin" / "python"
         self.error = "" if python.exists() or kind == "ours" else f"no {PYTHONS[kind]}: make bench-peers"
+        self._limit_s = arguments.limit
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._groups: list[int] = []
         if self.error:
             return
+        threads = str(arguments.threads)
         environment = {
-            "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1", "VLLM_CPU_KVCACHE_SPACE": "2",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "PYTHONPATH": str(ROOT),
         }  # fmt: skip
         self._process = subprocess.Popen(
             [
-                str(python) if python.exists() else os.sys.executable,  # type: ignore[attr-defined]
-                *("-m", "benchmarks.generate_peers", kind, str(folder), dtype, str(threads)),
+                str(python) if python.exists() else sys.executable,
+                *("-m", "benchmarks.generate_peers", kind, str(folder), dtype, threads),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -117,44 +141,59 @@ class Player:
             env={**os.environ, **environment},
             cwd=ROOT,
             start_new_session=True,
-            text=True,
         )
-        self._read()
+        self._groups = [self._process.pid]
+        ready = self._read()
+        self._groups += ready["pids"] if ready else []
         self._signal(signal.SIGSTOP)
 
-    def play(self, episodes: Sequence[Episode], *, warm: bool = False) -> tuple[float, Probe] | None:
+    def play(self, episodes: Sequence[Episode], live: int, *, warm: bool = False) -> tuple[float, Probe] | None:
         """Sampled tokens per second and one reply, or None if it cannot, for the reason in `error`."""
         if self.error or self._process is None or self._process.stdin is None:
             return None
         self._signal(signal.SIGCONT)
-        self._process.stdin.write(json.dumps({"episodes": episodes, "warm": warm}) + "\n")
+        asked = {"episodes": episodes, "live": live, "warm": warm}
+        self._process.stdin.write(json.dumps(asked).encode() + b"\n")
         self._process.stdin.flush()
         answer = self._read()
         self._signal(signal.SIGSTOP)
-        wanted = sum(length for _, turns in episodes for length, _ in turns)
-        if not self.error and answer["sampled"] != wanted:
+        if answer is None:
+            return None
+        played = shortened(episodes) if warm else episodes
+        wanted = sum(length for _, turns in played for length, _ in turns)
+        if answer["sampled"] != wanted:
             raise RuntimeError(f"{answer['sampled']} tokens sampled of {wanted}")
-        return None if self.error else (wanted / answer["seconds"], answer["probe"])
+        return wanted / answer["seconds"], answer["probe"]
 
     def close(self) -> None:
         """End it and all it has started."""
-        if self._process is not None:
-            self._signal(signal.SIGKILL)
-            self._process.wait()
+        self._signal(signal.SIGKILL)
+        self._groups = []
+        process, self._process = self._process, None
+        if process is not None:
+            process.communicate()
+        self._words.close()
 
     def _read(self) -> Any:
+        """The next line, or None with the reason in `error`."""
         assert self._process is not None and self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._words.seek(0)
-            said = self._words.read().decode(errors="replace").strip().splitlines()
-            self.error = said[-1][:200] if said else "it ended without a word"
+        if not select.select([self._process.stdout], [], [], self._limit_s)[0]:
+            self.error = f"no answer within {self._limit_s:g} s"
+            self.close()
             return None
-        return json.loads(line)
+        line = self._process.stdout.readline()
+        if line:
+            return json.loads(line)
+        self._words.seek(0)
+        said = self._words.read().decode(errors="replace").strip().splitlines()
+        self.error = said[-1][:200] if said else "it ended without a word"
+        self.close()
+        return None
 
     def _signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number) if self._process else None
+        for group in self._groups:
+            with suppress(ProcessLookupError):
+                os.killpg(group, number)
 
 
 @contextmanager
@@ -163,7 +202,7 @@ def players(arguments: argparse.Namespace, folder: Path, dtype: str) -> Iterator
         found = {}
         for kind in arguments.contestants:
             CONSOLE.print(f"starting {LABELS[kind]}, {dtype}")
-            found[kind] = Player(kind, folder, dtype, threads=arguments.threads)
+            found[kind] = Player(kind, folder, arguments=arguments, dtype=dtype)
             stack.callback(found[kind].close)
         yield found
 
@@ -183,92 +222,114 @@ def check(player: Player, probe: Probe, folder: Path, dtype: str) -> float:
     return error
 
 
-def measure(arguments: argparse.Namespace, size: str, dtype: str, folder: Path) -> tuple[list[str], dict[str, Any]]:
-    """Rows of the table for one model, and the figures by concurrency and contestant."""
-    lines, found = [], {}
+def measure(arguments: argparse.Namespace, what: tuple[str, str], folder: Path) -> tuple[list[str], dict[str, Any]]:
+    """Rows of the table for one model, and the figures by contestant and episodes live. Ends where ours fails."""
+    size, dtype = what
     vocab = SIZES[size][4]
+    plays = [(kind, live) for kind in arguments.contestants for live in arguments.episodes or LIVE[kind]]
     with players(arguments, folder, dtype) as each:
-        errors = {}
-        for count in arguments.episodes:
-            for kind, player in each.items():
-                CONSOLE.print(f"{size} {dtype} {count}: warming {kind}")
-                answer = player.play(workload(count, vocab, seed=1000), warm=True)
-                if answer and kind not in errors:
-                    errors[kind] = check(player, answer[1], folder, dtype)
-            able = {kind: player for kind, player in each.items() if not player.error}
-            rounds = {kind: partial(_rate, player, _seeds(count, vocab)) for kind, player in able.items()}
-            found[count] = alternate(rounds, arguments.repeats if count < MANY else arguments.wide_repeats)
-            for kind, player in each.items():
-                lines.append(_line((size, dtype, count), kind, found[count], player.error, errors.get(kind)))
+        errors: dict[str, float] = {}
+        for kind, live in plays:
+            CONSOLE.print(f"{size} {dtype}: warming {LABELS[kind]}, {live} live")
+            answer = each[kind].play(workload(live, vocab, seed=1000), live, warm=True)
+            if answer and kind not in errors:
+                errors[kind] = check(each[kind], answer[1], folder, dtype)
+            _must_play(kind, each[kind])
+        rounds = {
+            _key(kind, live): partial(_rate, kind, each[kind], _seeds(live, vocab), live=live)
+            for kind, live in plays
+            if not each[kind].error
+        }
+        found = alternate(rounds, arguments.repeats)
+        found = {name: rates for name, rates in found.items() if not any(map(math.isnan, rates))}
+        lines = [_line((*what, live), kind, found, each[kind].error, errors.get(kind)) for kind, live in plays]
     return lines, found
 
 
-MANY = 256
+def _key(kind: str, live: int) -> str:
+    return f"{kind} {live}"
 
 
-def _seeds(count: int, vocab: int) -> Callable[[], list[Episode]]:
+def _must_play(kind: str, player: Player) -> None:
+    if kind == "ours" and player.error:
+        raise SystemExit(f"ours: {player.error}")
+
+
+def _seeds(live: int, vocab: int) -> Callable[[], list[Episode]]:
     """Another workload in every round, the same for each contestant."""
     seeds = iter(range(10**6))
-    return lambda: workload(count, vocab, next(seeds))
+    return lambda: workload(live, vocab, next(seeds))
 
 
-def _rate(player: Player, episodes: Callable[[], list[Episode]]) -> float:
-    answer = player.play(episodes())
-    if answer is None:
-        raise RuntimeError(player.error)
-    return answer[0]
+def _rate(kind: str, player: Player, episodes: Callable[[], list[Episode]], *, live: int) -> float:
+    """Tokens per second; of one that has failed, not a number."""
+    answer = player.play(episodes(), live)
+    _must_play(kind, player)
+    rate = answer[0] if answer else math.nan
+    CONSOLE.print(f"    {rate:,.0f} tokens/s")
+    return rate
 
 
 def _line(what: tuple[str, str, int], kind: str, found: dict[str, list[float]], error: str, off: float | None) -> str:
-    if kind not in found:
+    live = what[-1]
+    if _key(kind, live) not in found:
         return row(*what, LABELS[kind], f"not run: {error}", "", "", "")
-    ratio, goal = ["", ""]
-    if kind != "ours" and "ours" in found:
-        shares = ratios(found, "ours", over=kind)
+    rates, own = found[_key(kind, live)], _key("ours", live)
+    ratio, goal = "", ""
+    if kind != "ours" and own in found:
+        shares = ratios(found, own, over=_key(kind, live))
         ratio, goal = spread(shares), verdict(shares, GOALS[kind])
-    return row(*what, LABELS[kind], spread(found[kind], "{:,.0f}"), ratio, goal, f"{off:.1e}")
+    return row(*what, LABELS[kind], spread(rates, "{:,.0f}"), ratio, goal, f"{off:.1e}")
 
 
-def own_growth(figures: dict[str, dict[int, dict[str, list[float]]]]) -> list[str]:
-    """What four times as many episodes give, round by round as far as both were played."""
-    lines = ["", *columns("model", "ours at 256 over ours at 64", f"goal {WIDER:g}")]
+def own_growth(figures: Figures) -> list[str]:
+    """What four times as many episodes give, round by round."""
+    lines = ["", *columns("model", "ours with 256 live over ours with 64", f"goal {WIDER:g}")]
     for name, found in figures.items():
-        if {64, 256} <= found.keys() and all("ours" in found[count] for count in (64, 256)):
-            both = zip(found[256]["ours"], found[64]["ours"], strict=False)
-            shares = [wide / narrow for wide, narrow in both]
+        if {"ours 64", "ours 256"} <= found.keys():
+            shares = ratios(found, "ours 256", over="ours 64")
             lines.append(row(name, spread(shares), verdict(shares, WIDER)))
     return lines if len(lines) > 3 else []
 
 
-def draw(figures: dict[str, dict[int, dict[str, list[float]]]]) -> None:
-    """A panel for each model, bars for each contestant by concurrency."""
-    with picture("generate", width=3.6 * len(figures) + 1, height=3.4, panels=len(figures)) as axes:
-        for axis, (name, found) in zip(axes if len(figures) > 1 else [axes], figures.items(), strict=True):
-            kinds = [kind for kind in LABELS if any(kind in of for of in found.values())]
-            for place, kind in enumerate(kinds):
-                shown = [(at, of[kind]) for at, of in enumerate(found.values()) if kind in of]
-                middle = [median(rates) for _, rates in shown]
-                low = [m - min(rates) for m, (_, rates) in zip(middle, shown, strict=True)]
-                high = [max(rates) - m for m, (_, rates) in zip(middle, shown, strict=True)]
-                where = [at + (place - (len(kinds) - 1) / 2) * 0.2 for at, _ in shown]
-                axis.bar(where, middle, 0.19, label=LABELS[kind], yerr=(low, high), error_kw={"linewidth": 0.8})
-            axis.set_xticks(range(len(found)), [str(count) for count in found])
-            axis.set_xlabel("concurrent episodes")
+def draw(figures: Figures) -> None:
+    """A panel for each model, bars for each contestant by episodes live."""
+    with picture("generate", width=4.2 * len(figures) + 0.6, height=3.9, panels=len(figures)) as axes:
+        panels = axes if len(figures) > 1 else [axes]
+        for axis, (name, found) in zip(panels, figures.items(), strict=True):
+            played = [tuple(of.split()) for of in found]
+            counts = sorted({live for _, live in played}, key=int)
+            kinds = [kind for kind in LABELS if any(kind == of for of, _ in played)]
+            for kind in kinds:
+                shown = [live for live in counts if (kind, live) in played]
+                beside = {live: [of for of in kinds if (of, live) in played] for live in shown}
+                where = [
+                    counts.index(live) + 0.17 * (beside[live].index(kind) - (len(beside[live]) - 1) / 2)
+                    for live in shown
+                ]
+                rates = [found[f"{kind} {live}"] for live in shown]
+                middle = [median(each) for each in rates]
+                error = [[m - min(each) for m, each in zip(middle, rates, strict=True)]]
+                error.append([max(each) - m for m, each in zip(middle, rates, strict=True)])
+                look = {"label": LABELS[kind], "color": f"C{list(LABELS).index(kind)}", "error_kw": {"linewidth": 0.8}}
+                axis.bar(where, middle, 0.16, yerr=error, **look)
+            axis.set_xticks(range(len(counts)), counts)
+            axis.set_xlabel("live episodes")
             axis.set_title(name, fontsize=10)
-        first = axes[0] if len(figures) > 1 else axes
-        first.set_ylabel("sampled tokens/s")
-        first.legend(fontsize=7, frameon=False)
+        panels[0].set_ylabel("sampled tokens/s")
+        named = panels[0].get_legend_handles_labels()
+        panels[0].figure.legend(*named, loc="outside upper center", ncols=2, fontsize=7, frameon=False)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["1M", "5M"])
-    parser.add_argument("--episodes", nargs="+", type=int, default=[16, 64, 256], help="live at once")
+    parser.add_argument("--episodes", nargs="+", type=int, default=[], help=f"live at once, for everyone; else {LIVE}")
     parser.add_argument("--dtypes", nargs="+", choices=TOLERANCE, default=["float32"])
-    parser.add_argument("--contestants", nargs="+", choices=LABELS, default=["ours", "generate", "vllm"])
+    parser.add_argument("--contestants", nargs="+", choices=LABELS, default=list(LABELS))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--wide-repeats", type=int, default=2, help=f"with {MANY} episodes or more")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=150, help="seconds for one start or play of a contestant")
     parser.add_argument("--smoke", action="store_true", help="a tiny model and nothing written: seconds")
     return parser.parse_args()
 
@@ -277,26 +338,32 @@ def main() -> None:
     arguments = _arguments()
     if arguments.smoke:
         arguments.sizes, arguments.episodes, arguments.repeats = ["tiny"], [4], 1
-    lines = columns("model", "precision", "episodes", "engine", "sampled tokens/s", "ours over it", "goal", "log D")
-    figures = {}
+    lines = columns("model", "precision", "live", "engine", "sampled tokens/s", "ours over it", "goal", "log D")
+    figures: Figures = {}
     with tempfile.TemporaryDirectory() as scratch:
         for size in arguments.sizes:
             folder = Path(scratch, size)
             make_model(size, folder)
             for dtype in arguments.dtypes:
-                rows, figures[f"{size}, {dtype}"] = measure(arguments, size, dtype, folder)
+                rows, figures[f"{size}, {dtype}"] = measure(arguments, (size, dtype), folder)
                 lines += rows
                 CONSOLE.print("\n".join(rows), markup=False)
     if arguments.smoke:
         return
     about = (
-        f"{arguments.threads} threads each; every episode has 4 to 8 turns, replies of 5 to 80 tokens, tool results of "
-        f"5 to 60, {GROUP} share an opening of 60 to 140; all begin at once and none is replaced. `generate` plays in "
-        "rounds of 1, 2 or 4 batches, whichever is best. `log D`: mean difference of one reply's log-probabilities "
-        "from the plain float32 forward pass. Medians (range)."
+        f"{arguments.threads} threads each; every episode has {_range(TURNS)} turns, replies of {_range(REPLY)} "
+        f"tokens, tool results of {_range(RESULT)}, {GROUP} share an opening of {_range(OPENING)}. One that ends is "
+        "replaced until a quarter more have begun than are live; tokens and time are those of the whole play. "
+        "`generate` plays in rounds of 1, 2 or 4 batches, whichever is best. All contestants of a round play the same; "
+        "they take turns in coming first. `log D`: mean difference of one reply's log-probabilities from the plain "
+        "float32 forward pass. Medians (range)."
     )
     write("generate", "Sampled tokens per second", [about, "", *lines, *own_growth(figures)])
     draw(figures)
+
+
+def _range(bounds: tuple[int, int]) -> str:
+    return f"{bounds[0]} to {bounds[1]}"
 
 
 if __name__ == "__main__":

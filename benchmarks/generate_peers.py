@@ -1,25 +1,40 @@
 """Contestants of `benchmarks.generate`: each plays workloads in a process of its own, in the environment that has it.
 
-A line of JSON comes in (`{"episodes": [[opening, [[reply length, tool result], ...]], ...]}`), a line goes out:
-seconds, sampled tokens, and of one reply its context, tokens and log-probabilities, which show whether all run one
-model.
+A line of JSON comes in (`{"episodes": [[opening, [[reply length, tool result], ...]], ...], "live": 64, ...}`), a line
+goes out: seconds, sampled tokens, and of one reply its context, tokens and log-probabilities, which show whether all
+run one model. The first line out names the processes that are not of this one's group.
 """
 
 import asyncio
-import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 Turn = tuple[int, list[int]]
 Episode = tuple[list[int], list[Turn]]
+Playing = tuple[list[int], list[Turn]]
+"""The context so far, and the turns left."""
 Probe = tuple[list[int], list[int], list[float]]
 MAX_CONTEXT = 1024
 MAX_LIVE = 256
+
+
+SHORT = 16
+"""No reply is longer when a contestant warms up."""
+
+
+def shortened(episodes: Sequence[Episode]) -> list[Episode]:
+    """The first two turns of each, and no long replies.
+
+    >>> shortened([([2], [(80, [3]), (5, [4]), (30, [5])])])
+    [([2], [(16, [3]), (5, [4])])]
+    """
+    return [(opening, [(min(length, SHORT), result) for length, result in turns[:2]]) for opening, turns in episodes]
 
 
 class Ours:
@@ -37,6 +52,7 @@ class Ours:
         from safetensors.torch import load_file
 
         self._weights = load_file(folder / "model.safetensors")
+        self.pids = [self._engine.pid]
 
     def forget(self) -> None:
         """New weights, as far as it knows."""
@@ -46,48 +62,47 @@ class Ours:
         self._loop.run_until_complete(self._engine.load(self._weights, self._version))
         self._loop.run_until_complete(self._engine.resume())
 
-    def play(self, episodes: list[Episode]) -> tuple[int, Probe]:
+    def play(self, episodes: Sequence[Episode], live: int) -> tuple[int, Probe]:
         from afterimage.engines import SamplingParams
 
-        async def live(number: int, opening: list[int], turns: list[Turn]) -> tuple[int, Probe]:
-            context, sampled, probe = list(opening), 0, None
-            for length, result in turns:
-                reply = (await self._engine.sample(context, SamplingParams(length, (), 1.0, number))).piece
-                probe = (list(context), list(reply.tokens), list(reply.behavior_logp))
-                sampled += len(reply.tokens)
-                context += [*reply.tokens, *result]
-            assert probe is not None
-            return sampled, probe
+        waiting = iter(enumerate(episodes))
 
-        async def all_of_them() -> list[tuple[int, Probe]]:
-            return await asyncio.gather(*(live(number, *episode) for number, episode in enumerate(episodes)))
+        async def one_after_another() -> list[Probe]:
+            probes = []
+            for number, (opening, turns) in waiting:
+                context = list(opening)
+                for length, result in turns:
+                    reply = (await self._engine.sample(context, SamplingParams(length, (), 1.0, number))).piece
+                    probes.append((list(context), list(reply.tokens), list(reply.behavior_logp)))
+                    context += [*reply.tokens, *result]
+            return probes
+
+        async def all_of_them() -> list[list[Probe]]:
+            return await asyncio.gather(*(one_after_another() for _ in range(live)))
 
         found = self._loop.run_until_complete(all_of_them())
-        return sum(sampled for sampled, _ in found), found[0][1]
+        return sum(len(tokens) for probes in found for _, tokens, _ in probes), found[0][-1]
 
 
 class Generate:
     """`generate` of transformers: in every round all live episodes take a turn, in 1, 2 or 4 batches by reply length.
 
-    It can keep no cache from one call to the next. Which number of batches is best is tried once for each concurrency.
+    It can keep no cache from one call to the next. `choose` tries which number of batches is best.
     """
 
     def __init__(self, folder: Path, dtype: str, threads: int) -> None:
         self._model = _transformers(folder, dtype, threads)
-        self._best: dict[int, int] = {}
+        self._batches: dict[int, int] = {}
 
     def forget(self) -> None:
         """It remembers nothing."""
 
-    def play(self, episodes: list[Episode]) -> tuple[int, Probe]:
-        buckets = self._best.get(len(episodes), 2)
-        live = [(list(opening), list(turns)) for opening, turns in episodes]
-        sampled, probe = 0, None
-        while live:
-            live.sort(key=lambda episode: episode[1][0][0])
-            size = -(-len(live) // buckets)
-            for start in range(0, len(live), size):
-                batch = live[start : start + size]
+    def play(self, episodes: Sequence[Episode], live: int) -> tuple[int, Probe]:
+        waiting = _begun(episodes)
+        playing, sampled, probe = list(islice(waiting, live)), 0, None
+        while playing:
+            playing.sort(key=lambda episode: episode[1][0][0])
+            for batch in _batches(playing, self._batches.get(live, 2)):
                 longest = max(turns[0][0] for _, turns in batch)
                 tokens, logp = self._batch([context for context, _ in batch], longest, scored=probe is None)
                 for row, (context, turns) in enumerate(batch):
@@ -96,18 +111,22 @@ class Generate:
                         probe = (list(context), tokens[row][:length], logp(row, tokens[row][:length]))
                     context += [*tokens[row][:length], *result]
                     sampled += length
-            live = [(context, turns) for context, turns in live if turns]
+            playing = [(context, turns) for context, turns in playing if turns]
+            playing += islice(waiting, live - len(playing))
         assert probe is not None
         return sampled, probe
 
-    def warm(self, episodes: list[Episode]) -> None:
+    def choose(self, episodes: Sequence[Episode], live: int) -> None:
+        """By one turn of as many episodes as are live."""
+        short = [(opening, turns[:1]) for opening, turns in episodes[:live]]
+        self._batch([opening for opening, _ in short], 2, scored=False)
         took = {}
-        for buckets in (1, 2, 4):
-            self._best[len(episodes)] = buckets
+        for number in (1, 2, 4):
+            self._batches[live] = number
             start = time.perf_counter()
-            self.play(episodes)
-            took[buckets] = time.perf_counter() - start
-        self._best[len(episodes)] = min(took, key=lambda buckets: took[buckets])
+            self.play(short, live)
+            took[number] = time.perf_counter() - start
+        self._batches[live] = min(took, key=lambda batches: took[batches])
 
     def _batch(
         self, contexts: list[list[int]], length: int, *, scored: bool
@@ -131,7 +150,7 @@ class Generate:
             )
 
         def logp(row: int, tokens: list[int]) -> list[float]:
-            found = zip(out.logits, tokens, strict=False)
+            found = zip(out.logits[: len(tokens)], tokens, strict=True)
             return [float(logits[row].float().log_softmax(-1)[token]) for logits, token in found]
 
         return out.sequences[:, width:].tolist(), logp
@@ -149,24 +168,31 @@ class _Queue:
     def forget(self) -> None:
         """Nothing is remembered."""
 
-    def play(self, episodes: list[Episode]) -> tuple[int, Probe]:
-        live = {number: (list(opening), list(turns)) for number, (opening, turns) in enumerate(episodes)}
-        for number, (context, turns) in live.items():
-            self.add(number, context, turns[0][0])
+    def play(self, episodes: Sequence[Episode], live: int) -> tuple[int, Probe]:
+        waiting = enumerate(_begun(episodes))
+        playing: dict[int, Playing] = {}
         sampled, probe = 0, None
-        while live:
+
+        def begin(count: int) -> None:
+            for number, (context, turns) in islice(waiting, count):
+                playing[number] = (context, turns)
+                self.add(number, context, turns[0][0])
+
+        begin(live)
+        while playing:
             for number, tokens, logp in self.ended():
-                context, turns = live[number]
+                context, turns = playing[number]
                 length, result = turns.pop(0)
                 if len(tokens) != length:
                     raise RuntimeError(f"{len(tokens)} tokens sampled where {length} were asked for")
-                probe = probe or (list(context), tokens, logp)
+                probe = (list(context), tokens, logp)
                 sampled += length
                 context += [*tokens, *result]
                 if turns:
                     self.add(number, context, turns[0][0])
                 else:
-                    del live[number]
+                    del playing[number]
+                    begin(1)
         assert probe is not None
         return sampled, probe
 
@@ -201,6 +227,8 @@ class Continuous(_Queue):
 class Vllm(_Queue):
     """vLLM's CPU build, in this process, with its prefix cache. It takes its threads from the environment."""
 
+    eager = False
+
     def __init__(self, folder: Path, dtype: Any, threads: int) -> None:
         from vllm import EngineArgs, LLMEngine, SamplingParams
 
@@ -212,7 +240,7 @@ class Vllm(_Queue):
                 max_num_seqs=MAX_LIVE,
                 max_model_len=MAX_CONTEXT,
                 enable_prefix_caching=True,
-                enforce_eager=True,
+                enforce_eager=self.eager,
                 generation_config="vllm",
             )
         )
@@ -238,6 +266,22 @@ class Vllm(_Queue):
         return found
 
 
+class Eager(Vllm):
+    """vLLM without `torch.compile`."""
+
+    eager = True
+
+
+def _begun(episodes: Sequence[Episode]) -> Iterator[Playing]:
+    """Episodes to play, which change as they are played."""
+    return ((list(opening), list(turns)) for opening, turns in episodes)
+
+
+def _batches(playing: list[Playing], number: int) -> list[list[Playing]]:
+    size = -(-len(playing) // number)
+    return [playing[start : start + size] for start in range(0, len(playing), size)]
+
+
 def _transformers(folder: Path, dtype: str, threads: int) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
@@ -250,7 +294,7 @@ def _transformers(folder: Path, dtype: str, threads: int) -> Any:
     return model.eval()
 
 
-KINDS = {"ours": Ours, "generate": Generate, "continuous": Continuous, "vllm": Vllm}
+KINDS = {"ours": Ours, "generate": Generate, "continuous": Continuous, "vllm": Vllm, "eager": Eager}
 
 
 def serve(kind: str, folder: str, dtype: str, threads: int) -> None:
@@ -258,18 +302,23 @@ def serve(kind: str, folder: str, dtype: str, threads: int) -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     contestant = KINDS[kind](Path(folder), dtype, threads)
-    for line in itertools.chain(['"ready"'], sys.stdin):
+    _tell(out, {"pids": getattr(contestant, "pids", [])})
+    for line in sys.stdin:
         asked = json.loads(line)
-        answer: Any = asked
-        if asked != "ready":
-            contestant.forget()
-            if asked["warm"] and isinstance(contestant, Generate):
-                contestant.warm(asked["episodes"])
-            start = time.perf_counter()
-            sampled, probe = contestant.play(asked["episodes"])
-            answer = {"seconds": time.perf_counter() - start, "sampled": sampled, "probe": probe}
-        out.write(json.dumps(answer) + "\n")
-        out.flush()
+        contestant.forget()
+        episodes, live = asked["episodes"], asked["live"]
+        if asked["warm"]:
+            if isinstance(contestant, Generate):
+                contestant.choose(episodes, live)
+            episodes = shortened(episodes)
+        start = time.perf_counter()
+        sampled, probe = contestant.play(episodes, live)
+        _tell(out, {"seconds": time.perf_counter() - start, "sampled": sampled, "probe": probe})
+
+
+def _tell(out: TextIO, answer: Any) -> None:
+    out.write(json.dumps(answer) + "\n")
+    out.flush()
 
 
 if __name__ == "__main__":

@@ -1,26 +1,81 @@
 """Question 1's workload and what is made of its figures."""
 
-from benchmarks.generate import GOALS, _line, own_growth, workload
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.generate import GOALS, LABELS, Player, _line, _must_play, make_model, own_growth, workload
 
 
 def test_everyone_plays_the_same_and_groups_share_their_opening() -> None:
     episodes = workload(16, 50, seed=3)
     assert episodes == workload(16, 50, seed=3) != workload(16, 50, seed=4)
+    assert len(episodes) == 20
     openings = [opening for opening, _ in episodes]
     assert openings[0] == openings[7] != openings[8] == openings[15]
     longest = max(len(opening) + sum(length + len(tool) for length, tool in turns) for opening, turns in episodes)
-    assert 400 < longest < 1024
+    assert 300 < longest < 700
 
 
 def test_a_line_has_the_ratio_the_goal_or_why_there_is_none() -> None:
-    found = {"ours": [200.0, 300.0], "vllm": [100.0, 100.0]}
+    found = {"ours 64": [200.0, 300.0], "vllm 64": [100.0, 100.0]}
     what = ("1M", "float32", 64)
     assert "2.50 (2.00 to 3.00) | met: 2.50 of 1.5" in _line(what, "vllm", found, "", 1e-6)
     assert "not run: no .venv-peers" in _line(what, "generate", found, "no .venv-peers", None)
-    assert set(GOALS) == {"generate", "vllm", "continuous"}
+    assert {"ours", *GOALS} == set(LABELS)
 
 
 def test_growth_is_taken_round_by_round() -> None:
-    lines = own_growth({"1M": {64: {"ours": [10.0, 20.0, 5.0]}, 256: {"ours": [20.0, 20.0]}}})
+    lines = own_growth({"1M": {"ours 64": [10.0, 20.0, 5.0], "ours 256": [20.0, 20.0, 7.5]}})
     assert lines[-1] == "| 1M | 1.50 (1.00 to 2.00) | met: 1.50 of 1.5 |"
-    assert own_growth({"1M": {64: {"ours": [10.0]}}}) == []
+    assert own_growth({"1M": {"ours 64": [10.0]}}) == []
+
+
+@pytest.fixture
+def players_of(tmp_path: Path) -> Iterator[Callable[..., Player]]:
+    make_model("tiny", tmp_path)
+    started = []
+
+    def start(kind: str, *, limit: float = 60) -> Player:
+        started.append(Player(kind, tmp_path, arguments=argparse.Namespace(limit=limit, threads=1), dtype="float32"))
+        return started[-1]
+
+    yield start
+    for player in started:
+        player.close()
+
+
+def test_our_engine_stops_and_ends_with_its_contestant(players_of: Callable[..., Player]) -> None:
+    player = players_of("ours")
+    both = list(player._groups)
+    assert len(both) == 2
+    assert _soon(lambda: all(_state(pid) == "T" for pid in both))
+    answer = player.play(workload(2, 128, seed=0), 2, warm=True)
+    assert answer is not None, player.error
+    assert answer[0] > 0
+    player.close()
+    assert _soon(lambda: all(_state(pid) in "ZX" for pid in both))
+
+
+def test_one_that_does_not_answer_is_left_out(players_of: Callable[..., Player]) -> None:
+    player = players_of("ours", limit=0.01)
+    assert player.error == "no answer within 0.01 s"
+    assert player.play(workload(2, 128, seed=0), 2) is None
+    with pytest.raises(SystemExit, match="ours: no answer"):
+        _must_play("ours", player)
+
+
+def _state(pid: int) -> str:
+    path = Path(f"/proc/{pid}/stat")
+    return path.read_text().split()[2] if path.exists() else "X"
+
+
+def _soon(claim: Callable[[], bool]) -> bool:
+    """Signals take a moment."""
+    ends = time.monotonic() + 10
+    while not claim() and time.monotonic() < ends:
+        time.sleep(0.01)
+    return claim()

@@ -35,6 +35,7 @@ from transformers import (
 
 from afterimage.engines import EngineDied, SamplingParams
 from afterimage.engines.batcher import Batcher, Finished, Request
+from afterimage.engines.decoder import Qwen3Runner
 from afterimage.engines.embedded import EmbeddedEngine
 from afterimage.engines.pages import Inputs, Pages, plan
 from afterimage.engines.runner import Step
@@ -183,6 +184,19 @@ def test_pages_are_held_as_far_as_tokens_need_them() -> None:
     assert pages.span == 1 and not pages.of.any()
 
 
+def test_the_pool_of_pages_grows_no_further_than_slots_can_fill_it(tmp_path: Path) -> None:
+    _model("qwen3, tied").save_pretrained(tmp_path)
+    runner = build_runner(tmp_path, dtype="float32", max_slots=10, max_context=512)
+    assert isinstance(runner, Qwen3Runner)
+    rooms = []
+    for slot in range(10):
+        for length in range(64, 513, 64):
+            runner._pages.hold(slot, length)
+            runner._reserve(runner._pages.span)
+            rooms.append(runner._room)
+    assert sorted(set(rooms)) == [64, 81], "each of ten slots has up to eight pages, and one page is nobody's"
+
+
 def test_few_rows_among_many_pages_are_gathered() -> None:
     pages = Pages(max_slots=8, max_context=64)
     for slot in range(8):
@@ -322,6 +336,20 @@ def test_bfloat16_is_near_but_not_the_same(tmp_path: Path) -> None:
     found = _run(batcher, *(_ask(number, prompt, 12) for number, prompt in prompts.items()))
     errors = [_error(model, prompts[number], reply) for number, reply in found.items()]
     assert 1e-4 < max(errors) < 0.3
+
+
+def test_a_processor_without_bfloat16_samples_in_it_nevertheless(
+    folder: Path, update: Mapping[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The instructions that oneDNN may use are read once, by the engine's own process."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+
+    async def live() -> None:
+        async with _engine(folder, update, dtype="bfloat16") as engine:
+            assert engine.runner == "qwen3 decoder"
+            assert len((await engine.sample([1, 2, 3], _params(5))).piece.tokens) == 5
+
+    asyncio.run(live())
 
 
 @pytest.mark.parametrize("kind", ["qwen3, tied", "llama"])
@@ -508,6 +536,7 @@ def test_a_failing_process_says_why(folder: Path, update: Mapping[str, Tensor]) 
 _PARENT = """
 import asyncio, sys
 from pathlib import Path
+from afterimage.engines.decoder import Qwen3Runner
 from afterimage.engines.embedded import EmbeddedEngine
 
 async def live():

@@ -7,6 +7,8 @@ keeps less and changes nothing; a compiled policy says the same; oneDNN multipli
 """
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -289,3 +291,19 @@ def test_linear_layers_are_those_of_torch(tokens: int, bias: bool) -> None:
         found.append([out, *torch.autograd.grad(out.sin().sum(), [given, *layer.parameters()])])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-5)
+
+
+def test_what_a_processor_lacks_is_left_to_torch() -> None:
+    """Asked in processes of their own: the instructions that oneDNN may use are read once."""
+    asked = (
+        "import torch; from afterimage.linear import product, supported; a = torch.ones(32, 32)\n"
+        "for d in (torch.float32, torch.bfloat16, torch.float64):\n"
+        "    assert torch.equal(product(a.to(d), a.to(d)), (32 * a).to(d)) and supported(d) in (True, False)\n"
+        "print(supported(torch.bfloat16), supported(torch.float64))\n"
+        "torch.backends.mkldnn.enabled = False\n"
+        "print(supported(torch.float32))\n"
+    )
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    command = [sys.executable, "-c", asked]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert told.split() == ["False", "False", "False"]

@@ -15,12 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from afterimage import linear
 from afterimage.engines.graphs import Graphs
 from afterimage.engines.pages import PAGE, Inputs, Pages, Shape, plan
 from afterimage.engines.runner import Step, check_update
 
+_USUAL_ROWS = 64
+"""Weights are laid out for products with so many rows; others give the same, a little slower."""
 _FIRST_PAGES = 64
-"""The pool begins with so many, and doubles when they are used up."""
+"""The pool begins with so many, and doubles when they are used up, as far as there are pages."""
 
 
 def supports(config: Mapping[str, Any]) -> bool:
@@ -126,7 +129,7 @@ class Qwen3Runner:
         self.sizes = sizes = Sizes.read(config)
         self.vocab_size = sizes.vocab
         self._dtype, self._device = dtype, torch.device(device)
-        self._linear, self._packed = _linear_for(self._device)
+        self._linear, self._packed = _linear_for(self._device, dtype)
         self._layers: list[_Layer] = []
         frequencies = 1.0 / sizes.theta ** (torch.arange(0, sizes.head_dim, 2, dtype=torch.float32) / sizes.head_dim)
         angles = torch.arange(max_context, dtype=torch.float32)[:, None] * frequencies
@@ -144,7 +147,7 @@ class Qwen3Runner:
         if pages <= self._room:
             return
         sizes, old = self.sizes, self._room * self.sizes.kv_heads
-        self._room = max(_FIRST_PAGES, 2 * self._room, pages)
+        self._room = max(min(max(_FIRST_PAGES, 2 * self._room), len(self._pages.owner)), pages)
         self._graphs.clear()
         for pool, page in ((self._keys, (PAGE, sizes.head_dim)), (self._values, (sizes.head_dim, PAGE))):
             pool += [torch.empty(0, *page)] * (sizes.layers - len(pool))
@@ -284,15 +287,21 @@ class Qwen3Runner:
         return mixed.reshape(-1, sizes.heads * sizes.head_dim)[inputs.spots]
 
 
-def _linear_for(device: torch.device) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]:
+def _linear_for(
+    device: torch.device, dtype: torch.dtype
+) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]:
     """The product with a weight `[out, in]`, and how the weight must lie for it.
 
-    On a processor oneDNN, which in float32 is up to twice as fast as the default where that is MKL on an AMD.
+    On a processor oneDNN where it can, which in float32 is up to twice as fast as the default where that is MKL on an
+    AMD.
     """
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if device.type != "cpu" or not linear.supported(dtype):
         return F.linear, lambda weight: weight
     product, pack = torch.ops.mkldnn._linear_pointwise, torch.ops.mkldnn._reorder_linear_weight
-    return lambda x, weight: product(x, weight, None, "none", [], ""), lambda weight: pack(weight.contiguous(), PAGE)
+    return (
+        lambda x, weight: product(x, weight, None, "none", [], ""),
+        lambda weight: pack(weight.contiguous(), _USUAL_ROWS),
+    )
 
 
 def _per_row(found: Tensor, inputs: Inputs, *, mode: str) -> Tensor:

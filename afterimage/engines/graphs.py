@@ -10,7 +10,7 @@ from torch import Tensor
 from afterimage.engines.pages import Inputs, Shape
 
 _MAX_GRAPHS = 256
-"""Each holds on to its part of the device's memory; beyond this a step runs as it is."""
+"""Each holds on to its part of the device's memory; beyond this the one longest unused is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,17 @@ class Graphs:
 
     def __call__(self, flat: Tensor, shape: Shape) -> Tensor:
         """Logits, good until the next call."""
-        captured = self._captured.get(shape)
+        captured = self._captured.pop(shape, None)
         if captured is not None:
+            self._captured[shape] = captured  # the last to be given up
             captured.flat.copy_(flat)
             captured.replay()
             return captured.logits
         flat = flat.to(self._device)
         logits = self._run(Inputs.of(flat, shape), shape)
-        if self._device.type == "cuda" and len(self._captured) < _MAX_GRAPHS:
+        if self._device.type == "cuda" and _MAX_GRAPHS:
+            if len(self._captured) >= _MAX_GRAPHS:
+                del self._captured[next(iter(self._captured))]
             self._captured[shape] = self._capture(flat, shape)
         return logits
 

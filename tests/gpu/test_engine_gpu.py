@@ -64,6 +64,16 @@ def test_graphs_say_what_is_said_without_them(folder: Path, dtype: str, monkeypa
     assert isinstance(without.runner, Qwen3Runner) and len(without.runner._graphs) == 0
 
 
+def test_beyond_their_number_the_graph_longest_unused_is_given_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = _live(_batcher(folder, "cuda"))
+    monkeypatch.setattr("afterimage.engines.graphs._MAX_GRAPHS", 2)
+    few = _batcher(folder, "cuda")
+    assert _live(few) == first
+    assert isinstance(few.runner, Qwen3Runner) and len(few.runner._graphs) == 2
+
+
 def test_a_load_is_seen_by_graphs(folder: Path) -> None:
     batcher = _batcher(folder, "cuda")
     first = _live(batcher)
