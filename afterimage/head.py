@@ -82,8 +82,8 @@ class _Head(torch.autograd.Function):
         temperature, with_entropy = ctx.how
         needs_rows, needs_weight, needs_bias, _ = ctx.needs_input_grad
         for_rows = torch.empty_like(rows) if needs_rows else None
-        for_weight = torch.zeros_like(weight) if needs_weight else None
-        for_bias = torch.zeros_like(bias) if needs_bias else None
+        for_weight = torch.zeros_like(weight, dtype=total.dtype) if needs_weight else None  # over chunks a sum rounds
+        for_bias = torch.zeros_like(bias, dtype=total.dtype) if needs_bias else None
         for at in _chunks(rows, weight):
             logits = _logits(rows[at], weight, bias, temperature).sub_(total[at, None])
             if with_entropy:
@@ -96,10 +96,13 @@ class _Head(torch.autograd.Function):
             if for_rows is not None:
                 for_rows[at] = product(outward, weight.t())
             if for_weight is not None:
-                for_weight.addmm_(outward.t(), rows[at])
+                if for_weight.dtype == rows.dtype:
+                    for_weight.addmm_(outward.t(), rows[at])
+                else:
+                    for_weight += outward.t() @ rows[at]
             if for_bias is not None:
-                for_bias += outward.sum(0)
-        return for_rows, for_weight, for_bias, None
+                for_bias += outward.sum(0, dtype=total.dtype)
+        return for_rows, *(None if sums is None else sums.to(rows.dtype) for sums in (for_weight, for_bias)), None
 
 
 def _chunks(rows: Tensor, weight: Tensor) -> list[slice]:

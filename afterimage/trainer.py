@@ -24,7 +24,7 @@ from afterimage.config import ConfigError, TrainerConfig
 from afterimage.corrections import Control, NonFinite, bounded_exp, check_finite, start
 from afterimage.objectives import Surrogate, reference_kl
 from afterimage.old_logps import OldLogps
-from afterimage.policy import Policy, Scored
+from afterimage.policy import Passes, Policy, Scored
 from afterimage.trajectory import Batch
 
 MAX_POINTS = 256
@@ -111,6 +111,7 @@ class Trainer:
         """`num_steps`: optimizer steps of the whole run, over which the learning rate falls."""
         self.policy, self.config, self.rules, self.old = policy, config, rules, old
         self.num_steps = num_steps
+        policy.run_as(Passes(config.share_prompts, config.recompute, config.compile))
         self.steps = 0
         self._forward = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
         self._master = {name: _master(parameter) for name, parameter in self._forward.items()}
@@ -158,7 +159,8 @@ class Trainer:
         self._tally.num_parts += 1
         busy = self._busy(part.batch, part.factor * part.norm)
         spans = part.batch.spans()
-        for members in self.policy.pack(part.batch, [spans[i] for i in busy], self.config.micro_tokens):
+        chosen, asked = [spans[i] for i in busy], part.batch.sampled
+        for members in self.policy.pack(part.batch, chosen, self.config.micro_tokens, where=asked):
             micro, index = part.batch.select([busy[i] for i in members])
             loss = self._loss(part, micro, index)
             if not math.isfinite(loss.item()):

@@ -48,7 +48,7 @@ from afterimage.config import (
 )
 from afterimage.envs import Message, Turn
 from afterimage.old_logps import Scoring
-from afterimage.policy import Passes, Policy
+from afterimage.policy import Policy
 from afterimage.trainer import Rules, Trainer
 from afterimage.trajectory import Credited, Given, Sampled, Task, Trajectory, collate
 from benchmarks.tables import CONSOLE, alternate, columns, picture, ratios, row, spread, verdict, write
@@ -143,7 +143,6 @@ def ours(chosen: argparse.Namespace) -> None:
         micro_tokens=chosen.micro,
     )  # fmt: skip
     policy = Policy.load(chosen.model, dtype=chosen.dtype)
-    policy.run_as(Passes(options.share_prompts, options.recompute, options.compile))
     scoring = Scoring(1.0, options.micro_tokens)
     old = build_old_logps(OldLogpsConfig(route=chosen.route), policy, scoring)
     rules = Rules(
