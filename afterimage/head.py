@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from afterimage.linear import WHOLE, Linear, product
 
 MAX_LOGITS = {"cpu": 2**22, "cuda": 2**26}
-"""Float32 logits that exist at once (16 and 256 MiB). The gradient forms them once more."""
+"""Float32 logits that exist at once (16 and 256 MiB), or those of `WHOLE` rows. The gradient forms them once more."""
 
 MAX_ROWS = 512
 """On a processor, more rows at once leave its caches and gain nothing."""
@@ -41,7 +41,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def _rows_at_once(rows: Tensor, vocabulary: int) -> int:
     size = MAX_LOGITS.get(rows.device.type, MAX_LOGITS["cpu"]) // vocabulary
     size = min(size, MAX_ROWS) if rows.device.type == "cpu" else size
-    return max(1, size // WHOLE * WHOLE or size)
+    return max(WHOLE, size // WHOLE * WHOLE)
 
 
 def _apart(
@@ -72,6 +72,7 @@ class _Head(torch.autograd.Function):
             else:  # in place: at large vocabularies a second chunk would be most of what a pass takes
                 total[at] = logits.sub_(highest[:, None]).exp_().sum(-1).log_().add_(highest)
             logp[at] = chosen - total[at]
+            del logits  # before the next chunk is made
         ctx.save_for_backward(rows, weight, bias, targets, total, entropy)
         ctx.how = temperature, with_entropy
         return logp, entropy
@@ -102,6 +103,7 @@ class _Head(torch.autograd.Function):
                     for_weight += outward.t() @ rows[at]
             if for_bias is not None:
                 for_bias += outward.sum(0, dtype=total.dtype)
+            del logits, outward
         return for_rows, *(None if sums is None else sums.to(rows.dtype) for sums in (for_weight, for_bias)), None
 
 
