@@ -15,6 +15,9 @@ MAX_LOGITS = {"cpu": 2**22, "cuda": 2**26}
 MAX_ROWS = 512
 """On a processor, more rows at once leave its caches and gain nothing."""
 
+LEAST = -1e30
+"""Log-probability of what cannot be, where it is multiplied by its probability, which is 0."""
+
 
 def token_logps(
     head: nn.Module, rows: Tensor, targets: Tensor, *, temperature: float, with_entropy: bool
@@ -67,7 +70,7 @@ class _Head(torch.autograd.Function):
             chosen, highest = logits.gather(1, targets[at, None]).squeeze(1), logits.amax(-1)
             if with_entropy:
                 total[at] = logits.logsumexp(-1)
-                logits -= total[at, None]
+                logits.sub_(total[at, None]).clamp_(min=LEAST)
                 entropy[at] = -logits.mul_(logits.exp()).sum(-1)
             else:  # in place: at large vocabularies a second chunk would be most of what a pass takes
                 total[at] = logits.sub_(highest[:, None]).exp_().sum(-1).log_().add_(highest)
@@ -88,7 +91,7 @@ class _Head(torch.autograd.Function):
         for at in _chunks(rows, weight):
             logits = _logits(rows[at], weight, bias, temperature).sub_(total[at, None])
             if with_entropy:
-                outward = logits.exp()
+                outward = logits.clamp_(min=LEAST).exp()
                 outward *= (logits + entropy[at, None]).mul_(-grad_entropy[at, None]).sub_(grad[at, None])
             else:
                 outward = logits.exp_().mul_(-grad[at, None])

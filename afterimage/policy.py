@@ -225,7 +225,7 @@ class Policy:
             whole.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
 
-    def logps(self, batch: Batch | Packed, *, temperature: float, where: Tensor | None = None) -> Tensor:
+    def logps(self, batch: Batch | Packed | Forest, *, temperature: float, where: Tensor | None = None) -> Tensor:
         """Log-probability `[T]` of every token given what precedes it in its own sequence, on the model's device.
 
         0 at each sequence's first token, and off `where` (`[T]` bool), whose logits are never computed. Float32, or
@@ -234,7 +234,7 @@ class Policy:
         return self._forward(self.planted(batch), where, temperature, with_entropy=False)[0]
 
     def logps_and_entropy(
-        self, batch: Batch | Packed, *, temperature: float, where: Tensor | None = None
+        self, batch: Batch | Packed | Forest, *, temperature: float, where: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """`logps`, and the entropy `[T]` of the distribution that each token was drawn from."""
         return self._forward(self.planted(batch), where, temperature, with_entropy=True)
@@ -266,8 +266,10 @@ class Policy:
             return pack_shared(cut(batch.tokens, spans)[0], micro_tokens, wanted)
         return pack([end - start for start, end in spans], micro_tokens)
 
-    def planted(self, batch: Batch | Packed) -> Forest:
+    def planted(self, batch: Batch | Packed | Forest) -> Forest:
         """What one pass over these sequences runs."""
+        if isinstance(batch, Forest):
+            return batch
         return forest(Packed(batch.tokens, batch.offsets), share=self.passes.share_prompts)
 
     def _forward(

@@ -235,14 +235,14 @@ class Trainer:
         self.policy.jumps = tuple((first, skipped) for first, skipped in state["jumps"])
 
     def _loss(self, part: Part, micro: Batch, index: Tensor) -> Tensor:
-        objective = self.rules.objective
+        objective, run = self.rules.objective, self.policy.planted(micro)
+        asked: dict[str, Any] = {"temperature": self.rules.temperature, "where": micro.sampled}
         entropy = torch.empty(0)
         if objective.entropy:
-            logp, entropy = self.policy.logps_and_entropy(
-                micro, temperature=self.rules.temperature, where=micro.sampled
-            )
+            logp, entropy = self.policy.logps_and_entropy(run, **asked)
         else:
-            logp = self.policy.logps(micro, temperature=self.rules.temperature, where=micro.sampled)
+            logp = self.policy.logps(run, **asked)
+        self._tally.run_tokens += run.num_tokens
         logp, entropy = logp.cpu(), entropy.cpu()
         check_finite({"logp": logp.detach()}, micro.sampled, sequence=_episode(micro), version=micro.version)
         old_logp, factor, norm = _rows(part.old_logp, index), part.factor[index], part.norm[index]
@@ -319,7 +319,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.figures: dict[str, float] = {}
-        self.now_tokens = self.tokens = self.micro_batches = 0
+        self.now_tokens = self.tokens = self.run_tokens = self.micro_batches = 0
         self.prepare_s = self.seconds = self.lr = 0.0
         self.num_parts = 0
         self._summed = {"objective/loss": 0.0}
@@ -359,6 +359,7 @@ class Tally:
             "trainer/lr": self.lr,
             "trainer/micro_batches": float(self.micro_batches),
             "trainer/tokens": float(self.tokens),
+            "trainer/run_tokens": float(self.run_tokens),  # what siblings share counts once a pass
             "trainer/seconds": self.seconds,
             "trainer/tokens_per_s": self.tokens / self.seconds if self.seconds else 0.0,
         }
@@ -429,7 +430,7 @@ def make_optimizer(config: TrainerConfig, parameters: list[Tensor]) -> torch.opt
         )
     if "decoupled_weight_decay" in takes and config.weight_decay:
         options["decoupled_weight_decay"] = True
-    if "fused" in takes:
+    if "fused" in takes and parameters and _fuses(kind, parameters[0]):
         options["fused"] = True
     if kind is torch.optim.LBFGS:
         raise ConfigError("trainer.optimizer must not be LBFGS: it evaluates the loss again within a step")
@@ -437,6 +438,17 @@ def make_optimizer(config: TrainerConfig, parameters: list[Tensor]) -> torch.opt
         return kind(parameters, **options)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"trainer.optimizer: {config.optimizer} cannot train this model: {error}") from error
+
+
+def _fuses(kind: Any, parameter: Tensor) -> bool:
+    """Whether this class has one kernel for a step on the parameter's device, which only a step tells."""
+    one = nn.Parameter(torch.zeros_like(parameter.detach().flatten()[:1]))
+    one.grad = torch.zeros_like(one)
+    try:
+        kind([one], fused=True).step()
+    except (RuntimeError, ValueError, TypeError):
+        return False
+    return True
 
 
 def lr_factor(step: int, config: TrainerConfig, *, num_steps: int) -> float:

@@ -82,7 +82,7 @@ def table_mb(vocabulary: int) -> float:
     """One tensor of the size of the embedding.
 
     >>> round(table_mb(2**20))
-    256
+    1024
     """
     return vocabulary * HIDDEN * 4 / 2**20
 
