@@ -14,10 +14,10 @@ WHOLE = 32
 """oneDNN compiles a program for every shape, in milliseconds: it gets those that come again, of whole multiples."""
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def supported(dtype: torch.dtype) -> bool:
     """Whether oneDNN multiplies this dtype on this processor, with its weight reordered and not, and may be used."""
-    return torch.backends.mkldnn.enabled and _works(dtype)
+    return bool(torch.backends.mkldnn.enabled) and _works(dtype)
 
 
 @cache
