@@ -10,10 +10,13 @@ from torch.utils.checkpoint import checkpoint
 from afterimage.linear import WHOLE, Linear, product
 
 MAX_LOGITS = {"cpu": 2**22, "cuda": 2**26}
-"""Float32 logits that exist at once (16 and 256 MiB). The gradient forms them once more."""
+"""Float32 logits that exist at once (16 and 256 MiB), or those of `WHOLE` rows. The gradient forms them once more."""
 
 MAX_ROWS = 512
 """On a processor, more rows at once leave its caches and gain nothing."""
+
+LEAST = -1e30
+"""Log-probability of what cannot be, where it is multiplied by its probability, which is 0."""
 
 
 def token_logps(
@@ -41,7 +44,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def _rows_at_once(rows: Tensor, vocabulary: int) -> int:
     size = MAX_LOGITS.get(rows.device.type, MAX_LOGITS["cpu"]) // vocabulary
     size = min(size, MAX_ROWS) if rows.device.type == "cpu" else size
-    return max(1, size // WHOLE * WHOLE or size)
+    return max(WHOLE, size // WHOLE * WHOLE)
 
 
 def _apart(
@@ -67,11 +70,12 @@ class _Head(torch.autograd.Function):
             chosen, highest = logits.gather(1, targets[at, None]).squeeze(1), logits.amax(-1)
             if with_entropy:
                 total[at] = logits.logsumexp(-1)
-                logits -= total[at, None]
+                logits.sub_(total[at, None]).clamp_(min=LEAST)
                 entropy[at] = -logits.mul_(logits.exp()).sum(-1)
             else:  # in place: at large vocabularies a second chunk would be most of what a pass takes
                 total[at] = logits.sub_(highest[:, None]).exp_().sum(-1).log_().add_(highest)
             logp[at] = chosen - total[at]
+            del logits  # before the next chunk is made
         ctx.save_for_backward(rows, weight, bias, targets, total, entropy)
         ctx.how = temperature, with_entropy
         return logp, entropy
@@ -82,12 +86,12 @@ class _Head(torch.autograd.Function):
         temperature, with_entropy = ctx.how
         needs_rows, needs_weight, needs_bias, _ = ctx.needs_input_grad
         for_rows = torch.empty_like(rows) if needs_rows else None
-        for_weight = torch.zeros_like(weight) if needs_weight else None
-        for_bias = torch.zeros_like(bias) if needs_bias else None
+        for_weight = torch.zeros_like(weight, dtype=total.dtype) if needs_weight else None  # over chunks a sum rounds
+        for_bias = torch.zeros_like(bias, dtype=total.dtype) if needs_bias else None
         for at in _chunks(rows, weight):
             logits = _logits(rows[at], weight, bias, temperature).sub_(total[at, None])
             if with_entropy:
-                outward = logits.exp()
+                outward = logits.clamp_(min=LEAST).exp()
                 outward *= (logits + entropy[at, None]).mul_(-grad_entropy[at, None]).sub_(grad[at, None])
             else:
                 outward = logits.exp_().mul_(-grad[at, None])
@@ -96,10 +100,14 @@ class _Head(torch.autograd.Function):
             if for_rows is not None:
                 for_rows[at] = product(outward, weight.t())
             if for_weight is not None:
-                for_weight.addmm_(outward.t(), rows[at])
+                if for_weight.dtype == rows.dtype:
+                    for_weight.addmm_(outward.t(), rows[at])
+                else:
+                    for_weight += outward.t() @ rows[at]
             if for_bias is not None:
-                for_bias += outward.sum(0)
-        return for_rows, for_weight, for_bias, None
+                for_bias += outward.sum(0, dtype=total.dtype)
+            del logits, outward
+        return for_rows, *(None if sums is None else sums.to(rows.dtype) for sums in (for_weight, for_bias)), None
 
 
 def _chunks(rows: Tensor, weight: Tensor) -> list[slice]:

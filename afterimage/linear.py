@@ -14,9 +14,10 @@ WHOLE = 32
 """oneDNN compiles a program for every shape, in milliseconds: it gets those that come again, of whole multiples."""
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def supported(dtype: torch.dtype) -> bool:
     """Whether oneDNN multiplies this dtype on this processor, with its weight reordered and not, and may be used."""
-    return torch.backends.mkldnn.enabled and _works(dtype)
+    return bool(torch.backends.mkldnn.enabled) and _works(dtype)
 
 
 @cache
@@ -59,7 +60,8 @@ def use(model: nn.Module) -> None:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(rows, weight)
+        for_rows, for_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(rows if for_weight else None, weight if for_rows else None)
         return product(rows, weight, bias)
 
     @staticmethod

@@ -7,8 +7,8 @@ some sequence follow it immediately in the packing too: one span of queries atte
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -28,6 +28,9 @@ ATTENTION = "afterimage_packed"
 
 MIN_SHARED = 16
 """Tokens that siblings must have in common: a shorter beginning costs more to share than to run again."""
+
+HEAD_ROWS = 4
+"""Times its budget of tokens, a pass asks for at most so many log-probabilities: siblings may ask about one token."""
 
 ROUND = 32
 """A pass runs a multiple of so many tokens."""
@@ -81,9 +84,24 @@ class Forest:
     segments: tuple[Segment, ...]
     num_tokens: int
     """Without what was added to round."""
+    masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict, compare=False)
+    """Made for the first layer that asks: of so many queries after so many tokens, within a window."""
+
+    def mask(self, queries: int, depth: int, window: int | None, device: torch.device) -> Tensor:
+        """`[queries, depth + queries]`: which keys each query attends to."""
+        key = queries, depth, window
+        if key not in self.masks:
+            seen = torch.ones(queries, depth + queries, dtype=torch.bool, device=device).tril(depth)
+            self.masks[key] = seen if window is None else seen.triu(depth + 1 - window)
+        return self.masks[key]
 
 
 running: ContextVar[Forest | None] = ContextVar("the forest that this pass runs", default=None)
+
+
+_Path = tuple[tuple[int, int], ...]
+_Branch = tuple[list[int], _Path, int]
+"""Sequences that go on alike, the spans before that, and the tokens in those."""
 
 
 @dataclass(slots=True)
@@ -94,19 +112,28 @@ class _Growing:
     segments: list[Segment] = field(default_factory=list)
     size: int = 0
 
-    def grow(self, members: list[int], path: tuple[tuple[int, int], ...], depth: int) -> None:
-        """The segments of sequences that are alike up to `depth`."""
-        for kin in _kin(self.rows, members, depth):
+    def grow(self) -> None:
+        """All segments. What is to do is a stack: branches may nest as deep as they like."""
+        todo: list[int | _Branch] = self._branches(range(len(self.rows)), (), 0)
+        while todo:
+            at = todo.pop()
+            if isinstance(at, int):  # all that follows this segment is there
+                self.segments[at] = replace(self.segments[at], last=self.size)
+                continue
+            kin, path, depth = at
             common = _common(self.rows, kin, depth)
             start, end = self.size, self.size + common
-            self.size, at = end, len(self.segments)
+            self.size = end
             self.tokens.append(self.rows[kin[0]][depth : depth + common])
             for i in kin:
                 self.place[i][depth : depth + common] = torch.arange(start, end)
             self.segments.append(Segment(start, end, end, path))
             if len(kin) > 1:
-                self.grow(kin, (*path, (start, end)), depth + common)
-                self.segments[at] = Segment(start, end, self.size, path)
+                todo += [len(self.segments) - 1, *self._branches(kin, (*path, (start, end)), depth + common)]
+
+    def _branches(self, members: Sequence[int], path: _Path, depth: int) -> "list[int | _Branch]":
+        """Of sequences that are alike up to `depth`, the last first."""
+        return [(kin, path, depth) for kin in reversed(_kin(self.rows, members, depth))]
 
 
 def forest(packed: Packed, *, share: bool) -> Forest:
@@ -116,7 +143,7 @@ def forest(packed: Packed, *, share: bool) -> Forest:
     follows[[start for start, end in packed.spans() if end > start]] = False
     if share:
         growing = _Growing(list(tokens.split(packed.lengths)), list(place.split(packed.lengths)))
-        growing.grow(list(range(len(packed.lengths))), (), 0)
+        growing.grow()
         tokens, segments = torch.cat([tokens[:0], *growing.tokens]), growing.segments
     else:
         segments = [Segment(start, end, end) for start, end in packed.spans() if end > start]
@@ -170,26 +197,29 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return groups
 
 
-def pack_shared(packed: Packed, budget: int) -> list[list[int]]:
+def pack_shared(packed: Packed, budget: int, wanted: Sequence[int]) -> list[list[int]]:
     """`pack` for sequences that share, none of them empty: what a pass runs once counts once. Siblings stay together.
 
-    A tree that is larger than the budget is cut between two of its sequences, and its trunk is run on both sides.
+    A tree that is larger than the budget is cut between two of its sequences, and its trunk is run on both sides. So
+    is one whose `wanted` tokens (of each sequence) are more than `HEAD_ROWS` times the budget.
     """
     rows = forest(packed, share=True).place.split(packed.lengths) if len(packed.tokens) else ()
     units: list[list[int]] = []
-    sizes: list[int] = []
+    sizes: list[tuple[int, int]] = []
     before = torch.empty(0, dtype=torch.long)
     for i in sorted(range(len(rows)), key=lambda i: int(rows[i][-1])):  # as the walk goes
         length = min(len(rows[i]), len(before))
         new = len(rows[i]) - int((rows[i][:length] == before[:length]).sum())
-        if new < len(rows[i]) and sizes[-1] + new <= budget:
+        grown = (sizes[-1][0] + new, sizes[-1][1] + wanted[i]) if sizes else (0, 0)
+        if new < len(rows[i]) and grown[0] <= budget and grown[1] <= HEAD_ROWS * budget:
             units[-1].append(i)
-            sizes[-1] += new
+            sizes[-1] = grown
         else:
             units.append([i])
-            sizes.append(len(rows[i]))
+            sizes.append((len(rows[i]), wanted[i]))
         before = rows[i]
-    return [[i for unit in group for i in units[unit]] for group in pack(sizes, budget)]
+    costs = [max(run, -(-asked // HEAD_ROWS)) for run, asked in sizes]
+    return [[i for unit in group for i in units[unit]] for group in pack(costs, budget)]
 
 
 def wanted_spans(spans: Sequence[tuple[int, int]], where: Tensor) -> list[tuple[int, int]]:
@@ -204,6 +234,7 @@ def cut(tokens: Tensor, spans: Sequence[tuple[int, int]]) -> tuple[Packed, Tenso
     return Packed(tokens[index], tuple(accumulate((end - start for start, end in spans), initial=0))), index
 
 
+@torch.compiler.disable  # or every forest would be compiled
 def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
@@ -219,10 +250,10 @@ def packed_attention(
     window, scale = options.get("sliding_window"), options.get("scaling")
     if window is not None and all(s.depth + s.end - s.start <= window for s in run.segments):
         window = None
-    if window is None and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
+    if window is None and query.device.type == "cpu" and query.shape[-1] == value.shape[-1] and _flash():
         out = _Attend.apply(query, key, value, (run.segments, scale))
     else:
-        out = _attend_by_segment(query, key, value, run.segments, (scale, window))
+        out = _attend_by_segment(query, key, value, run, (scale, window))
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -233,8 +264,13 @@ def packed_mask(**options: Any) -> Tensor | None:
 AttentionInterface.register(ATTENTION, packed_attention)
 AttentionMaskInterface.register(ATTENTION, packed_mask)
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+@cache
+def _flash() -> tuple[Any, ...]:
+    """Attention on a processor that tells its denominators, and its gradient. Nothing from a torch without them."""
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    known = [getattr(torch.ops.aten, each, None) for each in (name, f"{name}_backward")]
+    return tuple(known) if all(known) else ()
 
 
 class _Attend(torch.autograd.Function):
@@ -247,13 +283,13 @@ class _Attend(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, how: tuple[Sequence[Segment], float | None]
     ) -> Tensor:
-        segments, scale = how
+        (segments, scale), (flash, _) = how, _flash()
         wide = torch.promote_types(query.dtype, torch.float32)
         batch, heads, length, width = query.shape
         out = query.new_empty(batch, length, heads, width, dtype=wide).transpose(1, 2)
         lse = query.new_empty(batch, length, heads, dtype=wide).transpose(1, 2)
         for queries, keys, causal in _parts(segments):
-            part, weight = _flash(query[:, :, queries], key[:, :, keys], value[:, :, keys], 0.0, causal, scale=scale)
+            part, weight = flash(query[:, :, queries], key[:, :, keys], value[:, :, keys], 0.0, causal, scale=scale)
             if causal:
                 out[:, :, queries], lse[:, :, queries] = part, weight
                 continue
@@ -271,15 +307,16 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        segments, scale = ctx.how
-        grads = [torch.zeros_like(tensor) for tensor in (query, key, value)]
+        (segments, scale), (_, flash_backward) = ctx.how, _flash()
+        given = query, key, value
+        grads = [torch.zeros_like(tensor, dtype=lse.dtype) for tensor in given]
         for queries, keys, causal in _parts(segments):
             q, k, v = query[:, :, queries], key[:, :, keys], value[:, :, keys]
-            given = (grad[:, :, queries], q, k, v, out[:, :, queries], lse[:, :, queries], 0.0, causal)
-            found = _flash_backward(*given, scale=scale)
+            said = out[:, :, queries], lse[:, :, queries]
+            found = flash_backward(grad[:, :, queries], q, k, v, *said, 0.0, causal, scale=scale)
             for total, part, where in zip(grads, found, (queries, keys, keys), strict=True):
                 total[:, :, where] += part
-        return *grads, None
+        return *(total.to(tensor.dtype) for total, tensor in zip(grads, given, strict=True)), None
 
 
 def _parts(segments: Sequence[Segment]) -> list[tuple[slice, slice, bool]]:
@@ -291,21 +328,21 @@ def _parts(segments: Sequence[Segment]) -> list[tuple[slice, slice, bool]]:
 
 
 def _attend_by_segment(
-    query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], how: tuple[float | None, int | None]
+    query: Tensor, key: Tensor, value: Tensor, run: Forest, how: tuple[float | None, int | None]
 ) -> Tensor:
     """On any device, and with a window: segment after segment, the keys of its path before its own."""
     (scale, window), outputs = how, []
-    for s in segments:
+    for s in run.segments:
         spans = [slice(*span) for span in (*s.path, (s.start, s.end))]
         q, (k, v) = query[:, :, s.start : s.end], (torch.cat([x[:, :, at] for at in spans], 2) for x in (key, value))
-        num_keys, depth = k.shape[2], s.depth
-        mask = None
-        if depth or (window is not None and num_keys > window):
-            mask = torch.ones(num_keys - depth, num_keys, dtype=torch.bool, device=q.device).tril(depth)
-            mask = mask if window is None else mask.triu(depth + 1 - window)
+        mask, times = None, q.shape[1] // k.shape[1]
+        if s.depth or (window is not None and k.shape[2] > window):
+            mask = run.mask(q.shape[2], s.depth, window, q.device)
+            if times > 1:  # no fused kernel has both a mask and groups of heads
+                k, v, times = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1), 1
         outputs.append(
             F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=times > 1
             )
         )
     return torch.cat(outputs, 2)
@@ -320,6 +357,7 @@ def recompute_layers(model: nn.Module) -> None:
         layer.forward = partial(_again, layer.forward)
 
 
+@torch.compiler.disable(recursive=False)
 def _again(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
     run = running.get()
     if run is None or not torch.is_grad_enabled():

@@ -121,8 +121,13 @@ class Policy:
 
     def run_as(self, passes: Passes) -> None:
         """From here on; twins made later too. ConfigError for what the model cannot do."""
+        if passes == self.passes:
+            return
         if passes.recompute and not self.passes.recompute:
             recompute_layers(self.model)
+        self._take(passes)
+
+    def _take(self, passes: Passes) -> None:
         self.passes = passes
         self._body = torch.compile(self._whole, dynamic=True) if passes.compile else self._whole
 
@@ -181,7 +186,7 @@ class Policy:
         """A frozen copy with weights of its own, to be moved to other versions with `load_weights`."""
         twin, copied = copy.copy(self), adapters.twin if self.lora else copy.deepcopy
         twin.model = cast(PreTrainedModel, copied(self.model).requires_grad_(False))
-        twin.run_as(self.passes)
+        twin._take(self.passes)
         return twin
 
     def weights(self) -> dict[str, Tensor]:
@@ -220,7 +225,7 @@ class Policy:
             whole.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
 
-    def logps(self, batch: Batch | Packed, *, temperature: float, where: Tensor | None = None) -> Tensor:
+    def logps(self, batch: Batch | Packed | Forest, *, temperature: float, where: Tensor | None = None) -> Tensor:
         """Log-probability `[T]` of every token given what precedes it in its own sequence, on the model's device.
 
         0 at each sequence's first token, and off `where` (`[T]` bool), whose logits are never computed. Float32, or
@@ -229,7 +234,7 @@ class Policy:
         return self._forward(self.planted(batch), where, temperature, with_entropy=False)[0]
 
     def logps_and_entropy(
-        self, batch: Batch | Packed, *, temperature: float, where: Tensor | None = None
+        self, batch: Batch | Packed | Forest, *, temperature: float, where: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """`logps`, and the entropy `[T]` of the distribution that each token was drawn from."""
         return self._forward(self.planted(batch), where, temperature, with_entropy=True)
@@ -242,21 +247,29 @@ class Policy:
         """
         logp = torch.zeros(len(batch.tokens), dtype=wide(self.dtype))
         spans, forwarded = wanted_spans(batch.spans(), where), 0
-        for members in self.pack(batch, spans, micro_tokens):
+        for members in self.pack(batch, spans, micro_tokens, where=where):
             packed, index = cut(batch.tokens, [spans[i] for i in members])
             run = self.planted(packed)
             logp[index] = self._forward(run, where[index], temperature, with_entropy=False)[0].cpu()
             forwarded += run.num_tokens
         return Scored(logp, forwarded)
 
-    def pack(self, batch: Batch | Packed, spans: Sequence[tuple[int, int]], micro_tokens: int) -> list[list[int]]:
-        """Which of these spans each pass runs: at most `micro_tokens`, unless one span alone is longer."""
+    def pack(
+        self, batch: Batch | Packed, spans: Sequence[tuple[int, int]], micro_tokens: int, *, where: Tensor
+    ) -> list[list[int]]:
+        """Which of these spans each pass runs: at most `micro_tokens`, unless one span alone is longer.
+
+        `where` (`[T]` bool) are the tokens that are asked about.
+        """
         if self.passes.share_prompts:
-            return pack_shared(cut(batch.tokens, spans)[0], micro_tokens)
+            wanted = [int(where[start:end].sum()) for start, end in spans]
+            return pack_shared(cut(batch.tokens, spans)[0], micro_tokens, wanted)
         return pack([end - start for start, end in spans], micro_tokens)
 
-    def planted(self, batch: Batch | Packed) -> Forest:
+    def planted(self, batch: Batch | Packed | Forest) -> Forest:
         """What one pass over these sequences runs."""
+        if isinstance(batch, Forest):
+            return batch
         return forest(Packed(batch.tokens, batch.offsets), share=self.passes.share_prompts)
 
     def _forward(
@@ -322,14 +335,17 @@ def _check_packing(model: PreTrainedModel) -> bool:
     one, two, left, right = trunk[:3], (5 - trunk[:5]) % size, *(torch.cat([trunk, trunk[:n] * 0 + n]) for n in (2, 3))
     other, elsewhere = one * 0 + 7 % size, torch.cat([trunk, right[MIN_SHARED:] * 0 + 1])
 
-    def run(*sequences: Tensor, hidden: bool = False) -> list[Tensor]:
+    def run(*sequences: Tensor, hidden: bool = False) -> tuple[Tensor, list[Tensor]]:
+        """All that the pass made, and what each sequence gets of it."""
         lengths = [len(sequence) for sequence in sequences]
         grown = forest(Packed(torch.cat(sequences), tuple(accumulate(lengths, initial=0))), share=True)
-        return list(_run(model.base_model if hidden else model, grown, grown.place.to(device), hidden).split(lengths))
+        every = torch.arange(len(grown.tokens), device=device)
+        made = _run(model.base_model if hidden else model, grown, every, hidden)
+        return made, list(made[grown.place.to(device)].split(lengths))
 
     try:
-        together = run(one, two, left, right)
-        beside = run(other, two, left, elsewhere)
+        logits, together = run(one, two, left, right)
+        _, beside = run(other, two, left, elsewhere)
     except NotImplementedError as error:
         raise ConfigError(f"policy: {type(model).__name__} cannot be packed: {error}") from error
     near = True
@@ -342,9 +358,9 @@ def _check_packing(model: PreTrainedModel) -> bool:
             f"policy: {type(model).__name__} does not keep packed sequences apart: it does not use transformers' "
             "attention interface, or ignores position_ids"
         )
-    hidden = torch.cat(run(one, two, left, right, hidden=True))
-    head = model.get_output_embeddings()
-    return hidden.shape[-1] == head.weight.shape[1] and torch.equal(head(hidden), torch.cat(together))
+    hidden, _ = run(one, two, left, right, hidden=True)
+    head = model.get_output_embeddings()  # on as many rows as in the model: other shapes round otherwise
+    return hidden.shape[-1] == head.weight.shape[1] and torch.equal(head(hidden[None])[0], logits)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

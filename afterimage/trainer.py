@@ -24,7 +24,7 @@ from afterimage.config import ConfigError, TrainerConfig
 from afterimage.corrections import Control, NonFinite, bounded_exp, check_finite, start
 from afterimage.objectives import Surrogate, reference_kl
 from afterimage.old_logps import OldLogps
-from afterimage.policy import Policy, Scored
+from afterimage.policy import Passes, Policy, Scored
 from afterimage.trajectory import Batch
 
 MAX_POINTS = 256
@@ -111,6 +111,7 @@ class Trainer:
         """`num_steps`: optimizer steps of the whole run, over which the learning rate falls."""
         self.policy, self.config, self.rules, self.old = policy, config, rules, old
         self.num_steps = num_steps
+        policy.run_as(Passes(config.share_prompts, config.recompute, config.compile))
         self.steps = 0
         self._forward = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
         self._master = {name: _master(parameter) for name, parameter in self._forward.items()}
@@ -158,7 +159,8 @@ class Trainer:
         self._tally.num_parts += 1
         busy = self._busy(part.batch, part.factor * part.norm)
         spans = part.batch.spans()
-        for members in self.policy.pack(part.batch, [spans[i] for i in busy], self.config.micro_tokens):
+        chosen, asked = [spans[i] for i in busy], part.batch.sampled
+        for members in self.policy.pack(part.batch, chosen, self.config.micro_tokens, where=asked):
             micro, index = part.batch.select([busy[i] for i in members])
             loss = self._loss(part, micro, index)
             if not math.isfinite(loss.item()):
@@ -233,14 +235,14 @@ class Trainer:
         self.policy.jumps = tuple((first, skipped) for first, skipped in state["jumps"])
 
     def _loss(self, part: Part, micro: Batch, index: Tensor) -> Tensor:
-        objective = self.rules.objective
+        objective, run = self.rules.objective, self.policy.planted(micro)
+        asked: dict[str, Any] = {"temperature": self.rules.temperature, "where": micro.sampled}
         entropy = torch.empty(0)
         if objective.entropy:
-            logp, entropy = self.policy.logps_and_entropy(
-                micro, temperature=self.rules.temperature, where=micro.sampled
-            )
+            logp, entropy = self.policy.logps_and_entropy(run, **asked)
         else:
-            logp = self.policy.logps(micro, temperature=self.rules.temperature, where=micro.sampled)
+            logp = self.policy.logps(run, **asked)
+        self._tally.run_tokens += run.num_tokens
         logp, entropy = logp.cpu(), entropy.cpu()
         check_finite({"logp": logp.detach()}, micro.sampled, sequence=_episode(micro), version=micro.version)
         old_logp, factor, norm = _rows(part.old_logp, index), part.factor[index], part.norm[index]
@@ -317,7 +319,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.figures: dict[str, float] = {}
-        self.now_tokens = self.tokens = self.micro_batches = 0
+        self.now_tokens = self.tokens = self.run_tokens = self.micro_batches = 0
         self.prepare_s = self.seconds = self.lr = 0.0
         self.num_parts = 0
         self._summed = {"objective/loss": 0.0}
@@ -357,6 +359,7 @@ class Tally:
             "trainer/lr": self.lr,
             "trainer/micro_batches": float(self.micro_batches),
             "trainer/tokens": float(self.tokens),
+            "trainer/run_tokens": float(self.run_tokens),  # what siblings share counts once a pass
             "trainer/seconds": self.seconds,
             "trainer/tokens_per_s": self.tokens / self.seconds if self.seconds else 0.0,
         }
@@ -427,7 +430,7 @@ def make_optimizer(config: TrainerConfig, parameters: list[Tensor]) -> torch.opt
         )
     if "decoupled_weight_decay" in takes and config.weight_decay:
         options["decoupled_weight_decay"] = True
-    if "fused" in takes:
+    if "fused" in takes and parameters and _fuses(kind, parameters[0]):
         options["fused"] = True
     if kind is torch.optim.LBFGS:
         raise ConfigError("trainer.optimizer must not be LBFGS: it evaluates the loss again within a step")
@@ -435,6 +438,17 @@ def make_optimizer(config: TrainerConfig, parameters: list[Tensor]) -> torch.opt
         return kind(parameters, **options)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"trainer.optimizer: {config.optimizer} cannot train this model: {error}") from error
+
+
+def _fuses(kind: Any, parameter: Tensor) -> bool:
+    """Whether this class has one kernel for a step on the parameter's device, which only a step tells."""
+    one = nn.Parameter(torch.zeros_like(parameter.detach().flatten()[:1]))
+    one.grad = torch.zeros_like(one)
+    try:
+        kind([one], fused=True).step()
+    except (RuntimeError, ValueError, TypeError):
+        return False
+    return True
 
 
 def lr_factor(step: int, config: TrainerConfig, *, num_steps: int) -> float:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory          # under 2 minutes; `--help` for other sizes
 
-A random Qwen3 with a narrow body and a vocabulary of 1k, 32k and 150k: one scoring and one training pass over the same
+A random Qwen3 with a small body and a vocabulary of 1k, 32k and 150k: one scoring and one training pass over the same
 packed sequences, each in a process of its own, beside passes that form all logits in float32. What is counted is what
 the process grew by at its peak: weights, gradients and the optimizer's moments are there before. Two tensors of the
 embedding's size are in flight while a gradient is formed (autograd's, of a tied table); they are told apart.
@@ -22,7 +22,7 @@ from afterimage.policy import Passes, Policy
 from benchmarks.tables import CONSOLE, columns, picture, row, write
 
 ROOT = Path(__file__).parent.parent
-HIDDEN = 64
+HIDDEN = 256
 PASSES = ("scoring", "training", "training, recompute", "all logits, scoring", "all logits, training")
 
 
@@ -82,7 +82,7 @@ def table_mb(vocabulary: int) -> float:
     """One tensor of the size of the embedding.
 
     >>> round(table_mb(2**20))
-    256
+    1024
     """
     return vocabulary * HIDDEN * 4 / 2**20
 
@@ -132,7 +132,7 @@ def draw(vocabularies: list[int], found: dict[str, list[float]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[1_000, 32_000, 150_000])
-    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--child", choices=PASSES, help="what this process is to measure")
     chosen = parser.parse_args()

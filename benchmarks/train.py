@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from io import StringIO
 from itertools import count, pairwise
@@ -48,7 +48,7 @@ from afterimage.config import (
 )
 from afterimage.envs import Message, Turn
 from afterimage.old_logps import Scoring
-from afterimage.policy import Passes, Policy
+from afterimage.policy import Policy
 from afterimage.trainer import Rules, Trainer
 from afterimage.trajectory import Credited, Given, Sampled, Task, Trajectory, collate
 from benchmarks.tables import CONSOLE, alternate, columns, picture, ratios, row, spread, verdict, write
@@ -71,7 +71,7 @@ Row = dict[str, Any]
 
 
 def make_model(folder: Path, shape: Shape) -> None:
-    """Random weights, the same each time, and a tokenizer of as many words."""
+    """Random weights, the same each time, and a tokenizer of as many words. It never says `<eos>`."""
     words = ["w0", "<eos>", "<pad>", *(f"w{i}" for i in range(3, shape.vocab))]
     inner = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
     inner.pre_tokenizer = WhitespaceSplit()
@@ -87,7 +87,11 @@ def make_model(folder: Path, shape: Shape) -> None:
         bos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
-    Policy(Qwen3ForCausalLM(config), tokenizer).save(folder)
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():  # every hidden state points along its first axis, and the one word the other way
+        model.get_input_embeddings().weight[:, 0] = 2.0
+        model.get_input_embeddings().weight[1, 0] = -2.0
+    Policy(model, tokenizer).save(folder)
 
 
 def ragged(groups: int, vocab: int, seed: int = 0) -> list[Row]:
@@ -143,7 +147,6 @@ def ours(chosen: argparse.Namespace) -> None:
         micro_tokens=chosen.micro,
     )  # fmt: skip
     policy = Policy.load(chosen.model, dtype=chosen.dtype)
-    policy.run_as(Passes(options.share_prompts, options.recompute, options.compile))
     scoring = Scoring(1.0, options.micro_tokens)
     old = build_old_logps(OldLogpsConfig(route=chosen.route), policy, scoring)
     rules = Rules(
@@ -175,7 +178,7 @@ def ours(chosen: argparse.Namespace) -> None:
 
 
 class Words:
-    """One reply of `TOKENS` tokens to eight words, worth the share of its words that are odd."""
+    """One reply to eight words, worth the share of its words that are odd."""
 
     name, tools = "words", ()
 
@@ -241,6 +244,9 @@ def whole(chosen: argparse.Namespace) -> None:
         console=Console(file=StringIO()),
     )  # fmt: skip
     rows = run.metrics[WARM:]
+    expected = chosen.prompts * SIBLINGS * chosen.tokens
+    if said := [each["trainer/action_tokens"] for each in rows if each["trainer/action_tokens"] != expected]:
+        raise RuntimeError(f"a step has {said[0]:.0f} tokens, and TRL's has {expected}")
     training = [each["trainer/seconds"] + each["old_logps/seconds"] for each in rows]
     waiting = [each["schedule/wait_groups_s"] for each in rows]
     found = {"steps_per_s": (len(ends) - WARM) / (ends[-1] - ends[WARM - 1])}
@@ -294,14 +300,14 @@ class Bench:
         common = ("--threads", self.chosen.threads)
         return Child(sys.executable, "-m", "benchmarks.train", "--child", kind, "--model", model, *common, *options)
 
-    def best_micro(self, model: Path, batch: Path, *options: object) -> int:
-        """The micro-batch with which TRL is fastest."""
+    def best_micro(self, micros: Iterable[int], model: Path, *options: object) -> int:
+        """The micro-batch with which TRL is fastest, of two steps each after one to warm up."""
         took = {}
-        for micro in self.chosen.micros:
-            CONSOLE.print(f"TRL in micro-batches of {micro}")
-            with self.theirs(model, "--batch", batch, "--micro", micro, *options) as turn:
+        for micro in micros:
+            with self.theirs(model, "--micro", micro, *options) as turn:
                 turn()
                 took[micro] = min(turn(), turn())
+            CONSOLE.print(f"TRL in micro-batches of {micro}: {took[micro]:.2f} s")
         return min(took, key=lambda micro: took[micro])
 
     def trained(self, name: str, dtype: str = "float32") -> tuple[list[str], list[float], dict[str, list[float]]]:
@@ -312,7 +318,7 @@ class Bench:
         actions, tokens = (sum(sum(each["tool_mask"]) for each in rows),
                            sum(len(each["prompt_ids"]) + len(each["completion_ids"]) for each in rows))  # fmt: skip
         narrow = ["--bf16"] if dtype == "bfloat16" else []
-        micro = self.best_micro(model, batch, *narrow)
+        micro = self.best_micro(self.chosen.micros, model, "--batch", batch, *narrow)
         gradients = [self.folder / f"{name}-{side}.pt" for side in ("ours", "theirs")]
         plain = ("--batch", batch, "--dtype", dtype)
         with ExitStack() as stack:
@@ -340,6 +346,7 @@ class Bench:
             label = f"{contestant}, micro-batches of {micro}" if contestant == "TRL" else contestant
             lines.append(row(f"{name}, {dtype}", label, spread(speed, "{:.0f}"), f"{tokens / median(seconds):.0f}",
                              spread(over), goal, f"{alike:.6f}"))  # fmt: skip
+            CONSOLE.print(lines[-1], markup=False)
         return lines, ratios(took, "TRL", over="ours, `rollout`"), took
 
     def stepped(self) -> tuple[list[str], dict[str, list[float]]]:
@@ -354,14 +361,18 @@ class Bench:
             parts.setdefault(label, []).append(found)
             return float(found["steps_per_s"])
 
-        def by_them() -> float:
-            with self.theirs(model, *size) as turn:
-                for _ in range(WARM):
-                    turn()
-                return chosen.steps / sum(turn() for _ in range(chosen.steps))
-
         sync, late = "ours, synchronous", "ours, one version behind, exact"
-        found = alternate({"TRL": by_them, sync: lambda: by_us(sync, 0), late: lambda: by_us(late, 1)}, chosen.repeats)
+        all_of_them = chosen.prompts * SIBLINGS
+        micro = self.best_micro((all_of_them // 4, all_of_them // 2, all_of_them), model, *size)
+        with self.theirs(model, *size, "--micro", micro) as turn:
+            for _ in range(WARM):
+                turn()
+            contestants = {
+                "TRL": lambda: chosen.steps / sum(turn() for _ in range(chosen.steps)),
+                sync: lambda: by_us(sync, 0),
+                late: lambda: by_us(late, 1),
+            }
+            found = alternate(contestants, chosen.repeats)
         lines = []
         for contestant, speed in found.items():
             over = ratios(found, contestant, over="TRL")
@@ -373,7 +384,9 @@ class Bench:
                     f"{1 / median(trains):.2f}",
                 ]
             goal = verdict(over, 2) if contestant == sync else ""
-            lines.append(row(chosen_model, contestant, spread(speed), spread(over), goal, *bounds))
+            label = f"{contestant}, micro-batches of {micro}" if contestant == "TRL" else contestant
+            lines.append(row(chosen_model, label, spread(speed), spread(over), goal, *bounds))
+            CONSOLE.print(lines[-1], markup=False)
         return lines, found
 
 
@@ -435,11 +448,11 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--micros", type=int, nargs="+", default=[4, 8, 16], help="micro-batches that TRL may choose from"
     )
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=16, help="of a whole step")
     parser.add_argument("--tokens", type=int, default=32, help="of a completion in a whole step")
-    parser.add_argument("--steps", type=int, default=12, help="whole steps of a round")
+    parser.add_argument("--steps", type=int, default=8, help="whole steps of a round")
     parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers/bin/python", help="a python that has trl")
     inner = parser.add_argument_group("of the processes that it starts itself")
     inner.add_argument("--child", choices=["ours", "whole"])

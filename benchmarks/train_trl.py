@@ -77,7 +77,7 @@ def main() -> None:
     torch.set_num_threads(chosen.threads)
     rows = json.loads(chosen.batch.read_text()) if chosen.batch else []
     completions = len(rows) or 8 * chosen.prompts
-    micro = chosen.micro if rows else completions
+    micro = chosen.micro
     config = GRPOConfig(
         output_dir=str(chosen.model / "trl"), use_cpu=True, bf16=chosen.bf16, report_to=[], save_strategy="no",
         per_device_train_batch_size=micro, gradient_accumulation_steps=completions // micro, num_generations=8,
@@ -86,13 +86,18 @@ def main() -> None:
         gradient_checkpointing=False, disable_tqdm=True,
         generation_kwargs=None if rows else {"min_new_tokens": chosen.tokens},
     )  # fmt: skip
+
+    def worth(completions: list[str], completion_ids: list[list[int]], **rest: Any) -> list[float]:
+        if said := [len(ids) for ids in completion_ids if len(ids) != chosen.tokens]:
+            raise RuntimeError(f"a completion has {said[0]} tokens, of {chosen.tokens}")
+        words = [text.split() for text in completions]
+        return [sum(word[-1] in "13579" for word in each) / max(1, len(each)) for each in words]
+
     words = [f"w{3 + i} w{4 + i} w{5 + i} w{6 + i} w{7 + i} w{8 + i} w{9 + i} w{10 + i}" for i in range(64)]
     trainer = (Handed if rows else GRPOTrainer)(
         model=AutoModelForCausalLM.from_pretrained(chosen.model, dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(chosen.model),
-        reward_funcs=lambda completions, **rest: [
-            sum(said[-1] in "13579" for said in text.split()) for text in completions
-        ],
+        reward_funcs=worth,
         train_dataset=Dataset.from_dict({"prompt": words * 4}),
         callbacks=[Turns(chosen.gradient)],
         args=config,

@@ -18,7 +18,7 @@ from afterimage.build import build_correction, build_objective, build_old_logps
 from afterimage.config import ConfigError, CorrectionConfig, ObjectiveConfig, OldLogpsConfig, TrainerConfig
 from afterimage.corrections import NonFinite
 from afterimage.old_logps import Scoring
-from afterimage.policy import Policy
+from afterimage.policy import Passes, Policy
 from afterimage.testing import episode, nudge, plain_logps, tiny_policy, written_down
 from afterimage.trainer import Rules, Trainer, lr_factor, make_optimizer
 from afterimage.trajectory import Batch, Credited, Given, Sampled, Task, Trajectory, collate
@@ -268,6 +268,7 @@ def test_metrics_say_what_happened_by_lag() -> None:
     assert metrics["by_lag/log_s_abs/0"] < 1e-5 < metrics["by_lag/log_s_abs/1"]
     assert metrics["trainer/lr"] == 1.0 and metrics["trainer/tokens_per_s"] > 0 and metrics["old_logps/seconds"] > 0
     assert metrics["old_logps/forward_tokens"] == (10 + 11) + (15 + 8 + 13 + 8)  # version 0 in 0 and 2, 1 in 0, 1, 3, 5
+    assert metrics["trainer/run_tokens"] == metrics["trainer/tokens"] == len(batch.tokens) - 3
     points = trainer.points()
     assert len(points) == 29 and {point["lag"] for point in points} == {0, 1}
     then = version_0.logps(batch, temperature=1.0)[batch.sampled & (batch.version == 0)].detach()
@@ -449,3 +450,26 @@ def test_a_batch_without_any_advantage_is_a_step_like_any_other(route: str) -> N
     assert torch.equal(weights(trainer.policy), before)
     assert figures["trainer/action_tokens"] == 9 and figures["objective/loss"] == 0
     assert trainer.points() == []
+
+
+def test_a_trainer_says_how_its_policy_is_run() -> None:
+    trainer = make(tiny_policy(), share_prompts=False, recompute=True)
+    assert trainer.policy.passes == Passes(share_prompts=False, recompute=True)
+    siblings = collate([episode(0, [(20, 0), 3, (2, 1)]) for _ in range(2)])
+    for share in (False, True):
+        metrics = learn(make(tiny_policy(), share_prompts=share), siblings)
+        assert (metrics["trainer/run_tokens"] < metrics["trainer/tokens"]) == share
+
+
+def test_an_optimizer_is_fused_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    assert make_optimizer(TrainerConfig(), [weight]).defaults["fused"]
+
+    def lacking(*given: Any, **options: Any) -> None:
+        raise RuntimeError("no such kernel here")
+
+    monkeypatch.setattr(torch, "_fused_adamw_", lacking)
+    optimizer = make_optimizer(TrainerConfig(), [weight])
+    assert not optimizer.defaults["fused"]
+    weight.grad = torch.ones(2)
+    optimizer.step()
