@@ -8,6 +8,7 @@ again in its records.
 
 import asyncio
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -296,7 +297,7 @@ def test_the_benchmark_says_what_it_missed() -> None:
 def test_what_a_run_cost_is_found_again_in_its_records(tmp_path: Path) -> None:
     true = Proportional(
         decode=0.01, decode_reply=1e-4, prefill_token=2e-5, train=0.3, train_token=1e-4,
-        old=0.1, old_version_token=5e-5, load=0.25,
+        old=0.4, old_version_token=5e-5, optimizer_s=0.2, publish=0.15, load=0.25,
     )  # fmt: skip
     clock = [0.0]
     rows, versions = [], {}
@@ -308,15 +309,20 @@ def test_what_a_run_cost_is_found_again_in_its_records(tmp_path: Path) -> None:
             engine = {"engine/steps": steps, "engine/batch_size_mean": replies, "engine/prefill_tokens": prefill}
             episodes = {"rollout/episodes": 10, "rollout/tokens_mean": tokens / 10}
             rows.append({"step": step, "engine/busy_s": busy, **engine, **episodes})
-            lanes = {
-                f"wait for the groups of step {step}": 1.0,
-                f"old_logps step {step}": true.old_logps_s(tokens, versions[step]),
-                f"trainer step {step}": true.train_s(tokens),
-                f"publish version {step}": true.load,
-            }
-            for named, seconds in lanes.items():
-                with log.span(*named.split(" ", 1)):
+            # the version before is brought to the engines while this batch waits for the trainer's thread and is scored
+            published, scored = ExitStack(), ExitStack()
+            published.enter_context(log.span("publish", f"version {step - 1}"))
+            scored.enter_context(log.span("old_logps", f"step {step}"))
+            clock[0] += true.publish
+            published.enter_context(log.span("standstill", f"version {step - 1}"))
+            clock[0] += true.load
+            published.close()
+            clock[0] += true.old_logps_s(tokens, versions[step]) - true.load
+            scored.close()
+            for seconds in (true.train_s(tokens) - true.optimizer_s, true.optimizer_s):
+                with log.span("trainer", f"step {step}"):
                     clock[0] += seconds
+                clock[0] += 0.7  # somebody else's turn
     found = measured._costs(rows, measured._spent(RunFolder(tmp_path)), versions, 1)
     for field in fields(Proportional):  # times in the records are rounded to a millisecond
         assert getattr(found, field.name) == pytest.approx(getattr(true, field.name), rel=0.02, abs=1e-7), field.name

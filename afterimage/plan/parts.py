@@ -1,7 +1,7 @@
 """What stands behind the loop's Protocols in a simulated run: it takes time on the clock, and does nothing else."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,9 +59,10 @@ class SimulatedParts(Parts):
         trainer = cast(Any, self.trainer)
         async with trainer.thread:
             result = function(*arguments)
-            owed, trainer.owed = trainer.owed, Counter()
-            await cast(Any, self.worker).sleep(owed.total())
-            trainer.spent.update(owed)
+            owed, trainer.owed = trainer.owed, defaultdict(float)
+            await cast(Any, self.worker).sleep(sum(owed.values()))
+            for what, seconds in owed.items():
+                trainer.spent[what] += seconds
         return result
 
     async def aside(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -143,9 +144,9 @@ class SimulatedTrainer:
     parts = (None,)
 
     def __init__(self, costs: Costs, rollout: SimulatedRollout, *, closing: bool, colocated: bool) -> None:
-        self.owed: Counter[str] = Counter()
+        self.owed: dict[str, float] = defaultdict(float)
         """Seconds that have not passed on the clock yet, by what for."""
-        self.spent: Counter[str] = Counter()
+        self.spent: dict[str, float] = defaultdict(float)
         self.thread = asyncio.Lock()
         """There is one: what comes while it is taken waits its turn."""
         self.batches: list[Consumed] = []
@@ -227,24 +228,24 @@ class Lanes:
     def __init__(self, world: World, engines: Engines, trainer: SimulatedTrainer) -> None:
         self._world, self._engines, self._trainer = world, engines, trainer
         self.ends: list[float] = [0.0]
-        self._waited: Counter[str] = Counter()
-        self._seconds: list[Counter[str]] = [Counter()]
+        self._waited = 0.0
+        self._seconds: list[dict[str, float]] = [{}]
 
     @contextmanager
     def span(self, lane: str, label: str) -> Iterator[None]:
         began = self._world.now
         yield
         if lane == "wait":
-            self._waited[lane] += self._world.now - began
+            self._waited += self._world.now - began
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.ends.append(self._world.now)
-        busy = Counter({"engines": sum(engine.busy_s for engine in self._engines.members)})
-        self._seconds.append(self._waited + self._trainer.spent + busy)
+        busy = sum(engine.busy_s for engine in self._engines.members)
+        self._seconds.append({**self._trainer.spent, "wait": self._waited, "engines": busy})
 
     def share(self, lane: str, since: int) -> float:
         """Of the time from the end of a step on."""
-        spent = self._seconds[-1][lane] - self._seconds[since][lane]
+        spent = self._seconds[-1].get(lane, 0.0) - self._seconds[since].get(lane, 0.0)
         return spent / (self.ends[-1] - self.ends[since])
 
     def learnt(self, step: int, *, points: Any, events: Any) -> None: ...
