@@ -9,7 +9,6 @@ one has a coroutine, a context and journal rows for each episode, which hundreds
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from math import ceil
 from typing import Any, cast
 
 import numpy as np
@@ -146,7 +145,7 @@ def _credit(groups: Sequence[Group]) -> list[Credited]:
 
 def _outcome(lanes: Lanes, trainer: SimulatedTrainer, engines: Engines, schedule: ScheduleConfig) -> Outcome:
     steps = [after - before for before, after in zip(lanes.ends, lanes.ends[1:], strict=False)]
-    filling = min(ceil(schedule.max_staleness) + 1, len(steps) - 1)
+    filling = min(schedule.max_staleness + 1, len(steps) - 1)
     scored = lanes.share("old_logps", filling)
     lives, batches, members = trainer.rollout.lives, trainer.batches[filling:], engines.members
     return Outcome(
