@@ -28,7 +28,7 @@ from afterimage.plan.costs import Proportional
 from afterimage.plan.measured import Setting, like
 from afterimage.plan.simulate import Constant, Fleet, LogNormal, Workload, simulate
 from afterimage.recipes import RECIPES
-from benchmarks.published import APRIL, ROWS, Compared, compare, generation_s
+from benchmarks.published import APRIL, NOT_SIMULATED, ROWS, Compared, compare, generation_s_of
 from benchmarks.tables import CONSOLE, columns, picture, row, write
 
 GOAL = 0.15
@@ -84,7 +84,8 @@ def measured(run: Path, filling: int) -> list[float]:
 
 
 def predicted(setting: Setting, schedule: ScheduleConfig) -> float:
-    return simulate(setting.workload, setting.fleet, schedule, setting.costs, steps=SIMULATED).mean_step_s
+    parts = setting.workload, setting.fleet, schedule, setting.costs
+    return simulate(*parts, steps=SIMULATED, needs=setting.needs).mean_step_s
 
 
 def of_this_machine(
@@ -116,27 +117,30 @@ def of_this_machine(
         f"{1e6 * paid.prefill_token:.0f} us a context token; a batch {paid.train:.2f} s and "
         f"{1e6 * paid.train_token:.0f} us a token to train, {paid.old:.2f} s and {1e6 * paid.old_token:.0f} us a token "
         f"(and {1e6 * paid.old_version_token:.0f} us for each further version) to score; "
-        f"{1e3 * paid.load:.0f} ms to publish.",
+        f"{1e3 * paid.publish:.0f} ms to publish and {1e3 * paid.load:.0f} ms to load.",
     ], found
 
 
 def of_others(found: Sequence[Compared]) -> list[str]:
-    lines = columns("setting", "costs", "published", "simulated", "deviation", "goal: within 15%")
+    lines = columns("setting", "published", "simulated", "deviation", "goal: within 15%")
     for one in found:
         low, high = one.row.published
-        told = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+        told = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
         verdict = "met" if abs(one.deviation) <= GOAL else "missed"
-        lines.append(row(one.row.name, one.how, told, f"{one.ratio:.2f}", f"{one.deviation:+.0%}", verdict))
+        lines.append(row(one.row.name, told, f"{one.ratio:.2f}", f"{one.deviation:+.0%}", verdict))
     lines += [
         "",
         *columns("setting", "source", "assumed", "mean reply tokens", "synchronous step: simulated (published)"),
     ]
-    for one in {one.row.name: one for one in found}.values():
+    for one in found:
         phases = one.row.sync_s
-        told = f"generation {generation_s(one.sync):.0f} s" + (f" ({phases[0]:.0f} s)" if phases else "")
-        told += f", all {one.sync.mean_step_s:.0f} s" + (f" ({sum(phases):.0f} s)" if phases else "")
-        lines.append(row(one.row.name, one.row.source, one.row.assumed, f"{one.row.tokens:,.0f}", told))
-    return lines
+        told = f"generation {generation_s_of(one.sync):.0f} s" + (f" ({phases[0]:.0f} s)" if phases else "")
+        told += f", all {one.sync.mean_step_s:.0f} s" + (
+            f" ({sum(phases) + one.row.reference_s[0]:.0f} s)" if phases else ""
+        )
+        assumed = one.row.assumed + (f"; 1/{one.row.scale} of groups and GPUs" if one.row.scale > 1 else "")
+        lines.append(row(one.row.name, one.row.source, assumed, f"{one.row.tokens:,.0f}", told))
+    return [*lines, "", NOT_SIMULATED]
 
 
 LARGE = ScheduleConfig(max_staleness=4, groups_per_step=512, group_size=16, window=512)
@@ -182,7 +186,7 @@ def draw(runs: Sequence[tuple[str, float, float]], others: Sequence[Compared]) -
     with picture("simulate", width=10, height=5.2, panels=2) as (left, right):
         for axes, points, title in (
             (left, [(name, seen, told) for name, seen, told in runs], "seconds a step, this machine"),
-            (right, [(f"{one.row.name}, {one.how}", sum(one.row.published) / 2, one.ratio) for one in others],
+            (right, [(one.row.name, sum(one.row.published) / 2, one.ratio) for one in others],
              "asynchronous over synchronous, published"),
         ):  # fmt: skip
             top = 1.15 * max(max(seen, told) for _, seen, told in points)
@@ -201,24 +205,26 @@ def main(arguments: Sequence[str] | None = None) -> Mapping[str, Sequence[str]]:
     parser.add_argument("--groups", type=int, default=8, help="a step. Now: 8")
     parser.add_argument("--siblings", type=int, default=8, help="of a group. Now: 8")
     parser.add_argument("--latency-s", type=float, default=1.0, help="of a tool call, in the mean. Now: 1")
-    parser.add_argument("--published-steps", type=int, default=3, help="of each simulation; 0 leaves them out. Now: 3")
+    parser.add_argument(
+        "--turnovers", type=int, default=4, help="of the episodes in flight, simulated; 0: none. Now: 4"
+    )
     parser.add_argument("--no-runs", action="store_true", help="only what is simulated")
     parser.add_argument(
         "--smoke", action="store_true", help="seconds: the smallest published row, and nothing is written"
     )
     chosen = parser.parse_args(arguments)
     if chosen.smoke:
-        return {"published": of_others(compare((replace(APRIL, groups=4, group_size=4),), 2, CONSOLE.print))}
+        return {"published": of_others(list(compare((replace(APRIL, groups=4, group_size=4),), 2, CONSOLE.print)))}
     sections: dict[str, Sequence[str]] = {}
     runs: list[tuple[str, float, float]] = []
     others: list[Compared] = []
     if not chosen.no_runs:
         sizes = chosen.groups, chosen.siblings
         sections["This machine"], runs = of_this_machine(sizes, steps=chosen.steps, latency_s=chosen.latency_s)
-    if chosen.published_steps:
-        others = compare((*ROWS, APRIL), chosen.published_steps, CONSOLE.print)
+    if chosen.turnovers:
+        others = list(compare((*ROWS, APRIL), chosen.turnovers, CONSOLE.print))
         sections["Published ratios"] = of_others(others)
-        sections["Large fleets"] = of_size(chosen.published_steps)
+        sections["Large fleets"] = of_size(chosen.turnovers)
     lines = [line for title, section in sections.items() for line in (f"## {title}", "", *section, "")]
     write("simulate", "The simulation beside what was measured", lines)
     if runs and others:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from rich.console import Console
 from rich.table import Table
 
-from afterimage.config import ConfigError, ScheduleConfig, nearest
+from afterimage.config import ConfigError, OldLogpsConfig, ScheduleConfig, nearest
 from afterimage.plan.costs import Proportional
 from afterimage.plan.plan_command import add_plan
 from afterimage.plan.workload import Constant, Distribution, LogNormal, Workload
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 NAMES = """what --set takes, NAME=VALUE:
   schedule.    max_staleness, groups_per_step, group_size, window: as afterimage train has them
-  fleet.       engines, max_running, keep_cache, colocated, failures_per_hour, restart_s
+  fleet.       engines, max_running, cache_tokens, keep_cache, colocated, failures_per_hour, restart_s
   workload.    prompt_tokens, turns, reply_tokens, tool_tokens, tool_s: a number, or log-normal as MEAN~SIGMA (SIGMA
-               of the logarithm), or MEAN~SIGMA<MOST (cut there, the mean kept); max_tokens, timeout_s, retries
+               of the logarithm), or MEAN~SIGMA<MOST (cut there, the mean kept); prompt_share, max_tokens, timeout_s,
+               retries
   costs.       in seconds: decode, decode_reply, decode_context (a decoding step, by reply, by token of context),
-               prefill_token, train, train_token, old, old_token, old_version_token, publish, load
+               prefill_token, train, train_token, optimizer_s, old, old_token, old_version_token, publish, load
 
   afterimage simulate --like runs/x --set schedule.max_staleness=4
   afterimage simulate --set fleet.engines=64 "workload.reply_tokens=4000~1<32000" "workload.tool_s=5~1.2" \\
@@ -54,13 +55,16 @@ def add(verbs: Any) -> None:
 
 def _simulate(chosen: argparse.Namespace) -> int:
     from afterimage.plan.measured import Setting, like
+    from afterimage.plan.parts import needs
+    from afterimage.plan.route_costs import ROUTES
     from afterimage.plan.simulate import Fleet, simulate
 
     given = parse(chosen.set, {"schedule": ScheduleConfig, "fleet": Fleet, "workload": Workload, "costs": Proportional})
     if chosen.like:
         setting = like(chosen.like)
     else:
-        setting = Setting(Workload(), Fleet(), ScheduleConfig(), Proportional())
+        route = needs(ROUTES[OldLogpsConfig().route])
+        setting = Setting(Workload(), Fleet(), ScheduleConfig(), Proportional(), route)
         for needed in ("decode", "train"):
             if not any(name.startswith(needed) for name in given["costs"]):
                 raise ConfigError(
@@ -76,7 +80,7 @@ def _simulate(chosen: argparse.Namespace) -> int:
     setting = replace(setting, **{name: replace(getattr(setting, name), **changes) for name, changes in given.items()})
     steps = chosen.steps or 21 + setting.schedule.max_staleness
     parts = setting.workload, setting.fleet, setting.schedule, setting.costs
-    outcome = simulate(*parts, steps=steps, seed=chosen.seed)
+    outcome = simulate(*parts, steps=steps, seed=chosen.seed, needs=setting.needs)
     console = Console(soft_wrap=True, highlight=False)
     console.print(table(outcome))
     console.print(outcome.bottleneck)
@@ -131,7 +135,7 @@ def table(outcome: "Outcome") -> Table:
     low, high = min(outcome.steady_s), max(outcome.steady_s)
     ages = ", ".join(f"{age}: {tokens:,}" for age, tokens in outcome.staleness_histogram.items())
     rows = {
-        "seconds per step": f"{outcome.seconds_per_step:.3g} ({low:.3g} to {high:.3g}), mean {outcome.mean_step_s:.3g}",
+        "seconds per step": f"{outcome.mean_step_s:.3g} in the mean ({low:.3g} to {high:.3g})",
         "groups": f"{60 * outcome.groups_per_s:.3g} a minute",
         "tokens": f"{outcome.trained_tokens_per_s:,.0f} trained a second, {outcome.sampled_tokens_per_s:,.0f} sampled",
         "engines": f"busy {outcome.engine_busy_share:.0%}",

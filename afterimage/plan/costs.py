@@ -19,6 +19,8 @@ class Proportional:
     """One batch, whatever is in it."""
     train_token: float = 0.0
     """What every token of a batch adds."""
+    optimizer_s: float = 0.0
+    """Of that, what comes once the engines have the version before."""
     old: float = 0.0
     """Old log-probabilities of one batch."""
     old_token: float = 0.0

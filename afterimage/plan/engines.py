@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from itertools import count
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -48,14 +48,25 @@ class Reply:
         self.since = 0
 
 
-class Engine:
-    """A processor-sharing server. At most `max_running` replies run, further ones wait in order.
+class Places(NamedTuple):
+    """Replies that run at most, and tokens that there is memory for (0: for as many contexts as run at most)."""
 
-    It has as many places for contexts: those of episodes that wait for their environment give way to running ones,
-    the oldest first.
+    replies: int
+    tokens: int = 0
+
+
+_SPARE = 0.01
+"""Share of the memory that is left free when a reply is let in, so that it is not the next one out."""
+
+
+class Engine:
+    """A processor-sharing server. As many replies run as there are `Places` for, further ones wait in order.
+
+    Contexts of episodes that wait for their environment give way to running ones, the oldest first. Where these grow
+    beyond the memory, the newest waits again, and is computed again.
     """
 
-    def __init__(self, world: World, costs: EngineCosts, max_running: int, number: int) -> None:
+    def __init__(self, world: World, costs: EngineCosts, places: Places, number: int) -> None:
         self.number = number
         self.busy = 0
         """Replies that are its own: running, waiting, or held while it stands still."""
@@ -65,11 +76,13 @@ class Engine:
         self.prompts: set[int] = set()
         """Groups whose prompt it has computed."""
         self.busy_s, self.prefill_tokens, self.sampled, self.lost = 0.0, 0, 0, 0
-        self._world, self._costs, self._most = world, costs, max_running
+        self._world, self._costs, self._places = world, costs, places
         self._running: list[tuple[int, int, Reply]] = []
         self._order = count()
         self._waiting: deque[Reply] = deque()
-        self._kept: dict[int, Reply] = {}
+        self._kept: dict[int, tuple[Reply, int]] = {}
+        """With the tokens that it held when it was complete."""
+        self._held = 0
         self._steps = self._context = 0
         self._at = self._decoded = 0.0
         """When its next step can begin, and when its last one ended: contexts are computed in between."""
@@ -82,13 +95,15 @@ class Engine:
     def take(self, reply: Reply) -> None:
         """A reply to sample; it waits while the engine stands still or is full."""
         self._count(1)
-        self._kept.pop(reply.episode, None)
-        if self.standing or len(self._running) >= self._most:
+        self.forget(reply.episode)
+        if not self.standing:
+            self._advance(self._world.now)
+        if self.standing or self._waiting or not self._fits(reply) or not self._ahead():  # that are told first
             self._waiting.append(reply)
-            return
-        self._advance(self._world.now)
-        self._join(reply)
-        self._schedule()
+        else:
+            self._join(reply)
+        if not self.standing:
+            self._schedule()
 
     def stand(self) -> float:
         """Stop at the end of the step: everybody gets what there is of their replies. When that is."""
@@ -99,10 +114,10 @@ class Engine:
         self.busy_s -= max(0.0, self._at - max(self._decoded, self._world.now))  # contexts that nobody needs now
         self._at = max(self._decoded, self._world.now)
         interrupted = [reply for _, _, reply in sorted(self._running)]
-        self._running, self._context = [], 0
+        self._running = []
         for reply in interrupted:
             fresh = reply.since == self._steps
-            self._piece(reply, complete=False)
+            reply.done(self._leave(reply), False)
             if fresh:  # its context may not have been computed to its end
                 reply.cached = 0
                 self.prompts.discard(reply.group)
@@ -117,9 +132,10 @@ class Engine:
         self._at = self._decoded = self._world.now
         if not keep_cache:
             self.prompts.clear()
-            for reply in (*self._kept.values(), *self._waiting):
+            for reply in self._waiting:
                 reply.cached = 0
-            self._kept.clear()
+            for episode in list(self._kept):
+                self._lose(episode)
         self._admit()
         self._schedule()
 
@@ -131,11 +147,12 @@ class Engine:
         homeless = [reply for _, _, reply in sorted(self._running)]
         self.lost += sum(self._steps - reply.since for reply in homeless)
         homeless += self._waiting
-        for reply in (*homeless, *self._kept.values()):
+        for reply in homeless:
             reply.cached, reply.engine = 0, None
         self._running, self._context, self.busy, self.up = [], 0, 0, False
         self._waiting.clear()
-        self._kept.clear()
+        for episode in list(self._kept):
+            self._lose(episode)
         self.prompts.clear()
         return homeless
 
@@ -161,13 +178,48 @@ class Engine:
         reply.engine, reply.since = self, self._steps
         heapq.heappush(self._running, (self._steps + reply.left, next(self._order), reply))
         self._context += reply.context
-        while self._kept and len(self._kept) + len(self._running) > self._most:
-            evicted = self._kept.pop(next(iter(self._kept)))
-            evicted.cached = 0
+        self._evict()
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._most:
+        while self._waiting and self._fits(self._waiting[0]):
             self._join(self._waiting.popleft())
+
+    def _fits(self, reply: Reply) -> bool:
+        (most, tokens), running = self._places, len(self._running)
+        room = not tokens or self._context + reply.context + running + 1 <= (1 - _SPARE) * tokens
+        return not running or (running < most and room)
+
+    def _ahead(self) -> int:
+        """Steps until somebody is complete, or there is no memory left; where one runs, there is enough."""
+        if not (running := len(self._running)):
+            return 1
+        steps = self._running[0][0] - self._steps
+        return steps if not self._places.tokens or running == 1 else min(steps, self._room() // running)
+
+    def _room(self) -> int:
+        return max(0, self._places.tokens - self._context)
+
+    def _evict(self) -> None:
+        """What is kept gives way to what runs, and that to itself."""
+        most, tokens = self._places
+        while self._kept and (
+            self._held + self._context > tokens if tokens else len(self._kept) + len(self._running) > most
+        ):
+            self._lose(next(iter(self._kept)))
+        while tokens and len(self._running) > 1 and self._room() < len(self._running):
+            newest = max(self._running, key=lambda one: one[1])
+            self._running.remove(newest)
+            heapq.heapify(self._running)
+            newest[2].done(self._leave(newest[2]), False)
+            newest[2].cached = 0
+            self._waiting.appendleft(newest[2])
+
+    def _lose(self, episode: int) -> None:
+        """A context that was kept."""
+        reply, _ = self._kept[episode]
+        self.forget(episode)
+        if reply.engine is self:
+            reply.cached = 0
 
     def _advance(self, now: float) -> None:
         """Do the steps that have begun by `now`; the state is then that at the end of the last of them."""
@@ -175,7 +227,7 @@ class Engine:
             self._at = max(self._at, now)
             self._decoded = max(self._decoded, self._at) if not self._running else self._decoded
             return
-        most, ahead = self._running[0][0] - self._steps, now - self._at
+        most, ahead = self._ahead(), now - self._at
         steps = 1
         for _ in range(3):
             steps = min(most, max(1, math.ceil(ahead / self._step_s(steps) - 1e-9)))
@@ -199,41 +251,46 @@ class Engine:
         self._context += steps * len(self._running)
 
     def _schedule(self) -> None:
-        """Be here again when the next reply is complete."""
+        """Be here again when the next reply is complete, or the memory full."""
         self._turn += 1
         if not self._running:
             return
-        steps, turn = self._running[0][0] - self._steps, self._turn
+        steps, turn = self._ahead(), self._turn
         due = self._at + steps * self._step_s(steps) if steps else self._at
         self._world.at(due, lambda: self._complete(turn))
 
     def _complete(self, turn: int) -> None:
         if turn != self._turn:
             return
-        if steps := self._running[0][0] - self._steps:
+        if steps := self._ahead():
             self._do(steps)
         finished = []
         while self._running and self._running[0][0] <= self._steps:
-            finished.append(heapq.heappop(self._running)[2])
-        self._admit()
-        for reply in finished:
-            self._context -= reply.context + self._steps - reply.since
+            reply = heapq.heappop(self._running)[2]
             self._count(-1)
-            self._kept[reply.episode] = reply
-            self._piece(reply, complete=True)
+            finished.append((reply, self._leave(reply)))
+            self._held += reply.context
+            self._kept[reply.episode] = reply, reply.context
+        self._evict()
+        self._admit()
+        for reply, tokens in finished:
+            reply.done(tokens, True)
         self._schedule()
 
-    def _piece(self, reply: Reply, *, complete: bool) -> None:
+    def _leave(self, reply: Reply) -> int:
+        """It runs no longer. The tokens that it got."""
         tokens = self._steps - reply.since
         self.sampled += tokens
         reply.left -= tokens
         reply.context += tokens
         reply.cached = reply.context
-        reply.done(tokens, complete)
+        self._context -= reply.context
+        return tokens
 
     def forget(self, episode: int) -> None:
-        """It is over: its context gives way first."""
-        self._kept.pop(episode, None)
+        """The context of an episode that is over, or runs again, is kept no longer."""
+        if episode in self._kept:
+            self._held -= self._kept.pop(episode)[1]
 
 
 class Engines:

@@ -46,6 +46,7 @@ class Episode:
 
     def _begin(self) -> None:
         self.number = next(self.rollout.numbers)
+        self.rollout.episodes[self.number] = self
         self.pieces: list[tuple[int, int]] = []
         self.turn = 0
         self.reply = Reply(self.number, self.siblings.number, self.shape.prompt, self._said)
@@ -131,8 +132,8 @@ class SimulatedRollout:
         self.numbers = count()
         self.spent = Stopwatch()
         self.lives = Lives()
-        self.finished: dict[int, Episode] = {}
-        """By number, until they are trained on."""
+        self.episodes: dict[int, Episode] = {}
+        """By number, until they are trained on or given up."""
         self._ledger, self._seed = ledger, seed
         self._samples: dict[int, Sampled] = {}
         self._random = np.random.default_rng([seed, 2])
@@ -164,6 +165,11 @@ class SimulatedRollout:
     def gave_up(self, episode: Episode) -> None:
         self.lives.failed += 1
         self._ledger.settle([episode.number])
+        del self.episodes[episode.number]
+
+    def length(self, number: int) -> int:
+        """Tokens of an episode so far."""
+        return self.episodes[number].reply.context
 
     def _sampled(self, version: int) -> Sampled:
         if version not in self._samples:
@@ -171,6 +177,5 @@ class SimulatedRollout:
         return self._samples[version]
 
     def _trajectory(self, episode: Episode, task: Task) -> Trajectory:
-        self.finished[episode.number] = episode
         sampled = (self._sampled(version) for version, _ in episode.pieces)
         return Trajectory((Given(_ONE), *sampled), {}, "done", task, 0, episode.number)

@@ -13,7 +13,10 @@ import numpy as np
 from afterimage.config import ConfigError, ScheduleConfig
 from afterimage.journal import Journal
 from afterimage.observe.metrics import TRAJECTORIES, RunFolder
+from afterimage.old_logps import Needs
 from afterimage.plan.costs import Proportional
+from afterimage.plan.parts import needs
+from afterimage.plan.route_costs import ROUTES
 from afterimage.plan.simulate import Fleet
 from afterimage.plan.workload import Constant, LogNormal, Shape, Spoken, Workload
 from afterimage.trajectory import Sampled, Trajectory
@@ -31,16 +34,16 @@ class Setting:
     fleet: Fleet
     schedule: ScheduleConfig
     costs: Proportional
+    needs: Needs
 
 
 def like(run: Path) -> Setting:
     """The setting of a run, its episodes as they were, and what things cost in it.
 
     The engine's busy time is fitted, without negative terms, to its steps, the replies in them, and the context tokens
-    it computed; the trainer's (all between two waits for groups but scoring, publishing and checkpoints) to the tokens
-    of a batch. The time of tools is in no journal: it is `task.latency_s`. Publishing is counted as time in which
-    engines stand still, for the run folder does not tell its parts apart. Raises `ConfigError` for a run that is too
-    short, or pauses generation to score.
+    it computed; the trainer's scoring and training to the tokens of a batch. A tool's time is what all of them took,
+    over their calls, with the spread of `task.latency_sigma`. Raises `ConfigError` for a run that is too short, or
+    pauses generation to score, for its records do not tell how long.
     """
     folder = RunFolder(run)
     config = folder.config()
@@ -49,15 +52,15 @@ def like(run: Path) -> Setting:
         raise ConfigError(
             f"{run} has {len(rows)} steps with the engine's counters; a fit needs more than {LEAST_STEPS}"
         )
-    if config["old_logps"]["route"] == "interrupt_sync":
-        raise ConfigError(
-            f"{run} pauses generation to score (interrupt_sync), which is not simulated; use another route"
-        )
+    route = config["old_logps"]["route"]
+    holds = needs(ROUTES[config["old_logps"]["fallback"] if route == "eager" else route])
+    if holds.closing:
+        raise ConfigError(f"{run} pauses generation to score, and does not record for how long: use a run without")
     engine, count = config["engine"], max(1, len(config["engine"].get("urls", "").split()))
     fleet = Fleet(engines=count, max_running=engine["max_running"], keep_cache=engine.get("keep_cache", False))
     schedule = ScheduleConfig(**config["schedule"])
-    versions = _versions(folder)
-    return Setting(_workload(run, config), fleet, schedule, _costs(rows[1:], _spent(folder), versions, count))
+    costs = _costs(rows[1:], _spent(folder), _versions(folder), count)
+    return Setting(_workload(run, config, rows[schedule.max_staleness + 1 :] or rows), fleet, schedule, costs, holds)
 
 
 def _costs(
@@ -73,7 +76,7 @@ def _costs(
         raise ConfigError("the run's events do not tell what its trainer did when: events.jsonl is not whole")
     tokens = np.array([row["rollout/episodes"] * row["rollout/tokens_mean"] for row in known])
     further = tokens * np.array([max(0.0, versions[row["step"]] - 1) for row in known])
-    lanes = {lane: np.array([spent[row["step"]][lane] for row in known]) for lane in ("trainer", "old_logps")}
+    lanes = {lane: np.array([spent[row["step"]][lane] for row in known]) for lane in spent[known[0]["step"]]}
     train, train_token = fit(lanes["trainer"], [np.ones(len(known)), tokens])
     old, old_token, old_version_token = fit(lanes["old_logps"], [np.ones(len(known)), tokens, further])
     return Proportional(
@@ -85,7 +88,9 @@ def _costs(
         old=old,
         old_token=old_token,
         old_version_token=old_version_token,
-        load=median(spent[row["step"]]["publish"] for row in known),
+        optimizer_s=median(lanes["optimizer"]),
+        publish=median(lanes["publish"]),
+        load=median(lanes["standstill"]),
     )
 
 
@@ -109,25 +114,37 @@ def fit(values: np.ndarray, terms: Sequence[np.ndarray]) -> list[float]:
 
 
 def _spent(folder: RunFolder) -> dict[int, dict[str, float]]:
-    """Seconds of the trainer's side by step: `old_logps`, `publish`, and all else as `trainer`."""
-    lanes: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    begun, ended = dict[int, float](), dict[int, float]()
+    """Seconds by step: of scoring, training and its optimizer, and of its version's publication by where it goes on.
+
+    What of the trainer's spans waits for its thread, which has the version before at the time, is left out.
+    """
+    spans: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for event in folder.rows("events.jsonl"):
         number = event.get("label", "").rpartition(" ")[2]
-        if event.get("kind") != "span" or not number.isdigit():
-            continue
-        step = int(number)
-        lanes[step][event["lane"]] += event["end"] - event["start"]
-        if event["lane"] == "wait":
-            begun[step] = event["end"]
-        elif event["lane"] == "publish":
-            ended[step] = event["end"]
-    spent = {}
-    for step in begun.keys() & ended.keys():
-        of = lanes[step]
-        besides = of["old_logps"] + of["publish"] + of["checkpoint"]
-        spent[step] = {**of, "old_logps": of["old_logps"], "trainer": max(0.0, ended[step] - begun[step] - besides)}
-    return spent
+        if event.get("kind") == "span" and number.isdigit():
+            spans[event["lane"], int(number)].append((event["start"], event["end"]))
+    thread = {
+        step: (published[0][0], spans["standstill", step][0][0])
+        for (lane, step), published in list(spans.items())
+        if lane == "publish" and ("standstill", step) in spans
+    }
+
+    def work(lane: str, step: int, every: slice = slice(None)) -> float:
+        start, end = thread.get(step - 1, (0.0, 0.0))
+        worked = sorted(spans[lane, step])[every]
+        return sum(until - since - max(0.0, min(until, end) - max(since, start)) for since, until in worked)
+
+    return {
+        step: {
+            "old_logps": work("old_logps", step),
+            "trainer": work("trainer", step),
+            "optimizer": work("trainer", step, slice(1, None, 2)),
+            "publish": end - start,
+            "standstill": work("standstill", step),
+        }
+        for step, (start, end) in thread.items()
+        if ("trainer", step) in spans
+    }
 
 
 def _versions(folder: RunFolder) -> dict[int, float]:
@@ -138,7 +155,7 @@ def _versions(folder: RunFolder) -> dict[int, float]:
     return {step: fmean(counts) for step, counts in found.items()}
 
 
-def _workload(run: Path, config: Row) -> Workload:
+def _workload(run: Path, config: Row, rows: Sequence[Row]) -> Workload:
     task, rollout = config["task"], config["rollout"]
     groups: dict[int, list[Shape]] = defaultdict(list)
     with Journal.read(run) as journal:
@@ -146,17 +163,19 @@ def _workload(run: Path, config: Row) -> Workload:
             groups[kept.group].append(shape(kept.trajectory))
     if not groups:
         raise ConfigError(f"the journal of {run} has no finished episode")
-    wait = LogNormal(task["latency_s"], task["latency_sigma"]) if task.get("latency_s") else Constant(0)
+    calls = fmean(sum(turn.waits for turn in one.turns) for siblings in groups.values() for one in siblings)
+    calls *= sum(row["rollout/episodes"] for row in rows)
+    mean = sum(row.get("rollout/tools_s", 0.0) for row in rows) / max(1.0, calls)
     return Workload(
         recorded=tuple(tuple(shapes) for _, shapes in sorted(groups.items())),
-        tool_s=wait,
+        tool_s=LogNormal(mean, task["latency_sigma"]) if task.get("latency_s") else Constant(mean),
         timeout_s=rollout["timeout_s"],
         retries=rollout["retries"],
     )
 
 
 def shape(trajectory: Trajectory) -> Shape:
-    """What it cost: its tokens by turn. Its tool calls are spread evenly over its turns."""
+    """What it cost: its tokens by turn. Its tool calls are spread evenly over its turns; uncounted, one a turn."""
     prompt, replies, given = 0, list[int](), list[int]()
     speaking = False
     for piece in trajectory.pieces:
@@ -172,6 +191,6 @@ def shape(trajectory: Trajectory) -> Shape:
             speaking = False
         else:
             prompt += len(piece.tokens)
-    each, more = divmod(round(trajectory.facts.get("tool_calls", 0)), max(1, len(replies)))
+    each, more = divmod(round(trajectory.facts.get("tool_calls", len(replies))), max(1, len(replies)))
     turns = zip(replies, given, strict=True)
     return Shape(prompt, tuple(Spoken(reply, after, each + (n < more)) for n, (reply, after) in enumerate(turns)))

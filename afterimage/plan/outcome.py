@@ -33,7 +33,7 @@ class Outcome:
     trainer_busy_share: float
     """Training, old log-probabilities and making versions ready."""
     trainer_wait_share: float
-    """Waiting for groups. What is left is taking versions up."""
+    """Waiting for groups. What is left is waiting until the engines have the version before."""
     old_logps_share: float
     staleness_histogram: Mapping[int, int]
     """Trained tokens by age in versions, over the whole run."""

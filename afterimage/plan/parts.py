@@ -1,8 +1,8 @@
 """What stands behind the loop's Protocols in a simulated run: it takes time on the clock, and does nothing else."""
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -14,6 +14,7 @@ from afterimage.old_logps import Needs
 from afterimage.parts import Parts
 from afterimage.plan.engines import EngineCosts, Engines
 from afterimage.plan.episodes import SimulatedRollout
+from afterimage.plan.route_costs import RouteCost
 from afterimage.plan.world import World
 from afterimage.trajectory import Batch, Group, Handout, Open
 
@@ -31,6 +32,11 @@ class Costs(EngineCosts, Protocol):
 
     def train_s(self, tokens: int) -> float:
         """Forward, backward and optimizer step of a batch of so many tokens, prompts included."""
+        ...
+
+    @property
+    def optimizer_s(self) -> float:
+        """Of that the optimizer's share, which comes once the engines have the version before."""
         ...
 
     def old_logps_s(self, tokens: int, versions: float) -> float:
@@ -53,8 +59,10 @@ class SimulatedParts(Parts):
         trainer = cast(Any, self.trainer)
         async with trainer.thread:
             result = function(*arguments)
-            owed, trainer.owed_s = trainer.owed_s, 0.0
-            await cast(Any, self.worker).sleep(owed)
+            owed, trainer.owed = trainer.owed, defaultdict(float)
+            await cast(Any, self.worker).sleep(sum(owed.values()))
+            for what, seconds in owed.items():
+                trainer.spent[what] += seconds
         return result
 
     async def aside(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -100,12 +108,14 @@ class Idle:
 
 
 class SimulatedRoute:
-    """A route that costs what `Costs.old_logps_s` says. `closing` makes the loop hold generation while it trains."""
+    """A route that costs what `Costs.old_logps_s` says, and holds up generation and training as its `needs` do."""
 
-    def __init__(self, *, closing: bool) -> None:
-        self.needs = Needs(closing=closing, snapshots=not closing)
+    def __init__(self, needs: Needs, trainer: "SimulatedTrainer") -> None:
+        self.needs, self._trainer = needs, trainer
 
-    def closing(self, policy: Any, waiting: Sequence[Open]) -> None: ...
+    def closing(self, policy: Any, waiting: Sequence[Open]) -> None:
+        """One version of what is open: each of these episodes as far as it is."""
+        self._trainer.score(self._trainer.rollout.length(number) for number in {piece.episode for piece in waiting})
 
     def publishing(self, policy: Any) -> None: ...
 
@@ -113,6 +123,11 @@ class SimulatedRoute:
 
     def events(self) -> Iterator[Any]:
         return iter(())
+
+
+def needs(route: RouteCost) -> Needs:
+    """What the loop reads of a route. Work in idle time is the planner's to count."""
+    return Needs(closing=route.closing, snapshots=route.chain)
 
 
 @dataclass(slots=True)
@@ -124,41 +139,54 @@ class Consumed:
 
 
 class SimulatedTrainer:
-    """Takes `Costs.train_s` and `Costs.old_logps_s`; `owed_s` is what has not passed on the clock yet."""
+    """Takes `Costs.train_s` and `Costs.old_logps_s`. Where engines are its own devices, they stand while it works."""
 
     parts = (None,)
 
-    def __init__(self, costs: Costs, rollout: SimulatedRollout, *, colocated: bool) -> None:
-        self.owed_s = 0.0
+    def __init__(self, costs: Costs, rollout: SimulatedRollout, *, closing: bool, colocated: bool) -> None:
+        self.owed: dict[str, float] = defaultdict(float)
+        """Seconds that have not passed on the clock yet, by what for."""
+        self.spent: dict[str, float] = defaultdict(float)
         self.thread = asyncio.Lock()
         """There is one: what comes while it is taken waits its turn."""
         self.batches: list[Consumed] = []
         self.ages: Counter[int] = Counter()
         self.rollout = rollout
-        self._costs, self._colocated = costs, colocated
+        self._costs, self._closing, self._colocated = costs, closing, colocated
 
     def prepare(self, batch: Batch) -> "SimulatedTrainer":
         consumed, versions, now = Consumed(), 0, self.rollout.world.now
-        latest = len(self.batches)
+        latest, unscored = len(self.batches), list[int]()
+        if self._colocated:
+            self.owed["stand"] += self.rollout.engines.stand() - now
         for number in batch.episodes:
-            episode = self.rollout.finished.pop(number)
+            episode = self.rollout.episodes.pop(number)
             consumed.tokens += episode.shape.tokens
             consumed.sampled += episode.shape.sampled
-            versions += len({version for version, _ in episode.pieces})
+            held = {version for version, _ in episode.pieces}
+            versions += len(held)
+            if latest in held:
+                unscored.append(episode.shape.tokens)
             for version, tokens in episode.pieces:
                 self.ages[latest - version] += tokens
             self.rollout.lives.ready_s += now - episode.ended
         self.batches.append(consumed)
-        self.owed_s += self._costs.old_logps_s(consumed.tokens, versions / len(batch.episodes))
+        if self._closing:  # what earlier versions sampled of it was scored when they were left
+            self.score(unscored)
+        else:
+            self.owed["old_logps"] += self._costs.old_logps_s(consumed.tokens, versions / len(batch.episodes))
         return self
 
+    def score(self, lengths: Iterable[int]) -> None:
+        """Under one version."""
+        if tokens := sum(lengths):
+            self.owed["old_logps"] += self._costs.old_logps_s(tokens, 1.0)
+
     def backward(self, part: None) -> None:
-        if not self._colocated:
-            self.owed_s += self._costs.train_s(self.batches[-1].tokens)
+        self.owed["train"] += self._costs.train_s(self.batches[-1].tokens) - self._costs.optimizer_s
 
     def step(self) -> None:
-        if self._colocated:
-            self.owed_s += self._costs.train_s(self.batches[-1].tokens)
+        self.owed["train"] += self._costs.optimizer_s
 
     def points(self) -> Iterator[Any]:
         return iter(())
@@ -179,7 +207,7 @@ class SimulatedPublisher:
 
     def prepare(self, policy: Any, live: Collection[int] = ()) -> None:
         if policy.version:
-            self._trainer.owed_s += self._costs.publish_s()
+            self._trainer.owed["publish"] += self._costs.publish_s()
 
     async def interrupt(self) -> None:
         await self._world.sleep(self._engines.stand() - self._world.now)
@@ -195,30 +223,30 @@ class SimulatedPublisher:
 
 
 class Lanes:
-    """Keeps when steps end, how long each lane of the loop took, and what the engines had done by then."""
+    """Keeps when steps end, and seconds by then: of the loop's waiting, of the trainer's thread, and of `engines`."""
 
-    def __init__(self, world: World, engines: Engines) -> None:
-        self._world, self._engines = world, engines
+    def __init__(self, world: World, engines: Engines, trainer: SimulatedTrainer) -> None:
+        self._world, self._engines, self._trainer = world, engines, trainer
         self.ends: list[float] = [0.0]
-        self.lanes: list[dict[str, float]] = []
-        self.busy: list[float] = [0.0]
-        self._lane: dict[str, float] = {}
+        self._waited = 0.0
+        self._seconds: list[dict[str, float]] = [{}]
 
     @contextmanager
     def span(self, lane: str, label: str) -> Iterator[None]:
         began = self._world.now
         yield
-        self._lane[lane] = self._lane.get(lane, 0.0) + self._world.now - began
+        if lane == "wait":
+            self._waited += self._world.now - began
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.ends.append(self._world.now)
-        self.lanes.append(self._lane)
-        self.busy.append(sum(engine.busy_s for engine in self._engines.members))
-        self._lane = {}
+        busy = sum(engine.busy_s for engine in self._engines.members)
+        self._seconds.append({**self._trainer.spent, "wait": self._waited, "engines": busy})
 
     def share(self, lane: str, since: int) -> float:
         """Of the time from the end of a step on."""
-        return sum(lanes.get(lane, 0.0) for lanes in self.lanes[since:]) / (self.ends[-1] - self.ends[since])
+        spent = self._seconds[-1].get(lane, 0.0) - self._seconds[since].get(lane, 0.0)
+        return spent / (self.ends[-1] - self.ends[since])
 
     def learnt(self, step: int, *, points: Any, events: Any) -> None: ...
 

@@ -7,7 +7,7 @@ one has a coroutine, a context and journal rows for each episode, which hundreds
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, cast
 
@@ -16,7 +16,8 @@ import numpy as np
 from afterimage import loop, virtual
 from afterimage.checkpoint import Stand
 from afterimage.config import CheckpointConfig, ConfigError, EvalConfig, RunConfig, ScheduleConfig
-from afterimage.plan.engines import Engine, Engines
+from afterimage.old_logps import Needs
+from afterimage.plan.engines import Engine, Engines, Places
 from afterimage.plan.episodes import SimulatedRollout
 from afterimage.plan.outcome import Outcome
 from afterimage.plan.parts import (
@@ -40,46 +41,61 @@ __all__ = [
 ]  # fmt: skip
 
 
+_WAITS = Needs()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
     """The engines."""
 
     engines: int = 1
     max_running: int = 128
-    """Replies that one engine runs at the same time, and contexts it keeps."""
+    """Replies that one engine runs at the same time."""
+    cache_tokens: int = 0
+    """Tokens of context that one engine has memory for, those of waiting episodes included; 0: `max_running` contexts,
+    however long."""
     keep_cache: bool = False
     """Contexts are not computed again under a new version, as `engine.keep_cache`."""
     colocated: bool = False
-    """They are the trainer's own processors: generation stands still from the backward pass to the new version."""
+    """They are the trainer's own devices: generation stands still from a batch's scoring to the new version."""
     failures_per_hour: float = 0.0
     """Deaths of one engine. Its replies go on elsewhere from what they had said before."""
     restart_s: float = 120.0
     """Until an engine that died is there again; it gets weights with the next version, as `engines.Several` does."""
 
     def __post_init__(self) -> None:
-        if self.engines < 1 or self.max_running < 1 or self.failures_per_hour < 0 or self.restart_s < 0:
-            raise ConfigError(
-                "a fleet has at least one engine with one place, and no negative times, got "
-                f"{self.engines} engines, max_running={self.max_running}, "
-                f"failures_per_hour={self.failures_per_hour:g} and restart_s={self.restart_s:g}"
-            )
+        if (
+            min(self.engines, self.max_running) < 1
+            or min(self.cache_tokens, self.failures_per_hour, self.restart_s) < 0
+        ):
+            raise ConfigError(f"a fleet has at least one engine with one place, and nothing negative, got {self}")
 
 
 def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how long and which
-    workload: Workload, fleet: Fleet, schedule: ScheduleConfig, costs: Costs, *, steps: int, seed: int = 0
+    workload: Workload,
+    fleet: Fleet,
+    schedule: ScheduleConfig,
+    costs: Costs,
+    *,
+    steps: int,
+    seed: int = 0,
+    needs: Needs = _WAITS,
 ) -> Outcome:
-    """So many steps of a run. The same arguments give the same outcome.
+    """So many steps of a run. The same arguments give the same outcome. `needs` are the route's (`parts.needs`).
 
     Raises `ConfigError` for settings that cannot be, `StalenessError` if the schedule broke its promise.
     """
     if steps < 2:
         raise ConfigError(f"a simulation takes at least 2 steps, for the first one fills the line, got {steps}")
     world = World()
-    members = [Engine(world, costs, fleet.max_running, number) for number in range(fleet.engines)]
+    places = Places(fleet.max_running, fleet.cache_tokens)
+    members = [Engine(world, costs, places, number) for number in range(fleet.engines)]
     engines = Engines(world, members, keep_cache=fleet.keep_cache, restart_s=fleet.restart_s)
-    ledger, lanes = Ledger(), Lanes(world, engines)
+    ledger = Ledger()
     rollout = SimulatedRollout(workload, world, engines, ledger=ledger, seed=seed)
-    trainer = SimulatedTrainer(costs, rollout, colocated=fleet.colocated)
+    trainer = SimulatedTrainer(costs, rollout, closing=needs.closing, colocated=fleet.colocated)
+    lanes = Lanes(world, engines, trainer)
+    needs = replace(needs, idle=False, snapshots=needs.snapshots and not fleet.colocated)
     publisher = SimulatedPublisher(costs, world, engines, trainer=trainer)
     config = RunConfig(
         recipe="simulated",
@@ -108,7 +124,7 @@ def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how 
             "rollout": rollout,
             "examination": rollout,
             "policy": Counted(),
-            "old": SimulatedRoute(closing=fleet.colocated),
+            "old": SimulatedRoute(needs, trainer),
             "trainer": trainer,
             "publisher": publisher,
             "auditor": Idle(),
@@ -131,8 +147,7 @@ def _credit(groups: Sequence[Group]) -> list[Credited]:
 def _outcome(lanes: Lanes, trainer: SimulatedTrainer, engines: Engines, schedule: ScheduleConfig) -> Outcome:
     steps = [after - before for before, after in zip(lanes.ends, lanes.ends[1:], strict=False)]
     filling = min(schedule.max_staleness + 1, len(steps) - 1)
-    elapsed = sum(steps[filling:])
-    waited, scored, trained = (lanes.share(lane, filling) for lane in ("wait", "old_logps", "trainer"))
+    scored = lanes.share("old_logps", filling)
     lives, batches, members = trainer.rollout.lives, trainer.batches[filling:], engines.members
     return Outcome(
         steps_s=tuple(steps),
@@ -145,9 +160,9 @@ def _outcome(lanes: Lanes, trainer: SimulatedTrainer, engines: Engines, schedule
         prefill_tokens=sum(engine.prefill_tokens for engine in members),
         failed_episodes=lives.failed,
         deaths=engines.deaths,
-        engine_busy_share=(lanes.busy[-1] - lanes.busy[filling]) / (elapsed * len(members)),
-        trainer_busy_share=trained + scored,
-        trainer_wait_share=waited,
+        engine_busy_share=lanes.share("engines", filling) / len(members),
+        trainer_busy_share=scored + lanes.share("train", filling) + lanes.share("publish", filling),
+        trainer_wait_share=lanes.share("wait", filling),
         old_logps_share=scored,
         staleness_histogram=dict(sorted(trainer.ages.items())),
         staleness_bound=schedule.staleness_bound,

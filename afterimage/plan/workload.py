@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from afterimage.limits import within
+
 Drawn = NDArray[np.float64]
 
 
@@ -38,11 +40,12 @@ class LogNormal:
     sigma: float
     most: float = math.inf
 
-    def draw(self, random: np.random.Generator, count: int) -> Drawn:
+    def draw(self, random: np.random.Generator, count: int, *, common: float = 0.0) -> Drawn:
+        """`common` is the share of the logarithm's variance that all of them have in common."""
         if not self.mean:
             return np.zeros(count)
-        drawn = np.exp(random.normal(math.log(self.mean) - self.sigma**2 / 2, self.sigma, count))
-        return np.minimum(drawn, self.most)
+        apart = math.sqrt(1 - common) * random.standard_normal(count) + math.sqrt(common) * random.standard_normal()
+        return np.minimum(np.exp(math.log(self.mean) - self.sigma**2 / 2 + self.sigma * apart), self.most)
 
     @classmethod
     def cut(cls, mean: float, sigma: float, most: float) -> "LogNormal":
@@ -117,6 +120,9 @@ class Workload:
     """Replies of an episode."""
     reply_tokens: Distribution = field(default_factory=lambda: LogNormal(1024.0, 0.8))
     """Tokens of a reply."""
+    prompt_share: float = 0.5
+    """Share of the variance of the logarithm of log-normal replies that the prompt decides, for all siblings: assumed.
+    What it is a share of stays as it is."""
     tool_tokens: Distribution = Constant(0)
     """Tokens that the environment answers a reply with."""
     tool_s: Distribution = Constant(0)
@@ -130,6 +136,9 @@ class Workload:
     retries: int = 1
     """Times that a failed episode is begun again, as `rollout.retries`."""
 
+    def __post_init__(self) -> None:
+        within("workload", 0, 1, prompt_share=self.prompt_share)
+
     def group(self, random: np.random.Generator, size: int) -> list[Shape]:
         """Siblings."""
         if self.recorded:
@@ -139,7 +148,8 @@ class Workload:
             return [siblings[int(index)] for index in random.integers(len(siblings), size=size)]
         prompt = _whole(self.prompt_tokens.draw(random, 1), 1)[0]
         turns = _whole(self.turns.draw(random, size), 1)
-        replies = _whole(self.reply_tokens.draw(random, sum(turns)), 1)
+        common = {"common": self.prompt_share} if isinstance(self.reply_tokens, LogNormal) else {}
+        replies = _whole(self.reply_tokens.draw(random, sum(turns), **common), 1)
         given = _whole(self.tool_tokens.draw(random, sum(turns)), 0)
         shapes, first = [], 0
         for count in turns:
