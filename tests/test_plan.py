@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,11 +32,10 @@ from afterimage.plan.analytic import REDUCE_S, Analytic, Placement, Setting
 from afterimage.plan.calibrate import read
 from afterimage.plan.costs import Proportional
 from afterimage.plan.hardware import DEVICES, Device, Shares
-from afterimage.plan.measured import Setting as Run
 from afterimage.plan.models import PRESETS, Model
 from afterimage.plan.page import as_json
 from afterimage.plan.route_costs import ROUTES
-from afterimage.plan.simulate import Constant, Fleet, LogNormal, Shape, Spoken, Workload
+from afterimage.plan.simulate import Constant, LogNormal, Shape, Spoken, Workload
 from afterimage.plan.suggest import AVERAGE, NEAR, Episodes, Plan, Rated, Request, placements, suggest
 from afterimage.versions.codec import encode
 
@@ -403,10 +403,10 @@ def test_the_command_answers_programs_and_people(capsys: pytest.CaptureFixture[s
 def test_a_run_is_read_as_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """10 us a trained token are 3 forward passes of it, 2 us a reply in a decoding step are one."""
     model = Model.parse("layers=2,hidden=8,ffn=16,heads=2,kv_heads=1,head_dim=4,vocab=10,tied=true")
-    ran = Run(
-        Workload(recorded=((Shape(10, (Spoken(30, 0, 0),)),),)), Fleet(), ScheduleConfig(),
-        Proportional(train_token=1e-5, decode=1e-3, decode_reply=2e-6),
-    )  # fmt: skip
+    ran = SimpleNamespace(
+        workload=Workload(recorded=((Shape(10, (Spoken(30, 0, 0),)),),)),
+        costs=Proportional(train_token=1e-5, decode=1e-3, decode_reply=2e-6),
+    )
     monkeypatch.setattr("afterimage.plan.calibrate.like", lambda run: ran)
     device, shares = read(tmp_path, model)
     token = model.forward_flops(20)
