@@ -403,11 +403,12 @@ def _splits(candidate: Candidate) -> list[Candidate]:
 
 
 def _suited(candidate: Candidate, name: Route) -> Candidate | None:
-    """Another route on the same devices, or else where it fits best."""
-    setting, place, route = candidate.costs.setting, candidate.place, ROUTES[name]
-    if route.apart != bool(place.scorers) or not setting.fits(place.trainers, route):
-        return _try(candidate.request, name, candidate.schedule)
-    return candidate.with_route(name)
+    """Another route on the same devices, with activations computed again if it must be, or else where it fits best."""
+    place, route = candidate.place, ROUTES[name]
+    for setting in (candidate.costs.setting, replace(candidate.costs.setting, recompute=True)):
+        if route.apart == bool(place.scorers) and setting.fits(place.trainers, route):
+            return replace(candidate, costs=replace(candidate.costs, setting=setting)).with_route(name)
+    return _try(candidate.request, name, candidate.schedule)
 
 
 def _smallest(rated: Sequence[Rated]) -> Rated:
