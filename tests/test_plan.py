@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,20 +15,28 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from afterimage.cli import _parser, configure, main
 from afterimage.config import ConfigError, ScheduleConfig
-from afterimage.old_logps import Needs, current_recompute, ewma_prox, interrupt_sync, old_logit_model, snapshot_old
+from afterimage.old_logps import (
+    Needs,
+    current_recompute,
+    ewma_prox,
+    interp_prox_linear,
+    interp_prox_loglinear,
+    interrupt_sync,
+    old_logit_model,
+    rollout,
+    snapshot_old,
+)
 from afterimage.old_logps.ppo_ewma_async import PpoEwmaAsync
 from afterimage.plan import deltas
-from afterimage.plan.analytic import Analytic, Placement, Setting
-from afterimage.plan.calibrate import measure, read, write
+from afterimage.plan.analytic import REDUCE_S, Analytic, Placement, Setting
+from afterimage.plan.calibrate import read
 from afterimage.plan.costs import Proportional
 from afterimage.plan.hardware import DEVICES, Device, Shares
-from afterimage.plan.measured import Setting as Run
 from afterimage.plan.models import PRESETS, Model
-from afterimage.plan.page import AVERAGE, as_json
+from afterimage.plan.page import as_json
 from afterimage.plan.route_costs import ROUTES
-from afterimage.plan.simulate import Constant, Fleet, LogNormal, Shape, Spoken, Workload
-from afterimage.plan.suggest import Episodes, Plan, Request, placements, suggest
-from afterimage.testing import tiny_policy
+from afterimage.plan.simulate import Constant, LogNormal, Shape, Spoken, Workload
+from afterimage.plan.suggest import AVERAGE, NEAR, Episodes, Plan, Rated, Request, placements, suggest
 from afterimage.versions.codec import encode
 
 ROOT = Path(__file__).parent.parent
@@ -114,7 +123,7 @@ def table_of_routes() -> dict[str, list[str]]:
     return {row[0].strip("`"): row[1:] for row in rows}
 
 
-def costs(route: str, **rest: Any) -> Analytic:
+def costs(route: str) -> Analytic:
     """A core that runs the table's model as it did: forward passes 0.267 of a step, a second; it copies 10 GB/s."""
     hand = Model.parse("layers=8,hidden=448,ffn=1344,heads=8,kv_heads=4,head_dim=56,vocab=2048,tied=true")
     batch = 4 * 320
@@ -122,24 +131,24 @@ def costs(route: str, **rest: Any) -> Analytic:
     core = Device(name="core", flops=flops, bandwidth=1e10, memory=24e9, link=1e10, host_link=1e10, network=1e10)
     setting = Setting(
         model=hand, device=core, shares=Shares(matmul=1, bandwidth=1, link=1), lr=1e-6,
-        episode=320, longest=320, given=0.2,
+        episode=320, longest=320, seen=160, given=0.2,
     )  # fmt: skip
     place = Placement(1, 1, 1, scorers=1)
-    return Analytic(setting=setting, place=place, route=ROUTES[route], batch=batch, live=5, **rest)  # type: ignore[index]
+    return Analytic(setting=setting, place=place, route=ROUTES[route], batch=batch, live=5)  # type: ignore[index]
 
 
 @pytest.mark.parametrize("name", ROUTES)
 def test_routes_cost_what_was_measured(name: str) -> None:
-    """Time within a tenth and 0.035 of a step, copies within a tenth."""
+    """Time within a tenth (of small ones within a hundredth of a step), copies within a tenth. What `eager` scores in
+    idle time is priced like the rest."""
     extra, idle, copies, models, exact, *_ = table_of_routes()[name]
-    priced, route = costs(name, covered=float(name == "eager")), ROUTES[name]  # type: ignore[index]
+    priced, route = costs(name), ROUTES[name]  # type: ignore[index]
     model = priced.setting.model
     assert model.parameters == 20_193_600
     encode_s = deltas.encode_s(model.parameters, 1e-6) if route.chain else 0.0
+    took = sum(float(text.rstrip("%")) / 100 for text in (extra, idle))
     # The trainer's thread has what was measured of every route, and the deltas of two.
-    assert priced.route_s(1280, 3) + encode_s == pytest.approx(float(extra.rstrip("%")) / 100, rel=0.1, abs=0.035)
-    scored = priced.forward_s(1280) * route.forwarded(3, given=0.2) if route.idle else 0.0
-    assert scored == pytest.approx(float(idle.rstrip("%")) / 100, rel=0.1)
+    assert priced.old_logps_s(1280, 3) + encode_s == pytest.approx(took, rel=0.1, abs=0.01)
     held = route.chain_bytes(model, live=5, rate=1e-6) + 4 * model.parameters * route.averages
     assert held / model.copy_bytes == pytest.approx(float(copies), rel=0.1, abs=0.005)
     assert (route.movable, route.exact) == (int(models), exact == "100%")
@@ -147,16 +156,21 @@ def test_routes_cost_what_was_measured(name: str) -> None:
 
 def test_routes_need_what_they_say_they_do() -> None:
     real = {
+        "rollout": rollout.Rollout, "current_recompute": current_recompute.CurrentRecompute,
         "snapshot_old": snapshot_old.SnapshotOld, "old_logit_model": old_logit_model.OldLogitModel,
         "interrupt_sync": interrupt_sync.InterruptSync, "ewma_prox": ewma_prox.EwmaProx,
-        "ppo_ewma_async": PpoEwmaAsync, "current_recompute": current_recompute.CurrentRecompute,
+        "ppo_ewma_async": PpoEwmaAsync, "interp_prox_loglinear": interp_prox_loglinear.InterpProxLoglinear,
+        "interp_prox_linear": interp_prox_linear.InterpProxLinear,
     }  # fmt: skip
-    for name, kind in real.items():
-        cost, needs = ROUTES[name], kind.needs  # type: ignore[index]
+    needs = {name: kind.needs for name, kind in real.items()}
+    needs["eager"] = replace(needs["snapshot_old"], idle=True)
+    assert needs.keys() == ROUTES.keys()
+    for name, cost in ROUTES.items():
         told = Needs(
-            now=name == "current_recompute", snapshots=cost.chain, resident_models=cost.movable, closing=cost.closing
-        )
-        assert needs == told, name
+            now=name == "current_recompute", inline=name.startswith("interp"), snapshots=cost.chain,
+            resident_models=cost.movable, closing=cost.closing, idle=cost.idle,
+        )  # fmt: skip
+        assert needs[name] == told, name
 
 
 def test_trajectories_are_run_up_to_the_last_token_of_each_version() -> None:
@@ -181,7 +195,7 @@ def test_a_device_takes_the_time_that_its_data_sheet_gives() -> None:
     model = PRESETS["4B"]
     setting = Setting(
         model=model, device=DEVICES["H100"], shares=Shares(matmul=1, decode=1, bandwidth=1, link=1, step_s=0), lr=1e-6,
-        episode=2000, longest=2000, given=0.1,
+        episode=2000, longest=2000, seen=1000, given=0.1,
     )  # fmt: skip
     alone = Analytic(setting=setting, place=Placement(4, 4, 1), route=ROUTES["rollout"], batch=1e5, live=3)
     assert alone.step_s(16, 16_000) == pytest.approx((8.044936192e9 + 147456 * 16_000) / 3.35e12)
@@ -190,19 +204,43 @@ def test_a_device_takes_the_time_that_its_data_sheet_gives() -> None:
     assert alone.train_s(100_000) == pytest.approx(3 * 1e5 * model.forward_flops(1000) / (4 * 989.4e12) + optimizer)
     again = replace(alone, setting=replace(setting, recompute=True))
     assert again.train_s(100_000) - alone.train_s(100_000) == pytest.approx(alone.forward_s(100_000))
-    assert alone.publish_bytes == model.copy_bytes and alone.load_s() == pytest.approx(8.044936192e9 / 64e9)
-    kept = replace(alone, route=ROUTES["snapshot_old"])
-    assert kept.publish_bytes < model.copy_bytes / 100
     pair = replace(alone, place=Placement(4, 2, 2))
-    reduced = 2 * 36 * 16 * 2560 * 2 / 450e9  # 2 (tp - 1) / tp is 1
+    reduced = 2 * 36 * 16 * 2560 * 2 / 450e9 + 72 * REDUCE_S  # 2 (tp - 1) / tp is 1
     assert pair.step_s(16, 16_000) == pytest.approx(alone.step_s(16, 16_000) / 2 + reduced)
+
+
+def test_a_version_travels_whole_or_as_a_delta_whichever_is_quicker() -> None:
+    """16 devices: 8.04 GB over 50 GB/s are 0.16 s. A delta of 9 MB or so is there at once; one core of each trainer
+    applies it, which is 12 times as long for 12 engines' worth of weights a trainer."""
+    model = PRESETS["4B"]
+    setting = Setting(
+        model=model, device=DEVICES["H100"], shares=Shares(link=1), lr=1e-6, episode=2000, longest=2000, seen=1000,
+        given=0.1,
+    )  # fmt: skip
+    alone = Analytic(setting=setting, place=Placement(4, 4, 1), route=ROUTES["snapshot_old"], batch=1e5, live=3)
+    loaded = 8.044936192e9 / 64e9
+    assert alone.load_s() == pytest.approx(loaded)  # within a node nothing travels
+    far = replace(alone, place=Placement(8, 8, 1))
+    assert far.load_s() == pytest.approx(loaded + 8.044936192e9 / 50e9)
+    quick = replace(far, setting=replace(setting, shares=Shares(link=1, cores=64)))
+    applied = deltas.walk_s(model.parameters, 1e-6) / 64
+    travelled = deltas.delta_bytes(model.parameters, 1e-6) / 50e9
+    assert quick.load_s() == pytest.approx(loaded + applied + travelled) and quick.load_s() < far.load_s()
+
+
+def test_a_token_sees_more_than_half_of_the_mean_episode() -> None:
+    """Episodes of 100 and 900 tokens: (100^2 + 900^2) / (100 + 900) / 2 = 410, where half of the mean is 250."""
+    recorded = tuple((Shape(tokens - 10, (Spoken(10, 0, 0),)),) for tokens in (100, 900))
+    found = Episodes.of(Workload(recorded=recorded), group_size=1)
+    share = (found.tokens - 100) / 800  # of long ones among those drawn
+    assert found.seen == pytest.approx((1e4 * (1 - share) + 81e4 * share) / found.tokens / 2) and found.seen > 380
 
 
 def test_training_and_engines_take_the_memory_that_is_added_up_by_hand() -> None:
     model = PRESETS["30B-A3B"]
     setting = Setting(
-        model=model, device=DEVICES["H100"], shares=Shares(), lr=1e-6, episode=4096, longest=4096, given=0.1,
-        recompute=True,
+        model=model, device=DEVICES["H100"], shares=Shares(), lr=1e-6, episode=4096, longest=4096, seen=2048,
+        given=0.1, recompute=True,
     )  # fmt: skip
     layer = 2 * (4 * 2048 + 2 * 36 * 128 + 4 * 8 * 768)
     activations = 4096 * (48 * 2 * 2048 + layer)
@@ -222,9 +260,10 @@ def asked(**rest: Any) -> Request:
     episodes = Episodes.of(work, group_size=2)
     setting = Setting(
         model=rest.pop("model", PRESETS["4B"]), device=rest.pop("device", DEVICES["H100"]), shares=Shares(), lr=1e-6,
-        episode=episodes.tokens, longest=episodes.longest, given=500 / episodes.tokens,
+        episode=episodes.tokens, longest=episodes.longest, seen=episodes.seen,
+        given=500 / episodes.tokens,
     )  # fmt: skip
-    given = {"devices": 8, "lags": (2,), "groups": (8,), "group_size": 2, "rounds": 1} | rest
+    given = {"devices": 8, "lags": (2,), "groups": (8,), "group_size": 2, "rounds": 2} | rest
     return Request(setting=setting, workload=work, episodes=episodes, **given)
 
 
@@ -242,20 +281,63 @@ def test_a_suggestion_fits_and_keeps_to_what_was_asked(plan: Plan) -> None:
     assert plan.best.rate >= 0.95 * max(split.rate for split in plan.splits)
     assert plan.best.outcome.staleness_max <= plan.best.outcome.staleness_bound
     assert plan.synchronous.outcome.staleness_max == 0 and plan.synchronous.rate < plan.best.rate
-    assert [rated.candidate.name for rated in plan.routes] == list(ROUTES)
+    assert [candidate.name for candidate in plan.routes] == list(ROUTES)
+    assert plan.rated["snapshot_old"].outcome == plan.rated["eager"].outcome
+
+
+def test_synchronous_training_has_every_device_for_both(plan: Plan) -> None:
+    """A step of it: 16 episodes one after the other could not take less than all devices take for their tokens."""
+    place, costs = plan.synchronous.candidate.place, plan.synchronous.candidate.costs
+    assert (place.trainers, place.engines * place.tp, place.devices, place.colocated) == (8, 8, 8, True)
+    assert costs.route == ROUTES["current_recompute"]
+    assert plan.synchronous.outcome.mean_step_s > costs.train_s(round(0.8 * costs.batch)) + costs.load_s()
+
+
+def test_a_rate_is_of_groups_and_has_a_spread(plan: Plan) -> None:
+    """Steps of 1, 1, 3, 1, 2, 1 after filling are rounds of 5 and 4 s: 4.5 +- 0.5 (0.707 / sqrt 2)."""
+    steps = (9.0, 9.0, 9.0, 1.0, 1.0, 3.0, 1.0, 2.0, 1.0)
+    rated = Rated(plan.best.candidate, replace(plan.best.outcome, steps_s=steps, filling=3))
+    assert rated.candidate.schedule.max_staleness == 2
+    assert rated.spread == pytest.approx(0.5 / 4.5)
+    assert rated.rate == pytest.approx(8 * 2 * rated.candidate.request.episodes.tokens / 1.5)
+
+
+def test_no_token_is_older_than_the_lag_that_was_asked_for() -> None:
+    """Past 5 of 8 groups others may be taken: one version more, which max_staleness gives up."""
+    found = suggest(asked(windows=(5,), route="snapshot_old"))
+    schedule = found.best.candidate.schedule
+    assert (schedule.window, schedule.max_staleness, schedule.staleness_bound) == (5, 1, 2)
+    with pytest.raises(ConfigError, match="--window 5 with 8 groups a step needs --lag 2"):
+        suggest(asked(windows=(5,), lags=(1,)))
+
+
+def test_generation_that_stands_to_be_scored_is_counted(plan: Plan) -> None:
+    """Where generation is what limits, scoring and the optimizer's step come on top; nothing of it is in `load_s`."""
+    best = plan.best.candidate
+    narrow = replace(best, costs=replace(best.costs, place=Placement(7, 1, 1)))
+    free, closing = narrow.with_route("rollout"), narrow.with_route("interrupt_sync")
+    assert closing.costs.load_s() == free.costs.load_s() and closing.costs.train_s(10**5) == free.costs.train_s(10**5)
+    stands = closing.costs.old_logps_s(round(closing.costs.batch), closing.estimate.versions)
+    more = closing.estimate.step_s - free.estimate.step_s
+    assert more == pytest.approx(stands + closing.costs.optimizer_s, rel=0.1) and stands > 0.05
 
 
 def test_what_a_plan_says_has_its_numbers_and_can_be_run(plan: Plan) -> None:
     told = as_json(plan)
     name = plan.best.candidate.name
     exactness = next(reason for reason in told["reasons"] if reason.startswith(f"{name} is exact"))
-    assert AVERAGE in exactness and "0.48" in exactness
+    assert AVERAGE in exactness
     assert plan.best.outcome.bottleneck in told["reasons"]
-    config = configure(_parser(["train", "retail"]).parse_args(["train", "retail", *told["flags"].split()]))
+    ratio = plan.best.rate / plan.synchronous.rate
+    assert any(f"this is {ratio:.2f} times as much" in reason for reason in told["reasons"])
+    config = configure(_parser(["train", "retail"]).parse_args(told["command"].split()[1:]))
     assert (config.schedule, config.old_logps.route) == (plan.best.candidate.schedule, name)
     assert config.engine.max_running == plan.best.candidate.max_running and config.trainer.lr == 1e-6
+    assert config.trainer.recompute == plan.best.candidate.costs.setting.recompute
+    assert any("trainer on" in each for each in told["missing"])
     rows = {row["route"]: row for row in told["routes"]}
-    assert rows["ewma_prox"]["copies"] == 2 and rows["snapshot_old"]["copies"] < 0.05
+    assert rows["ewma_prox"]["GPU GB"] == pytest.approx(6 * PRESETS["4B"].parameters / 1e9)
+    assert 0 < rows["snapshot_old"]["main GB"] < 0.05 * rows["snapshot_old"]["GPU GB"]
 
 
 def test_what_cannot_be_done_says_what_would() -> None:
@@ -277,8 +359,8 @@ def test_staleness_is_chosen_as_small_as_throughput_allows() -> None:
     found = suggest(asked(lags=(1, 2, 8), windows=(1,), route="snapshot_old"))
     rates = {rated.candidate.schedule.max_staleness: rated.rate for rated in found.choices}
     chosen = found.best.candidate.schedule.max_staleness
-    assert rates[chosen] >= 0.95 * max(rates.values())
-    assert all(rates[lag] < 0.95 * max(rates.values()) for lag in rates if lag < chosen)
+    assert rates[chosen] >= NEAR * max(rates.values())
+    assert all(rates[lag] < NEAR * max(rates.values()) for lag in rates if lag < chosen)
 
 
 def test_the_command_answers_programs_and_people(capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,7 +378,7 @@ def test_the_command_answers_programs_and_people(capsys: pytest.CaptureFixture[s
         "--group-size",
         "2",
         "--rounds",
-        "1",
+        "2",
     ]
     words += ["--turns", "2", "--reply", "50", "--prompt", "100", "--said", "20", "--route", "snapshot_old"]
     for more in ([], ["--json"]):
@@ -310,30 +392,21 @@ def test_the_command_answers_programs_and_people(capsys: pytest.CaptureFixture[s
         (["--route", "snapsht_old"], "did you mean snapshot_old"),
         (["--gpus", "1"], ">= 2"),
         (["--reply", "x"], "--reply"),
+        (["--rounds", "1"], "--rounds must be >= 2"),
+        (["--window", "2"], "needs --lag 2"),
     ):
         with pytest.raises(SystemExit) as left:
             main([*words, *wrong])
         assert left.value.code == 2 and message in " ".join(capsys.readouterr().err.split())
 
 
-def test_this_machine_is_measured_and_read_again(tmp_path: Path) -> None:
-    tiny_policy().save(tmp_path / "model")
-    model = Model.parse(str(tmp_path / "model"))
-    device, shares = measure(tmp_path / "model", model)
-    assert 1e8 < device.flops < 1e14 and 1e8 < device.bandwidth < 1e13 and 0 < shares.matmul <= 1
-    write(tmp_path / "here.json", device, shares)
-    assert read(tmp_path / "here.json", model) == (device, shares)
-    with pytest.raises(ConfigError, match="neither a run folder nor"):
-        read(tmp_path / "model" / "config.json", model)
-
-
 def test_a_run_is_read_as_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """10 us a trained token are 3 forward passes of it, 2 us a reply in a decoding step are one."""
     model = Model.parse("layers=2,hidden=8,ffn=16,heads=2,kv_heads=1,head_dim=4,vocab=10,tied=true")
-    ran = Run(
-        Workload(recorded=((Shape(10, (Spoken(30, 0, 0),)),),)), Fleet(), ScheduleConfig(),
-        Proportional(train_token=1e-5, decode=1e-3, decode_reply=2e-6),
-    )  # fmt: skip
+    ran = SimpleNamespace(
+        workload=Workload(recorded=((Shape(10, (Spoken(30, 0, 0),)),),)),
+        costs=Proportional(train_token=1e-5, decode=1e-3, decode_reply=2e-6),
+    )
     monkeypatch.setattr("afterimage.plan.calibrate.like", lambda run: ran)
     device, shares = read(tmp_path, model)
     token = model.forward_flops(20)

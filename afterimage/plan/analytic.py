@@ -5,7 +5,6 @@ ranks that hold its shards. What the trainer and the network do at the same time
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from afterimage.plan import deltas
 from afterimage.plan.hardware import Device, Shares
@@ -17,6 +16,11 @@ TRAINED_BYTES = 18
 _STEPPED_BYTES = 30
 """That AdamW moves per parameter and step: master, gradient and two moments read, all but the gradient written, and
 the bfloat16 weight."""
+REDUCE_S = 8e-6
+"""Of an all-reduce of few bytes within a node. Assumed: 5 to 10 us are seen of NCCL over NVLink."""
+HANDED_S = 0.034 / 40_387_200
+"""Of one core, a byte of the weights that another process is handed through main memory: `old_logit_model`'s 3.4% of a
+step of 1.00 s (benchmarks/results/2026-11-21-routes.md)."""
 MICRO_TOKENS = 4096
 """Tokens of a training pass, unless an episode is longer: the default of `trainer.micro_tokens`."""
 
@@ -31,6 +35,8 @@ class Setting:
     lr: float
     episode: float
     """Tokens of an episode, in the mean."""
+    seen: float
+    """Others that a token of it sees, in the mean: half of E[L^2] / E[L], for most tokens are in long episodes."""
     longest: float
     """Tokens of the longest one to be held."""
     given: float
@@ -79,21 +85,24 @@ class Placement:
     """Devices of each engine."""
     scorers: int = 0
     """Devices of a route that scores apart from the trainer."""
+    colocated: bool = False
+    """The engines' devices are the trainer's: they take turns, each out of the other's memory at no cost in time."""
 
     @property
     def devices(self) -> int:
-        return self.trainers + self.engines * self.tp + self.scorers
+        return self.trainers + self.engines * self.tp * (not self.colocated) + self.scorers
 
     @property
     def told(self) -> str:
         """
         >>> Placement(4, 2, 2).told
-        '4 devices that train and 2 engines of 2'
+        '4 GPUs train, 2 engines of 2 GPUs each sample'
         """
-        engines = f"{self.engines} engine{'s' * (self.engines > 1)}" + (f" of {self.tp}" if self.tp > 1 else "")
-        scorers = f", {self.scorers} that score" if self.scorers else ""
-        train = f"{self.trainers} devices that train" if self.trainers > 1 else "1 device that trains"
-        return f"{train}{scorers} and {engines}"
+        train = f"{self.trainers} GPU{'s' * (self.trainers > 1)} train{'s' * (self.trainers == 1)}"
+        scorers = f", {self.scorers} score" if self.scorers else ""
+        engines = f"{self.engines} engine{'s' * (self.engines > 1)} of {self.tp} GPU{'s' * (self.tp > 1)}"
+        engines += f"{' each' * (self.engines > 1)} sample{'s' * (self.engines == 1)}"
+        return f"{train}{scorers}, {engines}{' in turns with them' * self.colocated}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +116,6 @@ class Analytic:
     """Tokens of a batch, in the mean."""
     live: int
     """Versions that are needed at once."""
-    versions: float = 1.0
-    """That sequences hold in the mean; read where a batch is not at hand: when generation stands still to be scored."""
-    covered: float = 0.0
-    """Share that a route scores in time that the trainer waits."""
 
     def step_s(self, replies: int, context: int) -> float:
         """One token for each of `replies`: the larger of reading (weights, keys, values) and of computing."""
@@ -121,49 +126,47 @@ class Analytic:
         return moved + self._reduce_s(replies) + shares.step_s
 
     def prefill_s(self, tokens: int) -> float:
-        """Contexts of `tokens` in all, each seeing half of a mean episode. They ride on steps that read the weights."""
-        computed = tokens * self._model.forward_flops(self.setting.episode / 2)
+        """Contexts of `tokens` in all, each token seeing `Setting.seen`. They ride on steps that read weights."""
+        computed = tokens * self._model.forward_flops(self.setting.seen)
         return computed / (self.place.tp * self._device.flops * self._shares.matmul) + self._reduce_s(tokens)
 
     def train_s(self, tokens: int) -> float:
-        """Forward, backward of twice that (three times with `recompute`), and the optimizer.
-
-        Where generation stands still meanwhile, the optimizer is in `load_s`.
-        """
-        return (4 if self.setting.recompute else 3) * self.forward_s(tokens) + self.optimizer_s * (
-            not self.route.closing
-        )
+        """Forward, backward of twice that (three times with `recompute`), and the optimizer."""
+        return (4 if self.setting.recompute else 3) * self.forward_s(tokens) + self.optimizer_s
 
     def old_logps_s(self, tokens: int, versions: float) -> float:
-        """`route_s`, but for a route that scores before a version is left: its time is in `load_s`."""
-        return 0.0 if self.route.closing else self.route_s(tokens, versions)
+        """The trainer's time for the route. One that scores apart costs what it falls behind, and packing.
 
-    def route_s(self, tokens: int, versions: float) -> float:
-        """The trainer's time for the route. One that scores apart costs what it falls behind, and packing."""
+        A tour of a batch's versions begins at the end that is nearer: it walks as many deltas as there are versions,
+        the way to the next batch's included, and no more than are kept.
+        """
         route, trainers = self.route, self.place.trainers
         scoring = self.forward_s(tokens) * route.forwarded(versions, given=self.setting.given)
         if route.apart:
             apart = scoring * trainers / self.place.scorers
-            return max(0.0, apart - self.train_s(tokens)) + self._to_host_s
-        restoring = 2 * (self.live - 1) * self.walk_s
+            handed = HANDED_S * self._model.copy_bytes / (trainers * self._shares.cores)
+            return max(0.0, apart - self.train_s(tokens)) + handed
+        restoring = min(self.live - 1, versions) * self.walk_s * route.chain
         traffic = route.traffic_bytes(self._model) / (self._device.bandwidth * self._shares.bandwidth * trainers)
-        return scoring * (1 - self.covered) + restoring * (route.chain and self.covered < 1) + traffic
+        return scoring + restoring + traffic
 
     def publish_s(self) -> float:
         """Bringing the weights to main memory, and with a version store forming their delta."""
         return self._to_host_s + self.encode_s
 
     def load_s(self) -> float:
-        """What travels, applying it, and loading the weights from main memory; before that what `closing` takes.
+        """What travels, and loading the weights from main memory: whole, or as a delta where that is quicker.
 
         Engines pass on what they get, so that their number does not count.
         """
         tp, device, shares = self.place.tp, self._device, self._shares
-        travel = self.publish_bytes / (tp * device.network * shares.link) if self.place.devices > device.node else 0.0
-        apply = self.walk_s * self.place.trainers / tp if self.route.chain else 0.0
         load = self._model.copy_bytes / (tp * device.host_link * shares.link)
-        closing = self.route_s(round(self.batch), self.versions) + self.optimizer_s if self.route.closing else 0.0
-        return travel + apply + load + closing
+        if self.place.colocated or self.place.devices <= device.node:
+            return load
+        link = tp * device.network * shares.link
+        whole = self._model.copy_bytes / link
+        apply = self.walk_s * self.place.trainers / tp
+        return load + (min(whole, self.delta_bytes / link + apply) if self.route.chain else whole)
 
     @property
     def encode_s(self) -> float:
@@ -177,18 +180,15 @@ class Analytic:
         return deltas.walk_s(self._model.parameters, self.setting.lr) / (self.place.trainers * self._shares.cores)
 
     @property
-    def publish_bytes(self) -> float:
-        """Of a version as it travels."""
-        if self.route.chain:
-            return deltas.delta_bytes(self._model.parameters, self.setting.lr)
-        return float(self._model.copy_bytes)
+    def delta_bytes(self) -> float:
+        return deltas.delta_bytes(self._model.parameters, self.setting.lr)
 
     def forward_s(self, tokens: float) -> float:
         """The trainer's, over a batch once."""
-        flops = tokens * self._model.forward_flops(self.setting.episode / 2)
+        flops = tokens * self._model.forward_flops(self.setting.seen)
         return flops / (self.place.trainers * self._device.flops * self._shares.matmul)
 
-    @cached_property
+    @property
     def optimizer_s(self) -> float:
         moved = _STEPPED_BYTES * self._model.parameters
         return moved / (self.place.trainers * self._device.bandwidth * self._shares.bandwidth)
@@ -198,10 +198,11 @@ class Analytic:
         return self._model.copy_bytes / (self.place.trainers * self._device.host_link * self._shares.link)
 
     def _reduce_s(self, tokens: int) -> float:
-        """Two all-reduces a layer of tensor parallelism, as rings: 2 (tp - 1) / tp of the activations each."""
+        """Two all-reduces a layer of tensor parallelism, as rings: 2 (tp - 1) / tp of the activations each,
+        and what an all-reduce takes however little is sent."""
         tp, model = self.place.tp, self._model
         sent = 2 * model.layers * tokens * model.hidden * WORD * 2 * (tp - 1) / tp
-        return sent / (self._device.link * self._shares.link)
+        return sent / (self._device.link * self._shares.link) + 2 * model.layers * REDUCE_S * (tp > 1)
 
     @property
     def _model(self) -> Model:

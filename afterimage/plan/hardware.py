@@ -81,10 +81,12 @@ def _sxm(name: str, flops: float, bandwidth: float, memory: float, links: tuple[
 DEVICES = {
     "A100": _sxm("A100", 312, 2.039, 80, (300, 32, 25)),
     "H100": _sxm("H100", 989.4, 3.35, 80, (450, 64, 50)),
+    "H20": _sxm("H20", 148, 4.0, 96, (450, 64, 50)),
     "H800": _sxm("H800", 989.4, 3.35, 80, (200, 64, 50)),
     "H200": _sxm("H200", 989.4, 4.8, 141, (450, 64, 50)),
     "B200": _sxm("B200", 2250, 8.0, 180, (900, 64, 50)),
 }
 """SXM variants, from NVIDIA's data sheets (A100 80GB, H100, H200, DGX B200; the H800 is an H100 whose NVLink has
-400 GB/s), without sparsity. NVLink and PCIe (x16 of generation 4 or 5) at half of what both directions have together;
-networks as DGX systems have them, one port a device: 200 Gbit/s of the A100's, 400 Gbit/s of the others'."""
+400 GB/s, the H20 has the figures that are public of it), without sparsity. NVLink and PCIe (x16 of generation 4 or 5)
+at half of what both directions have together; networks as DGX systems have them, one port a device: 200 Gbit/s of the
+A100's, 400 Gbit/s of the others'."""

@@ -7,8 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from afterimage.config import SHIPPED_POLICY, ConfigError, Route, nearest
-from afterimage.limits import at_least
+from afterimage.config import ConfigError, Route, nearest
 from afterimage.plan.hardware import DEVICES, Device, Shares
 from afterimage.plan.models import PRESETS, Model
 from afterimage.plan.route_costs import ROUTES
@@ -27,13 +26,14 @@ def add_plan(verbs: Any) -> None:
     add = parser.add_argument
     presets = ", ".join(PRESETS)
     add("--model", required=True, help=f"a model folder, `base`, Qwen3's {presets}, or layers=36,hidden=2560,...")
-    add("--gpus", type=int, required=True, metavar="N", help="devices in all (processor cores of a measured one)")
+    add("--gpus", type=int, required=True, metavar="N", help="devices in all (processor cores with --like)")
     add("--device", default="H100", help=f"{', '.join(DEVICES)}. Now: H100")
     add("--shares", default="", metavar="NAME=VALUE,...", help=f"reached of the data sheet's figures. Now: {_shares()}")
-    add("--lag", type=int, nargs="+", default=[1, 2, 4], metavar="S", help="max_staleness, or choices. Now: 1 2 4")
-    add("--groups", type=int, nargs="+", default=[16, 32, 64], metavar="G", help="a step. Now: 16 32 64")
+    lag = "versions that no token may be older than, or choices of which the smallest that is fast enough. Now: 1 2 4"
+    add("--lag", type=int, nargs="+", default=[1, 2, 4], metavar="S", help=lag)
+    add("--groups", type=int, nargs="+", default=[16], metavar="G", help="a step, or choices. Now: 16")
     add("--group-size", type=int, default=8, metavar="N", help="episodes of a group. Now: 8")
-    add("--window", type=int, metavar="W", help="look-ahead. Now: strict order, wider where that gives 5%% more")
+    add("--window", type=int, metavar="W", help="look-ahead. Now: strict order, half a batch where that gives 5%% more")
     add("--route", help=f"{', '.join(ROUTES)}. Now: the exact one that gives most")
     add("--lr", type=float, default=1e-6, help="learning rate: how many weights a step changes. Now: 1e-6")
     add("--prompt", default="2000", metavar="TOKENS", help="that an episode begins with. Now: 2000")
@@ -42,9 +42,8 @@ def add_plan(verbs: Any) -> None:
     add("--said", default="150", metavar="TOKENS", help="of an environment's answer. Now: 150")
     add("--tool-s", default="1~0.8<60", metavar="SECONDS", help="that an answer takes. Now: 1~0.8<60")
     add("--longest", type=int, default=16384, metavar="TOKENS", help="an episode may hold. Now: 16384")
-    add("--rounds", type=int, default=3, metavar="N", help="of lag + 1 steps that are simulated, once full. Now: 3")
-    add("--measure", type=Path, metavar="FILE", help="measure this machine with the model, a folder; written there")
-    add("--measured", type=Path, metavar="FILE", help="in place of --device: what --measure wrote, or a run's folder")
+    add("--rounds", type=int, default=10, metavar="N", help="of lag + 1 steps that are simulated, once full. Now: 10")
+    add("--like", type=Path, metavar="RUN", help="in place of --device: a core of this machine, as this run had it")
     add("--json", action="store_true", help="for programs")
 
 
@@ -54,18 +53,13 @@ def _shares() -> str:
 
 
 def _plan(chosen: argparse.Namespace) -> int:
-    at_least("plan", 0, lag=min(chosen.lag))
-    at_least(
-        "plan",
-        1,
-        groups=min(chosen.groups),
-        group_size=chosen.group_size,
-        window=1 if chosen.window is None else chosen.window,
-    )
-    at_least("plan", 1, rounds=chosen.rounds, longest=chosen.longest)
-    at_least("plan", 2, gpus=chosen.gpus)
-    if not chosen.lr > 0:
-        raise ConfigError(f"--lr must be > 0, got {chosen.lr}")
+    ones = {name: getattr(chosen, name) for name in ("group_size", "longest", "window")}
+    for name, (least, value) in {
+        "lag": (0, min(chosen.lag)), "groups": (1, min(chosen.groups)), "gpus": (2, chosen.gpus),
+        "rounds": (2, chosen.rounds), "lr": (1e-12, chosen.lr), **{name: (1, value) for name, value in ones.items()},
+    }.items():  # fmt: skip
+        if value is not None and not value >= least:
+            raise ConfigError(f"--{name.replace('_', '-')} must be >= {least}, got {value}")
     if chosen.route is not None and chosen.route not in ROUTES:
         raise ConfigError(f"unknown route {chosen.route!r}{nearest(chosen.route, list(ROUTES))}")
     model = Model.parse(chosen.model)
@@ -74,8 +68,7 @@ def _plan(chosen: argparse.Namespace) -> int:
     from afterimage.plan.suggest import suggest
 
     console = Console(stderr=True)
-    with console.status("estimating every split") as status:
-        plan = suggest(_request(chosen, model, device, shares, tell=status.update))
+    plan = suggest(_request(chosen, model, device, shares, tell=lambda text: console.print(text, style="dim")))
     if chosen.json:
         Console(soft_wrap=True).print_json(json.dumps(as_json(plan)))
     else:
@@ -108,7 +101,7 @@ def _request(chosen: argparse.Namespace, model: Model, device: Device, shares: S
     route: Route | None = chosen.route
     setting = Setting(
         model=model, device=device, shares=shares, lr=chosen.lr, episode=episodes.tokens, longest=episodes.longest,
-        given=episodes.prompt / episodes.tokens,
+        seen=episodes.seen, given=episodes.prompt / episodes.tokens,
     )  # fmt: skip
     return Request(
         setting=setting, workload=work, episodes=episodes, devices=chosen.gpus, lags=tuple(sorted(set(chosen.lag))),
@@ -119,20 +112,13 @@ def _request(chosen: argparse.Namespace, model: Model, device: Device, shares: S
 
 def _device(chosen: argparse.Namespace, model: Model) -> tuple[Device, Shares]:
     """From data sheets, or as it was measured."""
-    if chosen.measure or chosen.measured:
+    if chosen.like:
         if chosen.shares:
-            raise ConfigError("--shares belong to a data sheet; what is measured brings its own")
-        from afterimage.plan.calibrate import measure, read, write
+            raise ConfigError("--shares belong to a data sheet; a run brings its own")
+        from afterimage.plan.calibrate import read
 
-        if not chosen.measure:
-            return read(chosen.measured, model)
-        folder = SHIPPED_POLICY if chosen.model == "base" else Path(chosen.model)
-        if not folder.is_dir():
-            raise ConfigError(f"--measure runs the model: {chosen.model} is no model folder")
-        found = measure(folder, model)
-        write(chosen.measure, *found)
-        return found
+        return read(chosen.like, model)
     if chosen.device not in DEVICES:
-        told = "; a processor is measured (--measure FILE)" if chosen.device == "cpu" else ""
+        told = "; a processor is read from a run on it (--like RUN)" if chosen.device == "cpu" else ""
         raise ConfigError(f"unknown device {chosen.device!r}{nearest(chosen.device, list(DEVICES))}{told}")
     return DEVICES[chosen.device], Shares.parse(chosen.shares)

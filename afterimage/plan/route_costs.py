@@ -29,9 +29,6 @@ class RouteCost:
     """Scores in time that the trainer waits."""
     apart: bool = False
     """Its forward passes and its model are another process's."""
-    error: float = 0.0
-    """Mean distance from the true old logit, that of `current_recompute` being 1 (benchmarks/results/
-    2026-11-21-audit.md: lags of 0 to 4, learning rate 5e-4)."""
 
     def forwarded(self, versions: float, *, given: float = 0.0) -> float:
         """Lengths of a trajectory that are run for it, if it holds so many versions in equal parts.
@@ -60,15 +57,15 @@ class RouteCost:
 
 
 ROUTES: dict[Route, RouteCost] = {
-    "rollout": RouteCost(error=0.04),
-    "current_recompute": RouteCost(forwards="one", error=1.0),
+    "rollout": RouteCost(),
+    "current_recompute": RouteCost(forwards="one"),
     "snapshot_old": RouteCost(forwards="versions", exact=True, movable=1, chain=True),
     "old_logit_model": RouteCost(forwards="versions", exact=True, movable=1, apart=True),
     "interrupt_sync": RouteCost(forwards="versions", exact=True, closing=True),
     "eager": RouteCost(forwards="versions", exact=True, movable=1, chain=True, idle=True),
-    "interp_prox_loglinear": RouteCost(error=0.67),
-    "interp_prox_linear": RouteCost(error=0.46),
-    "ewma_prox": RouteCost(forwards="one", movable=1, averages=1, error=0.70),
-    "ppo_ewma_async": RouteCost(forwards="one", movable=1, averages=1, error=0.48),
+    "interp_prox_loglinear": RouteCost(),
+    "interp_prox_linear": RouteCost(),
+    "ewma_prox": RouteCost(forwards="one", movable=1, averages=1),
+    "ppo_ewma_async": RouteCost(forwards="one", movable=1, averages=1),
 }
 """`eager` with its default fallback, `snapshot_old`; `ppo_ewma_async` with one average."""

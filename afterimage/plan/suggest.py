@@ -1,16 +1,16 @@
-"""Which configuration to run on so many devices: every split is bounded by a formula, the best are simulated."""
+"""Which configuration to run on so many devices: every split is estimated by a formula, the best are simulated."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import mean, stdev
 from typing import NamedTuple
 
 import numpy as np
 
-from afterimage.config import ConfigError, Route, ScheduleConfig
-from afterimage.plan.analytic import MICRO_TOKENS, Analytic, Placement, Setting
-from afterimage.plan.hardware import DEVICES
+from afterimage.config import ConfigError, Route, ScheduleConfig, staleness_bound
+from afterimage.plan.analytic import Analytic, Placement, Setting
 from afterimage.plan.outcome import WAITS_LITTLE
 from afterimage.plan.route_costs import ROUTES
 from afterimage.plan.simulate import Fleet, Outcome, Workload, simulate
@@ -21,6 +21,10 @@ REACH = 0.75
 """Of the best estimate: what is estimated at less is not simulated."""
 MOST_CHOICES = 6
 """Lags and batches that are simulated."""
+MOST_SPLITS = 3
+"""Splits of the devices that are simulated."""
+AVERAGE: Route = "ppo_ewma_async"
+"""The approximation that an exact route is held against: of those that keep weights the nearest (docs/old-logps.md)."""
 LEAST_RUNNING = 8
 """Mean episodes that an engine must have memory for; with fewer, tensor parallelism is raised."""
 MOST_RUNNING = 256
@@ -35,6 +39,8 @@ class Episodes(NamedTuple):
     prompt: float
     sampled: float
     tokens: float
+    seen: float
+    """Tokens that one of them sees, in the mean: half of E[L^2] / E[L]."""
     turns: float
     tool_s: float
     """Of all answers of an episode together."""
@@ -55,7 +61,8 @@ class Episodes(NamedTuple):
         prompt, sampled, tokens, turns = (sum(column) / len(drawn) for column in zip(*columns, strict=True))
         slowest = sum(max(shape.sampled for shape in group) for group in groups) / len(groups)
         longest = max(shape.tokens for shape in drawn)
-        return cls(prompt, sampled, tokens, turns, waits * tool_s, longest, slowest / sampled)
+        seen = sum(shape.tokens**2 for shape in drawn) / len(drawn) / tokens / 2
+        return cls(prompt, sampled, tokens, seen, turns, waits * tool_s, longest, slowest / sampled)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +74,14 @@ class Request:
     episodes: Episodes
     devices: int
     lags: tuple[int, ...] = (1, 2, 4)
-    groups: tuple[int, ...] = (16, 32, 64)
+    groups: tuple[int, ...] = (16,)
     group_size: int = 8
     windows: tuple[int, ...] = ()
-    """None given: strict order, half a batch and a batch are tried."""
+    """None given: strict order, and half a batch where the trainer waits."""
     route: Route | None = None
     """None given: the exact route that gives most."""
-    rounds: int = 3
-    """Of a simulation, after the one that fills the line; steps are uneven, and repeat with the tickets of a round."""
+    rounds: int = 10
+    """Of `lag` + 1 steps in a simulation, after the one that fills the line: in each all that is live is replaced."""
     tell: Callable[[str], None] = lambda text: None
     """Progress."""
 
@@ -92,9 +99,13 @@ class Candidate:
     def place(self) -> Placement:
         return self.costs.place
 
-    def with_window(self, window: int) -> "Candidate":
-        schedule = replace(self.schedule, window=window)
-        return _candidate(self.request, self.name, schedule, setting=self.costs.setting, place=self.place)
+    def with_route(self, name: Route) -> "Candidate":
+        return replace(self, name=name, costs=replace(self.costs, route=ROUTES[name]))
+
+    @property
+    def extra_s(self) -> float:
+        """Trainer's seconds of a step that are the route's."""
+        return self.costs.old_logps_s(round(self.costs.batch), self.estimate.versions) + self.costs.encode_s
 
     @property
     def sequences(self) -> int:
@@ -123,15 +134,17 @@ class Candidate:
         for _ in range(4):
             costs, crossed = self.costs, found.versions - 1
             batch = round(costs.batch)
-            trainer = costs.train_s(batch) + costs.publish_s() + costs.old_logps_s(batch, found.versions)
+            scored = costs.old_logps_s(batch, found.versions)
+            trainer = costs.train_s(batch) + costs.publish_s() + scored
             running, busy_s = self._share_engine(live * found.alive(self._episodes.tail), crossed)
             generation = self.sequences * busy_s / (running * self.place.engines)
             episode_s = busy_s + self._episodes.tool_s
-            load_s = replace(costs, versions=found.versions).load_s()
+            stands = (scored + costs.optimizer_s) * costs.route.closing
             if self.schedule.max_staleness == 0:
-                step_s = max(generation, episode_s * self._episodes.longest / self._episodes.tokens) + trainer + load_s
+                step_s = max(generation, episode_s * self._episodes.longest / self._episodes.tokens) + trainer
             else:
-                step_s = max(generation, trainer) + load_s
+                step_s = max(generation, trainer - stands) + stands
+            step_s += costs.load_s()
             versions = 1 + min(self.schedule.staleness_bound, episode_s / step_s)
             found = Estimate(step_s=step_s, episode_s=episode_s, versions=versions)
         return found
@@ -188,28 +201,17 @@ class Rated:
 
     @property
     def rate(self) -> float:
-        return self.outcome.trained_tokens_per_s
+        """Trained tokens a second: groups a second, each of as many tokens as groups have in the mean. What a batch of
+        few steps holds depends on which groups come first."""
+        request = self.candidate.request
+        return self.outcome.groups_per_s * request.group_size * request.episodes.tokens
 
     @property
-    def versions(self) -> float:
-        """That an episode sees."""
-        return 1 + min(self.outcome.staleness_bound, self.outcome.episode_s / self.outcome.mean_step_s)
-
-    @property
-    def extra_s(self) -> float:
-        """Trainer's seconds of a step that are the route's."""
-        costs = self.candidate.costs
-        return costs.route_s(round(costs.batch), self.versions) + costs.encode_s
-
-    @property
-    def strict(self) -> bool:
-        return self.candidate.schedule.window == 1 and self.candidate.schedule.max_staleness > 0
-
-    @property
-    def windows(self) -> tuple[int, ...]:
-        """Half a batch and a batch."""
-        groups = self.candidate.schedule.groups_per_step
-        return tuple(sorted({max(2, groups // 2), max(2, groups)}))
+    def spread(self) -> float:
+        """Standard error of `rate`, as a share of it, from one round of `max_staleness` + 1 steps to the next."""
+        steps, each = self.outcome.steady_s, self.candidate.schedule.max_staleness + 1
+        rounds = [sum(steps[first : first + each]) for first in range(0, len(steps) - each + 1, each)]
+        return stdev(rounds) / mean(rounds) / math.sqrt(len(rounds))
 
 
 @dataclass(frozen=True)
@@ -218,35 +220,45 @@ class Plan:
 
     best: Rated
     synchronous: Rated
+    """All devices train and sample in turns, as published synchronous training does; the policy that trains scores."""
     choices: tuple[Rated, ...]
-    """Other lags, batches and windows, with the route of the suggestion."""
-    routes: tuple[Rated, ...]
-    """Every route at the schedule of the suggestion, each with the split that suits it."""
+    """Other lags, batches and windows."""
     splits: tuple[Rated, ...]
-    """The suggestion with a device more or less in training."""
+    """Other splits of the devices, at the schedule that came out."""
+    routes: tuple[Candidate, ...]
+    """Every route at the schedule of the suggestion, each with the split that suits it."""
+    rated: Mapping[Route, Rated]
+    """The routes that were simulated: exact ones that may be the best, and `AVERAGE`."""
+
+    def rate(self, candidate: Candidate) -> float:
+        """Of one of `routes`: simulated, or the suggestion's times what the formula says lies between them."""
+        if (known := self.rated.get(candidate.name)) is not None:
+            return known.rate
+        return self.best.rate * candidate.rate / self.best.candidate.rate
 
 
 def suggest(request: Request) -> Plan:
     """Raises `ConfigError` when the devices are too few, and says how many would do."""
     simulated = _Simulated(request.tell)
     name: Route = request.route or "snapshot_old"
-    asked = [_schedule(request, lag, groups) for groups in request.groups for lag in request.lags]
-    choices = _within_reach([_best(request, name, schedule) for schedule in asked], simulated)
+    window = request.windows[0] if request.windows else 1
+    asked = [_schedule(request, lag, groups, window) for groups in request.groups for lag in request.lags]
+    choices = _within_reach([_best(request, name, schedule) for schedule in asked], simulated, most=MOST_CHOICES)
     central = _smallest(choices)
-    splits = _climb(central, simulated)
-    central = max(splits, key=lambda rated: rated.rate)
-    if not request.windows and central.outcome.trainer_wait_share > WAITS_LITTLE and central.strict:
-        wider = [simulated(central.candidate.with_window(window)) for window in central.windows]
-        choices, central = (*choices, *wider), _smallest([central, *wider])
-    routes = []
-    for other in ROUTES:
-        candidate = _same_split(central.candidate, other) or _try(request, other, central.candidate.schedule)
-        routes += [_eager(simulated(candidate), simulated)] if candidate else []
-    exact = [r for r in routes if r.candidate.costs.route.exact and request.route in (None, r.candidate.name)]
-    best = _smallest([central, *exact])
-    at_once = replace(best.candidate.schedule, max_staleness=0, window=1)
-    synchronous = _best(request, best.candidate.name, at_once)
-    return Plan(best, simulated(synchronous), choices, tuple(routes), splits)
+    splits = _within_reach(_splits(central.candidate), simulated, most=MOST_SPLITS)
+    central = max((central, *splits), key=lambda rated: rated.rate)
+    schedule = central.candidate.schedule
+    if not request.windows and central.outcome.trainer_wait_share > WAITS_LITTLE and schedule.max_staleness > 1:
+        half = _schedule(request, schedule.max_staleness, schedule.groups_per_step, schedule.groups_per_step // 2 + 1)
+        choices = (*choices, simulated(_best(request, name, half)))
+        central = _smallest([central, choices[-1]])
+    routes = [found for other in ROUTES if (found := _suited(central.candidate, other))]
+    exact = [each for each in routes if each.costs.route.exact and request.route in (None, each.name)]
+    least = NEAR * central.candidate.rate
+    tried = [each for each in exact if each.rate >= least] + [each for each in routes if each.name == AVERAGE]
+    rated = {each.name: simulated(each) for each in tried} | {name: central}
+    best = _smallest([central, *(rated[each.name] for each in exact if each.name in rated)])
+    return Plan(best, simulated(_synchronous(request, schedule)), choices, splits, tuple(routes), rated)
 
 
 class _Simulated:
@@ -258,21 +270,25 @@ class _Simulated:
 
     def __call__(self, candidate: Candidate) -> "Rated":
         costs, schedule, place = candidate.costs, candidate.schedule, candidate.place
-        what = replace(costs, route=replace(costs.route, error=0.0, exact=False)), schedule
+        what = replace(costs, route=replace(costs.route, exact=False, idle=False)), schedule
         if what not in self._known:
             self._tell(
-                f"simulating {candidate.name} on {place.told}, staleness {schedule.max_staleness}, "
+                f"simulating {candidate.name}: {place.told}; max_staleness {schedule.max_staleness}, "
                 f"{schedule.groups_per_step} groups a step, window {schedule.window}"
             )
-            fleet = Fleet(engines=place.engines, max_running=candidate.max_running)
+            fleet = Fleet(engines=place.engines, max_running=candidate.max_running, colocated=place.colocated)
             steps = (schedule.max_staleness + 1) * (candidate.request.rounds + 1)
             workload = candidate.request.workload
             self._known[what] = simulate(workload, fleet, schedule, costs, steps=steps)
         return Rated(candidate, self._known[what])
 
 
-def _schedule(request: Request, lag: int, groups: int) -> ScheduleConfig:
-    window = request.windows[0] if request.windows else 1
+def _schedule(request: Request, lag: int, groups: int, window: int) -> ScheduleConfig:
+    """In which no token is older than `lag`: what a window may pass over is taken off `max_staleness`."""
+    least = staleness_bound(1, groups, window)
+    if 0 < lag < least:
+        raise ConfigError(f"--window {window} with {groups} groups a step needs --lag {least} or more, got {lag}")
+    lag -= (least - 1) * (lag > 0)
     return ScheduleConfig(max_staleness=lag, groups_per_step=groups, group_size=request.group_size, window=window)
 
 
@@ -289,9 +305,22 @@ def _candidate(
 ) -> Candidate:
     batch = schedule.groups_per_step * schedule.group_size * request.episodes.tokens
     live = schedule.staleness_bound + 1
-    first = Analytic(setting=setting, place=place, route=ROUTES[name], batch=batch, live=live)
-    versions = Candidate(request, first, name, schedule).estimate.versions
-    return Candidate(request, replace(first, versions=versions), name, schedule)
+    costs = Analytic(setting=setting, place=place, route=ROUTES[name], batch=batch, live=live)
+    return Candidate(request, costs, name, schedule)
+
+
+def _synchronous(request: Request, schedule: ScheduleConfig) -> Candidate:
+    """All devices do both, in turns; old logits are the trainer's before it steps."""
+    name: Route = "current_recompute"
+    found = [
+        _candidate(
+            request, name, replace(schedule, max_staleness=0, window=1), setting=setting,
+            place=Placement(request.devices, request.devices // tp, tp, colocated=True),
+        )
+        for setting in (replace(request.setting, recompute=recompute) for recompute in (False, True))
+        for tp in engine_sizes(setting) if tp <= request.devices and setting.fits(request.devices, ROUTES[name])
+    ]  # fmt: skip
+    return max(found, key=lambda candidate: candidate.rate)
 
 
 def placements(setting: Setting, name: Route, schedule: ScheduleConfig, *, devices: int) -> Iterator[Placement]:
@@ -334,63 +363,52 @@ def _best(request: Request, name: Route, schedule: ScheduleConfig) -> Candidate:
 
 
 def _too_few(request: Request, name: Route, schedule: ScheduleConfig) -> str:
-    setting, route = replace(request.setting, recompute=True), ROUTES[name]
-    model, device, gb = setting.model, setting.device, 1e9
-    longest = f"episodes of {setting.longest:,.0f} tokens"
-    told = f"{model.name} with {longest} does not fit {request.devices} {device.name}: "
+    setting, gb = replace(request.setting, recompute=True), 1e9
+    model, device, sizes = setting.model, setting.device, engine_sizes(setting)
+    told = f"{model.name} with episodes of {setting.longest:,.0f} tokens does not fit {request.devices} {device.name}: "
     limit = device.memory * setting.shares.memory
-    passes = setting.trainer_bytes(1, route) - _sharded(setting, name)
-    sizes = engine_sizes(setting)
+    passes, sharded = setting.pass_bytes, setting.trainer_bytes(1, ROUTES[name]) - setting.pass_bytes
     if passes >= limit:
-        micro = max(MICRO_TOKENS, setting.longest)
         return told + (
-            f"one training pass of {micro:,.0f} tokens holds {passes / gb:.0f} of a device's {limit / gb:.0f} GB, "
-            "however many devices there are. Shorter episodes would, or a larger device"
+            f"one training pass holds {passes / gb:.0f} of a device's {limit / gb:.0f} GB, however many devices there "
+            "are. Shorter episodes (--longest) would, or a larger device"
         )
     if not sizes:
         return told + (
             f"eight hold {8 * limit / gb:.0f} GB, and an engine needs {model.copy_bytes / gb:.0f} GB for weights and "
             f"room for {LEAST_RUNNING} episodes. Larger devices are needed"
         )
-    trainers = math.ceil(_sharded(setting, name) / (limit - passes))
+    trainers = math.ceil(sharded / (limit - passes))
     needed = trainers + _scorers(setting, name, schedule, trainers) + sizes[0]
-    others = [each.name for each in DEVICES.values() if each.memory > device.memory]
-    larger = f", or a device with more memory ({', '.join(others)})" if others else ""
     return told + (
-        f"training takes {_sharded(setting, name) / gb:.0f} GB (18 bytes a parameter, and the route's), so {trainers} "
-        f"devices of {limit / gb:.0f} GB with {passes / gb:.0f} GB for a pass on each, and an engine takes {sizes[0]}. "
-        f"--gpus {needed} would{larger}"
+        f"training takes {sharded / gb:.0f} GB (18 bytes a parameter, and the route's), so {trainers} devices of "
+        f"{limit / gb:.0f} GB with {passes / gb:.0f} GB for a pass on each, and an engine takes {sizes[0]}. "
+        f"--gpus {needed} would"
     )
 
 
-def _sharded(setting: Setting, name: Route) -> float:
-    """What the trainer's devices divide among themselves."""
-    return setting.trainer_bytes(1, ROUTES[name]) - setting.pass_bytes
-
-
-def _within_reach(these: Sequence[Candidate], simulated: _Simulated) -> tuple[Rated, ...]:
+def _within_reach(these: Sequence[Candidate], simulated: _Simulated, *, most: int) -> tuple[Rated, ...]:
     """The best by their estimates, simulated."""
-    ranked = sorted(these, key=lambda candidate: -candidate.rate)[:MOST_CHOICES]
+    ranked = sorted(these, key=lambda candidate: -candidate.rate)[:most]
     return tuple(simulated(candidate) for candidate in ranked if candidate.rate >= REACH * ranked[0].rate)
 
 
-def _climb(rated: Rated, simulated: _Simulated) -> tuple[Rated, ...]:
-    """Other splits beside it, as long as one is better."""
-    found = {rated.candidate.place: rated}
-    while True:
-        best = max(found.values(), key=lambda each: each.rate)
-        beside = [other for other in _neighbours(best.candidate) if other.place not in found]
-        if not beside:
-            return tuple(sorted(found.values(), key=lambda each: each.candidate.place.trainers))
-        found |= {other.place: simulated(other) for other in beside}
+def _splits(candidate: Candidate) -> list[Candidate]:
+    """By trainers and engines, each with the better way to keep activations."""
+    found = dict[Placement, Candidate]()
+    for other in candidates(candidate.request, candidate.name, candidate.schedule):
+        if other.place not in found or other.rate > found[other.place].rate:
+            found[other.place] = other
+    return list(found.values())
 
 
-def _same_split(candidate: Candidate, name: Route) -> Candidate | None:
-    """Another route on the same devices, if it fits there."""
-    setting, place, route = candidate.costs.setting, candidate.place, ROUTES[name]
-    if route.apart != bool(place.scorers) or not setting.fits(place.trainers, route):
-        return None
-    return _candidate(candidate.request, name, candidate.schedule, setting=setting, place=place)
+def _suited(candidate: Candidate, name: Route) -> Candidate | None:
+    """Another route on the same devices, with activations computed again if it must be, or else where it fits best."""
+    place, route = candidate.place, ROUTES[name]
+    for setting in (candidate.costs.setting, replace(candidate.costs.setting, recompute=True)):
+        if route.apart == bool(place.scorers) and setting.fits(place.trainers, route):
+            return replace(candidate, costs=replace(candidate.costs, setting=setting)).with_route(name)
+    return _try(candidate.request, name, candidate.schedule)
 
 
 def _smallest(rated: Sequence[Rated]) -> Rated:
@@ -400,26 +418,4 @@ def _smallest(rated: Sequence[Rated]) -> Rated:
 
 
 def _size(schedule: ScheduleConfig) -> tuple[int, int, int]:
-    return schedule.max_staleness, schedule.groups_per_step, schedule.window
-
-
-def _eager(rated: Rated, simulated: _Simulated) -> Rated:
-    """`eager` again, once it is known how much the trainer waits: tokens that come in that time are scored in it."""
-    candidate = rated.candidate
-    if not candidate.costs.route.idle:
-        return rated
-    covered = min(1.0, rated.outcome.trainer_wait_share)
-    return simulated(replace(candidate, costs=replace(candidate.costs, covered=covered)))
-
-
-def _neighbours(candidate: Candidate) -> Iterator[Candidate]:
-    """With the next smaller and the next larger number of trainers that fits."""
-    others = [
-        other
-        for other in candidates(candidate.request, candidate.name, candidate.schedule)
-        if (other.costs.setting, other.place.tp) == (candidate.costs.setting, candidate.place.tp)
-    ]
-    here = candidate.place.trainers
-    smaller = [other for other in others if other.place.trainers < here]
-    larger = [other for other in others if other.place.trainers > here]
-    yield from (*smaller[-1:], *larger[:1])
+    return schedule.staleness_bound, schedule.groups_per_step, schedule.window
