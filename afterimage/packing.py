@@ -234,7 +234,7 @@ def cut(tokens: Tensor, spans: Sequence[tuple[int, int]]) -> tuple[Packed, Tenso
     return Packed(tokens[index], tuple(accumulate((end - start for start, end in spans), initial=0))), index
 
 
-@torch.compiler.disable  # or every forest would be compiled
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # or every forest would be compiled
 def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
@@ -357,7 +357,7 @@ def recompute_layers(model: nn.Module) -> None:
         layer.forward = partial(_again, layer.forward)
 
 
-@torch.compiler.disable(recursive=False)
+@torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
 def _again(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
     run = running.get()
     if run is None or not torch.is_grad_enabled():

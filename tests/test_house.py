@@ -38,7 +38,7 @@ def test_files_and_functions_keep_their_budgets() -> None:
 # options of its own; durability asks something of every part; engines, endpoint, rewards, adapters, planner are rooms
 # that somebody may never enter. Room for these, and a line at which to stop and delete.
 def test_the_package_stays_small_and_its_knobs_few() -> None:
-    assert sum(len(path.read_text().splitlines()) for path in SOURCES) <= 30_400
+    assert sum(len(path.read_text().splitlines()) for path in SOURCES) <= 30_500
     sections = [kind for kind in typing.get_type_hints(RunConfig).values() if dataclasses.is_dataclass(kind)]
     knobs = sum(len(dataclasses.fields(section)) for section in sections)
     assert knobs + len(dataclasses.fields(RunConfig)) - len(sections) <= 86

@@ -12,6 +12,7 @@ import numpy as np
 from afterimage.config import ConfigError, Route, ScheduleConfig, staleness_bound
 from afterimage.plan.analytic import Analytic, Placement, Setting
 from afterimage.plan.outcome import WAITS_LITTLE
+from afterimage.plan.parts import needs
 from afterimage.plan.route_costs import ROUTES
 from afterimage.plan.simulate import Fleet, Outcome, Workload, simulate
 
@@ -276,10 +277,13 @@ class _Simulated:
                 f"simulating {candidate.name}: {place.told}; max_staleness {schedule.max_staleness}, "
                 f"{schedule.groups_per_step} groups a step, window {schedule.window}"
             )
-            fleet = Fleet(engines=place.engines, max_running=candidate.max_running, colocated=place.colocated)
+            fleet = Fleet(
+                engines=place.engines, max_running=candidate.max_running, colocated=place.colocated,
+                cache_tokens=int(costs.setting.room(place.tp)),
+            )  # fmt: skip
             steps = (schedule.max_staleness + 1) * (candidate.request.rounds + 1)
             workload = candidate.request.workload
-            self._known[what] = simulate(workload, fleet, schedule, costs, steps=steps)
+            self._known[what] = simulate(workload, fleet, schedule, costs, steps=steps, needs=needs(costs.route))
         return Rated(candidate, self._known[what])
 
 
