@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import cast
 
+import numpy as np
+
 from afterimage.config import ScheduleConfig
 from afterimage.plan.analytic import Analytic, Placement, Setting
 from afterimage.plan.hardware import DEVICES, Device, Shares
@@ -119,9 +121,11 @@ class Priced(Analytic):
 def priced(row: Row, trainer_gpus: int, *, scored: bool = True) -> Priced:
     """Without what is published of its phases."""
     episode = row.tokens + row.answers
+    drawn = LogNormal.cut(min(row.tokens, 0.99 * row.most), SIGMA, row.most).draw(np.random.default_rng(0), 10_000)
+    lengths = drawn + row.answers
     setting = Setting(
         model=row.model, device=row.device, shares=Shares(), lr=1e-6, episode=episode, longest=row.most,
-        given=PROMPT / episode,
+        seen=float((lengths**2).mean() / lengths.mean() / 2), given=PROMPT / episode,
     )  # fmt: skip
     return Priced(
         setting=setting,
