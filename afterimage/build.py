@@ -151,7 +151,7 @@ def load_policy(config: RunConfig) -> Policy:
     options = config.trainer
     lora = Lora(options.lora_rank, options.lora_alpha, options.lora_targets, config.seed) if options.lora_rank else None
     policy = Policy.load(config.policy_folder, dtype=options.dtype, lora=lora)
-    policy.run_as(Passes(options.share_prompts, options.recompute, options.compile))
+    policy.run_as(Passes.of(options))
     return policy
 
 

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from afterimage import adapters, linear
 from afterimage.adapters import Lora, Merging
-from afterimage.config import ConfigError
+from afterimage.config import ConfigError, TrainerConfig
 from afterimage.head import token_logps, wide
 from afterimage.packing import (
     ATTENTION,
@@ -57,6 +57,10 @@ class Passes:
     """The layers keep their inputs alone for the gradient, and run again for it."""
     compile: bool = False
     """By torch.compile."""
+
+    @classmethod
+    def of(cls, config: TrainerConfig) -> "Passes":
+        return cls(config.share_prompts, config.recompute, config.compile)
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ class Trainer:
         """`num_steps`: optimizer steps of the whole run, over which the learning rate falls."""
         self.policy, self.config, self.rules, self.old = policy, config, rules, old
         self.num_steps = num_steps
-        policy.run_as(Passes(config.share_prompts, config.recompute, config.compile))
+        policy.run_as(Passes.of(config))
         self.steps = 0
         self._forward = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
         self._master = {name: _master(parameter) for name, parameter in self._forward.items()}

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ main(int(sys.argv[1]), sys.argv[3])
 """
 """A timer's signal makes the interpreter write a byte from its own handler, whatever holds the lock of its threads."""
 
+Bytes = bytes | memoryview
 Header = dict[str, Any]
 
 
@@ -53,13 +54,13 @@ def pack(header: Header, body: bytes = b"") -> bytes:
     >>> list(Frames().feed(pack({"op": "resume"}, b"xy")))
     [({'op': 'resume'}, b'xy')]
     """
-    return begin(header, len(body)) + body
+    return b"".join(frame(header, [body]))
 
 
-def begin(header: Header, size: int) -> bytes:
-    """A frame up to its body, which is of `size` bytes and follows."""
+def frame(header: Header, body: Sequence[Bytes]) -> list[Bytes]:
+    """The parts of one frame, those of its body as they lie."""
     text = json.dumps(header, separators=(",", ":")).encode()
-    return _LENGTHS.pack(len(text), size) + text
+    return [_LENGTHS.pack(len(text), sum(map(len, body))) + text, *body]
 
 
 class Frames:

@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 
 from afterimage.config import ScheduleConfig
-from afterimage.plan.analytic import Analytic, Placement, Setting
+from afterimage.plan.analytic import Analytic, Placement, Setting, seen_in
 from afterimage.plan.hardware import DEVICES, Device, Shares
 from afterimage.plan.models import PRESETS, Model
 from afterimage.plan.route_costs import ROUTES
@@ -125,7 +125,7 @@ def priced(row: Row, trainer_gpus: int, *, scored: bool = True) -> Priced:
     lengths = drawn + row.answers
     setting = Setting(
         model=row.model, device=row.device, shares=Shares(), lr=1e-6, episode=episode, longest=row.most,
-        seen=float((lengths**2).mean() / lengths.mean() / 2), given=PROMPT / episode,
+        seen=seen_in(lengths.tolist()), given=PROMPT / episode,
     )  # fmt: skip
     return Priced(
         setting=setting,

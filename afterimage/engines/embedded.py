@@ -18,8 +18,8 @@ from afterimage.adapters import Merging
 from afterimage.engines import EngineDied, Reply, SamplingParams, Update, check_request
 from afterimage.trajectory import Sampled
 from afterimage.versions import Delta
-from afterimage.versions.codec import Bytes, dumps, file_of
-from afterimage.wire import BEAT_S, Child, ChildFrozen, Frames, Header, begin
+from afterimage.versions.codec import dumps, file_of
+from afterimage.wire import BEAT_S, Bytes, Child, ChildFrozen, Frames, Header, frame
 
 STEP_S = 0.02
 """From one step to the next in lockstep, on the event loop's clock."""
@@ -278,7 +278,7 @@ class _Child(Child, asyncio.Protocol):
 
     def send(self, header: Header, body: Sequence[Bytes] = ()) -> None:
         """One frame, its body in parts. The end of the process shows where it is listened to."""
-        parts: list[Bytes] = [begin(header, sum(map(len, body))), *(memoryview(part) for part in body)]
+        parts = [memoryview(part) for part in frame(header, body)]
         if self._transport is not None:
             for part in parts:
                 self._transport.write(part)

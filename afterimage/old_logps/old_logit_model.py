@@ -17,8 +17,8 @@ from afterimage.old_logps import Needs, Passive, Scoring, Weights, has_clean_beh
 from afterimage.old_logps.scored import Answers, Place, place_of, require_answers
 from afterimage.policy import DTYPES, Policy
 from afterimage.trajectory import Batch, Open
-from afterimage.versions.codec import Bytes, file_of
-from afterimage.wire import Child, ChildFrozen, Frames, Header, begin
+from afterimage.versions.codec import file_of
+from afterimage.wire import Bytes, Child, ChildFrozen, Frames, Header, frame
 
 _READ_BYTES = 1 << 20
 
@@ -164,7 +164,7 @@ class OldLogitModel(Passive):
 
     def _tell(self, header: Header, body: Sequence[Bytes] = ()) -> None:
         """What is in `body` may change as soon as this returns."""
-        self._writer.submit(self._write, b"".join([begin(header, sum(map(len, body))), *body]))
+        self._writer.submit(self._write, b"".join(frame(header, body)))
 
     def _write(self, frame: bytes) -> None:
         """In the writer thread. A broken pipe stays here: that the process is gone shows where it is listened to."""

@@ -4,6 +4,7 @@ Parallel work is taken to divide evenly: a sharded trainer, engines with tensor 
 ranks that hold its shards. What the trainer and the network do at the same time is taken to overlap in full.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from afterimage.plan import deltas
@@ -25,6 +26,15 @@ MICRO_TOKENS = 4096
 """Tokens of a training pass, unless an episode is longer: the default of `trainer.micro_tokens`."""
 
 
+def seen_in(lengths: Collection[float]) -> float:
+    """Others that a token sees in sequences of these lengths: half of E[L^2] / E[L], for most are in long ones.
+
+    >>> seen_in([10, 10]), seen_in([1, 19])
+    (5.0, 9.05)
+    """
+    return sum(length**2 for length in lengths) / sum(lengths) / 2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What is given: model, device, and what a step's work is like."""
@@ -36,7 +46,7 @@ class Setting:
     episode: float
     """Tokens of an episode, in the mean."""
     seen: float
-    """Others that a token of it sees, in the mean: half of E[L^2] / E[L], for most tokens are in long episodes."""
+    """Others that a token of it sees, in the mean: `seen_in` the episodes."""
     longest: float
     """Tokens of the longest one to be held."""
     given: float

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from afterimage.config import ConfigError
+from afterimage.plan.analytic import seen_in
 from afterimage.plan.hardware import Device, Shares
 from afterimage.plan.measured import like
 from afterimage.plan.models import Model
@@ -17,7 +18,7 @@ def read(run: Path, model: Model) -> tuple[Device, Shares]:
     """What passes between processes passes through the main memory, whose rate is timed here. Raises `ConfigError`."""
     setting = like(run)
     costs, tokens = setting.costs, [shape.tokens for group in setting.workload.recorded for shape in group]
-    seen = sum(each**2 for each in tokens) / sum(tokens) / 2
+    seen = seen_in(tokens)
     if not costs.train_token:
         raise ConfigError(f"{run}: the batches of the run are too much alike to tell what a token costs")
     train = 3 * model.forward_flops(seen) / costs.train_token

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from afterimage.config import ConfigError, Route, ScheduleConfig, staleness_bound
-from afterimage.plan.analytic import Analytic, Placement, Setting
+from afterimage.plan.analytic import Analytic, Placement, Setting, seen_in
 from afterimage.plan.outcome import WAITS_LITTLE
 from afterimage.plan.parts import needs
 from afterimage.plan.route_costs import ROUTES
@@ -62,7 +62,7 @@ class Episodes(NamedTuple):
         prompt, sampled, tokens, turns = (sum(column) / len(drawn) for column in zip(*columns, strict=True))
         slowest = sum(max(shape.sampled for shape in group) for group in groups) / len(groups)
         longest = max(shape.tokens for shape in drawn)
-        seen = sum(shape.tokens**2 for shape in drawn) / len(drawn) / tokens / 2
+        seen = seen_in([shape.tokens for shape in drawn])
         return cls(prompt, sampled, tokens, seen, turns, waits * tool_s, longest, slowest / sampled)
 
 

@@ -25,6 +25,8 @@ import torch
 import zstandard
 from torch import Tensor
 
+from afterimage.wire import Bytes
+
 SPARSE_BELOW = 2 / 3
 """Share of changed words above which `sparse` is not tried: it would be slow and lose."""
 PACKED_ABOVE = 1 / 3
@@ -43,7 +45,6 @@ _HEADER = struct.Struct("<Q")
 
 Array = npt.NDArray[Any]
 Kind = Literal["sparse", "packed", "raw"]
-Bytes = bytes | memoryview
 Part = tuple[str, str, tuple[int, ...], Bytes]
 """Of a file: the name, dtype and shape of a tensor, and what is in it."""
 
