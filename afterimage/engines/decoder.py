@@ -7,6 +7,7 @@ interleaved at load time, which turns the rotation into one complex multiplicati
 it was.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +18,12 @@ from torch import Tensor
 
 from afterimage import linear
 from afterimage.engines.graphs import Graphs
-from afterimage.engines.pages import PAGE, Inputs, Pages, Shape, plan
+from afterimage.engines.kernels import Kernels
+from afterimage.engines.pages import PAGE, Inputs, Pages, Shape, placed, plan, runs, tiled
 from afterimage.engines.runner import Step, check_update
 
+RUN = 8
+"""Tokens of a chunk that are attended together."""
 _USUAL_ROWS = 64
 """Weights are laid out for products with so many rows; others give the same, a little slower."""
 _FIRST_PAGES = 64
@@ -130,6 +134,7 @@ class Qwen3Runner:
         self.vocab_size = sizes.vocab
         self._dtype, self._device = dtype, torch.device(device)
         self._linear, self._packed = _linear_for(self._device, dtype)
+        self._kernels = _kernels_for(self._device, dtype, sizes)
         self._layers: list[_Layer] = []
         frequencies = 1.0 / sizes.theta ** (torch.arange(0, sizes.head_dim, 2, dtype=torch.float32) / sizes.head_dim)
         angles = torch.arange(max_context, dtype=torch.float32)[:, None] * frequencies
@@ -142,14 +147,14 @@ class Qwen3Runner:
         self._reserve(1)
 
     def _reserve(self, pages: int) -> None:
-        """Make room for so many pages. Keys lie `[pages * kv, PAGE, head_dim]`, values transposed: both products then
-        read along what they sum over."""
+        """Make room for so many pages. Keys lie `[pages * kv, head_dim, PAGE]`, values `[pages * kv, PAGE, head_dim]`:
+        both products then go along what they do not sum over."""
         if pages <= self._room:
             return
         sizes, old = self.sizes, self._room * self.sizes.kv_heads
         self._room = max(min(max(_FIRST_PAGES, 2 * self._room), len(self._pages.owner)), pages)
         self._graphs.clear()
-        for pool, page in ((self._keys, (PAGE, sizes.head_dim)), (self._values, (sizes.head_dim, PAGE))):
+        for pool, page in ((self._keys, (sizes.head_dim, PAGE)), (self._values, (PAGE, sizes.head_dim))):
             pool += [torch.empty(0, *page)] * (sizes.layers - len(pool))
             for layer, before in enumerate(pool):
                 grown = torch.zeros(self._room * sizes.kv_heads, *page, dtype=self._dtype, device=self._device)
@@ -204,11 +209,42 @@ class Qwen3Runner:
             whole[new] = whole[old]
 
     def forward(self, step: Step) -> Tensor:
+        if self._kernels is not None:
+            return self._by_kernels(self._kernels, step)
         shape, flat = plan(step, self._pages)
         self._reserve(max(self._pages.span, shape.pages))
         if shape.tokens:
             return self._run(Inputs.of(flat.to(self._device), shape), shape)
         return self._graphs(flat, shape)[: len(step.rows)]
+
+    def _by_kernels(self, kernels: Kernels, step: Step) -> Tensor:
+        """`_run` on a processor: the products by oneDNN, all between them by `kernels.c`, rows and chunks alike."""
+        sizes, eps = self.sizes, self.sizes.eps
+        cells = torch.from_numpy(placed(step, self._pages))
+        self._reserve(self._pages.span)
+        of, (begins, counts, slots, held) = torch.from_numpy(self._pages.of), runs(step, RUN)
+        count, wide = len(step.tokens), tiled(len(step.tokens))
+        x = F.embedding(F.pad(step.tokens, (0, wide - count)), self._embed)
+        query = torch.empty(count, sizes.heads, sizes.head_dim)
+        h, mixed = torch.empty_like(x), x.new_zeros(wide, sizes.heads * sizes.head_dim)
+        gated, more = x.new_empty(wide, sizes.inner), None
+        for layer, keys, values in zip(self._layers, self._keys, self._values, strict=True):
+            kernels.norm(x, more, layer.norm_1, h, wide, sizes.hidden, eps)
+            qkv = self._linear(h, layer.qkv)
+            placing = (layer.qk_norm, self._rotations, step.positions, cells)
+            kernels.turn(qkv, *placing, query, keys, values, count, eps)
+            where = (of, of.shape[1], begins, counts, slots, held)
+            kernels.attend(query, keys, values, *where, mixed, 0, len(begins))
+            kernels.norm(x, self._linear(mixed, layer.out), layer.norm_2, h, wide, sizes.hidden, eps)
+            kernels.gated(self._linear(h, layer.gate_up), gated, wide, sizes.inner)
+            more = self._linear(gated, layer.down)
+        ends = [*range(len(step.rows)), *(span.stop - 1 for _, span in step.spans())]
+        if step.chunks:
+            padded = ends + ends[-1:] * (tiled(len(ends)) - len(ends))
+            x, more = x[padded], more[padded]
+        h = torch.empty_like(x)
+        kernels.norm(x, more, self._norm, h, len(x), sizes.hidden, eps)
+        return self._linear(h, self._head).float()[: len(ends)]
 
     def _run(self, inputs: Inputs, shape: Shape) -> Tensor:
         """Float32 logits after every row, or where there are chunks, after `ends`."""
@@ -225,8 +261,8 @@ class Qwen3Runner:
             qk = F.rms_norm(qk, (sizes.head_dim,), None, sizes.eps) * layer.qk_norm
             turned = torch.view_as_complex(qk.view(*qk.shape[:2], -1, 2)) * rotations
             qk = torch.view_as_real(turned).flatten(2).to(self._dtype)
-            self._keys[index][cells[0], cells[1]] = qk[:, sizes.heads :]
-            self._values[index].transpose(1, 2)[cells[0], cells[1]] = value
+            self._keys[index].transpose(1, 2)[cells[0], cells[1]] = qk[:, sizes.heads :]
+            self._values[index][cells[0], cells[1]] = value
             mixed = self._attend(index, qk[:, : sizes.heads], inputs, seen=seen)
             x = x + self._linear(mixed, layer.out)
             h = F.rms_norm(x, (sizes.hidden,), layer.norm_2, sizes.eps)
@@ -258,12 +294,12 @@ class Qwen3Runner:
         sizes, pages = self.sizes, len(inputs.page_rows)
         keys, values = (self._paged(pool[index], inputs) for pool in (self._keys, self._values))
         asked = query[inputs.page_rows].view(pages * sizes.kv_heads, -1, sizes.head_dim)
-        scores = torch.bmm(asked, keys.transpose(1, 2)).view(pages, sizes.heads, PAGE) + seen
+        scores = torch.bmm(asked, keys).view(pages, sizes.heads, PAGE) + seen
         top = _per_row(scores.amax(-1), inputs, mode="max")
         weights = (scores - top[inputs.page_rows][..., None]).exp_()
         total = _per_row(weights.sum(-1), inputs, mode="sum")
         weights = weights.to(self._dtype).view(pages * sizes.kv_heads, -1, PAGE)
-        mixed = torch.bmm(weights, values.transpose(1, 2)).view(pages, -1).float()
+        mixed = torch.bmm(weights, values).view(pages, -1).float()
         mixed = _per_row(mixed, inputs, mode="sum").view(-1, sizes.heads, sizes.head_dim)
         return (mixed / total[..., None].clamp_min(1e-30)).flatten(1).to(self._dtype)  # no pages: a row that pads
 
@@ -279,8 +315,8 @@ class Qwen3Runner:
         sizes, blocks = self.sizes, len(inputs.lanes)
         heads = torch.arange(sizes.kv_heads, device=self._device)[:, None]
         reached = inputs.reached[:, None] * sizes.kv_heads + heads
-        keys = self._keys[index][reached].flatten(2, 3)
-        values = self._values[index][reached].transpose(3, 4).flatten(2, 3)
+        keys = self._keys[index][reached].transpose(3, 4).flatten(2, 3)
+        values = self._values[index][reached].flatten(2, 3)
         asked = query[inputs.lanes].transpose(1, 2).reshape(blocks, sizes.kv_heads, -1, sizes.head_dim)
         mixed = F.scaled_dot_product_attention(asked, keys, values, attn_mask=seen, scale=1.0)
         mixed = mixed.view(blocks, sizes.heads, -1, sizes.head_dim).transpose(1, 2)
@@ -302,6 +338,15 @@ def _linear_for(
         lambda x, weight: product(x, weight, None, "none", [], ""),
         lambda weight: pack(weight.contiguous(), _USUAL_ROWS),
     )
+
+
+def _kernels_for(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Kernels | None:
+    """None where they do not run: off the processor, and for heads that are no multiple of four numbers."""
+    lanes = math.gcd(16, sizes.head_dim)
+    if device.type != "cpu" or lanes < 4 or dtype not in (torch.float32, torch.bfloat16):
+        return None
+    shape = {"HEADS": sizes.heads, "KV_HEADS": sizes.kv_heads, "HEAD_DIM": sizes.head_dim, "PAGE": PAGE, "RUN": RUN}
+    return Kernels(**shape, LANES=lanes, **({"BFLOAT16": 1} if dtype == torch.bfloat16 else {}))
 
 
 def _per_row(found: Tensor, inputs: Inputs, *, mode: str) -> Tensor:

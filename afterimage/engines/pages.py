@@ -126,17 +126,35 @@ class Inputs(NamedTuple):
         return cls(**{name: part.view(size) for (name, size), part in zip(fields.items(), parts, strict=True)})
 
 
-def plan(step: Step, pages: Pages) -> tuple[Shape, Tensor]:
-    """What to compute where, once every token of the step has its cell."""
+def placed(step: Step, pages: Pages) -> Ints:
+    """The cell of every token, in pages that are there from now on."""
     rows, at = step.rows.numpy(), step.positions.numpy()
-    num_rows = len(rows)
     for chunk in step.chunks:
         pages.hold(chunk.slot, chunk.end)
-    for index in np.flatnonzero(at[:num_rows] // PAGE >= pages.count[rows]):
+    for index in np.flatnonzero(at[: len(rows)] // PAGE >= pages.count[rows]):
         pages.hold(int(rows[index]), int(at[index]) + 1)
     counts = [chunk.end - chunk.start for chunk in step.chunks]
     slots = np.concatenate([rows, np.repeat([chunk.slot for chunk in step.chunks], counts).astype(np.int64)])
-    cells = pages.of[slots, at // PAGE] * PAGE + at % PAGE
+    return pages.of[slots, at // PAGE] * PAGE + at % PAGE
+
+
+def runs(step: Step, most: int) -> Tensor:
+    """`[4, runs]`: rows, and chunks cut into runs of up to `most` tokens. Where in `tokens` each begins, how many, of
+    which slot, and how many come before it in its sequence."""
+    num_rows = len(step.rows)
+    parts = [np.stack([np.arange(num_rows), np.ones(num_rows), step.rows.numpy(), step.positions.numpy()[:num_rows]])]
+    for chunk, span in step.spans():
+        offsets = np.arange(0, chunk.end - chunk.start, most)
+        counts = np.minimum(chunk.end - chunk.start - offsets, most)
+        parts.append(np.stack([span.start + offsets, counts, np.full(len(counts), chunk.slot), chunk.start + offsets]))
+    return torch.from_numpy(np.concatenate(parts, axis=1).astype(np.int64))
+
+
+def plan(step: Step, pages: Pages) -> tuple[Shape, Tensor]:
+    """What to compute where, once every token of the step has its cell."""
+    cells = placed(step, pages)
+    rows, at = step.rows.numpy(), step.positions.numpy()
+    num_rows, counts = len(rows), [chunk.end - chunk.start for chunk in step.chunks]
     fields, gathered = _attended(rows, at[:num_rows], pages)
     wide, num_tokens = tiled(num_rows), len(at) - num_rows
     for name, values in (("tokens", step.tokens.numpy()), ("positions", at), ("cells", cells)):

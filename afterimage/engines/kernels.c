@@ -1,0 +1,254 @@
+/* What a decoding step does between its matrix products, compiled on the machine that runs it.
+
+   HEADS, KV_HEADS, HEAD_DIM, PAGE and LANES (which divides both), and RUN are given, and BFLOAT16 where the model is; sums are
+   float32 in any case. The cache lies in pages: keys [page, KV_HEADS, HEAD_DIM, PAGE], values [page, KV_HEADS, PAGE, HEAD_DIM]. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define REP (HEADS / KV_HEADS)
+#define MOST 4     /* queries whose sums stay in registers together */
+#define LEAST -1e30f
+#define inline_ static inline __attribute__((always_inline))
+
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+
+inline_ floats all(float value) { return (floats){0} + value; }
+
+#ifdef BFLOAT16
+typedef uint16_t number;
+typedef uint16_t numbers __attribute__((vector_size(2 * LANES)));
+
+inline_ float widened(number value) {
+    uint32_t bits = (uint32_t)value << 16;
+    float wide;
+    memcpy(&wide, &bits, 4);
+    return wide;
+}
+
+inline_ number rounded(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    if (value != value) return 0x7fc0;
+    return (number)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+inline_ floats loaded(const number *at) {
+    numbers found;
+    memcpy(&found, at, sizeof found);
+    return (floats)(__builtin_convertvector(found, ints) << 16);
+}
+#else
+typedef float number;
+inline_ float widened(number value) { return value; }
+inline_ number rounded(float value) { return value; }
+
+inline_ floats loaded(const number *at) {
+    floats found;
+    memcpy(&found, at, sizeof found);
+    return found;
+}
+#endif
+
+/* e^x for x <= 0, to 2 units in the last place; 0 below -87, where float32 would lose digits. */
+inline_ floats exponential(floats x) {
+    ints power = __builtin_convertvector(x * 1.44269504f - 0.5f, ints);
+    floats whole = __builtin_convertvector(power, floats);
+    floats rest = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;
+    floats sum = all(1.98756915e-4f);
+    sum = sum * rest + 1.39819995e-3f;
+    sum = sum * rest + 8.33345191e-3f;
+    sum = sum * rest + 4.16657959e-2f;
+    sum = sum * rest + 1.66666655e-1f;
+    sum = sum * rest + 0.5f;
+    sum = sum * rest * rest + rest + 1.0f;
+    return (floats)((ints)(sum * (floats)((power + 127) << 23)) & (x > -87.0f));
+}
+
+inline_ floats either(ints which, floats yes, floats no) {
+    return (floats)(((ints)yes & which) | ((ints)no & ~which));
+}
+
+inline_ void store(number *to, floats from) {
+    for (int lane = 0; lane < LANES; lane++) to[lane] = rounded(from[lane]);
+}
+
+inline_ float highest(floats x) {
+    float most = x[0];
+    for (int lane = 1; lane < LANES; lane++) most = x[lane] > most ? x[lane] : most;
+    return most;
+}
+
+inline_ float total(floats x) {
+    float sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += x[lane];
+    return sum;
+}
+
+/* One over the root of the mean square. */
+inline_ float root(const number *x, int64_t count, float eps) {
+    floats squares = all(0);
+    int64_t at = 0;
+    for (; at + LANES <= count; at += LANES) squares += loaded(x + at) * loaded(x + at);
+    float rest = total(squares);
+    for (; at < count; at++) rest += widened(x[at]) * widened(x[at]);
+    return 1.0f / sqrtf(rest / count + eps);
+}
+
+/* A query's softmax over the pages so far. */
+typedef struct {
+    float asked[HEAD_DIM];
+    float top, weight;
+    float mixed[HEAD_DIM];
+    int64_t visible;
+} query_;
+
+/* `width` queries over a page whose first token is number `start` of the sequence. */
+inline_ void attend_page(query_ *queries, int width, const number *keys, const number *values, int64_t start) {
+    floats scores[MOST][PAGE / LANES];
+    for (int q = 0; q < width; q++)
+        for (int part = 0; part < PAGE / LANES; part++) scores[q][part] = all(0);
+    for (int d = 0; d < HEAD_DIM; d++)
+        for (int part = 0; part < PAGE / LANES; part++) {
+            floats key = loaded(keys + d * PAGE + part * LANES);
+            for (int q = 0; q < width; q++) scores[q][part] += key * queries[q].asked[d];
+        }
+    float weights[MOST][PAGE];
+    int most = 0;
+    for (int q = 0; q < width; q++) {
+        int64_t left = queries[q].visible - start;
+        int seen = left < 0 ? 0 : left < PAGE ? (int)left : PAGE;
+        most = seen > most ? seen : most;
+        floats tops = all(LEAST);
+        for (int part = 0; part < PAGE / LANES; part++) {
+            ints place;
+            for (int lane = 0; lane < LANES; lane++) place[lane] = part * LANES + lane;
+            scores[q][part] = either(place < seen, scores[q][part], all(LEAST));
+            tops = either(tops > scores[q][part], tops, scores[q][part]);
+        }
+        float top = highest(tops);
+        top = top > queries[q].top ? top : queries[q].top;
+        float before = expf(queries[q].top - top);
+        floats sums = all(0);
+        for (int part = 0; part < PAGE / LANES; part++) {
+            floats weight = exponential(scores[q][part] - top);
+            sums += weight;
+            memcpy(weights[q] + part * LANES, &weight, sizeof weight);
+        }
+        queries[q].top = top;
+        queries[q].weight = queries[q].weight * before + total(sums);
+        for (int d = 0; d < HEAD_DIM; d++) queries[q].mixed[d] *= before;
+    }
+    for (int d = 0; d < HEAD_DIM; d += LANES) {
+        floats even[MOST], odd[MOST];
+        for (int q = 0; q < width; q++) {
+            memcpy(&even[q], queries[q].mixed + d, sizeof even[q]);
+            odd[q] = all(0);
+        }
+        int token = 0;
+        for (; token + 1 < most; token += 2) {
+            floats first = loaded(values + token * HEAD_DIM + d), second = loaded(values + (token + 1) * HEAD_DIM + d);
+            for (int q = 0; q < width; q++) {
+                even[q] += first * weights[q][token];
+                odd[q] += second * weights[q][token + 1];
+            }
+        }
+        if (token < most) {
+            floats last = loaded(values + token * HEAD_DIM + d);
+            for (int q = 0; q < width; q++) even[q] += last * weights[q][token];
+        }
+        for (int q = 0; q < width; q++) {
+            even[q] += odd[q];
+            memcpy(queries[q].mixed + d, &even[q], sizeof even[q]);
+        }
+    }
+}
+
+/* Attention of runs `first` to `last`: up to RUN successive tokens each, of which the first is number `begins` of the
+   step's and `held` of its sequence, so that its pages are read once for all. `query` [T, HEADS, HEAD_DIM] carries the scale; `of` [slots, width] are the pages. */
+void attend(const float *query, const number *keys, const number *values, const int64_t *of, int64_t width,
+            const int64_t *begins, const int64_t *counts, const int64_t *slots, const int64_t *held, number *out,
+            int64_t first, int64_t last) {
+    query_ queries[RUN * REP];
+    for (int64_t run = first; run < last; run++)
+        for (int head = 0; head < KV_HEADS; head++) {
+            const int64_t begin = begins[run], count = counts[run], *pages = of + slots[run] * width;
+            const int num = (int)count * REP;
+            for (int q = 0; q < num; q++) {
+                query_ *one = queries + q;
+                memcpy(one->asked, query + ((begin + q / REP) * HEADS + head * REP + q % REP) * HEAD_DIM,
+                       sizeof one->asked);
+                memset(one->mixed, 0, sizeof one->mixed);
+                one->top = LEAST, one->weight = 0, one->visible = held[run] + q / REP + 1;
+            }
+            for (int64_t start = 0; start < held[run] + count; start += PAGE) {
+                const int64_t at = (pages[start / PAGE] * KV_HEADS + head) * HEAD_DIM * PAGE;
+                int q = 0;
+                for (; q + 4 <= num; q += 4) attend_page(queries + q, 4, keys + at, values + at, start);
+                for (; q + 2 <= num; q += 2) attend_page(queries + q, 2, keys + at, values + at, start);
+                for (; q < num; q++) attend_page(queries + q, 1, keys + at, values + at, start);
+            }
+            for (int q = 0; q < num; q++) {
+                number *to = out + ((begin + q / REP) * HEADS + head * REP + q % REP) * HEAD_DIM;
+                for (int d = 0; d < HEAD_DIM; d++) to[d] = rounded(queries[q].mixed[d] / queries[q].weight);
+            }
+        }
+}
+
+/* Queries and keys normed and turned, keys and values into the cache. `qkv` [count, HEADS + 2 KV_HEADS, HEAD_DIM],
+   `norm` [HEADS + KV_HEADS, HEAD_DIM], `rotations` [positions, HEAD_DIM / 2] pairs; `cells` count tokens of the pool. */
+void turn(const number *qkv, const float *norm, const float *rotations, const int64_t *positions, const int64_t *cells,
+          float *query, number *keys, number *values, int64_t count, float eps) {
+    for (int64_t token = 0; token < count; token++, qkv += (HEADS + 2 * KV_HEADS) * HEAD_DIM) {
+        const float *angle = rotations + positions[token] * HEAD_DIM;
+        const int64_t page = cells[token] / PAGE, place = cells[token] % PAGE;
+        for (int head = 0; head < HEADS + KV_HEADS; head++) {
+            const float scale = root(qkv + head * HEAD_DIM, HEAD_DIM, eps);
+            float x[HEAD_DIM], turned[HEAD_DIM];
+            for (int d = 0; d < HEAD_DIM; d++)
+                x[d] = widened(qkv[head * HEAD_DIM + d]) * scale * norm[head * HEAD_DIM + d];
+            for (int d = 0; d < HEAD_DIM; d += 2) {
+                turned[d] = x[d] * angle[d] - x[d + 1] * angle[d + 1];
+                turned[d + 1] = x[d] * angle[d + 1] + x[d + 1] * angle[d];
+            }
+            if (head < HEADS) {
+                for (int d = 0; d < HEAD_DIM; d++)
+                    query[(token * HEADS + head) * HEAD_DIM + d] = widened(rounded(turned[d]));
+            } else {
+                number *key = keys + (page * KV_HEADS + head - HEADS) * HEAD_DIM * PAGE + place;
+                for (int d = 0; d < HEAD_DIM; d++) key[d * PAGE] = rounded(turned[d]);
+            }
+        }
+        for (int head = 0; head < KV_HEADS; head++)
+            memcpy(values + ((page * KV_HEADS + head) * PAGE + place) * HEAD_DIM,
+                   qkv + (HEADS + KV_HEADS + head) * HEAD_DIM, HEAD_DIM * sizeof *qkv);
+    }
+}
+
+/* x += more (where there is any), and its RMS norm; all [count, hidden]. */
+void norm(number *x, const number *more, const number *weight, number *out, int64_t count, int64_t hidden, float eps) {
+    for (int64_t token = 0; token < count; token++, x += hidden, out += hidden) {
+        if (more)
+            for (int64_t d = 0; d < hidden; d++) x[d] = rounded(widened(x[d]) + widened(more[token * hidden + d]));
+        const float scale = root(x, hidden, eps);
+        for (int64_t d = 0; d < hidden; d++) out[d] = rounded(widened(rounded(widened(x[d]) * scale)) * widened(weight[d]));
+    }
+}
+
+/* silu(gate) * up, `both` [count, 2 * inner] as gate and then up. */
+void gated(const number *both, number *out, int64_t count, int64_t inner) {
+    for (int64_t token = 0; token < count; token++, both += 2 * inner, out += inner) {
+        int64_t d = 0;
+        for (; d + LANES <= inner; d += LANES) {
+            const floats gate = loaded(both + d), up = loaded(both + inner + d);
+            const floats small = exponential(either(gate < 0, gate, -gate));
+            store(out + d, gate * either(gate < 0, small, all(1)) / (1 + small) * up);
+        }
+        for (; d < inner; d++) {
+            const float gate = widened(both[d]);
+            out[d] = rounded(gate / (1 + expf(-gate)) * widened(both[inner + d]));
+        }
+    }
+}

@@ -1,0 +1,74 @@
+"""`kernels.c`, compiled once for a machine and a model's shape, and called with tensors.
+
+Between the matrix products of a decoding step lie some twenty small operations a layer; as torch calls they cost more
+than the products. They are four functions here. Whoever has no C compiler decodes by torch, several times slower.
+"""
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("kernels.c")
+_FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math")
+
+
+class Kernels:
+    """The functions of `kernels.c` by name. Arguments are contiguous tensors, whole numbers, floats, and None."""
+
+    def __init__(self, **shape: int) -> None:
+        """Raises OSError, or CalledProcessError with the compiler's words in `stderr`."""
+        self._library = ctypes.CDLL(str(_compiled(tuple(f"-D{name}={value}" for name, value in shape.items()))))
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        function = getattr(self._library, name)
+        function.restype = None
+
+        def call(*arguments: Tensor | int | float | None) -> None:
+            function(*map(_passed, arguments))
+
+        setattr(self, name, call)
+        return call
+
+
+def _passed(argument: Tensor | int | float | None) -> object:
+    match argument:
+        case Tensor():
+            return ctypes.c_void_p(argument.data_ptr())
+        case float():
+            return ctypes.c_float(argument)
+        case int():
+            return ctypes.c_int64(argument)
+    return None
+
+
+@cache
+def _compiled(shape: tuple[str, ...]) -> Path:
+    """The library for this shape: from the user's cache if it was made for this source, compiler and processor."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if not compiler:
+        raise FileNotFoundError("no C compiler: neither CC nor cc, gcc or clang on the PATH")
+    target = subprocess.run(
+        [compiler, *_FLAGS, "-dM", "-E", "-x", "c", os.devnull], check=True, capture_output=True
+    ).stdout  # every macro of this compiler for this processor
+    name = hashlib.sha256(b"\0".join([SOURCE.read_bytes(), target, *map(str.encode, (*_FLAGS, *shape))])).hexdigest()
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "afterimage"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:
+        folder = Path(tempfile.mkdtemp(prefix="afterimage-"))
+    library = folder / f"kernels-{name[:24]}.so"
+    if not library.exists():
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as made:
+            command = [compiler, *_FLAGS, *shape, str(SOURCE), "-o", made.name, "-lm"]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+        os.replace(made.name, library)  # whole, even if several compile it at once
+    return library
