@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from afterimage import linear
@@ -22,6 +24,7 @@ from afterimage.engines.kernels import Kernels
 from afterimage.engines.pages import PAGE, Inputs, Pages, Shape, placed, plan, runs, tiled
 from afterimage.engines.runner import Step, check_update
 
+Pagewise = int | NDArray[np.int64]
 RUN = 8
 """Tokens of a chunk that are attended together."""
 _USUAL_ROWS = 64
@@ -197,16 +200,24 @@ class Qwen3Runner:
         )
 
     def keep(self, slot: int, count: int) -> None:
-        self._pages.hold(slot, count)
+        self._copy(self._pages.hold(slot, count))
 
     def copy_prefix(self, source: int, target: int, count: int) -> None:
+        if self._kernels is not None:
+            self._copy(self._pages.share(source, target, count))
+            return
         self._pages.hold(target, count)
         pages = int(self._pages.count[target])
+        self._copy((self._pages.of[source, :pages], self._pages.of[target, :pages]))
+
+    def _copy(self, moved: tuple[Pagewise, Pagewise] | None) -> None:
+        """Pages from where to where, if any."""
         self._reserve(self._pages.span)
-        old, new = (torch.from_numpy(self._pages.of[slot, :pages]).to(self._device) for slot in (source, target))
-        for pool in (*self._keys, *self._values):
-            whole = pool.view(self._room, -1)
-            whole[new] = whole[old]
+        if moved is not None:
+            old, new = (torch.as_tensor(pages).to(self._device) for pages in moved)
+            for pool in (*self._keys, *self._values):
+                whole = pool.view(self._room, -1)
+                whole[new] = whole[old]
 
     def forward(self, step: Step) -> Tensor:
         if self._kernels is not None:
@@ -222,7 +233,7 @@ class Qwen3Runner:
         sizes, eps = self.sizes, self.sizes.eps
         cells = torch.from_numpy(placed(step, self._pages))
         self._reserve(self._pages.span)
-        of, (begins, counts, slots, held) = torch.from_numpy(self._pages.of), runs(step, RUN)
+        of, (begins, counts, slots, held) = torch.from_numpy(self._pages.of), runs(step, self._pages, RUN)
         count, wide = len(step.tokens), tiled(len(step.tokens))
         x = F.embedding(F.pad(step.tokens, (0, wide - count)), self._embed)
         query = torch.empty(count, sizes.heads, sizes.head_dim)

@@ -105,16 +105,27 @@ typedef struct {
     int64_t visible;
 } query_;
 
-/* `width` queries over a page whose first token is number `start` of the sequence. */
-inline_ void attend_page(query_ *queries, int width, const number *keys, const number *values, int64_t start) {
+/* Where a page's keys and values are, for one head. */
+typedef struct {
+    const number *keys, *values;
+} page_;
+
+/* `width` queries over a page whose first token is number `start` of the sequence. `next` is on its way meanwhile. */
+inline_ void attend_page(query_ *queries, int width, page_ page, int64_t start, page_ next) {
+    const number *keys = page.keys, *values = page.values;
     floats scores[MOST][PAGE / LANES];
     for (int q = 0; q < width; q++)
         for (int part = 0; part < PAGE / LANES; part++) scores[q][part] = all(0);
-    for (int d = 0; d < HEAD_DIM; d++)
+    for (int d = 0; d < HEAD_DIM; d++) {
+        for (int byte = 0; byte < PAGE * (int)sizeof *keys; byte += 64) {
+            __builtin_prefetch((const char *)(next.keys + d * PAGE) + byte);
+            __builtin_prefetch((const char *)(next.values + d * PAGE) + byte);
+        }
         for (int part = 0; part < PAGE / LANES; part++) {
             floats key = loaded(keys + d * PAGE + part * LANES);
             for (int q = 0; q < width; q++) scores[q][part] += key * queries[q].asked[d];
         }
+    }
     float weights[MOST][PAGE];
     int most = 0;
     for (int q = 0; q < width; q++) {
@@ -166,6 +177,11 @@ inline_ void attend_page(query_ *queries, int width, const number *keys, const n
     }
 }
 
+inline_ page_ page_of(const number *keys, const number *values, int64_t page, int head) {
+    const int64_t at = (page * KV_HEADS + head) * HEAD_DIM * PAGE;
+    return (page_){keys + at, values + at};
+}
+
 /* Attention of runs `first` to `last`: up to RUN successive tokens each, of which the first is number `begins` of the
    step's and `held` of its sequence, so that its pages are read once for all. `query` [T, HEADS, HEAD_DIM] carries the scale; `of` [slots, width] are the pages. */
 void attend(const float *query, const number *keys, const number *values, const int64_t *of, int64_t width,
@@ -183,12 +199,19 @@ void attend(const float *query, const number *keys, const number *values, const 
                 memset(one->mixed, 0, sizeof one->mixed);
                 one->top = LEAST, one->weight = 0, one->visible = held[run] + q / REP + 1;
             }
+            page_ next = page_of(keys, values, pages[0], head);
             for (int64_t start = 0; start < held[run] + count; start += PAGE) {
-                const int64_t at = (pages[start / PAGE] * KV_HEADS + head) * HEAD_DIM * PAGE;
+                const page_ page = next;
+                if (start + PAGE < held[run] + count)
+                    next = page_of(keys, values, pages[start / PAGE + 1], head);
+                else if (head + 1 < KV_HEADS)
+                    next = page_of(keys, values, pages[0], head + 1);
+                else if (run + 1 < last)
+                    next = page_of(keys, values, of[slots[run + 1] * width], 0);
                 int q = 0;
-                for (; q + 4 <= num; q += 4) attend_page(queries + q, 4, keys + at, values + at, start);
-                for (; q + 2 <= num; q += 2) attend_page(queries + q, 2, keys + at, values + at, start);
-                for (; q < num; q++) attend_page(queries + q, 1, keys + at, values + at, start);
+                for (; q + 4 <= num; q += 4) attend_page(queries + q, 4, page, start, next);
+                for (; q + 2 <= num; q += 2) attend_page(queries + q, 2, page, start, next);
+                for (; q < num; q++) attend_page(queries + q, 1, page, start, next);
             }
             for (int q = 0; q < num; q++) {
                 number *to = out + ((begin + q / REP) * HEADS + head * REP + q % REP) * HEAD_DIM;

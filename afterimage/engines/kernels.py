@@ -19,6 +19,7 @@ from torch import Tensor
 
 SOURCE = Path(__file__).with_name("kernels.c")
 _FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math")
+_KINDS: dict[type, type] = {int: ctypes.c_int64, float: ctypes.c_float}
 
 
 class Kernels:
@@ -33,21 +34,18 @@ class Kernels:
         function.restype = None
 
         def call(*arguments: Tensor | int | float | None) -> None:
-            function(*map(_passed, arguments))
+            if function.argtypes is None:
+                function.argtypes = [_KINDS.get(type(each), ctypes.c_void_p) for each in arguments]
+            function(*[_address(each) if isinstance(each, Tensor) else each for each in arguments])
 
         setattr(self, name, call)
         return call
 
 
-def _passed(argument: Tensor | int | float | None) -> object:
-    match argument:
-        case Tensor():
-            return ctypes.c_void_p(argument.data_ptr())
-        case float():
-            return ctypes.c_float(argument)
-        case int():
-            return ctypes.c_int64(argument)
-    return None
+def _address(tensor: Tensor) -> int:
+    if not tensor.is_contiguous():
+        raise ValueError(f"a kernel wants {list(tensor.shape)} in one piece, not with strides {tensor.stride()}")
+    return tensor.data_ptr()
 
 
 @cache

@@ -28,14 +28,20 @@ Ints = NDArray[np.int64]
 
 class Pages:
     """Which pages each slot has. Page 0 belongs to nobody: what pads a step is written there. Low ones are taken first,
-    so that those in use lie together."""
+    so that those in use lie together.
+
+    Whole pages may be those of several slots; the one that a slot writes to next is its own.
+    """
 
     def __init__(self, max_slots: int, max_context: int) -> None:
         each = -(-max_context // PAGE)
         self.of = np.zeros((max_slots, each), dtype=np.int64)
         """`[slots, pages]`, in the order of the sequence; 0 where there is none."""
         self.count = np.zeros(max_slots, dtype=np.int64)
+        self.users = np.zeros(max_slots * each + 1, dtype=np.int64)
+        """`[pages]`, how many slots have it."""
         self.owner = np.full(max_slots * each + 1, -1, dtype=np.int64)
+        """`[pages]`, which slot took it."""
         self.first = np.zeros(max_slots * each + 1, dtype=np.int64)
         """`[pages]`, the place of a page's first token in its sequence."""
         self._free = list(range(1, max_slots * each + 1))
@@ -43,20 +49,48 @@ class Pages:
     @property
     def span(self) -> int:
         """How many pages, from the first, there are up to the last in use."""
-        used = np.flatnonzero(self.owner >= 0)
+        used = np.flatnonzero(self.users)
         return int(used[-1]) + 1 if len(used) else 1
 
-    def hold(self, slot: int, length: int) -> None:
-        """Give `slot` the pages that `length` tokens need, and take back all others."""
-        wanted = -(-length // PAGE)
-        for index in range(wanted, int(self.count[slot])):
-            page = int(self.of[slot, index])
-            self.of[slot, index], self.owner[page] = 0, -1
-            heapq.heappush(self._free, page)
-        for index in range(int(self.count[slot]), wanted):
-            page = heapq.heappop(self._free)
-            self.of[slot, index], self.owner[page], self.first[page] = page, slot, index * PAGE
+    def hold(self, slot: int, length: int) -> tuple[int, int] | None:
+        """Give `slot` the pages that `length` tokens need, and take back all others. If it shares the last of them, in
+        the middle of which it goes on, it gets its own, to which the first of the returned two is to be copied."""
+        wanted, had = -(-length // PAGE), int(self.count[slot])
+        for index in range(wanted, had):
+            self._release(int(self.of[slot, index]))
+            self.of[slot, index] = 0
+        moved = None
+        if length % PAGE and wanted <= had and self.users[self.of[slot, wanted - 1]] > 1:
+            shared = int(self.of[slot, wanted - 1])
+            self._release(shared)
+            moved = shared, self._take(slot, wanted - 1)
+        for index in range(had, wanted):
+            self._take(slot, index)
         self.count[slot] = wanted
+        return moved
+
+    def share(self, source: int, target: int, length: int) -> tuple[int, int] | None:
+        """Let `target` begin with `length` tokens of `source`: whole pages are those of both. The rest of a page is to
+        be copied, from the first of the returned two to the second."""
+        self.hold(target, 0)
+        whole = length // PAGE
+        self.of[target, :whole] = self.of[source, :whole]
+        self.users[self.of[target, :whole]] += 1
+        self.count[target] = whole
+        self.hold(target, length)
+        return (int(self.of[source, whole]), int(self.of[target, whole])) if length % PAGE else None
+
+    def _take(self, slot: int, index: int) -> int:
+        page = heapq.heappop(self._free)
+        self.of[slot, index], self.users[page] = page, 1
+        self.owner[page], self.first[page] = slot, index * PAGE
+        return page
+
+    def _release(self, page: int) -> None:
+        self.users[page] -= 1
+        if not self.users[page]:
+            self.owner[page] = -1
+            heapq.heappush(self._free, page)
 
 
 class Shape(NamedTuple):
@@ -138,16 +172,18 @@ def placed(step: Step, pages: Pages) -> Ints:
     return pages.of[slots, at // PAGE] * PAGE + at % PAGE
 
 
-def runs(step: Step, most: int) -> Tensor:
+def runs(step: Step, pages: Pages, most: int) -> Tensor:
     """`[4, runs]`: rows, and chunks cut into runs of up to `most` tokens. Where in `tokens` each begins, how many, of
-    which slot, and how many come before it in its sequence."""
+    which slot, and how many come before it in its sequence. Those that begin with the same page follow each other."""
     num_rows = len(step.rows)
     parts = [np.stack([np.arange(num_rows), np.ones(num_rows), step.rows.numpy(), step.positions.numpy()[:num_rows]])]
     for chunk, span in step.spans():
         offsets = np.arange(0, chunk.end - chunk.start, most)
         counts = np.minimum(chunk.end - chunk.start - offsets, most)
         parts.append(np.stack([span.start + offsets, counts, np.full(len(counts), chunk.slot), chunk.start + offsets]))
-    return torch.from_numpy(np.concatenate(parts, axis=1).astype(np.int64))
+    found = np.concatenate(parts, axis=1).astype(np.int64)
+    order = np.argsort(pages.of[found[2], 0], kind="stable")
+    return torch.from_numpy(np.take(found, order, axis=1))
 
 
 def plan(step: Step, pages: Pages) -> tuple[Shape, Tensor]:
