@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
 from transformers import (
@@ -37,10 +38,12 @@ from afterimage.engines import EngineDied, SamplingParams
 from afterimage.engines.batcher import Batcher, Finished, Request
 from afterimage.engines.decoder import Qwen3Runner
 from afterimage.engines.embedded import EmbeddedEngine
+from afterimage.engines.kernels import Kernels
 from afterimage.engines.pages import Inputs, Pages, plan
 from afterimage.engines.runner import Step
 from afterimage.engines.sampling import draw, uniforms
 from afterimage.engines.worker import build_runner
+from afterimage.trajectory import Sampled
 
 VOCAB = 64
 SIZES = {
@@ -63,6 +66,8 @@ def _qwen3(**changed: Any) -> Module:
 MODELS: dict[str, Callable[[], Module]] = {
     "qwen3, tied": _qwen3,
     "qwen3, untied": lambda: _qwen3(tie_word_embeddings=False, num_key_value_heads=4),
+    "qwen3, heads of 12, one of keys": lambda: _qwen3(head_dim=12, num_key_value_heads=1),
+    "qwen3, heads of 6, by torch": lambda: _qwen3(head_dim=6),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
     "gpt2": lambda: GPT2LMHeadModel(
         GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=1)
@@ -182,6 +187,34 @@ def test_pages_are_held_as_far_as_tokens_need_them() -> None:
     for slot in range(3):
         pages.hold(slot, 0)
     assert pages.span == 1 and not pages.of.any()
+
+
+def test_whole_pages_are_shared_and_written_to_by_nobody() -> None:
+    pages = Pages(max_slots=4, max_context=200)
+    pages.hold(0, 150)
+    assert pages.share(0, 1, 140) == (3, 4) and pages.of[1, :3].tolist() == [1, 2, 4], "two whole ones, and its own"
+    assert pages.share(1, 2, 128) is None and pages.users[:5].tolist() == [0, 3, 3, 1, 1]
+    assert pages.hold(1, 100) == (2, 4), "it goes on within a page of others: to a copy of it"
+    assert pages.of[1, :3].tolist() == [1, 4, 0] and pages.hold(1, 90) is None
+    pages.hold(0, 0)
+    assert pages.of[2, :2].tolist() == [1, 2] and pages.users[:6].tolist() == [0, 2, 1, 0, 1, 0]
+    for slot in range(4):
+        pages.hold(slot, 0)
+    assert not pages.users.any() and pages.span == 1
+
+
+def test_siblings_go_on_from_shared_pages_and_back_into_them(tmp_path: Path) -> None:
+    """Openings of several pages; then each goes back to another place within them and says something else."""
+    model = _model("qwen3, tied")
+    model.save_pretrained(tmp_path)
+    batcher = _batcher(tmp_path)
+    with torch.inference_mode():
+        batcher.load(_weights(model))
+    prompt = _text(200, seed=1)
+    _run(batcher, *(_ask(number, prompt, 70) for number in range(8)))
+    asked = {number: _ask(number, [*prompt[: 90 + 13 * number], *_text(9, seed=number)], 80) for number in range(8)}
+    found = _run(batcher, *asked.values())
+    assert max(_error(model, asked[number].tokens, reply) for number, reply in found.items()) < 1e-5
 
 
 def test_the_pool_of_pages_grows_no_further_than_slots_can_fill_it(tmp_path: Path) -> None:
@@ -350,6 +383,30 @@ def test_a_processor_without_bfloat16_samples_in_it_nevertheless(
             assert len((await engine.sample([1, 2, 3], _params(5))).piece.tokens) == 5
 
     asyncio.run(live())
+
+
+def test_without_a_compiler_it_samples_the_same_and_says_that_it_is_slow(
+    folder: Path, update: Mapping[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def sampled(**options: Any) -> Sampled:
+        async with _engine(folder, update, **options) as engine:
+            return (await engine.sample([1, 2, 3], _params(20))).piece
+
+    by_kernels = asyncio.run(sampled())
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    with pytest.warns(RuntimeWarning, match=r"several times slower.*'/nowhere/cc'"):
+        by_torch = asyncio.run(sampled(threads=2))
+    assert by_torch.tokens == by_kernels.tokens
+    assert by_torch.behavior_logp == pytest.approx(by_kernels.behavior_logp, abs=1e-5)
+
+
+def test_a_kernel_refuses_what_does_not_lie_in_one_piece() -> None:
+    kernels = Kernels(HEADS=1, KV_HEADS=1, HEAD_DIM=16, PAGE=64, RUN=8, LANES=16)
+    both, out = torch.arange(-6.0, 6.0).view(2, 6), torch.empty(2, 3)
+    kernels.gated(both, out, 2, 3)
+    torch.testing.assert_close(out, F.silu(both[:, :3]) * both[:, 3:])
+    with pytest.raises(ValueError, match="in one piece"):
+        kernels.gated(both[:, ::2], out, 2, 3)
 
 
 @pytest.mark.parametrize("kind", ["qwen3, tied", "llama"])

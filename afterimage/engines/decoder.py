@@ -1,15 +1,20 @@
 """Our own decoder for the Qwen3 architecture: few, large operations, because at these sizes overhead is the cost.
 
-Query, key and value are one matrix, gate and up another; rows of one token are one batched attention over the pages of
-the cache as they lie, each page with its row's query, summed up per row afterwards; chunks are one over their blocks.
-On a CUDA device a step of rows alone is replayed from a graph. Within a head the two halves of the rotary embedding are
+Query, key and value are one matrix, gate and up another. On a processor all else is `kernels.c`, over pages of the
+cache that siblings share. Elsewhere it is torch: rows of one token are one batched attention over the pages as they
+lie, each page with its row's query, summed up per row afterwards; chunks are one over their blocks; and on a CUDA
+device a step of rows alone is replayed from a graph. Within a head the two halves of the rotary embedding are
 interleaved at load time, which turns the rotation into one complex multiplication and leaves every inner product as
 it was.
 """
 
 import math
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from subprocess import CalledProcessError
 from typing import Any
 
 import numpy as np
@@ -27,6 +32,8 @@ from afterimage.engines.runner import Step, check_update
 Pagewise = int | NDArray[np.int64]
 RUN = 8
 """Tokens of a chunk that are attended together."""
+ROWS_A_THREAD = 16
+"""Fewer are not worth waking one."""
 _USUAL_ROWS = 64
 """Weights are laid out for products with so many rows; others give the same, a little slower."""
 _FIRST_PAGES = 64
@@ -137,7 +144,8 @@ class Qwen3Runner:
         self.vocab_size = sizes.vocab
         self._dtype, self._device = dtype, torch.device(device)
         self._linear, self._packed = _linear_for(self._device, dtype)
-        self._kernels = _kernels_for(self._device, dtype, sizes)
+        self._kernels, self.warning = _kernels_for(self._device, dtype, sizes)
+        self._helpers = ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1))
         self._layers: list[_Layer] = []
         frequencies = 1.0 / sizes.theta ** (torch.arange(0, sizes.head_dim, 2, dtype=torch.float32) / sizes.head_dim)
         angles = torch.arange(max_context, dtype=torch.float32)[:, None] * frequencies
@@ -238,14 +246,14 @@ class Qwen3Runner:
         x = F.embedding(F.pad(step.tokens, (0, wide - count)), self._embed)
         query = torch.empty(count, sizes.heads, sizes.head_dim)
         h, mixed = torch.empty_like(x), x.new_zeros(wide, sizes.heads * sizes.head_dim)
-        gated, more = x.new_empty(wide, sizes.inner), None
+        gated, more = x.new_empty(wide, sizes.inner), torch.zeros_like(x)
         for layer, keys, values in zip(self._layers, self._keys, self._values, strict=True):
             kernels.norm(x, more, layer.norm_1, h, wide, sizes.hidden, eps)
             qkv = self._linear(h, layer.qkv)
             placing = (layer.qk_norm, self._rotations, step.positions, cells)
             kernels.turn(qkv, *placing, query, keys, values, count, eps)
-            where = (of, of.shape[1], begins, counts, slots, held)
-            kernels.attend(query, keys, values, *where, mixed, 0, len(begins))
+            attention = (query, keys, values, of, of.shape[1], begins, counts, slots, held, mixed)
+            self._each_thread(partial(kernels.attend, *attention), len(begins))
             kernels.norm(x, self._linear(mixed, layer.out), layer.norm_2, h, wide, sizes.hidden, eps)
             kernels.gated(self._linear(h, layer.gate_up), gated, wide, sizes.inner)
             more = self._linear(gated, layer.down)
@@ -256,6 +264,15 @@ class Qwen3Runner:
         h = torch.empty_like(x)
         kernels.norm(x, more, self._norm, h, len(x), sizes.hidden, eps)
         return self._linear(h, self._head).float()[: len(ends)]
+
+    def _each_thread(self, work: Callable[[int, int], None], count: int) -> None:
+        """`work(first, last)`, which lets other threads run, over equal parts of `count` on as many as torch has."""
+        parts = min(torch.get_num_threads(), -(-count // ROWS_A_THREAD))
+        cuts = [count * part // parts for part in range(parts + 1)]
+        others = [self._helpers.submit(work, *cut) for cut in pairwise(cuts[1:])]
+        work(*cuts[:2])
+        for other in others:
+            other.result()
 
     def _run(self, inputs: Inputs, shape: Shape) -> Tensor:
         """Float32 logits after every row, or where there are chunks, after `ends`."""
@@ -351,13 +368,18 @@ def _linear_for(
     )
 
 
-def _kernels_for(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Kernels | None:
-    """None where they do not run: off the processor, and for heads that are no multiple of four numbers."""
+def _kernels_for(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> tuple[Kernels | None, str]:
+    """None where they do not run: off the processor, for heads that are no multiple of four numbers, and without a
+    compiler, of which a warning tells."""
     lanes = math.gcd(16, sizes.head_dim)
     if device.type != "cpu" or lanes < 4 or dtype not in (torch.float32, torch.bfloat16):
-        return None
+        return None, ""
     shape = {"HEADS": sizes.heads, "KV_HEADS": sizes.kv_heads, "HEAD_DIM": sizes.head_dim, "PAGE": PAGE, "RUN": RUN}
-    return Kernels(**shape, LANES=lanes, **({"BFLOAT16": 1} if dtype == torch.bfloat16 else {}))
+    try:
+        return Kernels(**shape, LANES=lanes, **({"BFLOAT16": 1} if dtype == torch.bfloat16 else {})), ""
+    except (OSError, CalledProcessError) as error:
+        why = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
+        return None, f"the engine decodes by torch, several times slower, because its kernels do not compile: {why}"
 
 
 def _per_row(found: Tensor, inputs: Inputs, *, mode: str) -> Tensor:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -213,6 +214,8 @@ class EmbeddedEngine:
                 _settle(self._answers.pop(header["id"], None), None, error=_fault(header))
             case "ready":
                 self.runner, self.vocab_size = header["runner"], header["vocab_size"]
+                if header["warning"]:
+                    warnings.warn(header["warning"], RuntimeWarning, stacklevel=2)
                 _settle(self._answers.pop(_READY, None), None)
             case "refused":
                 _settle(self._answers.pop(_READY, None), None, error=ValueError(header["error"]))

@@ -80,6 +80,7 @@ class TransformersRunner:
         ).eval()
         config = self._model.config
         self.name = f"transformers {type(self._model).__name__}"
+        self.warning = ""
         self.vocab_size = int(config.get_text_config().vocab_size)
         _refuse_other_state(config.get_text_config(), max_context)
         self._slots = _Slots(max_slots, max_context)

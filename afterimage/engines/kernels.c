@@ -1,7 +1,8 @@
 /* What a decoding step does between its matrix products, compiled on the machine that runs it.
 
-   HEADS, KV_HEADS, HEAD_DIM, PAGE and LANES (which divides both), and RUN are given, and BFLOAT16 where the model is; sums are
-   float32 in any case. The cache lies in pages: keys [page, KV_HEADS, HEAD_DIM, PAGE], values [page, KV_HEADS, PAGE, HEAD_DIM]. */
+   HEADS, KV_HEADS, HEAD_DIM, PAGE and LANES (which divides both), and RUN are given, and BFLOAT16 where the model is;
+   sums are float32 in any case. The cache lies in pages: keys [page, KV_HEADS, HEAD_DIM, PAGE] and values
+   [page, KV_HEADS, PAGE, HEAD_DIM]. `number` is what the model is made of. */
 
 #include <math.h>
 #include <stdint.h>
@@ -40,6 +41,13 @@ inline_ floats loaded(const number *at) {
     memcpy(&found, at, sizeof found);
     return (floats)(__builtin_convertvector(found, ints) << 16);
 }
+
+inline_ void stored(number *at, floats value) {
+    ints bits = (ints)value, bad = value != value;
+    ints upper = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    numbers found = __builtin_convertvector((upper & ~bad) | (0x7fc0 & bad), numbers);
+    memcpy(at, &found, sizeof found);
+}
 #else
 typedef float number;
 inline_ float widened(number value) { return value; }
@@ -50,6 +58,8 @@ inline_ floats loaded(const number *at) {
     memcpy(&found, at, sizeof found);
     return found;
 }
+
+inline_ void stored(number *at, floats value) { memcpy(at, &value, sizeof value); }
 #endif
 
 /* e^x for x <= 0, to 2 units in the last place; 0 below -87, where float32 would lose digits. */
@@ -69,10 +79,6 @@ inline_ floats exponential(floats x) {
 
 inline_ floats either(ints which, floats yes, floats no) {
     return (floats)(((ints)yes & which) | ((ints)no & ~which));
-}
-
-inline_ void store(number *to, floats from) {
-    for (int lane = 0; lane < LANES; lane++) to[lane] = rounded(from[lane]);
 }
 
 inline_ float highest(floats x) {
@@ -183,7 +189,8 @@ inline_ page_ page_of(const number *keys, const number *values, int64_t page, in
 }
 
 /* Attention of runs `first` to `last`: up to RUN successive tokens each, of which the first is number `begins` of the
-   step's and `held` of its sequence, so that its pages are read once for all. `query` [T, HEADS, HEAD_DIM] carries the scale; `of` [slots, width] are the pages. */
+   step's and `held` of its sequence, so that its pages are read once for all. `query` [T, HEADS, HEAD_DIM] carries the
+   scale; `of` [slots, width] are the pages. */
 void attend(const float *query, const number *keys, const number *values, const int64_t *of, int64_t width,
             const int64_t *begins, const int64_t *counts, const int64_t *slots, const int64_t *held, number *out,
             int64_t first, int64_t last) {
@@ -221,7 +228,7 @@ void attend(const float *query, const number *keys, const number *values, const 
 }
 
 /* Queries and keys normed and turned, keys and values into the cache. `qkv` [count, HEADS + 2 KV_HEADS, HEAD_DIM],
-   `norm` [HEADS + KV_HEADS, HEAD_DIM], `rotations` [positions, HEAD_DIM / 2] pairs; `cells` count tokens of the pool. */
+   `norm` [HEADS + KV_HEADS, HEAD_DIM], `rotations` [positions, HEAD_DIM / 2] pairs; `cells` count the pool's tokens. */
 void turn(const number *qkv, const float *norm, const float *rotations, const int64_t *positions, const int64_t *cells,
           float *query, number *keys, number *values, int64_t count, float eps) {
     for (int64_t token = 0; token < count; token++, qkv += (HEADS + 2 * KV_HEADS) * HEAD_DIM) {
@@ -250,13 +257,13 @@ void turn(const number *qkv, const float *norm, const float *rotations, const in
     }
 }
 
-/* x += more (where there is any), and its RMS norm; all [count, hidden]. */
+/* x += more, and its RMS norm; all [count, hidden]. */
 void norm(number *x, const number *more, const number *weight, number *out, int64_t count, int64_t hidden, float eps) {
     for (int64_t token = 0; token < count; token++, x += hidden, out += hidden) {
-        if (more)
-            for (int64_t d = 0; d < hidden; d++) x[d] = rounded(widened(x[d]) + widened(more[token * hidden + d]));
+        for (int64_t d = 0; d < hidden; d++) x[d] = rounded(widened(x[d]) + widened(more[token * hidden + d]));
         const float scale = root(x, hidden, eps);
-        for (int64_t d = 0; d < hidden; d++) out[d] = rounded(widened(rounded(widened(x[d]) * scale)) * widened(weight[d]));
+        for (int64_t d = 0; d < hidden; d++)
+            out[d] = rounded(widened(rounded(widened(x[d]) * scale)) * widened(weight[d]));
     }
 }
 
@@ -267,7 +274,7 @@ void gated(const number *both, number *out, int64_t count, int64_t inner) {
         for (; d + LANES <= inner; d += LANES) {
             const floats gate = loaded(both + d), up = loaded(both + inner + d);
             const floats small = exponential(either(gate < 0, gate, -gate));
-            store(out + d, gate * either(gate < 0, small, all(1)) / (1 + small) * up);
+            stored(out + d, gate * either(gate < 0, small, all(1)) / (1 + small) * up);
         }
         for (; d < inner; d++) {
             const float gate = widened(both[d]);

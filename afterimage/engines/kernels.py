@@ -14,7 +14,6 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("kernels.c")
@@ -23,7 +22,7 @@ _KINDS: dict[type, type] = {int: ctypes.c_int64, float: ctypes.c_float}
 
 
 class Kernels:
-    """The functions of `kernels.c` by name. Arguments are contiguous tensors, whole numbers, floats, and None."""
+    """The functions of `kernels.c` by name. Arguments are tensors in one piece, whole numbers and floats."""
 
     def __init__(self, **shape: int) -> None:
         """Raises OSError, or CalledProcessError with the compiler's words in `stderr`."""
@@ -33,7 +32,7 @@ class Kernels:
         function = getattr(self._library, name)
         function.restype = None
 
-        def call(*arguments: Tensor | int | float | None) -> None:
+        def call(*arguments: Tensor | int | float) -> None:
             if function.argtypes is None:
                 function.argtypes = [_KINDS.get(type(each), ctypes.c_void_p) for each in arguments]
             function(*[_address(each) if isinstance(each, Tensor) else each for each in arguments])

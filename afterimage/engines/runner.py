@@ -51,6 +51,8 @@ class Runner(Protocol):
 
     name: str
     """Which program runs the model."""
+    warning: str
+    """What whoever runs it should know about that; mostly nothing."""
     vocab_size: int
 
     def forward(self, step: Step) -> Tensor:

@@ -105,7 +105,9 @@ class _Worker:
 
     def serve(self) -> None:
         """Messages first, then one step unless they ask for it, until the connection ends."""
-        self.send({"op": "ready", "runner": self._batcher.runner.name, "vocab_size": self._batcher.runner.vocab_size})
+        runner = self._batcher.runner
+        about = {"runner": runner.name, "vocab_size": runner.vocab_size, "warning": runner.warning}
+        self.send({"op": "ready", **about})
         while True:
             free = self._working and not self._lockstep
             start = perf_counter()
