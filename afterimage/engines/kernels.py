@@ -58,14 +58,21 @@ def _compiled(shape: tuple[str, ...]) -> Path:
     ).stdout  # every macro of this compiler for this processor
     name = hashlib.sha256(b"\0".join([SOURCE.read_bytes(), target, *map(str.encode, (*_FLAGS, *shape))])).hexdigest()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "afterimage"
+    library = folder / f"kernels-{name[:24]}.so"
+    if library.exists():
+        return library
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError:
-        folder = Path(tempfile.mkdtemp(prefix="afterimage-"))
-    library = folder / f"kernels-{name[:24]}.so"
-    if not library.exists():
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as made:
-            command = [compiler, *_FLAGS, *shape, str(SOURCE), "-o", made.name, "-lm"]
-            subprocess.run(command, check=True, capture_output=True, text=True)
-        os.replace(made.name, library)  # whole, even if several compile it at once
+        scratch = tempfile.mkdtemp(dir=folder)
+    except OSError:  # compiled for this process alone
+        scratch = tempfile.mkdtemp(prefix="afterimage-")
+        library = Path(scratch) / library.name
+    made = Path(scratch) / "made.so"
+    try:
+        command = [compiler, *_FLAGS, *shape, str(SOURCE), "-o", str(made), "-lm"]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        made.replace(library)  # whole, even if several compile it at once
+    finally:
+        if library.parent == folder:
+            shutil.rmtree(scratch)
     return library
