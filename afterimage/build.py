@@ -275,24 +275,21 @@ def build_speaker(config: RunConfig, policy: Policy, taskset: Taskset, engine: E
 
 
 def build_engine(config: RunConfig, merging: Merging | None) -> Engine:
-    """The program that samples, or several servers as one; with `merging` it is given adapters."""
+    """The program that samples, or several processes or servers as one; with `merging` it is given adapters."""
     folder, engine = config.policy_folder, config.engine
-    urls = engine.urls.split() or [""]
+    urls, share = engine.urls.split() or [""] * engine.processes, -(-engine.max_running // engine.processes)
     common: dict[str, Any] = {"dtype": engine.dtype, "max_context": engine.max_context, "keep_cache": engine.keep_cache}
-    common |= {"deltas": shares_deltas(config), "merging": merging}
-    if engine.kind != "embedded":  # one of several that comes back has no weights to change
-        common["deltas"] &= merging is None and len(urls) == 1
-    servers: list[Engine] = []
+    alone = len(urls) == 1 and (merging is None or engine.kind == "embedded")
+    common |= {"deltas": shares_deltas(config) and alone, "merging": merging}  # several: one that comes back has none
+    engines: list[Engine] = []
     if engine.kind == "sglang":
-        servers = [SglangEngine(folder, url=url, **common) for url in urls]
+        engines = [SglangEngine(folder, url=url, **common) for url in urls]
     elif engine.kind == "vllm":
-        sizes: dict[str, Any] = {"threads": engine.threads, "max_running": engine.max_running}
-        servers = [VllmEngine(folder, url=url, **sizes, **common) for url in urls]
-    if servers:
-        return Several(servers) if len(servers) > 1 else servers[0]
-    return EmbeddedEngine(
-        folder, threads=engine.threads, max_slots=engine.max_running, lockstep=config.deterministic, **common
-    )
+        engines = [VllmEngine(folder, url=url, threads=engine.threads, max_running=share, **common) for url in urls]
+    else:
+        common |= {"threads": engine.threads, "max_slots": share, "lockstep": config.deterministic}
+        engines = [EmbeddedEngine(folder, **common) for _ in urls]
+    return Several(engines, room=share) if len(engines) > 1 else engines[0]
 
 
 def build_taskset(config: TaskConfig) -> Taskset:

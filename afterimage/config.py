@@ -75,9 +75,11 @@ class EngineConfig:
     dtype: Dtype = "bfloat16"
     """Precision of generation. Apart from the trainer's: what lies between them is the discrepancy."""
     threads: int = 1
-    """Processor threads of the engine process; the trainer takes the others."""
+    """Processor threads of an engine process; the trainer takes the others."""
+    processes: int = 1
+    """Embedded engines: more of one thread serve a small model better than one of more threads. See docs/engines.md."""
     max_running: int = 128
-    """Replies generated at the same time."""
+    """Replies generated at the same time, by all processes of the embedded engine together or by each server."""
     max_context: int = 1024
     """Tokens an episode may hold, prompt and replies together."""
     temperature: float = 1.0
@@ -93,22 +95,20 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         among_choices("engine", self)
-        at_least(
-            "engine", 1, threads=self.threads, max_running=self.max_running, max_reply_tokens=self.max_reply_tokens
-        )
+        at_least("engine", 1, threads=self.threads, processes=self.processes, max_reply_tokens=self.max_reply_tokens)
+        at_least("engine", self.processes, max_running=self.max_running)
         at_least("engine", 0, restarts=self.restarts)
         at_least("engine", 16, max_context=self.max_context)
         if not self.temperature > 0:
             raise ConfigError(f"engine.temperature must be > 0, got {self.temperature}")
         if self.kind == "embedded" and self.urls:
             raise ConfigError("engine.urls is an option of engine.kind = vllm and sglang")
+        if self.kind != "embedded" and self.processes > 1:
+            raise ConfigError("engine.processes is an option of engine.kind = embedded: name servers by engine.urls")
         if self.kind == "sglang" and not self.urls.split():
             raise ConfigError("engine.kind = sglang needs engine.urls: SGLang servers that run on this host")
         if self.top_p != 1.0:
-            raise ConfigError(
-                f"engine.top_p must be 1.0, got {self.top_p}: top-p samples from a truncated support, and without "
-                "recording that support no log-probability of it can be replayed in the trainer"
-            )
+            raise ConfigError(f"engine.top_p must be 1.0, got {self.top_p}: a truncated support could not be replayed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,7 +374,7 @@ class TrainerConfig:
     compile: bool = False
     """Fuse the model by torch.compile: half a minute at the start, then faster passes."""
     threads: int = 0
-    """Processor threads; 0 takes what the engine leaves."""
+    """Processor threads; 0 takes what all engine processes leave. Without staleness they take turns: give it all."""
 
     def __post_init__(self) -> None:
         among_choices("trainer", self)
@@ -465,8 +465,8 @@ class RunConfig:
         at_least("run", 1, steps=self.steps)
         at_least("run", 0, minutes=self.minutes)
         within("run", 0, MAX_SEED, seed=self.seed)
-        if self.deterministic and self.engine.kind != "embedded":
-            raise ConfigError("deterministic needs the embedded engine: no server can be stepped")
+        if self.deterministic and (self.engine.kind, self.engine.processes) != ("embedded", 1):
+            raise ConfigError("deterministic needs engine.kind = embedded and processes = 1: only that can be repeated")
         if self.trainer.steps_per_batch > self.schedule.groups_per_step * self.schedule.group_size:
             raise ConfigError(
                 f"trainer.steps_per_batch must be <= {self.schedule.groups_per_step * self.schedule.group_size} "

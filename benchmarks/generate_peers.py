@@ -38,21 +38,22 @@ def shortened(episodes: Sequence[Episode]) -> list[Episode]:
 
 
 class Ours:
-    """The embedded engine as a run uses it, in a process of its own behind this one."""
+    """The embedded engine as a run uses it, in processes of one thread behind this one."""
 
     def __init__(self, folder: Path, dtype: Any, threads: int) -> None:
         from afterimage.engines.embedded import EmbeddedEngine
+        from afterimage.engines.several import Several
 
         self._loop = asyncio.new_event_loop()
-        self._engine = EmbeddedEngine(
-            folder, dtype=dtype, threads=threads, max_slots=MAX_LIVE + MAX_LIVE // 8, max_context=MAX_CONTEXT
-        )
+        slots = -(-(MAX_LIVE + MAX_LIVE // 8) // threads)
+        each = [EmbeddedEngine(folder, dtype=dtype, max_slots=slots, max_context=MAX_CONTEXT) for _ in range(threads)]
+        self._engine = Several(each, room=slots) if threads > 1 else each[0]
         self._version = -1
         self._loop.run_until_complete(self._engine.start())
         from safetensors.torch import load_file
 
         self._weights = load_file(folder / "model.safetensors")
-        self.pids = [self._engine.pid]
+        self.pids = [engine.pid for engine in each]
 
     def forget(self) -> None:
         """New weights, as far as it knows."""

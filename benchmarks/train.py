@@ -223,7 +223,8 @@ def whole(chosen: argparse.Namespace) -> None:
         return found
 
     loop.advance = timed
-    apart = chosen.staleness == 0  # engine and trainer take turns: each may have all threads
+    apart = chosen.staleness == 0  # engines and trainer take turns: each side may have all cores
+    share = max(1, chosen.threads // 2)
     run = afterimage.train(
         RunConfig(
             recipe="train", policy=str(chosen.model), runs=chosen.model, name=f"run-{time.time_ns()}",
@@ -233,12 +234,12 @@ def whole(chosen: argparse.Namespace) -> None:
             ),
             rollout=RolloutConfig(max_turns=1),
             engine=EngineConfig(
-                dtype="float32", threads=chosen.threads if apart else max(1, chosen.threads // 2), max_context=64,
-                max_running=chosen.prompts * SIBLINGS, max_reply_tokens=chosen.tokens,
+                dtype="float32", threads=1 if apart else share, processes=chosen.threads if apart else 1,
+                max_context=64, max_running=chosen.prompts * SIBLINGS, max_reply_tokens=chosen.tokens,
             ),
             old_logps=OldLogpsConfig(route="rollout" if apart else "snapshot_old"),
             correction=CorrectionConfig(control="none") if apart else CorrectionConfig(),
-            trainer=TrainerConfig(threads=chosen.threads if apart else max(1, chosen.threads // 2)),
+            trainer=TrainerConfig(threads=chosen.threads if apart else share),
             eval=EvalConfig(tasks=0), checkpoint=CheckpointConfig(every=10_000),
         ),
         console=Console(file=StringIO()),
@@ -415,6 +416,8 @@ def measure(bench: Bench) -> list[str]:
         "",
         f"## The whole step: {chosen.prompts} prompts x {SIBLINGS} completions of {chosen.tokens} tokens",
         "",
+        "Synchronously our engines, a process for each thread, and our trainer take turns on all of them; one version "
+        "behind, engine and trainer have half of them each. "
         "The last columns are what steps/s would be if only generating, or only training, took time.",
         "",
         *columns("model", "contestant", "steps/s", "over TRL", "goal", "generation alone", "training alone"),

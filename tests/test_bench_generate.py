@@ -39,8 +39,9 @@ def players_of(tmp_path: Path) -> Iterator[Callable[..., Player]]:
     make_model("tiny", tmp_path)
     started = []
 
-    def start(kind: str, *, limit: float = 60) -> Player:
-        started.append(Player(kind, tmp_path, arguments=argparse.Namespace(limit=limit, threads=1), dtype="float32"))
+    def start(kind: str, *, limit: float = 60, threads: int = 1) -> Player:
+        asked = argparse.Namespace(limit=limit, threads=threads)
+        started.append(Player(kind, tmp_path, arguments=asked, dtype="float32"))
         return started[-1]
 
     yield start
@@ -48,16 +49,16 @@ def players_of(tmp_path: Path) -> Iterator[Callable[..., Player]]:
         player.close()
 
 
-def test_our_engine_stops_and_ends_with_its_contestant(players_of: Callable[..., Player]) -> None:
-    player = players_of("ours")
-    both = list(player._groups)
-    assert len(both) == 2
-    assert _soon(lambda: all(_state(pid) == "T" for pid in both))
+def test_our_engines_stop_and_end_with_their_contestant(players_of: Callable[..., Player]) -> None:
+    player = players_of("ours", threads=2)
+    each = list(player._groups)
+    assert len(each) == 3
+    assert _soon(lambda: all(_state(pid) == "T" for pid in each))
     answer = player.play(workload(2, 128, seed=0), 2, warm=True)
     assert answer is not None, player.error
     assert answer[0] > 0
     player.close()
-    assert _soon(lambda: all(_state(pid) in "ZX" for pid in both))
+    assert _soon(lambda: all(_state(pid) in "ZX" for pid in each))
 
 
 def test_one_that_does_not_answer_is_left_out(players_of: Callable[..., Player]) -> None:

@@ -41,7 +41,7 @@ def test_the_package_stays_small_and_its_knobs_few() -> None:
     assert sum(len(path.read_text().splitlines()) for path in SOURCES) <= 30_500
     sections = [kind for kind in typing.get_type_hints(RunConfig).values() if dataclasses.is_dataclass(kind)]
     knobs = sum(len(dataclasses.fields(section)) for section in sections)
-    assert knobs + len(dataclasses.fields(RunConfig)) - len(sections) <= 86
+    assert knobs + len(dataclasses.fields(RunConfig)) - len(sections) <= 87
 
 
 def test_one_broad_except_and_it_is_in_the_rollout() -> None:

@@ -15,7 +15,7 @@ from afterimage import config
 from afterimage.engines import Engine, EngineDied, Reply, SamplingParams, rates, remote
 from afterimage.engines.remote import ProbeFailed, RemoteEngine
 from afterimage.engines.scripted import ScriptedEngine
-from afterimage.engines.several import MAX_AHEAD, Several
+from afterimage.engines.several import MAX_AHEAD, WORTH, Several
 from afterimage.engines.sglang import SglangEngine
 from afterimage.engines.supervised import Supervised
 from afterimage.engines.vllm import VllmEngine
@@ -409,40 +409,74 @@ def test_several_engines_keep_the_contract(supervised: bool) -> None:
     check_engine(make, update=update)
 
 
-def test_an_episode_goes_where_its_prefix_is() -> None:
-    asked: list[tuple[int, int]] = []
-    gate = asyncio.Event()
+class _Asked(list[tuple[int, int]]):
+    """Who was asked to go on from which first token. Replies of more than one wait for the gate."""
 
-    def make(number: int) -> ScriptedEngine:
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+
+    def engine(self, number: int) -> ScriptedEngine:
         async def wait(tokens: Sequence[int], params: SamplingParams) -> None:
-            asked.append((number, tokens[0]))
+            self.append((number, tokens[0]))
             if params.max_tokens > 1:
-                await gate.wait()
+                await self.gate.wait()
 
         return ScriptedEngine(_say, token_delay=wait)
 
-    engine = Several([make(0), make(1)])
+    async def until(self, count: int) -> None:
+        while len(self) < count:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+    async def siblings(self, several: Several, count: int, *, length: int) -> list[int]:
+        """Who is asked by so many that begin at once with an opening of this length."""
+        await hold_nothing(several, 0)
+        self.clear()
+        async with asyncio.TaskGroup() as tasks:
+            for begun in range(1, count + 1):
+                tasks.create_task(several.sample([10] * length, SamplingParams(2, ())))
+                await self.until(begun)
+            found = [number for number, _ in self]
+            self.gate.set()
+        self.gate.clear()
+        return found
+
+
+def test_an_episode_goes_where_its_prefix_is() -> None:
+    asked = _Asked()
+    engine = Several([asked.engine(0), asked.engine(1)])
 
     async def story() -> None:
-        await engine.load({}, 0)
-        await engine.resume()
-        one = SamplingParams(1, ())
-        for task in (10, 11, 12, 13):  # nobody has seen any
-            await engine.sample([task] * 64, one)
+        await hold_nothing(engine, 0)
+        async with asyncio.TaskGroup() as tasks:
+            for task in (10, 11, 12, 13):  # nobody has seen any
+                tasks.create_task(engine.sample([task] * 64, SamplingParams(2, ())))
+            await asked.until(4)
+            asked.gate.set()
         home = {task: number for number, task in asked}
+        assert sorted(home.values()) == [0, 0, 1, 1]
         asked.clear()
         for task in (13, 11, 10, 12):
-            await engine.sample([task] * 64 + [1] * 40, one)
+            await engine.sample([task] * 64 + [1] * 40, SamplingParams(1, ()))
         assert {task: number for number, task in asked} == home
-        asked.clear()
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(MAX_AHEAD + 3):
-                tasks.create_task(engine.sample([10] * 70, SamplingParams(2, ())))
-            while len(asked) < MAX_AHEAD + 3:  # noqa: ASYNC110
-                await asyncio.sleep(0)
-            counts = [sum(number == which for number, _ in asked) for which in (0, 1)]
-            assert counts[home[10]] == MAX_AHEAD + 2 and counts[1 - home[10]] == 1
-            gate.set()
+
+    run(engine, story)
+
+
+@pytest.mark.parametrize(
+    ("length", "together"),
+    [(WORTH - 16, 1), (3 * WORTH, 3), (WORTH * (MAX_AHEAD + 1), MAX_AHEAD + 1), (WORTH * 2 * MAX_AHEAD, MAX_AHEAD + 1)],
+)
+def test_siblings_begin_together_as_far_as_their_opening_is_worth_it(length: int, together: int) -> None:
+    """It is not computed again elsewhere, unless that takes less time than waiting for each other, or none has room."""
+    asked = _Asked()
+    engine = Several([asked.engine(0), asked.engine(1)])
+    cramped = Several([asked.engine(0), asked.engine(1)], room=2)
+
+    async def story() -> None:
+        await cramped.start()
+        where = await asked.siblings(engine, 2 * MAX_AHEAD + 2, length=length)
+        assert where.index(1) == together and abs(where.count(0) - where.count(1)) <= together
+        assert sorted((await asked.siblings(cramped, 5, length=length))[:4]) == [0, 0, 1, 1]
 
     run(engine, story)
 
@@ -535,12 +569,16 @@ async def hold_nothing(engine: Engine, version: int) -> None:
 
 def test_counters_of_several_are_those_of_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     members = [ScriptedEngine(_say) for _ in range(4)]
-    counted = {"sampled_tokens": 100.0, "busy_s": 1.0, "idle_s": 3.0, "probe_error": 1e-3}
+    counted = {"sampled_tokens": 100.0, "busy_s": 1.0, "idle_s": 3.0, "batch_size_mean": 2.0, "probe_error": 1e-3}
     for member in members:
         monkeypatch.setattr(member, "metrics", lambda: counted)
-    found = Several(members).metrics()
-    assert found == {"deaths": 0, "sampled_tokens": 400, "busy_s": 1, "idle_s": 3, "probe_error": 1e-3}
+    several = Several(members)
+    found = several.metrics()
+    assert found == {**counted, "deaths": 0, "sampled_tokens": 400}
     assert rates({**found, "busy_s": 1.0, "idle_s": 0.0})["engine/tokens_per_s"] == 400
+    for member in several._members[1:]:
+        member.up = True
+    assert several.metrics()["sampled_tokens"] == 300, "one that is down has no time to be counted with"
 
 
 def test_what_an_older_version_computed_is_not_taken_for_the_newer_ones() -> None:

@@ -9,6 +9,8 @@ from afterimage.trajectory import Sampled
 
 MAX_AHEAD = 8
 """So many more replies than the least busy engine one may be sampling, for the sake of what it has cached."""
+WORTH = 128
+"""Cached tokens for each of them: in a small model, to compute them takes as long as one more reply holds up others."""
 
 
 class _Member:
@@ -25,17 +27,16 @@ class Several:
     """`Engine` of engines with the same model. One that dies is started again meanwhile; the next `load` takes it back.
 
     Its replies end as interrupted ones, without a token. `EngineDied` is raised when none is left. One that comes back
-    as something that cannot be worked with stays away. `told` hears of who is lost, why, and who is back.
+    as something that cannot be worked with stays away. `told` hears of who is lost, why, and who is back. Each
+    samples `room` replies at once; one that would wait there goes elsewhere while there is room.
     """
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        if not engines:
-            raise ValueError("no engine at all")
+    def __init__(self, engines: Sequence[Engine], *, room: int = 1 << 30) -> None:
         self.takes_deltas = False
         self.told: Callable[..., None] = lambda kind, **_: None
         self._members = [_Member(engine) for engine in engines]
-        self._version = -1
-        self._starts = self._deaths = 0
+        self._room = room
+        self._version, self._starts, self._deaths = -1, 0, 0
         self._died: EngineDied = EngineDied("the engines have not been started: await start() first")
 
     async def start(self) -> None:
@@ -49,6 +50,7 @@ class Several:
     async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
         member, starts = self._route(tokens), self._starts
         member.busy += 1
+        member.seen.add(tokens)  # being computed there: its siblings need not compute it elsewhere
         try:
             reply = await member.engine.sample(tokens, params)
         except EngineDied as died:
@@ -94,13 +96,13 @@ class Several:
                 raise error
 
     def metrics(self) -> Mapping[str, float]:
-        """Tokens of all, the time of the mean one, the worst error, and how many died since the last call."""
-        found = [member.engine.metrics() for member in self._members]
+        """Tokens of all, time and means of the mean one, the worst error, and how many died since the last call."""
+        found = [member.engine.metrics() for member in self._up or self._members]
         total = {"deaths": float(self._deaths)}
         self._deaths = 0
         for name in dict.fromkeys(name for counters in found for name in counters):
             values = [counters[name] for counters in found if name in counters]
-            share = len(values) if name.endswith("_s") else 1
+            share = len(values) if name.endswith(("_s", "_mean")) else 1
             total[name] = max(values) if name.endswith("_error") else sum(values) / share
         return total
 
@@ -109,12 +111,13 @@ class Several:
         return [member for member in self._members if member.up]
 
     def _route(self, tokens: Sequence[int]) -> _Member:
-        """Where most of it is cached, among those that are not much busier than others."""
+        """Where what is cached of it is most worth being busier than others, which ends at `MAX_AHEAD`."""
         if not self._up:
             raise self._died
         least = min(member.busy for member in self._up)
-        near = [member for member in self._up if member.busy <= least + MAX_AHEAD]
-        return max(near, key=lambda member: (member.seen.length(tokens), -member.busy))
+        most = min(least + MAX_AHEAD, max(least, self._room - 1))
+        near = [member for member in self._up if member.busy <= most]
+        return max(near, key=lambda member: (member.seen.length(tokens) - WORTH * member.busy, -member.busy))
 
     async def _each(self, call: Callable[[Engine], Awaitable[None]]) -> None:
         """Of those that are up. What one refuses counts once all have answered; the death of one is no failure."""

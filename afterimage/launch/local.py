@@ -353,7 +353,7 @@ def seldom_collected() -> Iterator[None]:
 
 def share_processor(config: RunConfig) -> None:
     """Divide the cores among the processes of a run: with more threads than cores all run many times slower."""
-    others = config.engine.threads + (config.old_logps.route == "old_logit_model")
+    others = config.engine.threads * config.engine.processes + (config.old_logps.route == "old_logit_model")
     free = 1 if config.deterministic else max(1, cores() - others)  # the same on every machine
     torch.set_num_threads(config.trainer.threads or free)
     sys.setswitchinterval(SWITCH_S)

@@ -119,8 +119,8 @@ KEEPS_PACE, KEEPS_BUSY, HELD_BACK = 0.1, 0.2, 0.5
 tools, or finished groups that wait for older ones, are what is waited for."""
 
 BOTTLENECKS = {
-    "Generation": "give the engine more (engine.threads, servers: docs/engines.md) or less to say (engine.dtype, "
-    "engine.max_reply_tokens)",
+    "Generation": "give the engine more (engine.processes, engine.threads, servers: docs/engines.md) or less to say "
+    "(engine.dtype, engine.max_reply_tokens)",
     "Waiting for tools": "let more groups be live (schedule.max_staleness), or make the tools quicker",
     "The staleness budget": "let finished groups overtake (schedule.window), or more be live (schedule.max_staleness)",
     "Taking turns": "let groups be live while the trainer works (schedule.max_staleness above 0)",

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from afterimage.engines.several import MAX_AHEAD
+from afterimage.engines.several import MAX_AHEAD, WORTH
 from afterimage.plan.world import World
 
 
@@ -318,11 +318,10 @@ class Engines:
             engine.take(reply)
 
     def _route(self, reply: Reply) -> Engine | None:
-        idlest = self._idlest()
-        at = reply.engine
+        idlest, at = self._idlest(), reply.engine
         if idlest is None:
             return None
-        if at is not None and at.up and reply.cached and at.busy <= idlest.busy + MAX_AHEAD:
+        if at is not None and at.up and at.busy - idlest.busy <= min(MAX_AHEAD, reply.cached / WORTH):
             return at
         return idlest
 

@@ -56,8 +56,9 @@ def like(run: Path) -> Setting:
     holds = needs(ROUTES[config["old_logps"]["fallback"] if route == "eager" else route])
     if holds.closing:
         raise ConfigError(f"{run} pauses generation to score, and does not record for how long: use a run without")
-    engine, count = config["engine"], max(1, len(config["engine"].get("urls", "").split()))
-    fleet = Fleet(engines=count, max_running=engine["max_running"], keep_cache=engine.get("keep_cache", False))
+    engine, own = config["engine"], config["engine"].get("processes", 1)
+    count = max(own, len(engine.get("urls", "").split()))
+    fleet = Fleet(engines=count, max_running=engine["max_running"] // own, keep_cache=engine.get("keep_cache", False))
     schedule = ScheduleConfig(**config["schedule"])
     costs = _costs(rows[1:], _spent(folder), _versions(folder), count)
     return Setting(_workload(run, config, rows[schedule.max_staleness + 1 :] or rows), fleet, schedule, costs, holds)
