@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from afterimage.linear import WHOLE, Linear, product
+from afterimage.linear import WHOLE, Linear, outer, product
 
 TILE = {"cpu": 2**11, "cuda": 2**15}
 """Tokens of the vocabulary at once, by device."""
@@ -111,7 +111,7 @@ class _Head(torch.autograd.Function):
             if for_rows is not None:
                 for_rows[at] += product(outward, weight[tile].t())
             if for_weight is not None:
-                for_weight[tile] += product(outward.t(), rows[at].t())
+                for_weight[tile] += outer(outward, rows[at])
             if for_bias is not None:
                 for_bias[tile] += outward.sum(0, dtype=total.dtype)
             del logits, outward
