@@ -1,5 +1,6 @@
-"""From hidden states to log-probabilities of chosen tokens, a few rows at a time: all logits at once are never held."""
+"""From hidden states to log-probabilities of chosen tokens, tile by tile: all logits at once are never held."""
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -7,10 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from afterimage.linear import WHOLE, Linear, product
+from afterimage.linear import WHOLE, Linear, outer, product
 
-MAX_LOGITS = {"cpu": 2**22, "cuda": 2**26}
-"""Float32 logits that exist at once (16 and 256 MiB), or those of `WHOLE` rows. The gradient forms them once more."""
+TILE = {"cpu": 2**11, "cuda": 2**15}
+"""Tokens of the vocabulary at once, by device."""
+
+MAX_LOGITS = {"cpu": 2**20, "cuda": 2**26}
+"""Float32 logits that exist at once (4 and 256 MiB), or those of `WHOLE` rows. The gradient forms them once more."""
 
 MAX_ROWS = 512
 """On a processor, more rows at once leave its caches and gain nothing."""
@@ -56,63 +60,77 @@ def _apart(
 
 
 class _Head(torch.autograd.Function):
-    """Keeps hidden states and two numbers a row; forward and backward hold one chunk of logits each."""
+    """Keeps hidden states and two numbers a row; forward and backward hold one tile of logits each.
+
+    From tile to tile the sums of a row are scaled to its highest logit so far (arXiv 1805.02867).
+    """
 
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Tensor, float, bool]
     ) -> tuple[Tensor, Tensor]:
         targets, temperature, with_entropy = how
-        logp = rows.new_empty(len(rows), dtype=wide(rows.dtype))
-        total, entropy = torch.empty_like(logp), torch.zeros_like(logp)
-        for at in _chunks(rows, weight):
-            logits = _logits(rows[at], weight, bias, temperature)
-            chosen, highest = logits.gather(1, targets[at, None]).squeeze(1), logits.amax(-1)
-            if with_entropy:
-                total[at] = logits.logsumexp(-1)
-                logits.sub_(total[at, None]).clamp_(min=LEAST)
-                entropy[at] = -logits.mul_(logits.exp()).sum(-1)
-            else:  # in place: at large vocabularies a second chunk would be most of what a pass takes
-                total[at] = logits.sub_(highest[:, None]).exp_().sum(-1).log_().add_(highest)
-            logp[at] = chosen - total[at]
-            del logits  # before the next chunk is made
+        logp, total, entropy = rows.new_zeros(3, len(rows), dtype=wide(rows.dtype))
+        highest = torch.full_like(logp, LEAST)
+        for _, at, logits, place, inside in _tiles(rows, weight, bias, (targets, temperature)):
+            logp[at] += logits.gather(1, place).squeeze(1).where(inside, 0.0)
+            peak = torch.maximum(highest[at], logits.amax(-1))
+            fall, sums, highest[at] = highest[at] - peak, total[at], peak
+            logits.sub_(peak[:, None])
+            if with_entropy:  # beside the total, the sum of each probability times its logarithm
+                likely = logits.clamp_(min=LEAST).exp()
+                entropy[at] = (entropy[at] + fall * sums) * fall.exp() + logits.mul_(likely).sum(-1)
+                logits = likely
+            else:  # in place: a second tile would be most of what a pass takes
+                logits.exp_()
+            sums.mul_(fall.exp_()).add_(logits.sum(-1))
+            del logits  # before the next tile is made
+        entropy = total.log() - entropy.div_(total) if with_entropy else entropy
+        total.log_().add_(highest)
         ctx.save_for_backward(rows, weight, bias, targets, total, entropy)
         ctx.how = temperature, with_entropy
-        return logp, entropy
+        return logp.sub_(total), entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, bias, targets, total, entropy = ctx.saved_tensors
         temperature, with_entropy = ctx.how
-        needs_rows, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        for_rows = torch.empty_like(rows) if needs_rows else None
-        for_weight = torch.zeros_like(weight, dtype=total.dtype) if needs_weight else None  # over chunks a sum rounds
-        for_bias = torch.zeros_like(bias, dtype=total.dtype) if needs_bias else None
-        for at in _chunks(rows, weight):
-            logits = _logits(rows[at], weight, bias, temperature).sub_(total[at, None])
+        needed = zip((rows, weight, bias), ctx.needs_input_grad, strict=False)
+        for_rows, for_weight, for_bias = (  # over tiles a sum rounds
+            torch.zeros_like(given, dtype=total.dtype) if needs else None for given, needs in needed
+        )
+        for tile, at, logits, place, inside in _tiles(rows, weight, bias, (targets, temperature)):
+            logits.sub_(total[at, None])
             if with_entropy:
                 outward = logits.clamp_(min=LEAST).exp()
                 outward *= (logits + entropy[at, None]).mul_(-grad_entropy[at, None]).sub_(grad[at, None])
             else:
                 outward = logits.exp_().mul_(-grad[at, None])
-            outward.scatter_add_(1, targets[at, None], grad[at, None])
+            outward.scatter_add_(1, place, grad[at].where(inside, 0.0)[:, None])
             outward = outward.div_(temperature).to(rows.dtype)
             if for_rows is not None:
-                for_rows[at] = product(outward, weight.t())
+                for_rows[at] += product(outward, weight[tile].t())
             if for_weight is not None:
-                if for_weight.dtype == rows.dtype:
-                    for_weight.addmm_(outward.t(), rows[at])
-                else:
-                    for_weight += outward.t() @ rows[at]
+                for_weight[tile] += outer(outward, rows[at])
             if for_bias is not None:
-                for_bias += outward.sum(0, dtype=total.dtype)
+                for_bias[tile] += outward.sum(0, dtype=total.dtype)
             del logits, outward
-        return for_rows, *(None if sums is None else sums.to(rows.dtype) for sums in (for_weight, for_bias)), None
+        return *(None if sums is None else sums.to(rows.dtype) for sums in (for_rows, for_weight, for_bias)), None
 
 
-def _chunks(rows: Tensor, weight: Tensor) -> list[slice]:
-    size = _rows_at_once(rows, len(weight))
-    return [slice(start, start + size) for start in range(0, len(rows), size)]
+def _tiles(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Tensor, float]
+) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor]]:
+    """`(tokens, rows, their logits, where in these each target is [R, 1], whether it is there [R])`."""
+    targets, temperature = how
+    width = min(len(weight), TILE.get(rows.device.type, TILE["cpu"]))
+    size = _rows_at_once(rows, width)
+    for low in range(0, len(weight), width):
+        tile = slice(low, min(low + width, len(weight)))
+        own = None if bias is None else bias[tile]
+        inside, place = (targets >= low) & (targets < tile.stop), (targets - low).clamp(0, tile.stop - low - 1)
+        for at in (slice(first, first + size) for first in range(0, len(rows), size)):
+            yield tile, at, _logits(rows[at], weight[tile], own, temperature), place[at, None], inside[at]
 
 
 def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:

@@ -2,7 +2,7 @@
 
 Pinned: every token of a tree is run once, in the right place; the gradient of a shared beginning is the unshared one
 to 1e-10, for several architectures, windows and adapters; no sibling sees another, to the bit; passes keep to their
-budget and siblings stay together; no more than a chunk of logits ever exists, at any vocabulary; running layers again
+budget and siblings stay together; no more than a tile of logits ever exists, at any vocabulary; running layers again
 keeps less and changes nothing; a compiled policy says the same; oneDNN multiplies as torch does.
 """
 
@@ -183,14 +183,15 @@ def test_chunks_of_the_head_change_neither_value_nor_gradient(monkeypatch: pytes
         spread = spread if entropy else torch.zeros_like(logp)
         loss = (logp.sin() + 0.3 * spread.square()).sum()
         expected = [logp, spread, *torch.autograd.grad(loss, [given, *head.parameters()], retain_graph=True)]
-        for limit in (2**22, 1):
+        for limit, tile in ((2**22, 2**11), (1, 2**11), (2**22, 24), (1, 24)):
             monkeypatch.setattr(head_module, "MAX_LOGITS", {"cpu": limit})
+            monkeypatch.setattr(head_module, "TILE", {"cpu": tile})
             for one, other in zip(learn(entropy), expected, strict=True):
                 torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-9)
 
 
 class Largest(TorchDispatchMode):
-    """The largest tensor that any operation made, but for those of as many rows as the vocabulary."""
+    """The largest matrix that any operation made, but for those of as many rows as the vocabulary."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
@@ -199,13 +200,13 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for tensor in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(tensor, Tensor) and tensor.dim() == 2 and tensor.shape[1] == self.vocabulary:
+            if isinstance(tensor, Tensor) and tensor.dim() == 2 and tensor.shape[0] != self.vocabulary:
                 self.logits = max(self.logits, tensor.numel())
         return made
 
 
 @pytest.mark.parametrize("vocabulary", [1_000, 32_000, 150_000])
-def test_no_more_logits_exist_than_a_chunk_of_them(vocabulary: int) -> None:
+def test_no_more_logits_exist_than_a_tile_of_them(vocabulary: int) -> None:
     config = Qwen3Config(
         vocab_size=vocabulary, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
         num_key_value_heads=1, head_dim=8, tie_word_embeddings=True,
@@ -214,7 +215,7 @@ def test_no_more_logits_exist_than_a_chunk_of_them(vocabulary: int) -> None:
     with Largest(vocabulary) as seen:
         policy.score(packed, torch.ones(150, dtype=torch.bool), temperature=1.0, micro_tokens=1000)
         policy.logps(packed, temperature=1.0).sum().backward()
-    assert 0 < seen.logits <= max(head_module.MAX_LOGITS["cpu"], linear.WHOLE * vocabulary)
+    assert 148 * min(vocabulary, head_module.TILE["cpu"]) == seen.logits <= head_module.MAX_LOGITS["cpu"]
 
 
 @contextmanager
@@ -420,13 +421,16 @@ def test_a_compiled_policy_is_compiled_once_for_all_forests(recompute: bool) -> 
     assert 0 < counts[0] == counts[-1]
 
 
-def test_what_cannot_be_said_adds_nothing_to_the_entropy() -> None:
-    head, targets = nn.Linear(8, 5), torch.tensor([0, 3])
-    nn.init.constant_(head.bias, -torch.inf).data[:4] = 0.0
+@pytest.mark.parametrize("tile", [2**11, 2, 1])
+def test_what_cannot_be_said_adds_nothing_to_the_entropy(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a tile of nothing else, be it the first."""
+    monkeypatch.setattr(head_module, "TILE", {"cpu": tile})
+    head, targets = nn.Linear(8, 5), torch.tensor([1, 4])
+    nn.init.constant_(head.bias, -torch.inf).data[1:] = 0.0
     rows = torch.randn(2, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
     logp, entropy = token_logps(head, rows, targets, temperature=1.0, with_entropy=True)
-    everything = torch.log_softmax(head(rows)[:, :4], -1)
+    everything = torch.log_softmax(head(rows)[:, 1:], -1)
     torch.testing.assert_close(entropy, -(everything.exp() * everything).sum(-1))
     (found,) = torch.autograd.grad(logp.sum() + 3 * entropy.sum(), rows)
-    loss = everything.gather(1, targets[:, None]).sum() - 3 * (everything.exp() * everything).sum()
+    loss = everything.gather(1, targets[:, None] - 1).sum() - 3 * (everything.exp() * everything).sum()
     torch.testing.assert_close(found, torch.autograd.grad(loss, rows)[0])
