@@ -60,10 +60,7 @@ def _apart(
 
 
 class _Head(torch.autograd.Function):
-    """Keeps hidden states and two numbers a row; forward and backward hold one tile of logits each.
-
-    From tile to tile the sums of a row are scaled to its highest logit so far (arXiv 1805.02867).
-    """
+    """Keeps hidden states and two numbers a row. Sums of a row are scaled from tile to tile (arXiv 1805.02867)."""
 
     @staticmethod
     def forward(
@@ -122,17 +119,16 @@ def _tiles(
     rows: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Tensor, float]
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor]]:
     """`(tokens, rows, their logits, where in these each target is [R, 1], whether it is there [R])`."""
-    targets, temperature = how
     width = min(len(weight), TILE.get(rows.device.type, TILE["cpu"]))
-    size = _rows_at_once(rows, width)
+    (targets, temperature), size = how, _rows_at_once(rows, width)
     for low in range(0, len(weight), width):
         tile = slice(low, min(low + width, len(weight)))
-        own = None if bias is None else bias[tile]
         inside, place = (targets >= low) & (targets < tile.stop), (targets - low).clamp(0, tile.stop - low - 1)
         for at in (slice(first, first + size) for first in range(0, len(rows), size)):
-            yield tile, at, _logits(rows[at], weight[tile], own, temperature), place[at, None], inside[at]
+            yield tile, at, _logits(rows[at], weight, bias, (tile, temperature)), place[at, None], inside[at]
 
 
-def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    logits = product(rows, weight, bias).to(wide(rows.dtype))
+def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[slice, float]) -> Tensor:
+    tile, temperature = how
+    logits = product(rows, weight[tile], None if bias is None else bias[tile]).to(wide(rows.dtype))
     return logits if temperature == 1.0 else logits.div_(temperature)
