@@ -34,10 +34,23 @@ def _works(dtype: torch.dtype) -> bool:
 
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`rows [R, K] @ weight [N, K]^T + bias [N]`, without a gradient."""
+    if torch.compiler.is_compiling():
+        return _opaque(rows, weight, bias)
     regular = rows.numel() and not any(size % WHOLE for size in rows.shape)
     if regular and rows.device.type == "cpu" and rows.dtype == torch.float32 and supported(rows.dtype):
         return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
     return F.linear(rows, weight, bias)
+
+
+@torch.library.custom_op("afterimage::product", mutates_args=())
+def _opaque(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`product`, into which torch.compile does not look: its own oneDNN layer refuses weights that are trained."""
+    return product(rows, weight, bias)
+
+
+@_opaque.register_fake
+def _(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[0])
 
 
 def outer(grad: Tensor, rows: Tensor) -> Tensor:

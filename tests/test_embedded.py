@@ -8,6 +8,7 @@ Process: it dies loudly, alone, and never outlives its parent; Ctrl-C is not its
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -400,6 +401,7 @@ def test_without_a_compiler_it_samples_the_same_and_says_that_it_is_slow(
     assert by_torch.behavior_logp == pytest.approx(by_kernels.behavior_logp, abs=1e-5)
 
 
+@pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")), reason="no C compiler")
 def test_a_kernel_refuses_what_does_not_lie_in_one_piece() -> None:
     kernels = Kernels(HEADS=1, KV_HEADS=1, HEAD_DIM=16, PAGE=64, RUN=8, LANES=16)
     both, out = torch.arange(-6.0, 6.0).view(2, 6), torch.empty(2, 3)

@@ -8,6 +8,7 @@ keeps less and changes nothing; a compiled policy says the same; oneDNN multipli
 
 import inspect
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -280,6 +281,24 @@ def test_a_compiled_policy_says_the_same_and_so_does_its_twin() -> None:
     twin = policy.twin()
     nudge(policy, seed=1)
     assert (twin.logps(siblings(), temperature=1.0) - found[0][0]).abs().max() < 1e-4
+
+
+COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile wants g++")
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=COMPILER)])
+def test_linear_layers_that_are_trained_compile(backend: str) -> None:
+    """Of whole multiples, too: those that oneDNN multiplies."""
+    layers = nn.Sequential(linear.Linear(64, 96), nn.SiLU(), linear.Linear(96, 64, bias=False))
+    compiled = torch.compile(layers, dynamic=True, backend=backend)
+    found = []
+    for run in (layers, compiled):
+        for tokens in (32, 61):
+            given = torch.randn(1, tokens, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+            out = run(given)
+            found.append([out.detach(), *torch.autograd.grad(out.sin().sum(), [given, *layers.parameters()])])
+    for ours, theirs in zip(found[:2], found[2:], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("tokens", [64, 61])
