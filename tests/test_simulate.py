@@ -182,6 +182,15 @@ def test_with_stragglers_the_oldest_token_is_as_old_as_the_bound(staleness: int)
     assert outcome.staleness_max == outcome.staleness_bound == staleness
 
 
+def test_a_version_of_several_steps_is_begun_with_its_first_part() -> None:
+    schedule, fleet = replace(SCHEDULE, max_staleness=1, groups_per_step=2), Fleet(max_running=8, steps_per_version=2)
+    costs = Proportional(decode=0.01, train=0.3, load=0.1)  # 8 of the 16 episodes at a time
+    outcome = simulate(LENGTHS, fleet, schedule, costs, steps=9)
+    # the second half is generated while the first is trained on; the engines then wait for the version
+    assert sum(outcome.steps_s[-2:]) == pytest.approx(0.5 + 0.5 + 0.3 + 0.1)
+    assert set(outcome.staleness_histogram) == {0} and outcome.staleness_bound == 0
+
+
 @pytest.mark.parametrize("window", [2, 5, 16])
 def test_a_window_keeps_its_wider_bound(window: int) -> None:
     schedule = ScheduleConfig(max_staleness=2, groups_per_step=4, group_size=2, window=window)
@@ -254,12 +263,16 @@ def test_what_cannot_be_is_told_in_one_line(tmp_path: Path, capsys: pytest.Captu
     for words, told in {
         "--set costs.decod=1": "did you mean costs.decode",
         "--set fleet.engines=many": "must be a whole number",
+        "--set costs.decode=nan": "--set costs.decode must be a number of 0 or more, got 'nan'",
+        "--set workload.tool_s=-1~2": "--set workload.tool_s must be N",
+        "--set costs.decode=1 costs.train=1 workload.turns=2 workload.tool_s=5 workload.timeout_s=1": "afterimage: the "
+        "simulated run fails: all 128 episodes of a batch failed",
         "--set schedule.window=2": "nothing says what things cost",
         f"--like {tmp_path}": "is not a run folder",
     }.items():
         with pytest.raises(SystemExit) as left:
             main(["simulate", *words.split()])
-        assert left.value.code == 2 and told in capsys.readouterr().err
+        assert left.value.code == 2 and told in (said := capsys.readouterr().err) and "Traceback" not in said
     with pytest.raises(ConfigError, match="at least 2 steps"):
         simulate(LENGTHS, Fleet(), SCHEDULE, COSTS, steps=1)
 
@@ -289,9 +302,12 @@ def test_the_benchmark_says_what_it_missed() -> None:
     (lines,) = bench(["--smoke"]).values()
     assert any(line.startswith("| APRIL 4B, 8 GPUs | 1.23 to 1.44 |") for line in lines)
     sync = simulate(LENGTHS, Fleet(), SCHEDULE, COSTS, steps=3)
-    told = {ratio: of_others([Compared(APRIL, ratio, sync)])[2] for ratio in (1.0, 1.3, 1.5)}
+    claimed = replace(APRIL, unclaimed="")
+    told = {ratio: of_others([Compared(claimed, ratio, sync)])[2] for ratio in (1.0, 1.3, 1.5)}
     assert told[1.0].endswith("-18% | missed |") and told[1.3].endswith("+0% | met |")
     assert told[1.5].endswith("+4% | met |")
+    others = of_others([Compared(APRIL, 1.3, sync)])
+    assert others[2].endswith("| not claimed |") and any(APRIL.unclaimed in line for line in others[3:])
 
 
 def test_what_a_run_cost_is_found_again_in_its_records(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The verbs of this room. Nothing here imports torch before it must."""
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 NAMES = """what --set takes, NAME=VALUE:
   schedule.    max_staleness, groups_per_step, group_size, window: as afterimage train has them
-  fleet.       engines, max_running, cache_tokens, keep_cache, colocated, failures_per_hour, restart_s
+  fleet.       engines, max_running, cache_tokens, keep_cache, colocated, steps_per_version,
+               failures_per_hour, restart_s
   workload.    prompt_tokens, turns, reply_tokens, tool_tokens, tool_s: a number, or log-normal as MEAN~SIGMA (SIGMA
                of the logarithm), or MEAN~SIGMA<MOST (cut there, the mean kept); prompt_share, max_tokens, timeout_s,
                retries
@@ -110,12 +112,20 @@ def _read(kind: Any, name: str, text: str) -> Any:
             return distribution(text)
         if kind is bool:
             return {"true": True, "false": False}[text.lower()]
-        return kind(text)
+        return _amount(text, kind)
     except (ValueError, KeyError) as error:
         wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(
             kind, "N, MEAN~SIGMA or MEAN~SIGMA<MOST"
         )
-        raise ConfigError(f"--set {name} must be {wanted}, got {text!r}") from error
+        least = "" if kind is bool else " of 0 or more"
+        raise ConfigError(f"--set {name} must be {wanted}{least}, got {text!r}") from error
+
+
+def _amount(text: str, kind: type[float] = float) -> float:
+    value = kind(text)
+    if not 0 <= value < math.inf:
+        raise ValueError(text)
+    return value
 
 
 def distribution(text: str) -> Distribution:
@@ -125,9 +135,10 @@ def distribution(text: str) -> Distribution:
     """
     mean, spreads, rest = text.partition("~")
     if not spreads:
-        return Constant(float(mean))
+        return Constant(_amount(mean))
     sigma, cut, most = rest.partition("<")
-    return LogNormal.cut(float(mean), float(sigma), float(most)) if cut else LogNormal(float(mean), float(sigma))
+    spread = _amount(mean), _amount(sigma)
+    return LogNormal.cut(*spread, _amount(most)) if cut else LogNormal(*spread)
 
 
 def table(outcome: "Outcome") -> Table:

@@ -5,17 +5,20 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Protocol, cast
 
 from torch import Tensor
 
 from afterimage.checkpoint import Checkpoint, Stand
+from afterimage.config import ScheduleConfig
 from afterimage.old_logps import Needs
 from afterimage.parts import Parts
 from afterimage.plan.engines import EngineCosts, Engines
 from afterimage.plan.episodes import SimulatedRollout
 from afterimage.plan.route_costs import RouteCost
 from afterimage.plan.world import World
+from afterimage.schedule import Line
 from afterimage.trajectory import Batch, Group, Handout, Open
 
 
@@ -70,12 +73,29 @@ class SimulatedParts(Parts):
 
 
 class Counted:
-    """Counts versions."""
+    """Counts steps, of which `every` make a version."""
 
     version = 0
 
+    def __init__(self, every: int) -> None:
+        self._every = every
+
     def lag(self, version: Tensor) -> Tensor:
-        return self.version - version
+        return self.version // self._every - version
+
+
+class Held(Line):
+    """A line whose tickets come back with a version, of `every` steps."""
+
+    def __init__(self, schedule: ScheduleConfig, every: int) -> None:
+        sizes = {name: getattr(schedule, name) for name in ("max_staleness", "groups_per_step", "window")}
+        super().__init__(**sizes)
+        self.bound //= every
+        self._every, self._calls = every, count()
+
+    def release(self) -> None:
+        for _ in range(self._every if next(self._calls) % self._every == 0 else 0):
+            super().release()
 
 
 class Idle:
@@ -143,7 +163,9 @@ class SimulatedTrainer:
 
     parts = (None,)
 
-    def __init__(self, costs: Costs, rollout: SimulatedRollout, *, closing: bool, colocated: bool) -> None:
+    def __init__(
+        self, costs: Costs, rollout: SimulatedRollout, *, closing: bool, colocated: bool, every: int = 1
+    ) -> None:
         self.owed: dict[str, float] = defaultdict(float)
         """Seconds that have not passed on the clock yet, by what for."""
         self.spent: dict[str, float] = defaultdict(float)
@@ -152,11 +174,13 @@ class SimulatedTrainer:
         self.batches: list[Consumed] = []
         self.ages: Counter[int] = Counter()
         self.rollout = rollout
+        self.every = every
+        """Steps of a version."""
         self._costs, self._closing, self._colocated = costs, closing, colocated
 
     def prepare(self, batch: Batch) -> "SimulatedTrainer":
         consumed, versions, now = Consumed(), 0, self.rollout.world.now
-        latest, unscored = len(self.batches), list[int]()
+        latest, unscored = len(self.batches) // self.every, list[int]()
         if self._colocated:
             self.owed["stand"] += self.rollout.engines.stand() - now
         for number in batch.episodes:
@@ -206,13 +230,16 @@ class SimulatedPublisher:
     async def start(self) -> None: ...
 
     def prepare(self, policy: Any, live: Collection[int] = ()) -> None:
-        if policy.version:
+        self._due = policy.version % self._trainer.every == 0
+        if policy.version and self._due:
             self._trainer.owed["publish"] += self._costs.publish_s()
 
     async def interrupt(self) -> None:
         await self._world.sleep(self._engines.stand() - self._world.now)
 
     async def publish(self) -> None:
+        if not self._due:
+            return
         await self.interrupt()
         if self._engines.version >= 0:  # what the run begins with is there already
             await self._world.sleep(self._costs.load_s())

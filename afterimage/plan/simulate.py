@@ -17,12 +17,14 @@ from afterimage import loop, virtual
 from afterimage.checkpoint import Stand
 from afterimage.config import CheckpointConfig, ConfigError, EvalConfig, RunConfig, ScheduleConfig
 from afterimage.old_logps import Needs
+from afterimage.patience import first_leaf
 from afterimage.plan.engines import Engine, Engines, Places
 from afterimage.plan.episodes import SimulatedRollout
 from afterimage.plan.outcome import Outcome
 from afterimage.plan.parts import (
     Costs,
     Counted,
+    Held,
     Idle,
     Lanes,
     SimulatedParts,
@@ -32,7 +34,8 @@ from afterimage.plan.parts import (
 )
 from afterimage.plan.workload import Constant, Distribution, LogNormal, Recorded, Shape, Spoken, Workload
 from afterimage.plan.world import World
-from afterimage.schedule import Ledger, Line
+from afterimage.rollout import TooManyFailures
+from afterimage.schedule import Ledger
 from afterimage.trajectory import Credited, Group, Handout, Task
 
 __all__ = [
@@ -58,6 +61,9 @@ class Fleet:
     """Contexts are not computed again under a new version, as `engine.keep_cache`."""
     colocated: bool = False
     """They are the trainer's own devices: generation stands still from a batch's scoring to the new version."""
+    steps_per_version: int = 1
+    """Steps after which they take a version, and tickets come back: a step's batch is so large a part of a version's
+    (verl's `trigger_parameter_sync_step`)."""
     failures_per_hour: float = 0.0
     """Deaths of one engine. Its replies go on elsewhere from what they had said before."""
     restart_s: float = 120.0
@@ -65,7 +71,7 @@ class Fleet:
 
     def __post_init__(self) -> None:
         if (
-            min(self.engines, self.max_running) < 1
+            min(self.engines, self.max_running, self.steps_per_version) < 1
             or min(self.cache_tokens, self.failures_per_hour, self.restart_s) < 0
         ):
             raise ConfigError(f"a fleet has at least one engine with one place, and nothing negative, got {self}")
@@ -83,7 +89,8 @@ def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how 
 ) -> Outcome:
     """So many steps of a run. The same arguments give the same outcome. `needs` are the route's (`parts.needs`).
 
-    Raises `ConfigError` for settings that cannot be, `StalenessError` if the schedule broke its promise.
+    Raises `ConfigError` for settings that cannot be or leave nothing to train on, `StalenessError` if the schedule
+    broke its promise.
     """
     if steps < 2:
         raise ConfigError(f"a simulation takes at least 2 steps, for the first one fills the line, got {steps}")
@@ -93,14 +100,15 @@ def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how 
     engines = Engines(world, members, keep_cache=fleet.keep_cache, restart_s=fleet.restart_s)
     ledger = Ledger()
     rollout = SimulatedRollout(workload, world, engines, ledger=ledger, seed=seed)
-    trainer = SimulatedTrainer(costs, rollout, closing=needs.closing, colocated=fleet.colocated)
+    every = fleet.steps_per_version
+    trainer = SimulatedTrainer(costs, rollout, closing=needs.closing, colocated=fleet.colocated, every=every)
     lanes = Lanes(world, engines, trainer)
     needs = replace(needs, idle=False, snapshots=needs.snapshots and not fleet.colocated)
     publisher = SimulatedPublisher(costs, world, engines, trainer=trainer)
     config = RunConfig(
         recipe="simulated",
         steps=steps,
-        schedule=schedule,
+        schedule=replace(schedule, max_staleness=schedule.max_staleness // every),  # in versions
         checkpoint=CheckpointConfig(every=steps + 1),
         eval=EvalConfig(tasks=0),
     )
@@ -108,9 +116,6 @@ def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how 
     async def run() -> None:
         if fleet.failures_per_hour:
             engines.fail(np.random.default_rng([seed, 1]), fleet.failures_per_hour)
-        line = Line(
-            max_staleness=schedule.max_staleness, groups_per_step=schedule.groups_per_step, window=schedule.window
-        )
         parts: dict[str, Any] = {
             "config": config,
             "stand": Stand(),
@@ -118,12 +123,12 @@ def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how 
             "handouts": (Handout(number, Task("simulated", "train", number), 0, number) for number in count()),
             "held_out": (),
             "credit": _credit,
-            "line": line,
+            "line": Held(schedule, every),
             "ledger": ledger,
             "engine": publisher,
             "rollout": rollout,
             "examination": rollout,
-            "policy": Counted(),
+            "policy": Counted(every),
             "old": SimulatedRoute(needs, trainer),
             "trainer": trainer,
             "publisher": publisher,
@@ -136,8 +141,14 @@ def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how 
         }
         await loop.run(SimulatedParts(**parts))
 
-    virtual.run(run(), virtual=True)
-    return _outcome(lanes, trainer, engines, schedule)
+    try:
+        virtual.run(run(), virtual=True)
+    except ExceptionGroup as failures:
+        error = first_leaf(failures)
+        raise (
+            ConfigError(f"the simulated run fails: {error}") if isinstance(error, TooManyFailures) else error
+        ) from None
+    return replace(_outcome(lanes, trainer, engines, schedule), staleness_bound=schedule.staleness_bound // every)
 
 
 def _credit(groups: Sequence[Group]) -> list[Credited]:
