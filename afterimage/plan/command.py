@@ -108,7 +108,7 @@ def parse(words: Sequence[str], sections: Mapping[str, type[Any]]) -> dict[str, 
 
 def _read(kind: Any, name: str, text: str) -> Any:
     try:
-        if kind is Distribution:
+        if kind == Distribution:
             return distribution(text)
         if kind is bool:
             return {"true": True, "false": False}[text.lower()]

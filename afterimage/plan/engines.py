@@ -11,20 +11,13 @@ import math
 from collections import deque
 from collections.abc import Callable
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from afterimage.engines.several import MAX_AHEAD
+from afterimage.plan.costs import Costs
 from afterimage.plan.world import World
-
-
-class EngineCosts(Protocol):
-    """Seconds that one engine takes."""
-
-    def step_s(self, replies: int, context: int) -> float: ...
-
-    def prefill_s(self, tokens: int) -> float: ...
 
 
 class Reply:
@@ -66,7 +59,7 @@ class Engine:
     beyond the memory, the newest waits again, and is computed again.
     """
 
-    def __init__(self, world: World, costs: EngineCosts, places: Places, number: int) -> None:
+    def __init__(self, world: World, costs: Costs, places: Places, number: int) -> None:
         self.number = number
         self.busy = 0
         """Replies that are its own: running, waiting, or held while it stands still."""

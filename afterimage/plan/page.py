@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from afterimage.plan.outcome import WAITS_LITTLE
+from afterimage.observe.words import KEEPS_PACE
 from afterimage.plan.suggest import AVERAGE, NEAR, Candidate, Plan, Rated
 
 _GB = 1e9
@@ -77,7 +77,7 @@ def reasons(plan: Plan) -> Iterator[str]:
                 f"{1 / NEAR - 1:.0%} more is not worth older tokens or larger batches"
             )
     yield from _exactness(plan)
-    if costs.load_s() > 0.5 * WAITS_LITTLE * outcome.mean_step_s:
+    if costs.load_s() > 0.5 * KEEPS_PACE * outcome.mean_step_s:
         yield f"Engines stop {costs.load_s():.3g} s to load a version; contexts are then computed again"
 
 

@@ -4,9 +4,8 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -14,45 +13,13 @@ from afterimage.checkpoint import Checkpoint, Stand
 from afterimage.config import ScheduleConfig
 from afterimage.old_logps import Needs
 from afterimage.parts import Parts
-from afterimage.plan.engines import EngineCosts, Engines
+from afterimage.plan.costs import Costs
+from afterimage.plan.engines import Engines
 from afterimage.plan.episodes import SimulatedRollout
 from afterimage.plan.route_costs import RouteCost
 from afterimage.plan.world import World
 from afterimage.schedule import Line
-from afterimage.trajectory import Batch, Group, Handout, Open
-
-
-class Costs(EngineCosts, Protocol):
-    """Seconds that things take. Engine costs are of one engine, trainer costs of the whole trainer."""
-
-    def step_s(self, replies: int, context: int) -> float:
-        """One decoding step of an engine that runs so many replies, which hold so many tokens of context in all."""
-        ...
-
-    def prefill_s(self, tokens: int) -> float:
-        """Computing so many context tokens."""
-        ...
-
-    def train_s(self, tokens: int) -> float:
-        """Forward, backward and optimizer step of a batch of so many tokens, prompts included."""
-        ...
-
-    @property
-    def optimizer_s(self) -> float:
-        """Of that the optimizer's share, which comes once the engines have the version before."""
-        ...
-
-    def old_logps_s(self, tokens: int, versions: float) -> float:
-        """The route's share of the trainer's time, for a batch whose sequences hold so many versions on average."""
-        ...
-
-    def publish_s(self) -> float:
-        """Trainer's time to make a version ready; engines go on."""
-        ...
-
-    def load_s(self) -> float:
-        """Engines stand still for so long to take it."""
-        ...
+from afterimage.trajectory import Batch, Open
 
 
 class SimulatedParts(Parts):
@@ -98,37 +65,27 @@ class Held(Line):
             super().release()
 
 
+async def _later(*_: Any, **__: Any) -> None: ...
+
+
+def _nothing(*_: Any, **__: Any) -> Any:
+    return ()
+
+
 class Idle:
     """What takes no time here: the journal, checkpoints, the audit."""
 
-    def hand_out(self, handout: Handout) -> None: ...
-
-    def begin(self, *_: Any, **__: Any) -> None: ...
-
-    async def finish(self, group: Group) -> None: ...
-
-    def consume(self, groups: Sequence[Group], *, step: int, version: int) -> None: ...
-
-    async def publishing(self, version: int) -> None: ...
-
-    async def checkpoint(self, name: str, *, step: int, version: int) -> None: ...
+    hand_out = begin = consume = write = prune = points = events = published = trajectories = learnt = _nothing
+    start = finish = publishing = checkpoint = _later
 
     def hold(self, stand: Stand, policy: Any) -> Checkpoint:
         return Checkpoint(stand, policy.version, {}, {})
 
-    def write(self, *_: Any) -> str:
-        return ""
 
-    def prune(self) -> None: ...
-
-    def points(self) -> Iterator[Any]:
-        return iter(())
-
-    def published(self, *_: Any) -> None: ...
-
-
-class SimulatedRoute:
+class SimulatedRoute(Idle):
     """A route that costs what `Costs.old_logps_s` says, and holds up generation and training as its `needs` do."""
+
+    publishing: Any = _nothing
 
     def __init__(self, needs: Needs, trainer: "SimulatedTrainer") -> None:
         self.needs, self._trainer = needs, trainer
@@ -137,28 +94,20 @@ class SimulatedRoute:
         """One version of what is open: each of these episodes as far as it is."""
         self._trainer.score(self._trainer.rollout.length(number) for number in {piece.episode for piece in waiting})
 
-    def publishing(self, policy: Any) -> None: ...
-
-    def published(self, policy: Any, live: Collection[int]) -> None: ...
-
-    def events(self) -> Iterator[Any]:
-        return iter(())
-
 
 def needs(route: RouteCost) -> Needs:
     """What the loop reads of a route. Work in idle time is the planner's to count."""
     return Needs(closing=route.closing, snapshots=route.chain)
 
 
-@dataclass(slots=True)
-class Consumed:
+class Consumed(NamedTuple):
     """What there was to a batch."""
 
-    tokens: int = 0
-    sampled: int = 0
+    tokens: int
+    sampled: int
 
 
-class SimulatedTrainer:
+class SimulatedTrainer(Idle):
     """Takes `Costs.train_s` and `Costs.old_logps_s`. Where engines are its own devices, they stand while it works."""
 
     parts = (None,)
@@ -179,26 +128,21 @@ class SimulatedTrainer:
         self._costs, self._closing, self._colocated = costs, closing, colocated
 
     def prepare(self, batch: Batch) -> "SimulatedTrainer":
-        consumed, versions, now = Consumed(), 0, self.rollout.world.now
-        latest, unscored = len(self.batches) // self.every, list[int]()
+        now, latest = self.rollout.world.now, len(self.batches) // self.every
         if self._colocated:
             self.owed["stand"] += self.rollout.engines.stand() - now
-        for number in batch.episodes:
-            episode = self.rollout.episodes.pop(number)
-            consumed.tokens += episode.shape.tokens
-            consumed.sampled += episode.shape.sampled
-            held = {version for version, _ in episode.pieces}
-            versions += len(held)
-            if latest in held:
-                unscored.append(episode.shape.tokens)
+        episodes = [self.rollout.episodes.pop(number) for number in batch.episodes]
+        shapes, held = [one.shape for one in episodes], [{version for version, _ in one.pieces} for one in episodes]
+        for episode in episodes:
             for version, tokens in episode.pieces:
                 self.ages[latest - version] += tokens
             self.rollout.lives.ready_s += now - episode.ended
+        consumed = Consumed(sum(shape.tokens for shape in shapes), sum(shape.sampled for shape in shapes))
         self.batches.append(consumed)
         if self._closing:  # what earlier versions sampled of it was scored when they were left
-            self.score(unscored)
+            self.score(shape.tokens for shape, versions in zip(shapes, held, strict=True) if latest in versions)
         else:
-            self.owed["old_logps"] += self._costs.old_logps_s(consumed.tokens, versions / len(batch.episodes))
+            self.owed["old_logps"] += self._costs.old_logps_s(consumed.tokens, sum(map(len, held)) / len(held))
         return self
 
     def score(self, lengths: Iterable[int]) -> None:
@@ -212,22 +156,17 @@ class SimulatedTrainer:
     def step(self) -> None:
         self.owed["train"] += self._costs.optimizer_s
 
-    def points(self) -> Iterator[Any]:
-        return iter(())
-
     def metrics(self) -> Mapping[str, Any]:
         return {}
 
 
-class SimulatedPublisher:
+class SimulatedPublisher(Idle):
     """`Publisher` and `Engine` of the loop: engines stand, load, and go on under the next version."""
 
     bytes = 0
 
     def __init__(self, costs: Costs, world: World, engines: Engines, *, trainer: SimulatedTrainer) -> None:
         self._costs, self._world, self._engines, self._trainer = costs, world, engines, trainer
-
-    async def start(self) -> None: ...
 
     def prepare(self, policy: Any, live: Collection[int] = ()) -> None:
         self._due = policy.version % self._trainer.every == 0
@@ -249,7 +188,7 @@ class SimulatedPublisher:
         return {"sampled_tokens": 0.0, "busy_s": 0.0, "idle_s": 0.0}
 
 
-class Lanes:
+class Lanes(Idle):
     """Keeps when steps end, and seconds by then: of the loop's waiting, of the trainer's thread, and of `engines`."""
 
     def __init__(self, world: World, engines: Engines, trainer: SimulatedTrainer) -> None:
@@ -274,7 +213,3 @@ class Lanes:
         """Of the time from the end of a step on."""
         spent = self._seconds[-1].get(lane, 0.0) - self._seconds[since].get(lane, 0.0)
         return spent / (self.ends[-1] - self.ends[since])
-
-    def learnt(self, step: int, *, points: Any, events: Any) -> None: ...
-
-    def trajectories(self, step: int, groups: Sequence[Group]) -> None: ...

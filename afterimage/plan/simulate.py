@@ -18,11 +18,11 @@ from afterimage.checkpoint import Stand
 from afterimage.config import CheckpointConfig, ConfigError, EvalConfig, RunConfig, ScheduleConfig
 from afterimage.old_logps import Needs
 from afterimage.patience import first_leaf
+from afterimage.plan.costs import Costs
 from afterimage.plan.engines import Engine, Engines, Places
 from afterimage.plan.episodes import SimulatedRollout
 from afterimage.plan.outcome import Outcome
 from afterimage.plan.parts import (
-    Costs,
     Counted,
     Held,
     Idle,
@@ -32,14 +32,14 @@ from afterimage.plan.parts import (
     SimulatedRoute,
     SimulatedTrainer,
 )
-from afterimage.plan.workload import Constant, Distribution, LogNormal, Recorded, Shape, Spoken, Workload
+from afterimage.plan.workload import Constant, Distribution, LogNormal, Shape, Spoken, Workload
 from afterimage.plan.world import World
 from afterimage.rollout import TooManyFailures
 from afterimage.schedule import Ledger
 from afterimage.trajectory import Credited, Group, Handout, Task
 
 __all__ = [
-    "Constant", "Costs", "Distribution", "Fleet", "LogNormal", "Outcome", "Recorded", "Shape", "Spoken", "Workload",
+    "Constant", "Costs", "Distribution", "Fleet", "LogNormal", "Outcome", "Shape", "Spoken", "Workload",
     "simulate",
 ]  # fmt: skip
 

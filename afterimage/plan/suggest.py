@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from afterimage.config import ConfigError, Route, ScheduleConfig, staleness_bound
+from afterimage.observe.words import KEEPS_PACE
 from afterimage.plan.analytic import Analytic, Placement, Setting, seen_in
-from afterimage.plan.outcome import WAITS_LITTLE
 from afterimage.plan.parts import needs
 from afterimage.plan.route_costs import ROUTES
 from afterimage.plan.simulate import Fleet, Outcome, Workload, simulate
@@ -249,7 +249,7 @@ def suggest(request: Request) -> Plan:
     splits = _within_reach(_splits(central.candidate), simulated, most=MOST_SPLITS)
     central = max((central, *splits), key=lambda rated: rated.rate)
     schedule = central.candidate.schedule
-    if not request.windows and central.outcome.trainer_wait_share > WAITS_LITTLE and schedule.max_staleness > 1:
+    if not request.windows and central.outcome.trainer_wait_share > KEEPS_PACE and schedule.max_staleness > 1:
         half = _schedule(request, schedule.max_staleness, schedule.groups_per_step, schedule.groups_per_step // 2 + 1)
         choices = (*choices, simulated(_best(request, name, half)))
         central = _smallest([central, choices[-1]])

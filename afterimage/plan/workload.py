@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,12 +11,6 @@ from numpy.typing import NDArray
 from afterimage.limits import within
 
 Drawn = NDArray[np.float64]
-
-
-class Distribution(Protocol):
-    """What a quantity of an episode is drawn from."""
-
-    def draw(self, random: np.random.Generator, count: int) -> Drawn: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +70,8 @@ def _normal(at: float) -> float:
     return (1 + math.erf(at / math.sqrt(2))) / 2
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """Drawn with replacement from values that were measured."""
-
-    values: tuple[float, ...]
-
-    def draw(self, random: np.random.Generator, count: int) -> Drawn:
-        return np.asarray(random.choice(self.values, count), dtype=np.float64)
+Distribution = Constant | LogNormal
+"""What a quantity of an episode is drawn from."""
 
 
 class Spoken(NamedTuple):
