@@ -14,11 +14,12 @@ from functools import cache
 import numpy as np
 
 from afterimage.config import ScheduleConfig
-from afterimage.plan.analytic import Analytic, Placement, Setting, seen_in
+from afterimage.plan.analytic import Analytic, Placement, Setting
 from afterimage.plan.hardware import DEVICES, Device, Shares
 from afterimage.plan.models import PRESETS, Model
 from afterimage.plan.route_costs import ROUTES
 from afterimage.plan.simulate import Constant, Fleet, LogNormal, Outcome, Workload, simulate
+from afterimage.plan.workload import Episodes, seen_in
 
 SIGMA = 0.9
 """Of the log-normal lengths: assumed, as their mean is where neither it nor the time of training is published."""
@@ -156,8 +157,8 @@ def priced(row: Row, trainer_gpus: int, *, scored: bool = True) -> Priced:
     drawn = LogNormal.cut(min(row.tokens, 0.99 * row.most), SIGMA, row.most).draw(np.random.default_rng(0), 10_000)
     lengths = drawn + row.answers
     setting = Setting(
-        model=row.model, device=row.device, shares=Shares(), lr=1e-6, episode=episode, longest=row.most,
-        seen=seen_in(lengths.tolist()), given=PROMPT / episode, recompute=row.recompute,
+        model=row.model, device=row.device, shares=Shares(), lr=1e-6, recompute=row.recompute,
+        episodes=Episodes(tokens=episode, seen=seen_in(lengths.tolist()), longest=row.most, prompt=PROMPT),
     )  # fmt: skip
     return Priced(
         setting=setting,

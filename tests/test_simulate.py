@@ -262,8 +262,8 @@ def test_what_cannot_be_is_told_in_one_line(tmp_path: Path, capsys: pytest.Captu
     for words, told in {
         "--set costs.decod=1": "did you mean costs.decode",
         "--set fleet.engines=many": "must be a whole number",
-        "--set costs.decode=nan": "--set costs.decode must be a number of 0 or more, got 'nan'",
-        "--set workload.tool_s=-1~2": "--set workload.tool_s must be N",
+        "--set costs.decode=nan": "--set: costs.decode must be a number of 0 or more, got 'nan'",
+        "--set workload.tool_s=-1~2": "--set: workload.tool_s must be N",
         "--set costs.decode=1 costs.train=1 workload.turns=2 workload.tool_s=5 workload.timeout_s=1": "afterimage: the "
         "simulated run fails: all 128 episodes of a batch failed",
         "--set schedule.window=2": "nothing says what things cost",

@@ -4,13 +4,13 @@ Parallel work is taken to divide evenly: a sharded trainer, engines with tensor 
 ranks that hold its shards. What the trainer and the network do at the same time is taken to overlap in full.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from afterimage.plan import deltas
 from afterimage.plan.hardware import Device, Shares
 from afterimage.plan.models import WORD, Model
 from afterimage.plan.route_costs import RouteCost
+from afterimage.plan.workload import Episodes
 
 TRAINED_BYTES = 18
 """A parameter in training: 2 of its bfloat16 weight, 4 of its float32 master, 4 of the gradient, 8 of Adam's."""
@@ -26,15 +26,6 @@ MICRO_TOKENS = 4096
 """Tokens of a training pass, unless an episode is longer: the default of `trainer.micro_tokens`."""
 
 
-def seen_in(lengths: Collection[float]) -> float:
-    """Others that a token sees in sequences of these lengths: half of E[L^2] / E[L], for most are in long ones.
-
-    >>> seen_in([10, 10]), seen_in([1, 19])
-    (5.0, 9.05)
-    """
-    return sum(length**2 for length in lengths) / sum(lengths) / 2
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What is given: model, device, and what a step's work is like."""
@@ -43,14 +34,7 @@ class Setting:
     device: Device
     shares: Shares
     lr: float
-    episode: float
-    """Tokens of an episode, in the mean."""
-    seen: float
-    """Others that a token of it sees, in the mean: `seen_in` the episodes."""
-    longest: float
-    """Tokens of the longest one to be held."""
-    given: float
-    """Share of it that comes before the first reply."""
+    episodes: Episodes
     recompute: bool = False
     """Activations are computed again in the backward pass."""
 
@@ -65,7 +49,7 @@ class Setting:
     @property
     def pass_bytes(self) -> float:
         """Of the activations of one training pass."""
-        return self._activation_bytes * max(MICRO_TOKENS, self.longest)
+        return self._activation_bytes * max(MICRO_TOKENS, self.episodes.longest)
 
     def room(self, tp: int) -> float:
         """Tokens of context that an engine of `tp` devices has memory for; negative where the weights alone do not fit.
@@ -136,8 +120,8 @@ class Analytic:
         return moved + self._reduce_s(replies) + shares.step_s
 
     def prefill_s(self, tokens: int) -> float:
-        """Contexts of `tokens` in all, each token seeing `Setting.seen`. They ride on steps that read weights."""
-        computed = tokens * self._model.forward_flops(self.setting.seen)
+        """Contexts of `tokens` in all, each token seeing `Episodes.seen`. They ride on steps that read weights."""
+        computed = tokens * self._model.forward_flops(self.setting.episodes.seen)
         return computed / (self.place.tp * self._device.flops * self._shares.matmul) + self._reduce_s(tokens)
 
     def train_s(self, tokens: int) -> float:
@@ -151,7 +135,7 @@ class Analytic:
         the way to the next batch's included, and no more than are kept.
         """
         route, trainers = self.route, self.place.trainers
-        scoring = self.forward_s(tokens) * route.forwarded(versions, given=self.setting.given)
+        scoring = self.forward_s(tokens) * route.forwarded(versions, given=self.setting.episodes.given)
         if route.apart:
             apart = scoring * trainers / self.place.scorers
             handed = HANDED_S * self._model.copy_bytes / (trainers * self._shares.cores)
@@ -195,7 +179,7 @@ class Analytic:
 
     def forward_s(self, tokens: float) -> float:
         """The trainer's, over a batch once."""
-        flops = tokens * self._model.forward_flops(self.setting.seen)
+        flops = tokens * self._model.forward_flops(self.setting.episodes.seen)
         return flops / (self.place.trainers * self._device.flops * self._shares.matmul)
 
     @property

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from afterimage.config import ConfigError
-from afterimage.plan.analytic import seen_in
 from afterimage.plan.hardware import Device, Shares
 from afterimage.plan.measured import like
 from afterimage.plan.models import Model
+from afterimage.plan.workload import seen_in
 
 
 def read(run: Path, model: Model) -> tuple[Device, Shares]:

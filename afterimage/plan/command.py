@@ -1,19 +1,18 @@
 """The verbs of this room. Nothing here imports torch before it must."""
 
 import argparse
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from rich.console import Console
 from rich.table import Table
 
-from afterimage.config import ConfigError, OldLogpsConfig, ScheduleConfig, nearest
+from afterimage.config import ConfigError, OldLogpsConfig, ScheduleConfig
 from afterimage.plan.costs import Proportional
 from afterimage.plan.plan_command import add_plan
-from afterimage.plan.workload import Constant, Distribution, LogNormal, Workload
+from afterimage.plan.words import given
+from afterimage.plan.workload import Workload
 
 if TYPE_CHECKING:
     from afterimage.plan.outcome import Outcome
@@ -61,25 +60,26 @@ def _simulate(chosen: argparse.Namespace) -> int:
     from afterimage.plan.route_costs import ROUTES
     from afterimage.plan.simulate import Fleet, simulate
 
-    given = parse(chosen.set, {"schedule": ScheduleConfig, "fleet": Fleet, "workload": Workload, "costs": Proportional})
+    sections = {"schedule": ScheduleConfig, "fleet": Fleet, "workload": Workload, "costs": Proportional}
+    kinds = {f"{at}.{name}": kind for at, cls in sections.items() for name, kind in get_type_hints(cls).items()}
+    del kinds["workload.recorded"]
+    changed: dict[str, dict[str, Any]] = {section: {} for section in sections}
+    for word, value in given("--set", chosen.set, kinds).items():
+        section, _, name = word.partition(".")
+        changed[section][name] = value
     if chosen.like:
         setting = like(chosen.like)
     else:
         route = needs(ROUTES[OldLogpsConfig().route])
         setting = Setting(Workload(), Fleet(), ScheduleConfig(), Proportional(), route)
         for needed in ("decode", "train"):
-            if not any(name.startswith(needed) for name in given["costs"]):
+            if not any(name.startswith(needed) for name in changed["costs"]):
                 raise ConfigError(
                     f"nothing says what things cost: --like RUN, or --set costs.{needed}=SECONDS and others"
                 )
-    if setting.workload.recorded and given["workload"].keys() & {
-        "prompt_tokens",
-        "turns",
-        "reply_tokens",
-        "tool_tokens",
-    }:
-        given["workload"]["recorded"] = ()
-    setting = replace(setting, **{name: replace(getattr(setting, name), **changes) for name, changes in given.items()})
+    if changed["workload"].keys() & {"prompt_tokens", "turns", "reply_tokens", "tool_tokens"}:
+        changed["workload"]["recorded"] = ()
+    setting = replace(setting, **{name: replace(getattr(setting, name), **with_) for name, with_ in changed.items()})
     steps = chosen.steps or 21 + setting.schedule.max_staleness
     parts = setting.workload, setting.fleet, setting.schedule, setting.costs
     outcome = simulate(*parts, steps=steps, seed=chosen.seed, needs=setting.needs)
@@ -87,58 +87,6 @@ def _simulate(chosen: argparse.Namespace) -> int:
     console.print(table(outcome))
     console.print(outcome.bottleneck)
     return 0
-
-
-def parse(words: Sequence[str], sections: Mapping[str, type[Any]]) -> dict[str, dict[str, Any]]:
-    """`SECTION.NAME=VALUE` by section, each value as its field has it.
-
-    >>> parse(["costs.decode=0.01", "workload.tool_s=5~1.2"], {"costs": Proportional, "workload": Workload})
-    {'costs': {'decode': 0.01}, 'workload': {'tool_s': LogNormal(mean=5.0, sigma=1.2, most=inf)}}
-    """
-    known = {f"{section}.{field.name}": section for section, cls in sections.items() for field in fields(cls)}
-    found: dict[str, dict[str, Any]] = {section: {} for section in sections}
-    for word in words:
-        name, _, text = word.partition("=")
-        if name not in known or name == "workload.recorded":
-            raise ConfigError(f"--set cannot change {name!r}{nearest(name, list(known))}")
-        section, _, field = name.partition(".")
-        found[section][field] = _read(get_type_hints(sections[section])[field], name, text)
-    return found
-
-
-def _read(kind: Any, name: str, text: str) -> Any:
-    try:
-        if kind == Distribution:
-            return distribution(text)
-        if kind is bool:
-            return {"true": True, "false": False}[text.lower()]
-        return _amount(text, kind)
-    except (ValueError, KeyError) as error:
-        wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(
-            kind, "N, MEAN~SIGMA or MEAN~SIGMA<MOST"
-        )
-        least = "" if kind is bool else " of 0 or more"
-        raise ConfigError(f"--set {name} must be {wanted}{least}, got {text!r}") from error
-
-
-def _amount(text: str, kind: type[float] = float) -> float:
-    value = kind(text)
-    if not 0 <= value < math.inf:
-        raise ValueError(text)
-    return value
-
-
-def distribution(text: str) -> Distribution:
-    """
-    >>> distribution("512"), distribution("100~0.5")
-    (Constant(value=512.0), LogNormal(mean=100.0, sigma=0.5, most=inf))
-    """
-    mean, spreads, rest = text.partition("~")
-    if not spreads:
-        return Constant(_amount(mean))
-    sigma, cut, most = rest.partition("<")
-    spread = _amount(mean), _amount(sigma)
-    return LogNormal.cut(*spread, _amount(most)) if cut else LogNormal(*spread)
 
 
 def table(outcome: "Outcome") -> Table:

@@ -68,7 +68,7 @@ class Engine:
         self.up, self.standing = True, True
         self.prompts: set[int] = set()
         """Groups whose prompt it has computed."""
-        self.busy_s, self.prefill_tokens, self.sampled, self.lost = 0.0, 0, 0, 0
+        self.busy_s, self.sampled, self.lost = 0.0, 0, 0
         self._world, self._costs, self._places = world, costs, places
         self._running: list[tuple[int, int, Reply]] = []
         self._order = count()
@@ -167,7 +167,6 @@ class Engine:
             took = self._costs.prefill_s(tokens)
             self._at += took
             self.busy_s += took
-            self.prefill_tokens += tokens
         reply.engine, reply.since = self, self._steps
         heapq.heappush(self._running, (self._steps + reply.left, next(self._order), reply))
         self._context += reply.context

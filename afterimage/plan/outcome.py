@@ -21,7 +21,6 @@ class Outcome:
     sampled_tokens: int
     """Tokens that engines sampled in the whole run, and those of engines that died before they gave them back."""
     lost_tokens: int
-    prefill_tokens: int
     failed_episodes: int
     """Attempts that a time-out ended."""
     deaths: int

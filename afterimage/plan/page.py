@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from afterimage.observe.words import KEEPS_PACE
-from afterimage.plan.suggest import AVERAGE, NEAR, Candidate, Plan, Rated
+from afterimage.plan.suggest import AVERAGE, NEAR, Candidate, Plan, Rated, sizes_of
 
 _GB = 1e9
 _NOTES = (
@@ -57,7 +57,7 @@ def reasons(plan: Plan) -> Iterator[str]:
         f"Engines work {outcome.engine_busy_share:.0%} of the time and the trainer {outcome.trainer_busy_share:.0%}"
         + (f". Other splits: {others}" if others else "")
     )
-    context = round(running * costs.setting.episode / 2)
+    context = round(running * costs.setting.episodes.tokens / 2)
     yield (
         f"An engine holds {model.copy_bytes / _GB:.3g} GB of weights and {running} replies "
         f"({model.kv_bytes / 1e6:.3g} MB a token of context); a decoding step of all of them takes "
@@ -72,9 +72,8 @@ def reasons(plan: Plan) -> Iterator[str]:
         other = each.candidate.schedule
         if other != schedule:
             yield (
-                f"max_staleness {other.max_staleness} (at most {other.staleness_bound} versions old), "
-                f"{other.groups_per_step} groups, window {other.window}: {each.rate / best.rate - 1:+.0%}; less than "
-                f"{1 / NEAR - 1:.0%} more is not worth older tokens or larger batches"
+                f"{sizes_of(other)} (at most {other.staleness_bound} versions old): {each.rate / best.rate - 1:+.0%}; "
+                f"less than {1 / NEAR - 1:.0%} more is not worth older tokens or larger batches"
             )
     yield from _exactness(plan)
     if costs.load_s() > 0.5 * KEEPS_PACE * outcome.mean_step_s:
@@ -106,8 +105,8 @@ def command(candidate: Candidate) -> str:
         "schedule.max_staleness": schedule.max_staleness, "schedule.groups_per_step": schedule.groups_per_step,
         "schedule.group_size": schedule.group_size, "schedule.window": schedule.window,
         "old_logps.route": candidate.name, "engine.max_running": candidate.max_running,
-        "engine.max_context": max(16, round(setting.longest)), "trainer.dtype": "bfloat16", "trainer.lr": setting.lr,
-        "trainer.recompute": str(setting.recompute).lower(),
+        "engine.max_context": max(16, round(setting.episodes.longest)), "trainer.dtype": "bfloat16",
+        "trainer.lr": setting.lr, "trainer.recompute": str(setting.recompute).lower(),
     }  # fmt: skip
     return "afterimage train retail " + " ".join(f"--{name} {value}" for name, value in given.items())
 

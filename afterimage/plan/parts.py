@@ -136,7 +136,7 @@ class SimulatedTrainer(Idle):
         for episode in episodes:
             for version, tokens in episode.pieces:
                 self.ages[latest - version] += tokens
-            self.rollout.lives.ready_s += now - episode.ended
+            self.rollout.lives["ready_s"] += now - episode.ended
         consumed = Consumed(sum(shape.tokens for shape in shapes), sum(shape.sampled for shape in shapes))
         self.batches.append(consumed)
         if self._closing:  # what earlier versions sampled of it was scored when they were left

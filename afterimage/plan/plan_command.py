@@ -7,11 +7,12 @@ from typing import Any
 
 from rich.console import Console
 
-from afterimage.config import ConfigError, Route, nearest
+from afterimage.config import ConfigError, nearest
 from afterimage.plan.hardware import DEVICES, Device, Shares
 from afterimage.plan.models import PRESETS, Model
 from afterimage.plan.route_costs import ROUTES
-from afterimage.plan.workload import Workload
+from afterimage.plan.words import given
+from afterimage.plan.workload import Distribution, Episodes, Workload
 
 _ABOUT = """Predicts memory and time of every old-logit route, staleness, the split of the devices and the throughput,
 and suggests a configuration, with reasons. Splits are estimated by a formula, and the best are simulated: the real
@@ -78,35 +79,24 @@ def _plan(chosen: argparse.Namespace) -> int:
 
 def workload(chosen: argparse.Namespace) -> Workload:
     """What the options say of an episode, in the words of `afterimage simulate`."""
-    from afterimage.plan.command import parse
-
-    options = {"prompt": "prompt_tokens", "turns": "turns", "reply": "reply_tokens", "said": "tool_tokens"}
-    options["tool_s"] = "tool_s"
-    given: dict[str, Any] = {}
-    for option, name in options.items():
-        try:
-            given |= parse([f"workload.{name}={getattr(chosen, option)}"], {"workload": Workload})["workload"]
-        except ConfigError as error:
-            told = str(error).replace(f"--set workload.{name}", f"--{option.replace('_', '-')}")
-            raise ConfigError(told) from error
-    return Workload(**given, max_tokens=chosen.longest)
+    fields = {"prompt": "prompt_tokens", "turns": "turns", "reply": "reply_tokens", "said": "tool_tokens"}
+    fields["tool_s"] = "tool_s"
+    words = [f"--{option.replace('_', '-')}={getattr(chosen, option)}" for option in fields]
+    found = given("plan", words, {word.partition("=")[0]: Distribution for word in words})
+    return Workload(**dict(zip(fields.values(), found.values(), strict=True)), max_tokens=chosen.longest)
 
 
 def _request(chosen: argparse.Namespace, model: Model, device: Device, shares: Shares, *, tell: Any) -> Any:
     from afterimage.plan.analytic import Setting
-    from afterimage.plan.suggest import Episodes, Request
+    from afterimage.plan.suggest import Request
 
     work = workload(chosen)
     episodes = Episodes.of(work, group_size=chosen.group_size)
-    route: Route | None = chosen.route
-    setting = Setting(
-        model=model, device=device, shares=shares, lr=chosen.lr, episode=episodes.tokens, longest=episodes.longest,
-        seen=episodes.seen, given=episodes.prompt / episodes.tokens,
-    )  # fmt: skip
     return Request(
-        setting=setting, workload=work, episodes=episodes, devices=chosen.gpus, lags=tuple(sorted(set(chosen.lag))),
-        groups=tuple(sorted(set(chosen.groups))), group_size=chosen.group_size,
-        windows=(chosen.window,) if chosen.window else (), route=route, rounds=chosen.rounds, tell=tell,
+        setting=Setting(model=model, device=device, shares=shares, lr=chosen.lr, episodes=episodes), workload=work,
+        devices=chosen.gpus, lags=tuple(sorted(set(chosen.lag))), groups=tuple(sorted(set(chosen.groups))),
+        group_size=chosen.group_size, windows=(chosen.window,) if chosen.window else (), route=chosen.route,
+        rounds=chosen.rounds, tell=tell,
     )  # fmt: skip
 
 

@@ -1,8 +1,9 @@
 """What the simulated episodes are: how many turns, how many tokens, how long tools take. Imports no torch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -159,3 +160,54 @@ class Workload:
 
 def _whole(drawn: Drawn, least: int) -> list[int]:
     return [max(least, round(value)) for value in drawn.tolist()]
+
+
+def seen_in(lengths: Collection[float]) -> float:
+    """Others that a token sees in sequences of these lengths: half of E[L^2] / E[L], for most are in long ones.
+
+    >>> seen_in([10, 10]), seen_in([1, 19])
+    (5.0, 9.05)
+    """
+    return sum(length**2 for length in lengths) / sum(lengths) / 2
+
+
+class Episodes(NamedTuple):
+    """Means over episodes."""
+
+    tokens: float
+    seen: float
+    """Others that a token of one sees: `seen_in` them."""
+    longest: float
+    """Tokens of the longest one to be held."""
+    prompt: float
+    sampled: float = 0.0
+    turns: float = 1.0
+    tool_s: float = 0.0
+    """Of all answers of an episode together."""
+    tail: float = 1.0
+    """How much more the longest of a group's replies is than the mean."""
+
+    @property
+    def given(self) -> float:
+        """Share that comes before the first reply."""
+        return self.prompt / self.tokens
+
+    @classmethod
+    def of(cls, workload: Workload, *, group_size: int) -> "Episodes":
+        """From 64 groups."""
+        random = np.random.default_rng(0)
+        groups = [workload.group(random, group_size) for _ in range(64)]
+        drawn = [shape for group in groups for shape in group]
+        waits = fmean(sum(turn.waits for turn in shape.turns) for shape in drawn)
+        tool_s = float(np.minimum(workload.tool_s.draw(random, 10_000), workload.timeout_s).mean())
+        tokens, sampled = [shape.tokens for shape in drawn], fmean(shape.sampled for shape in drawn)
+        return cls(
+            tokens=fmean(tokens),
+            seen=seen_in(tokens),
+            longest=max(tokens),
+            prompt=fmean(shape.prompt for shape in drawn),
+            sampled=sampled,
+            turns=fmean(len(shape.turns) for shape in drawn),
+            tool_s=waits * tool_s,
+            tail=fmean(max(shape.sampled for shape in group) for group in groups) / sampled,
+        )
