@@ -272,6 +272,8 @@ def test_what_cannot_be_is_told_in_one_line(tmp_path: Path, capsys: pytest.Captu
         with pytest.raises(SystemExit) as left:
             main(["simulate", *words.split()])
         assert left.value.code == 2 and told in (said := capsys.readouterr().err) and "Traceback" not in said
+    with pytest.raises(ConfigError, match="steps_per_version 2: where engines stand"):
+        simulate(LENGTHS, Fleet(colocated=True, steps_per_version=2), SCHEDULE, COSTS, steps=2)
     with pytest.raises(ConfigError, match="at least 2 steps"):
         simulate(LENGTHS, Fleet(), SCHEDULE, COSTS, steps=1)
 

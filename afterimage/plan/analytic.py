@@ -48,8 +48,14 @@ class Setting:
 
     @property
     def pass_bytes(self) -> float:
-        """Of the activations of one training pass."""
-        return self._activation_bytes * max(MICRO_TOKENS, self.episodes.longest)
+        """Of the activations of one training pass. Of a token: what backward reads of each layer (its input and the
+        norms', queries, keys, values and their product, four of the MLP's width), or with `recompute` the layers'
+        inputs and one layer's."""
+        model = self.model
+        width = model.active * model.expert_ffn if model.experts else model.ffn
+        layer = WORD * (4 * model.hidden + 2 * (model.heads + model.kv_heads) * model.head_dim + 4 * width)
+        token = model.layers * WORD * model.hidden + layer if self.recompute else model.layers * layer
+        return token * max(MICRO_TOKENS, self.episodes.longest)
 
     def room(self, tp: int) -> float:
         """Tokens of context that an engine of `tp` devices has memory for; negative where the weights alone do not fit.
@@ -58,15 +64,6 @@ class Setting:
         """
         free = tp * self.device.memory * self.shares.memory - self.model.copy_bytes
         return free / (self.model.kv_bytes * max(1.0, tp / self.model.kv_heads))
-
-    @property
-    def _activation_bytes(self) -> float:
-        """Of one token: what backward reads of each layer (its input and the norms', queries, keys, values and their
-        product, four of the MLP's width), or with `recompute` the layers' inputs and one layer's."""
-        model = self.model
-        width = model.active * model.expert_ffn if model.experts else model.ffn
-        layer = WORD * (4 * model.hidden + 2 * (model.heads + model.kv_heads) * model.head_dim + 4 * width)
-        return model.layers * WORD * model.hidden + layer if self.recompute else model.layers * layer
 
 
 @dataclass(frozen=True, slots=True)

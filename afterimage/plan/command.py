@@ -35,22 +35,14 @@ NAMES = """what --set takes, NAME=VALUE:
 
 def add(verbs: Any) -> None:
     """Put the verbs of this room where the others are."""
-    verb = verbs.add_parser(
-        "simulate",
-        help="what a setting would do, on a virtual clock",
-        epilog=NAMES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    verb.add_argument(
-        "--like", type=Path, metavar="RUN", help="begin with episodes and costs of the run in this folder"
-    )
-    verb.add_argument(
-        "--set", nargs="+", default=[], metavar="NAME=VALUE", help="what is given, or different: see below"
-    )
-    verb.add_argument("--steps", type=int, default=0, metavar="N", help="Now: 20 once the line is full")
-    verb.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn. Now: 0")
+    verb = verbs.add_parser("simulate", help="what a setting would do, on a virtual clock", allow_abbrev=False)
+    verb.epilog, verb.formatter_class = NAMES, argparse.RawDescriptionHelpFormatter
     verb.set_defaults(act=_simulate)
+    add = verb.add_argument
+    add("--like", type=Path, metavar="RUN", help="begin with episodes and costs of the run in this folder")
+    add("--set", nargs="+", default=[], metavar="NAME=VALUE", help="what is given, or different: see below")
+    add("--steps", type=int, default=0, metavar="N", help="Now: 20 once the line is full")
+    add("--seed", type=int, default=0, metavar="N", help="of what is drawn. Now: 0")
     add_plan(verbs)
 
 
@@ -74,18 +66,15 @@ def _simulate(chosen: argparse.Namespace) -> int:
         setting = Setting(Workload(), Fleet(), ScheduleConfig(), Proportional(), route)
         for needed in ("decode", "train"):
             if not any(name.startswith(needed) for name in changed["costs"]):
-                raise ConfigError(
-                    f"nothing says what things cost: --like RUN, or --set costs.{needed}=SECONDS and others"
-                )
+                wanted = f"--like RUN, or --set costs.{needed}=SECONDS and others"
+                raise ConfigError(f"nothing says what things cost: {wanted}")
     if changed["workload"].keys() & {"prompt_tokens", "turns", "reply_tokens", "tool_tokens"}:
         changed["workload"]["recorded"] = ()
     setting = replace(setting, **{name: replace(getattr(setting, name), **with_) for name, with_ in changed.items()})
     steps = chosen.steps or 21 + setting.schedule.max_staleness
     parts = setting.workload, setting.fleet, setting.schedule, setting.costs
     outcome = simulate(*parts, steps=steps, seed=chosen.seed, needs=setting.needs)
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(table(outcome))
-    console.print(outcome.bottleneck)
+    Console(soft_wrap=True, highlight=False).print(table(outcome), outcome.bottleneck, sep="\n")
     return 0
 
 

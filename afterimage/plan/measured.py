@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, groupby
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -67,10 +67,9 @@ def _costs(
     rows: Sequence[Row], spent: Mapping[int, Mapping[str, float]], versions: Mapping[int, float], engines: int
 ) -> Proportional:
     """The first step is left out: programs warm up in it."""
-    steps = np.array([row["engine/steps"] / engines for row in rows])
-    replies = steps * np.array([row["engine/batch_size_mean"] for row in rows])
-    prefill = np.array([row["engine/prefill_tokens"] / engines for row in rows])
-    decode, reply, token = fit(np.array([row["engine/busy_s"] for row in rows]), [steps, replies, prefill])
+    names = ("engine/busy_s", "engine/steps", "engine/batch_size_mean", "engine/prefill_tokens")
+    busy_s, steps, replies, prefill = (np.array([row[name] for row in rows]) for name in names)
+    decode, reply, token = fit(engines * busy_s, [steps, steps * replies, prefill])
     known = [row for row in rows if row["step"] in spent and row["step"] in versions]
     if len(known) < LEAST_STEPS - 1:
         raise ConfigError("the run's events do not tell what its trainer did when: events.jsonl is not whole")
@@ -80,18 +79,10 @@ def _costs(
     train, train_token = fit(lanes["trainer"], [np.ones(len(known)), tokens])
     old, old_token, old_version_token = fit(lanes["old_logps"], [np.ones(len(known)), tokens, further])
     return Proportional(
-        decode=decode,
-        decode_reply=reply,
-        prefill_token=token,
-        train=train,
-        train_token=train_token,
-        old=old,
-        old_token=old_token,
-        old_version_token=old_version_token,
-        optimizer_s=median(lanes["optimizer"]),
-        publish=median(lanes["publish"]),
-        load=median(lanes["standstill"]),
-    )
+        decode=decode, decode_reply=reply, prefill_token=token, train=train, train_token=train_token, old=old,
+        old_token=old_token, old_version_token=old_version_token, optimizer_s=median(lanes["optimizer"]),
+        publish=median(lanes["publish"]), load=median(lanes["standstill"]),
+    )  # fmt: skip
 
 
 def fit(values: np.ndarray, terms: Sequence[np.ndarray]) -> list[float]:
@@ -176,21 +167,13 @@ def _workload(run: Path, config: Row, rows: Sequence[Row]) -> Workload:
 
 def shape(trajectory: Trajectory) -> Shape:
     """What it cost: its tokens by turn. Its tool calls are spread evenly over its turns; uncounted, one a turn."""
-    prompt, replies, given = 0, list[int](), list[int]()
-    speaking = False
-    for piece in trajectory.pieces:
-        if isinstance(piece, Sampled):
-            if speaking:
-                replies[-1] += len(piece.tokens)
-            else:
-                replies.append(len(piece.tokens))
-                given.append(0)
-            speaking = True
-        elif replies:
-            given[-1] += len(piece.tokens)
-            speaking = False
-        else:
-            prompt += len(piece.tokens)
+    spoken = [
+        (said, sum(len(piece.tokens) for piece in pieces))
+        for said, pieces in groupby(trajectory.pieces, key=lambda piece: isinstance(piece, Sampled))
+    ]
+    prompt = 0 if spoken[0][0] else spoken.pop(0)[1]
+    replies = [tokens for said, tokens in spoken if said]
+    given = [*(tokens for said, tokens in spoken if not said), 0][: len(replies)]
     each, more = divmod(round(trajectory.facts.get("tool_calls", len(replies))), max(1, len(replies)))
     turns = zip(replies, given, strict=True)
     return Shape(prompt, tuple(Spoken(reply, after, each + (n < more)) for n, (reply, after) in enumerate(turns)))

@@ -143,13 +143,10 @@ class Model:
             sizes |= {"active": config["num_experts_per_tok"], "expert_ffn": config["moe_intermediate_size"]}
             sizes |= {"dense": sizes["layers"] - len(sparse)}
         return cls(
-            **sizes,
-            name=folder.name,
-            head_dim=config.get("head_dim") or sizes["hidden"] // sizes["heads"],
-            tied=config.get("tie_word_embeddings", False),
-            qk_norm=family.startswith("qwen3"),
+            **sizes, name=folder.name, head_dim=config.get("head_dim") or sizes["hidden"] // sizes["heads"],
+            tied=config.get("tie_word_embeddings", False), qk_norm=family.startswith("qwen3"),
             qkv_bias=family == "qwen2",
-        )
+        )  # fmt: skip
 
     @classmethod
     def _from_words(cls, text: str) -> "Model":

@@ -75,13 +75,11 @@ class Outcome:
     @property
     def bottleneck(self) -> str:
         """Who waits for whom, and what would help."""
+        scored = self.old_logps_share
         told = Waiting(
             trainer=self.trainer_wait_share,
             engine=1 - self.engine_busy_share,
-            work={
-                "Training": self.trainer_busy_share - self.old_logps_share,
-                "Scoring old log-probabilities": self.old_logps_share,
-            },
+            work={"Training": self.trainer_busy_share - scored, "Scoring old log-probabilities": scored},
             tools=self.tool_share,
             finished=self.ready_s / max(1e-9, self.ready_s + self.episode_s),
             synchronous=self.staleness_bound == 0,

@@ -9,13 +9,14 @@ one has a coroutine, a context and journal rows for each episode, which hundreds
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from afterimage import loop, virtual
 from afterimage.checkpoint import Stand
 from afterimage.config import CheckpointConfig, ConfigError, EvalConfig, RunConfig, ScheduleConfig
+from afterimage.limits import at_least
 from afterimage.old_logps import Needs
 from afterimage.patience import first_leaf
 from afterimage.plan.costs import Costs
@@ -70,11 +71,10 @@ class Fleet:
     """Until an engine that died is there again; it gets weights with the next version, as `engines.Several` does."""
 
     def __post_init__(self) -> None:
-        if (
-            min(self.engines, self.max_running, self.steps_per_version) < 1
-            or min(self.cache_tokens, self.failures_per_hour, self.restart_s) < 0
-        ):
-            raise ConfigError(f"a fleet has at least one engine with one place, and nothing negative, got {self}")
+        ones = {name: getattr(self, name) for name in ("engines", "max_running", "steps_per_version")}
+        at_least("fleet", 1, **ones)
+        more = {"cache_tokens": self.cache_tokens, "failures_per_hour": self.failures_per_hour}
+        at_least("fleet", 0, restart_s=self.restart_s, **more)
 
 
 def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how long and which
@@ -94,61 +94,45 @@ def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how 
     """
     if steps < 2:
         raise ConfigError(f"a simulation takes at least 2 steps, for the first one fills the line, got {steps}")
+    if (every := fleet.steps_per_version) > 1 and (fleet.colocated or needs.closing):
+        raise ConfigError(f"steps_per_version {every}: where engines stand for each step, a version is of one step")
     world = World()
     places = Places(fleet.max_running, fleet.cache_tokens)
     members = [Engine(world, costs, places, number) for number in range(fleet.engines)]
     engines = Engines(world, members, keep_cache=fleet.keep_cache, restart_s=fleet.restart_s)
     ledger = Ledger()
     rollout = SimulatedRollout(workload, world, engines, ledger=ledger, seed=seed)
-    every = fleet.steps_per_version
     trainer = SimulatedTrainer(costs, rollout, closing=needs.closing, colocated=fleet.colocated, every=every)
     lanes = Lanes(world, engines, trainer)
     needs = replace(needs, idle=False, snapshots=needs.snapshots and not fleet.colocated)
     publisher = SimulatedPublisher(costs, world, engines, trainer=trainer)
+    versions = replace(schedule, max_staleness=schedule.max_staleness // every)
     config = RunConfig(
-        recipe="simulated",
-        steps=steps,
-        schedule=replace(schedule, max_staleness=schedule.max_staleness // every),  # in versions
-        checkpoint=CheckpointConfig(every=steps + 1),
+        recipe="simulated", steps=steps, schedule=versions, checkpoint=CheckpointConfig(every=steps + 1),
         eval=EvalConfig(tasks=0),
-    )
+    )  # fmt: skip
+    idle = Idle()
+    handouts = (Handout(number, Task("simulated", "train", number), 0, number) for number in count())
 
     async def run() -> None:
         if fleet.failures_per_hour:
             engines.fail(np.random.default_rng([seed, 1]), fleet.failures_per_hour)
         parts: dict[str, Any] = {
-            "config": config,
-            "stand": Stand(),
-            "begun": (),
-            "handouts": (Handout(number, Task("simulated", "train", number), 0, number) for number in count()),
-            "held_out": (),
-            "credit": _credit,
-            "line": Held(schedule, every),
-            "ledger": ledger,
-            "engine": publisher,
-            "rollout": rollout,
-            "examination": rollout,
-            "policy": Counted(every),
-            "old": SimulatedRoute(needs, trainer),
-            "trainer": trainer,
-            "publisher": publisher,
-            "auditor": Idle(),
-            "journal": Idle(),
-            "checkpoints": Idle(),
-            "log": lanes,
-            "worker": cast(Any, world),
-            "disk": cast(Any, world),
-        }
+            "config": config, "stand": Stand(), "begun": (), "handouts": handouts, "held_out": (), "credit": _credit,
+            "line": Held(schedule, every), "ledger": ledger, "engine": publisher, "publisher": publisher,
+            "rollout": rollout, "examination": rollout, "policy": Counted(every), "old": SimulatedRoute(needs, trainer),
+            "trainer": trainer, "auditor": idle, "journal": idle, "checkpoints": idle, "log": lanes, "worker": world,
+            "disk": world,
+        }  # fmt: skip
         await loop.run(SimulatedParts(**parts))
 
     try:
         virtual.run(run(), virtual=True)
     except ExceptionGroup as failures:
-        error = first_leaf(failures)
-        raise (
-            ConfigError(f"the simulated run fails: {error}") if isinstance(error, TooManyFailures) else error
-        ) from None
-    return replace(_outcome(lanes, trainer, engines, schedule), staleness_bound=schedule.staleness_bound // every)
+        if isinstance(error := first_leaf(failures), TooManyFailures):
+            raise ConfigError(f"the simulated run fails: {error}") from None
+        raise error from None
+    return _outcome(lanes, trainer, engines, schedule)
 
 
 def _credit(groups: Sequence[Group]) -> list[Credited]:
@@ -160,24 +144,18 @@ def _outcome(lanes: Lanes, trainer: SimulatedTrainer, engines: Engines, schedule
     filling = min(schedule.max_staleness + 1, len(steps) - 1)
     scored = lanes.share("old_logps", filling)
     lives, batches, members = trainer.rollout.lives, trainer.batches[filling:], engines.members
+    ended, life_s = max(1, lives["episodes"]), max(1e-9, lives["life_s"])
     return Outcome(
-        steps_s=tuple(steps),
-        filling=filling,
-        groups_per_step=schedule.groups_per_step,
+        steps_s=tuple(steps), filling=filling, groups_per_step=schedule.groups_per_step,
         trained_tokens=sum(batch.tokens for batch in batches),
         trained_sampled=sum(batch.sampled for batch in batches),
-        sampled_tokens=sum(engine.sampled for engine in members),
-        lost_tokens=sum(engine.lost for engine in members),
-        failed_episodes=int(lives["failed"]),
-        deaths=engines.deaths,
+        sampled_tokens=sum(engine.sampled for engine in members), lost_tokens=sum(engine.lost for engine in members),
+        failed_episodes=int(lives["failed"]), deaths=engines.deaths,
         engine_busy_share=lanes.share("engines", filling) / len(members),
         trainer_busy_share=scored + lanes.share("train", filling) + lanes.share("publish", filling),
-        trainer_wait_share=lanes.share("wait", filling),
-        old_logps_share=scored,
+        trainer_wait_share=lanes.share("wait", filling), old_logps_share=scored,
         staleness_histogram=dict(sorted(trainer.ages.items())),
-        staleness_bound=schedule.staleness_bound,
-        episode_s=lives["life_s"] / max(1, lives["episodes"]),
-        engine_share=lives["engine_s"] / max(1e-9, lives["life_s"]),
-        tool_share=lives["tool_s"] / max(1e-9, lives["life_s"]),
-        ready_s=lives["ready_s"] / max(1, lives["episodes"]),
-    )
+        staleness_bound=schedule.staleness_bound // trainer.every,
+        episode_s=lives["life_s"] / ended, engine_share=lives["engine_s"] / life_s,
+        tool_share=lives["tool_s"] / life_s, ready_s=lives["ready_s"] / ended,
+    )  # fmt: skip

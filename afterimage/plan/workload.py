@@ -202,12 +202,7 @@ class Episodes(NamedTuple):
         tool_s = float(np.minimum(workload.tool_s.draw(random, 10_000), workload.timeout_s).mean())
         tokens, sampled = [shape.tokens for shape in drawn], fmean(shape.sampled for shape in drawn)
         return cls(
-            tokens=fmean(tokens),
-            seen=seen_in(tokens),
-            longest=max(tokens),
-            prompt=fmean(shape.prompt for shape in drawn),
-            sampled=sampled,
-            turns=fmean(len(shape.turns) for shape in drawn),
-            tool_s=waits * tool_s,
+            tokens=fmean(tokens), seen=seen_in(tokens), longest=max(tokens), tool_s=waits * tool_s, sampled=sampled,
+            prompt=fmean(shape.prompt for shape in drawn), turns=fmean(len(shape.turns) for shape in drawn),
             tail=fmean(max(shape.sampled for shape in group) for group in groups) / sampled,
-        )
+        )  # fmt: skip
