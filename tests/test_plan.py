@@ -29,9 +29,9 @@ from afterimage.old_logps import (
 from afterimage.old_logps.ppo_ewma_async import PpoEwmaAsync
 from afterimage.plan import deltas
 from afterimage.plan.analytic import REDUCE_S, Analytic, Placement, Setting
-from afterimage.plan.calibrate import read
 from afterimage.plan.costs import Proportional
 from afterimage.plan.hardware import DEVICES, Device, Shares
+from afterimage.plan.measured import as_device
 from afterimage.plan.models import PRESETS, Model
 from afterimage.plan.page import as_json
 from afterimage.plan.route_costs import ROUTES
@@ -407,8 +407,8 @@ def test_a_run_is_read_as_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         workload=Workload(recorded=((Shape(10, (Spoken(30, 0, 0),)),),)),
         costs=Proportional(train_token=1e-5, decode=1e-3, decode_reply=2e-6),
     )
-    monkeypatch.setattr("afterimage.plan.calibrate.like", lambda run: ran)
-    device, shares = read(tmp_path, model)
+    monkeypatch.setattr("afterimage.plan.measured.like", lambda run: ran)
+    device, shares = as_device(tmp_path, model)
     token = model.forward_flops(20)
     assert device.flops == pytest.approx(token / 2e-6) and shares.decode == 1 and shares.step_s == 1e-3
     assert device.flops * shares.matmul == pytest.approx(3 * token / 1e-5)

@@ -143,7 +143,8 @@ class Analytic:
 
     def publish_s(self) -> float:
         """Bringing the weights to main memory, and with a version store forming their delta."""
-        return self._to_host_s + self.encode_s
+        link = self._device.host_link * self._shares.link
+        return self._model.copy_bytes / (self.place.trainers * link) + self.encode_s
 
     def load_s(self) -> float:
         """What travels, and loading the weights from main memory: whole, or as a delta where that is quicker.
@@ -183,10 +184,6 @@ class Analytic:
     def optimizer_s(self) -> float:
         moved = _STEPPED_BYTES * self._model.parameters
         return moved / (self.place.trainers * self._device.bandwidth * self._shares.bandwidth)
-
-    @property
-    def _to_host_s(self) -> float:
-        return self._model.copy_bytes / (self.place.trainers * self._device.host_link * self._shares.link)
 
     def _reduce_s(self, tokens: int) -> float:
         """Two all-reduces a layer of tensor parallelism, as rings: 2 (tp - 1) / tp of the activations each,

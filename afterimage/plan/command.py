@@ -80,12 +80,13 @@ def _simulate(chosen: argparse.Namespace) -> int:
 
 def table(outcome: "Outcome") -> Table:
     """What a simulated run came to."""
-    low, high = min(outcome.steady_s), max(outcome.steady_s)
+    low, high, all_s = min(outcome.steady_s), max(outcome.steady_s), sum(outcome.steady_s)
     ages = ", ".join(f"{age}: {tokens:,}" for age, tokens in outcome.staleness_histogram.items())
     rows = {
         "seconds per step": f"{outcome.mean_step_s:.3g} in the mean ({low:.3g} to {high:.3g})",
         "groups": f"{60 * outcome.groups_per_s:.3g} a minute",
-        "tokens": f"{outcome.trained_tokens_per_s:,.0f} trained a second, {outcome.sampled_tokens_per_s:,.0f} sampled",
+        "tokens": f"{outcome.trained_tokens / all_s:,.0f} trained a second, "
+        f"{outcome.trained_sampled / all_s:,.0f} sampled",
         "engines": f"busy {outcome.engine_busy_share:.0%}",
         "trainer": f"busy {outcome.trainer_busy_share:.0%} (old log-probabilities {outcome.old_logps_share:.0%}), "
         f"waits for groups {outcome.trainer_wait_share:.0%}",

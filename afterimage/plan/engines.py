@@ -10,6 +10,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import NamedTuple
 
@@ -80,10 +81,6 @@ class Engine:
         self._at = self._decoded = 0.0
         """When its next step can begin, and when its last one ended: contexts are computed in between."""
         self._turn = 0
-
-    @property
-    def running(self) -> int:
-        return len(self._running)
 
     def take(self, reply: Reply) -> None:
         """A reply to sample; it waits while the engine stands still or is full."""
@@ -194,9 +191,11 @@ class Engine:
     def _evict(self) -> None:
         """What is kept gives way to what runs, and that to itself."""
         most, tokens = self._places
-        while self._kept and (
-            self._held + self._context > tokens if tokens else len(self._kept) + len(self._running) > most
-        ):
+
+        def crowded() -> bool:
+            return self._held + self._context > tokens if tokens else len(self._kept) + len(self._running) > most
+
+        while self._kept and crowded():
             self._lose(next(iter(self._kept)))
         while tokens and len(self._running) > 1 and self._room() < len(self._running):
             newest = max(self._running, key=lambda one: one[1])
@@ -245,11 +244,10 @@ class Engine:
     def _schedule(self) -> None:
         """Be here again when the next reply is complete, or the memory full."""
         self._turn += 1
-        if not self._running:
-            return
-        steps, turn = self._ahead(), self._turn
-        due = self._at + steps * self._step_s(steps) if steps else self._at
-        self._world.at(due, lambda: self._complete(turn))
+        if self._running:
+            steps = self._ahead()
+            due = self._at + steps * self._step_s(steps) if steps else self._at
+            self._world.at(due, partial(self._complete, self._turn))
 
     def _complete(self, turn: int) -> None:
         if turn != self._turn:
@@ -303,20 +301,13 @@ class Engines:
             self._rank(engine)
 
     def sample(self, reply: Reply) -> None:
-        engine = self._route(reply)
-        if engine is None:
-            self._homeless.append(reply)
-        else:
-            engine.take(reply)
-
-    def _route(self, reply: Reply) -> Engine | None:
-        idlest = self._idlest()
-        at = reply.engine
+        idlest, at = self._idlest(), reply.engine
         if idlest is None:
-            return None
-        if at is not None and at.up and reply.cached and at.busy <= idlest.busy + MAX_AHEAD:
-            return at
-        return idlest
+            self._homeless.append(reply)
+        elif at is not None and at.up and reply.cached and at.busy <= idlest.busy + MAX_AHEAD:
+            at.take(reply)
+        else:
+            idlest.take(reply)
 
     def _idlest(self) -> Engine | None:
         """Of those that are up. Every change of `busy` is on the heap, and what is there and no longer true is not."""
@@ -355,16 +346,17 @@ class Engines:
 
     def fail(self, random: np.random.Generator, per_hour: float) -> None:
         """Let engines die at this rate from here on."""
-        for engine in self.members:
-            self._doom(engine, random, per_hour)
 
-    def _doom(self, engine: Engine, random: np.random.Generator, per_hour: float) -> None:
-        def strike() -> None:
+        def doom(engine: Engine) -> None:
+            self._world.at(self._world.now + random.exponential(3600 / per_hour), partial(strike, engine))
+
+        def strike(engine: Engine) -> None:
             if engine.up:
                 self._kill(engine)
-            self._doom(engine, random, per_hour)
+            doom(engine)
 
-        self._world.at(self._world.now + random.exponential(3600 / per_hour), strike)
+        for engine in self.members:
+            doom(engine)
 
     def _kill(self, engine: Engine) -> None:
         homeless = engine.die()

@@ -55,15 +55,6 @@ class Outcome:
         return self.groups_per_step / self.mean_step_s
 
     @property
-    def trained_tokens_per_s(self) -> float:
-        return self.trained_tokens / sum(self.steady_s)
-
-    @property
-    def sampled_tokens_per_s(self) -> float:
-        """Of sampled tokens that were trained on."""
-        return self.trained_sampled / sum(self.steady_s)
-
-    @property
     def staleness_mean(self) -> float:
         count = sum(self.staleness_histogram.values())
         return sum(age * tokens for age, tokens in self.staleness_histogram.items()) / max(1, count)

@@ -105,9 +105,9 @@ def _device(chosen: argparse.Namespace, model: Model) -> tuple[Device, Shares]:
     if chosen.like:
         if chosen.shares:
             raise ConfigError("--shares belong to a data sheet; a run brings its own")
-        from afterimage.plan.calibrate import read
+        from afterimage.plan.measured import as_device
 
-        return read(chosen.like, model)
+        return as_device(chosen.like, model)
     if chosen.device not in DEVICES:
         told = "; a processor is read from a run on it (--like RUN)" if chosen.device == "cpu" else ""
         raise ConfigError(f"unknown device {chosen.device!r}{nearest(chosen.device, list(DEVICES))}{told}")

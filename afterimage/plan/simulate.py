@@ -112,13 +112,17 @@ def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how 
         eval=EvalConfig(tasks=0),
     )  # fmt: skip
     idle = Idle()
+
+    def credit(groups: Sequence[Group]) -> list[Credited]:
+        return [Credited(one, (0.0,)) for group in groups for one in group.trajectories]
+
     handouts = (Handout(number, Task("simulated", "train", number), 0, number) for number in count())
 
     async def run() -> None:
         if fleet.failures_per_hour:
             engines.fail(np.random.default_rng([seed, 1]), fleet.failures_per_hour)
         parts: dict[str, Any] = {
-            "config": config, "stand": Stand(), "begun": (), "handouts": handouts, "held_out": (), "credit": _credit,
+            "config": config, "stand": Stand(), "begun": (), "handouts": handouts, "held_out": (), "credit": credit,
             "line": Held(schedule, every), "ledger": ledger, "engine": publisher, "publisher": publisher,
             "rollout": rollout, "examination": rollout, "policy": Counted(every), "old": SimulatedRoute(needs, trainer),
             "trainer": trainer, "auditor": idle, "journal": idle, "checkpoints": idle, "log": lanes, "worker": world,
@@ -133,10 +137,6 @@ def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how 
             raise ConfigError(f"the simulated run fails: {error}") from None
         raise error from None
     return _outcome(lanes, trainer, engines, schedule)
-
-
-def _credit(groups: Sequence[Group]) -> list[Credited]:
-    return [Credited(one, (0.0,)) for group in groups for one in group.trajectories]
 
 
 def _outcome(lanes: Lanes, trainer: SimulatedTrainer, engines: Engines, schedule: ScheduleConfig) -> Outcome:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import NormalDist, fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -63,12 +63,8 @@ def _cut_mean(log_mean: float, sigma: float, most: float) -> float:
     """E[min(X, most)] of a log-normal X with mean exp(`log_mean`): the limited expected value."""
     if not sigma:
         return min(math.exp(log_mean), most)
-    at = (math.log(most) - log_mean + sigma**2 / 2) / sigma
-    return math.exp(log_mean) * _normal(at - sigma) + most * (1 - _normal(at))
-
-
-def _normal(at: float) -> float:
-    return (1 + math.erf(at / math.sqrt(2))) / 2
+    at, below = (math.log(most) - log_mean + sigma**2 / 2) / sigma, NormalDist().cdf
+    return math.exp(log_mean) * below(at - sigma) + most * (1 - below(at))
 
 
 Distribution = Constant | LogNormal
