@@ -182,11 +182,15 @@ def of_size(steps: int) -> list[str]:
     return lines
 
 
+def _named(one: Compared) -> str:
+    return one.row.name + " (not claimed)" * bool(one.row.unclaimed)
+
+
 def draw(runs: Sequence[tuple[str, float, float]], others: Sequence[Compared]) -> None:
     with picture("simulate", width=10, height=5.2, panels=2) as (left, right):
         for axes, points, title in (
             (left, [(name, seen, told) for name, seen, told in runs], "seconds a step, this machine"),
-            (right, [(one.row.name, sum(one.row.published) / 2, one.ratio) for one in others],
+            (right, [(_named(one), sum(one.row.published) / 2, one.ratio) for one in others],
              "asynchronous over synchronous, published"),
         ):  # fmt: skip
             top = 1.15 * max(max(seen, told) for _, seen, told in points)

@@ -342,7 +342,7 @@ def test_what_a_plan_says_has_its_numbers_and_can_be_run(plan: Plan) -> None:
 
 def test_what_cannot_be_done_says_what_would() -> None:
     """18 bytes of 30.5 G parameters are 550 GB, the movable model 61; a device has 72 GB, and some for a pass."""
-    with pytest.raises(ConfigError, match=r"does not fit 4 H100: training takes 611 GB .* --gpus (\d+) would") as told:
+    with pytest.raises(ConfigError, match=r"not fit 4 H100, .* training takes 611 GB .* --gpus (\d+) would") as told:
         suggest(asked(model=PRESETS["30B-A3B"], devices=4))
     needed = int(re.findall(r"--gpus (\d+)", str(told.value))[0])
     assert 9 < needed <= 12
@@ -350,7 +350,7 @@ def test_what_cannot_be_done_says_what_would() -> None:
     enough = replace(asked(model=PRESETS["30B-A3B"]).setting, recompute=True)
     assert list(placements(enough, "snapshot_old", schedule, devices=needed))
     assert not list(placements(enough, "snapshot_old", schedule, devices=needed - 1))
-    with pytest.raises(ConfigError, match="eight hold 576 GB, and an engine needs 3920 GB"):
+    with pytest.raises(ConfigError, match=r"an engine 3920 GB for weights, .* Larger devices are needed"):
         suggest(asked(model=replace(PRESETS["235B-A22B"], experts=1100), devices=512))
 
 

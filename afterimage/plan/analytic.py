@@ -87,13 +87,10 @@ class Placement:
     def told(self) -> str:
         """
         >>> Placement(4, 2, 2).told
-        '4 GPUs train, 2 engines of 2 GPUs each sample'
+        '4 GPUs to train, 2 x 2 to sample'
         """
-        train = f"{self.trainers} GPU{'s' * (self.trainers > 1)} train{'s' * (self.trainers == 1)}"
-        scorers = f", {self.scorers} score" if self.scorers else ""
-        engines = f"{self.engines} engine{'s' * (self.engines > 1)} of {self.tp} GPU{'s' * (self.tp > 1)}"
-        engines += f"{' each' * (self.engines > 1)} sample{'s' * (self.engines == 1)}"
-        return f"{train}{scorers}, {engines}{' in turns with them' * self.colocated}"
+        also = f", {self.scorers} to score" * (self.scorers > 0) + ", in turns" * self.colocated
+        return f"{self.trainers} GPUs to train, {self.engines} x {self.tp} to sample{also}"
 
 
 @dataclass(frozen=True, kw_only=True)

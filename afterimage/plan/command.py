@@ -3,6 +3,7 @@
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from rich.console import Console
@@ -12,20 +13,17 @@ from afterimage.config import ConfigError, OldLogpsConfig, ScheduleConfig
 from afterimage.plan.costs import Proportional
 from afterimage.plan.plan_command import add_plan
 from afterimage.plan.words import given
-from afterimage.plan.workload import Workload
+from afterimage.plan.workload import Fleet, Workload
 
 if TYPE_CHECKING:
     from afterimage.plan.outcome import Outcome
 
-NAMES = """what --set takes, NAME=VALUE:
-  schedule.    max_staleness, groups_per_step, group_size, window: as afterimage train has them
-  fleet.       engines, max_running, cache_tokens, keep_cache, colocated, steps_per_version,
-               failures_per_hour, restart_s
-  workload.    prompt_tokens, turns, reply_tokens, tool_tokens, tool_s: a number, or log-normal as MEAN~SIGMA (SIGMA
-               of the logarithm), or MEAN~SIGMA<MOST (cut there, the mean kept); prompt_share, max_tokens, timeout_s,
-               retries
-  costs.       in seconds: decode, decode_reply, decode_context (a decoding step, by reply, by token of context),
-               prefill_token, train, train_token, optimizer_s, old, old_token, old_version_token, publish, load
+_SECTIONS = {"schedule": ScheduleConfig, "fleet": Fleet, "workload": Workload, "costs": Proportional}
+_KINDS = {f"{at}.{name}": kind for at, cls in _SECTIONS.items() for name, kind in get_type_hints(cls).items()}
+del _KINDS["workload.recorded"]
+_NAMES = f"""what --set takes, NAME=VALUE (episodes: a number, or log-normal as MEAN~SIGMA of the logarithm, or
+MEAN~SIGMA<MOST, cut there, the mean kept; costs in seconds):
+{fill(", ".join(_KINDS), 118, initial_indent="  ", subsequent_indent="  ")}
 
   afterimage simulate --like runs/x --set schedule.max_staleness=4
   afterimage simulate --set fleet.engines=64 "workload.reply_tokens=4000~1<32000" "workload.tool_s=5~1.2" \\
@@ -36,7 +34,7 @@ NAMES = """what --set takes, NAME=VALUE:
 def add(verbs: Any) -> None:
     """Put the verbs of this room where the others are."""
     verb = verbs.add_parser("simulate", help="what a setting would do, on a virtual clock", allow_abbrev=False)
-    verb.epilog, verb.formatter_class = NAMES, argparse.RawDescriptionHelpFormatter
+    verb.epilog, verb.formatter_class = _NAMES, argparse.RawDescriptionHelpFormatter
     verb.set_defaults(act=_simulate)
     add = verb.add_argument
     add("--like", type=Path, metavar="RUN", help="begin with episodes and costs of the run in this folder")
@@ -50,13 +48,10 @@ def _simulate(chosen: argparse.Namespace) -> int:
     from afterimage.plan.measured import Setting, like
     from afterimage.plan.parts import needs
     from afterimage.plan.route_costs import ROUTES
-    from afterimage.plan.simulate import Fleet, simulate
+    from afterimage.plan.simulate import simulate
 
-    sections = {"schedule": ScheduleConfig, "fleet": Fleet, "workload": Workload, "costs": Proportional}
-    kinds = {f"{at}.{name}": kind for at, cls in sections.items() for name, kind in get_type_hints(cls).items()}
-    del kinds["workload.recorded"]
-    changed: dict[str, dict[str, Any]] = {section: {} for section in sections}
-    for word, value in given("--set", chosen.set, kinds).items():
+    changed: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
+    for word, value in given("--set", chosen.set, _KINDS).items():
         section, _, name = word.partition(".")
         changed[section][name] = value
     if chosen.like:

@@ -175,7 +175,7 @@ def shape(trajectory: Trajectory) -> Shape:
         (said, sum(len(piece.tokens) for piece in pieces))
         for said, pieces in groupby(trajectory.pieces, key=lambda piece: isinstance(piece, Sampled))
     ]
-    prompt = 0 if spoken[0][0] else spoken.pop(0)[1]
+    prompt = spoken.pop(0)[1] if spoken and not spoken[0][0] else 0
     replies = [tokens for said, tokens in spoken if said]
     given = [*(tokens for said, tokens in spoken if not said), 0][: len(replies)]
     each, more = divmod(round(trajectory.facts.get("tool_calls", len(replies))), max(1, len(replies)))

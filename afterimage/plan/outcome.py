@@ -69,7 +69,7 @@ class Outcome:
         scored = self.old_logps_share
         told = Waiting(
             trainer=self.trainer_wait_share,
-            engine=1 - self.engine_busy_share,
+            engine=max(0.0, 1 - self.engine_busy_share),
             work={"Training": self.trainer_busy_share - scored, "Scoring old log-probabilities": scored},
             tools=self.tool_share,
             finished=self.ready_s / max(1e-9, self.ready_s + self.episode_s),

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -100,13 +100,6 @@ def needs(route: RouteCost) -> Needs:
     return Needs(closing=route.closing, snapshots=route.chain)
 
 
-class Consumed(NamedTuple):
-    """What there was to a batch."""
-
-    tokens: int
-    sampled: int
-
-
 class SimulatedTrainer(Idle):
     """Takes `Costs.train_s` and `Costs.old_logps_s`. Where engines are its own devices, they stand while it works."""
 
@@ -120,7 +113,8 @@ class SimulatedTrainer(Idle):
         self.spent: dict[str, float] = defaultdict(float)
         self.thread = asyncio.Lock()
         """There is one: what comes while it is taken waits its turn."""
-        self.batches: list[Consumed] = []
+        self.batches: list[tuple[int, int]] = []
+        """Tokens of each, and how many of them were sampled."""
         self.ages: Counter[int] = Counter()
         self.rollout = rollout
         self.every = every
@@ -134,15 +128,15 @@ class SimulatedTrainer(Idle):
         episodes = [self.rollout.episodes.pop(number) for number in batch.episodes]
         shapes, held = [one.shape for one in episodes], [{version for version, _ in one.pieces} for one in episodes]
         for episode in episodes:
-            for version, tokens in episode.pieces:
-                self.ages[latest - version] += tokens
+            for version, sampled in episode.pieces:
+                self.ages[latest - version] += sampled
             self.rollout.lives["ready_s"] += now - episode.ended
-        consumed = Consumed(sum(shape.tokens for shape in shapes), sum(shape.sampled for shape in shapes))
-        self.batches.append(consumed)
+        tokens = sum(shape.tokens for shape in shapes)
+        self.batches.append((tokens, sum(shape.sampled for shape in shapes)))
         if self._closing:  # what earlier versions sampled of it was scored when they were left
             self.score(shape.tokens for shape, versions in zip(shapes, held, strict=True) if latest in versions)
         else:
-            self.owed["old_logps"] += self._costs.old_logps_s(consumed.tokens, sum(map(len, held)) / len(held))
+            self.owed["old_logps"] += self._costs.old_logps_s(tokens, sum(map(len, held)) / len(held))
         return self
 
     def score(self, lengths: Iterable[int]) -> None:
@@ -151,7 +145,7 @@ class SimulatedTrainer(Idle):
             self.owed["old_logps"] += self._costs.old_logps_s(tokens, 1.0)
 
     def backward(self, part: None) -> None:
-        self.owed["train"] += self._costs.train_s(self.batches[-1].tokens) - self._costs.optimizer_s
+        self.owed["train"] += self._costs.train_s(self.batches[-1][0]) - self._costs.optimizer_s
 
     def step(self) -> None:
         self.owed["train"] += self._costs.optimizer_s

@@ -7,7 +7,7 @@ one has a coroutine, a context and journal rows for each episode, which hundreds
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -16,7 +16,6 @@ import numpy as np
 from afterimage import loop, virtual
 from afterimage.checkpoint import Stand
 from afterimage.config import CheckpointConfig, ConfigError, EvalConfig, RunConfig, ScheduleConfig
-from afterimage.limits import at_least
 from afterimage.old_logps import Needs
 from afterimage.patience import first_leaf
 from afterimage.plan.costs import Costs
@@ -33,7 +32,7 @@ from afterimage.plan.parts import (
     SimulatedRoute,
     SimulatedTrainer,
 )
-from afterimage.plan.workload import Constant, Distribution, LogNormal, Shape, Spoken, Workload
+from afterimage.plan.workload import Constant, Distribution, Fleet, LogNormal, Shape, Spoken, Workload
 from afterimage.plan.world import World
 from afterimage.rollout import TooManyFailures
 from afterimage.schedule import Ledger
@@ -46,35 +45,6 @@ __all__ = [
 
 
 _WAITS = Needs()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
-    """The engines."""
-
-    engines: int = 1
-    max_running: int = 128
-    """Replies that one engine runs at the same time."""
-    cache_tokens: int = 0
-    """Tokens of context that one engine has memory for, those of waiting episodes included; 0: `max_running` contexts,
-    however long."""
-    keep_cache: bool = False
-    """Contexts are not computed again under a new version, as `engine.keep_cache`."""
-    colocated: bool = False
-    """They are the trainer's own devices: generation stands still from a batch's scoring to the new version."""
-    steps_per_version: int = 1
-    """Steps after which they take a version, and tickets come back: a step's batch is so large a part of a version's
-    (verl's `trigger_parameter_sync_step`)."""
-    failures_per_hour: float = 0.0
-    """Deaths of one engine. Its replies go on elsewhere from what they had said before."""
-    restart_s: float = 120.0
-    """Until an engine that died is there again; it gets weights with the next version, as `engines.Several` does."""
-
-    def __post_init__(self) -> None:
-        ones = {name: getattr(self, name) for name in ("engines", "max_running", "steps_per_version")}
-        at_least("fleet", 1, **ones)
-        more = {"cache_tokens": self.cache_tokens, "failures_per_hour": self.failures_per_hour}
-        at_least("fleet", 0, restart_s=self.restart_s, **more)
 
 
 def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how long and which
@@ -147,8 +117,7 @@ def _outcome(lanes: Lanes, trainer: SimulatedTrainer, engines: Engines, schedule
     ended, life_s = max(1, lives["episodes"]), max(1e-9, lives["life_s"])
     return Outcome(
         steps_s=tuple(steps), filling=filling, groups_per_step=schedule.groups_per_step,
-        trained_tokens=sum(batch.tokens for batch in batches),
-        trained_sampled=sum(batch.sampled for batch in batches),
+        trained_tokens=sum(tokens for tokens, _ in batches), trained_sampled=sum(sampled for _, sampled in batches),
         sampled_tokens=sum(engine.sampled for engine in members), lost_tokens=sum(engine.lost for engine in members),
         failed_episodes=int(lives["failed"]), deaths=engines.deaths,
         engine_busy_share=lanes.share("engines", filling) / len(members),

@@ -317,27 +317,20 @@ def _best(request: Request, name: Route, schedule: ScheduleConfig) -> Candidate:
 
 def _too_few(request: Request, name: Route, schedule: ScheduleConfig) -> str:
     setting, gb = replace(request.setting, recompute=True), 1e9
-    model, device, sizes = setting.model, setting.device, engine_sizes(setting)
-    long = f"episodes of {setting.episodes.longest:,.0f} tokens"
-    told = f"{model.name} with {long} does not fit {request.devices} {device.name}: "
-    limit = device.memory * setting.shares.memory
-    passes, sharded = setting.pass_bytes, setting.trainer_bytes(1, ROUTES[name]) - setting.pass_bytes
+    model, limit, passes = setting.model, setting.device.memory * setting.shares.memory, setting.pass_bytes
+    sharded = setting.trainer_bytes(1, ROUTES[name]) - passes
+    trainers = math.ceil(sharded / max(1.0, limit - passes))
     if passes >= limit:
-        return told + (
-            f"one training pass holds {passes / gb:.0f} of a device's {limit / gb:.0f} GB, however many devices there "
-            "are. Shorter episodes (--longest) would, or a larger device"
-        )
-    if not sizes:
-        return told + (
-            f"eight hold {8 * limit / gb:.0f} GB, and an engine needs {model.copy_bytes / gb:.0f} GB for weights and "
-            f"room for {LEAST_RUNNING} episodes. Larger devices are needed"
-        )
-    trainers = math.ceil(sharded / (limit - passes))
-    needed = trainers + _scorers(setting, name, schedule, trainers) + sizes[0]
-    return told + (
-        f"training takes {sharded / gb:.0f} GB (18 bytes a parameter, and the route's), so {trainers} devices of "
-        f"{limit / gb:.0f} GB with {passes / gb:.0f} GB for a pass on each, and an engine takes {sizes[0]}. "
-        f"--gpus {needed} would"
+        helps = "Shorter episodes (--longest) would, or a larger device"
+    elif sizes := engine_sizes(setting):
+        helps = f"--gpus {trainers + _scorers(setting, name, schedule, trainers) + sizes[0]} would"
+    else:
+        helps = f"Larger devices are needed: an engine has at most {max(_TP)}"
+    return (
+        f"{model.name} with episodes of {setting.episodes.longest:,.0f} tokens does not fit {request.devices} "
+        f"{setting.device.name}, each with {limit / gb:.0f} GB: training takes {sharded / gb:.0f} GB (18 bytes a "
+        f"parameter, and the route's) and {passes / gb:.0f} GB for a pass on each, an engine "
+        f"{model.copy_bytes / gb:.0f} GB for weights, and room for {LEAST_RUNNING} episodes. {helps}"
     )
 
 

@@ -1,4 +1,4 @@
-"""What the simulated episodes are: how many turns, how many tokens, how long tools take. Imports no torch."""
+"""What is simulated: episodes (how many turns, how many tokens, how long tools take), and engines. Imports no torch."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from afterimage.limits import within
+from afterimage.limits import at_least, within
 
 Drawn = NDArray[np.float64]
 
@@ -156,6 +156,35 @@ class Workload:
 
 def _whole(drawn: Drawn, least: int) -> list[int]:
     return [max(least, round(value)) for value in drawn.tolist()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """The engines."""
+
+    engines: int = 1
+    max_running: int = 128
+    """Replies that one engine runs at the same time."""
+    cache_tokens: int = 0
+    """Tokens of context that one engine has memory for, those of waiting episodes included; 0: `max_running` contexts,
+    however long."""
+    keep_cache: bool = False
+    """Contexts are not computed again under a new version, as `engine.keep_cache`."""
+    colocated: bool = False
+    """They are the trainer's own devices: generation stands still from a batch's scoring to the new version."""
+    steps_per_version: int = 1
+    """Steps after which they take a version, and tickets come back: a step's batch is so large a part of a version's
+    (verl's `trigger_parameter_sync_step`)."""
+    failures_per_hour: float = 0.0
+    """Deaths of one engine. Its replies go on elsewhere from what they had said before."""
+    restart_s: float = 120.0
+    """Until an engine that died is there again; it gets weights with the next version, as `engines.Several` does."""
+
+    def __post_init__(self) -> None:
+        ones = {name: getattr(self, name) for name in ("engines", "max_running", "steps_per_version")}
+        at_least("fleet", 1, **ones)
+        more = {"cache_tokens": self.cache_tokens, "failures_per_hour": self.failures_per_hour}
+        at_least("fleet", 0, restart_s=self.restart_s, **more)
 
 
 def seen_in(lengths: Collection[float]) -> float:
