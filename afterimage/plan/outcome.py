@@ -65,7 +65,7 @@ class Outcome:
 
     @property
     def bottleneck(self) -> str:
-        """Who waits for whom, and what would help."""
+        """Who waits for whom, and what of the schedule would help."""
         scored = self.old_logps_share
         told = Waiting(
             trainer=self.trainer_wait_share,
@@ -75,4 +75,4 @@ class Outcome:
             finished=self.ready_s / max(1e-9, self.ready_s + self.episode_s),
             synchronous=self.staleness_bound == 0,
         )
-        return f"{told.sentence} {told.advice}".rstrip()
+        return f"{told.sentence} {told.advice}" if "schedule." in told.advice else told.sentence
