@@ -38,6 +38,16 @@ class Setting:
     recompute: bool = False
     """Activations are computed again in the backward pass."""
 
+    @property
+    def flops(self) -> float:
+        """Operations a second that a device reaches in training, scoring and prefill."""
+        return self.device.flops * self.shares.matmul
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second that it reaches of its memory."""
+        return self.device.bandwidth * self.shares.bandwidth
+
     def trainer_bytes(self, devices: int, route: RouteCost) -> float:
         """Of each of the trainer's devices: a share of weights, optimizer and route, and one pass's activations."""
         sharded = TRAINED_BYTES * self.model.parameters + route.device_bytes(self.model)
@@ -107,16 +117,16 @@ class Analytic:
 
     def step_s(self, replies: int, context: int) -> float:
         """One token for each of `replies`: the larger of reading (weights, keys, values) and of computing."""
-        model, device, shares, tp = self._model, self._device, self._shares, self.place.tp
+        at, model, tp = self.setting, self.setting.model, self.place.tp
         read = model.read_bytes(replies) + model.kv_bytes * context
         computed = replies * model.forward_flops(context / max(1, replies))
-        moved = max(read / (device.bandwidth * shares.bandwidth), computed / (device.flops * shares.decode)) / tp
-        return moved + self._reduce_s(replies) + shares.step_s
+        read_s, computed_s = read / at.bandwidth, computed / (at.device.flops * at.shares.decode)
+        return max(read_s, computed_s) / tp + self._reduce_s(replies) + at.shares.step_s
 
     def prefill_s(self, tokens: int) -> float:
         """Contexts of `tokens` in all, each token seeing `Episodes.seen`. They ride on steps that read weights."""
-        computed = tokens * self._model.forward_flops(self.setting.episodes.seen)
-        return computed / (self.place.tp * self._device.flops * self._shares.matmul) + self._reduce_s(tokens)
+        computed = tokens * self.setting.model.forward_flops(self.setting.episodes.seen)
+        return computed / (self.place.tp * self.setting.flops) + self._reduce_s(tokens)
 
     def train_s(self, tokens: int) -> float:
         """Forward, backward of twice that (three times with `recompute`), and the optimizer."""
@@ -132,71 +142,56 @@ class Analytic:
         scoring = self.forward_s(tokens) * route.forwarded(versions, given=self.setting.episodes.given)
         if route.apart:
             apart = scoring * trainers / self.place.scorers
-            handed = HANDED_S * self._model.copy_bytes / (trainers * self._shares.cores)
+            handed = HANDED_S * self.setting.model.copy_bytes / (trainers * self.setting.shares.cores)
             return max(0.0, apart - self.train_s(tokens)) + handed
         restoring = min(self.live - 1, versions) * self.walk_s * route.chain
-        traffic = route.traffic_bytes(self._model) / (self._device.bandwidth * self._shares.bandwidth * trainers)
+        traffic = route.traffic_bytes(self.setting.model) / (self.setting.bandwidth * trainers)
         return scoring + restoring + traffic
 
     def publish_s(self) -> float:
         """Bringing the weights to main memory, and with a version store forming their delta."""
-        link = self._device.host_link * self._shares.link
-        return self._model.copy_bytes / (self.place.trainers * link) + self.encode_s
+        link = self.setting.device.host_link * self.setting.shares.link
+        return self.setting.model.copy_bytes / (self.place.trainers * link) + self.encode_s
 
     def load_s(self) -> float:
         """What travels, and loading the weights from main memory: whole, or as a delta where that is quicker.
 
         Engines pass on what they get, so that their number does not count.
         """
-        tp, device, shares = self.place.tp, self._device, self._shares
-        load = self._model.copy_bytes / (tp * device.host_link * shares.link)
+        tp, device, shares = self.place.tp, self.setting.device, self.setting.shares
+        model, load = self.setting.model, self.setting.model.copy_bytes / (tp * device.host_link * shares.link)
         if self.place.colocated or self.place.devices <= device.node:
             return load
         link = tp * device.network * shares.link
-        whole = self._model.copy_bytes / link
-        apply = self.walk_s * self.place.trainers / tp
-        return load + (min(whole, self.delta_bytes / link + apply) if self.route.chain else whole)
+        whole, applied = model.copy_bytes / link, self.walk_s * self.place.trainers / tp
+        delta = deltas.delta_bytes(model.parameters, self.setting.lr) / link + applied
+        return load + (min(whole, delta) if self.route.chain else whole)
 
     @property
     def encode_s(self) -> float:
         """Of the trainer's ranks, each forming the delta of its shard."""
-        cores = self.place.trainers * self._shares.cores
-        return deltas.encode_s(self._model.parameters, self.setting.lr) / cores * self.route.chain
+        cores = self.place.trainers * self.setting.shares.cores
+        return deltas.encode_s(self.setting.model.parameters, self.setting.lr) / cores * self.route.chain
 
     @property
     def walk_s(self) -> float:
         """The same of applying one."""
-        return deltas.walk_s(self._model.parameters, self.setting.lr) / (self.place.trainers * self._shares.cores)
-
-    @property
-    def delta_bytes(self) -> float:
-        return deltas.delta_bytes(self._model.parameters, self.setting.lr)
+        alone = deltas.walk_s(self.setting.model.parameters, self.setting.lr)
+        return alone / (self.place.trainers * self.setting.shares.cores)
 
     def forward_s(self, tokens: float) -> float:
         """The trainer's, over a batch once."""
-        flops = tokens * self._model.forward_flops(self.setting.episodes.seen)
-        return flops / (self.place.trainers * self._device.flops * self._shares.matmul)
+        flops = tokens * self.setting.model.forward_flops(self.setting.episodes.seen)
+        return flops / (self.place.trainers * self.setting.flops)
 
     @property
     def optimizer_s(self) -> float:
-        moved = _STEPPED_BYTES * self._model.parameters
-        return moved / (self.place.trainers * self._device.bandwidth * self._shares.bandwidth)
+        moved = _STEPPED_BYTES * self.setting.model.parameters
+        return moved / (self.place.trainers * self.setting.bandwidth)
 
     def _reduce_s(self, tokens: int) -> float:
         """Two all-reduces a layer of tensor parallelism, as rings: 2 (tp - 1) / tp of the activations each,
         and what an all-reduce takes however little is sent."""
-        tp, model = self.place.tp, self._model
+        tp, model = self.place.tp, self.setting.model
         sent = 2 * model.layers * tokens * model.hidden * WORD * 2 * (tp - 1) / tp
-        return sent / (self._device.link * self._shares.link) + 2 * model.layers * REDUCE_S * (tp > 1)
-
-    @property
-    def _model(self) -> Model:
-        return self.setting.model
-
-    @property
-    def _device(self) -> Device:
-        return self.setting.device
-
-    @property
-    def _shares(self) -> Shares:
-        return self.setting.shares
+        return sent / (self.setting.device.link * self.setting.shares.link) + 2 * model.layers * REDUCE_S * (tp > 1)
