@@ -1,4 +1,4 @@
-"""How long somebody is waited for."""
+"""How long somebody is waited for, and which error is told."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -66,3 +66,11 @@ async def to_its_end(work: Coroutine[Any, Any, _T]) -> _T:
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
+
+
+def first_leaf(group: BaseException) -> BaseException:
+    """The error that began it: groups nest as tasks do, and the first to fail comes first."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

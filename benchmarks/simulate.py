@@ -126,7 +126,7 @@ def of_others(found: Sequence[Compared]) -> list[str]:
     for one in found:
         low, high = one.row.published
         told = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
-        verdict = "met" if abs(one.deviation) <= GOAL else "missed"
+        verdict = "not claimed" if one.row.unclaimed else "met" if abs(one.deviation) <= GOAL else "missed"
         lines.append(row(one.row.name, told, f"{one.ratio:.2f}", f"{one.deviation:+.0%}", verdict))
     lines += [
         "",
@@ -135,12 +135,12 @@ def of_others(found: Sequence[Compared]) -> list[str]:
     for one in found:
         phases = one.row.sync_s
         told = f"generation {generation_s_of(one.sync):.0f} s" + (f" ({phases[0]:.0f} s)" if phases else "")
-        told += f", all {one.sync.mean_step_s:.0f} s" + (
-            f" ({sum(phases) + one.row.reference_s[0]:.0f} s)" if phases else ""
-        )
+        whole = sum(phases) + one.row.reference_s[0] if phases else one.row.sync_step_s
+        told += f", all {one.sync.mean_step_s:.0f} s" + (f" ({whole:.0f} s)" if whole else "")
         assumed = one.row.assumed + (f"; 1/{one.row.scale} of groups and GPUs" if one.row.scale > 1 else "")
         lines.append(row(one.row.name, one.row.source, assumed, f"{one.row.tokens:,.0f}", told))
-    return [*lines, "", NOT_SIMULATED]
+    reasons = [f"- Not reproduced: {one.row.name}, for {one.row.unclaimed}." for one in found if one.row.unclaimed]
+    return [*lines, "", *reasons, "", NOT_SIMULATED]
 
 
 LARGE = ScheduleConfig(max_staleness=4, groups_per_step=512, group_size=16, window=512)
@@ -182,11 +182,15 @@ def of_size(steps: int) -> list[str]:
     return lines
 
 
+def _named(one: Compared) -> str:
+    return one.row.name + " (not claimed)" * bool(one.row.unclaimed)
+
+
 def draw(runs: Sequence[tuple[str, float, float]], others: Sequence[Compared]) -> None:
     with picture("simulate", width=10, height=5.2, panels=2) as (left, right):
         for axes, points, title in (
             (left, [(name, seen, told) for name, seen, told in runs], "seconds a step, this machine"),
-            (right, [(one.row.name, sum(one.row.published) / 2, one.ratio) for one in others],
+            (right, [(_named(one), sum(one.row.published) / 2, one.ratio) for one in others],
              "asynchronous over synchronous, published"),
         ):  # fmt: skip
             top = 1.15 * max(max(seen, told) for _, seen, told in points)

@@ -29,14 +29,15 @@ from afterimage.old_logps import (
 from afterimage.old_logps.ppo_ewma_async import PpoEwmaAsync
 from afterimage.plan import deltas
 from afterimage.plan.analytic import REDUCE_S, Analytic, Placement, Setting
-from afterimage.plan.calibrate import read
 from afterimage.plan.costs import Proportional
 from afterimage.plan.hardware import DEVICES, Device, Shares
+from afterimage.plan.measured import as_device
 from afterimage.plan.models import PRESETS, Model
 from afterimage.plan.page import as_json
 from afterimage.plan.route_costs import ROUTES
 from afterimage.plan.simulate import Constant, LogNormal, Shape, Spoken, Workload
-from afterimage.plan.suggest import AVERAGE, NEAR, Episodes, Plan, Rated, Request, placements, suggest
+from afterimage.plan.suggest import AVERAGE, NEAR, Plan, Rated, Request, placements, suggest
+from afterimage.plan.workload import Episodes
 from afterimage.versions.codec import encode
 
 ROOT = Path(__file__).parent.parent
@@ -100,7 +101,7 @@ def test_a_token_costs_what_is_worked_out_by_hand() -> None:
         ("5B", "did you mean"),
         ("layers=2,hiden=8", "did you mean hidden"),
         ("layers=2,hidden=8", "lacks ffn, heads, kv_heads"),
-        ("layers=2,hidden=8,ffn=x,heads=2,kv_heads=1", "ffn must be a whole number, got 'x'"),
+        ("layers=2,hidden=8,ffn=x,heads=2,kv_heads=1", "ffn must be a whole number of 0 or more, got 'x'"),
         ("layers=2,hidden=8,ffn=8,heads=3,kv_heads=2", "3 heads cannot share 2"),
         ("layers=2,hidden=8,ffn=8,heads=2,kv_heads=2,experts=4", "need active"),
     ],
@@ -131,7 +132,7 @@ def costs(route: str) -> Analytic:
     core = Device(name="core", flops=flops, bandwidth=1e10, memory=24e9, link=1e10, host_link=1e10, network=1e10)
     setting = Setting(
         model=hand, device=core, shares=Shares(matmul=1, bandwidth=1, link=1), lr=1e-6,
-        episode=320, longest=320, seen=160, given=0.2,
+        episodes=Episodes(tokens=320, longest=320, seen=160, prompt=64),
     )  # fmt: skip
     place = Placement(1, 1, 1, scorers=1)
     return Analytic(setting=setting, place=place, route=ROUTES[route], batch=batch, live=5)  # type: ignore[index]
@@ -195,7 +196,7 @@ def test_a_device_takes_the_time_that_its_data_sheet_gives() -> None:
     model = PRESETS["4B"]
     setting = Setting(
         model=model, device=DEVICES["H100"], shares=Shares(matmul=1, decode=1, bandwidth=1, link=1, step_s=0), lr=1e-6,
-        episode=2000, longest=2000, seen=1000, given=0.1,
+        episodes=Episodes(tokens=2000, longest=2000, seen=1000, prompt=200),
     )  # fmt: skip
     alone = Analytic(setting=setting, place=Placement(4, 4, 1), route=ROUTES["rollout"], batch=1e5, live=3)
     assert alone.step_s(16, 16_000) == pytest.approx((8.044936192e9 + 147456 * 16_000) / 3.35e12)
@@ -214,8 +215,8 @@ def test_a_version_travels_whole_or_as_a_delta_whichever_is_quicker() -> None:
     applies it, which is 12 times as long for 12 engines' worth of weights a trainer."""
     model = PRESETS["4B"]
     setting = Setting(
-        model=model, device=DEVICES["H100"], shares=Shares(link=1), lr=1e-6, episode=2000, longest=2000, seen=1000,
-        given=0.1,
+        model=model, device=DEVICES["H100"], shares=Shares(link=1), lr=1e-6,
+        episodes=Episodes(tokens=2000, longest=2000, seen=1000, prompt=200),
     )  # fmt: skip
     alone = Analytic(setting=setting, place=Placement(4, 4, 1), route=ROUTES["snapshot_old"], batch=1e5, live=3)
     loaded = 8.044936192e9 / 64e9
@@ -239,8 +240,8 @@ def test_a_token_sees_more_than_half_of_the_mean_episode() -> None:
 def test_training_and_engines_take_the_memory_that_is_added_up_by_hand() -> None:
     model = PRESETS["30B-A3B"]
     setting = Setting(
-        model=model, device=DEVICES["H100"], shares=Shares(), lr=1e-6, episode=4096, longest=4096, seen=2048,
-        given=0.1, recompute=True,
+        model=model, device=DEVICES["H100"], shares=Shares(), lr=1e-6,
+        episodes=Episodes(tokens=4096, longest=4096, seen=2048, prompt=400), recompute=True,
     )  # fmt: skip
     layer = 2 * (4 * 2048 + 2 * 36 * 128 + 4 * 8 * 768)
     activations = 4096 * (48 * 2 * 2048 + layer)
@@ -260,11 +261,10 @@ def asked(**rest: Any) -> Request:
     episodes = Episodes.of(work, group_size=2)
     setting = Setting(
         model=rest.pop("model", PRESETS["4B"]), device=rest.pop("device", DEVICES["H100"]), shares=Shares(), lr=1e-6,
-        episode=episodes.tokens, longest=episodes.longest, seen=episodes.seen,
-        given=500 / episodes.tokens,
+        episodes=episodes,
     )  # fmt: skip
     given = {"devices": 8, "lags": (2,), "groups": (8,), "group_size": 2, "rounds": 2} | rest
-    return Request(setting=setting, workload=work, episodes=episodes, **given)
+    return Request(setting=setting, workload=work, **given)
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +277,7 @@ def test_a_suggestion_fits_and_keeps_to_what_was_asked(plan: Plan) -> None:
     assert best.place.devices == 8 and best.schedule.max_staleness == 2 and best.schedule.groups_per_step == 8
     assert best.costs.route.exact
     assert best.costs.setting.trainer_bytes(best.place.trainers, best.costs.route) <= 0.9 * 80e9
-    assert best.costs.setting.room(best.place.tp) >= best.max_running * best.costs.setting.episode
+    assert best.costs.setting.room(best.place.tp) >= best.max_running * best.costs.setting.episodes.tokens
     assert plan.best.rate >= 0.95 * max(split.rate for split in plan.splits)
     assert plan.best.outcome.staleness_max <= plan.best.outcome.staleness_bound
     assert plan.synchronous.outcome.staleness_max == 0 and plan.synchronous.rate < plan.best.rate
@@ -299,7 +299,7 @@ def test_a_rate_is_of_groups_and_has_a_spread(plan: Plan) -> None:
     rated = Rated(plan.best.candidate, replace(plan.best.outcome, steps_s=steps, filling=3))
     assert rated.candidate.schedule.max_staleness == 2
     assert rated.spread == pytest.approx(0.5 / 4.5)
-    assert rated.rate == pytest.approx(8 * 2 * rated.candidate.request.episodes.tokens / 1.5)
+    assert rated.rate == pytest.approx(8 * 2 * rated.candidate.request.setting.episodes.tokens / 1.5)
 
 
 def test_no_token_is_older_than_the_lag_that_was_asked_for() -> None:
@@ -342,7 +342,7 @@ def test_what_a_plan_says_has_its_numbers_and_can_be_run(plan: Plan) -> None:
 
 def test_what_cannot_be_done_says_what_would() -> None:
     """18 bytes of 30.5 G parameters are 550 GB, the movable model 61; a device has 72 GB, and some for a pass."""
-    with pytest.raises(ConfigError, match=r"does not fit 4 H100: training takes 611 GB .* --gpus (\d+) would") as told:
+    with pytest.raises(ConfigError, match=r"not fit 4 H100, .* training takes 611 GB .* --gpus (\d+) would") as told:
         suggest(asked(model=PRESETS["30B-A3B"], devices=4))
     needed = int(re.findall(r"--gpus (\d+)", str(told.value))[0])
     assert 9 < needed <= 12
@@ -350,7 +350,7 @@ def test_what_cannot_be_done_says_what_would() -> None:
     enough = replace(asked(model=PRESETS["30B-A3B"]).setting, recompute=True)
     assert list(placements(enough, "snapshot_old", schedule, devices=needed))
     assert not list(placements(enough, "snapshot_old", schedule, devices=needed - 1))
-    with pytest.raises(ConfigError, match="eight hold 576 GB, and an engine needs 3920 GB"):
+    with pytest.raises(ConfigError, match=r"an engine 3920 GB for weights, .* Larger devices are needed"):
         suggest(asked(model=replace(PRESETS["235B-A22B"], experts=1100), devices=512))
 
 
@@ -407,8 +407,8 @@ def test_a_run_is_read_as_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         workload=Workload(recorded=((Shape(10, (Spoken(30, 0, 0),)),),)),
         costs=Proportional(train_token=1e-5, decode=1e-3, decode_reply=2e-6),
     )
-    monkeypatch.setattr("afterimage.plan.calibrate.like", lambda run: ran)
-    device, shares = read(tmp_path, model)
+    monkeypatch.setattr("afterimage.plan.measured.like", lambda run: ran)
+    device, shares = as_device(tmp_path, model)
     token = model.forward_flops(20)
     assert device.flops == pytest.approx(token / 2e-6) and shares.decode == 1 and shares.step_s == 1e-3
     assert device.flops * shares.matmul == pytest.approx(3 * token / 1e-5)

@@ -22,7 +22,7 @@ from afterimage.old_logps import Needs
 from afterimage.plan import measured
 from afterimage.plan.costs import Proportional
 from afterimage.plan.engines import Engine, Engines, Places, Reply
-from afterimage.plan.simulate import Constant, Fleet, LogNormal, Outcome, Recorded, Shape, Spoken, Workload, simulate
+from afterimage.plan.simulate import Constant, Fleet, LogNormal, Outcome, Shape, Spoken, Workload, simulate
 from afterimage.plan.world import World
 from afterimage.trajectory import Given, Sampled, Task, Trajectory
 
@@ -137,7 +137,7 @@ def test_a_synchronous_step_is_generation_and_training_one_after_the_other() -> 
     assert outcome.steps_s == pytest.approx([prefill + decode + train] * 4)
     assert outcome.staleness_histogram == {0: 4 * 16 * 50}
     assert outcome.trainer_busy_share == pytest.approx(train / (prefill + decode + train))
-    assert "synchronous" in outcome.bottleneck
+    assert outcome.bottleneck.startswith("Taking turns")
 
 
 @pytest.mark.parametrize(("train_token", "named"), [(1e-3, "Training"), (1e-5, "Generation")])
@@ -146,7 +146,7 @@ def test_an_asynchronous_step_is_the_longer_of_both(train_token: float, named: s
     costs = replace(COSTS, prefill_token=0.0, train_token=train_token)
     outcome = simulate(LENGTHS, fleet, schedule, costs, steps=12)
     generation = 50 * (0.01 + 16e-4)
-    assert outcome.seconds_per_step == pytest.approx(max(generation, 16 * 150 * train_token), rel=1e-6)
+    assert outcome.mean_step_s == pytest.approx(max(generation, 16 * 150 * train_token), rel=1e-6)
     assert outcome.bottleneck.startswith(named)
 
 
@@ -180,6 +180,15 @@ def test_with_stragglers_the_oldest_token_is_as_old_as_the_bound(staleness: int)
     fast = Proportional(decode=0.01, train=0.05)
     outcome = simulate(Workload(recorded=slow), Fleet(max_running=64), schedule, fast, steps=20)
     assert outcome.staleness_max == outcome.staleness_bound == staleness
+
+
+def test_a_version_of_several_steps_is_begun_with_its_first_part() -> None:
+    schedule, fleet = replace(SCHEDULE, max_staleness=1, groups_per_step=2), Fleet(max_running=8, steps_per_version=2)
+    costs = Proportional(decode=0.01, train=0.3, load=0.1)  # 8 of the 16 episodes at a time
+    outcome = simulate(LENGTHS, fleet, schedule, costs, steps=9)
+    # the second half is generated while the first is trained on; the engines then wait for the version
+    assert sum(outcome.steps_s[-2:]) == pytest.approx(0.5 + 0.5 + 0.3 + 0.1)
+    assert set(outcome.staleness_histogram) == {0} and outcome.staleness_bound == 0
 
 
 @pytest.mark.parametrize("window", [2, 5, 16])
@@ -225,13 +234,12 @@ def test_time_outs_end_attempts_and_are_counted() -> None:
     assert whole(outcome) < outcome.sampled_tokens  # what they had said is sampled in vain
 
 
-def test_a_distribution_is_cut_with_its_mean_kept_and_records_are_drawn_whole() -> None:
+def test_a_distribution_is_cut_with_its_mean_kept_and_recorded_groups_are_drawn_whole() -> None:
     import numpy as np
 
     random = np.random.default_rng(0)
     drawn = LogNormal.cut(4000, 1.2, 32000).draw(random, 200_000)
     assert drawn.mean() == pytest.approx(4000, rel=0.02) and drawn.max() == 32000
-    assert set(Recorded((1.0, 5.0)).draw(random, 50)) == {1.0, 5.0}
     group = (Shape(5, (Spoken(1, 2, 1), Spoken(3, 0, 0))),) * 3
     assert Workload(recorded=(group,)).group(random, 3) == list(group)
     assert sum(shape.tokens <= 90 for shape in replace(TAILED, max_tokens=90).group(random, 20)) == 20
@@ -254,12 +262,18 @@ def test_what_cannot_be_is_told_in_one_line(tmp_path: Path, capsys: pytest.Captu
     for words, told in {
         "--set costs.decod=1": "did you mean costs.decode",
         "--set fleet.engines=many": "must be a whole number",
+        "--set costs.decode=nan": "--set: costs.decode must be a number of 0 or more, got 'nan'",
+        "--set workload.tool_s=-1~2": "--set: workload.tool_s must be N",
+        "--set costs.decode=1 costs.train=1 workload.turns=2 workload.tool_s=5 workload.timeout_s=1": "afterimage: the "
+        "simulated run fails: all 128 episodes of a batch failed",
         "--set schedule.window=2": "nothing says what things cost",
         f"--like {tmp_path}": "is not a run folder",
     }.items():
         with pytest.raises(SystemExit) as left:
             main(["simulate", *words.split()])
-        assert left.value.code == 2 and told in capsys.readouterr().err
+        assert left.value.code == 2 and told in (said := capsys.readouterr().err) and "Traceback" not in said
+    with pytest.raises(ConfigError, match="steps_per_version 2: where engines stand"):
+        simulate(LENGTHS, Fleet(colocated=True, steps_per_version=2), SCHEDULE, COSTS, steps=2)
     with pytest.raises(ConfigError, match="at least 2 steps"):
         simulate(LENGTHS, Fleet(), SCHEDULE, COSTS, steps=1)
 
@@ -289,9 +303,12 @@ def test_the_benchmark_says_what_it_missed() -> None:
     (lines,) = bench(["--smoke"]).values()
     assert any(line.startswith("| APRIL 4B, 8 GPUs | 1.23 to 1.44 |") for line in lines)
     sync = simulate(LENGTHS, Fleet(), SCHEDULE, COSTS, steps=3)
-    told = {ratio: of_others([Compared(APRIL, ratio, sync)])[2] for ratio in (1.0, 1.3, 1.5)}
+    claimed = replace(APRIL, unclaimed="")
+    told = {ratio: of_others([Compared(claimed, ratio, sync)])[2] for ratio in (1.0, 1.3, 1.5)}
     assert told[1.0].endswith("-18% | missed |") and told[1.3].endswith("+0% | met |")
     assert told[1.5].endswith("+4% | met |")
+    others = of_others([Compared(APRIL, 1.3, sync)])
+    assert others[2].endswith("| not claimed |") and any(APRIL.unclaimed in line for line in others[3:])
 
 
 def test_what_a_run_cost_is_found_again_in_its_records(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from afterimage.observe.live import LiveDisplay
 from afterimage.observe.metrics import EVENTS, BrokenFile, RunFolder, RunLog
 from afterimage.observe.report import write_report
 from afterimage.parts import Parts
+from afterimage.patience import first_leaf
 from afterimage.policy import DTYPES, Policy
 from afterimage.publish import DirectPublisher
 from afterimage.recording import WENT_WRONG, WentWrong
@@ -260,14 +261,6 @@ async def _supervise(parts: Parts) -> bool:
             await parts.engine.close()
         parts.log.close()
     return done
-
-
-def first_leaf(group: BaseException) -> BaseException:
-    """The error that began it: groups nest as tasks do, and the first to fail comes first."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def evaluate(trained: Path, config: RunConfig, *, attempts: int = 1, console: Console | None = None) -> Grade:

@@ -4,13 +4,13 @@ Parallel work is taken to divide evenly: a sharded trainer, engines with tensor 
 ranks that hold its shards. What the trainer and the network do at the same time is taken to overlap in full.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from afterimage.plan import deltas
 from afterimage.plan.hardware import Device, Shares
 from afterimage.plan.models import WORD, Model
 from afterimage.plan.route_costs import RouteCost
+from afterimage.plan.workload import Episodes
 
 TRAINED_BYTES = 18
 """A parameter in training: 2 of its bfloat16 weight, 4 of its float32 master, 4 of the gradient, 8 of Adam's."""
@@ -26,15 +26,6 @@ MICRO_TOKENS = 4096
 """Tokens of a training pass, unless an episode is longer: the default of `trainer.micro_tokens`."""
 
 
-def seen_in(lengths: Collection[float]) -> float:
-    """Others that a token sees in sequences of these lengths: half of E[L^2] / E[L], for most are in long ones.
-
-    >>> seen_in([10, 10]), seen_in([1, 19])
-    (5.0, 9.05)
-    """
-    return sum(length**2 for length in lengths) / sum(lengths) / 2
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What is given: model, device, and what a step's work is like."""
@@ -43,16 +34,19 @@ class Setting:
     device: Device
     shares: Shares
     lr: float
-    episode: float
-    """Tokens of an episode, in the mean."""
-    seen: float
-    """Others that a token of it sees, in the mean: `seen_in` the episodes."""
-    longest: float
-    """Tokens of the longest one to be held."""
-    given: float
-    """Share of it that comes before the first reply."""
+    episodes: Episodes
     recompute: bool = False
     """Activations are computed again in the backward pass."""
+
+    @property
+    def flops(self) -> float:
+        """Operations a second that a device reaches in training, scoring and prefill."""
+        return self.device.flops * self.shares.matmul
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second that it reaches of its memory."""
+        return self.device.bandwidth * self.shares.bandwidth
 
     def trainer_bytes(self, devices: int, route: RouteCost) -> float:
         """Of each of the trainer's devices: a share of weights, optimizer and route, and one pass's activations."""
@@ -64,8 +58,14 @@ class Setting:
 
     @property
     def pass_bytes(self) -> float:
-        """Of the activations of one training pass."""
-        return self._activation_bytes * max(MICRO_TOKENS, self.longest)
+        """Of the activations of one training pass. Of a token: what backward reads of each layer (its input and the
+        norms', queries, keys, values and their product, four of the MLP's width), or with `recompute` the layers'
+        inputs and one layer's."""
+        model = self.model
+        width = model.active * model.expert_ffn if model.experts else model.ffn
+        layer = WORD * (4 * model.hidden + 2 * (model.heads + model.kv_heads) * model.head_dim + 4 * width)
+        token = model.layers * WORD * model.hidden + layer if self.recompute else model.layers * layer
+        return token * max(MICRO_TOKENS, self.episodes.longest)
 
     def room(self, tp: int) -> float:
         """Tokens of context that an engine of `tp` devices has memory for; negative where the weights alone do not fit.
@@ -74,15 +74,6 @@ class Setting:
         """
         free = tp * self.device.memory * self.shares.memory - self.model.copy_bytes
         return free / (self.model.kv_bytes * max(1.0, tp / self.model.kv_heads))
-
-    @property
-    def _activation_bytes(self) -> float:
-        """Of one token: what backward reads of each layer (its input and the norms', queries, keys, values and their
-        product, four of the MLP's width), or with `recompute` the layers' inputs and one layer's."""
-        model = self.model
-        width = model.active * model.expert_ffn if model.experts else model.ffn
-        layer = WORD * (4 * model.hidden + 2 * (model.heads + model.kv_heads) * model.head_dim + 4 * width)
-        return model.layers * WORD * model.hidden + layer if self.recompute else model.layers * layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +97,10 @@ class Placement:
     def told(self) -> str:
         """
         >>> Placement(4, 2, 2).told
-        '4 GPUs train, 2 engines of 2 GPUs each sample'
+        '4 GPUs to train, 2 x 2 to sample'
         """
-        train = f"{self.trainers} GPU{'s' * (self.trainers > 1)} train{'s' * (self.trainers == 1)}"
-        scorers = f", {self.scorers} score" if self.scorers else ""
-        engines = f"{self.engines} engine{'s' * (self.engines > 1)} of {self.tp} GPU{'s' * (self.tp > 1)}"
-        engines += f"{' each' * (self.engines > 1)} sample{'s' * (self.engines == 1)}"
-        return f"{train}{scorers}, {engines}{' in turns with them' * self.colocated}"
+        also = f", {self.scorers} to score" * (self.scorers > 0) + ", in turns" * self.colocated
+        return f"{self.trainers} GPUs to train, {self.engines} x {self.tp} to sample{also}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,16 +117,16 @@ class Analytic:
 
     def step_s(self, replies: int, context: int) -> float:
         """One token for each of `replies`: the larger of reading (weights, keys, values) and of computing."""
-        model, device, shares, tp = self._model, self._device, self._shares, self.place.tp
+        at, model, tp = self.setting, self.setting.model, self.place.tp
         read = model.read_bytes(replies) + model.kv_bytes * context
         computed = replies * model.forward_flops(context / max(1, replies))
-        moved = max(read / (device.bandwidth * shares.bandwidth), computed / (device.flops * shares.decode)) / tp
-        return moved + self._reduce_s(replies) + shares.step_s
+        read_s, computed_s = read / at.bandwidth, computed / (at.device.flops * at.shares.decode)
+        return max(read_s, computed_s) / tp + self._reduce_s(replies) + at.shares.step_s
 
     def prefill_s(self, tokens: int) -> float:
-        """Contexts of `tokens` in all, each token seeing `Setting.seen`. They ride on steps that read weights."""
-        computed = tokens * self._model.forward_flops(self.setting.seen)
-        return computed / (self.place.tp * self._device.flops * self._shares.matmul) + self._reduce_s(tokens)
+        """Contexts of `tokens` in all, each token seeing `Episodes.seen`. They ride on steps that read weights."""
+        computed = tokens * self.setting.model.forward_flops(self.setting.episodes.seen)
+        return computed / (self.place.tp * self.setting.flops) + self._reduce_s(tokens)
 
     def train_s(self, tokens: int) -> float:
         """Forward, backward of twice that (three times with `recompute`), and the optimizer."""
@@ -151,77 +139,59 @@ class Analytic:
         the way to the next batch's included, and no more than are kept.
         """
         route, trainers = self.route, self.place.trainers
-        scoring = self.forward_s(tokens) * route.forwarded(versions, given=self.setting.given)
+        scoring = self.forward_s(tokens) * route.forwarded(versions, given=self.setting.episodes.given)
         if route.apart:
             apart = scoring * trainers / self.place.scorers
-            handed = HANDED_S * self._model.copy_bytes / (trainers * self._shares.cores)
+            handed = HANDED_S * self.setting.model.copy_bytes / (trainers * self.setting.shares.cores)
             return max(0.0, apart - self.train_s(tokens)) + handed
         restoring = min(self.live - 1, versions) * self.walk_s * route.chain
-        traffic = route.traffic_bytes(self._model) / (self._device.bandwidth * self._shares.bandwidth * trainers)
+        traffic = route.traffic_bytes(self.setting.model) / (self.setting.bandwidth * trainers)
         return scoring + restoring + traffic
 
     def publish_s(self) -> float:
         """Bringing the weights to main memory, and with a version store forming their delta."""
-        return self._to_host_s + self.encode_s
+        link = self.setting.device.host_link * self.setting.shares.link
+        return self.setting.model.copy_bytes / (self.place.trainers * link) + self.encode_s
 
     def load_s(self) -> float:
         """What travels, and loading the weights from main memory: whole, or as a delta where that is quicker.
 
         Engines pass on what they get, so that their number does not count.
         """
-        tp, device, shares = self.place.tp, self._device, self._shares
-        load = self._model.copy_bytes / (tp * device.host_link * shares.link)
+        tp, device, shares = self.place.tp, self.setting.device, self.setting.shares
+        model, load = self.setting.model, self.setting.model.copy_bytes / (tp * device.host_link * shares.link)
         if self.place.colocated or self.place.devices <= device.node:
             return load
         link = tp * device.network * shares.link
-        whole = self._model.copy_bytes / link
-        apply = self.walk_s * self.place.trainers / tp
-        return load + (min(whole, self.delta_bytes / link + apply) if self.route.chain else whole)
+        whole, applied = model.copy_bytes / link, self.walk_s * self.place.trainers / tp
+        delta = deltas.delta_bytes(model.parameters, self.setting.lr) / link + applied
+        return load + (min(whole, delta) if self.route.chain else whole)
 
     @property
     def encode_s(self) -> float:
         """Of the trainer's ranks, each forming the delta of its shard."""
-        cores = self.place.trainers * self._shares.cores
-        return deltas.encode_s(self._model.parameters, self.setting.lr) / cores * self.route.chain
+        cores = self.place.trainers * self.setting.shares.cores
+        return deltas.encode_s(self.setting.model.parameters, self.setting.lr) / cores * self.route.chain
 
     @property
     def walk_s(self) -> float:
         """The same of applying one."""
-        return deltas.walk_s(self._model.parameters, self.setting.lr) / (self.place.trainers * self._shares.cores)
-
-    @property
-    def delta_bytes(self) -> float:
-        return deltas.delta_bytes(self._model.parameters, self.setting.lr)
+        alone = deltas.walk_s(self.setting.model.parameters, self.setting.lr)
+        return alone / (self.place.trainers * self.setting.shares.cores)
 
     def forward_s(self, tokens: float) -> float:
         """The trainer's, over a batch once."""
-        flops = tokens * self._model.forward_flops(self.setting.seen)
-        return flops / (self.place.trainers * self._device.flops * self._shares.matmul)
+        flops = tokens * self.setting.model.forward_flops(self.setting.episodes.seen)
+        return flops / (self.place.trainers * self.setting.flops)
 
     @property
     def optimizer_s(self) -> float:
-        moved = _STEPPED_BYTES * self._model.parameters
-        return moved / (self.place.trainers * self._device.bandwidth * self._shares.bandwidth)
-
-    @property
-    def _to_host_s(self) -> float:
-        return self._model.copy_bytes / (self.place.trainers * self._device.host_link * self._shares.link)
+        moved = _STEPPED_BYTES * self.setting.model.parameters
+        return moved / (self.place.trainers * self.setting.bandwidth)
 
     def _reduce_s(self, tokens: int) -> float:
         """Two all-reduces a layer of tensor parallelism, as rings: 2 (tp - 1) / tp of the activations each,
         and what an all-reduce takes however little is sent."""
-        tp, model = self.place.tp, self._model
+        tp, model = self.place.tp, self.setting.model
         sent = 2 * model.layers * tokens * model.hidden * WORD * 2 * (tp - 1) / tp
-        return sent / (self._device.link * self._shares.link) + 2 * model.layers * REDUCE_S * (tp > 1)
-
-    @property
-    def _model(self) -> Model:
-        return self.setting.model
-
-    @property
-    def _device(self) -> Device:
-        return self.setting.device
-
-    @property
-    def _shares(self) -> Shares:
-        return self.setting.shares
+        return sent / (self.setting.device.link * self.setting.shares.link) + 2 * model.layers * REDUCE_S * (tp > 1)

@@ -1,30 +1,29 @@
 """The verbs of this room. Nothing here imports torch before it must."""
 
 import argparse
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from rich.console import Console
 from rich.table import Table
 
-from afterimage.config import ConfigError, OldLogpsConfig, ScheduleConfig, nearest
+from afterimage.config import ConfigError, OldLogpsConfig, ScheduleConfig
 from afterimage.plan.costs import Proportional
 from afterimage.plan.plan_command import add_plan
-from afterimage.plan.workload import Constant, Distribution, LogNormal, Workload
+from afterimage.plan.words import given
+from afterimage.plan.workload import Fleet, Workload
 
 if TYPE_CHECKING:
     from afterimage.plan.outcome import Outcome
 
-NAMES = """what --set takes, NAME=VALUE:
-  schedule.    max_staleness, groups_per_step, group_size, window: as afterimage train has them
-  fleet.       engines, max_running, cache_tokens, keep_cache, colocated, failures_per_hour, restart_s
-  workload.    prompt_tokens, turns, reply_tokens, tool_tokens, tool_s: a number, or log-normal as MEAN~SIGMA (SIGMA
-               of the logarithm), or MEAN~SIGMA<MOST (cut there, the mean kept); prompt_share, max_tokens, timeout_s,
-               retries
-  costs.       in seconds: decode, decode_reply, decode_context (a decoding step, by reply, by token of context),
-               prefill_token, train, train_token, optimizer_s, old, old_token, old_version_token, publish, load
+_SECTIONS = {"schedule": ScheduleConfig, "fleet": Fleet, "workload": Workload, "costs": Proportional}
+_KINDS = {f"{at}.{name}": kind for at, cls in _SECTIONS.items() for name, kind in get_type_hints(cls).items()}
+del _KINDS["workload.recorded"]
+_NAMES = f"""what --set takes, NAME=VALUE (episodes: a number, or log-normal as MEAN~SIGMA of the logarithm, or
+MEAN~SIGMA<MOST, cut there, the mean kept; costs in seconds):
+{fill(", ".join(_KINDS), 118, initial_indent="  ", subsequent_indent="  ")}
 
   afterimage simulate --like runs/x --set schedule.max_staleness=4
   afterimage simulate --set fleet.engines=64 "workload.reply_tokens=4000~1<32000" "workload.tool_s=5~1.2" \\
@@ -34,22 +33,14 @@ NAMES = """what --set takes, NAME=VALUE:
 
 def add(verbs: Any) -> None:
     """Put the verbs of this room where the others are."""
-    verb = verbs.add_parser(
-        "simulate",
-        help="what a setting would do, on a virtual clock",
-        epilog=NAMES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    verb.add_argument(
-        "--like", type=Path, metavar="RUN", help="begin with episodes and costs of the run in this folder"
-    )
-    verb.add_argument(
-        "--set", nargs="+", default=[], metavar="NAME=VALUE", help="what is given, or different: see below"
-    )
-    verb.add_argument("--steps", type=int, default=0, metavar="N", help="Now: 20 once the line is full")
-    verb.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn. Now: 0")
+    verb = verbs.add_parser("simulate", help="what a setting would do, on a virtual clock", allow_abbrev=False)
+    verb.epilog, verb.formatter_class = _NAMES, argparse.RawDescriptionHelpFormatter
     verb.set_defaults(act=_simulate)
+    add = verb.add_argument
+    add("--like", type=Path, metavar="RUN", help="begin with episodes and costs of the run in this folder")
+    add("--set", nargs="+", default=[], metavar="NAME=VALUE", help="what is given, or different: see below")
+    add("--steps", type=int, default=0, metavar="N", help="Now: 20 once the line is full")
+    add("--seed", type=int, default=0, metavar="N", help="of what is drawn. Now: 0")
     add_plan(verbs)
 
 
@@ -57,87 +48,40 @@ def _simulate(chosen: argparse.Namespace) -> int:
     from afterimage.plan.measured import Setting, like
     from afterimage.plan.parts import needs
     from afterimage.plan.route_costs import ROUTES
-    from afterimage.plan.simulate import Fleet, simulate
+    from afterimage.plan.simulate import simulate
 
-    given = parse(chosen.set, {"schedule": ScheduleConfig, "fleet": Fleet, "workload": Workload, "costs": Proportional})
+    changed: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
+    for word, value in given("--set", chosen.set, _KINDS).items():
+        section, _, name = word.partition(".")
+        changed[section][name] = value
     if chosen.like:
         setting = like(chosen.like)
     else:
         route = needs(ROUTES[OldLogpsConfig().route])
         setting = Setting(Workload(), Fleet(), ScheduleConfig(), Proportional(), route)
         for needed in ("decode", "train"):
-            if not any(name.startswith(needed) for name in given["costs"]):
-                raise ConfigError(
-                    f"nothing says what things cost: --like RUN, or --set costs.{needed}=SECONDS and others"
-                )
-    if setting.workload.recorded and given["workload"].keys() & {
-        "prompt_tokens",
-        "turns",
-        "reply_tokens",
-        "tool_tokens",
-    }:
-        given["workload"]["recorded"] = ()
-    setting = replace(setting, **{name: replace(getattr(setting, name), **changes) for name, changes in given.items()})
+            if not any(name.startswith(needed) for name in changed["costs"]):
+                wanted = f"--like RUN, or --set costs.{needed}=SECONDS and others"
+                raise ConfigError(f"nothing says what things cost: {wanted}")
+    if changed["workload"].keys() & {"prompt_tokens", "turns", "reply_tokens", "tool_tokens"}:
+        changed["workload"]["recorded"] = ()
+    setting = replace(setting, **{name: replace(getattr(setting, name), **with_) for name, with_ in changed.items()})
     steps = chosen.steps or 21 + setting.schedule.max_staleness
     parts = setting.workload, setting.fleet, setting.schedule, setting.costs
     outcome = simulate(*parts, steps=steps, seed=chosen.seed, needs=setting.needs)
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(table(outcome))
-    console.print(outcome.bottleneck)
+    Console(soft_wrap=True, highlight=False).print(table(outcome), outcome.bottleneck, sep="\n")
     return 0
-
-
-def parse(words: Sequence[str], sections: Mapping[str, type[Any]]) -> dict[str, dict[str, Any]]:
-    """`SECTION.NAME=VALUE` by section, each value as its field has it.
-
-    >>> parse(["costs.decode=0.01", "workload.tool_s=5~1.2"], {"costs": Proportional, "workload": Workload})
-    {'costs': {'decode': 0.01}, 'workload': {'tool_s': LogNormal(mean=5.0, sigma=1.2, most=inf)}}
-    """
-    known = {f"{section}.{field.name}": section for section, cls in sections.items() for field in fields(cls)}
-    found: dict[str, dict[str, Any]] = {section: {} for section in sections}
-    for word in words:
-        name, _, text = word.partition("=")
-        if name not in known or name == "workload.recorded":
-            raise ConfigError(f"--set cannot change {name!r}{nearest(name, list(known))}")
-        section, _, field = name.partition(".")
-        found[section][field] = _read(get_type_hints(sections[section])[field], name, text)
-    return found
-
-
-def _read(kind: Any, name: str, text: str) -> Any:
-    try:
-        if kind is Distribution:
-            return distribution(text)
-        if kind is bool:
-            return {"true": True, "false": False}[text.lower()]
-        return kind(text)
-    except (ValueError, KeyError) as error:
-        wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(
-            kind, "N, MEAN~SIGMA or MEAN~SIGMA<MOST"
-        )
-        raise ConfigError(f"--set {name} must be {wanted}, got {text!r}") from error
-
-
-def distribution(text: str) -> Distribution:
-    """
-    >>> distribution("512"), distribution("100~0.5")
-    (Constant(value=512.0), LogNormal(mean=100.0, sigma=0.5, most=inf))
-    """
-    mean, spreads, rest = text.partition("~")
-    if not spreads:
-        return Constant(float(mean))
-    sigma, cut, most = rest.partition("<")
-    return LogNormal.cut(float(mean), float(sigma), float(most)) if cut else LogNormal(float(mean), float(sigma))
 
 
 def table(outcome: "Outcome") -> Table:
     """What a simulated run came to."""
-    low, high = min(outcome.steady_s), max(outcome.steady_s)
+    low, high, all_s = min(outcome.steady_s), max(outcome.steady_s), sum(outcome.steady_s)
     ages = ", ".join(f"{age}: {tokens:,}" for age, tokens in outcome.staleness_histogram.items())
     rows = {
         "seconds per step": f"{outcome.mean_step_s:.3g} in the mean ({low:.3g} to {high:.3g})",
         "groups": f"{60 * outcome.groups_per_s:.3g} a minute",
-        "tokens": f"{outcome.trained_tokens_per_s:,.0f} trained a second, {outcome.sampled_tokens_per_s:,.0f} sampled",
+        "tokens": f"{outcome.trained_tokens / all_s:,.0f} trained a second, "
+        f"{outcome.trained_sampled / all_s:,.0f} sampled",
         "engines": f"busy {outcome.engine_busy_share:.0%}",
         "trainer": f"busy {outcome.trainer_busy_share:.0%} (old log-probabilities {outcome.old_logps_share:.0%}), "
         f"waits for groups {outcome.trainer_wait_share:.0%}",

@@ -1,6 +1,30 @@
-"""Costs that grow in proportion to what there is to do. Imports no torch."""
+"""What things cost, and costs that grow in proportion to what there is to do. Imports no torch."""
 
 from dataclasses import dataclass
+from typing import Protocol
+
+
+class Costs(Protocol):
+    """Seconds that things take. Engine costs are of one engine, trainer costs of the whole trainer."""
+
+    def step_s(self, replies: int, context: int) -> float:
+        """A decoding step of so many replies, with so many tokens of context in all; `prefill_s` computes such."""
+
+    def prefill_s(self, tokens: int) -> float: ...
+
+    def train_s(self, tokens: int) -> float:
+        """A whole batch. `optimizer_s` of it come once the engines have the version before."""
+
+    @property
+    def optimizer_s(self) -> float: ...
+
+    def old_logps_s(self, tokens: int, versions: float) -> float:
+        """The route's share of the trainer's time, for a batch whose sequences hold so many versions on average."""
+
+    def publish_s(self) -> float:
+        """To make a version ready, while engines go on. They stand still for `load_s` to take it."""
+
+    def load_s(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,21 +10,15 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from afterimage.engines.several import MAX_AHEAD, WORTH
+from afterimage.plan.costs import Costs
 from afterimage.plan.world import World
-
-
-class EngineCosts(Protocol):
-    """Seconds that one engine takes."""
-
-    def step_s(self, replies: int, context: int) -> float: ...
-
-    def prefill_s(self, tokens: int) -> float: ...
 
 
 class Reply:
@@ -66,7 +60,7 @@ class Engine:
     beyond the memory, the newest waits again, and is computed again.
     """
 
-    def __init__(self, world: World, costs: EngineCosts, places: Places, number: int) -> None:
+    def __init__(self, world: World, costs: Costs, places: Places, number: int) -> None:
         self.number = number
         self.busy = 0
         """Replies that are its own: running, waiting, or held while it stands still."""
@@ -75,7 +69,7 @@ class Engine:
         self.up, self.standing = True, True
         self.prompts: set[int] = set()
         """Groups whose prompt it has computed."""
-        self.busy_s, self.prefill_tokens, self.sampled, self.lost = 0.0, 0, 0, 0
+        self.busy_s, self.sampled, self.lost = 0.0, 0, 0
         self._world, self._costs, self._places = world, costs, places
         self._running: list[tuple[int, int, Reply]] = []
         self._order = count()
@@ -87,10 +81,6 @@ class Engine:
         self._at = self._decoded = 0.0
         """When its next step can begin, and when its last one ended: contexts are computed in between."""
         self._turn = 0
-
-    @property
-    def running(self) -> int:
-        return len(self._running)
 
     def take(self, reply: Reply) -> None:
         """A reply to sample; it waits while the engine stands still or is full."""
@@ -174,7 +164,6 @@ class Engine:
             took = self._costs.prefill_s(tokens)
             self._at += took
             self.busy_s += took
-            self.prefill_tokens += tokens
         reply.engine, reply.since = self, self._steps
         heapq.heappush(self._running, (self._steps + reply.left, next(self._order), reply))
         self._context += reply.context
@@ -202,9 +191,11 @@ class Engine:
     def _evict(self) -> None:
         """What is kept gives way to what runs, and that to itself."""
         most, tokens = self._places
-        while self._kept and (
-            self._held + self._context > tokens if tokens else len(self._kept) + len(self._running) > most
-        ):
+
+        def crowded() -> bool:
+            return self._held + self._context > tokens if tokens else len(self._kept) + len(self._running) > most
+
+        while self._kept and crowded():
             self._lose(next(iter(self._kept)))
         while tokens and len(self._running) > 1 and self._room() < len(self._running):
             newest = max(self._running, key=lambda one: one[1])
@@ -253,11 +244,10 @@ class Engine:
     def _schedule(self) -> None:
         """Be here again when the next reply is complete, or the memory full."""
         self._turn += 1
-        if not self._running:
-            return
-        steps, turn = self._ahead(), self._turn
-        due = self._at + steps * self._step_s(steps) if steps else self._at
-        self._world.at(due, lambda: self._complete(turn))
+        if self._running:
+            steps = self._ahead()
+            due = self._at + steps * self._step_s(steps) if steps else self._at
+            self._world.at(due, partial(self._complete, self._turn))
 
     def _complete(self, turn: int) -> None:
         if turn != self._turn:
@@ -311,19 +301,13 @@ class Engines:
             self._rank(engine)
 
     def sample(self, reply: Reply) -> None:
-        engine = self._route(reply)
-        if engine is None:
-            self._homeless.append(reply)
-        else:
-            engine.take(reply)
-
-    def _route(self, reply: Reply) -> Engine | None:
         idlest, at = self._idlest(), reply.engine
         if idlest is None:
-            return None
-        if at is not None and at.up and at.busy - idlest.busy <= min(MAX_AHEAD, reply.cached / WORTH):
-            return at
-        return idlest
+            self._homeless.append(reply)
+        elif at is not None and at.up and at.busy - idlest.busy <= min(MAX_AHEAD, reply.cached / WORTH):
+            at.take(reply)
+        else:
+            idlest.take(reply)
 
     def _idlest(self) -> Engine | None:
         """Of those that are up. Every change of `busy` is on the heap, and what is there and no longer true is not."""
@@ -362,16 +346,17 @@ class Engines:
 
     def fail(self, random: np.random.Generator, per_hour: float) -> None:
         """Let engines die at this rate from here on."""
-        for engine in self.members:
-            self._doom(engine, random, per_hour)
 
-    def _doom(self, engine: Engine, random: np.random.Generator, per_hour: float) -> None:
-        def strike() -> None:
+        def doom(engine: Engine) -> None:
+            self._world.at(self._world.now + random.exponential(3600 / per_hour), partial(strike, engine))
+
+        def strike(engine: Engine) -> None:
             if engine.up:
                 self._kill(engine)
-            self._doom(engine, random, per_hour)
+            doom(engine)
 
-        self._world.at(self._world.now + random.exponential(3600 / per_hour), strike)
+        for engine in self.members:
+            doom(engine)
 
     def _kill(self, engine: Engine) -> None:
         homeless = engine.die()

@@ -4,8 +4,8 @@ In the records that go through the loop one token stands for one piece; the true
 """
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
@@ -19,27 +19,18 @@ from afterimage.schedule import Ledger
 from afterimage.trajectory import Failure, Given, Group, Handout, Open, Sampled, Task, Trajectory
 
 
-@dataclass(slots=True)
-class Lives:
-    """Sums over episodes that ended."""
-
-    episodes: int = 0
-    life_s: float = 0.0
-    tool_s: float = 0.0
-    engine_s: float = 0.0
-    ready_s: float = 0.0
-    failed: int = 0
-
-
 class Episode:
     """One episode on its way through engine and environment, as `rollout.Rollout` runs it."""
 
     __slots__ = (
-        "asked", "began", "ended", "failures", "number", "pieces", "reply", "rollout", "shape", "siblings", "turn",
+        "asked", "began", "done", "ended", "failures", "group", "number", "pieces", "reply", "rollout", "shape", "turn",
     )  # fmt: skip
 
-    def __init__(self, rollout: "SimulatedRollout", siblings: "Siblings", shape: Shape) -> None:
-        self.rollout, self.siblings, self.shape = rollout, siblings, shape
+    def __init__(
+        self, rollout: "SimulatedRollout", shape: Shape, *, group: int, done: "Callable[[Episode | None], None]"
+    ) -> None:
+        """`done` is told when it ends: itself, or None if it gave up."""
+        self.rollout, self.shape, self.group, self.done = rollout, shape, group, done
         self.failures = 0
         self.began = self.ended = self.asked = rollout.world.now
         self._begin()
@@ -49,7 +40,7 @@ class Episode:
         self.rollout.episodes[self.number] = self
         self.pieces: list[tuple[int, int]] = []
         self.turn = 0
-        self.reply = Reply(self.number, self.siblings.number, self.shape.prompt, self._said)
+        self.reply = Reply(self.number, self.group, self.shape.prompt, self._said)
         self._speak()
 
     def _speak(self) -> None:
@@ -64,7 +55,7 @@ class Episode:
             self.rollout.arrived(self.number, version)
         if complete:
             now = self.rollout.world.now
-            self.rollout.lives.engine_s += now - self.asked
+            self.rollout.lives["engine_s"] += now - self.asked
             self._answer(now)
 
     def _answer(self, now: float) -> None:
@@ -73,7 +64,7 @@ class Episode:
         took = self.rollout.tool_s(spoken.waits)
         late = took > workload.timeout_s
         took = min(took, workload.timeout_s)
-        self.rollout.lives.tool_s += took
+        self.rollout.lives["tool_s"] += took
         act = self._failed if late else self._go_on
         if took:
             self.rollout.world.at(now + took, act)
@@ -86,39 +77,24 @@ class Episode:
         if self.turn < len(self.shape.turns):
             self._speak()
         else:
-            self.rollout.lives.episodes += 1
-            self._end(gave_up=False)
+            self._end(self)
 
     def _failed(self) -> None:
         self.rollout.gave_up(self)
         self.failures += 1
         if self.failures > self.rollout.workload.retries:
-            self._end(gave_up=True)
+            self._end(None)
         else:
             self._begin()
 
-    def _end(self, *, gave_up: bool) -> None:
+    def _end(self, finished: "Episode | None") -> None:
         if self.reply.engine is not None:
             self.reply.engine.forget(self.number)
         self.ended = self.rollout.world.now
-        self.rollout.lives.life_s += 0.0 if gave_up else self.ended - self.began
-        self.siblings.ended(self, gave_up=gave_up)
-
-
-class Siblings:
-    """The episodes of a group. `done` is told when the last one ends."""
-
-    def __init__(self, number: int, size: int, done: Callable[[list[Episode]], None]) -> None:
-        self.number = number
-        self._left, self._done = size, done
-        self._finished: list[Episode] = []
-
-    def ended(self, episode: Episode, *, gave_up: bool) -> None:
-        self._left -= 1
-        if not gave_up:
-            self._finished.append(episode)
-        if not self._left:
-            self._done(self._finished)
+        if finished:
+            self.rollout.lives["episodes"] += 1
+            self.rollout.lives["life_s"] += self.ended - self.began
+        self.done(finished)
 
 
 _ONE = (0,)
@@ -131,7 +107,8 @@ class SimulatedRollout:
         self.world, self.engines, self.workload = world, engines, workload
         self.numbers = count()
         self.spent = Stopwatch()
-        self.lives = Lives()
+        self.lives: dict[str, float] = defaultdict(float)
+        """Sums over episodes that ended, and over attempts that failed."""
         self.episodes: dict[int, Episode] = {}
         """By number, until they are trained on or given up."""
         self._ledger, self._seed = ledger, seed
@@ -140,12 +117,18 @@ class SimulatedRollout:
         self._waits: list[float] = []
 
     async def group(self, handout: Handout, *, size: int, begin: Begin) -> Group:
-        ended: asyncio.Future[list[Episode]] = asyncio.get_running_loop().create_future()
-        siblings = Siblings(handout.number, size, lambda finished: self.world.tell(ended, finished))
-        shapes = self.workload.group(np.random.default_rng([self._seed, 0, handout.number]), size)
-        for shape in shapes:
-            Episode(self, siblings, shape)
-        finished = await ended
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        siblings: list[Episode | None] = []
+
+        def done(episode: Episode | None) -> None:
+            siblings.append(episode)
+            if len(siblings) == size:
+                self.world.tell(ended, None)
+
+        for shape in self.workload.group(np.random.default_rng([self._seed, 0, handout.number]), size):
+            Episode(self, shape, group=handout.number, done=done)
+        await ended
+        finished = [episode for episode in siblings if episode]
         failures = (Failure(handout.task, "step", "took too long"),) * (size - len(finished))
         trajectories = tuple(self._trajectory(episode, handout.task) for episode in finished)
         return Group(handout.task, trajectories, failures, handout.number)
@@ -163,7 +146,7 @@ class SimulatedRollout:
         self._ledger.arrived(Open(episode, _ONE, 0, self._sampled(version)))
 
     def gave_up(self, episode: Episode) -> None:
-        self.lives.failed += 1
+        self.lives["failed"] += 1
         self._ledger.settle([episode.number])
         del self.episodes[episode.number]
 

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, fields, replace
 
-from afterimage.limits import ConfigError, nearest, within
+from afterimage.limits import within
+from afterimage.plan.words import given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,16 +37,7 @@ class Shares:
     @classmethod
     def parse(cls, text: str) -> "Shares":
         """`name=value,...` in place of the assumptions."""
-        known, given = [field.name for field in fields(cls)], {}
-        for word in filter(None, text.split(",")):
-            name, _, value = word.partition("=")
-            if name not in known:
-                raise ConfigError(f"--shares cannot have {name!r}{nearest(name, known)}")
-            try:
-                given[name] = float(value)
-            except ValueError:
-                raise ConfigError(f"--shares: {name} must be a number, got {value!r}") from None
-        return replace(cls(), **given)
+        return replace(cls(), **given("--shares", filter(None, text.split(",")), cls.__annotations__))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

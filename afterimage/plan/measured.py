@@ -1,24 +1,29 @@
 """Costs and workload of a run that was run: what `afterimage simulate --like` begins with."""
 
+import os
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import combinations
+from dataclasses import dataclass, replace
+from itertools import combinations, groupby
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
+import torch
 
 from afterimage.config import ConfigError, ScheduleConfig
 from afterimage.journal import Journal
 from afterimage.observe.metrics import TRAJECTORIES, RunFolder
 from afterimage.old_logps import Needs
 from afterimage.plan.costs import Proportional
+from afterimage.plan.hardware import Device, Shares
+from afterimage.plan.models import Model
 from afterimage.plan.parts import needs
 from afterimage.plan.route_costs import ROUTES
 from afterimage.plan.simulate import Fleet
-from afterimage.plan.workload import Constant, LogNormal, Shape, Spoken, Workload
+from afterimage.plan.workload import Constant, LogNormal, Shape, Spoken, Workload, seen_in
 from afterimage.trajectory import Sampled, Trajectory
 
 LEAST_STEPS = 4
@@ -68,10 +73,9 @@ def _costs(
     rows: Sequence[Row], spent: Mapping[int, Mapping[str, float]], versions: Mapping[int, float], engines: int
 ) -> Proportional:
     """The first step is left out: programs warm up in it."""
-    steps = np.array([row["engine/steps"] / engines for row in rows])
-    replies = steps * np.array([row["engine/batch_size_mean"] for row in rows])
-    prefill = np.array([row["engine/prefill_tokens"] / engines for row in rows])
-    decode, reply, token = fit(np.array([row["engine/busy_s"] for row in rows]), [steps, replies, prefill])
+    names = ("engine/busy_s", "engine/steps", "engine/batch_size_mean", "engine/prefill_tokens")
+    busy_s, steps, replies, prefill = (np.array([row[name] for row in rows]) for name in names)
+    decode, reply, token = fit(engines * busy_s, [steps, steps * replies, prefill])
     known = [row for row in rows if row["step"] in spent and row["step"] in versions]
     if len(known) < LEAST_STEPS - 1:
         raise ConfigError("the run's events do not tell what its trainer did when: events.jsonl is not whole")
@@ -81,18 +85,10 @@ def _costs(
     train, train_token = fit(lanes["trainer"], [np.ones(len(known)), tokens])
     old, old_token, old_version_token = fit(lanes["old_logps"], [np.ones(len(known)), tokens, further])
     return Proportional(
-        decode=decode,
-        decode_reply=reply,
-        prefill_token=token,
-        train=train,
-        train_token=train_token,
-        old=old,
-        old_token=old_token,
-        old_version_token=old_version_token,
-        optimizer_s=median(lanes["optimizer"]),
-        publish=median(lanes["publish"]),
-        load=median(lanes["standstill"]),
-    )
+        decode=decode, decode_reply=reply, prefill_token=token, train=train, train_token=train_token, old=old,
+        old_token=old_token, old_version_token=old_version_token, optimizer_s=median(lanes["optimizer"]),
+        publish=median(lanes["publish"]), load=median(lanes["standstill"]),
+    )  # fmt: skip
 
 
 def fit(values: np.ndarray, terms: Sequence[np.ndarray]) -> list[float]:
@@ -101,17 +97,16 @@ def fit(values: np.ndarray, terms: Sequence[np.ndarray]) -> list[float]:
     >>> fit(np.array([2.0, 4.0, 6.0]), [np.array([1.0, 2.0, 3.0]), np.array([1.0, 1.0, 1.0])])
     [2.0, 0.0]
     """
-    best, found = float(values @ values), [0.0] * len(terms)
-    for size in range(1, len(terms) + 1):
-        for chosen in combinations(range(len(terms)), size):
-            matrix = np.stack([terms[index] for index in chosen], axis=1)
-            solved = np.linalg.lstsq(matrix, values, rcond=None)[0]
-            left = float(((matrix @ solved - values) ** 2).sum())
-            if solved.min() >= 0 and left < best * (1 - 1e-9) - 1e-18:
-                best, found = left, [0.0] * len(terms)
-                for index, value in zip(chosen, solved, strict=True):
-                    found[index] = round(float(value), 12)
-    return found
+    matrix, tried = np.stack(terms, axis=1), [np.zeros(len(terms))]
+    for chosen in (list(each) for size in range(len(terms)) for each in combinations(range(len(terms)), size + 1)):
+        tried.append(np.zeros(len(terms)))
+        tried[-1][chosen] = np.linalg.lstsq(matrix[:, chosen], values, rcond=None)[0]
+
+    def left(found: np.ndarray) -> float:  # of equal ones the first has the fewest terms
+        return float(f"{((matrix @ found - values) ** 2).sum() + 1e-18:.9g}")
+
+    best: list[float] = min((found for found in tried if found.min() >= 0), key=left).round(12).tolist()
+    return best
 
 
 def _spent(folder: RunFolder) -> dict[int, dict[str, float]]:
@@ -177,21 +172,44 @@ def _workload(run: Path, config: Row, rows: Sequence[Row]) -> Workload:
 
 def shape(trajectory: Trajectory) -> Shape:
     """What it cost: its tokens by turn. Its tool calls are spread evenly over its turns; uncounted, one a turn."""
-    prompt, replies, given = 0, list[int](), list[int]()
-    speaking = False
-    for piece in trajectory.pieces:
-        if isinstance(piece, Sampled):
-            if speaking:
-                replies[-1] += len(piece.tokens)
-            else:
-                replies.append(len(piece.tokens))
-                given.append(0)
-            speaking = True
-        elif replies:
-            given[-1] += len(piece.tokens)
-            speaking = False
-        else:
-            prompt += len(piece.tokens)
+    spoken = [
+        (said, sum(len(piece.tokens) for piece in pieces))
+        for said, pieces in groupby(trajectory.pieces, key=lambda piece: isinstance(piece, Sampled))
+    ]
+    prompt = spoken.pop(0)[1] if spoken and not spoken[0][0] else 0
+    replies = [tokens for said, tokens in spoken if said]
+    given = [*(tokens for said, tokens in spoken if not said), 0][: len(replies)]
     each, more = divmod(round(trajectory.facts.get("tool_calls", len(replies))), max(1, len(replies)))
     turns = zip(replies, given, strict=True)
     return Shape(prompt, tuple(Spoken(reply, after, each + (n < more)) for n, (reply, after) in enumerate(turns)))
+
+
+def as_device(run: Path, model: Model) -> tuple[Device, Shares]:
+    """A core of this machine, from what a run's trainer and engine took on it.
+
+    What passes between processes passes through the main memory, whose rate is timed here. Raises `ConfigError`.
+    """
+    setting = like(run)
+    costs, tokens = setting.costs, [shape.tokens for group in setting.workload.recorded for shape in group]
+    seen = seen_in(tokens)
+    if not costs.train_token:
+        raise ConfigError(f"{run}: the batches of the run are too much alike to tell what a token costs")
+    train = 3 * model.forward_flops(seen) / costs.train_token
+    decode = model.forward_flops(seen) / costs.decode_reply if costs.decode_reply else train
+    most, copied = max(train, decode), _copy_rate()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(os.sched_getaffinity(0))
+    links = dict.fromkeys(("bandwidth", "link", "host_link", "network"), copied)
+    device = Device(name="core of this machine", flops=most, memory=memory, node=1 << 30, **links)
+    reached = {"matmul": train / most, "decode": decode / most}
+    return device, replace(Shares(), **reached, bandwidth=1.0, link=1.0, step_s=costs.decode)
+
+
+def _copy_rate() -> float:
+    """Bytes a second, read and written: the quickest of three, after one that brings the pages in."""
+    source = torch.zeros(1 << 27, dtype=torch.uint8)
+    target, found = torch.empty_like(source), []
+    for _ in range(4):
+        began = time.perf_counter()
+        target.copy_(source)
+        found.append(time.perf_counter() - began)
+    return 2 * source.nbytes / min(found[1:])

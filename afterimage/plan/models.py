@@ -1,12 +1,13 @@
 """How large a model is and what a token costs it, from its config.json or from words. Imports no torch."""
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from afterimage.config import SHIPPED_POLICY
 from afterimage.limits import ConfigError, nearest
+from afterimage.plan.words import given
 
 WORD = 2
 """Bytes of a weight, an activation and a key or value: bfloat16."""
@@ -142,28 +143,15 @@ class Model:
             sizes |= {"active": config["num_experts_per_tok"], "expert_ffn": config["moe_intermediate_size"]}
             sizes |= {"dense": sizes["layers"] - len(sparse)}
         return cls(
-            **sizes,
-            name=folder.name,
-            head_dim=config.get("head_dim") or sizes["hidden"] // sizes["heads"],
-            tied=config.get("tie_word_embeddings", False),
-            qk_norm=family.startswith("qwen3"),
+            **sizes, name=folder.name, head_dim=config.get("head_dim") or sizes["hidden"] // sizes["heads"],
+            tied=config.get("tie_word_embeddings", False), qk_norm=family.startswith("qwen3"),
             qkv_bias=family == "qwen2",
-        )
+        )  # fmt: skip
 
     @classmethod
     def _from_words(cls, text: str) -> "Model":
-        kinds = {field.name: field.type for field in fields(cls)}
-        sizes: dict[str, Any] = {"name": text}
-        for word in text.split(","):
-            name, _, value = word.partition("=")
-            if name not in kinds:
-                raise ConfigError(f"--model cannot have {name!r}{nearest(name, list(kinds))}")
-            try:
-                sizes[name] = value if name == "name" else int({"true": "1", "false": "0"}.get(value.lower(), value))
-            except ValueError:
-                raise ConfigError(f"--model: {name} must be a whole number, got {value!r}") from None
-        needed = ("layers", "hidden", "ffn", "heads", "kv_heads")
-        if missing := [name for name in needed if name not in sizes]:
+        sizes = {"name": text, **given("--model", text.split(","), cls.__annotations__)}
+        if missing := [name for name in ("layers", "hidden", "ffn", "heads", "kv_heads") if name not in sizes]:
             raise ConfigError(f"--model {text} lacks {', '.join(missing)}")
         return cls(**sizes)
 

@@ -2,10 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import median
 
-WAITS_LITTLE = 0.1
-"""A side that stands idle for a smaller share of the time is the bottleneck."""
+from afterimage.observe.words import Waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +21,6 @@ class Outcome:
     sampled_tokens: int
     """Tokens that engines sampled in the whole run, and those of engines that died before they gave them back."""
     lost_tokens: int
-    prefill_tokens: int
     failed_episodes: int
     """Attempts that a time-out ended."""
     deaths: int
@@ -50,26 +47,12 @@ class Outcome:
         return self.steps_s[self.filling :]
 
     @property
-    def seconds_per_step(self) -> float:
-        """The median."""
-        return median(self.steady_s)
-
-    @property
     def mean_step_s(self) -> float:
         return sum(self.steady_s) / len(self.steady_s)
 
     @property
     def groups_per_s(self) -> float:
         return self.groups_per_step / self.mean_step_s
-
-    @property
-    def trained_tokens_per_s(self) -> float:
-        return self.trained_tokens / sum(self.steady_s)
-
-    @property
-    def sampled_tokens_per_s(self) -> float:
-        """Of sampled tokens that were trained on."""
-        return self.trained_sampled / sum(self.steady_s)
 
     @property
     def staleness_mean(self) -> float:
@@ -82,25 +65,14 @@ class Outcome:
 
     @property
     def bottleneck(self) -> str:
-        """Who waits for whom, in a sentence."""
-        wait, idle = self.trainer_wait_share, 1 - self.engine_busy_share
-        told = f"the trainer waits for groups {wait:.0%} of the time, the engines stand idle {idle:.0%}"
-        if max(wait, idle) < WAITS_LITTLE:
-            return f"Both sides work nearly all the time: {told}."
-        if wait < WAITS_LITTLE:
-            return f"Training is the bottleneck: {told}."
-        if idle < WAITS_LITTLE:
-            return f"Generation is the bottleneck: {told}."
-        if self.staleness_bound == 0:
-            return f"Nothing overlaps, for training is synchronous: {told}. More staleness would let both work at once."
-        if self.tool_share > 0.5:
-            return (
-                f"Tools are the bottleneck: an episode waits for them {self.tool_share:.0%} of its life; {told}. "
-                "More live episodes (max_staleness) would fill the engines."
-            )
-        if self.ready_s > self.mean_step_s:
-            return (
-                f"Stragglers are the bottleneck: a finished episode waits {self.ready_s:.3g} s for the groups before "
-                f"it; {told}. A window, or more staleness, would let others pass."
-            )
-        return f"Too few episodes are live to keep both sides at work: {told}. More staleness would have more of them."
+        """Who waits for whom, and what of the schedule would help."""
+        scored = self.old_logps_share
+        told = Waiting(
+            trainer=self.trainer_wait_share,
+            engine=max(0.0, 1 - self.engine_busy_share),
+            work={"Training": self.trainer_busy_share - scored, "Scoring old log-probabilities": scored},
+            tools=self.tool_share,
+            finished=self.ready_s / max(1e-9, self.ready_s + self.episode_s),
+            synchronous=self.staleness_bound == 0,
+        )
+        return f"{told.sentence} {told.advice}" if "schedule." in told.advice else told.sentence

@@ -8,8 +8,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from afterimage.plan.outcome import WAITS_LITTLE
-from afterimage.plan.suggest import AVERAGE, NEAR, Candidate, Plan, Rated
+from afterimage.observe.words import KEEPS_PACE
+from afterimage.plan.suggest import AVERAGE, NEAR, Candidate, Plan, Rated, sizes_of
 
 _GB = 1e9
 _NOTES = (
@@ -34,8 +34,7 @@ def page(plan: Plan) -> Group:
 
 def told(rated: Rated) -> str:
     """A configuration and its throughput."""
-    candidate = rated.candidate
-    schedule, place = candidate.schedule, candidate.place
+    candidate, schedule, place = rated.candidate, rated.candidate.schedule, rated.candidate.place
     window = f", taken from the {schedule.window} oldest in line" if schedule.window > 1 else ""
     again = "; activations are computed again" if candidate.costs.setting.recompute else ""
     return (
@@ -57,7 +56,7 @@ def reasons(plan: Plan) -> Iterator[str]:
         f"Engines work {outcome.engine_busy_share:.0%} of the time and the trainer {outcome.trainer_busy_share:.0%}"
         + (f". Other splits: {others}" if others else "")
     )
-    context = round(running * costs.setting.episode / 2)
+    context = round(running * costs.setting.episodes.tokens / 2)
     yield (
         f"An engine holds {model.copy_bytes / _GB:.3g} GB of weights and {running} replies "
         f"({model.kv_bytes / 1e6:.3g} MB a token of context); a decoding step of all of them takes "
@@ -72,22 +71,20 @@ def reasons(plan: Plan) -> Iterator[str]:
         other = each.candidate.schedule
         if other != schedule:
             yield (
-                f"max_staleness {other.max_staleness} (at most {other.staleness_bound} versions old), "
-                f"{other.groups_per_step} groups, window {other.window}: {each.rate / best.rate - 1:+.0%}; less than "
-                f"{1 / NEAR - 1:.0%} more is not worth older tokens or larger batches"
+                f"{sizes_of(other)} (at most {other.staleness_bound} versions old): {each.rate / best.rate - 1:+.0%}; "
+                f"less than {1 / NEAR - 1:.0%} more is not worth older tokens or larger batches"
             )
     yield from _exactness(plan)
-    if costs.load_s() > 0.5 * WAITS_LITTLE * outcome.mean_step_s:
+    if costs.load_s() > 0.5 * KEEPS_PACE * outcome.mean_step_s:
         yield f"Engines stop {costs.load_s():.3g} s to load a version; contexts are then computed again"
 
 
 def _exactness(plan: Plan) -> Iterator[str]:
     """What the suggested route takes beside the best average."""
-    average = plan.rated.get(AVERAGE)
-    best, mine = plan.best.candidate, _route(plan, plan.best.candidate)
+    best, average = plan.best.candidate, plan.rated.get(AVERAGE)
     if average is None or not best.costs.route.exact:
         return
-    theirs, ratio = _route(plan, average.candidate), plan.best.rate / average.rate
+    mine, theirs, ratio = _route(plan, best), _route(plan, average.candidate), plan.best.rate / average.rate
     extra_s = average.candidate.extra_s
     times = f"{best.extra_s / extra_s:.2f} times its time" if extra_s else "against no time of its"
     beside = "the same throughput within 5%" if abs(ratio - 1) < 1 - NEAR else f"{ratio - 1:+.0%} throughput"
@@ -100,14 +97,13 @@ def _exactness(plan: Plan) -> Iterator[str]:
 
 def command(candidate: Candidate) -> str:
     """What runs it, but for what is `missing`: `retail` stands for a recipe of one's own."""
-    schedule, costs = candidate.schedule, candidate.costs
-    setting = costs.setting
+    schedule, setting = candidate.schedule, candidate.costs.setting
     given = {
         "schedule.max_staleness": schedule.max_staleness, "schedule.groups_per_step": schedule.groups_per_step,
         "schedule.group_size": schedule.group_size, "schedule.window": schedule.window,
         "old_logps.route": candidate.name, "engine.max_running": candidate.max_running,
-        "engine.max_context": max(16, round(setting.longest)), "trainer.dtype": "bfloat16", "trainer.lr": setting.lr,
-        "trainer.recompute": str(setting.recompute).lower(),
+        "engine.max_context": max(16, round(setting.episodes.longest)), "trainer.dtype": "bfloat16",
+        "trainer.lr": setting.lr, "trainer.recompute": str(setting.recompute).lower(),
     }  # fmt: skip
     return "afterimage train retail " + " ".join(f"--{name} {value}" for name, value in given.items())
 
@@ -140,36 +136,24 @@ def _route(plan: Plan, candidate: Candidate) -> Row:
     apart = model.copy_bytes * route.movable * route.apart
     scored = (candidate.extra_s + costs.optimizer_s) * route.closing
     return {
-        "route": candidate.name,
-        "exact": "yes" if route.exact else "no",
+        "route": candidate.name, "exact": "yes" if route.exact else "no",
         "GPU GB": (route.device_bytes(model) + apart) / _GB,
         "main GB": route.chain_bytes(model, live=costs.live, rate=costs.setting.lr) / _GB,
-        "extra s": candidate.extra_s,
-        "stop s": costs.load_s() + scored,
-        "train GPUs": place.trainers,
-        "sample GPUs": place.engines * place.tp,
-        "score GPUs": place.scorers,
+        "extra s": candidate.extra_s, "stop s": costs.load_s() + scored,
+        "train GPUs": place.trainers, "sample GPUs": place.engines * place.tp, "score GPUs": place.scorers,
         "tokens/s": f"{plan.rate(candidate):,.0f}{'*' if candidate.name in plan.rated else ' '}",
-    }
+    }  # fmt: skip
 
 
 def _choice(rated: Rated) -> Row:
     schedule, outcome, place = rated.candidate.schedule, rated.outcome, rated.candidate.place
     return {
-        "max_staleness": schedule.max_staleness,
-        "groups": schedule.groups_per_step,
-        "window": schedule.window,
-        "trainers": place.trainers,
-        "engines": place.engines,
-        "tp": place.tp,
-        "tokens_per_s": rated.rate,
-        "spread": rated.spread,
-        "step_s": outcome.mean_step_s,
-        "engines_busy": outcome.engine_busy_share,
-        "trainer_busy": outcome.trainer_busy_share,
-        "age_mean": outcome.staleness_mean,
-        "age_bound": outcome.staleness_bound,
-    }
+        "max_staleness": schedule.max_staleness, "groups": schedule.groups_per_step, "window": schedule.window,
+        "trainers": place.trainers, "engines": place.engines, "tp": place.tp,
+        "tokens_per_s": rated.rate, "spread": rated.spread, "step_s": outcome.mean_step_s,
+        "engines_busy": outcome.engine_busy_share, "trainer_busy": outcome.trainer_busy_share,
+        "age_mean": outcome.staleness_mean, "age_bound": outcome.staleness_bound,
+    }  # fmt: skip
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

@@ -4,52 +4,22 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from itertools import count
+from typing import Any, cast
 
 from torch import Tensor
 
 from afterimage.checkpoint import Checkpoint, Stand
+from afterimage.config import ScheduleConfig
 from afterimage.old_logps import Needs
 from afterimage.parts import Parts
-from afterimage.plan.engines import EngineCosts, Engines
+from afterimage.plan.costs import Costs
+from afterimage.plan.engines import Engines
 from afterimage.plan.episodes import SimulatedRollout
 from afterimage.plan.route_costs import RouteCost
 from afterimage.plan.world import World
-from afterimage.trajectory import Batch, Group, Handout, Open
-
-
-class Costs(EngineCosts, Protocol):
-    """Seconds that things take. Engine costs are of one engine, trainer costs of the whole trainer."""
-
-    def step_s(self, replies: int, context: int) -> float:
-        """One decoding step of an engine that runs so many replies, which hold so many tokens of context in all."""
-        ...
-
-    def prefill_s(self, tokens: int) -> float:
-        """Computing so many context tokens."""
-        ...
-
-    def train_s(self, tokens: int) -> float:
-        """Forward, backward and optimizer step of a batch of so many tokens, prompts included."""
-        ...
-
-    @property
-    def optimizer_s(self) -> float:
-        """Of that the optimizer's share, which comes once the engines have the version before."""
-        ...
-
-    def old_logps_s(self, tokens: int, versions: float) -> float:
-        """The route's share of the trainer's time, for a batch whose sequences hold so many versions on average."""
-        ...
-
-    def publish_s(self) -> float:
-        """Trainer's time to make a version ready; engines go on."""
-        ...
-
-    def load_s(self) -> float:
-        """Engines stand still for so long to take it."""
-        ...
+from afterimage.schedule import Line
+from afterimage.trajectory import Batch, Open
 
 
 class SimulatedParts(Parts):
@@ -70,45 +40,52 @@ class SimulatedParts(Parts):
 
 
 class Counted:
-    """Counts versions."""
+    """Counts steps, of which `every` make a version."""
 
     version = 0
 
+    def __init__(self, every: int) -> None:
+        self._every = every
+
     def lag(self, version: Tensor) -> Tensor:
-        return self.version - version
+        return self.version // self._every - version
+
+
+class Held(Line):
+    """A line whose tickets come back with a version, of `every` steps."""
+
+    def __init__(self, schedule: ScheduleConfig, every: int) -> None:
+        sizes = {name: getattr(schedule, name) for name in ("max_staleness", "groups_per_step", "window")}
+        super().__init__(**sizes)
+        self.bound //= every
+        self._every, self._calls = every, count()
+
+    def release(self) -> None:
+        for _ in range(self._every if next(self._calls) % self._every == 0 else 0):
+            super().release()
+
+
+async def _later(*_: Any, **__: Any) -> None: ...
+
+
+def _nothing(*_: Any, **__: Any) -> Any:
+    return ()
 
 
 class Idle:
     """What takes no time here: the journal, checkpoints, the audit."""
 
-    def hand_out(self, handout: Handout) -> None: ...
-
-    def begin(self, *_: Any, **__: Any) -> None: ...
-
-    async def finish(self, group: Group) -> None: ...
-
-    def consume(self, groups: Sequence[Group], *, step: int, version: int) -> None: ...
-
-    async def publishing(self, version: int) -> None: ...
-
-    async def checkpoint(self, name: str, *, step: int, version: int) -> None: ...
+    hand_out = begin = consume = write = prune = points = events = published = trajectories = learnt = _nothing
+    start = finish = publishing = checkpoint = _later
 
     def hold(self, stand: Stand, policy: Any) -> Checkpoint:
         return Checkpoint(stand, policy.version, {}, {})
 
-    def write(self, *_: Any) -> str:
-        return ""
 
-    def prune(self) -> None: ...
-
-    def points(self) -> Iterator[Any]:
-        return iter(())
-
-    def published(self, *_: Any) -> None: ...
-
-
-class SimulatedRoute:
+class SimulatedRoute(Idle):
     """A route that costs what `Costs.old_logps_s` says, and holds up generation and training as its `needs` do."""
+
+    publishing: Any = _nothing
 
     def __init__(self, needs: Needs, trainer: "SimulatedTrainer") -> None:
         self.needs, self._trainer = needs, trainer
@@ -117,64 +94,49 @@ class SimulatedRoute:
         """One version of what is open: each of these episodes as far as it is."""
         self._trainer.score(self._trainer.rollout.length(number) for number in {piece.episode for piece in waiting})
 
-    def publishing(self, policy: Any) -> None: ...
-
-    def published(self, policy: Any, live: Collection[int]) -> None: ...
-
-    def events(self) -> Iterator[Any]:
-        return iter(())
-
 
 def needs(route: RouteCost) -> Needs:
     """What the loop reads of a route. Work in idle time is the planner's to count."""
     return Needs(closing=route.closing, snapshots=route.chain)
 
 
-@dataclass(slots=True)
-class Consumed:
-    """What there was to a batch."""
-
-    tokens: int = 0
-    sampled: int = 0
-
-
-class SimulatedTrainer:
+class SimulatedTrainer(Idle):
     """Takes `Costs.train_s` and `Costs.old_logps_s`. Where engines are its own devices, they stand while it works."""
 
     parts = (None,)
 
-    def __init__(self, costs: Costs, rollout: SimulatedRollout, *, closing: bool, colocated: bool) -> None:
+    def __init__(
+        self, costs: Costs, rollout: SimulatedRollout, *, closing: bool, colocated: bool, every: int = 1
+    ) -> None:
         self.owed: dict[str, float] = defaultdict(float)
         """Seconds that have not passed on the clock yet, by what for."""
         self.spent: dict[str, float] = defaultdict(float)
         self.thread = asyncio.Lock()
         """There is one: what comes while it is taken waits its turn."""
-        self.batches: list[Consumed] = []
+        self.batches: list[tuple[int, int]] = []
+        """Tokens of each, and how many of them were sampled."""
         self.ages: Counter[int] = Counter()
         self.rollout = rollout
+        self.every = every
+        """Steps of a version."""
         self._costs, self._closing, self._colocated = costs, closing, colocated
 
     def prepare(self, batch: Batch) -> "SimulatedTrainer":
-        consumed, versions, now = Consumed(), 0, self.rollout.world.now
-        latest, unscored = len(self.batches), list[int]()
+        now, latest = self.rollout.world.now, len(self.batches) // self.every
         if self._colocated:
             self.owed["stand"] += self.rollout.engines.stand() - now
-        for number in batch.episodes:
-            episode = self.rollout.episodes.pop(number)
-            consumed.tokens += episode.shape.tokens
-            consumed.sampled += episode.shape.sampled
-            held = {version for version, _ in episode.pieces}
-            versions += len(held)
-            if latest in held:
-                unscored.append(episode.shape.tokens)
-            for version, tokens in episode.pieces:
-                self.ages[latest - version] += tokens
-            self.rollout.lives.ready_s += now - episode.ended
-        self.batches.append(consumed)
+        episodes = [self.rollout.episodes.pop(number) for number in batch.episodes]
+        shapes, held = [one.shape for one in episodes], [{version for version, _ in one.pieces} for one in episodes]
+        for episode in episodes:
+            for version, sampled in episode.pieces:
+                self.ages[latest - version] += sampled
+            self.rollout.lives["ready_s"] += now - episode.ended
+        tokens = sum(shape.tokens for shape in shapes)
+        self.batches.append((tokens, sum(shape.sampled for shape in shapes)))
         if self._closing:  # what earlier versions sampled of it was scored when they were left
-            self.score(unscored)
+            self.score(shape.tokens for shape, versions in zip(shapes, held, strict=True) if latest in versions)
         else:
-            self.owed["old_logps"] += self._costs.old_logps_s(consumed.tokens, versions / len(batch.episodes))
+            self.owed["old_logps"] += self._costs.old_logps_s(tokens, sum(map(len, held)) / len(held))
         return self
 
     def score(self, lengths: Iterable[int]) -> None:
@@ -183,19 +145,16 @@ class SimulatedTrainer:
             self.owed["old_logps"] += self._costs.old_logps_s(tokens, 1.0)
 
     def backward(self, part: None) -> None:
-        self.owed["train"] += self._costs.train_s(self.batches[-1].tokens) - self._costs.optimizer_s
+        self.owed["train"] += self._costs.train_s(self.batches[-1][0]) - self._costs.optimizer_s
 
     def step(self) -> None:
         self.owed["train"] += self._costs.optimizer_s
-
-    def points(self) -> Iterator[Any]:
-        return iter(())
 
     def metrics(self) -> Mapping[str, Any]:
         return {}
 
 
-class SimulatedPublisher:
+class SimulatedPublisher(Idle):
     """`Publisher` and `Engine` of the loop: engines stand, load, and go on under the next version."""
 
     bytes = 0
@@ -203,16 +162,17 @@ class SimulatedPublisher:
     def __init__(self, costs: Costs, world: World, engines: Engines, *, trainer: SimulatedTrainer) -> None:
         self._costs, self._world, self._engines, self._trainer = costs, world, engines, trainer
 
-    async def start(self) -> None: ...
-
     def prepare(self, policy: Any, live: Collection[int] = ()) -> None:
-        if policy.version:
+        self._due = policy.version % self._trainer.every == 0
+        if policy.version and self._due:
             self._trainer.owed["publish"] += self._costs.publish_s()
 
     async def interrupt(self) -> None:
         await self._world.sleep(self._engines.stand() - self._world.now)
 
     async def publish(self) -> None:
+        if not self._due:
+            return
         await self.interrupt()
         if self._engines.version >= 0:  # what the run begins with is there already
             await self._world.sleep(self._costs.load_s())
@@ -222,7 +182,7 @@ class SimulatedPublisher:
         return {"sampled_tokens": 0.0, "busy_s": 0.0, "idle_s": 0.0}
 
 
-class Lanes:
+class Lanes(Idle):
     """Keeps when steps end, and seconds by then: of the loop's waiting, of the trainer's thread, and of `engines`."""
 
     def __init__(self, world: World, engines: Engines, trainer: SimulatedTrainer) -> None:
@@ -247,7 +207,3 @@ class Lanes:
         """Of the time from the end of a step on."""
         spent = self._seconds[-1].get(lane, 0.0) - self._seconds[since].get(lane, 0.0)
         return spent / (self.ends[-1] - self.ends[since])
-
-    def learnt(self, step: int, *, points: Any, events: Any) -> None: ...
-
-    def trajectories(self, step: int, groups: Sequence[Group]) -> None: ...

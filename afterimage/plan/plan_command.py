@@ -2,16 +2,18 @@
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from afterimage.config import ConfigError, Route, nearest
+from afterimage.config import ConfigError, nearest
 from afterimage.plan.hardware import DEVICES, Device, Shares
 from afterimage.plan.models import PRESETS, Model
 from afterimage.plan.route_costs import ROUTES
-from afterimage.plan.workload import Workload
+from afterimage.plan.words import given
+from afterimage.plan.workload import Distribution, Episodes, Workload
 
 _ABOUT = """Predicts memory and time of every old-logit route, staleness, the split of the devices and the throughput,
 and suggests a configuration, with reasons. Splits are estimated by a formula, and the best are simulated: the real
@@ -25,10 +27,11 @@ def add_plan(verbs: Any) -> None:
     parser.set_defaults(act=_plan)
     add = parser.add_argument
     presets = ", ".join(PRESETS)
+    shares = ", ".join(f"{name}={value:g}" for name, value in asdict(Shares()).items())
     add("--model", required=True, help=f"a model folder, `base`, Qwen3's {presets}, or layers=36,hidden=2560,...")
     add("--gpus", type=int, required=True, metavar="N", help="devices in all (processor cores with --like)")
     add("--device", default="H100", help=f"{', '.join(DEVICES)}. Now: H100")
-    add("--shares", default="", metavar="NAME=VALUE,...", help=f"reached of the data sheet's figures. Now: {_shares()}")
+    add("--shares", default="", metavar="NAME=VALUE,...", help=f"reached of the data sheet's figures. Now: {shares}")
     lag = "versions that no token may be older than, or choices of which the smallest that is fast enough. Now: 1 2 4"
     add("--lag", type=int, nargs="+", default=[1, 2, 4], metavar="S", help=lag)
     add("--groups", type=int, nargs="+", default=[16], metavar="G", help="a step, or choices. Now: 16")
@@ -47,28 +50,28 @@ def add_plan(verbs: Any) -> None:
     add("--json", action="store_true", help="for programs")
 
 
-def _shares() -> str:
-    shares = Shares()
-    return ", ".join(f"{name}={getattr(shares, name):g}" for name in Shares.__dataclass_fields__)
-
-
 def _plan(chosen: argparse.Namespace) -> int:
-    ones = {name: getattr(chosen, name) for name in ("group_size", "longest", "window")}
-    for name, (least, value) in {
-        "lag": (0, min(chosen.lag)), "groups": (1, min(chosen.groups)), "gpus": (2, chosen.gpus),
-        "rounds": (2, chosen.rounds), "lr": (1e-12, chosen.lr), **{name: (1, value) for name, value in ones.items()},
-    }.items():  # fmt: skip
-        if value is not None and not value >= least:
-            raise ConfigError(f"--{name.replace('_', '-')} must be >= {least}, got {value}")
+    least = {"lag": 0, "groups": 1, "gpus": 2, "rounds": 2, "lr": 1e-12, "group_size": 1, "longest": 1, "window": 1}
+    for name, low in least.items():
+        value = getattr(chosen, name)
+        if value is not None and not (value := min(value) if isinstance(value, list) else value) >= low:
+            raise ConfigError(f"--{name.replace('_', '-')} must be >= {low}, got {value}")
     if chosen.route is not None and chosen.route not in ROUTES:
         raise ConfigError(f"unknown route {chosen.route!r}{nearest(chosen.route, list(ROUTES))}")
-    model = Model.parse(chosen.model)
+    model, work = Model.parse(chosen.model), workload(chosen)
     device, shares = _device(chosen, model)
+    from afterimage.plan.analytic import Setting
     from afterimage.plan.page import as_json, page
-    from afterimage.plan.suggest import suggest
+    from afterimage.plan.suggest import Request, suggest
 
-    console = Console(stderr=True)
-    plan = suggest(_request(chosen, model, device, shares, tell=lambda text: console.print(text, style="dim")))
+    episodes, console = Episodes.of(work, group_size=chosen.group_size), Console(stderr=True)
+    request = Request(
+        setting=Setting(model=model, device=device, shares=shares, lr=chosen.lr, episodes=episodes), workload=work,
+        devices=chosen.gpus, lags=tuple(sorted(set(chosen.lag))), groups=tuple(sorted(set(chosen.groups))),
+        group_size=chosen.group_size, windows=(chosen.window,) if chosen.window else (), route=chosen.route,
+        rounds=chosen.rounds, tell=lambda text: console.print(text, style="dim"),
+    )  # fmt: skip
+    plan = suggest(request)
     if chosen.json:
         Console(soft_wrap=True).print_json(json.dumps(as_json(plan)))
     else:
@@ -78,36 +81,11 @@ def _plan(chosen: argparse.Namespace) -> int:
 
 def workload(chosen: argparse.Namespace) -> Workload:
     """What the options say of an episode, in the words of `afterimage simulate`."""
-    from afterimage.plan.command import parse
-
-    options = {"prompt": "prompt_tokens", "turns": "turns", "reply": "reply_tokens", "said": "tool_tokens"}
-    options["tool_s"] = "tool_s"
-    given: dict[str, Any] = {}
-    for option, name in options.items():
-        try:
-            given |= parse([f"workload.{name}={getattr(chosen, option)}"], {"workload": Workload})["workload"]
-        except ConfigError as error:
-            told = str(error).replace(f"--set workload.{name}", f"--{option.replace('_', '-')}")
-            raise ConfigError(told) from error
-    return Workload(**given, max_tokens=chosen.longest)
-
-
-def _request(chosen: argparse.Namespace, model: Model, device: Device, shares: Shares, *, tell: Any) -> Any:
-    from afterimage.plan.analytic import Setting
-    from afterimage.plan.suggest import Episodes, Request
-
-    work = workload(chosen)
-    episodes = Episodes.of(work, group_size=chosen.group_size)
-    route: Route | None = chosen.route
-    setting = Setting(
-        model=model, device=device, shares=shares, lr=chosen.lr, episode=episodes.tokens, longest=episodes.longest,
-        seen=episodes.seen, given=episodes.prompt / episodes.tokens,
-    )  # fmt: skip
-    return Request(
-        setting=setting, workload=work, episodes=episodes, devices=chosen.gpus, lags=tuple(sorted(set(chosen.lag))),
-        groups=tuple(sorted(set(chosen.groups))), group_size=chosen.group_size,
-        windows=(chosen.window,) if chosen.window else (), route=route, rounds=chosen.rounds, tell=tell,
-    )  # fmt: skip
+    fields = {"prompt": "prompt_tokens", "turns": "turns", "reply": "reply_tokens", "said": "tool_tokens"}
+    fields["tool_s"] = "tool_s"
+    words = [f"--{option.replace('_', '-')}={getattr(chosen, option)}" for option in fields]
+    found = given("plan", words, {word.partition("=")[0]: Distribution for word in words})
+    return Workload(**dict(zip(fields.values(), found.values(), strict=True)), max_tokens=chosen.longest)
 
 
 def _device(chosen: argparse.Namespace, model: Model) -> tuple[Device, Shares]:
@@ -115,9 +93,9 @@ def _device(chosen: argparse.Namespace, model: Model) -> tuple[Device, Shares]:
     if chosen.like:
         if chosen.shares:
             raise ConfigError("--shares belong to a data sheet; a run brings its own")
-        from afterimage.plan.calibrate import read
+        from afterimage.plan.measured import as_device
 
-        return read(chosen.like, model)
+        return as_device(chosen.like, model)
     if chosen.device not in DEVICES:
         told = "; a processor is read from a run on it (--like RUN)" if chosen.device == "cpu" else ""
         raise ConfigError(f"unknown device {chosen.device!r}{nearest(chosen.device, list(DEVICES))}{told}")

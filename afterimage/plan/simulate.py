@@ -7,9 +7,9 @@ one has a coroutine, a context and journal rows for each episode, which hundreds
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -17,12 +17,14 @@ from afterimage import loop, virtual
 from afterimage.checkpoint import Stand
 from afterimage.config import CheckpointConfig, ConfigError, EvalConfig, RunConfig, ScheduleConfig
 from afterimage.old_logps import Needs
+from afterimage.patience import first_leaf
+from afterimage.plan.costs import Costs
 from afterimage.plan.engines import Engine, Engines, Places
 from afterimage.plan.episodes import SimulatedRollout
 from afterimage.plan.outcome import Outcome
 from afterimage.plan.parts import (
-    Costs,
     Counted,
+    Held,
     Idle,
     Lanes,
     SimulatedParts,
@@ -30,45 +32,19 @@ from afterimage.plan.parts import (
     SimulatedRoute,
     SimulatedTrainer,
 )
-from afterimage.plan.workload import Constant, Distribution, LogNormal, Recorded, Shape, Spoken, Workload
+from afterimage.plan.workload import Constant, Distribution, Fleet, LogNormal, Shape, Spoken, Workload
 from afterimage.plan.world import World
-from afterimage.schedule import Ledger, Line
+from afterimage.rollout import TooManyFailures
+from afterimage.schedule import Ledger
 from afterimage.trajectory import Credited, Group, Handout, Task
 
 __all__ = [
-    "Constant", "Costs", "Distribution", "Fleet", "LogNormal", "Outcome", "Recorded", "Shape", "Spoken", "Workload",
+    "Constant", "Costs", "Distribution", "Fleet", "LogNormal", "Outcome", "Shape", "Spoken", "Workload",
     "simulate",
 ]  # fmt: skip
 
 
 _WAITS = Needs()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
-    """The engines."""
-
-    engines: int = 1
-    max_running: int = 128
-    """Replies that one engine runs at the same time."""
-    cache_tokens: int = 0
-    """Tokens of context that one engine has memory for, those of waiting episodes included; 0: `max_running` contexts,
-    however long."""
-    keep_cache: bool = False
-    """Contexts are not computed again under a new version, as `engine.keep_cache`."""
-    colocated: bool = False
-    """They are the trainer's own devices: generation stands still from a batch's scoring to the new version."""
-    failures_per_hour: float = 0.0
-    """Deaths of one engine. Its replies go on elsewhere from what they had said before."""
-    restart_s: float = 120.0
-    """Until an engine that died is there again; it gets weights with the next version, as `engines.Several` does."""
-
-    def __post_init__(self) -> None:
-        if (
-            min(self.engines, self.max_running) < 1
-            or min(self.cache_tokens, self.failures_per_hour, self.restart_s) < 0
-        ):
-            raise ConfigError(f"a fleet has at least one engine with one place, and nothing negative, got {self}")
 
 
 def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how long and which
@@ -83,65 +59,54 @@ def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how 
 ) -> Outcome:
     """So many steps of a run. The same arguments give the same outcome. `needs` are the route's (`parts.needs`).
 
-    Raises `ConfigError` for settings that cannot be, `StalenessError` if the schedule broke its promise.
+    Raises `ConfigError` for settings that cannot be or leave nothing to train on, `StalenessError` if the schedule
+    broke its promise.
     """
     if steps < 2:
         raise ConfigError(f"a simulation takes at least 2 steps, for the first one fills the line, got {steps}")
+    if (every := fleet.steps_per_version) > 1 and (fleet.colocated or needs.closing):
+        raise ConfigError(f"steps_per_version {every}: where engines stand for each step, a version is of one step")
     world = World()
     places = Places(fleet.max_running, fleet.cache_tokens)
     members = [Engine(world, costs, places, number) for number in range(fleet.engines)]
     engines = Engines(world, members, keep_cache=fleet.keep_cache, restart_s=fleet.restart_s)
     ledger = Ledger()
     rollout = SimulatedRollout(workload, world, engines, ledger=ledger, seed=seed)
-    trainer = SimulatedTrainer(costs, rollout, closing=needs.closing, colocated=fleet.colocated)
+    trainer = SimulatedTrainer(costs, rollout, closing=needs.closing, colocated=fleet.colocated, every=every)
     lanes = Lanes(world, engines, trainer)
     needs = replace(needs, idle=False, snapshots=needs.snapshots and not fleet.colocated)
     publisher = SimulatedPublisher(costs, world, engines, trainer=trainer)
+    versions = replace(schedule, max_staleness=schedule.max_staleness // every)
     config = RunConfig(
-        recipe="simulated",
-        steps=steps,
-        schedule=schedule,
-        checkpoint=CheckpointConfig(every=steps + 1),
+        recipe="simulated", steps=steps, schedule=versions, checkpoint=CheckpointConfig(every=steps + 1),
         eval=EvalConfig(tasks=0),
-    )
+    )  # fmt: skip
+    idle = Idle()
+
+    def credit(groups: Sequence[Group]) -> list[Credited]:
+        return [Credited(one, (0.0,)) for group in groups for one in group.trajectories]
+
+    handouts = (Handout(number, Task("simulated", "train", number), 0, number) for number in count())
 
     async def run() -> None:
         if fleet.failures_per_hour:
             engines.fail(np.random.default_rng([seed, 1]), fleet.failures_per_hour)
-        line = Line(
-            max_staleness=schedule.max_staleness, groups_per_step=schedule.groups_per_step, window=schedule.window
-        )
         parts: dict[str, Any] = {
-            "config": config,
-            "stand": Stand(),
-            "begun": (),
-            "handouts": (Handout(number, Task("simulated", "train", number), 0, number) for number in count()),
-            "held_out": (),
-            "credit": _credit,
-            "line": line,
-            "ledger": ledger,
-            "engine": publisher,
-            "rollout": rollout,
-            "examination": rollout,
-            "policy": Counted(),
-            "old": SimulatedRoute(needs, trainer),
-            "trainer": trainer,
-            "publisher": publisher,
-            "auditor": Idle(),
-            "journal": Idle(),
-            "checkpoints": Idle(),
-            "log": lanes,
-            "worker": cast(Any, world),
-            "disk": cast(Any, world),
-        }
+            "config": config, "stand": Stand(), "begun": (), "handouts": handouts, "held_out": (), "credit": credit,
+            "line": Held(schedule, every), "ledger": ledger, "engine": publisher, "publisher": publisher,
+            "rollout": rollout, "examination": rollout, "policy": Counted(every), "old": SimulatedRoute(needs, trainer),
+            "trainer": trainer, "auditor": idle, "journal": idle, "checkpoints": idle, "log": lanes, "worker": world,
+            "disk": world,
+        }  # fmt: skip
         await loop.run(SimulatedParts(**parts))
 
-    virtual.run(run(), virtual=True)
+    try:
+        virtual.run(run(), virtual=True)
+    except ExceptionGroup as failures:
+        if isinstance(error := first_leaf(failures), TooManyFailures):
+            raise ConfigError(f"the simulated run fails: {error}") from None
+        raise error from None
     return _outcome(lanes, trainer, engines, schedule)
-
-
-def _credit(groups: Sequence[Group]) -> list[Credited]:
-    return [Credited(one, (0.0,)) for group in groups for one in group.trajectories]
 
 
 def _outcome(lanes: Lanes, trainer: SimulatedTrainer, engines: Engines, schedule: ScheduleConfig) -> Outcome:
@@ -149,25 +114,17 @@ def _outcome(lanes: Lanes, trainer: SimulatedTrainer, engines: Engines, schedule
     filling = min(schedule.max_staleness + 1, len(steps) - 1)
     scored = lanes.share("old_logps", filling)
     lives, batches, members = trainer.rollout.lives, trainer.batches[filling:], engines.members
+    ended, life_s = max(1, lives["episodes"]), max(1e-9, lives["life_s"])
     return Outcome(
-        steps_s=tuple(steps),
-        filling=filling,
-        groups_per_step=schedule.groups_per_step,
-        trained_tokens=sum(batch.tokens for batch in batches),
-        trained_sampled=sum(batch.sampled for batch in batches),
-        sampled_tokens=sum(engine.sampled for engine in members),
-        lost_tokens=sum(engine.lost for engine in members),
-        prefill_tokens=sum(engine.prefill_tokens for engine in members),
-        failed_episodes=lives.failed,
-        deaths=engines.deaths,
+        steps_s=tuple(steps), filling=filling, groups_per_step=schedule.groups_per_step,
+        trained_tokens=sum(tokens for tokens, _ in batches), trained_sampled=sum(sampled for _, sampled in batches),
+        sampled_tokens=sum(engine.sampled for engine in members), lost_tokens=sum(engine.lost for engine in members),
+        failed_episodes=int(lives["failed"]), deaths=engines.deaths,
         engine_busy_share=lanes.share("engines", filling) / len(members),
         trainer_busy_share=scored + lanes.share("train", filling) + lanes.share("publish", filling),
-        trainer_wait_share=lanes.share("wait", filling),
-        old_logps_share=scored,
+        trainer_wait_share=lanes.share("wait", filling), old_logps_share=scored,
         staleness_histogram=dict(sorted(trainer.ages.items())),
-        staleness_bound=schedule.staleness_bound,
-        episode_s=lives.life_s / max(1, lives.episodes),
-        engine_share=lives.engine_s / max(1e-9, lives.life_s),
-        tool_share=lives.tool_s / max(1e-9, lives.life_s),
-        ready_s=lives.ready_s / max(1, lives.episodes),
-    )
+        staleness_bound=schedule.staleness_bound // trainer.every,
+        episode_s=lives["life_s"] / ended, engine_share=lives["engine_s"] / life_s,
+        tool_share=lives["tool_s"] / life_s, ready_s=lives["ready_s"] / ended,
+    )  # fmt: skip

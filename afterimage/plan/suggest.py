@@ -7,14 +7,13 @@ from functools import cached_property
 from statistics import mean, stdev
 from typing import NamedTuple
 
-import numpy as np
-
 from afterimage.config import ConfigError, Route, ScheduleConfig, staleness_bound
-from afterimage.plan.analytic import Analytic, Placement, Setting, seen_in
-from afterimage.plan.outcome import WAITS_LITTLE
+from afterimage.observe.words import KEEPS_PACE
+from afterimage.plan.analytic import Analytic, Placement, Setting
 from afterimage.plan.parts import needs
 from afterimage.plan.route_costs import ROUTES
 from afterimage.plan.simulate import Fleet, Outcome, Workload, simulate
+from afterimage.plan.workload import Episodes
 
 NEAR = 0.95
 """Of the best throughput: what reaches it is as good, and the smaller staleness, batch and window are taken."""
@@ -34,45 +33,12 @@ _TP = (1, 2, 4, 8)
 _SPLITS = 16
 
 
-class Episodes(NamedTuple):
-    """Means over episodes of a workload."""
-
-    prompt: float
-    sampled: float
-    tokens: float
-    seen: float
-    """Tokens that one of them sees, in the mean: half of E[L^2] / E[L]."""
-    turns: float
-    tool_s: float
-    """Of all answers of an episode together."""
-    longest: float
-    """Tokens of the longest one drawn."""
-    tail: float
-    """How much more the longest of a group's replies is than the mean."""
-
-    @classmethod
-    def of(cls, workload: Workload, *, group_size: int) -> "Episodes":
-        """From 64 groups."""
-        random = np.random.default_rng(0)
-        groups = [workload.group(random, group_size) for _ in range(64)]
-        drawn = [shape for group in groups for shape in group]
-        waits = sum(turn.waits for shape in drawn for turn in shape.turns) / len(drawn)
-        tool_s = float(np.minimum(workload.tool_s.draw(random, 10_000), workload.timeout_s).mean())
-        columns = [(shape.prompt, shape.sampled, shape.tokens, len(shape.turns)) for shape in drawn]
-        prompt, sampled, tokens, turns = (sum(column) / len(drawn) for column in zip(*columns, strict=True))
-        slowest = sum(max(shape.sampled for shape in group) for group in groups) / len(groups)
-        longest = max(shape.tokens for shape in drawn)
-        seen = seen_in([shape.tokens for shape in drawn])
-        return cls(prompt, sampled, tokens, seen, turns, waits * tool_s, longest, slowest / sampled)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """What is asked. Several lags, batches or windows are choices."""
 
     setting: Setting
     workload: Workload
-    episodes: Episodes
     devices: int
     lags: tuple[int, ...] = (1, 2, 4)
     groups: tuple[int, ...] = (16,)
@@ -100,6 +66,10 @@ class Candidate:
     def place(self) -> Placement:
         return self.costs.place
 
+    @property
+    def means(self) -> Episodes:
+        return self.costs.setting.episodes
+
     def with_route(self, name: Route) -> "Candidate":
         return replace(self, name=name, costs=replace(self.costs, route=ROUTES[name]))
 
@@ -117,7 +87,7 @@ class Candidate:
     def max_running(self) -> int:
         """Replies of an engine: what there is memory for, and no more than are live."""
         live = math.ceil((self.schedule.max_staleness + 1) * self.sequences / self.place.engines)
-        return max(1, min(live, MOST_RUNNING, int(self.costs.setting.room(self.place.tp) // self._episodes.tokens)))
+        return max(1, min(live, MOST_RUNNING, int(self.costs.setting.room(self.place.tp) // self.means.tokens)))
 
     @property
     def rate(self) -> float:
@@ -131,23 +101,20 @@ class Candidate:
         How long a step takes and how many versions an episode sees depend on each other: a few rounds settle it.
         """
         live = (self.schedule.max_staleness + 1) * self.sequences / self.place.engines
-        found = Estimate(step_s=math.inf, episode_s=0.0, versions=1.0)
+        found, costs, means, batch = Estimate(math.inf, 0.0, 1.0), self.costs, self.means, round(self.costs.batch)
         for _ in range(4):
-            costs, crossed = self.costs, found.versions - 1
-            batch = round(costs.batch)
             scored = costs.old_logps_s(batch, found.versions)
             trainer = costs.train_s(batch) + costs.publish_s() + scored
-            running, busy_s = self._share_engine(live * found.alive(self._episodes.tail), crossed)
+            running, busy_s = self._share_engine(live * found.alive(means.tail), found.versions - 1)
             generation = self.sequences * busy_s / (running * self.place.engines)
-            episode_s = busy_s + self._episodes.tool_s
+            episode_s = busy_s + means.tool_s
             stands = (scored + costs.optimizer_s) * costs.route.closing
             if self.schedule.max_staleness == 0:
-                step_s = max(generation, episode_s * self._episodes.longest / self._episodes.tokens) + trainer
+                step_s = max(generation, episode_s * means.longest / means.tokens) + trainer
             else:
                 step_s = max(generation, trainer - stands) + stands
             step_s += costs.load_s()
-            versions = 1 + min(self.schedule.staleness_bound, episode_s / step_s)
-            found = Estimate(step_s=step_s, episode_s=episode_s, versions=versions)
+            found = Estimate(step_s, episode_s, 1 + min(self.schedule.staleness_bound, episode_s / step_s))
         return found
 
     def _share_engine(self, live: float, crossed: float) -> tuple[float, float]:
@@ -157,7 +124,7 @@ class Candidate:
         waits for tools leaves its place: what is live is what runs and what waits (Little's law). A context is
         computed again when a version is crossed, and where there are more live episodes than places for contexts.
         """
-        costs, means = self.costs, self._episodes
+        costs, means = self.costs, self.means
         context = (means.prompt + means.tokens) / 2
         lost = max(0.0, 1 - self.max_running / live) * (means.turns - 1)
         said = means.tokens - means.prompt - means.sampled
@@ -174,10 +141,6 @@ class Candidate:
             enough = middle * (1 + means.tool_s / busy_s(middle)) < live
             low, high = (middle, high) if enough else (low, middle)
         return high, busy_s(high)
-
-    @property
-    def _episodes(self) -> Episodes:
-        return self.request.episodes
 
 
 class Estimate(NamedTuple):
@@ -204,8 +167,7 @@ class Rated:
     def rate(self) -> float:
         """Trained tokens a second: groups a second, each of as many tokens as groups have in the mean. What a batch of
         few steps holds depends on which groups come first."""
-        request = self.candidate.request
-        return self.outcome.groups_per_s * request.group_size * request.episodes.tokens
+        return self.outcome.groups_per_s * self.candidate.schedule.group_size * self.candidate.means.tokens
 
     @property
     def spread(self) -> float:
@@ -240,7 +202,7 @@ class Plan:
 
 def suggest(request: Request) -> Plan:
     """Raises `ConfigError` when the devices are too few, and says how many would do."""
-    simulated = _Simulated(request.tell)
+    simulated = _Simulated()
     name: Route = request.route or "snapshot_old"
     window = request.windows[0] if request.windows else 1
     asked = [_schedule(request, lag, groups, window) for groups in request.groups for lag in request.lags]
@@ -249,7 +211,7 @@ def suggest(request: Request) -> Plan:
     splits = _within_reach(_splits(central.candidate), simulated, most=MOST_SPLITS)
     central = max((central, *splits), key=lambda rated: rated.rate)
     schedule = central.candidate.schedule
-    if not request.windows and central.outcome.trainer_wait_share > WAITS_LITTLE and schedule.max_staleness > 1:
+    if not request.windows and central.outcome.trainer_wait_share > KEEPS_PACE and schedule.max_staleness > 1:
         half = _schedule(request, schedule.max_staleness, schedule.groups_per_step, schedule.groups_per_step // 2 + 1)
         choices = (*choices, simulated(_best(request, name, half)))
         central = _smallest([central, choices[-1]])
@@ -259,32 +221,30 @@ def suggest(request: Request) -> Plan:
     tried = [each for each in exact if each.rate >= least] + [each for each in routes if each.name == AVERAGE]
     rated = {each.name: simulated(each) for each in tried} | {name: central}
     best = _smallest([central, *(rated[each.name] for each in exact if each.name in rated)])
-    return Plan(best, simulated(_synchronous(request, schedule)), choices, splits, tuple(routes), rated)
+    in_turns = replace(schedule, max_staleness=0, window=1)
+    synchronous = max(candidates(request, "current_recompute", in_turns, colocated=True), key=lambda each: each.rate)
+    return Plan(best, simulated(synchronous), choices, splits, tuple(routes), rated)
 
 
-class _Simulated:
+class _Simulated(dict[tuple[Analytic, ScheduleConfig], Outcome]):
     """Simulates what has not been: several routes cost the same."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
-        self._known: dict[tuple[Analytic, ScheduleConfig], Outcome] = {}
-
-    def __call__(self, candidate: Candidate) -> "Rated":
-        costs, schedule, place = candidate.costs, candidate.schedule, candidate.place
+    def __call__(self, candidate: Candidate) -> Rated:
+        costs, schedule, place, request = candidate.costs, candidate.schedule, candidate.place, candidate.request
         what = replace(costs, route=replace(costs.route, exact=False, idle=False)), schedule
-        if what not in self._known:
-            self._tell(
-                f"simulating {candidate.name}: {place.told}; max_staleness {schedule.max_staleness}, "
-                f"{schedule.groups_per_step} groups a step, window {schedule.window}"
-            )
+        if what not in self:
+            request.tell(f"simulating {candidate.name}: {place.told}; {sizes_of(schedule)}")
             fleet = Fleet(
                 engines=place.engines, max_running=candidate.max_running, colocated=place.colocated,
                 cache_tokens=int(costs.setting.room(place.tp)),
             )  # fmt: skip
-            steps = (schedule.max_staleness + 1) * (candidate.request.rounds + 1)
-            workload = candidate.request.workload
-            self._known[what] = simulate(workload, fleet, schedule, costs, steps=steps, needs=needs(costs.route))
-        return Rated(candidate, self._known[what])
+            steps, waits = (schedule.max_staleness + 1) * (request.rounds + 1), needs(costs.route)
+            self[what] = simulate(request.workload, fleet, schedule, costs, steps=steps, needs=waits)
+        return Rated(candidate, self[what])
+
+
+def sizes_of(schedule: ScheduleConfig) -> str:
+    return f"max_staleness {schedule.max_staleness}, {schedule.groups_per_step} groups, window {schedule.window}"
 
 
 def _schedule(request: Request, lag: int, groups: int, window: int) -> ScheduleConfig:
@@ -296,35 +256,25 @@ def _schedule(request: Request, lag: int, groups: int, window: int) -> ScheduleC
     return ScheduleConfig(max_staleness=lag, groups_per_step=groups, group_size=request.group_size, window=window)
 
 
-def candidates(request: Request, name: Route, schedule: ScheduleConfig) -> Iterator[Candidate]:
+def candidates(
+    request: Request, name: Route, schedule: ScheduleConfig, *, colocated: bool = False
+) -> Iterator[Candidate]:
     """Every split of the devices that fits, with and without computing activations again."""
-    for recompute in (False, True):
-        setting = replace(request.setting, recompute=recompute)
-        for place in placements(setting, name, schedule, devices=request.devices):
-            yield _candidate(request, name, schedule, setting=setting, place=place)
+    batch = schedule.groups_per_step * schedule.group_size * request.setting.episodes.tokens
+    for setting in (replace(request.setting, recompute=recompute) for recompute in (False, True)):
+        places = _taking_turns if colocated else placements
+        for place in places(setting, name, schedule, devices=request.devices):
+            live = schedule.staleness_bound + 1
+            costs = Analytic(setting=setting, place=place, route=ROUTES[name], batch=batch, live=live)
+            yield Candidate(request, costs, name, schedule)
 
 
-def _candidate(
-    request: Request, name: Route, schedule: ScheduleConfig, *, setting: Setting, place: Placement
-) -> Candidate:
-    batch = schedule.groups_per_step * schedule.group_size * request.episodes.tokens
-    live = schedule.staleness_bound + 1
-    costs = Analytic(setting=setting, place=place, route=ROUTES[name], batch=batch, live=live)
-    return Candidate(request, costs, name, schedule)
-
-
-def _synchronous(request: Request, schedule: ScheduleConfig) -> Candidate:
-    """All devices do both, in turns; old logits are the trainer's before it steps."""
-    name: Route = "current_recompute"
-    found = [
-        _candidate(
-            request, name, replace(schedule, max_staleness=0, window=1), setting=setting,
-            place=Placement(request.devices, request.devices // tp, tp, colocated=True),
+def _taking_turns(setting: Setting, name: Route, _: ScheduleConfig, *, devices: int) -> Iterator[Placement]:
+    """All devices do both."""
+    if setting.fits(devices, ROUTES[name]):
+        yield from (
+            Placement(devices, devices // tp, tp, colocated=True) for tp in engine_sizes(setting) if tp <= devices
         )
-        for setting in (replace(request.setting, recompute=recompute) for recompute in (False, True))
-        for tp in engine_sizes(setting) if tp <= request.devices and setting.fits(request.devices, ROUTES[name])
-    ]  # fmt: skip
-    return max(found, key=lambda candidate: candidate.rate)
 
 
 def placements(setting: Setting, name: Route, schedule: ScheduleConfig, *, devices: int) -> Iterator[Placement]:
@@ -341,7 +291,7 @@ def placements(setting: Setting, name: Route, schedule: ScheduleConfig, *, devic
 
 def engine_sizes(setting: Setting) -> tuple[int, ...]:
     """Devices that an engine can have: the fewest that hold the model and some episodes, and more for more of these."""
-    least = max(LEAST_RUNNING * setting.episode, setting.longest)
+    least = max(LEAST_RUNNING * setting.episodes.tokens, setting.episodes.longest)
     return tuple(tp for tp in _TP if setting.model.heads % tp == 0 and setting.room(tp) >= least)
 
 
@@ -352,7 +302,7 @@ def _scorers(setting: Setting, name: Route, schedule: ScheduleConfig, trainers: 
         return 0
     held = math.ceil(setting.model.copy_bytes / (setting.device.memory * setting.shares.memory))
     versions = min(2, schedule.max_staleness + 1)
-    return max(held, math.ceil(trainers * route.forwarded(versions, given=setting.given) / 3))
+    return max(held, math.ceil(trainers * route.forwarded(versions, given=setting.episodes.given) / 3))
 
 
 def _try(request: Request, name: Route, schedule: ScheduleConfig) -> Candidate | None:
@@ -360,34 +310,27 @@ def _try(request: Request, name: Route, schedule: ScheduleConfig) -> Candidate |
 
 
 def _best(request: Request, name: Route, schedule: ScheduleConfig) -> Candidate:
-    found = _try(request, name, schedule)
-    if found is None:
-        raise ConfigError(_too_few(request, name, schedule))
-    return found
+    if found := _try(request, name, schedule):
+        return found
+    raise ConfigError(_too_few(request, name, schedule))
 
 
 def _too_few(request: Request, name: Route, schedule: ScheduleConfig) -> str:
     setting, gb = replace(request.setting, recompute=True), 1e9
-    model, device, sizes = setting.model, setting.device, engine_sizes(setting)
-    told = f"{model.name} with episodes of {setting.longest:,.0f} tokens does not fit {request.devices} {device.name}: "
-    limit = device.memory * setting.shares.memory
-    passes, sharded = setting.pass_bytes, setting.trainer_bytes(1, ROUTES[name]) - setting.pass_bytes
+    model, limit, passes = setting.model, setting.device.memory * setting.shares.memory, setting.pass_bytes
+    sharded = setting.trainer_bytes(1, ROUTES[name]) - passes
+    trainers = math.ceil(sharded / max(1.0, limit - passes))
     if passes >= limit:
-        return told + (
-            f"one training pass holds {passes / gb:.0f} of a device's {limit / gb:.0f} GB, however many devices there "
-            "are. Shorter episodes (--longest) would, or a larger device"
-        )
-    if not sizes:
-        return told + (
-            f"eight hold {8 * limit / gb:.0f} GB, and an engine needs {model.copy_bytes / gb:.0f} GB for weights and "
-            f"room for {LEAST_RUNNING} episodes. Larger devices are needed"
-        )
-    trainers = math.ceil(sharded / (limit - passes))
-    needed = trainers + _scorers(setting, name, schedule, trainers) + sizes[0]
-    return told + (
-        f"training takes {sharded / gb:.0f} GB (18 bytes a parameter, and the route's), so {trainers} devices of "
-        f"{limit / gb:.0f} GB with {passes / gb:.0f} GB for a pass on each, and an engine takes {sizes[0]}. "
-        f"--gpus {needed} would"
+        helps = "Shorter episodes (--longest) would, or a larger device"
+    elif sizes := engine_sizes(setting):
+        helps = f"--gpus {trainers + _scorers(setting, name, schedule, trainers) + sizes[0]} would"
+    else:
+        helps = f"Larger devices are needed: an engine has at most {max(_TP)}"
+    return (
+        f"{model.name} with episodes of {setting.episodes.longest:,.0f} tokens does not fit {request.devices} "
+        f"{setting.device.name}, each with {limit / gb:.0f} GB: training takes {sharded / gb:.0f} GB (18 bytes a "
+        f"parameter, and the route's) and {passes / gb:.0f} GB for a pass on each, an engine "
+        f"{model.copy_bytes / gb:.0f} GB for weights, and room for {LEAST_RUNNING} episodes. {helps}"
     )
 
 
@@ -399,11 +342,8 @@ def _within_reach(these: Sequence[Candidate], simulated: _Simulated, *, most: in
 
 def _splits(candidate: Candidate) -> list[Candidate]:
     """By trainers and engines, each with the better way to keep activations."""
-    found = dict[Placement, Candidate]()
-    for other in candidates(candidate.request, candidate.name, candidate.schedule):
-        if other.place not in found or other.rate > found[other.place].rate:
-            found[other.place] = other
-    return list(found.values())
+    every = sorted(candidates(candidate.request, candidate.name, candidate.schedule), key=lambda each: each.rate)
+    return list({each.place: each for each in every}.values())
 
 
 def _suited(candidate: Candidate, name: Route) -> Candidate | None:
@@ -418,8 +358,6 @@ def _suited(candidate: Candidate, name: Route) -> Candidate | None:
 def _smallest(rated: Sequence[Rated]) -> Rated:
     """With the smallest staleness, then batch, then window, of those near the best."""
     near = [each for each in rated if each.rate >= NEAR * max(other.rate for other in rated)]
-    return min(near, key=lambda each: _size(each.candidate.schedule))
-
-
-def _size(schedule: ScheduleConfig) -> tuple[int, int, int]:
-    return schedule.staleness_bound, schedule.groups_per_step, schedule.window
+    schedules = [each.candidate.schedule for each in near]
+    sizes = [(each.staleness_bound, each.groups_per_step, each.window) for each in schedules]
+    return near[sizes.index(min(sizes))]

@@ -1,22 +1,17 @@
-"""What the simulated episodes are: how many turns, how many tokens, how long tools take. Imports no torch."""
+"""What is simulated: episodes (how many turns, how many tokens, how long tools take), and engines. Imports no torch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from statistics import NormalDist, fmean
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from afterimage.limits import within
+from afterimage.limits import at_least, within
 
 Drawn = NDArray[np.float64]
-
-
-class Distribution(Protocol):
-    """What a quantity of an episode is drawn from."""
-
-    def draw(self, random: np.random.Generator, count: int) -> Drawn: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,22 +63,12 @@ def _cut_mean(log_mean: float, sigma: float, most: float) -> float:
     """E[min(X, most)] of a log-normal X with mean exp(`log_mean`): the limited expected value."""
     if not sigma:
         return min(math.exp(log_mean), most)
-    at = (math.log(most) - log_mean + sigma**2 / 2) / sigma
-    return math.exp(log_mean) * _normal(at - sigma) + most * (1 - _normal(at))
+    at, below = (math.log(most) - log_mean + sigma**2 / 2) / sigma, NormalDist().cdf
+    return math.exp(log_mean) * below(at - sigma) + most * (1 - below(at))
 
 
-def _normal(at: float) -> float:
-    return (1 + math.erf(at / math.sqrt(2))) / 2
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """Drawn with replacement from values that were measured."""
-
-    values: tuple[float, ...]
-
-    def draw(self, random: np.random.Generator, count: int) -> Drawn:
-        return np.asarray(random.choice(self.values, count), dtype=np.float64)
+Distribution = Constant | LogNormal
+"""What a quantity of an episode is drawn from."""
 
 
 class Spoken(NamedTuple):
@@ -171,3 +156,78 @@ class Workload:
 
 def _whole(drawn: Drawn, least: int) -> list[int]:
     return [max(least, round(value)) for value in drawn.tolist()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """The engines."""
+
+    engines: int = 1
+    max_running: int = 128
+    """Replies that one engine runs at the same time."""
+    cache_tokens: int = 0
+    """Tokens of context that one engine has memory for, those of waiting episodes included; 0: `max_running` contexts,
+    however long."""
+    keep_cache: bool = False
+    """Contexts are not computed again under a new version, as `engine.keep_cache`."""
+    colocated: bool = False
+    """They are the trainer's own devices: generation stands still from a batch's scoring to the new version."""
+    steps_per_version: int = 1
+    """Steps after which they take a version, and tickets come back: a step's batch is so large a part of a version's
+    (verl's `trigger_parameter_sync_step`)."""
+    failures_per_hour: float = 0.0
+    """Deaths of one engine. Its replies go on elsewhere from what they had said before."""
+    restart_s: float = 120.0
+    """Until an engine that died is there again; it gets weights with the next version, as `engines.Several` does."""
+
+    def __post_init__(self) -> None:
+        ones = {name: getattr(self, name) for name in ("engines", "max_running", "steps_per_version")}
+        at_least("fleet", 1, **ones)
+        more = {"cache_tokens": self.cache_tokens, "failures_per_hour": self.failures_per_hour}
+        at_least("fleet", 0, restart_s=self.restart_s, **more)
+
+
+def seen_in(lengths: Collection[float]) -> float:
+    """Others that a token sees in sequences of these lengths: half of E[L^2] / E[L], for most are in long ones.
+
+    >>> seen_in([10, 10]), seen_in([1, 19])
+    (5.0, 9.05)
+    """
+    return sum(length**2 for length in lengths) / sum(lengths) / 2
+
+
+class Episodes(NamedTuple):
+    """Means over episodes."""
+
+    tokens: float
+    seen: float
+    """Others that a token of one sees: `seen_in` them."""
+    longest: float
+    """Tokens of the longest one to be held."""
+    prompt: float
+    sampled: float = 0.0
+    turns: float = 1.0
+    tool_s: float = 0.0
+    """Of all answers of an episode together."""
+    tail: float = 1.0
+    """How much more the longest of a group's replies is than the mean."""
+
+    @property
+    def given(self) -> float:
+        """Share that comes before the first reply."""
+        return self.prompt / self.tokens
+
+    @classmethod
+    def of(cls, workload: Workload, *, group_size: int) -> "Episodes":
+        """From 64 groups."""
+        random = np.random.default_rng(0)
+        groups = [workload.group(random, group_size) for _ in range(64)]
+        drawn = [shape for group in groups for shape in group]
+        waits = fmean(sum(turn.waits for turn in shape.turns) for shape in drawn)
+        tool_s = float(np.minimum(workload.tool_s.draw(random, 10_000), workload.timeout_s).mean())
+        tokens, sampled = [shape.tokens for shape in drawn], fmean(shape.sampled for shape in drawn)
+        return cls(
+            tokens=fmean(tokens), seen=seen_in(tokens), longest=max(tokens), tool_s=waits * tool_s, sampled=sampled,
+            prompt=fmean(shape.prompt for shape in drawn), turns=fmean(len(shape.turns) for shape in drawn),
+            tail=fmean(max(shape.sampled for shape in group) for group in groups) / sampled,
+        )  # fmt: skip
