@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from afterimage import corrections, credit, objectives
@@ -66,6 +67,7 @@ from afterimage.schedule import Ledger, Line
 from afterimage.trainer import Correction, Objective, Rules, Trainer
 from afterimage.trajectory import Batch, Credited, Failure, Group, Handout, Open
 from afterimage.versions import VersionStore
+from afterimage.wire import cores
 
 MAX_SKIPPED = 100_000
 """Tasks in a row that could not be finished before: then there are no others."""
@@ -214,9 +216,16 @@ def build(config: RunConfig, machine: Machine, log: RunLog, watcher: Watcher, li
         journal=journal,
         checkpoints=checkpoints,
         log=recorder,
-        worker=ThreadPoolExecutor(1, thread_name_prefix="trainer"),
+        worker=ThreadPoolExecutor(1, "trainer", torch.set_num_threads, (trainer_threads(config),)),
         disk=ThreadPoolExecutor(1, thread_name_prefix="disk"),
     )
+
+
+def trainer_threads(config: RunConfig) -> int:
+    """The cores are divided among the processes of a run: with more threads than cores all run many times slower."""
+    others = config.engine.threads * config.engine.processes + (config.old_logps.route == "old_logit_model")
+    free = 1 if config.deterministic else max(1, cores() - others)  # the same on every machine
+    return config.trainer.threads or free
 
 
 def build_checkpoints(config: RunConfig, machine: Machine, run: Path) -> Checkpoints:

@@ -179,6 +179,11 @@ class Child:
         self._stderr.close()
 
 
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _environment(threads: int) -> dict[str, str]:
     root = str(Path(__file__).parents[1])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -105,7 +105,7 @@ def config_of(name: str, *, steps: int, groups: int, seed: int, runs: Path) -> R
 
 def run(config: RunConfig) -> Ran:
     """A run as `afterimage train` does it, but for what is kept afterwards."""
-    share_processor(config)
+    share_processor()
     machine, clock = build_machine(config), Clock()
     clock.watch(machine)
     folder = config.runs / config.name

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from afterimage import build
 from afterimage.build import build_engine
 from afterimage.config import (
     ConfigError,
@@ -80,12 +81,9 @@ def test_replies_are_shared_out_and_one_is_no_several(folder: Path) -> None:
 
 
 def test_the_trainer_takes_the_cores_that_all_of_them_leave(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(local, "cores", lambda: 16)
-    monkeypatch.setattr(local.torch, "set_num_threads", asked.append)
-    for engine in ({"processes": 3, "threads": 2}, {"processes": 8, "threads": 2}):
-        local.share_processor(configured(folder, **engine))
-    assert asked == [10, 1]
+    monkeypatch.setattr(build, "cores", lambda: 16)
+    for engine, left in (({"processes": 3, "threads": 2}, 10), ({"processes": 8, "threads": 2}, 1)):
+        assert build.trainer_threads(configured(folder, **engine)) == left
 
 
 async def publish(engine: Engine, version: int) -> None:

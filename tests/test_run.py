@@ -20,6 +20,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import afterimage
+from afterimage import build
 from afterimage.config import (
     EngineConfig,
     EvalConfig,
@@ -181,13 +182,10 @@ def test_ctrl_c_saves_and_says_where_to_look(tmp_path: Path) -> None:
 def test_the_trainer_leaves_a_core_to_every_other_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: str, threads: int
 ) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(local.torch, "set_num_threads", asked.append)
     config = small(tmp_path, old_logps=OldLogpsConfig(route=route))  # type: ignore[arg-type]
-    for count in (4, 1):
-        monkeypatch.setattr(local, "cores", lambda count=count: count)
-        local.share_processor(config)
-    assert asked == [threads, 1]
+    for count, left in ((4, threads), (1, 1)):
+        monkeypatch.setattr(build, "cores", lambda count=count: count)
+        assert build.trainer_threads(config) == left
 
 
 def test_the_loop_runs_beside_a_loop_of_the_callers(tmp_path: Path) -> None:

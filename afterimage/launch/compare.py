@@ -28,13 +28,14 @@ from rich.markup import escape
 from rich.text import Text
 
 from afterimage.config import ConfigError, RunConfig
-from afterimage.launch.machine import alone, commit, cores, machine, versions
+from afterimage.launch.machine import alone, commit, machine, versions
 from afterimage.lint import check
 from afterimage.observe.compare import LAUNCHES, PLAN, ended, grouped
 from afterimage.observe.compare_page import write_comparison
 from afterimage.observe.metrics import CONFIG, EVENTS, METRICS, RunFolder, dumps, plain
 from afterimage.observe.sections import flatten
 from afterimage.observe.words import duration, number, percent
+from afterimage.wire import cores
 
 NEEDS = {
     "current_recompute": ("--old_logps.baseline=true",),  # one step per batch: its S is 1 by construction

@@ -23,7 +23,7 @@ from afterimage.config import ConfigError, RunConfig
 from afterimage.engines.supervised import Supervised
 from afterimage.journal import JOURNAL, Journal, JournalError, Marked
 from afterimage.launch.grades import Grade
-from afterimage.launch.machine import alone, cores
+from afterimage.launch.machine import alone
 from afterimage.launch.resume import begin, differences, recall, revive, stored
 from afterimage.launch.survivors import write_survivors
 from afterimage.lint import check
@@ -37,6 +37,7 @@ from afterimage.publish import DirectPublisher
 from afterimage.recording import WENT_WRONG, WentWrong
 from afterimage.rollout import Speaker, examine
 from afterimage.trainer import NOT_FINITE, Trainer
+from afterimage.wire import cores
 
 POLICY = "policy"
 """Where a run folder holds the trained model."""
@@ -145,7 +146,7 @@ def _check(config: RunConfig, console: Console) -> None:
     verdict.require()
     for warning in verdict.warnings:
         console.print(f"[yellow]warning:[/] {escape(str(warning))}", highlight=False)
-    share_processor(config)
+    share_processor()
 
 
 def _finish(lives: "Lives", log: RunLog, console: Console) -> Run:
@@ -274,7 +275,7 @@ def evaluate(trained: Path, config: RunConfig, *, attempts: int = 1, console: Co
         raise ConfigError(f"there must be at least 1 attempt at a task, got {attempts}")
     folder = trained / POLICY if (trained / POLICY).is_dir() else trained
     config = replace(config, policy=str(folder))
-    share_processor(config)
+    share_processor()
     policy, taskset, speaker = build_sampler(config)
     console = console or Console()
 
@@ -344,9 +345,7 @@ def seldom_collected() -> Iterator[None]:
             gc.unfreeze()
 
 
-def share_processor(config: RunConfig) -> None:
-    """Divide the cores among the processes of a run: with more threads than cores all run many times slower."""
-    others = config.engine.threads * config.engine.processes + (config.old_logps.route == "old_logit_model")
-    free = 1 if config.deterministic else max(1, cores() - others)  # the same on every machine
-    torch.set_num_threads(config.trainer.threads or free)
+def share_processor() -> None:
+    """One thread for all but the trainer, which has its own (`build.trainer_threads`): OpenMP's spin for one caller."""
+    torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_S)

@@ -1,7 +1,6 @@
 """On what something was run: what a table of results says of itself."""
 
 import fcntl
-import os
 import platform
 import subprocess
 from collections.abc import Iterator
@@ -10,13 +9,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from afterimage.config import ConfigError
+from afterimage.wire import cores
 
 LIBRARIES = ("torch", "transformers")
-
-
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def machine() -> str:

@@ -53,7 +53,7 @@ def serve(
     """
     folder = trained / POLICY if (trained / POLICY).is_dir() else trained
     config = replace(config, policy=str(folder), rollout=replace(config.rollout, max_turns=1 << 30))
-    share_processor(config)
+    share_processor()
     policy, taskset, speaker = build_sampler(config)
     console = console or Console(soft_wrap=True)
 
