@@ -8,8 +8,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# Before torch loads: threads of two processes that spin while they wait slow each other down 15 to 30 times. But to wake
-# one takes longer than most products of a small model: so they do spin, for as long as that.
+# Before torch loads: threads of two processes that spin while they wait slow each other down 15 to 30 times. They spin
+# for as long as it takes to wake one, which is longer than most products of a small model.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 

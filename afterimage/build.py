@@ -224,8 +224,7 @@ def build(config: RunConfig, machine: Machine, log: RunLog, watcher: Watcher, li
 def trainer_threads(config: RunConfig) -> int:
     """The cores are divided among the processes of a run: with more threads than cores all run many times slower."""
     others = config.engine.threads * config.engine.processes + (config.old_logps.route == "old_logit_model")
-    free = 1 if config.deterministic else max(1, cores() - others)  # the same on every machine
-    return config.trainer.threads or free
+    return config.trainer.threads or (1 if config.deterministic else max(1, cores() - others))
 
 
 def build_checkpoints(config: RunConfig, machine: Machine, run: Path) -> Checkpoints:

@@ -24,7 +24,19 @@ from typing import Any
 import numpy as np
 
 from benchmarks.generate_peers import MAX_CONTEXT, Episode, Probe, shortened
-from benchmarks.tables import CONSOLE, alternate, columns, picture, ratios, row, spread, verdict, write
+from benchmarks.tables import (
+    CONSOLE,
+    OURS,
+    alternate,
+    columns,
+    picture,
+    ratios,
+    row,
+    spread,
+    threads_wait,
+    verdict,
+    write,
+)
 
 ROOT = Path(__file__).parents[1]
 SIZES = {
@@ -125,7 +137,7 @@ class Player:
             return
         threads = str(arguments.threads)
         environment = {
-            "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1", "VLLM_CPU_KVCACHE_SPACE": "2",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "PYTHONPATH": str(ROOT),
@@ -138,7 +150,7 @@ class Player:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._words,
-            env={**os.environ, **environment},
+            env=threads_wait(OURS if kind == "ours" else {}) | environment,
             cwd=ROOT,
             start_new_session=True,
         )

@@ -1,5 +1,6 @@
 """What every benchmark does: take turns, sum up, and leave a dated table and a picture."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,15 @@ from afterimage.launch.machine import commit, machine, versions
 
 RESULTS = Path(__file__).parent / "results"
 CONSOLE = Console(soft_wrap=True, highlight=False)
+
+
+OURS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
+"""How our threads wait (`afterimage/__init__.py`), for a process that loads torch first."""
+
+
+def threads_wait(how: Mapping[str, str]) -> dict[str, str]:
+    """This environment, in which threads wait like that: peers as their libraries have it, whatever is set here."""
+    return {name: value for name, value in os.environ.items() if name not in OURS} | dict(how)
 
 
 def alternate(contestants: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from io import StringIO
 from itertools import count, pairwise
@@ -51,7 +51,19 @@ from afterimage.old_logps import Scoring
 from afterimage.policy import Policy
 from afterimage.trainer import Rules, Trainer
 from afterimage.trajectory import Credited, Given, Sampled, Task, Trajectory, collate
-from benchmarks.tables import CONSOLE, alternate, columns, picture, ratios, row, spread, verdict, write
+from benchmarks.tables import (
+    CONSOLE,
+    OURS,
+    alternate,
+    columns,
+    picture,
+    ratios,
+    row,
+    spread,
+    threads_wait,
+    verdict,
+    write,
+)
 
 ROOT = Path(__file__).parent.parent
 SIBLINGS = 8
@@ -258,10 +270,10 @@ def whole(chosen: argparse.Namespace) -> None:
 class Child:
     """A contestant in a process of its own: it takes a step when told to."""
 
-    def __init__(self, *command: object) -> None:
+    def __init__(self, *command: object, waiting: Mapping[str, str]) -> None:
         self.process = subprocess.Popen(
             list(map(str, command)), cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, env=threads_wait(waiting),
         )  # fmt: skip
 
     def __enter__(self) -> Callable[[], Any]:
@@ -295,11 +307,12 @@ class Bench:
 
     def theirs(self, model: Path, *options: object) -> Child:
         script = ROOT / "benchmarks" / "train_trl.py"
-        return Child(self.chosen.peers, script, model, "--threads", self.chosen.threads, *options)
+        return Child(self.chosen.peers, script, model, "--threads", self.chosen.threads, *options, waiting={})
 
     def mine(self, kind: str, model: Path, *options: object) -> Child:
         common = ("--threads", self.chosen.threads)
-        return Child(sys.executable, "-m", "benchmarks.train", "--child", kind, "--model", model, *common, *options)
+        command = (sys.executable, "-m", "benchmarks.train", "--child", kind, "--model", model, *common, *options)
+        return Child(*command, waiting=OURS)
 
     def best_micro(self, micros: Iterable[int], model: Path, *options: object) -> int:
         """The micro-batch with which TRL is fastest, of two steps each after one to warm up."""
@@ -437,7 +450,8 @@ def draw(bars: dict[str, dict[str, list[float]]], speeds: dict[str, list[float]]
         left.set_xticks(range(len(bars)), list(bars))
         left.set_ylabel("trained tokens/s over TRL's")
         left.axhline(3, color="grey", linestyle=":")
-        left.legend(frameon=False, fontsize=7)
+        left.set_ylim(top=1.35 * max(3.0, left.get_ylim()[1]))
+        left.legend(frameon=False, fontsize=7, loc="upper left")
         right.bar(range(len(speeds)), [median(found) for found in speeds.values()], width=0.5)
         right.set_xticks(range(len(speeds)), [name.replace(", ", ",\n") for name in speeds])
         right.set_ylabel("whole steps/s")

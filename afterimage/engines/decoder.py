@@ -17,10 +17,8 @@ from itertools import pairwise
 from subprocess import CalledProcessError
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from afterimage import linear
@@ -29,7 +27,6 @@ from afterimage.engines.kernels import Kernels
 from afterimage.engines.pages import PAGE, Inputs, Pages, Shape, placed, plan, runs, tiled
 from afterimage.engines.runner import Step, check_update
 
-Pagewise = int | NDArray[np.int64]
 RUN = 8
 """Tokens of a chunk that are attended together."""
 ROWS_A_THREAD = 16
@@ -212,13 +209,12 @@ class Qwen3Runner:
 
     def copy_prefix(self, source: int, target: int, count: int) -> None:
         if self._kernels is not None:
-            self._copy(self._pages.share(source, target, count))
-            return
+            return self._copy(self._pages.share(source, target, count))
         self._pages.hold(target, count)
         pages = int(self._pages.count[target])
-        self._copy((self._pages.of[source, :pages], self._pages.of[target, :pages]))
+        return self._copy((self._pages.of[source, :pages], self._pages.of[target, :pages]))
 
-    def _copy(self, moved: tuple[Pagewise, Pagewise] | None) -> None:
+    def _copy(self, moved: tuple[Any, Any] | None) -> None:
         """Pages from where to where, if any."""
         self._reserve(self._pages.span)
         if moved is not None:
@@ -259,8 +255,7 @@ class Qwen3Runner:
             more = self._linear(gated, layer.down)
         ends = [*range(len(step.rows)), *(span.stop - 1 for _, span in step.spans())]
         if step.chunks:
-            padded = ends + ends[-1:] * (tiled(len(ends)) - len(ends))
-            x, more = x[padded], more[padded]
+            x, more = (each[ends + ends[-1:] * (tiled(len(ends)) - len(ends))] for each in (x, more))
         h = torch.empty_like(x)
         kernels.norm(x, more, self._norm, h, len(x), sizes.hidden, eps)
         return self._linear(h, self._head).float()[: len(ends)]

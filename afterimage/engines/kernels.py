@@ -18,7 +18,6 @@ from torch import Tensor
 
 SOURCE = Path(__file__).with_name("kernels.c")
 _FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math")
-_KINDS: dict[type, type] = {int: ctypes.c_int64, float: ctypes.c_float}
 
 
 class Kernels:
@@ -34,7 +33,8 @@ class Kernels:
 
         def call(*arguments: Tensor | int | float) -> None:
             if function.argtypes is None:
-                function.argtypes = [_KINDS.get(type(each), ctypes.c_void_p) for each in arguments]
+                kinds = {int: ctypes.c_int64, float: ctypes.c_float}
+                function.argtypes = [kinds.get(type(each), ctypes.c_void_p) for each in arguments]
             function(*[_address(each) if isinstance(each, Tensor) else each for each in arguments])
 
         setattr(self, name, call)
@@ -53,9 +53,8 @@ def _compiled(shape: tuple[str, ...]) -> Path:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if not compiler:
         raise FileNotFoundError("no C compiler: neither CC nor cc, gcc or clang on the PATH")
-    target = subprocess.run(
-        [compiler, *_FLAGS, "-dM", "-E", "-x", "c", os.devnull], check=True, capture_output=True
-    ).stdout  # every macro of this compiler for this processor
+    macros = [compiler, *_FLAGS, "-dM", "-E", "-x", "c", os.devnull]  # of this compiler for this processor
+    target = subprocess.run(macros, check=True, capture_output=True).stdout
     name = hashlib.sha256(b"\0".join([SOURCE.read_bytes(), target, *map(str.encode, (*_FLAGS, *shape))])).hexdigest()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "afterimage"
     library = folder / f"kernels-{name[:24]}.so"

@@ -11,8 +11,6 @@ from pathlib import Path
 from afterimage.config import ConfigError
 from afterimage.wire import cores
 
-LIBRARIES = ("torch", "transformers")
-
 
 def machine() -> str:
     """`2 cores of <processor>`."""
@@ -24,7 +22,7 @@ def machine() -> str:
 
 def versions() -> str:
     """Of Python and of what the figures depend on."""
-    return f"Python {platform.python_version()}, " + ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
+    return f"Python {platform.python_version()}, torch {version('torch')}, transformers {version('transformers')}"
 
 
 def commit() -> str:
