@@ -364,7 +364,7 @@ def main() -> None:
         return
     about = (
         f"{arguments.threads} threads each, ours one in each of {arguments.threads} processes "
-        "(`engine.processes`); every episode has {_range(TURNS)} turns, replies of {_range(REPLY)} "
+        f"(`engine.processes`); every episode has {_range(TURNS)} turns, replies of {_range(REPLY)} "
         f"tokens, tool results of {_range(RESULT)}, {GROUP} share an opening of {_range(OPENING)}. One that ends is "
         "replaced until a quarter more have begun than are live; tokens and time are those of the whole play. "
         "`generate` plays in rounds of 1, 2 or 4 batches, whichever is best. All contestants of a round play the same; "
