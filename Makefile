@@ -108,7 +108,7 @@ bench-memory: .venv/.bench
 bench-schedule: .venv/.bench
 	$(BIN)/python -m benchmarks.schedule $(ARGS)
 
-# 14 minutes: asynchronous against synchronous over the share of tool time, the staleness bound and the window. 25: success.
+# 20 minutes: asynchronous against synchronous over the share of tool time, the staleness bound and the window. 25: success.
 bench-async: .venv/.bench
 	$(BIN)/python -m benchmarks.asynchrony $(ARGS)
 

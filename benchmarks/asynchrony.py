@@ -1,6 +1,6 @@
 """How much sooner is the same number of groups trained on when generation goes on meanwhile, and how near the ideal?
 
-    python -m benchmarks.asynchrony                # the workloads of workloads.toml: 14 minutes on two quiet cores
+    python -m benchmarks.asynchrony                # the workloads of workloads.toml: 20 minutes on two quiet cores
     python -m benchmarks.asynchrony --learning     # held-out success, both ways at equal samples: 25 minutes
 
 Real runs of the retail recipe with the exact route: the engine in a process of its own, trainer and event loop in this
@@ -397,7 +397,7 @@ def main(words: Sequence[str] | None = None, put: Callable[..., Any] = write) ->
         description=(__doc__ or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of these workloads of workloads.toml")
-    parser.add_argument("--steps", type=int, help="timed steps of a run, at least (2); of a --learning run (25)")
+    parser.add_argument("--steps", type=int, help="timed steps of a run, at least (10); of a --learning run (25)")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of the headline workloads")
     parser.add_argument("--learning", action="store_true", help="held-out success instead of pace")
     parser.add_argument("--runs", type=Path, default=Path("runs") / f"bench-async-{date.today()}", help="of --learning")
@@ -412,7 +412,7 @@ def main(words: Sequence[str] | None = None, put: Callable[..., Any] = write) ->
         parser.error(f"no workloads: {sorted(unknown)}; there are {[work.name for work in wanted]}")
     with tempfile.TemporaryDirectory(prefix="bench-async-") as place:
         results = [
-            compare(work, Path(place) / "runs", steps=chosen.steps or 2, repeats=rounds(work, chosen.repeats))
+            compare(work, Path(place) / "runs", steps=chosen.steps or 10, repeats=rounds(work, chosen.repeats))
             for work in wanted
             if not chosen.only or work.name in chosen.only
         ]

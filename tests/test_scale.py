@@ -139,7 +139,10 @@ def test_episodes_leave_nothing_for_the_garbage_collector() -> None:
         finally:
             gc.enable()
 
-    assert left(2_000) - left(200) < 100  # of 360 episodes more; what was cut short at the end is the same
+    def least(turns: int) -> int:
+        return min(left(turns) for _ in range(3))  # other threads of this process may leave something meanwhile
+
+    assert least(2_000) - least(200) < 100  # of 360 episodes more; what was cut short at the end is the same
 
 
 def test_a_run_leaves_the_garbage_collector_as_it_found_it() -> None:
