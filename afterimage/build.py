@@ -216,7 +216,7 @@ def build(config: RunConfig, machine: Machine, log: RunLog, watcher: Watcher, li
         journal=journal,
         checkpoints=checkpoints,
         log=recorder,
-        worker=ThreadPoolExecutor(1, "trainer", torch.set_num_threads, (trainer_threads(config),)),
+        worker=ThreadPoolExecutor(1, "trainer", _own_threads, (trainer_threads(config),)),
         disk=ThreadPoolExecutor(1, thread_name_prefix="disk"),
     )
 
@@ -225,6 +225,13 @@ def trainer_threads(config: RunConfig) -> int:
     """The cores are divided among the processes of a run: with more threads than cores all run many times slower."""
     others = config.engine.threads * config.engine.processes + (config.old_logps.route == "old_logit_model")
     return config.trainer.threads or (1 if config.deterministic else max(1, cores() - others))
+
+
+def _own_threads(count: int) -> None:
+    """For products of this thread alone: torch gives every later one the number that was last asked for."""
+    torch.set_num_threads(count)
+    torch.get_num_threads()  # which settles it here
+    ThreadPoolExecutor(1).submit(torch.set_num_threads, 1).result()
 
 
 def build_checkpoints(config: RunConfig, machine: Machine, run: Path) -> Checkpoints:

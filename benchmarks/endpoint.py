@@ -268,7 +268,7 @@ async def measured(seconds: float, many: int, every_s: float) -> tuple[Tally, di
     config = recipes.retail()
     config = replace(config, engine=replace(config.engine, max_context=1024, temperature=TEMPERATURE))
     config = replace(config, rollout=replace(config.rollout, retries=0, timeout_s=120.0, max_failed_share=1.0))
-    share_processor(config)
+    share_processor()
     parts, tally = build_machine(config), Tally()
     engine, clients = parts.speaker.engine, Agents(tally)
     bench = Bench(config, parts, tally, clients)

@@ -193,6 +193,7 @@ def test_pages_are_held_as_far_as_tokens_need_them() -> None:
 def test_whole_pages_are_shared_and_written_to_by_nobody() -> None:
     pages = Pages(max_slots=4, max_context=200)
     pages.hold(0, 150)
+    assert pages.share(0, 0, 150) is None and pages.of[0, :3].tolist() == [1, 2, 3], "with itself"
     assert pages.share(0, 1, 140) == (3, 4) and pages.of[1, :3].tolist() == [1, 2, 4], "two whole ones, and its own"
     assert pages.share(1, 2, 128) is None and pages.users[:5].tolist() == [0, 3, 3, 1, 1]
     assert pages.hold(1, 100) == (2, 4), "it goes on within a page of others: to a copy of it"
@@ -450,6 +451,20 @@ def test_draw_inverts_the_distribution_function() -> None:
         wanted = (logits / temperature).softmax(-1)
         assert (torch.bincount(tokens, minlength=5) / 10_000 - wanted).abs().max() < 2e-4
         torch.testing.assert_close(logp, wanted.log()[tokens])
+
+
+@pytest.mark.parametrize("length", [5, 64])
+def test_a_norm_that_is_no_number_is_not_sampled_over(length: int, tmp_path: Path) -> None:
+    """Whether a page is full or not: hidden places take no weight."""
+    model = _model("qwen3, tied")
+    model.save_pretrained(tmp_path)
+    batcher = _batcher(tmp_path)
+    weights = _weights(model)
+    weights["model.layers.0.self_attn.q_norm.weight"] = torch.full((16,), torch.nan)
+    with torch.inference_mode():
+        batcher.load(weights)
+    with pytest.raises(FloatingPointError, match="look at the weights"):
+        _run(batcher, _ask(0, _text(length, seed=1), 2))
 
 
 def test_greedy_is_a_point_mass() -> None:

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from subprocess import CalledProcessError
 from typing import Any
 
 import torch
@@ -240,7 +239,7 @@ class Qwen3Runner:
         of, (begins, counts, slots, held) = torch.from_numpy(self._pages.of), runs(step, self._pages, RUN)
         count, wide = len(step.tokens), tiled(len(step.tokens))
         x = F.embedding(F.pad(step.tokens, (0, wide - count)), self._embed)
-        query = torch.empty(count, sizes.heads, sizes.head_dim)
+        query = torch.empty(count, sizes.heads, sizes.head_dim, dtype=torch.float32)
         h, mixed = torch.empty_like(x), x.new_zeros(wide, sizes.heads * sizes.head_dim)
         gated, more = x.new_empty(wide, sizes.inner), torch.zeros_like(x)
         for layer, keys, values in zip(self._layers, self._keys, self._values, strict=True):
@@ -349,11 +348,7 @@ class Qwen3Runner:
 def _linear_for(
     device: torch.device, dtype: torch.dtype
 ) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """The product with a weight `[out, in]`, and how the weight must lie for it.
-
-    On a processor oneDNN where it can, which in float32 is up to twice as fast as the default where that is MKL on an
-    AMD.
-    """
+    """The product with a weight `[out, in]`, and how that must lie: on a processor by oneDNN, see `linear.py`."""
     if device.type != "cpu" or not linear.supported(dtype):
         return F.linear, lambda weight: weight
     product, pack = torch.ops.mkldnn._linear_pointwise, torch.ops.mkldnn._reorder_linear_weight
@@ -364,17 +359,15 @@ def _linear_for(
 
 
 def _kernels_for(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> tuple[Kernels | None, str]:
-    """None where they do not run: off the processor, for heads that are no multiple of four numbers, and without a
-    compiler, of which a warning tells."""
+    """None off the processor, for heads that are no multiple of four, and with a warning without a compiler."""
     lanes = math.gcd(16, sizes.head_dim)
     if device.type != "cpu" or lanes < 4 or dtype not in (torch.float32, torch.bfloat16):
         return None, ""
     shape = {"HEADS": sizes.heads, "KV_HEADS": sizes.kv_heads, "HEAD_DIM": sizes.head_dim, "PAGE": PAGE, "RUN": RUN}
     try:
         return Kernels(**shape, LANES=lanes, **({"BFLOAT16": 1} if dtype == torch.bfloat16 else {})), ""
-    except (OSError, CalledProcessError) as error:
-        why = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
-        return None, f"the engine decodes by torch, several times slower, because its kernels do not compile: {why}"
+    except OSError as error:
+        return None, f"the engine decodes by torch, several times slower, because its kernels do not compile: {error}"
 
 
 def _per_row(found: Tensor, inputs: Inputs, *, mode: str) -> Tensor:

@@ -214,9 +214,9 @@ class EmbeddedEngine:
                 _settle(self._answers.pop(header["id"], None), None, error=_fault(header))
             case "ready":
                 self.runner, self.vocab_size = header["runner"], header["vocab_size"]
+                _settle(self._answers.pop(_READY, None), None)
                 if header["warning"]:
                     warnings.warn(header["warning"], RuntimeWarning, stacklevel=2)
-                _settle(self._answers.pop(_READY, None), None)
             case "refused":
                 _settle(self._answers.pop(_READY, None), None, error=ValueError(header["error"]))
 

@@ -62,7 +62,7 @@ inline_ floats loaded(const number *at) {
 inline_ void stored(number *at, floats value) { memcpy(at, &value, sizeof value); }
 #endif
 
-/* e^x for x <= 0, to 2 units in the last place; 0 below -87, where float32 would lose digits. */
+/* e^x for x <= 0, to 2 units in the last place; 0 below -87, where float32 would lose digits; what is no number stays none. */
 inline_ floats exponential(floats x) {
     ints power = __builtin_convertvector(x * 1.44269504f - 0.5f, ints);
     floats whole = __builtin_convertvector(power, floats);
@@ -74,7 +74,7 @@ inline_ floats exponential(floats x) {
     sum = sum * rest + 1.66666655e-1f;
     sum = sum * rest + 0.5f;
     sum = sum * rest * rest + rest + 1.0f;
-    return (floats)((ints)(sum * (floats)((power + 127) << 23)) & (x > -87.0f));
+    return (floats)((ints)(sum * (floats)((power + 127) << 23)) & ~(x <= -87.0f));
 }
 
 inline_ floats either(ints which, floats yes, floats no) {
@@ -142,7 +142,7 @@ inline_ void attend_page(query_ *queries, int width, page_ page, int64_t start, 
         for (int part = 0; part < PAGE / LANES; part++) {
             ints place;
             for (int lane = 0; lane < LANES; lane++) place[lane] = part * LANES + lane;
-            scores[q][part] = either(place < seen, scores[q][part], all(LEAST));
+            scores[q][part] = either(place < seen, scores[q][part], all(2 * LEAST));
             tops = either(tops > scores[q][part], tops, scores[q][part]);
         }
         float top = highest(tops);

@@ -72,6 +72,8 @@ class Pages:
     def share(self, source: int, target: int, length: int) -> tuple[int, int] | None:
         """Let `target` begin with `length` tokens of `source`: whole pages are those of both. The rest of a page is to
         be copied, from the first of the returned two to the second."""
+        if source == target:
+            return self.hold(target, length)
         self.hold(target, 0)
         whole = length // PAGE
         self.of[target, :whole] = self.of[source, :whole]
