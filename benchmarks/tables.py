@@ -17,8 +17,8 @@ RESULTS = Path(__file__).parent / "results"
 CONSOLE = Console(soft_wrap=True, highlight=False)
 
 
-OURS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
-"""How our threads wait (`afterimage/__init__.py`), for a process that loads torch first."""
+OURS = {name: os.environ[name] for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+"""How our threads wait, as `import afterimage` has set it, for a process that loads torch first."""
 
 
 def threads_wait(how: Mapping[str, str]) -> dict[str, str]:

@@ -95,6 +95,16 @@ def _batcher(folder: Path, *, dtype: str = "float32", max_slots: int = 8, keep_c
     return Batcher(runner, max_slots=max_slots, max_context=512, keep_cache=keep_cache)
 
 
+def _live(folder: Path, **options: Any) -> tuple[Module, Batcher]:
+    """A model, and what samples from it."""
+    model = _model("qwen3, tied")
+    model.save_pretrained(folder)
+    batcher = _batcher(folder, **options)
+    with torch.inference_mode():
+        batcher.load(_weights(model))
+    return model, batcher
+
+
 def _ask(number: int, tokens: Sequence[int], max_tokens: int = 8, *, temperature: float = 1.0) -> Request:
     return Request(number, tuple(tokens), max_tokens, (), temperature, seed=number)
 
@@ -163,11 +173,7 @@ def test_a_long_context_is_computed_in_parts(tmp_path: Path) -> None:
 
 def test_idle_slots_among_the_pages_change_nothing(tmp_path: Path) -> None:
     """Two of twelve go on: their pages are few of those in use, and copied together. Then everyone does."""
-    model = _model("qwen3, tied")
-    model.save_pretrained(tmp_path)
-    batcher = _batcher(tmp_path, max_slots=12)
-    with torch.inference_mode():
-        batcher.load(_weights(model))
+    model, batcher = _live(tmp_path, max_slots=12)
     contexts = {number: _text(60 + 17 * number, seed=number) for number in range(12)}
     for numbers, count in ((range(12), 5), ((3, 9), 70), (range(12), 9)):
         found = _run(batcher, *(_ask(number, contexts[number], count) for number in numbers))
@@ -207,11 +213,7 @@ def test_whole_pages_are_shared_and_written_to_by_nobody() -> None:
 
 def test_siblings_go_on_from_shared_pages_and_back_into_them(tmp_path: Path) -> None:
     """Openings of several pages; then each goes back to another place within them and says something else."""
-    model = _model("qwen3, tied")
-    model.save_pretrained(tmp_path)
-    batcher = _batcher(tmp_path)
-    with torch.inference_mode():
-        batcher.load(_weights(model))
+    model, batcher = _live(tmp_path)
     prompt = _text(200, seed=1)
     _run(batcher, *(_ask(number, prompt, 70) for number in range(8)))
     asked = {number: _ask(number, [*prompt[: 90 + 13 * number], *_text(9, seed=number)], 80) for number in range(8)}
@@ -246,11 +248,7 @@ def test_few_rows_among_many_pages_are_gathered() -> None:
 
 
 def test_a_turn_computes_only_what_is_new(tmp_path: Path) -> None:
-    model = _model("qwen3, tied")
-    model.save_pretrained(tmp_path)
-    batcher = _batcher(tmp_path)
-    with torch.inference_mode():
-        batcher.load(_weights(model))
+    _, batcher = _live(tmp_path)
     prompt = _text(40, seed=1)
     reply = _run(batcher, _ask(0, prompt, 10))[0]
     batcher.counters.clear()
@@ -260,11 +258,7 @@ def test_a_turn_computes_only_what_is_new(tmp_path: Path) -> None:
 
 
 def test_siblings_share_their_opening(tmp_path: Path) -> None:
-    model = _model("qwen3, tied")
-    model.save_pretrained(tmp_path)
-    batcher = _batcher(tmp_path)
-    with torch.inference_mode():
-        batcher.load(_weights(model))
+    model, batcher = _live(tmp_path)
     prompt = _text(40, seed=1)
     found = _run(batcher, *(_ask(number, prompt, 4) for number in range(8)))
     assert batcher.counters["prefill_tokens"] == 40, "computed once; the others copy all but the last token"
@@ -362,11 +356,7 @@ def test_a_reply_goes_on_with_its_own_noise_whoever_runs_beside_it(tmp_path: Pat
 
 def test_bfloat16_is_near_but_not_the_same(tmp_path: Path) -> None:
     """The discrepancy that algorithm.md calls D is real, and of the size of bfloat16's rounding."""
-    model = _model("qwen3, tied")
-    model.save_pretrained(tmp_path)
-    batcher = _batcher(tmp_path, dtype="bfloat16")
-    with torch.inference_mode():
-        batcher.load(_weights(model))
+    model, batcher = _live(tmp_path, dtype="bfloat16")
     prompts = {number: _text(12 + number, seed=number) for number in range(8)}
     found = _run(batcher, *(_ask(number, prompt, 12) for number, prompt in prompts.items()))
     errors = [_error(model, prompts[number], reply) for number, reply in found.items()]
