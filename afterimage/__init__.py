@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 # for as long as it takes to wake one, which is longer than most products of a small model.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+# Pages of 2 MB for large tensors: a pass makes and frees so many that a quarter of it was faults of small pages.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 if TYPE_CHECKING:
     from afterimage import recipes
@@ -32,25 +34,15 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    "Batch": "afterimage.trajectory",
-    "ConfigError": "afterimage.config",
-    "Credited": "afterimage.trajectory",
-    "ExternalAgent": "afterimage.envs.external",
-    "Given": "afterimage.trajectory",
-    "Group": "afterimage.trajectory",
-    "Policy": "afterimage.policy",
-    "Provenance": "afterimage.trajectory",
-    "Run": "afterimage.launch.local",
-    "RunConfig": "afterimage.config",
-    "RunFailed": "afterimage.launch.local",
-    "Sampled": "afterimage.trajectory",
-    "Task": "afterimage.trajectory",
-    "Trajectory": "afterimage.trajectory",
-    "collate": "afterimage.trajectory",
-    "evaluate": "afterimage.launch.local",
-    "recipes": "afterimage.recipes",
-    "train": "afterimage.launch.local",
-}
+    "afterimage.config": ("ConfigError", "RunConfig"),
+    "afterimage.envs.external": ("ExternalAgent",),
+    "afterimage.launch.local": ("Run", "RunFailed", "evaluate", "train"),
+    "afterimage.policy": ("Policy",),
+    "afterimage.recipes": ("recipes",),
+    "afterimage.trajectory": (
+        "Batch", "Credited", "Given", "Group", "Provenance", "Sampled", "Task", "Trajectory", "collate",
+    ),
+}  # fmt: skip
 
 __all__ = [
     "Batch",
@@ -75,7 +67,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    home = next((home for home, names in _HOMES.items() if name in names), None)
+    if home is None:
         raise AttributeError(f"module 'afterimage' has no attribute {name!r}")
-    home = import_module(_HOMES[name])
-    return home if name == "recipes" else getattr(home, name)
+    return import_module(home) if name == "recipes" else getattr(import_module(home), name)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -288,16 +288,16 @@ class _Attend(torch.autograd.Function):
         batch, heads, length, width = query.shape
         out = query.new_empty(batch, length, heads, width, dtype=wide).transpose(1, 2)
         lse = query.new_empty(batch, length, heads, dtype=wide).transpose(1, 2)
-        for queries, keys, causal in _parts(segments):
-            part, weight = flash(query[:, :, queries], key[:, :, keys], value[:, :, keys], 0.0, causal, scale=scale)
+        for queries, keys, num, causal in _parts(segments):
+            given = _blocks(query, queries, num), _blocks(key, keys, num), _blocks(value, keys, num)
+            part, weight = (_flat(each).to(wide) for each in flash(*given, 0.0, causal, scale=scale))
             if causal:
                 out[:, :, queries], lse[:, :, queries] = part, weight
                 continue
             before = lse[:, :, queries]
             total = torch.logaddexp(before, weight)
-            out[:, :, queries].mul_((before - total).exp_()[..., None]).addcmul_(
-                part, (weight - total).exp_()[..., None]
-            )
+            kept, added = (before - total).exp_()[..., None], (weight - total).exp_()[..., None]
+            out[:, :, queries].mul_(kept).addcmul_(part, added)
             lse[:, :, queries] = total
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
@@ -310,21 +310,44 @@ class _Attend(torch.autograd.Function):
         (segments, scale), (_, flash_backward) = ctx.how, _flash()
         given = query, key, value
         grads = [torch.zeros_like(tensor, dtype=lse.dtype) for tensor in given]
-        for queries, keys, causal in _parts(segments):
-            q, k, v = query[:, :, queries], key[:, :, keys], value[:, :, keys]
-            said = out[:, :, queries], lse[:, :, queries]
-            found = flash_backward(grad[:, :, queries], q, k, v, *said, 0.0, causal, scale=scale)
+        for queries, keys, num, causal in _parts(segments):
+            q, k, v = _blocks(query, queries, num), _blocks(key, keys, num), _blocks(value, keys, num)
+            asked, *said = (_blocks(tensor, queries, num) for tensor in (grad, out, lse))
+            found = flash_backward(asked, q, k, v, *said, 0.0, causal, scale=scale)
             for total, part, where in zip(grads, found, (queries, keys, keys), strict=True):
-                total[:, :, where] += part
+                total[:, :, where] += _flat(part)
         return *(total.to(tensor.dtype) for total, tensor in zip(grads, given, strict=True)), None
 
 
-def _parts(segments: Sequence[Segment]) -> list[tuple[slice, slice, bool]]:
-    """`(queries, keys, causal)`: a block on itself, on its segment before it, and what follows a segment on that."""
+def _blocks(tensor: Tensor, where: slice | Tensor, num: int) -> Tensor:
+    """Of `[1, heads, N, ...]`, so many of one length as `[num, heads, L, ...]`."""
+    return tensor[0, :, where].unflatten(1, (num, -1)).transpose(0, 1)
+
+
+def _flat(blocks: Tensor) -> Tensor:
+    return blocks.transpose(0, 1).flatten(1, 2)[None]
+
+
+def _parts(segments: Sequence[Segment]) -> list[tuple[slice | Tensor, slice | Tensor, int, bool]]:
+    """`(queries, keys, num, causal)`: blocks on themselves, each on its segment before it, what follows on that.
+
+    The first alone are many at once: what adds up the others rounds differently at the end of a tensor, and a query
+    shall get the same with whatever else it is packed.
+    """
     blocks = [(s, slice(at, min(at + BLOCK, s.end))) for s in segments for at in range(s.start, s.end, BLOCK)]
-    own = [(block, block, True) for _, block in blocks]
-    before = [(block, slice(s.start, block.start), False) for s, block in blocks if block.start > s.start]
-    return own + before + [(slice(s.end, s.last), slice(s.start, s.end), False) for s in segments if s.last > s.end]
+    alike: dict[int, list[int]] = {}
+    for _, block in blocks:
+        alike.setdefault(block.stop - block.start, []).append(block.start)
+    own = [(where := _where(starts, length), where, len(starts), True) for length, starts in alike.items()]
+    before = [(block, slice(s.start, block.start), 1, False) for s, block in blocks if block.start > s.start]
+    return own + before + [(slice(s.end, s.last), slice(s.start, s.end), 1, False) for s in segments if s.last > s.end]
+
+
+def _where(starts: Sequence[int], length: int) -> slice | Tensor:
+    """The spans of this length that start there."""
+    if all(after - before == length for before, after in pairwise(starts)):
+        return slice(starts[0], starts[-1] + length)
+    return (torch.tensor(starts)[:, None] + torch.arange(length)).flatten()
 
 
 def _attend_by_segment(

@@ -29,11 +29,11 @@ from benchmarks.tables import (
     OURS,
     alternate,
     columns,
+    environ,
     picture,
     ratios,
     row,
     spread,
-    threads_wait,
     verdict,
     write,
 )
@@ -150,7 +150,7 @@ class Player:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._words,
-            env=threads_wait(OURS if kind == "ours" else {}) | environment,
+            env=environ(OURS if kind == "ours" else {}) | environment,
             cwd=ROOT,
             start_new_session=True,
         )

@@ -17,12 +17,12 @@ RESULTS = Path(__file__).parent / "results"
 CONSOLE = Console(soft_wrap=True, highlight=False)
 
 
-OURS = {name: os.environ[name] for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-"""How our threads wait, as `import afterimage` has set it, for a process that loads torch first."""
+OURS = {name: os.environ[name] for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "THP_MEM_ALLOC_ENABLE")}
+"""How threads wait and memory is paged, as `import afterimage` has set it, for a process that loads torch first."""
 
 
-def threads_wait(how: Mapping[str, str]) -> dict[str, str]:
-    """This environment, in which threads wait like that: peers as their libraries have it, whatever is set here."""
+def environ(how: Mapping[str, str]) -> dict[str, str]:
+    """This environment with `OURS` or, for peers, with nothing of it: they run as their libraries do."""
     return {name: value for name, value in os.environ.items() if name not in OURS} | dict(how)
 
 

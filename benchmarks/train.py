@@ -56,11 +56,11 @@ from benchmarks.tables import (
     OURS,
     alternate,
     columns,
+    environ,
     picture,
     ratios,
     row,
     spread,
-    threads_wait,
     verdict,
     write,
 )
@@ -273,7 +273,7 @@ class Child:
     def __init__(self, *command: object, waiting: Mapping[str, str]) -> None:
         self.process = subprocess.Popen(
             list(map(str, command)), cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, env=threads_wait(waiting),
+            stderr=subprocess.DEVNULL, env=environ(waiting),
         )  # fmt: skip
 
     def __enter__(self) -> Callable[[], Any]:

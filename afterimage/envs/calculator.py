@@ -4,10 +4,10 @@ import ast
 import operator
 from collections.abc import Callable, Mapping
 from random import Random
-from types import MappingProxyType
 from typing import Any
 
-from afterimage.envs import EnvError, Message, Numbered, ToolCall, Turn
+from afterimage.envs import Numbered, ToolCall
+from afterimage.envs.question import Question
 from afterimage.trajectory import Task
 
 TOOL: Mapping[str, Any] = {
@@ -56,52 +56,24 @@ class CalculatorTasks(Numbered):
             parts += [random.choice("+-*"), str(random.randrange(10, 100))]
         return " ".join(parts)
 
-    def env(self, task: Task, seed: int) -> "CalculatorEnv":
+    def env(self, task: Task, seed: int) -> Question:
         """Nothing here is random beyond the task, so `seed` changes nothing."""
-        return CalculatorEnv(self.expression(task))
+        expression = self.expression(task)
+        system = "Work it out with the tool, then give the number."
+        return Question(system, f"What is {expression}?", str(calculate(expression)), _tool)
 
 
-class CalculatorEnv:
-    """One question. A reply without a tool call is the answer and ends the episode."""
-
-    def __init__(self, expression: str) -> None:
-        self._expression = expression
-        self._state = "new"
-        self._errors = 0
-
-    async def begin(self) -> Turn:
-        if self._state != "new":
-            raise EnvError("an episode begins once; make a new environment")
-        self._state = "open"
-        system = Message("system", "Work it out with the tool, then give the number.")
-        return Turn((system, Message("user", f"What is {self._expression}?")))
-
-    async def step(self, reply: Message) -> Turn:
-        if self._state != "open":
-            raise EnvError(f"step() in an episode that is {self._state}")
-        if reply.tool_calls:
-            answers = tuple(Message("tool", self._answer(call)) for call in reply.tool_calls)
-            return Turn(answers, facts=MappingProxyType({"tool_errors": float(self._errors)}))
-        self._state = "over"
-        right = str(calculate(self._expression)) in reply.content.rstrip(".").split()
-        facts = MappingProxyType({"tool_errors": float(self._errors)})
-        return Turn((), done=True, rewards=MappingProxyType({"success": float(right)}), facts=facts)
-
-    def _answer(self, call: ToolCall) -> str:
-        try:
-            if call.error:
-                raise ValueError(call.error)
-            if call.name != "calculate":
-                raise ValueError(f"unknown tool {call.name!r}; the tool is calculate")
-            if set(call.arguments) != {"expression"}:
-                raise ValueError("calculate takes expression")
-            expression = call.arguments["expression"]
-            if not isinstance(expression, str):
-                raise ValueError("expression must be a string")
-            return str(calculate(expression))
-        except ValueError as error:
-            self._errors += 1
-            return f"Error: {error}"
+async def _tool(call: ToolCall) -> str:
+    if call.error:
+        raise ValueError(call.error)
+    if call.name != "calculate":
+        raise ValueError(f"unknown tool {call.name!r}; the tool is calculate")
+    if set(call.arguments) != {"expression"}:
+        raise ValueError("calculate takes expression")
+    expression = call.arguments["expression"]
+    if not isinstance(expression, str):
+        raise ValueError("expression must be a string")
+    return str(calculate(expression))
 
 
 def calculate(expression: str) -> int:

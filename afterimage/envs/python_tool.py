@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from random import Random
-from types import MappingProxyType
 from typing import Any
 
-from afterimage.envs import EnvError, Message, Numbered, ToolCall, Turn, sandbox
+from afterimage.envs import Numbered, ToolCall, sandbox
+from afterimage.envs.question import Question
 from afterimage.trajectory import Task
 
 TOOL: Mapping[str, Any] = {
@@ -49,51 +49,23 @@ class PythonTasks(Numbered):
         question, answer = random.choice(questions)
         return question, str(answer)
 
-    def env(self, task: Task, seed: int) -> "PythonEnv":
+    def env(self, task: Task, seed: int) -> Question:
         """Nothing here is random beyond the task, so `seed` changes nothing."""
-        return PythonEnv(*self.puzzle(task))
+        return Question("Work it out with the tool, then answer.", *self.puzzle(task), _tool)
 
 
-class PythonEnv:
-    """One puzzle. A reply without a tool call is the answer and ends the episode."""
-
-    def __init__(self, question: str, answer: str) -> None:
-        self._question, self._answer = question, answer
-        self._state = "new"
-        self._errors = 0
-
-    async def begin(self) -> Turn:
-        if self._state != "new":
-            raise EnvError("an episode begins once; make a new environment")
-        self._state = "open"
-        return Turn((Message("system", "Work it out with the tool, then answer."), Message("user", self._question)))
-
-    async def step(self, reply: Message) -> Turn:
-        if self._state != "open":
-            raise EnvError(f"step() in an episode that is {self._state}")
-        told = tuple([Message("tool", await self._run(call)) for call in reply.tool_calls])
-        facts = MappingProxyType({"tool_errors": float(self._errors)})
-        if told:
-            return Turn(told, facts=facts)
-        self._state = "over"
-        right = self._answer in reply.content.rstrip(".").split()
-        return Turn((), done=True, rewards=MappingProxyType({"success": float(right)}), facts=facts)
-
-    async def _run(self, call: ToolCall) -> str:
-        """What the program printed, or what was wrong."""
-        code = call.arguments.get("code")
-        wrong = call.error
-        if not wrong and (call.name != "python" or not isinstance(code, str) or len(call.arguments) != 1):
-            wrong = "the tool is python, and takes code"
-        elif not wrong and len(str(code)) > MAX_CODE:
-            wrong = f"a program may have {MAX_CODE} characters"
-        if not wrong:
-            done = await sandbox.run(str(code), limits=LIMITS)
-            if done.ended == "timeout":
-                wrong = f"the program took longer than {LIMITS.seconds:g} s"
-            elif done.code:
-                wrong = (done.stderr.strip().splitlines() or [f"exit code {done.code}"])[-1]
-            else:
-                return done.stdout.strip() or "The program printed nothing."
-        self._errors += 1
-        return f"Error: {wrong}"
+async def _tool(call: ToolCall) -> str:
+    """What the program printed. ValueError says what was wrong."""
+    code = call.arguments.get("code")
+    if call.error:
+        raise ValueError(call.error)
+    if call.name != "python" or not isinstance(code, str) or len(call.arguments) != 1:
+        raise ValueError("the tool is python, and takes code")
+    if len(code) > MAX_CODE:
+        raise ValueError(f"a program may have {MAX_CODE} characters")
+    done = await sandbox.run(code, limits=LIMITS)
+    if done.ended == "timeout":
+        raise ValueError(f"the program took longer than {LIMITS.seconds:g} s")
+    if done.code:
+        raise ValueError((done.stderr.strip().splitlines() or [f"exit code {done.code}"])[-1])
+    return done.stdout.strip() or "The program printed nothing."
