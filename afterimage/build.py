@@ -304,7 +304,7 @@ def build_engine(config: RunConfig, merging: Merging | None) -> Engine:
     else:
         common |= {"threads": engine.threads, "max_slots": share, "lockstep": config.deterministic}
         engines = [EmbeddedEngine(folder, **common) for _ in urls]
-    return Several(engines, room=share) if len(engines) > 1 else engines[0]
+    return Several(engines, room=share, keep_cache=engine.keep_cache) if len(engines) > 1 else engines[0]
 
 
 def build_taskset(config: TaskConfig) -> Taskset:

@@ -35,6 +35,15 @@ def staleness_bound(max_staleness: int, groups_per_step: int, window: int) -> in
 
 
 Dtype = Literal["float32", "bfloat16"]
+
+
+def quick_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> Dtype:
+    """bfloat16 on a GPU, and where the processor multiplies it; float32 where it would be taken apart first."""
+    flags = cpuinfo.read_text() if cpuinfo.exists() else ""
+    multiplied = "avx512_bf16" in flags or "amx_bf16" in flags or Path("/proc/driver/nvidia").exists()
+    return "bfloat16" if multiplied else "float32"
+
+
 SHIPPED_POLICY = Path(__file__).parent / "base_policy"
 """The small model that comes with the package: `policy = "base"`."""
 
@@ -72,8 +81,8 @@ class EngineConfig:
     """A process of our own, or servers. See docs/engines.md."""
     urls: str = ""
     """Servers on this host to attach to, separated by spaces; without any, `vllm` starts one."""
-    dtype: Dtype = "bfloat16"
-    """Precision of generation. Apart from the trainer's: what lies between them is the discrepancy."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"
+    """Precision of generation; `auto`: the quicker one here. What lies between it and the trainer's is discrepancy."""
     threads: int = 1
     """Processor threads of an engine process; the trainer takes the others."""
     processes: int = 1
@@ -95,6 +104,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         among_choices("engine", self)
+        if self.dtype == "auto":
+            object.__setattr__(self, "dtype", quick_dtype())  # what is recorded is what was run
         at_least("engine", 1, threads=self.threads, processes=self.processes, max_reply_tokens=self.max_reply_tokens)
         at_least("engine", self.processes, max_running=self.max_running)
         at_least("engine", 0, restarts=self.restarts)

@@ -1,14 +1,16 @@
 """How much sooner is the same number of groups trained on when generation goes on meanwhile, and how near the ideal?
 
-    python -m benchmarks.asynchrony                # the workloads of workloads.toml: 20 minutes on two quiet cores
+    python -m benchmarks.asynchrony                # the workloads of workloads.toml: 25 minutes on two quiet cores
     python -m benchmarks.asynchrony --learning     # held-out success, both ways at equal samples: 25 minutes
 
-Real runs of the retail recipe with the exact route: the engine in a process of its own, trainer and event loop in this
-one, one thread each; tools really wait. Each workload runs asynchronously and synchronously by turns, `--repeats` times
-where it is a headline (half of an episode or more is tools), fewer times else. Timed are steps after the pipeline has
-filled: `--steps` synchronous ones after the first, and of the asynchronous ones as many whole turns of its live groups.
+Real runs of the retail recipe with the exact route, on the same cores; tools really wait. Each workload runs
+asynchronously and synchronously by turns, `--repeats` times. Both are set up as docs/engines.md advises: where engine
+and trainer work at once they share the cores, an engine process and a trainer's thread for every two; where they take
+turns, each has all of them. Timed are steps after the pipeline has filled: `--steps` asynchronous ones, in whole turns
+of the live groups, and half as many synchronous ones after the first.
 
-The ideal of a run is the longest of four times a step, none of which a schedule can shorten:
+The ideal of a run is the longest of four times a step, none of which a schedule can shorten. They are the run's own, so
+what engine and trainer lose to each other on the way is in them:
 
     engine     sampling its tokens, at the rate of this run's own batches
     trainer    scoring, training, and what a publication takes of its thread
@@ -75,12 +77,11 @@ class Workload:
     window: int
     groups_per_step: int
     group_size: int
-    headline: bool = False
     synchronous: bool = True
 
     def config(self, *, seed: int, steps: int, synchronous: bool) -> RunConfig:
         """The recipe, as this workload wants it: nothing but steps, no evaluation, the first and last checkpoint."""
-        base = recipes.retail()
+        base, share = recipes.retail(), cores() if synchronous else max(1, cores() // 2)
         return replace(
             base,
             seed=seed,
@@ -93,7 +94,8 @@ class Workload:
                 groups_per_step=self.groups_per_step,
                 group_size=self.group_size,
             ),
-            trainer=replace(base.trainer, threads=1),
+            trainer=replace(base.trainer, threads=share),
+            engine=replace(base.engine, processes=share),
             audit=AuditConfig(),
             checkpoint=CheckpointConfig(every=5),
             eval=EvalConfig(tasks=0),
@@ -135,6 +137,7 @@ def measure(rows: Sequence[Mapping[str, Any]], first: int, *, live: int, num_cor
 
     >>> before = {"time_s": 10.0, "trainer/processor_s": 5.0}
     >>> after = {"time_s": 14.0, "trainer/processor_s": 7.0, "engine/busy_s": 2.4, "engine/sampled_tokens": 120}
+    >>> after["engine/processor_s"] = 2.4
     >>> after |= {"rollout/sampled_tokens": 100, "trainer/seconds": 1.5, "old_logps/seconds": 0.5}
     >>> after |= {"publish/thread_s": 0.1, "rollout/tools_s": 18.0, "rollout/replies_s": 6.0, "rollout/episodes": 8}
     >>> found = measure([before, after], 1, live=16, num_cores=2)
@@ -153,7 +156,7 @@ def measure(rows: Sequence[Mapping[str, Any]], first: int, *, live: int, num_cor
         "engine": total("engine/busy_s") / total("engine/sampled_tokens") * total("rollout/sampled_tokens") / steps,
         "trainer": sum(total(name) for name in TRAINER) / steps,
         "episodes": spent / total("rollout/episodes") * (total("rollout/episodes") / steps) / live,
-        "processor": (total("engine/busy_s") + own) / steps / num_cores,
+        "processor": (total("engine/processor_s") + own) / steps / num_cores,
     }
     step_s = (timed[-1]["time_s"] - rows[first - 1]["time_s"]) / steps
     return Measured(step_s, total("rollout/tools_s") / spent, limits)
@@ -180,8 +183,8 @@ def timed_run(work: Workload, place: Path, *, seed: int, steps: int, synchronous
     """Whole turns of the live groups, after the first, which begin together. Not the run's last step, with which a
     checkpoint is made."""
     turn = 1 if synchronous else work.max_staleness + 1
-    first = turn if synchronous else turn + 1
-    config = work.config(seed=seed, steps=first + turn * ceil(steps / turn) + 1, synchronous=synchronous)
+    first, wanted = (1, ceil(steps / 2)) if synchronous else (turn + 1, steps)
+    config = work.config(seed=seed, steps=first + turn * ceil(wanted / turn) + 1, synchronous=synchronous)
     name = f"{work.name}-{SYNC if synchronous else ASYNC}-{seed}".replace(" ", "-").replace("'", "")
     run = train(replace(config, runs=place, name=name), console=Console(quiet=True))
     rows = [one for one in run.metrics if one["step"]][:-1]
@@ -267,7 +270,8 @@ def tables(results: Sequence[Result]) -> list[str]:
                 f"of what the staleness bound leaves of it, {median(one.bounded_s / one.step_s for one in runs):.2f}"
             )
         if result.tools >= 0.5:
-            told.insert(0, f"{FASTER} times as fast {verdict(result.faster, FASTER)}")
+            ideal = f"the ideal would be {result.step_s(SYNC) / median(one.ideal for one in runs):.2f} times"
+            told.insert(0, f"{FASTER} times as fast {verdict(result.faster, FASTER)} ({ideal})")
         lines.append(f"* {result.work.name}: {'; '.join(told)}.")
     return lines + _curve(results) + _limits(results)
 
@@ -282,15 +286,18 @@ def _curve(results: Sequence[Result]) -> list[str]:
     base = _base(results)
     if not points or base is None:
         return []
-    lines = ["", f"Over the staleness bound and the window, at the latency of *{base.work.name}*; fewer rounds:", ""]
-    lines += columns("staleness", "window", "rounds", "s a step", "times as fast", "ideal, s a step", "of the ideal")
+    lines = ["", f"Over the staleness bound and the window, at the latency of *{base.work.name}*:", ""]
+    lines += columns(
+        "staleness", "window", "rounds", "s a step", "times as fast", "ideal, s a step", "of the ideal",
+        "of what the bound leaves",
+    )  # fmt: skip
     for result in [*points, base]:
         work, runs = result.work, result.found[ASYNC]
         lines.append(
             row(
-                work.max_staleness, work.window, len(runs), f"{result.step_s(ASYNC):.2f}",
+                work.max_staleness, work.window, len(runs), spread([one.step_s for one in runs]),
                 f"{base.step_s(SYNC) / result.step_s(ASYNC):.2f}", f"{median(one.ideal for one in runs):.2f}",
-                f"{median(result.near):.0%}",
+                f"{median(result.near):.0%}", f"{median(one.bounded_s / one.step_s for one in runs):.0%}",
             )
         )  # fmt: skip
     return lines
@@ -406,18 +413,13 @@ def _told(success: float, tasks: int) -> str:
     return f"{success:.1%} ({low:.0%} to {high:.0%})"
 
 
-def rounds(work: Workload, repeats: int) -> int:
-    """All for a headline, one for all else."""
-    return repeats if work.headline else min(repeats, 1)
-
-
 def main(words: Sequence[str] | None = None, put: Callable[..., Any] = write) -> None:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of these workloads of workloads.toml")
     parser.add_argument("--steps", type=int, help="timed steps of a run, at least (10); of a --learning run (25)")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds of the headline workloads")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds")
     parser.add_argument("--learning", action="store_true", help="held-out success instead of pace")
     parser.add_argument("--runs", type=Path, default=Path("runs") / f"bench-async-{date.today()}", help="of --learning")
     chosen = parser.parse_args(words)
@@ -431,7 +433,7 @@ def main(words: Sequence[str] | None = None, put: Callable[..., Any] = write) ->
         parser.error(f"no workloads: {sorted(unknown)}; there are {[work.name for work in wanted]}")
     with tempfile.TemporaryDirectory(prefix="bench-async-") as place:
         results = [
-            compare(work, Path(place) / "runs", steps=chosen.steps or 10, repeats=rounds(work, chosen.repeats))
+            compare(work, Path(place) / "runs", steps=chosen.steps or 10, repeats=chosen.repeats)
             for work in wanted
             if not chosen.only or work.name in chosen.only
         ]

@@ -12,12 +12,15 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, replace
 from datetime import date
+from itertools import count
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from afterimage import recipes
@@ -27,7 +30,7 @@ from afterimage.launch.local import evaluate
 from afterimage.launch.machine import commit, cores, machine, versions
 from afterimage.observe.metrics import RunFolder
 from afterimage.recipes.base_policy.practice import Practice
-from afterimage.recipes.base_policy.train import continue_training
+from afterimage.recipes.base_policy.train import FAULTS, Place, batches, one_step, optimizer_for
 
 CONTROL = "control"
 RESULTS = Path(__file__).parent / "results"
@@ -53,6 +56,21 @@ def rl(seed: int, folder: Path) -> None:
     """The recipe, from the command line."""
     command = [sys.executable, "-m", "afterimage.cli", "train", "retail", "--seed", str(seed)]
     subprocess.run([*command, "--runs", str(folder.parent), "--name", folder.name], check=True)
+
+
+def continue_training(
+    model: nn.Module, practice: Practice, *, seconds: float, learning_rate: float = 3e-4, start: int = 10**6
+) -> list[float]:
+    """More supervised training on the same faulty demonstrations, for so long: the control that RL is compared with.
+
+    The demonstrations are new ones (numbered from `start`) with the same faults; the learning rate is constant.
+    """
+    optimizer = optimizer_for(model, learning_rate)
+    source = batches((practice.demonstration("faulty", index, FAULTS) for index in count(start)), 2048)
+    losses, end = [], time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        losses.append(one_step(model, optimizer, next(source), Place()))
+    return losses
 
 
 def control(seed: int, folder: Path) -> None:

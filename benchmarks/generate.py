@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.generate_peers import MAX_CONTEXT, Episode, Probe, shortened
+from benchmarks.generate_peers import GROUP, MAX_CONTEXT, Episode, Probe, shortened
 from benchmarks.tables import (
     CONSOLE,
     OURS,
@@ -46,25 +46,29 @@ SIZES = {
     "20M": (8, 448, 14, 7, 4096),
 }
 """Layers, hidden size, heads, key-value heads, vocabulary; each head has 32 dimensions."""
-GROUP = 8
-"""Episodes with the same opening."""
 LABELS = {
     "ours": "ours",
+    "ours-threads": "ours, one process",
     "generate": "transformers generate",
+    "generate-divided": "transformers generate, divided",
     "continuous": "transformers continuous batching",
     "vllm": "vLLM (CPU build), compiled",
+    "vllm-divided": "vLLM (CPU build), compiled, divided",
     "eager": "vLLM (CPU build), eager",
 }
 PYTHONS = {
     "ours": ".venv",
+    "ours-threads": ".venv",
     "generate": ".venv-peers",
+    "generate-divided": ".venv-peers",
     "continuous": ".venv-peers",
     "vllm": ".venv-engines",
+    "vllm-divided": ".venv-engines",
     "eager": ".venv-engines",
 }
-LIVE = {"ours": (64, 16, 256), "generate": (64,), "continuous": (16,), "vllm": (64,), "eager": (64,)}
+LIVE = dict.fromkeys(LABELS, (64,)) | {"ours": (64, 16, 256), "continuous": (16,)}
 """Episodes at once by default. Continuous batching takes a minute for a play of 64."""
-GOALS = {"generate": 2.0, "continuous": 1.0, "vllm": 1.5, "eager": 1.5}
+GOALS = {"generate": 2.0, "generate-divided": 2.0, "continuous": 1.0, "vllm": 1.5, "vllm-divided": 1.5, "eager": 1.5}
 WIDER = 1.5
 """At 256 episodes over 64."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
@@ -128,7 +132,7 @@ class Player:
 
     def __init__(self, kind: str, folder: Path, *, arguments: argparse.Namespace, dtype: str) -> None:
         python = ROOT / PYTHONS[kind] / "bin" / "python"
-        self.error = "" if python.exists() or kind == "ours" else f"no {PYTHONS[kind]}: make bench-peers"
+        self.error = "" if python.exists() or kind.startswith("ours") else f"no {PYTHONS[kind]}: make bench-peers"
         self._limit_s = arguments.limit
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         self._process: subprocess.Popen[bytes] | None = None
@@ -150,7 +154,7 @@ class Player:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._words,
-            env=environ(OURS if kind == "ours" else {}) | environment,
+            env=environ(OURS if kind.startswith("ours") else {}) | environment,
             cwd=ROOT,
             start_new_session=True,
         )
@@ -263,7 +267,7 @@ def _key(kind: str, live: int) -> str:
 
 
 def _must_play(kind: str, player: Player) -> None:
-    if kind == "ours" and player.error:
+    if kind.startswith("ours") and player.error:
         raise SystemExit(f"ours: {player.error}")
 
 
@@ -290,7 +294,7 @@ def _line(what: tuple[str, str, int], kind: str, found: dict[str, list[float]], 
     ratio, goal = "", ""
     if kind != "ours" and own in found:
         shares = ratios(found, own, over=_key(kind, live))
-        ratio, goal = spread(shares), verdict(shares, GOALS[kind])
+        ratio, goal = spread(shares), verdict(shares, GOALS[kind]) if kind in GOALS else ""
     return row(*what, LABELS[kind], spread(rates, "{:,.0f}"), ratio, goal, f"{off:.1e}")
 
 
@@ -312,11 +316,12 @@ def draw(figures: Figures) -> None:
             played = [tuple(of.split()) for of in found]
             counts = sorted({live for _, live in played}, key=int)
             kinds = [kind for kind in LABELS if any(kind == of for of, _ in played)]
+            wide = 0.9 / max(len([1 for _, of in played if of == live]) for live in counts)
             for kind in kinds:
                 shown = [live for live in counts if (kind, live) in played]
                 beside = {live: [of for of in kinds if (of, live) in played] for live in shown}
                 where = [
-                    counts.index(live) + 0.17 * (beside[live].index(kind) - (len(beside[live]) - 1) / 2)
+                    counts.index(live) + wide * (beside[live].index(kind) - (len(beside[live]) - 1) / 2)
                     for live in shown
                 ]
                 rates = [found[f"{kind} {live}"] for live in shown]
@@ -324,7 +329,7 @@ def draw(figures: Figures) -> None:
                 error = [[m - min(each) for m, each in zip(middle, rates, strict=True)]]
                 error.append([max(each) - m for m, each in zip(middle, rates, strict=True)])
                 look = {"label": LABELS[kind], "color": f"C{list(LABELS).index(kind)}", "error_kw": {"linewidth": 0.8}}
-                axis.bar(where, middle, 0.16, yerr=error, **look)
+                axis.bar(where, middle, 0.94 * wide, yerr=error, **look)
             axis.set_xticks(range(len(counts)), counts)
             axis.set_xlabel("live episodes")
             axis.set_title(name, fontsize=10)
@@ -363,8 +368,8 @@ def main() -> None:
     if arguments.smoke:
         return
     about = (
-        f"{arguments.threads} threads each, ours one in each of {arguments.threads} processes "
-        f"(`engine.processes`); every episode has {_range(TURNS)} turns, replies of {_range(REPLY)} "
+        f"{arguments.threads} threads each, ours and those `divided` one in each of {arguments.threads} processes that "
+        f"share the episodes (`engine.processes`); every episode has {_range(TURNS)} turns, replies of {_range(REPLY)} "
         f"tokens, tool results of {_range(RESULT)}, {GROUP} share an opening of {_range(OPENING)}. One that ends is "
         "replaced until a quarter more have begun than are live; tokens and time are those of the whole play. "
         "`generate` plays in rounds of 1, 2 or 4 batches, whichever is best. All contestants of a round play the same; "

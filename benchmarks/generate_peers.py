@@ -8,6 +8,7 @@ run one model. The first line out names the processes that are not of this one's
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,8 @@ Playing = tuple[list[int], list[Turn]]
 Probe = tuple[list[int], list[int], list[float]]
 MAX_CONTEXT = 1024
 MAX_LIVE = 256
+GROUP = 8
+"""Episodes that share an opening."""
 
 
 SHORT = 16
@@ -40,14 +43,18 @@ def shortened(episodes: Sequence[Episode]) -> list[Episode]:
 class Ours:
     """The embedded engine as a run uses it, in processes of one thread behind this one."""
 
+    divided = True
+
     def __init__(self, folder: Path, dtype: Any, threads: int) -> None:
         from afterimage.engines.embedded import EmbeddedEngine
         from afterimage.engines.several import Several
 
         self._loop = asyncio.new_event_loop()
-        slots = -(-(MAX_LIVE + MAX_LIVE // 8) // threads)
-        each = [EmbeddedEngine(folder, dtype=dtype, max_slots=slots, max_context=MAX_CONTEXT) for _ in range(threads)]
-        self._engine = Several(each, room=slots) if threads > 1 else each[0]
+        processes = threads if self.divided else 1
+        slots = -(-(MAX_LIVE + MAX_LIVE // 8) // processes)
+        limits = {"max_slots": slots, "max_context": MAX_CONTEXT, "threads": threads // processes}
+        each = [EmbeddedEngine(folder, dtype=dtype, **limits) for _ in range(processes)]
+        self._engine = Several(each, room=slots) if processes > 1 else each[0]
         self._version = -1
         self._loop.run_until_complete(self._engine.start())
         from safetensors.torch import load_file
@@ -85,10 +92,60 @@ class Ours:
         return sum(len(tokens) for probes in found for _, tokens, _ in probes), found[0][-1]
 
 
+class OneProcess(Ours):
+    """The same in one process with all threads."""
+
+    divided = False
+
+
+class Divided:
+    """A contestant in processes of one thread each, which divide the groups of episodes."""
+
+    kind = ""
+
+    def __init__(self, folder: Path, dtype: str, threads: int) -> None:
+        command = [sys.executable, "-m", "benchmarks.generate_peers", self.kind, str(folder), dtype, "1"]
+        how: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        how["env"] = os.environ | {"OMP_NUM_THREADS": "1"}
+        self._each = [subprocess.Popen(command, **how) for _ in range(threads)]  # of this one's group: stopped with it
+        for child in self._each:
+            _heard(child)
+
+    def forget(self) -> None:
+        """Each forgets before it plays."""
+
+    def close(self) -> None:
+        """They end with their input."""
+        for child in self._each:
+            child.communicate()
+
+    def choose(self, episodes: Sequence[Episode], live: int) -> None:
+        self._played(episodes, live, warm=True)
+
+    def play(self, episodes: Sequence[Episode], live: int) -> tuple[int, Probe]:
+        found = self._played(episodes, live, warm=False)
+        return sum(one["sampled"] for one in found), found[0]["probe"]
+
+    def _played(self, episodes: Sequence[Episode], live: int, *, warm: bool) -> list[Any]:
+        for place, child in enumerate(self._each):
+            own = [one for i, one in enumerate(episodes) if i // GROUP % len(self._each) == place]
+            assert child.stdin is not None
+            _tell(child.stdin, {"episodes": own, "live": live // len(self._each), "warm": warm})
+        return [_heard(child) for child in self._each]
+
+
+def _heard(child: "subprocess.Popen[str]") -> Any:
+    assert child.stdout is not None
+    if line := child.stdout.readline():
+        return json.loads(line)
+    raise RuntimeError(f"a process of several ended with {child.wait()}")
+
+
 class Generate:
     """`generate` of transformers: in every round all live episodes take a turn, in 1, 2 or 4 batches by reply length.
 
-    It can keep no cache from one call to the next. `choose` tries which number of batches is best.
+    Each turn is computed from its first token: a cache of the turns before would have holes, and was not tried.
+    `choose` tries which number of batches is best.
     """
 
     def __init__(self, folder: Path, dtype: str, threads: int) -> None:
@@ -273,6 +330,14 @@ class Eager(Vllm):
     eager = True
 
 
+class GenerateDivided(Divided):
+    kind = "generate"
+
+
+class VllmDivided(Divided):
+    kind = "vllm"
+
+
 def _begun(episodes: Sequence[Episode]) -> Iterator[Playing]:
     """Episodes to play, which change as they are played."""
     return ((list(opening), list(turns)) for opening, turns in episodes)
@@ -295,7 +360,10 @@ def _transformers(folder: Path, dtype: str, threads: int) -> Any:
     return model.eval()
 
 
-KINDS = {"ours": Ours, "generate": Generate, "continuous": Continuous, "vllm": Vllm, "eager": Eager}
+KINDS = {
+    "ours": Ours, "ours-threads": OneProcess, "generate": Generate, "generate-divided": GenerateDivided,
+    "continuous": Continuous, "vllm": Vllm, "vllm-divided": VllmDivided, "eager": Eager,
+}  # fmt: skip
 
 
 def serve(kind: str, folder: str, dtype: str, threads: int) -> None:
@@ -309,7 +377,7 @@ def serve(kind: str, folder: str, dtype: str, threads: int) -> None:
         contestant.forget()
         episodes, live = asked["episodes"], asked["live"]
         if asked["warm"]:
-            if isinstance(contestant, Generate):
+            if isinstance(contestant, Generate | Divided):
                 contestant.choose(episodes, live)
             episodes = shortened(episodes)
         start = time.perf_counter()

@@ -2,9 +2,10 @@
 
 Every row is priced by `plan.analytic` with one set of shares, the defaults. Published times of a synchronous run's
 phases are taken as they are: its training and scoring, and what its generation takes longer than is computed as so much
-more a decoding step. Where only all of its step is published, the mean length is the one that takes as long. The
-asynchronous run trains as long as was published for it; nothing of its step is fitted. A ratio that hangs on what
-nobody published is simulated and not claimed.
+more a decoding step. Where only all of its step is published, the mean length is the one that takes as long. Where
+the training time of the asynchronous step is published, it is taken too: what is simulated is then whether generation
+keeps up and what waits for what, and `trained_alone` is the ratio that would need no simulation. A ratio that hangs on
+what nobody published is simulated and not claimed.
 """
 
 from collections.abc import Callable, Iterator
@@ -83,6 +84,21 @@ class Row:
     assumed: str
     unclaimed: str = ""
     """Why it is not claimed to be reproduced."""
+
+    @property
+    def given(self) -> str:
+        """What of the published results goes in."""
+        found = {
+            "phases of the synchronous step": self.sync_s, "the synchronous step": self.sync_step_s,
+            "training of the asynchronous step": self.async_train_s, "loading": self.load_s,
+        }  # fmt: skip
+        return ", ".join(name for name, value in found.items() if value) or "nothing"
+
+    @property
+    def trained_alone(self) -> float:
+        """The ratio if the asynchronous step were its training and nothing else; 0 where that is not published."""
+        whole = sum(self.sync_s or (self.sync_step_s,)) + self.reference_s[0]
+        return whole / (self.async_train_s + self.reference_s[1]) if self.async_train_s else 0.0
 
     @property
     def episodes(self) -> int:

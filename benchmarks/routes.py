@@ -461,7 +461,9 @@ def draw(lines: Mapping[str, Line], rate: float, found: Mapping[str, Sequence[ro
         for number, (name, line) in enumerate(sorted(lines.items(), key=lambda item: item[1].errors[-1])):
             mark = "o" if line.exact else "+x"[number % 2]  # of two that lie upon one another both are seen
             left.scatter(100 * line.extra, line.errors[-1], s=45, marker=mark, color=f"C{number}", label=name)
-        left.set(yscale="log", xlabel="extra time a step, % (one thread)", title="cost against error")
+        least = min((line.errors[-1] for line in lines.values() if line.errors[-1]), default=1.0)
+        left.set_yscale("symlog", linthresh=least)  # what is exact stands at 0
+        left.set(ylim=(-least / 10, None), xlabel="extra time a step, % (one thread)", title="cost against error")
         left.set_ylabel(f"mean |prox - old_logp| at lr {rate:g}")
         place = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
         left.legend(title="dots are exact", title_fontsize=7, frameon=False, fontsize=7, **place)

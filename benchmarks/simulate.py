@@ -122,15 +122,25 @@ def of_this_machine(
 
 
 def of_others(found: Sequence[Compared]) -> list[str]:
-    lines = columns("setting", "published", "simulated", "deviation", "goal: within 15%")
+    lines = columns(
+        "setting", "published", "if the step were its training alone", "simulated", "deviation", "goal: within 15%"
+    )
     for one in found:
         low, high = one.row.published
         told = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
         verdict = "not claimed" if one.row.unclaimed else "met" if abs(one.deviation) <= GOAL else "missed"
-        lines.append(row(one.row.name, told, f"{one.ratio:.2f}", f"{one.deviation:+.0%}", verdict))
+        alone = f"{one.row.trained_alone:.2f}" if one.row.trained_alone else ""
+        lines.append(row(one.row.name, told, alone, f"{one.ratio:.2f}", f"{one.deviation:+.0%}", verdict))
     lines += [
         "",
-        *columns("setting", "source", "assumed", "mean reply tokens", "synchronous step: simulated (published)"),
+        *columns(
+            "setting",
+            "source",
+            "taken from the results",
+            "assumed",
+            "mean reply tokens",
+            "synchronous step: simulated (published)",
+        ),
     ]
     for one in found:
         phases = one.row.sync_s
@@ -138,7 +148,7 @@ def of_others(found: Sequence[Compared]) -> list[str]:
         whole = sum(phases) + one.row.reference_s[0] if phases else one.row.sync_step_s
         told += f", all {one.sync.mean_step_s:.0f} s" + (f" ({whole:.0f} s)" if whole else "")
         assumed = one.row.assumed + (f"; 1/{one.row.scale} of groups and GPUs" if one.row.scale > 1 else "")
-        lines.append(row(one.row.name, one.row.source, assumed, f"{one.row.tokens:,.0f}", told))
+        lines.append(row(one.row.name, one.row.source, one.row.given, assumed, f"{one.row.tokens:,.0f}", told))
     reasons = [f"- Not reproduced: {one.row.name}, for {one.row.unclaimed}." for one in found if one.row.unclaimed]
     return [*lines, "", *reasons, "", NOT_SIMULATED]
 

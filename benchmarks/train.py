@@ -365,7 +365,8 @@ class Bench:
 
     def stepped(self) -> tuple[list[str], dict[str, list[float]]]:
         """Rows of the second table, and steps/s round by round."""
-        model, chosen = self.made(chosen_model := self.chosen.models[0]), self.chosen
+        chosen, name = self.chosen, self.chosen.models[0]
+        model = self.made(name)
         size = ("--prompts", chosen.prompts, "--tokens", chosen.tokens)
         parts: dict[str, list[dict[str, float]]] = {}
 
@@ -390,16 +391,17 @@ class Bench:
         lines = []
         for contestant, speed in found.items():
             over = ratios(found, contestant, over="TRL")
-            bounds = ["", ""]
+            bounds = ["", "", ""]
             if contestant in parts:
                 waits, trains = ([each[key] for each in parts[contestant]] for key in ("waiting_s", "training_s"))
                 bounds = [
                     f"{1 / max(1e-9, median(waits)):.2f}" if contestant == sync else "",
                     f"{1 / median(trains):.2f}",
+                    f"{1 / median(speed) - median(waits) - median(trains):.2f}",
                 ]
             goal = verdict(over, 2) if contestant == sync else ""
             label = f"{contestant}, micro-batches of {micro}" if contestant == "TRL" else contestant
-            lines.append(row(chosen_model, label, spread(speed), spread(over), goal, *bounds))
+            lines.append(row(name, label, spread(speed), spread(over), goal, *bounds))
             CONSOLE.print(lines[-1], markup=False)
         return lines, found
 
@@ -433,7 +435,9 @@ def measure(bench: Bench) -> list[str]:
         "behind, engine and trainer have half of them each. "
         "The last columns are what steps/s would be if only generating, or only training, took time.",
         "",
-        *columns("model", "contestant", "steps/s", "over TRL", "goal", "generation alone", "training alone"),
+        *columns(
+            "model", "contestant", "steps/s", "over TRL", "goal", "generation alone", "training alone", "s beside both"
+        ),
     ]
     found, speeds = bench.stepped()
     draw(bars, speeds)
@@ -444,7 +448,7 @@ def draw(bars: dict[str, dict[str, list[float]]], speeds: dict[str, list[float]]
     with picture("train", panels=2, width=9.0) as (left, right):
         names = list(next(iter(bars.values())))
         for place, name in enumerate(names):
-            values = [median(found["TRL"]) / median(found[name]) for found in bars.values()]
+            values = [median(ratios(found, "TRL", over=name)) for found in bars.values()]
             at = [group + (place - 1.5) * 0.2 for group in range(len(bars))]
             left.bar(at, values, width=0.18, label=name.replace("`", ""))
         left.set_xticks(range(len(bars)), list(bars))
@@ -463,9 +467,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
     parser.add_argument("--groups", type=int, default=4, help=f"of {SIBLINGS} siblings in a batch")
     parser.add_argument(
-        "--micros", type=int, nargs="+", default=[4, 8, 16], help="micro-batches that TRL may choose from"
+        "--micros", type=int, nargs="+", default=[4, 8, 16, 32], help="micro-batches that TRL may choose from"
     )
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=16, help="of a whole step")
     parser.add_argument("--tokens", type=int, default=32, help="of a completion in a whole step")

@@ -19,7 +19,8 @@ from afterimage.envs.retail import RetailTasks
 from afterimage.recipes.base_policy.make import SHIPPED, make, shortened
 from afterimage.recipes.base_policy.measure import Played, play
 from afterimage.recipes.base_policy.practice import Practice
-from afterimage.recipes.base_policy.train import continue_training, pad
+from afterimage.recipes.base_policy.train import pad
+from benchmarks.demo import continue_training
 
 FOLDER = Path(afterimage.__file__).parent / "base_policy"
 

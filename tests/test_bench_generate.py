@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.generate import GOALS, LABELS, Player, _line, _must_play, make_model, own_growth, workload
+from benchmarks.generate_peers import GenerateDivided
 
 
 def test_everyone_plays_the_same_and_groups_share_their_opening() -> None:
@@ -23,15 +24,27 @@ def test_everyone_plays_the_same_and_groups_share_their_opening() -> None:
 def test_a_line_has_the_ratio_the_goal_or_why_there_is_none() -> None:
     found = {"ours 64": [200.0, 300.0], "vllm 64": [100.0, 100.0]}
     what = ("1M", "float32", 64)
-    assert "2.50 (2.00 to 3.00) | met: 2.50 of 1.5" in _line(what, "vllm", found, "", 1e-6)
+    assert "2.50 (2.00 to 3.00) | met: 2.50 of 1.5, in 2 rounds" in _line(what, "vllm", found, "", 1e-6)
     assert "not run: no .venv-peers" in _line(what, "generate", found, "no .venv-peers", None)
-    assert {"ours", *GOALS} == set(LABELS)
+    assert {"ours", "ours-threads", *GOALS} == set(LABELS)
 
 
 def test_growth_is_taken_round_by_round() -> None:
     lines = own_growth({"1M": {"ours 64": [10.0, 20.0, 5.0], "ours 256": [20.0, 20.0, 7.5]}})
-    assert lines[-1] == "| 1M | 1.50 (1.00 to 2.00) | met: 1.50 of 1.5 |"
+    assert lines[-1] == "| 1M | 1.50 (1.00 to 2.00) | met: 1.50 of 1.5, in 3 rounds |"
     assert own_growth({"1M": {"ours 64": [10.0]}}) == []
+
+
+def test_a_peer_in_several_processes_plays_all_of_it(tmp_path: Path) -> None:
+    make_model("tiny", tmp_path)
+    episodes = [(opening[:8], [(3, result[:2]) for _, result in turns]) for opening, turns in workload(16, 128, seed=0)]
+    divided = GenerateDivided(tmp_path, "float32", 2)
+    try:
+        sampled, (context, tokens, logp) = divided.play(episodes, 4)
+    finally:
+        divided.close()
+    assert sampled == sum(3 * len(turns) for _, turns in episodes)
+    assert context[:8] == episodes[0][0] and len(tokens) == len(logp) == 3
 
 
 @pytest.fixture

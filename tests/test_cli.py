@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from afterimage import cli
-from afterimage.config import RunConfig
+from afterimage.config import EngineConfig, RunConfig, quick_dtype
 from afterimage.recipes import RECIPES
 from tests.fake_run import fake_run
 
@@ -165,3 +165,13 @@ def test_the_report_names_the_bottleneck_on_the_terminal(tmp_path: Path, capsys:
     assert path.endswith("report.html")
     assert told.startswith("Generation is the bottleneck: the trainer waited for episodes 40% of the time")
     assert advice.startswith("What would help: ") and "engine.threads" in advice
+
+
+def test_auto_is_the_precision_that_the_processor_multiplies(tmp_path: Path) -> None:
+    found = {}
+    for flags in ("avx2 avx512f", "avx512f avx512_bf16", "amx_bf16"):
+        (tmp_path / "cpuinfo").write_text(f"flags : fpu {flags}")
+        found[flags] = quick_dtype(tmp_path / "cpuinfo")
+    assert list(found.values())[1:] == ["bfloat16", "bfloat16"]
+    assert found["avx2 avx512f"] == ("bfloat16" if Path("/proc/driver/nvidia").exists() else "float32")
+    assert EngineConfig(dtype="auto").dtype == quick_dtype()

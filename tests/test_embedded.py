@@ -157,6 +157,21 @@ def test_float32_log_probabilities_are_those_of_transformers(kind: str, tmp_path
                 episodes[number] = [*request.tokens, *reply.tokens, *_text(1 + turn * number, seed=turn)]
 
 
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("qwen3, tied", ""),
+        ("qwen3, heads of 6, by torch", "heads of 6 are no multiple of four"),
+        ("llama", "its decoder computes no LlamaForCausalLM"),
+    ],
+)
+def test_who_is_served_slowly_is_told_why(tmp_path: Path, kind: str, says: str) -> None:
+    _model(kind).save_pretrained(tmp_path)
+    warning = build_runner(tmp_path, dtype="float32", max_slots=2, max_context=64, device="cpu").warning
+    assert says in warning
+    assert says or not warning or "do not compile" in warning
+
+
 def test_a_long_context_is_computed_in_parts(tmp_path: Path) -> None:
     model = _model("qwen3, tied")
     model.save_pretrained(tmp_path)

@@ -394,6 +394,19 @@ def test_a_fault_while_writing_is_told_at_the_barrier_and_to_who_watches(
             asyncio.run(journal.watch())
 
 
+def test_a_barrier_waits_as_long_as_what_is_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "STUCK_S", 1.5)
+    slow, naps = writer._connect(tmp_path / JOURNAL), []
+    slow.create_function("nap", 0, lambda: naps.append(time.sleep(0.5)))
+    monkeypatch.setattr(writer, "_connect", lambda path: slow)
+    with Journal(tmp_path / JOURNAL) as journal:
+        journal.transaction([("SELECT nap()", ())] * 5)
+        journal.flush()
+        assert len(naps) == 5
+
+
 def test_a_writer_that_does_not_come_back_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "STUCK_S", 0.2)
     with pytest.raises(JournalError, match=r"it is not open"):

@@ -441,9 +441,10 @@ class _Asked(list[tuple[int, int]]):
         return found
 
 
-def test_an_episode_goes_where_its_prefix_is() -> None:
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_an_episode_goes_where_its_prefix_is(keep_cache: bool) -> None:
     asked = _Asked()
-    engine = Several([asked.engine(0), asked.engine(1)])
+    engine = Several([asked.engine(0), asked.engine(1)], keep_cache=keep_cache)
 
     async def story() -> None:
         await hold_nothing(engine, 0)
@@ -458,6 +459,12 @@ def test_an_episode_goes_where_its_prefix_is() -> None:
         for task in (13, 11, 10, 12):
             await engine.sample([task] * 64 + [1] * 40, SamplingParams(1, ()))
         assert {task: number for number, task in asked} == home
+        asked.clear()
+        await hold_nothing(engine, 1)
+        for task in (13, 11, 10, 12):
+            await engine.sample([task] * 64, SamplingParams(1, ()))
+        assert {number for number, _ in asked} == {0, keep_cache * 1}  # else nothing is cached, and the first is free
+        assert not keep_cache or {task: number for number, task in asked} == home
 
     run(engine, story)
 

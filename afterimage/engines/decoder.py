@@ -359,15 +359,17 @@ def _linear_for(
 
 
 def _kernels_for(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> tuple[Kernels | None, str]:
-    """None off the processor, for heads that are no multiple of four, and with a warning without a compiler."""
-    lanes = math.gcd(16, sizes.head_dim)
-    if device.type != "cpu" or lanes < 4 or dtype not in (torch.float32, torch.bfloat16):
+    """None off the processor; and with a warning for heads that are no multiple of four, or without a compiler."""
+    lanes, slower = math.gcd(16, sizes.head_dim), "the engine decodes by torch, several times slower, because"
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return None, ""
+    if lanes < 4:
+        return None, f"{slower} heads of {sizes.head_dim} are no multiple of four"
     shape = {"HEADS": sizes.heads, "KV_HEADS": sizes.kv_heads, "HEAD_DIM": sizes.head_dim, "PAGE": PAGE, "RUN": RUN}
     try:
         return Kernels(**shape, LANES=lanes, **({"BFLOAT16": 1} if dtype == torch.bfloat16 else {})), ""
     except OSError as error:
-        return None, f"the engine decodes by torch, several times slower, because its kernels do not compile: {error}"
+        return None, f"{slower} its kernels do not compile: {error}"
 
 
 def _per_row(found: Tensor, inputs: Inputs, *, mode: str) -> Tensor:

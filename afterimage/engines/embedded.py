@@ -28,7 +28,7 @@ _READ_BYTES = 1 << 20
 _NOT_STARTED = "the engine has not been started: await start() first"
 _COUNTERS = (
     "sampled_tokens", "prefill_tokens", "cached_tokens", "reprefill_tokens", "reprefill_s", "busy_s", "idle_s", "steps",
-    "rows",
+    "rows", "processor_s",
 )  # fmt: skip
 
 

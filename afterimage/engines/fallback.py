@@ -79,8 +79,8 @@ class TransformersRunner:
             folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False
         ).eval()
         config = self._model.config
-        self.name = f"transformers {type(self._model).__name__}"
-        self.warning = ""
+        self.name = f"transformers {(kind := type(self._model).__name__)}"
+        self.warning = f"the engine decodes by torch, prompts one by one on a processor: its decoder computes no {kind}"
         self.vocab_size = int(config.get_text_config().vocab_size)
         _refuse_other_state(config.get_text_config(), max_context)
         self._slots = _Slots(max_slots, max_context)

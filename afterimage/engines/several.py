@@ -28,14 +28,14 @@ class Several:
 
     Its replies end as interrupted ones, without a token. `EngineDied` is raised when none is left. One that comes back
     as something that cannot be worked with stays away. `told` hears of who is lost, why, and who is back. Each
-    samples `room` replies at once; one that would wait there goes elsewhere while there is room.
+    samples `room` replies at once; one that would wait there goes elsewhere while there is room. With `keep_cache` what
+    is cached stays when weights change.
     """
 
-    def __init__(self, engines: Sequence[Engine], *, room: int = 1 << 30) -> None:
-        self.takes_deltas = False
+    def __init__(self, engines: Sequence[Engine], *, room: int = 1 << 30, keep_cache: bool = False) -> None:
+        self.takes_deltas, self._keep_cache, self._room = False, keep_cache, room
         self.told: Callable[..., None] = lambda kind, **_: None
         self._members = [_Member(engine) for engine in engines]
-        self._room = room
         self._version, self._starts, self._deaths = -1, 0, 0
         self._died: EngineDied = EngineDied("the engines have not been started: await start() first")
 
@@ -72,13 +72,13 @@ class Several:
         for number, member in enumerate(self._members):
             if member.rising is not None and member.rising.done():
                 error, member.rising = member.rising.exception(), None
-                member.up = error is None
+                member.up, member.seen = error is None, Prefixes()
                 self.told("engine_back" if member.up else "engine_lost", engine=number, cause=str(error or ""))
                 if isinstance(error, EngineDied):
                     member.rising = asyncio.ensure_future(member.engine.start())
         await self._each(lambda engine: engine.load(update, version))
         self._version = version
-        for member in self._members:
+        for member in () if self._keep_cache else self._members:
             member.seen = Prefixes()
 
     async def resume(self) -> None:

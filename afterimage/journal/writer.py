@@ -55,7 +55,7 @@ class Journal:
         self._failure.set_running_or_notify_cancel()  # who stops watching does not cancel it
         self._waiting = asyncio.Lock()
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="barrier")  # environments may keep others busy
-        self._barriers = self._passed = 0
+        self._barriers = self._passed = self._written = 0
         self._after = self._highest = -1
         self._trained_on: list[tuple[int, int, int, int, float]] = []
         """Consumed, but in no checkpoint: rows of the table without its last column."""
@@ -190,10 +190,13 @@ class Journal:
         mark: Future[None] = Future()
         self._queue.put(mark)
         self._awaited.set()
-        try:
-            mark.result(STUCK_S)
-        except TimeoutError as error:
-            raise failed(self.path, f"nothing could be committed for {STUCK_S:g} s") from error
+        while True:
+            written = self._written
+            try:
+                return mark.result(STUCK_S)
+            except TimeoutError as error:
+                if self._written == written:  # else there is so much before it
+                    raise failed(self.path, f"nothing could be committed for {STUCK_S:g} s") from error
 
     async def watch(self) -> None:
         """Return never; raise when the journal fails."""
@@ -221,6 +224,7 @@ class Journal:
             connection.execute("BEGIN IMMEDIATE")
             for statement, row in records:
                 connection.execute(statement, row)
+                self._written += 1
             connection.execute("COMMIT")
         except (sqlite3.Error, OverflowError, UnicodeError) as error:
             with suppress(sqlite3.Error):  # SQLite may have rolled back itself

@@ -56,10 +56,8 @@ def _render(child: Child) -> str:
     match child:
         case None:
             return ""
-        case Markup():
+        case Markup() | int() | float():
             return str(child)
         case str():
             return escape(child)
-        case int() | float():
-            return str(child)
     return "".join(_render(item) for item in child)

@@ -102,7 +102,8 @@ def command(candidate: Candidate) -> str:
         "schedule.max_staleness": schedule.max_staleness, "schedule.groups_per_step": schedule.groups_per_step,
         "schedule.group_size": schedule.group_size, "schedule.window": schedule.window,
         "old_logps.route": candidate.name, "engine.max_running": candidate.max_running,
-        "engine.max_context": max(16, round(setting.episodes.longest)), "trainer.dtype": "bfloat16",
+        "engine.max_context": max(16, round(setting.episodes.longest)),
+        **({} if setting.device.name.startswith("core") else {"trainer.dtype": "bfloat16"}),
         "trainer.lr": setting.lr, "trainer.recompute": str(setting.recompute).lower(),
     }  # fmt: skip
     return "afterimage train retail " + " ".join(f"--{name} {value}" for name, value in given.items())

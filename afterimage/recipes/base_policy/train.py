@@ -124,31 +124,14 @@ def train_stage(
         for group in optimizer.param_groups:
             group["lr"] = stage.learning_rate * rate
         batch, weights = next(source)
-        losses.append(_step(model, optimizer, (batch, weights), place))
+        losses.append(one_step(model, optimizer, (batch, weights), place))
         seen += batch.numel() * place.workers
         if report is not None and place.rank == 0:
             report(stage.name, step, losses[-1], seen / (time.perf_counter() - start))
     return losses
 
 
-def continue_training(
-    model: nn.Module, practice: Practice, *, seconds: float, learning_rate: float = 3e-4, start: int = 10**6
-) -> list[float]:
-    """More supervised training on the same faulty demonstrations, for so long: the control that RL is compared with.
-
-    The demonstrations are new ones (numbered from `start`) with the same faults; the learning rate is constant.
-    """
-    optimizer = optimizer_for(model, learning_rate)
-    fresh = (practice.demonstration("faulty", index, FAULTS) for index in count(start))
-    source = batches(fresh, 2048)
-    losses: list[float] = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        losses.append(_step(model, optimizer, next(source), Place()))
-    return losses
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], place: Place) -> float:
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], place: Place) -> float:
     with torch.autocast("cpu", torch.bfloat16, enabled=torch.cpu._is_avx512_bf16_supported()):
         loss = loss_of(model, *batch)
     optimizer.zero_grad(set_to_none=True)
