@@ -64,20 +64,21 @@ check: setup
 base-policy: setup
 	$(BIN)/python -m afterimage.recipes.base_policy
 
-# How fast it is, question by question (docs/speed.md): under 40 minutes on two cores, with fewer repeats than the verb of
-# a question has by itself. Where one fails the others go on, and it is named at the end.
+# How fast it is, question by question (docs/speed.md): under 40 minutes on two cores, with fewer repeats and models than the
+# verb of a question has by itself. Where one fails the others go on, and it is named at the end.
 QUESTIONS := generate train memory schedule async routes publish simulate
-SHORT_generate := --repeats 3
-SHORT_train := --repeats 3
+SHORT_generate := --repeats 3 --sizes 1M
+SHORT_train := --repeats 3 --models 1M
+SHORT_memory := --repeats 1
 SHORT_schedule := --repeats 3
-SHORT_async := --repeats 2
+SHORT_async := --repeats 1
 SHORT_routes := --rounds 1
 SHORT_publish := --repeats 3
 SHORT_simulate := --repeats 3
 bench: bench-peers .venv/.bench
-	@failed=; $(foreach question,$(QUESTIONS),$(MAKE) --no-print-directory bench-$(question) \
+	@failed=; began=$$(date +%s); $(foreach question,$(QUESTIONS),$(MAKE) --no-print-directory bench-$(question) \
 		ARGS="$(SHORT_$(question))" || failed="$$failed bench-$(question)";) \
-	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+	echo "$$((($$(date +%s) - began) / 60)) minutes"; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 .venv/.bench: .venv/.ready
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
@@ -92,30 +93,30 @@ bench-peers: .venv-peers/.ready .venv-engines/.ready
 	.venv-peers/bin/pip install --quiet --disable-pip-version-check -c constraints.txt transformers trl
 	touch $@
 
-# Ten minutes: sampled tokens a second, beside transformers and vLLM's CPU build.
+# A quarter of an hour: sampled tokens a second, beside transformers and vLLM's CPU build.
 bench-generate: bench-peers .venv/.bench
 	$(BIN)/python -m benchmarks.generate $(ARGS)
 
-# Eight minutes: trained tokens a second, and whole steps, beside TRL.
+# Twelve minutes: trained tokens a second, and whole steps, beside TRL.
 bench-train: bench-peers .venv/.bench
 	$(BIN)/python -m benchmarks.train $(ARGS)
 
-# Two minutes: the peak of scoring and training by size of the vocabulary.
+# Six minutes: the peak of scoring and training by size of the vocabulary.
 bench-memory: .venv/.bench
 	$(BIN)/python -m benchmarks.memory $(ARGS)
 
-# Five minutes: what a turn costs, and an episode takes, with 10 to 100,000 alive.
+# Ten minutes: what a turn costs, and an episode takes, with 10 to 100,000 alive.
 bench-schedule: .venv/.bench
 	$(BIN)/python -m benchmarks.schedule $(ARGS)
 
-# 20 minutes: asynchronous against synchronous over the share of tool time, the staleness bound and the window. 25: success.
+# 25 minutes: asynchronous against synchronous over the share of tool time, the staleness bound and the window. 25: success.
 bench-async: .venv/.bench
 	$(BIN)/python -m benchmarks.asynchrony $(ARGS)
 
 bench-async-learning: .venv/.bench
 	$(BIN)/python -m benchmarks.asynchrony --learning $(ARGS)
 
-# Eight minutes: what each route costs, alone and of a real step, and how wrong it is.
+# Ten minutes: what each route costs, alone and of a real step, and how wrong it is.
 bench-routes: .venv/.bench
 	$(BIN)/python -m benchmarks.routes $(ARGS)
 
