@@ -328,32 +328,40 @@ def _limits(results: Sequence[Result]) -> list[str]:
     return lines
 
 
-def draw(results: Sequence[Result]) -> None:
+def shown(
+    results: Sequence[Result],
+) -> tuple[list[tuple[float, list[float], float, float]], list[tuple[int, int, float]]]:
+    """What is drawn: by the share of tools, how much faster, and what both ideals would be; and by bound and window."""
+    both, base = sorted((result for result in results if result.faster), key=lambda one: one.tools), _base(results)
+    over = []
+    for result in both:
+        runs = result.found[ASYNC]
+        ideals = (median(one.ideal for one in runs), median(one.bounded_s for one in runs))
+        over.append((result.tools, result.faster, *(result.step_s(SYNC) / ideal for ideal in ideals)))
+    points = [result for result in results if not result.work.synchronous] + ([base] if base else [])
+    curve = [(one.work.window, one.work.max_staleness, base.step_s(SYNC) / one.step_s(ASYNC)) for one in points if base]
+    return over, sorted(curve)
+
+
+def draw(over: Sequence[tuple[float, list[float], float, float]], curve: Sequence[tuple[int, int, float]]) -> None:
     """Times as fast over the share of tools; and over the staleness bound, by window."""
-    both, base = [result for result in results if result.faster], _base(results)
     with picture("async", width=9.0, panels=2) as (left, right):
-        both = sorted(both, key=lambda result: result.tools)
-        shares, faster = [100 * result.tools for result in both], [median(result.faster) for result in both]
-        ideal = [result.step_s(SYNC) / median(one.ideal for one in result.found[ASYNC]) for result in both]
-        low = [middle - min(result.faster) for middle, result in zip(faster, both, strict=True)]
-        high = [max(result.faster) - middle for middle, result in zip(faster, both, strict=True)]
-        left.plot(shares, ideal, "--", color="0.6", label="ideal")
+        shares, faster = [100 * tools for tools, *_ in over], [median(times) for _, times, *_ in over]
+        left.plot(shares, [ideal for *_, ideal, _ in over], "--", color="0.7", label="ideal")
+        left.plot(shares, [bounded for *_, bounded in over], ":", color="0.3", label="as the staleness bound leaves it")
+        low = [median(times) - min(times) for _, times, *_ in over]
+        high = [max(times) - median(times) for _, times, *_ in over]
         left.errorbar(shares, faster, yerr=[low, high], marker="o", capsize=3, label="measured (range)")
         left.axhline(1, color="0.8", linewidth=1)
         left.set(xlabel="share of an episode spent in tools, %", ylabel="times as fast as synchronous", ylim=(0, None))
         left.legend(frameon=False)
-        points = [result for result in results if not result.work.synchronous] + ([base] if base else [])
-        for window in sorted({result.work.window for result in points}):
-            own = sorted(
-                (result.work.max_staleness, base.step_s(SYNC) / result.step_s(ASYNC))
-                for result in points
-                if base and result.work.window == window
-            )
+        for window in sorted({window for window, *_ in curve}):
+            own = [(staleness, times) for of, staleness, times in curve if of == window]
             right.plot(*zip(*own, strict=True), "o-", label=f"window {window}")
         right.set(xlabel="schedule.max_staleness", ylabel="times as fast as synchronous", ylim=(0, None))
         right.xaxis.get_major_locator().set_params(integer=True)
-        if points:
-            right.legend(frameon=False, title=f"tools: {base.tools:.0%} of an episode" if base else None)
+        if curve:
+            right.legend(frameon=False, title="at the latency of a remote API")
 
 
 def learn(place: Path, steps: int | None) -> list[str]:
@@ -438,7 +446,7 @@ def main(words: Sequence[str] | None = None, put: Callable[..., Any] = write) ->
             for work in wanted
             if not chosen.only or work.name in chosen.only
         ]
-    draw(results)
+    draw(*shown(results))
     put("async", "Asynchronous against synchronous training", tables(results))
 
 

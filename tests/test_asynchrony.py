@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from benchmarks import asynchrony
-from benchmarks.asynchrony import ASYNC, SYNC, Measured, Result, Workload, measure, tables, workloads
+from benchmarks.asynchrony import ASYNC, SYNC, Measured, Result, Workload, measure, shown, tables, workloads
 
 
 def test_synchronous_runs_differ_in_the_schedule_and_have_all_cores_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,3 +69,10 @@ def test_the_tables_say_what_is_met_and_what_is_missed() -> None:
 def test_where_tools_take_less_than_half_no_speed_is_promised() -> None:
     (told,) = [line for line in tables([result("quick", 1.1, tools=0.3)]) if line.startswith("* ")]
     assert told == "* quick: 85% of the ideal met: 0.91 of 0.85, in 1 round."
+
+
+def test_what_is_drawn_is_what_the_tables_say() -> None:
+    over, curve = shown([result("far", 2.0), result("near", 1.25, tools=0.3), result("point", 1.6, synchronous=False)])
+    assert [(tools, times) for tools, times, *_ in over] == [(0.3, [3.2]), (0.6, [2.0])]
+    assert [ideals for _, _, *ideals in over] == [[4.0, pytest.approx(4 / 1.125)], [4.0, pytest.approx(4 / 1.8)]]
+    assert curve == [(4, 2, 2.0), (4, 2, 2.5)]

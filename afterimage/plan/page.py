@@ -36,11 +36,13 @@ def told(rated: Rated) -> str:
     """A configuration and its throughput."""
     candidate, schedule, place = rated.candidate, rated.candidate.schedule, rated.candidate.place
     window = f", taken from the {schedule.window} oldest in line" if schedule.window > 1 else ""
+    sharded = place.trainers > 1 and not candidate.costs.setting.device.name.startswith("core")
+    later = " once a trainer on several GPUs is there (today's is on one, and trains fewer)" if sharded else ""
     again = "; activations are computed again" if candidate.costs.setting.recompute else ""
     return (
         f"{place.told}{again}; old logits by {candidate.name}; {schedule.groups_per_step} groups of "
         f"{schedule.group_size} a step{window}, at most {schedule.staleness_bound} versions old. {rated.rate:,.0f} "
-        f"trained tokens/s (+-{rated.spread:.0%}), a step in {rated.outcome.mean_step_s:.3g} s"
+        f"trained tokens/s{later} (+-{rated.spread:.0%}), a step in {rated.outcome.mean_step_s:.3g} s"
     )
 
 
@@ -119,8 +121,6 @@ def missing(candidate: Candidate) -> Iterator[str]:
         f"yours to start: {place.engines} server{'s' * (place.engines > 1)} with tensor parallelism {place.tp}, each "
         'told by --engine.kind vllm --engine.urls "URL ..." (docs/engines.md); without, a small engine samples'
     )
-    if place.trainers > 1:
-        yield f"not there yet: a trainer on {place.trainers} GPUs. It trains on one, with fewer tokens/s than planned"
 
 
 Row = dict[str, float | int | str]
