@@ -8,9 +8,10 @@ again in its records.
 
 import asyncio
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,6 +25,7 @@ from afterimage.plan.costs import Proportional
 from afterimage.plan.engines import Engine, Engines, Places, Reply
 from afterimage.plan.simulate import Constant, Fleet, LogNormal, Outcome, Shape, Spoken, Workload, simulate
 from afterimage.plan.world import World
+from afterimage.testing.models import episode
 from afterimage.trajectory import Given, Sampled, Task, Trajectory
 
 COSTS = Proportional(decode=0.01, decode_reply=1e-4, prefill_token=1e-4, train_token=1e-3)
@@ -309,6 +311,17 @@ def test_the_benchmark_says_what_it_missed() -> None:
     assert told[1.5].endswith("+4% | met |")
     others = of_others([Compared(APRIL, 1.3, sync)])
     assert others[2].endswith("| not claimed |") and any(APRIL.unclaimed in line for line in others[3:])
+
+
+def test_a_tool_s_time_is_over_the_calls_of_all_that_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six episodes of two calls finished, four of which were trained on: their tools took 6 s in all."""
+    made = [replace(episode(n, [4, (3, 0), 2, (3, 0)]).trajectory, facts={"tool_calls": 2.0}) for n in range(6)]
+    kept = [SimpleNamespace(group=n // 2, trajectory=trajectory) for n, trajectory in enumerate(made)]
+    journal = nullcontext(SimpleNamespace(trajectories=lambda: kept))
+    monkeypatch.setattr(measured, "Journal", SimpleNamespace(read=lambda run: journal))
+    config = {"task": {"latency_s": 0.5, "latency_sigma": 1.0}, "rollout": {"timeout_s": 9.0, "retries": 1}}
+    rows = [{"rollout/episodes": 2, "rollout/tools_s": seconds} for seconds in (5.0, 1.0)]
+    assert measured._workload(Path(), config, rows).tool_s == LogNormal(0.5, 1.0)
 
 
 def test_what_a_run_cost_is_found_again_in_its_records(tmp_path: Path) -> None:

@@ -47,8 +47,8 @@ def like(run: Path) -> Setting:
 
     The engine's busy time is fitted, without negative terms, to its steps, the replies in them, and the context tokens
     it computed; the trainer's scoring and training to the tokens of a batch. A tool's time is what all of them took,
-    over their calls, with the spread of `task.latency_sigma`. Raises `ConfigError` for a run that is too short, or
-    pauses generation to score, for its records do not tell how long.
+    over the calls of all finished episodes, also of those never trained on, with the spread of `task.latency_sigma`.
+    Raises `ConfigError` for a run that is too short, or pauses generation to score, for it does not record how long.
     """
     folder = RunFolder(run)
     config = folder.config()
@@ -66,7 +66,7 @@ def like(run: Path) -> Setting:
     fleet = Fleet(engines=count, max_running=engine["max_running"] // own, keep_cache=engine.get("keep_cache", False))
     schedule = ScheduleConfig(**config["schedule"])
     costs = _costs(rows[1:], _spent(folder), _versions(folder), count)
-    return Setting(_workload(run, config, rows[schedule.max_staleness + 1 :] or rows), fleet, schedule, costs, holds)
+    return Setting(_workload(run, config, rows), fleet, schedule, costs, holds)
 
 
 def _costs(
@@ -159,9 +159,8 @@ def _workload(run: Path, config: Row, rows: Sequence[Row]) -> Workload:
             groups[kept.group].append(shape(kept.trajectory))
     if not groups:
         raise ConfigError(f"the journal of {run} has no finished episode")
-    calls = fmean(sum(turn.waits for turn in one.turns) for siblings in groups.values() for one in siblings)
-    calls *= sum(row["rollout/episodes"] for row in rows)
-    mean = sum(row.get("rollout/tools_s", 0.0) for row in rows) / max(1.0, calls)
+    calls = sum(turn.waits for siblings in groups.values() for one in siblings for turn in one.turns)
+    mean = sum(row.get("rollout/tools_s", 0.0) for row in rows) / max(1, calls)
     return Workload(
         recorded=tuple(tuple(shapes) for _, shapes in sorted(groups.items())),
         tool_s=LogNormal(mean, task["latency_sigma"]) if task.get("latency_s") else Constant(mean),
