@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 # for as long as it takes to wake one, which is longer than most products of a small model.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-# Pages of 2 MB for large tensors: a pass makes and frees so many that a quarter of it was faults of small pages.
+# Pages of 2 MB for large tensors: a pass makes and frees so many that faults of small pages took a good part of it.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 if TYPE_CHECKING:
