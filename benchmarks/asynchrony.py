@@ -223,6 +223,19 @@ class Result:
     def step_s(self, name: str) -> float:
         return median(one.step_s for one in self.found[name])
 
+    @property
+    def ideal_s(self) -> float:
+        return median(one.ideal for one in self.found[ASYNC])
+
+    @property
+    def bounded_s(self) -> float:
+        return median(one.bounded_s for one in self.found[ASYNC])
+
+    @property
+    def of_bounded(self) -> float:
+        """The share of what the staleness bound leaves of the ideal."""
+        return median(one.bounded_s / one.step_s for one in self.found[ASYNC])
+
 
 def compare(work: Workload, place: Path, *, steps: int, repeats: int) -> Result:
     """By turns; the seed is the round's, so that both have the same tasks."""
@@ -259,19 +272,17 @@ def tables(results: Sequence[Result]) -> list[str]:
             row(
                 work.name, f"{result.tools:.0%}", f"{work.max_staleness}, {work.window}", len(runs),
                 f"{result.step_s(SYNC):.2f}", f"{result.step_s(ASYNC):.2f}", spread(result.faster),
-                f"{median(one.ideal for one in runs):.2f}", _most(runs),
+                f"{result.ideal_s:.2f}", _most(runs),
                 spread([100 * share for share in result.near], "{:.0f}%"),
             )
         )  # fmt: skip
     lines.append("")
     for result in both:
-        told, runs = [f"{NEAR:.0%} of the ideal {verdict(result.near, NEAR)}"], result.found[ASYNC]
+        told = [f"{NEAR:.0%} of the ideal {verdict(result.near, NEAR)}"]
         if median(result.near) < NEAR:
-            told.append(
-                f"of what the staleness bound leaves of it, {median(one.bounded_s / one.step_s for one in runs):.2f}"
-            )
+            told.append(f"of what the staleness bound leaves of it, {result.of_bounded:.2f}")
         if result.tools >= 0.5:
-            ideal = f"the ideal would be {result.step_s(SYNC) / median(one.ideal for one in runs):.2f} times"
+            ideal = f"the ideal would be {result.step_s(SYNC) / result.ideal_s:.2f} times"
             told.insert(0, f"{FASTER} times as fast {verdict(result.faster, FASTER)} ({ideal})")
         lines.append(f"* {result.work.name}: {'; '.join(told)}.")
     return lines + _curve(results) + _limits(results)
@@ -297,8 +308,8 @@ def _curve(results: Sequence[Result]) -> list[str]:
         lines.append(
             row(
                 work.max_staleness, work.window, len(runs), spread([one.step_s for one in runs]),
-                f"{base.step_s(SYNC) / result.step_s(ASYNC):.2f}", f"{median(one.ideal for one in runs):.2f}",
-                f"{median(result.near):.0%}", f"{median(one.bounded_s / one.step_s for one in runs):.0%}",
+                f"{base.step_s(SYNC) / result.step_s(ASYNC):.2f}", f"{result.ideal_s:.2f}",
+                f"{median(result.near):.0%}", f"{result.of_bounded:.0%}",
             )
         )  # fmt: skip
     return lines
@@ -320,10 +331,7 @@ def _limits(results: Sequence[Result]) -> list[str]:
     for result in results:
         runs = result.found[ASYNC]
         limits = (f"{median(one.limits[name] for one in runs):.2f}" for name in LIMITS)
-        left = (
-            f"{median(one.bounded_s for one in runs):.2f}",
-            f"{median(one.bounded_s / one.step_s for one in runs):.0%}",
-        )
+        left = f"{result.bounded_s:.2f}", f"{result.of_bounded:.0%}"
         lines.append(row(result.work.name, f"{result.step_s(ASYNC):.2f}", *limits, *left))
     return lines
 
@@ -335,9 +343,8 @@ def shown(
     both, base = sorted((result for result in results if result.faster), key=lambda one: one.tools), _base(results)
     over = []
     for result in both:
-        runs = result.found[ASYNC]
-        ideals = (median(one.ideal for one in runs), median(one.bounded_s for one in runs))
-        over.append((result.tools, result.faster, *(result.step_s(SYNC) / ideal for ideal in ideals)))
+        ideals = (result.step_s(SYNC) / ideal for ideal in (result.ideal_s, result.bounded_s))
+        over.append((result.tools, result.faster, *ideals))
     points = [result for result in results if not result.work.synchronous] + ([base] if base else [])
     curve = [(one.work.window, one.work.max_staleness, base.step_s(SYNC) / one.step_s(ASYNC)) for one in points if base]
     return over, sorted(curve)
