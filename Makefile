@@ -109,7 +109,7 @@ bench-memory: .venv/.bench
 bench-schedule: .venv/.bench
 	$(BIN)/python -m benchmarks.schedule $(ARGS)
 
-# 25 minutes: asynchronous against synchronous over the share of tool time, the staleness bound and the window. 25: success.
+# 25 minutes: asynchronous against synchronous over the share of tool time, the staleness bound and the window. 35: success.
 bench-async: .venv/.bench
 	$(BIN)/python -m benchmarks.asynchrony $(ARGS)
 

@@ -1,7 +1,7 @@
 """How much sooner is the same number of groups trained on when generation goes on meanwhile, and how near the ideal?
 
     python -m benchmarks.asynchrony                # the workloads of workloads.toml: 25 minutes on two quiet cores
-    python -m benchmarks.asynchrony --learning     # held-out success, both ways at equal samples: 25 minutes
+    python -m benchmarks.asynchrony --learning     # held-out success, both ways at equal samples: 35 minutes
 
 Real runs of the retail recipe with the exact route, on the same cores; tools really wait. Each workload runs
 asynchronously and synchronously by turns, `--repeats` times. Where engine and trainer work at once the trainer has half
@@ -371,61 +371,97 @@ def draw(over: Sequence[tuple[float, list[float], float, float]], curve: Sequenc
             right.legend(frameon=False, title="at the latency of a remote API")
 
 
-def learn(place: Path, steps: int | None) -> list[str]:
+Grades = dict[str, dict[int, list[float]]]
+"""How it runs -> step -> held-out success of every seed."""
+Curves = dict[str, list[list[float]]]
+"""How it runs -> for every seed, step by step, the success of the episodes that were trained on."""
+
+
+def learn(place: Path, steps: int | None) -> tuple[list[str], Grades, Curves]:
     """Each seed both ways, each run in a process of its own; what `place` holds of a finished run is not run again."""
     wanted = tomllib.loads(FILE.read_text())["learning"]
-    lines = [
-        "Held-out success at equal samples: the recipe `retail` with a constant learning rate and the exact route, "
-        f"{steps or wanted['steps']} steps of {wanted['groups_per_step']} groups of {wanted['group_size']}, graded on "
-        f"{wanted['held_out']} held-out tasks at temperature 1; 95% Wilson intervals.",
-        "",
-        *columns("seed", "before", SYNC, ASYNC, "minutes, synchronous", "asynchronous", "within its interval"),
-    ]
-    pooled: dict[str, list[float]] = {SYNC: [], ASYNC: []}
-    curves: dict[str, list[list[float]]] = {SYNC: [], ASYNC: []}
+    wanted["steps"] = steps or wanted["steps"]
+    graded: Grades = {SYNC: {}, ASYNC: {}}
+    curves: Curves = {SYNC: [], ASYNC: []}
     for seed in wanted["seeds"]:
-        graded, minutes = {}, {}
         for name, staleness in ((SYNC, 0), (ASYNC, wanted["max_staleness"])):
             folder = place / f"{name}-{seed}"
             if not _is_done(folder):
                 shutil.rmtree(folder, ignore_errors=True)
-                _learn(folder, wanted | {"max_staleness": staleness, "steps": steps or wanted["steps"]}, seed)
+                _learn(folder, wanted | {"max_staleness": staleness}, seed)
             rows = list(RunFolder(folder).rows(METRICS))
-            graded[name] = [one["eval/success"] for one in rows if "eval/success" in one]
-            minutes[name] = (rows[-1]["time_s"] - rows[0]["time_s"]) / 60
-            pooled[name].append(graded[name][-1])
+            for one in rows:
+                if "eval/success" in one:
+                    graded[name].setdefault(one["step"], []).append(one["eval/success"])
             curves[name].append([one["rollout/success"] for one in rows if one["step"]])
-        low, high = wilson(graded[SYNC][-1], wanted["held_out"])
-        lines.append(
-            row(
-                seed, f"{graded[SYNC][0]:.1%}", *(_told(graded[name][-1], wanted["held_out"]) for name in pooled),
-                *(f"{minutes[name]:.1f}" for name in pooled), "yes" if low <= graded[ASYNC][-1] <= high else "no",
-            )
-        )  # fmt: skip
-    count = wanted["held_out"] * len(wanted["seeds"])
-    low, high = wilson(mean(pooled[SYNC]), count)
-    inside = "within" if low <= mean(pooled[ASYNC]) <= high else "outside of"
-    told = " and ".join(f"{name} {_told(mean(found), count)}" for name, found in pooled.items())
+    return learnt(graded, curves, wanted), graded, curves
+
+
+def learnt(graded: Grades, curves: Curves, wanted: Mapping[str, Any]) -> list[str]:
+    """The table: held-out success at every graded step, seed by seed and of all seeds together."""
+    tasks, seeds = wanted["held_out"], wanted["seeds"]
+    lines = [
+        "Held-out success at equal samples: the recipe `retail` with a constant learning rate and the exact route, "
+        f"{wanted['steps']} steps of {wanted['groups_per_step']} groups of {wanted['group_size']}, staleness up to "
+        f"{wanted['max_staleness']}, graded on {tasks} held-out tasks at temperature 1; 95% Wilson intervals.",
+        "",
+        *columns("step", "seed", SYNC, ASYNC, "within its interval"),
+    ]
+    for step in sorted(graded[SYNC]):
+        both = graded[SYNC][step], graded[ASYNC][step]
+        for seed, *each in zip(seeds, *both, strict=True):
+            lines.append(row(step, seed, *_compared(each, tasks)))
+        lines.append(row(step, "all", *_compared([mean(each) for each in both], tasks * len(seeds))))
     sync, late = ([mean(each) for each in zip(*curves[name], strict=True)] for name in (SYNC, ASYNC))
+    by, rest = behind(sync, late)
     return [
         *lines,
         "",
-        f"All seeds together: {told}. Asynchronous is {inside} the interval of synchronous training.",
-        "",
         f"Success of the episodes that were trained on, mean of the seeds, rises from {sync[0]:.0%} to {sync[-1]:.0%} "
-        f"and to {late[-1]:.0%}; the asynchronous one is nearest to the synchronous one {behind(sync, late)} steps "
-        "before.",
+        f"synchronously and from {late[0]:.0%} to {late[-1]:.0%} asynchronously. The asynchronous curve is nearest to "
+        f"the synchronous one (least mean distance, step by step) when it is moved by {by} steps; by what it is lower "
+        f"even so is {100 * rest:.1f} points in the mean.",
     ]
 
 
-def behind(curve: Sequence[float], later: Sequence[float]) -> int:
-    """Steps by which one curve follows another: over so many fewer of them, their means differ least.
+def _compared(both: Sequence[float], tasks: int) -> tuple[str, str, str]:
+    sync, late = both
+    low, high = wilson(sync, tasks)
+    return _told(sync, tasks), _told(late, tasks), "yes" if low <= late <= high else "no"
+
+
+def draw_learning(graded: Grades, curves: Curves) -> None:
+    """Success of what was trained on, the mean of the seeds and their range; held-out success where it was graded."""
+    with picture("async-learning") as axes:
+        for name in curves:
+            each = list(zip(*curves[name], strict=True))
+            steps = range(1, len(each) + 1)
+            line = axes.plot(steps, [100 * mean(seeds) for seeds in each], linewidth=1.2, label=f"{name}, trained on")
+            low, high = ([100 * least(seeds) for seeds in each] for least in (min, max))
+            axes.fill_between(steps, low, high, color=line[0].get_color(), alpha=0.12, linewidth=0)
+            held = sorted(graded[name])
+            points = [100 * mean(graded[name][step]) for step in held]
+            axes.plot(held, points, "D", color=line[0].get_color(), markeredgecolor="black", label=f"{name}, held out")
+        axes.set(xlabel="step (as many groups trained on)", ylabel="success, %", ylim=(0, 100))
+        axes.legend(frameon=False, fontsize=8)
+
+
+def behind(curve: Sequence[float], later: Sequence[float]) -> tuple[int, float]:
+    """Steps by which one curve follows another (or precedes it: negative), and how much lower it is even so.
+
+    The shift is the one with the least mean distance, step by step, over half of the steps or more.
 
     >>> behind([0.1, 0.2, 0.4, 0.5, 0.7, 0.8], [0.1, 0.1, 0.1, 0.2, 0.4, 0.5])
-    2
+    (2, 0.0)
+    >>> by, rest = behind([0.1, 0.4, 0.8, 0.8, 0.8, 0.8], [0.1, 0.1, 0.3, 0.7, 0.7, 0.7])
+    >>> by, round(rest, 2)
+    (1, 0.08)
     """
-    shifts = range(len(curve) // 2)
-    return min(shifts, key=lambda by: abs(mean(later[by:]) - mean(curve[: len(curve) - by])))
+    half = len(curve) // 2
+    shifted = {by: list(zip(curve[max(0, -by) :], later[max(0, by) :], strict=False)) for by in range(-half, half + 1)}
+    apart = {by: mean(abs(one - other) for one, other in pairs) for by, pairs in shifted.items()}
+    by = min(apart, key=lambda one: (apart[one], abs(one)))
+    return by, mean(one - other for one, other in shifted[by])
 
 
 def _is_done(folder: Path) -> bool:
@@ -438,7 +474,7 @@ def _learn(folder: Path, wanted: Mapping[str, Any], seed: int) -> None:
         "task.latency_s": wanted["latency_s"], "task.latency_sigma": wanted["latency_sigma"],
         "schedule.max_staleness": wanted["max_staleness"], "schedule.groups_per_step": wanted["groups_per_step"],
         "schedule.group_size": wanted["group_size"], "trainer.lr_schedule": "constant", "trainer.threads": 1,
-        "audit.share": 0, "eval.tasks": wanted["held_out"],
+        "audit.share": 0, "eval.tasks": wanted["held_out"], "eval.every": wanted["graded_every"],
     }  # fmt: skip
     words = [word for name, value in knobs.items() for word in (f"--{name}", str(value))]
     root = Path(__file__).parent.parent
@@ -455,15 +491,15 @@ def main(words: Sequence[str] | None = None, put: Callable[..., Any] = write) ->
         description=(__doc__ or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of these workloads of workloads.toml")
-    parser.add_argument("--steps", type=int, help="timed steps of a run, at least (10); of a --learning run (25)")
+    parser.add_argument("--steps", type=int, help="timed steps of a run, at least (10); of a --learning run (60)")
     parser.add_argument("--repeats", type=int, default=5, help="rounds")
     parser.add_argument("--learning", action="store_true", help="held-out success instead of pace")
     parser.add_argument("--runs", type=Path, default=Path("runs") / f"bench-async-{date.today()}", help="of --learning")
     chosen = parser.parse_args(words)
     if chosen.learning:
-        put(
-            "async-learning", "Asynchronous and synchronous training at equal samples", learn(chosen.runs, chosen.steps)
-        )
+        lines, graded, curves = learn(chosen.runs, chosen.steps)
+        draw_learning(graded, curves)
+        put("async-learning", "Asynchronous and synchronous training at equal samples", lines)
         return
     wanted = workloads()
     if unknown := set(chosen.only or ()) - {work.name for work in wanted}:
