@@ -8,7 +8,7 @@ some sequence follow it immediately in the packing too: one span of queries atte
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -281,14 +281,14 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, how: tuple[Sequence[Segment], float | None]
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, how: tuple[tuple[Segment, ...], float | None]
     ) -> Tensor:
         (segments, scale), (flash, _) = how, _flash()
         wide = torch.promote_types(query.dtype, torch.float32)
         batch, heads, length, width = query.shape
         out = query.new_empty(batch, length, heads, width, dtype=wide).transpose(1, 2)
         lse = query.new_empty(batch, length, heads, dtype=wide).transpose(1, 2)
-        for queries, keys, num, causal in _parts(segments):
+        for queries, keys, num, causal in _parts(segments, query.shape[1] > 1):
             given = _blocks(query, queries, num), _blocks(key, keys, num), _blocks(value, keys, num)
             part, weight = (_flat(each).to(wide) for each in flash(*given, 0.0, causal, scale=scale))
             if causal:
@@ -310,7 +310,7 @@ class _Attend(torch.autograd.Function):
         (segments, scale), (_, flash_backward) = ctx.how, _flash()
         given = query, key, value
         grads = [torch.zeros_like(tensor, dtype=lse.dtype) for tensor in given]
-        for queries, keys, num, causal in _parts(segments):
+        for queries, keys, num, causal in _parts(segments, query.shape[1] > 1):
             q, k, v = _blocks(query, queries, num), _blocks(key, keys, num), _blocks(value, keys, num)
             asked, *said = (_blocks(tensor, queries, num) for tensor in (grad, out, lse))
             found = flash_backward(asked, q, k, v, *said, 0.0, causal, scale=scale)
@@ -328,17 +328,22 @@ def _flat(blocks: Tensor) -> Tensor:
     return blocks.transpose(0, 1).flatten(1, 2)[None]
 
 
-def _parts(segments: Sequence[Segment]) -> list[tuple[slice | Tensor, slice | Tensor, int, bool]]:
+@lru_cache(maxsize=4)
+def _parts(segments: tuple[Segment, ...], together: bool) -> list[tuple[slice | Tensor, slice | Tensor, int, bool]]:
     """`(queries, keys, num, causal)`: blocks on themselves, each on its segment before it, what follows on that.
 
     The first alone are many at once: what adds up the others rounds differently at the end of a tensor, and a query
-    shall get the same with whatever else it is packed.
+    shall get the same with whatever else it is packed. Not even they are of a model with one head, which would give a
+    block alone all threads: its products then round differently.
     """
     blocks = [(s, slice(at, min(at + BLOCK, s.end))) for s in segments for at in range(s.start, s.end, BLOCK)]
     alike: dict[int, list[int]] = {}
     for _, block in blocks:
         alike.setdefault(block.stop - block.start, []).append(block.start)
-    own = [(where := _where(starts, length), where, len(starts), True) for length, starts in alike.items()]
+    calls = [
+        (length, at) for length, starts in alike.items() for at in ([starts] if together else [[s] for s in starts])
+    ]
+    own = [(where := _where(at, length), where, len(at), True) for length, at in calls]
     before = [(block, slice(s.start, block.start), 1, False) for s, block in blocks if block.start > s.start]
     return own + before + [(slice(s.end, s.last), slice(s.start, s.end), 1, False) for s in segments if s.last > s.end]
 

@@ -394,8 +394,9 @@ def test_a_fault_while_writing_is_told_at_the_barrier_and_to_who_watches(
             asyncio.run(journal.watch())
 
 
-def test_a_barrier_waits_as_long_as_what_is_before_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("waits", [Journal.flush, Journal.close])
+def test_a_barrier_or_the_end_waits_as_long_as_what_is_before_it_is_written(
+    waits: Callable[[Journal], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "STUCK_S", 1.5)
     slow, naps = writer._connect(tmp_path / JOURNAL), []
@@ -403,7 +404,7 @@ def test_a_barrier_waits_as_long_as_what_is_before_it_is_written(
     monkeypatch.setattr(writer, "_connect", lambda path: slow)
     with Journal(tmp_path / JOURNAL) as journal:
         journal.transaction([("SELECT nap()", ())] * 5)
-        journal.flush()
+        waits(journal)
         assert len(naps) == 5
 
 

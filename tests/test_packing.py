@@ -397,18 +397,37 @@ def test_the_gradient_of_many_blocks_is_that_of_sdpa(dtype: torch.dtype, toleran
         assert float((one.double() - other).norm() / other.norm()) < tolerance
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_gives_every_tree_what_it_gets_alone_to_the_bit(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("heads", [(4, 2, 2), (1, 1, 1)])
+def test_attention_gives_every_tree_what_it_gets_alone_to_the_bit(
+    heads: tuple[int, int, int], dtype: torch.dtype, two_threads: None
+) -> None:
     """Blocks of one length attend in one call: trees of one shape here, one of another, and a long one between them."""
-    shapes = [(40, (24, 24, 31)), (300, (24,)), (40, (24, 24, 31)), (40, (31, 24, 24)), (24, (130, 130))]
+    shapes = [
+        (40, (24, 24, 31)),
+        (3, (2,)),
+        (40, (24, 24, 31)),
+        (3, (2,)),
+        (300, (24,)),
+        (40, (31, 24, 24)),
+        (16, (130, 130)),
+    ]
     made = [text(size, *ends, seed=seed) for seed, (size, ends) in enumerate(shapes)]
     trees = [[trunk + end for end in ends] for trunk, *ends in made]
     alone = [forest(put(*tree), share=True) for tree in trees]
     run = forest(put(*(row for tree in trees for row in tree)), share=True)
     noise = torch.Generator().manual_seed(0)
-    given = [torch.randn(1, heads, len(run.tokens), 16, generator=noise).to(dtype) for heads in (4, 2, 2)]
+    given = [torch.randn(1, each, len(run.tokens), 64, generator=noise).to(dtype) for each in heads]
     together = packing._Attend.apply(*given, (run.segments, None))
-    parts = packing._parts(run.segments)
+    parts = packing._parts(run.segments, True)
     assert any(isinstance(queries, Tensor) for queries, *_ in parts) and any(num > 3 for _, _, num, _ in parts)
     start = 0
     for tree in alone:

@@ -314,13 +314,13 @@ def test_the_benchmark_says_what_it_missed() -> None:
 
 
 def test_a_tool_s_time_is_over_the_calls_of_all_that_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six episodes of two calls finished, four of which were trained on: their tools took 6 s in all."""
+    """Six episodes of two calls finished, and half as many calls came back in others: all of them took 9 s."""
     made = [replace(episode(n, [4, (3, 0), 2, (3, 0)]).trajectory, facts={"tool_calls": 2.0}) for n in range(6)]
     kept = [SimpleNamespace(group=n // 2, trajectory=trajectory) for n, trajectory in enumerate(made)]
-    journal = nullcontext(SimpleNamespace(trajectories=lambda: kept))
+    journal = nullcontext(SimpleNamespace(trajectories=lambda: kept, rows=lambda sql: [(12, 18)]))
     monkeypatch.setattr(measured, "Journal", SimpleNamespace(read=lambda run: journal))
     config = {"task": {"latency_s": 0.5, "latency_sigma": 1.0}, "rollout": {"timeout_s": 9.0, "retries": 1}}
-    rows = [{"rollout/episodes": 2, "rollout/tools_s": seconds} for seconds in (5.0, 1.0)]
+    rows = [{"rollout/episodes": 2, "rollout/tools_s": seconds} for seconds in (5.0, 4.0)]
     assert measured._workload(Path(), config, rows).tool_s == LogNormal(0.5, 1.0)
 
 

@@ -8,7 +8,7 @@ given up oldest first.
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from time import perf_counter, thread_time
+from time import perf_counter, process_time
 
 import numpy as np
 import torch
@@ -119,7 +119,7 @@ class Batcher:
 
     def step(self) -> list[Finished]:
         """One forward pass: admit, compute, sample. Returns the requests that ended with it."""
-        start, spent = perf_counter(), thread_time()
+        start, spent = perf_counter(), process_time()
         self._admit()
         step, sampling = self._plan()
         logits = self.runner.forward(step)
@@ -135,7 +135,7 @@ class Batcher:
         took = perf_counter() - start
         self._count("steps", 1)
         self._count("busy_s", took)
-        self._count("processor_s", thread_time() - spent)
+        self._count("processor_s", process_time() - spent)
         self._count("rows", len(slots))
         self._count("sampled_tokens", int(sampling.sum()))
         self._count("prefill_tokens", len(step.tokens) - len(step.rows))

@@ -96,13 +96,13 @@ class Several:
                 raise error
 
     def metrics(self) -> Mapping[str, float]:
-        """Tokens of all, time and means of the mean one, the worst error, and how many died since the last call."""
+        """Tokens and processor time of all, time and means of the mean one, the worst error, and deaths since then."""
         found = [member.engine.metrics() for member in self._up or self._members]
         total = {"deaths": float(self._deaths)}
         self._deaths = 0
         for name in dict.fromkeys(name for counters in found for name in counters):
             values = [counters[name] for counters in found if name in counters]
-            share = len(values) if name.endswith(("_s", "_mean")) else 1
+            share = len(values) if name.endswith(("_s", "_mean")) and name != "processor_s" else 1
             total[name] = max(values) if name.endswith("_error") else sum(values) / share
         return total
 

@@ -34,7 +34,7 @@ WINDOW_S = 0.2
 """What was written is committed this much later at the latest; a barrier does not wait for it."""
 
 STUCK_S = 8.0
-"""A commit that takes longer ends the run. SQLite itself waits for the lock of another writer for half of it."""
+"""Nothing written for longer ends the run. SQLite itself waits for the lock of another writer for half of it."""
 
 _Item = list[Record] | Future[None] | None
 """Records that become true together, a barrier, or the end."""
@@ -95,7 +95,10 @@ class Journal:
         thread, self._thread = self._thread, None
         self._queue.put(None)
         self._awaited.set()
-        thread.join(STUCK_S)
+        written = -1
+        while thread.is_alive() and self._written > written:  # else it is stuck
+            written = self._written
+            thread.join(STUCK_S)
         if thread.is_alive():
             raise failed(self.path, f"it could not be closed in {STUCK_S:g} s")
         if not told and self._failure.done():

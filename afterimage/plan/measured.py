@@ -28,6 +28,11 @@ from afterimage.trajectory import Sampled, Trajectory
 
 LEAST_STEPS = 4
 """Steps that a fit needs."""
+RESULTS = (
+    "SELECT count(t.episode), count(*) FROM pieces p LEFT JOIN trajectories t USING (episode) "
+    "WHERE p.version IS NULL AND p.position > 0"
+)
+"""Of a journal: what tools and users said in finished episodes, and in all."""
 Row = Mapping[str, Any]
 
 
@@ -46,8 +51,8 @@ def like(run: Path) -> Setting:
     """The setting of a run, its episodes as they were, and what things cost in it.
 
     The engine's busy time is fitted, without negative terms, to its steps, the replies in them, and the context tokens
-    it computed; the trainer's scoring and training to the tokens of a batch. A tool's time is what all of them took,
-    over the calls of all finished episodes, also of those never trained on, with the spread of `task.latency_sigma`.
+    it computed; the trainer's scoring and training to the tokens of a batch. A tool's time is what all of them took
+    over all calls, of unfinished episodes counted by the results that came, with the spread of `task.latency_sigma`.
     Raises `ConfigError` for a run that is too short, or pauses generation to score, for it does not record how long.
     """
     folder = RunFolder(run)
@@ -157,9 +162,11 @@ def _workload(run: Path, config: Row, rows: Sequence[Row]) -> Workload:
     with Journal.read(run) as journal:
         for kept in journal.trajectories():
             groups[kept.group].append(shape(kept.trajectory))
+        ((finished, results),) = journal.rows(RESULTS)
     if not groups:
         raise ConfigError(f"the journal of {run} has no finished episode")
     calls = sum(turn.waits for siblings in groups.values() for one in siblings for turn in one.turns)
+    calls *= results / max(1, finished)
     mean = sum(row.get("rollout/tools_s", 0.0) for row in rows) / max(1, calls)
     return Workload(
         recorded=tuple(tuple(shapes) for _, shapes in sorted(groups.items())),
