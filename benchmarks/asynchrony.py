@@ -6,10 +6,10 @@
 Real runs of the retail recipe with the exact route, on the same cores; tools really wait. Each workload runs
 asynchronously and synchronously by turns, `--repeats` times. Where engine and trainer work at once the trainer has half
 of the cores; where they take turns it has all. The engine is one process of one thread for both, beside the event loop:
-with two, synchronous steps took longer (0.63 s for 0.49 s without tools, and as long or longer with).
+with two, synchronous steps took longer in a trial.
 
 Timed are steps after the pipeline has filled: `--steps` asynchronous ones, in whole turns of the live groups, and half
-as many synchronous ones after the first.
+as many synchronous ones from the same step on, which train on the same tasks.
 
 The ideal of a run is the longest of four times a step, none of which a schedule can shorten. They are the run's own, so
 what engine and trainer lose to each other on the way is in them:
@@ -17,16 +17,16 @@ what engine and trainer lose to each other on the way is in them:
     engine     sampling its tokens, at the rate of this run's own batches
     trainer    scoring, training, and what a publication takes of its thread
     episodes   Little's law: mean duration of an episode * episodes a step / episodes that may be live
-    processor  processor seconds of both processes over the cores
+    processor  processor seconds of the process that trains, and of the engine's while it computes, over the cores
 
 Beside it stands what the staleness bound B leaves of that for the batches as they were made up. The first token of an
 episode and the version that it is trained into are at most B + 1 publications apart; so step t ends no earlier than
 
-    end(t) >= end(t - 1) + ideal
+    end(t) >= end(t - 1) + scoring and training
     end(t) >= end(t - B - 1) + the longest episode of its batch + scoring and training
 
-and the longest path through these, from the steps before the timed ones, is what no other timing of the same batches
-goes below.
+and the longest path through these, from the steps before the timed ones, is what no other order of the same work goes
+below, unless it makes episodes shorter: they last as long as they did in this run, where they waited for each other.
 
 Writes a dated table and picture under benchmarks/results/.
 """
@@ -82,7 +82,7 @@ class Workload:
     synchronous: bool = True
 
     def config(self, *, seed: int, steps: int, synchronous: bool) -> RunConfig:
-        """The recipe, as this workload wants it: nothing but steps, no evaluation, the first and last checkpoint."""
+        """The recipe, as this workload wants it: nothing but steps, no evaluation, no checkpoint but after the last."""
         base, threads = recipes.retail(), cores() if synchronous else max(1, cores() // 2)
         return replace(
             base,
@@ -98,7 +98,7 @@ class Workload:
             ),
             trainer=replace(base.trainer, threads=threads),
             audit=AuditConfig(),
-            checkpoint=CheckpointConfig(every=5),
+            checkpoint=CheckpointConfig(every=steps + 1),
             eval=EvalConfig(tasks=0),
         )
 
@@ -149,7 +149,7 @@ def measure(rows: Sequence[Mapping[str, Any]], first: int, *, live: int, num_cor
     steps = len(timed)
 
     def total(name: str) -> float:
-        return sum(float(one.get(name, 0.0)) for one in timed)
+        return sum(float(one[name]) for one in timed)
 
     own = timed[-1]["trainer/processor_s"] - rows[first - 1]["trainer/processor_s"]
     spent = total("rollout/tools_s") + total("rollout/replies_s")
@@ -166,25 +166,27 @@ def measure(rows: Sequence[Mapping[str, Any]], first: int, *, live: int, num_cor
 def bounded(
     rows: Sequence[Mapping[str, Any]], first: int, *, longest: Mapping[int, float], bound: int, ideal: float
 ) -> float:
-    """Seconds a step of the longest path, where `longest` has the longest episode of every step's batch.
+    """Seconds a step of the longest path, or the ideal; `longest` has the longest episode of every step's batch.
 
     >>> rows = [{"step": step, "time_s": time} for step, time in enumerate([0.0, 4.0, 6.0, 9.0, 13.0, 15.0], 1)]
-    >>> bounded(rows, 3, longest={4: 6.5, 5: 2.0, 6: 4.5}, bound=1, ideal=1.0)
-    3.0
+    >>> rows = [row | dict.fromkeys(TRAINER, 0.25) for row in rows]
+    >>> bounded(rows, 3, longest={4: 3.5, 5: 6.0, 6: 2.0}, bound=1, ideal=1.0)  # 8.25, 12.75, 13.5
+    2.5
+    >>> bounded(rows, 3, longest=dict.fromkeys((4, 5, 6), 0.1), bound=1, ideal=1.0)
+    1.0
     """
     ends = [float(one["time_s"]) for one in rows[:first]]
     for i, one in enumerate(rows[first:], first):
-        trained = sum(float(one.get(name, 0.0)) for name in TRAINER)
-        begun = ends[i - bound - 1] if i > bound else float("-inf")
-        ends.append(max(ends[i - 1] + ideal, begun + longest.get(one["step"], 0.0) + trained))
-    return (ends[-1] - ends[first - 1]) / (len(rows) - first)
+        begun = max(ends[i - 1], ends[i - bound - 1] + longest[one["step"]] if i > bound else float("-inf"))
+        ends.append(begun + sum(float(one[name]) for name in TRAINER))
+    return max(ideal, (ends[-1] - ends[first - 1]) / (len(rows) - first))
 
 
 def timed_run(work: Workload, place: Path, *, seed: int, steps: int, synchronous: bool) -> Measured:
     """Whole turns of the live groups, after the first, which begin together. Not the run's last step, with which a
     checkpoint is made."""
-    turn = 1 if synchronous else work.max_staleness + 1
-    first, wanted = (1, ceil(steps / 2)) if synchronous else (turn + 1, steps)
+    turn, first = (1 if synchronous else work.max_staleness + 1), work.max_staleness + 2
+    wanted = ceil(steps / 2) if synchronous else steps
     config = work.config(seed=seed, steps=first + turn * ceil(wanted / turn) + 1, synchronous=synchronous)
     name = f"{work.name}-{SYNC if synchronous else ASYNC}-{seed}".replace(" ", "-").replace("'", "")
     run = train(replace(config, runs=place, name=name), console=Console(quiet=True))
@@ -238,7 +240,7 @@ class Result:
 
 
 def compare(work: Workload, place: Path, *, steps: int, repeats: int) -> Result:
-    """By turns; the seed is the round's, so that both have the same tasks."""
+    """By turns; the seed is the round's, so that both have the same tasks in the same order."""
     found: dict[str, list[Measured]] = {ASYNC: [], **({SYNC: []} if work.synchronous else {})}
     for turn in range(repeats):
         for name in sorted(found, reverse=turn % 2 == 1):
@@ -281,9 +283,11 @@ def tables(results: Sequence[Result]) -> list[str]:
         told = [f"{NEAR:.0%} of the ideal {verdict(result.near, NEAR)}"]
         if median(result.near) < NEAR:
             told.append(f"of what the staleness bound leaves of it, {result.of_bounded:.2f}")
-        if result.tools >= 0.5:
+        if result.work.latency_s:
             ideal = f"the ideal would be {result.step_s(SYNC) / result.ideal_s:.2f} times"
-            told.insert(0, f"{FASTER} times as fast {verdict(result.faster, FASTER)} ({ideal})")
+            told.insert(
+                0, f"{FASTER} times as fast, with {result.tools:.0%} tools, {verdict(result.faster, FASTER)} ({ideal})"
+            )
         lines.append(f"* {result.work.name}: {'; '.join(told)}.")
     return lines + _curve(results) + _limits(results)
 
