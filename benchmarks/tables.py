@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
+from importlib.metadata import distributions
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,7 +16,8 @@ from rich.console import Console
 from afterimage.launch.machine import commit, machine, versions
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = Path(os.environ.get("BENCH_RESULTS") or ROOT / "benchmarks" / "results")
+"""`make bench` has its shorter answers in a folder of their own, beside those of the questions' own verbs."""
 CONSOLE = Console(soft_wrap=True, highlight=False)
 
 ROUNDS = 5
@@ -83,15 +85,25 @@ def columns(*names: str) -> list[str]:
     return [row(*names), row(*("---" for _ in names))]
 
 
+def peers(environment: str, *names: str) -> str:
+    """The versions of these packages in an environment that `make bench-peers` has set up."""
+    places = [str(place) for place in (ROOT / environment).glob("lib/python*/site-packages")]
+    held = {found.name: found.version for found in distributions(path=places)}
+    return ", ".join(f"{name} {held.get(name, 'not there')}" for name in names)
+
+
 def revision() -> str:
-    """The commit, `-dirty` if more than tables and pictures was changed since."""
+    """The commit, `-dirty` if more than tables and pictures was changed since; empty outside a repository."""
     only = ["git", "-C", str(ROOT), "status", "--porcelain", "--", ".", ":!benchmarks/results"]
     told = commit()
+    if not told:
+        return ""
     return told if subprocess.run(only, capture_output=True, check=False).stdout else told.removesuffix("-dirty")
 
 
 def write(question: str, title: str, lines: Sequence[str]) -> Path:
-    """`benchmarks/results/<date>-<question>.md`: the table, under what it was run on and the command that made it."""
+    """`<date>-<question>.md` in `RESULTS`: the table, under what it was run on and the command that made it."""
+    RESULTS.mkdir(exist_ok=True)
     target = RESULTS / f"{date.today()}-{question}.md"
     command = " ".join([f"python -m benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
     head = [f"# {title}, {date.today()}", "", f"`{command}` at commit {revision()}, {machine()}, {versions()}.", ""]
@@ -116,5 +128,6 @@ def picture(question: str, *, width: float = 7.2, height: float = 3.6, panels: i
         one.spines[["top", "right"]].set_visible(False)
         one.grid(axis="y", alpha=0.25)
     yield axes
+    RESULTS.mkdir(exist_ok=True)
     figure.savefig(RESULTS / f"{date.today()}-{question}.png")
     pyplot.close(figure)

@@ -57,6 +57,7 @@ from benchmarks.tables import (
     alternate,
     columns,
     environ,
+    peers,
     picture,
     ratios,
     row,
@@ -417,7 +418,8 @@ def measure(bench: Bench) -> list[str]:
     chosen = bench.chosen
     lines = [
         f"{chosen.groups} groups of {SIBLINGS} siblings, {chosen.threads} threads, medians and ranges of "
-        f"{chosen.repeats} alternating rounds. The ratio is TRL's time over theirs in the same round.",
+        f"{chosen.repeats} alternating rounds. The ratio is TRL's time over theirs in the same round. Theirs is "
+        f"{peers('.venv-peers', 'trl', 'transformers', 'torch')}.",
         "",
         *columns("model", "trainer", "action tokens/s", "all tokens/s", "over TRL", "goal", "cosine of gradients"),
     ]

@@ -7,7 +7,9 @@ trainer's alone; one pass of the GPU's script and of a publication, at sizes for
 
 import asyncio
 import re
+import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -17,16 +19,31 @@ from torch import Tensor
 
 from afterimage.config import Route
 from afterimage.lint import check
+from afterimage.plan.route_costs import ROUTES
 from benchmarks import gpu, publish, route_steps, tables
 from benchmarks.publish import Cell, Spent
 
 ROOT = Path(__file__).parent.parent
+MAKEFILE = (ROOT / "Makefile").read_text()
 
 
 def test_the_page_and_the_makefile_have_the_same_verbs() -> None:
-    made = set(re.findall(r"^(bench[a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    made = set(re.findall(r"^(bench[a-z-]*):", MAKEFILE, re.MULTILINE))
     told = set(re.findall(r"`make (bench[a-z-]*)`", (ROOT / "docs" / "speed.md").read_text()))
     assert made == told
+
+
+@pytest.mark.parametrize("question", re.findall(r"^SHORT_([a-z]+) :=", MAKEFILE, re.MULTILINE))
+def test_what_make_bench_asks_for_is_known(question: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its shorter sizes before them, a question still gets as far as to tell its options."""
+    (asked,) = re.findall(f"^SHORT_{question} := (.*)$", MAKEFILE, re.MULTILINE)
+    name = "asynchrony" if question == "async" else question
+    assert f"-m benchmarks.{name} $(ARGS)" in MAKEFILE
+    main = import_module(f"benchmarks.{name}").main
+    monkeypatch.setattr(sys, "argv", [name, *asked.split(), "--help"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert asked.startswith("--") and ended.value.code == 0
 
 
 def big(**changes: Any) -> gpu.Big:
@@ -99,9 +116,13 @@ def test_the_trainer_s_time_is_told_by_part(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_gpu_s_script_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     shape = "--layers 1 --hidden 16 --inner 16 --heads 2 --kv-heads 1 --head-dim 8 --vocab 64 --sequences 2 --length 20"
-    target = gpu.main(f"--device cpu --sizes 0.6B --parts train memory {shape} --repeats 1 --warm-steps 1".split())
-    text = target.read_text()
+    words = f"--device cpu --sizes 0.6B {shape} --repeats 1 --warm-steps 1 --rows 1 2"
+    text = gpu.main(words.split()).read_text()
     assert "tokens/s trained" in text and "Not run: needs CUDA" in text and "Broke off" not in text
+    titles = re.findall("^### (.*)$", text, re.MULTILINE)
+    assert titles == ["Scoring", "Publication", "Decoding", "Memory by vocabulary"]
+    assert all(f"| 0.6B | `{route}` |" in text for route in ROUTES) and "| 0.6B | 2 |" in text
+    assert gpu.main([*words.split(), "--parts", "memory"]).name.endswith("-gpu-memory.md")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit, match="--device cpu"):
         gpu.arguments([])

@@ -74,13 +74,7 @@ def build_runner(folder: Path, *, dtype: str, max_slots: int, max_context: int, 
 
 class _Worker:
     def __init__(
-        self,
-        connection: socket.socket,
-        make: Callable[[], Batcher],
-        *,
-        deltas: bool,
-        lockstep: bool,
-        base: Base | None,
+        self, connection: socket.socket, make: Callable[[], Batcher], *, deltas: bool, lockstep: bool, base: Base | None
     ) -> None:
         """What is loaded are adapters if there is a `base` to merge them into."""
         self._connection, self._base = connection, base

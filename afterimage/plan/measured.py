@@ -28,10 +28,8 @@ from afterimage.trajectory import Sampled, Trajectory
 
 LEAST_STEPS = 4
 """Steps that a fit needs."""
-RESULTS = (
-    "SELECT count(t.episode), count(*) FROM pieces p LEFT JOIN trajectories t USING (episode) "
-    "WHERE p.version IS NULL AND p.position > 0"
-)
+_GIVEN = "SELECT count(t.episode), count(*) FROM pieces p LEFT JOIN trajectories t USING (episode)"
+RESULTS = f"{_GIVEN} WHERE p.version IS NULL AND p.position > 0"
 """Of a journal: what tools and users said in finished episodes, and in all."""
 Row = Mapping[str, Any]
 
