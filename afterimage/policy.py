@@ -5,6 +5,7 @@ Sequences are packed end to end without padding, and run by `packing`.
 
 import copy
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -94,6 +95,9 @@ class Policy:
         self.at_version = True
         self.jumps: Jumps = ()
         self._plain_head = _check_packing(model)
+        if not self._plain_head:
+            kind = "a pass holds all logits [tokens, vocabulary]: more than a linear map makes those of"
+            warnings.warn(f"{kind} {type(model).__name__}", RuntimeWarning, stacklevel=2)
         self.passes = Passes()
         self._body: Callable[..., Any] = self._whole
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from benchmarks import asynchrony
-from benchmarks.asynchrony import ASYNC, SYNC, Measured, Result, Workload, measure, shown, tables, workloads
+from benchmarks.asynchrony import ASYNC, SYNC, Measured, Result, Workload, learnt, measure, shown, tables, workloads
 
 
 def test_synchronous_runs_differ_in_the_schedule_and_have_all_cores_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +64,18 @@ def test_the_tables_say_what_is_met_and_what_is_missed() -> None:
         assert f"* {name}: {faster}; {asked.format(share)}" in lines
     assert "| 2 | 1 | 1 | 1.60 (1.60 to 1.60) | 2.50 | 1.00 | 62% | 90% |" in lines
     assert "| far | 2.00 | 0.90 | 1.00 | 0.40 | 0.80 | 1.80 | 90% |" in lines
+
+
+def test_what_was_learnt_is_compared_at_every_graded_step_and_over_all_seeds() -> None:
+    wanted = {"steps": 4, "groups_per_step": 2, "group_size": 8, "max_staleness": 2, "held_out": 100, "seeds": [3, 7]}
+    graded = {SYNC: {0: [0.3, 0.3], 4: [0.8, 0.6]}, ASYNC: {0: [0.3, 0.3], 4: [0.7, 0.66]}}
+    rising = [0.1, 0.3, 0.5, 0.7]
+    lines = learnt(graded, {SYNC: [rising, rising], ASYNC: [[0.1, 0.1, 0.3, 0.5]] * 2}, wanted)
+    assert "| 4 | 3 | 80.0% (71% to 87%) | 70.0% (60% to 78%) | no |" in lines
+    assert "| 4 | 7 | 60.0% (50% to 69%) | 66.0% (56% to 75%) | yes |" in lines
+    assert "| 4 | all | 70.0% (63% to 76%) | 68.0% (61% to 74%) | yes |" in lines
+    assert "from 10% to 70% synchronously and from 10% to 50% asynchronously" in lines[-1]
+    assert "when it is moved by 1 steps; by what it is lower even so is 0.0 points" in lines[-1]
 
 
 def test_without_tools_no_speed_is_promised() -> None:

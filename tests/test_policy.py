@@ -7,6 +7,7 @@ one line; saving and loading change no bit; lag counts batches, whatever the num
 
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,13 @@ def test_packed_equals_one_sequence_at_a_time(make) -> None:
     logps = policy.logps(batch, temperature=0.7)
     assert logps.dtype == torch.float32
     torch.testing.assert_close(logps, one_by_one(policy, batch, 0.7), atol=1e-5, rtol=0)
+
+
+def test_a_model_whose_logits_are_all_held_is_told() -> None:
+    with pytest.warns(RuntimeWarning, match=r"holds all logits .* those of Gemma3ForCausalLM"):
+        Policy(soft_capped(), None)
+    with warnings.catch_warnings(action="error"):
+        Policy(llama(), None)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-12)])
