@@ -40,6 +40,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from itertools import pairwise
 from math import ceil
 from pathlib import Path
 from statistics import mean, median
@@ -416,16 +417,16 @@ def learnt(graded: Grades, curves: Curves, wanted: Mapping[str, Any]) -> list[st
         for seed, *each in zip(seeds, *both, strict=True):
             lines.append(row(step, seed, *_compared(each, tasks)))
         lines.append(row(step, "all", *_compared([mean(each) for each in both], tasks * len(seeds))))
-    sync, late = ([mean(each) for each in zip(*curves[name], strict=True)] for name in (SYNC, ASYNC))
-    by, rest = behind(sync, late)
-    return [
-        *lines,
+    lines += [
         "",
-        f"Success of the episodes that were trained on, mean of the seeds, rises from {sync[0]:.0%} to {sync[-1]:.0%} "
-        f"synchronously and from {late[0]:.0%} to {late[-1]:.0%} asynchronously. The asynchronous curve is nearest to "
-        f"the synchronous one (least mean distance, step by step) when it is moved by {by} steps; by what it is lower "
-        f"even so is {100 * rest:.1f} points in the mean.",
+        "Success of the episodes that were trained on, mean of the seeds, which had the same tasks both ways:",
+        "",
     ]
+    lines += columns("steps", SYNC, ASYNC, "difference, points")
+    for before, step in pairwise(sorted(graded[SYNC])):
+        sync, late = (100 * mean(mean(own[before:step]) for own in curves[name]) for name in (SYNC, ASYNC))
+        lines.append(row(f"{before + 1} to {step}", f"{sync:.1f}%", f"{late:.1f}%", f"{late - sync:+.1f}"))
+    return lines
 
 
 def _compared(both: Sequence[float], tasks: int) -> tuple[str, str, str]:
@@ -448,24 +449,6 @@ def draw_learning(graded: Grades, curves: Curves) -> None:
             axes.plot(held, points, "D", color=line[0].get_color(), markeredgecolor="black", label=f"{name}, held out")
         axes.set(xlabel="step (as many groups trained on)", ylabel="success, %", ylim=(0, 100))
         axes.legend(frameon=False, fontsize=8)
-
-
-def behind(curve: Sequence[float], later: Sequence[float]) -> tuple[int, float]:
-    """Steps by which one curve follows another (or precedes it: negative), and how much lower it is even so.
-
-    The shift is the one with the least mean distance, step by step, over half of the steps or more.
-
-    >>> behind([0.1, 0.2, 0.4, 0.5, 0.7, 0.8], [0.1, 0.1, 0.1, 0.2, 0.4, 0.5])
-    (2, 0.0)
-    >>> by, rest = behind([0.1, 0.4, 0.8, 0.8, 0.8, 0.8], [0.1, 0.1, 0.3, 0.7, 0.7, 0.7])
-    >>> by, round(rest, 2)
-    (1, 0.08)
-    """
-    half = len(curve) // 2
-    shifted = {by: list(zip(curve[max(0, -by) :], later[max(0, by) :], strict=False)) for by in range(-half, half + 1)}
-    apart = {by: mean(abs(one - other) for one, other in pairs) for by, pairs in shifted.items()}
-    by = min(apart, key=lambda one: (apart[one], abs(one)))
-    return by, mean(one - other for one, other in shifted[by])
 
 
 def _is_done(folder: Path) -> bool:
