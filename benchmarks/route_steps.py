@@ -144,14 +144,14 @@ def share(rans: Sequence[Ran]) -> float:
 
 def table(found: Mapping[str, Sequence[Ran]]) -> list[str]:
     lines = columns(
-        "route", "s a step", "over `rollout`", "route's share of a step", "scoring", "closing", "publishing",
+        "route", "mean s a step", "over `rollout`", "route's share of a step", "scoring", "closing", "publishing",
         "while it waits", "exact share", "mixed episodes",
     )  # fmt: skip
     for name, rans in found.items():
         over = median(ran.step_s / other.step_s for ran, other in zip(rans, found["rollout"], strict=True))
         parts = [median(ran.parts[part] / ran.step_s for ran in rans) for part in (SCORING, CLOSING, PUBLISHING, IDLE)]
         rest = [f"{median(ran.exact for ran in rans):.0%}", f"{median(ran.mixed for ran in rans):.0%}"]
-        steps = spread([seconds for ran in rans for seconds in ran.steps_s])
+        steps = spread([ran.step_s for ran in rans])
         lines.append(
             row(f"`{name}`", steps, f"{over:.2f}", f"{share(rans):.1%}", *(f"{part:.1%}" for part in parts), *rest)
         )

