@@ -172,7 +172,7 @@ def section(found: Mapping[str, Sequence[Ran]], *, steps: int, groups: int) -> l
         "each, all routes have the same seed, and they take turns in coming first. The route's share is that of the",
         "trainer's thread, preparing the batch included (all that `rollout` has). What is done while the trainer waits",
         "for episodes is apart: it is in no share. A step lasts as long as its episodes and its training take, one",
-        "beside the other; `old_logit_model` has a process more, on the same cores. Ranges are of single steps.",
+        "beside the other; `old_logit_model` has a process more, on the same cores. Ranges are of rounds.",
         "",
         *table(found),
     ]
