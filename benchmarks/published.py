@@ -90,7 +90,8 @@ class Row:
         """What of the published results goes in."""
         found = {
             "phases of the synchronous step": self.sync_s, "the synchronous step": self.sync_step_s,
-            "training of the asynchronous step": self.async_train_s, "loading": self.load_s,
+            "training of the asynchronous step": self.async_train_s, "both reference passes": any(self.reference_s),
+            "loading": self.load_s,
         }  # fmt: skip
         return ", ".join(name for name, value in found.items() if value) or "nothing"
 

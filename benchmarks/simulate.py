@@ -138,6 +138,8 @@ def of_others(found: Sequence[Compared]) -> list[str]:
         lines.append(row(one.row.name, told, alone, f"{one.ratio:.2f}", f"{one.deviation:+.0%}", verdict))
     lines += [
         "",
+        "Deviations are from the nearer end of what was published.",
+        "",
         *columns(
             "setting",
             "source",
@@ -173,7 +175,15 @@ def of_size(steps: int) -> list[str]:
         tool_tokens=Constant(300),
         tool_s=LogNormal(5, 1.2, 300),
     )
-    lines = columns(
+    lines = [
+        f"Costs and episodes are assumed, the same for all: a decoding step {1e3 * costs.decode:g} ms and "
+        f"{1e3 * costs.decode_reply:g} ms a reply, training {1e6 * costs.train_token:g} us a token on the trainer's part "
+        f"of 3,000 GPUs, loading a version {costs.load:g} s; about 6 turns of about 600 tokens and tool calls of about "
+        f"5 s, all with long tails; staleness up to {LARGE.max_staleness}, and with 3,000 GPUs "
+        f"{LARGE.groups_per_step} groups of {LARGE.group_size} a step.",
+        "",
+    ]
+    lines += columns(
         "GPUs", "engines", "live episodes", "s a step", "engines busy", "engines died", "processor s a simulated step"
     )
     for gpus in (8, 512, 3000):
