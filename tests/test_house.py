@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import re
 import subprocess
 import sys
 import typing
@@ -53,6 +54,13 @@ def test_one_broad_except_and_it_is_in_the_rollout() -> None:
         and (node.type is None or (isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException")))
     ]
     assert broad == ["rollout.py"]
+
+
+def test_what_schedules_looks_at_no_clock_to_see_whether_something_happened() -> None:
+    """`asyncio.sleep(0)` lets others go first; every other wait there is for what it waits for, or a time-out."""
+    timers = re.compile(r"sleep\((?!0\))|call_later|call_at|Timer\(|LOOK_S|BEAT_S")
+    rooms = ("loop", "schedule", "rollout", "publish", "parts", "trainer")
+    assert not [name for name in rooms if timers.search((ROOT / "afterimage" / f"{name}.py").read_text())]
 
 
 def test_nothing_is_left_for_later() -> None:
