@@ -179,7 +179,7 @@ def of_size(steps: int) -> list[str]:
         f"Costs and episodes are assumed, the same for all: a decoding step {1e3 * costs.decode:g} ms and "
         f"{1e3 * costs.decode_reply:g} ms a reply, training {1e6 * costs.train_token:g} us a token on those "
         f"of 3,000 GPUs that train, loading a version {costs.load:g} s; 6 turns of 600 tokens and tool calls "
-        f"of 5 s in the middle or the mean, with long tails; staleness up to {LARGE.max_staleness}, and with 3,000 GPUs "
+        f"of 5 s (middle or mean), with long tails; staleness up to {LARGE.max_staleness}, and with 3,000 GPUs "
         f"{LARGE.groups_per_step} groups of {LARGE.group_size} a step.",
         "",
     ]
