@@ -76,7 +76,7 @@ SHORT_routes := --rounds 1
 SHORT_publish := --repeats 3
 SHORT_simulate := --repeats 1 --turnovers 3
 bench: bench-peers .venv/.bench
-	@export BENCH_RESULTS=$(CURDIR)/benchmarks/results/short; failed=; began=$$(date +%s); $(foreach question,$(QUESTIONS),$(MAKE) --no-print-directory bench-$(question) \
+	@export BENCH_RESULTS="$(CURDIR)/benchmarks/results/short"; failed=; began=$$(date +%s); $(foreach question,$(QUESTIONS),$(MAKE) --no-print-directory bench-$(question) \
 		ARGS="$(SHORT_$(question))" || failed="$$failed bench-$(question)";) \
 	echo "$$((($$(date +%s) - began) / 60)) minutes"; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
@@ -101,7 +101,7 @@ bench-generate: bench-peers .venv/.bench
 bench-train: bench-peers .venv/.bench
 	$(BIN)/python -m benchmarks.train $(ARGS)
 
-# Six minutes: the peak of scoring and training by size of the vocabulary.
+# Ten minutes: the peak of scoring and training by size of the vocabulary.
 bench-memory: .venv/.bench
 	$(BIN)/python -m benchmarks.memory $(ARGS)
 
@@ -124,7 +124,7 @@ bench-routes: .venv/.bench
 bench-publish: .venv/.bench
 	$(BIN)/python -m benchmarks.publish $(ARGS)
 
-# Eight minutes: the planner's predictions beside measured runs, and beside published ones.
+# A quarter of an hour: the planner's predictions beside measured runs, and beside published ones.
 bench-simulate: .venv/.bench
 	$(BIN)/python -m benchmarks.simulate $(ARGS)
 

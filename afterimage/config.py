@@ -41,7 +41,7 @@ Dtype = Literal["float32", "bfloat16"]
 def quick_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> Dtype:
     """bfloat16 on a GPU that may be used, and where the processor multiplies it; else float32."""
     flags = cpuinfo.read_text() if cpuinfo.exists() else ""
-    device = Path("/proc/driver/nvidia").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    device = Path("/proc/driver/nvidia").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
     multiplied = "avx512_bf16" in flags or "amx_bf16" in flags or device
     return "bfloat16" if multiplied else "float32"
 

@@ -333,8 +333,8 @@ def _parts(segments: tuple[Segment, ...], together: bool) -> list[tuple[slice | 
     """`(queries, keys, num, causal)`: blocks on themselves, each on its segment before it, what follows on that.
 
     The first alone are many at once: what adds up the others rounds differently at the end of a tensor, and a query
-    shall get the same with whatever else it is packed. Not even they are of a model with one head, which would give a
-    block alone all threads: its products then round differently.
+    shall get the same with whatever else it is packed. With one head each block is a call of its own: one alone would
+    be divided among the threads, and its products round differently.
     """
     blocks = [(s, slice(at, min(at + BLOCK, s.end))) for s in segments for at in range(s.start, s.end, BLOCK)]
     alike: dict[int, list[int]] = {}

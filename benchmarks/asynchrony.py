@@ -9,7 +9,7 @@ of the cores; where they take turns it has all. The engine is one process of one
 with two, synchronous steps took longer in a trial.
 
 Timed are steps after the pipeline has filled: `--steps` asynchronous ones, in whole turns of the live groups, and half
-as many synchronous ones from the same step on, which train on the same tasks.
+as many synchronous ones or more from the same step on, which train on much the same tasks.
 
 The ideal of a run is the longest of four times a step, none of which a schedule can shorten. They are the run's own, so
 what engine and trainer lose to each other on the way is in them:
@@ -25,8 +25,9 @@ episode and the version that it is trained into are at most B + 1 publications a
     end(t) >= end(t - 1) + scoring and training
     end(t) >= end(t - B - 1) + the longest episode of its batch + scoring and training
 
-and the longest path through these, from the steps before the timed ones, is what no other order of the same work goes
-below, unless it makes episodes shorter: they last as long as they did in this run, where they waited for each other.
+and the longest path through the timed steps is what no other order of the same work goes much below, unless it makes
+episodes shorter: they last as long as they did in this run, where they waited for each other. (Not at all below, if
+nothing of a step's training went on beside the end of the step before.)
 
 Writes a dated table and picture under benchmarks/results/.
 """
@@ -390,7 +391,7 @@ def learn(place: Path, steps: int | None) -> tuple[list[str], Grades, Curves]:
     curves: Curves = {SYNC: [], ASYNC: []}
     for seed in wanted["seeds"]:
         for name, staleness in ((SYNC, 0), (ASYNC, wanted["max_staleness"])):
-            folder = place / f"{name}-{seed}"
+            folder = place / f"{name}-{seed}-{wanted['steps']}"
             if not _is_done(folder):
                 shutil.rmtree(folder, ignore_errors=True)
                 _learn(folder, wanted | {"max_staleness": staleness}, seed)
@@ -408,7 +409,8 @@ def learnt(graded: Grades, curves: Curves, wanted: Mapping[str, Any]) -> list[st
     lines = [
         "Held-out success at equal samples: the recipe `retail` with a constant learning rate and the exact route, "
         f"{wanted['steps']} steps of {wanted['groups_per_step']} groups of {wanted['group_size']}, staleness up to "
-        f"{wanted['max_staleness']}, graded on {tasks} held-out tasks at temperature 1; 95% Wilson intervals.",
+        f"{wanted['max_staleness']}, graded on {tasks} held-out tasks at temperature 1; 95% Wilson intervals, those of "
+        "all seeds as if each had been graded on tasks of its own. Within its interval: that of the synchronous runs.",
         "",
         *columns("step", "seed", SYNC, ASYNC, "within its interval"),
     ]
@@ -452,7 +454,9 @@ def draw_learning(graded: Grades, curves: Curves) -> None:
 
 
 def _is_done(folder: Path) -> bool:
-    return folder.is_dir() and any(one["kind"] == "stopped" for one in RunFolder(folder).rows(EVENTS))
+    return folder.is_dir() and any(
+        one["kind"] == "stopped" and one["reason"] == "finished" for one in RunFolder(folder).rows(EVENTS)
+    )
 
 
 def _learn(folder: Path, wanted: Mapping[str, Any], seed: int) -> None:
@@ -486,7 +490,8 @@ def main(words: Sequence[str] | None = None, put: Callable[..., Any] = write) ->
     if chosen.learning:
         lines, graded, curves = learn(chosen.runs, chosen.steps)
         draw_learning(graded, curves)
-        put("async-learning", "Asynchronous and synchronous training at equal samples", lines)
+        name = f"async-learning-{chosen.steps}-steps" if chosen.steps else "async-learning"
+        put(name, "Asynchronous and synchronous training at equal samples", lines)
         return
     wanted = workloads()
     if unknown := set(chosen.only or ()) - {work.name for work in wanted}:

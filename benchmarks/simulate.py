@@ -1,9 +1,9 @@
 """Is the simulation right? Its predictions beside runs of this machine, and beside ratios that others published.
 
 One run of the retail desk is measured, and costs and episodes are fitted to it; three runs with other schedules are
-predicted from that fit alone, and run; `--repeats` times. The weights hardly move (learning rate 1e-7), so that all
-have the same episodes. Published ratios are simulated from published settings and one set of hardware constants
-(published.py).
+predicted from that fit alone, and run. All of it `--repeats` times, by turns. The weights hardly move (learning rate
+1e-7), so that all have the same episodes. Published ratios are simulated from published settings and one set of
+hardware constants (published.py).
 """
 
 import argparse
@@ -99,7 +99,8 @@ def of_this_machine(
     for turn in range(repeats):
         with tempfile.TemporaryDirectory() as folder:
             runs = {}
-            for arm in (fitted, *others):
+            first = turn % (1 + len(others))
+            for arm in (*(fitted, *others)[first:], *(fitted, *others)[:first]):
                 CONSOLE.print(f"round {turn + 1} of {repeats}: running {arm.name}")
                 wanted = config(arm, Path(folder), steps=steps, latency_s=latency_s, seed=turn)
                 runs[arm] = train(wanted, console=CONSOLE).folder
@@ -176,11 +177,11 @@ def of_size(steps: int) -> list[str]:
         tool_s=LogNormal(5, 1.2, 300),
     )
     lines = [
-        f"Costs and episodes are assumed, the same for all: a decoding step {1e3 * costs.decode:g} ms and "
+        f"Costs and episodes are assumed: a decoding step {1e3 * costs.decode:g} ms and "
         f"{1e3 * costs.decode_reply:g} ms a reply, training {1e6 * costs.train_token:g} us a token on those "
-        f"of 3,000 GPUs that train, loading a version {costs.load:g} s; 6 turns of 600 tokens and tool calls "
-        f"of 5 s (middle or mean), with long tails; staleness up to {LARGE.max_staleness}, and with 3,000 GPUs "
-        f"{LARGE.groups_per_step} groups of {LARGE.group_size} a step.",
+        f"of 3,000 GPUs that train (of fewer, as much longer), loading a version {costs.load:g} s; 6 turns of 600 "
+        f"tokens and tool calls of 5 s, with long tails; staleness up to {LARGE.max_staleness}, window and step of "
+        f"{LARGE.groups_per_step} groups of {LARGE.group_size} with 3,000 GPUs.",
         "",
     ]
     lines += columns(

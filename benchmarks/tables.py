@@ -69,7 +69,8 @@ def verdict(values: Sequence[float], least: float) -> str:
     ('missed: 2.00 of 2.5', 'met: 3.00 of 2.5, in 1 round')
     """
     found, few = median(values), f", in {len(values)} round{'s' * (len(values) > 1)}" if len(values) < ROUNDS else ""
-    return f"{'met' if found >= least else 'missed'}: {found:.2f} of {least:g}{few}"
+    told = f"{found:.2f}" if (float(f"{found:.2f}") >= least) == (found >= least) else f"{found:.4f}"
+    return f"{'met' if found >= least else 'missed'}: {told} of {least:.4g}{few}"
 
 
 def row(*cells: object) -> str:
@@ -103,7 +104,7 @@ def revision() -> str:
 
 def write(question: str, title: str, lines: Sequence[str]) -> Path:
     """`<date>-<question>.md` in `RESULTS`: the table, under what it was run on and the command that made it."""
-    RESULTS.mkdir(exist_ok=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
     target = RESULTS / f"{date.today()}-{question}.md"
     command = " ".join([f"python -m benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
     head = [f"# {title}, {date.today()}", "", f"`{command}` at commit {revision()}, {machine()}, {versions()}.", ""]
@@ -128,6 +129,6 @@ def picture(question: str, *, width: float = 7.2, height: float = 3.6, panels: i
         one.spines[["top", "right"]].set_visible(False)
         one.grid(axis="y", alpha=0.25)
     yield axes
-    RESULTS.mkdir(exist_ok=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
     figure.savefig(RESULTS / f"{date.today()}-{question}.png")
     pyplot.close(figure)

@@ -31,6 +31,7 @@ from afterimage.journal import JOURNAL, Journal, JournalError, JournalReader, Ma
 from afterimage.journal.export import write_jsonl
 from afterimage.launch import local
 from afterimage.launch.local import first_leaf
+from afterimage.plan.measured import RESULTS
 from afterimage.trajectory import (
     HAS_BEHAVIOR,
     Failure,
@@ -392,6 +393,17 @@ def test_a_fault_while_writing_is_told_at_the_barrier_and_to_who_watches(
             assert str(error.value) == f"the journal {path} failed: {says}"
         with pytest.raises(JournalError, match=says):
             asyncio.run(journal.watch())
+
+
+def test_results_are_counted_of_finished_and_of_all_episodes(tmp_path: Path) -> None:
+    with Journal(tmp_path / JOURNAL) as journal:
+        record(journal, group(0))  # two episodes of one result each
+        journal.hand_out(handout(1))
+        page = journal.begin(1, 0, episode=2, seed=7)
+        for position, piece in enumerate([Given((1,)), Sampled((2,), (-0.5,), 0), Given((3,)), Given((4,))]):
+            page.piece(position, piece)
+    with Journal.read(tmp_path) as reader:
+        assert list(reader.rows(RESULTS)) == [(2, 4)]
 
 
 @pytest.mark.parametrize("waits", [Journal.flush, Journal.close])

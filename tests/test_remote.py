@@ -577,11 +577,12 @@ async def hold_nothing(engine: Engine, version: int) -> None:
 def test_counters_of_several_are_those_of_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     members = [ScriptedEngine(_say) for _ in range(4)]
     counted = {"sampled_tokens": 100.0, "busy_s": 1.0, "idle_s": 3.0, "batch_size_mean": 2.0, "probe_error": 1e-3}
+    counted["processor_s"] = 0.5
     for member in members:
         monkeypatch.setattr(member, "metrics", lambda: counted)
     several = Several(members)
     found = several.metrics()
-    assert found == {**counted, "deaths": 0, "sampled_tokens": 400}
+    assert found == {**counted, "deaths": 0, "sampled_tokens": 400, "processor_s": 2.0}
     assert rates({**found, "busy_s": 1.0, "idle_s": 0.0})["engine/tokens_per_s"] == 400
     for member in several._members[1:]:
         member.up = True

@@ -313,7 +313,7 @@ def test_the_benchmark_says_what_it_missed() -> None:
     assert others[2].endswith("| not claimed |") and any(APRIL.unclaimed in line for line in others[3:])
 
 
-def test_a_tool_s_time_is_over_the_calls_of_all_that_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tool_s_time_is_over_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six episodes of two calls finished, and half as many calls came back in others: all of them took 9 s."""
     made = [replace(episode(n, [4, (3, 0), 2, (3, 0)]).trajectory, facts={"tool_calls": 2.0}) for n in range(6)]
     kept = [SimpleNamespace(group=n // 2, trajectory=trajectory) for n, trajectory in enumerate(made)]

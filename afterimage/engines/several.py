@@ -96,7 +96,7 @@ class Several:
                 raise error
 
     def metrics(self) -> Mapping[str, float]:
-        """Tokens and processor time of all, time and means of the mean one, the worst error, and deaths since then."""
+        """Tokens and processor time of all, time and means of the mean one; the worst error; deaths since before."""
         found = [member.engine.metrics() for member in self._up or self._members]
         total = {"deaths": float(self._deaths)}
         self._deaths = 0
