@@ -67,14 +67,14 @@ base-policy: setup
 # How fast it is, question by question (docs/speed.md): under 40 minutes on two cores, with fewer repeats and models than the
 # verb of a question has by itself, to benchmarks/results/short. Where one fails the others go on, and it is named at the end.
 QUESTIONS := generate train memory schedule async routes publish simulate
-SHORT_generate := --repeats 3 --sizes 1M
-SHORT_train := --repeats 3 --models 1M
+SHORT_generate := --repeats 2 --sizes 1M
+SHORT_train := --repeats 2 --models 1M
 SHORT_memory := --repeats 1
-SHORT_schedule := --repeats 3
+SHORT_schedule := --repeats 2
 SHORT_async := --repeats 1
 SHORT_routes := --rounds 1
 SHORT_publish := --repeats 3
-SHORT_simulate := --repeats 1 --turnovers 3
+SHORT_simulate := --repeats 1
 bench: bench-peers .venv/.bench
 	@export BENCH_RESULTS="$(CURDIR)/benchmarks/results/short"; failed=; began=$$(date +%s); $(foreach question,$(QUESTIONS),$(MAKE) --no-print-directory bench-$(question) \
 		ARGS="$(SHORT_$(question))" || failed="$$failed bench-$(question)";) \
