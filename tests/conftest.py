@@ -2,6 +2,7 @@
 functions checked at every call."""
 
 import os
+import signal
 
 os.environ.update(OMP_WAIT_POLICY="PASSIVE", OMP_NUM_THREADS="1")  # before torch loads
 
@@ -12,6 +13,9 @@ install_import_hook(
     ["afterimage.audit", "afterimage.corrections", "afterimage.credit", "afterimage.objectives", "afterimage.proxies"],
     "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )
+
+# A shell's background jobs ignore it, and so would every process that a test starts and wants to interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("house", deadline=None)  # tests time nothing
 settings.load_profile("house")

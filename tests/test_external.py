@@ -637,7 +637,10 @@ def test_serve_answers_until_it_is_stopped() -> None:
                 post(url, "another", body)
         finally:
             serving.send_signal(signal.SIGINT)
-            assert serving.wait(20) == 130
+            try:
+                assert serving.wait(20) == 130
+            finally:
+                serving.kill()  # else one that does not end is waited for without end
 
 
 ANSWERS = (CALL, "It is 30.")
