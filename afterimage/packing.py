@@ -288,7 +288,7 @@ class _Attend(torch.autograd.Function):
         batch, heads, length, width = query.shape
         out = query.new_empty(batch, length, heads, width, dtype=wide).transpose(1, 2)
         lse = query.new_empty(batch, length, heads, dtype=wide).transpose(1, 2)
-        for queries, keys, num, causal in _parts(segments, query.shape[1] > 1):
+        for queries, keys, num, causal in _parts(segments, heads > 1):
             given = _blocks(query, queries, num), _blocks(key, keys, num), _blocks(value, keys, num)
             part, weight = (_flat(each).to(wide) for each in flash(*given, 0.0, causal, scale=scale))
             if causal:
@@ -340,8 +340,7 @@ def _parts(segments: tuple[Segment, ...], together: bool) -> list[tuple[slice | 
     alike: dict[int, list[int]] = {}
     for _, block in blocks:
         alike.setdefault(block.stop - block.start, []).append(block.start)
-    calls = [(length, [s]) for length, starts in alike.items() for s in starts]
-    calls = list(alike.items()) if together else calls
+    calls = alike.items() if together else [(length, [s]) for length, starts in alike.items() for s in starts]
     own = [(where := _where(at, length), where, len(at), True) for length, at in calls]
     before = [(block, slice(s.start, block.start), 1, False) for s, block in blocks if block.start > s.start]
     return own + before + [(slice(s.end, s.last), slice(s.start, s.end), 1, False) for s in segments if s.last > s.end]

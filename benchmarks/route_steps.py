@@ -24,7 +24,7 @@ from afterimage.launch.local import Lives, share_processor
 from afterimage.observe.live import LiveDisplay
 from afterimage.observe.metrics import RunFolder, RunLog
 from afterimage.recipes.routes import ROUTES
-from benchmarks.tables import CONSOLE, columns, row, spread
+from benchmarks.tables import CONSOLE, columns, rotated, row, spread
 
 WARM = 2
 """Steps of a run before the first that counts: the pipeline fills, and routes get what they need."""
@@ -129,8 +129,7 @@ def measure(names: Sequence[str], repeats: int, *, steps: int, groups: int) -> d
     """`repeats` rounds of a run of every route, which take turns in coming first; a round has a seed."""
     found: dict[str, list[Ran]] = {name: [] for name in names}
     for turn in range(repeats):
-        first = turn * len(names) // repeats
-        for name in (*names[first:], *names[:first]):
+        for name in rotated(names, turn * len(names) // repeats):
             CONSOLE.print(f"end to end, round {turn + 1} of {repeats}: {name}")
             with TemporaryDirectory() as runs:
                 found[name].append(run(config_of(name, steps=steps, groups=groups, seed=turn, runs=Path(runs))))

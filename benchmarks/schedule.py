@@ -310,10 +310,8 @@ def main() -> None:
             "the fewest."
         )
     lines += ["", f"A batch is a fifth of what is live: with {min(options.live)} live, publishing a version and, with "]
-    lines[-1] += (
-        "the journal, a commit to the disk are shared by a few turns; with more live, by more. Where one version "
-    )
-    lines[-1] += "was published, the measurement ended with it: no token got old there (`--turns` asks for more)."
+    lines[-1] += "the journal, a commit to the disk are shared by a few turns; with more live, by more. Where only one "
+    lines[-1] += "version was published, the measurement ended with it: no token got old (`--turns` asks for more)."
     lines += ["", f"What {traced['traced']:,.0f} bytes of one of {light:,} episodes consist of, as traced:", ""]
     lines += tables.columns("allocated in", "bytes")
     made_of = sorted(((size, name[3:]) for name, size in traced.items() if name.startswith("of ")), reverse=True)

@@ -30,7 +30,7 @@ from afterimage.plan.measured import Setting, like
 from afterimage.plan.simulate import Constant, Fleet, LogNormal, Workload, simulate
 from afterimage.recipes import RECIPES
 from benchmarks.published import APRIL, NOT_SIMULATED, ROWS, Compared, compare, generation_s_of
-from benchmarks.tables import CONSOLE, columns, picture, row, spread, write
+from benchmarks.tables import CONSOLE, columns, picture, rotated, row, spread, write
 
 GOAL = 0.15
 """Deviation that is met."""
@@ -99,8 +99,7 @@ def of_this_machine(
     for turn in range(repeats):
         with tempfile.TemporaryDirectory() as folder:
             runs = {}
-            first = turn % (1 + len(others))
-            for arm in (*(fitted, *others)[first:], *(fitted, *others)[:first]):
+            for arm in rotated([fitted, *others], turn % len(found)):
                 CONSOLE.print(f"round {turn + 1} of {repeats}: running {arm.name}")
                 wanted = config(arm, Path(folder), steps=steps, latency_s=latency_s, seed=turn)
                 runs[arm] = train(wanted, console=CONSOLE).folder

@@ -9,7 +9,7 @@ from datetime import date
 from importlib.metadata import distributions
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -18,6 +18,7 @@ from afterimage.launch.machine import commit, machine, versions
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(os.environ.get("BENCH_RESULTS") or ROOT / "benchmarks" / "results")
 """`make bench` has its shorter answers in a folder of their own, beside those of the questions' own verbs."""
+_T = TypeVar("_T")
 CONSOLE = Console(soft_wrap=True, highlight=False)
 
 ROUNDS = 5
@@ -32,13 +33,21 @@ def environ(how: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in OURS} | dict(how)
 
 
+def rotated(contestants: Sequence[_T], first: int) -> list[_T]:
+    """All of them, another one first.
+
+    >>> rotated("abc", 1)
+    ['b', 'c', 'a']
+    """
+    return [*contestants[first:], *contestants[:first]]
+
+
 def alternate(contestants: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
     """What each gives in each of `repeats` rounds. They take turns in coming first."""
     found: dict[str, list[float]] = {name: [] for name in contestants}
     names = list(contestants)
     for turn in range(repeats):
-        first = turn % len(names)
-        for name in (*names[first:], *names[:first]):
+        for name in rotated(names, turn % len(names)):
             CONSOLE.print(f"round {turn + 1} of {repeats}: {name}")
             found[name].append(contestants[name]())
     return found
@@ -102,10 +111,14 @@ def revision() -> str:
     return told if subprocess.run(only, capture_output=True, check=False).stdout else told.removesuffix("-dirty")
 
 
+def _dated(name: str) -> Path:
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    return RESULTS / f"{date.today()}-{name}"
+
+
 def write(question: str, title: str, lines: Sequence[str]) -> Path:
     """`<date>-<question>.md` in `RESULTS`: the table, under what it was run on and the command that made it."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    target = RESULTS / f"{date.today()}-{question}.md"
+    target = _dated(f"{question}.md")
     command = " ".join([f"python -m benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
     head = [f"# {title}, {date.today()}", "", f"`{command}` at commit {revision()}, {machine()}, {versions()}.", ""]
     target.write_text("\n".join([*head, *lines]) + "\n")
@@ -129,6 +142,5 @@ def picture(question: str, *, width: float = 7.2, height: float = 3.6, panels: i
         one.spines[["top", "right"]].set_visible(False)
         one.grid(axis="y", alpha=0.25)
     yield axes
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    figure.savefig(RESULTS / f"{date.today()}-{question}.png")
+    figure.savefig(_dated(f"{question}.png"))
     pyplot.close(figure)
