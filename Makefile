@@ -6,7 +6,7 @@ export GOMP_SPINCOUNT := 10000
 
 .PHONY: setup demo test test-engines test-adapters conversations check base-policy bench bench-agent bench-demo bench-retail bench-compare \
 	bench-audit bench-resume bench-endpoint bench-peers bench-generate bench-train bench-memory bench-schedule bench-async \
-	bench-async-learning bench-routes bench-publish bench-simulate bench-gpu chaos report fuzz
+	bench-async-learning bench-routes bench-publish bench-simulate bench-gpu chaos report fuzz sizes
 
 setup: .venv/.ready
 
@@ -18,7 +18,7 @@ setup: .venv/.ready
 	touch $@
 
 demo: setup
-	$(BIN)/afterimage train retail
+	$(BIN)/unstale train retail
 
 test: setup
 	$(BIN)/pytest -n 2 --dist loadfile
@@ -53,7 +53,7 @@ test-adapters: $(ADAPTERS:%=.venv-adapters/%/.ready)
 
 # Minutes: 10,000 generated conversations with each chat template, where the suite has 150.
 conversations: setup
-	CONVERSATIONS=10000 $(BIN)/pytest -n 2 tests/test_endpoint.py -k whatever
+	CONVERSATIONS=10000 $(BIN)/pytest -n 2 tests/rollout/test_endpoint.py -k whatever
 
 check: setup
 	$(BIN)/ruff format --check .
@@ -62,7 +62,7 @@ check: setup
 	$(BIN)/lint-imports
 
 base-policy: setup
-	$(BIN)/python -m afterimage.recipes.base_policy
+	$(BIN)/python -m tools.base_policy
 
 # How fast it is, question by question (docs/speed.md): under 40 minutes on two cores, with fewer repeats and models than the
 # verb of a question has by itself, to benchmarks/results/short. Where one fails the others go on, and it is named at the end.
@@ -144,7 +144,7 @@ bench-retail: setup
 
 # The routes against each other where staleness hurts, timed without the audit: hours. What was cut short goes on.
 bench-compare: setup
-	$(BIN)/afterimage compare retail --name compare-routes --seeds 5 \
+	$(BIN)/unstale compare retail --name compare-routes --seeds 5 \
 		--routes rollout current_recompute interp_prox_loglinear ppo_ewma_async snapshot_old \
 		--arms "ewma_prox: old_logps.route=ewma_prox old_logps.beta=0.75" --audit.share 0 \
 		--schedule.max_staleness 6 --schedule.groups_per_step 8 --trainer.lr_schedule constant \
@@ -173,4 +173,8 @@ fuzz: setup
 	$(BIN)/python -m fuzz.run $(ARGS)
 
 report: setup
-	$(BIN)/afterimage report $(RUN)
+	$(BIN)/unstale report $(RUN)
+
+# The table of sizes: lines, files, functions, parameters, options.
+sizes: setup
+	$(BIN)/python -m tools.sizes

@@ -19,12 +19,12 @@ from statistics import median
 
 from demo import CONSOLE, RESULTS, finished, graded, read
 
-from afterimage.envs.chat import Chat
-from afterimage.envs.retail import RetailTasks
-from afterimage.journal import Journal, check
-from afterimage.launch.machine import commit, machine, versions
-from afterimage.observe.metrics import RunFolder
-from afterimage.policy import Policy
+from unstale.durability.journal import Journal, check
+from unstale.durability.machine import commit, machine, versions
+from unstale.envs.chat import Chat
+from unstale.envs.retail import RetailTasks
+from unstale.model.policy import Policy
+from unstale.observe.metrics import RunFolder
 
 AGENT, NATIVE = "examples.retail_agent:tasks", "retail"
 NAMES = {AGENT: "agent", NATIVE: "native"}
@@ -34,8 +34,21 @@ ROOT = Path(__file__).parent.parent
 def train(env: str, folder: Path, *options: str) -> None:
     """The recipe, from the command line, and the processor seconds that all of it took."""
     before, code = _processor_s(), commit()
-    command = [sys.executable, "-m", "afterimage.cli", "train", "retail", "--task.env", env, *options]
-    subprocess.run([*command, "--runs", str(folder.parent.resolve()), "--name", folder.name], check=True, cwd=ROOT)
+    command = [
+        sys.executable,
+        "-m",
+        "unstale.cli.main",
+        "train",
+        "retail",
+        "--task.env",
+        env,
+        *options,
+    ]
+    subprocess.run(
+        [*command, "--runs", str(folder.parent.resolve()), "--name", folder.name],
+        check=True,
+        cwd=ROOT,
+    )
     (folder / "processor.json").write_text(json.dumps(_processor_s() - before))
     (folder / "commit").write_text(code)
 
@@ -85,8 +98,15 @@ def recorded(runs: Path, seeds: list[int]) -> list[str]:
         exact = min(row["old_logps/exact_fraction"] for row in steps)
         with Journal.read(folder) as reader:
             wrong = len(check(reader))
-            trained = [one for row in steps for group in reader.consumed(row["step"]) for one in group.trajectories]
-        again = sum(event["kind"] == "episode_failed" for event in RunFolder(folder).rows("events.jsonl"))
+            trained = [
+                one
+                for row in steps
+                for group in reader.consumed(row["step"])
+                for one in group.trajectories
+            ]
+        again = sum(
+            event["kind"] == "episode_failed" for event in RunFolder(folder).rows("events.jsonl")
+        )
         calls, broken = sum(one.num_turns for one in trained), 0
         for one in trained:
             said = [chat.text(piece.tokens) for piece in one.sampled]
@@ -100,7 +120,10 @@ def recorded(runs: Path, seeds: list[int]) -> list[str]:
 
 def pace(runs: Path, turns: int) -> list[str]:
     """Medians over the timed runs of each, from the first step's end to the last one's."""
-    lines = ["| through | steps a minute | sampled tokens a second | processor seconds a step |", "|---|---|---|---|"]
+    lines = [
+        "| through | steps a minute | sampled tokens a second | processor seconds a step |",
+        "|---|---|---|---|",
+    ]
     for name in NAMES.values():
         figures = []
         for folder in (runs / f"pace-{name}{turn}" for turn in range(turns)):
@@ -144,7 +167,12 @@ def table(runs: Path, chosen: argparse.Namespace, command: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--minutes", type=float, default=8.0, help="the recipe's; more on a machine that is not quiet")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=8.0,
+        help="the recipe's; more on a machine that is not quiet",
+    )
     parser.add_argument("--turns", type=int, default=3, help="timed runs of each")
     parser.add_argument("--steps", type=int, default=6, help="of a timed run")
     parser.add_argument("--without-native", action="store_true", help="train the agent alone")
@@ -157,7 +185,11 @@ def main() -> None:
         for seed in chosen.seeds
     ]
     short = ("--steps", str(chosen.steps), "--minutes", "0", "--eval.tasks", "0")
-    work += [(env, f"pace-{name}{turn}", short) for turn in range(chosen.turns) for env, name in NAMES.items()]
+    work += [
+        (env, f"pace-{name}{turn}", short)
+        for turn in range(chosen.turns)
+        for env, name in NAMES.items()
+    ]
     target = RESULTS / f"{date.today()}-agent.md"
     for env, name, options in work:
         if not finished(chosen.runs / name):

@@ -49,14 +49,21 @@ from typing import Any
 
 from rich.console import Console
 
-from afterimage import recipes
-from afterimage.config import AuditConfig, CheckpointConfig, EvalConfig, RunConfig, ScheduleConfig, TaskConfig
-from afterimage.journal import Journal
-from afterimage.launch.grades import wilson
-from afterimage.launch.local import train
-from afterimage.launch.machine import cores
-from afterimage.observe.metrics import EVENTS, METRICS, RunFolder
 from benchmarks.tables import CONSOLE, columns, picture, ratios, row, spread, verdict, write
+from unstale import recipes
+from unstale.cli.grades import wilson
+from unstale.cli.session import train
+from unstale.config import (
+    AuditConfig,
+    CheckpointConfig,
+    EvalConfig,
+    RunConfig,
+    ScheduleConfig,
+    TaskConfig,
+)
+from unstale.durability.journal import Journal
+from unstale.durability.machine import cores
+from unstale.observe.metrics import EVENTS, METRICS, RunFolder
 
 FILE = Path(__file__).parent / "workloads.toml"
 FASTER, NEAR = 2.8, 0.85
@@ -91,7 +98,9 @@ class Workload:
             seed=seed,
             steps=steps,
             minutes=0.0,
-            task=TaskConfig(env="retail", latency_s=self.latency_s, latency_sigma=self.latency_sigma),
+            task=TaskConfig(
+                env="retail", latency_s=self.latency_s, latency_sigma=self.latency_sigma
+            ),
             schedule=ScheduleConfig(
                 max_staleness=0 if synchronous else self.max_staleness,
                 window=1 if synchronous else self.window,
@@ -135,7 +144,9 @@ class Measured:
         return max(self.limits, key=lambda name: self.limits[name])
 
 
-def measure(rows: Sequence[Mapping[str, Any]], first: int, *, live: int, num_cores: int) -> Measured:
+def measure(
+    rows: Sequence[Mapping[str, Any]], first: int, *, live: int, num_cores: int
+) -> Measured:
     """Of the rows after the `first`, which are the pipeline's filling.
 
     >>> before = {"time_s": 10.0, "trainer/processor_s": 5.0}
@@ -156,7 +167,10 @@ def measure(rows: Sequence[Mapping[str, Any]], first: int, *, live: int, num_cor
     own = timed[-1]["trainer/processor_s"] - rows[first - 1]["trainer/processor_s"]
     spent = total("rollout/tools_s") + total("rollout/replies_s")
     limits = {
-        "engine": total("engine/busy_s") / total("engine/sampled_tokens") * total("rollout/sampled_tokens") / steps,
+        "engine": total("engine/busy_s")
+        / total("engine/sampled_tokens")
+        * total("rollout/sampled_tokens")
+        / steps,
         "trainer": sum(total(name) for name in TRAINER) / steps,
         "episodes": spent / total("rollout/episodes") * (total("rollout/episodes") / steps) / live,
         "processor": (total("engine/processor_s") + own) / steps / num_cores,
@@ -166,7 +180,12 @@ def measure(rows: Sequence[Mapping[str, Any]], first: int, *, live: int, num_cor
 
 
 def bounded(
-    rows: Sequence[Mapping[str, Any]], first: int, *, longest: Mapping[int, float], bound: int, ideal: float
+    rows: Sequence[Mapping[str, Any]],
+    first: int,
+    *,
+    longest: Mapping[int, float],
+    bound: int,
+    ideal: float,
 ) -> float:
     """Seconds a step of the longest path, or the ideal; `longest` has the longest episode of every step's batch.
 
@@ -179,7 +198,9 @@ def bounded(
     """
     ends = [float(one["time_s"]) for one in rows[:first]]
     for i, one in enumerate(rows[first:], first):
-        begun = max(ends[i - 1], ends[i - bound - 1] + longest[one["step"]] if i > bound else float("-inf"))
+        begun = max(
+            ends[i - 1], ends[i - bound - 1] + longest[one["step"]] if i > bound else float("-inf")
+        )
         ends.append(begun + sum(float(one[name]) for name in TRAINER))
     return max(ideal, (ends[-1] - ends[first - 1]) / (len(rows) - first))
 
@@ -189,7 +210,9 @@ def timed_run(work: Workload, place: Path, *, seed: int, steps: int, synchronous
     checkpoint is made."""
     turn, first = (1 if synchronous else work.max_staleness + 1), work.max_staleness + 2
     wanted = ceil(steps / 2) if synchronous else steps
-    config = work.config(seed=seed, steps=first + turn * ceil(wanted / turn) + 1, synchronous=synchronous)
+    config = work.config(
+        seed=seed, steps=first + turn * ceil(wanted / turn) + 1, synchronous=synchronous
+    )
     name = f"{work.name}-{SYNC if synchronous else ASYNC}-{seed}".replace(" ", "-").replace("'", "")
     run = train(replace(config, runs=place, name=name), console=Console(quiet=True))
     rows = [one for one in run.metrics if one["step"]][:-1]
@@ -198,7 +221,9 @@ def timed_run(work: Workload, place: Path, *, seed: int, steps: int, synchronous
         longest = dict(reader.rows(LONGEST))
     found = measure(rows, first, live=live, num_cores=cores())
     bound = config.schedule.staleness_bound
-    return replace(found, bounded_s=bounded(rows, first, longest=longest, bound=bound, ideal=found.ideal))
+    return replace(
+        found, bounded_s=bounded(rows, first, longest=longest, bound=bound, ideal=found.ideal)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +238,11 @@ class Result:
         """Synchronous time over asynchronous time, round by round; nothing for a point of the curve."""
         if SYNC not in self.found:
             return []
-        return ratios({name: [one.step_s for one in runs] for name, runs in self.found.items()}, SYNC, over=ASYNC)
+        return ratios(
+            {name: [one.step_s for one in runs] for name, runs in self.found.items()},
+            SYNC,
+            over=ASYNC,
+        )
 
     @property
     def near(self) -> list[float]:
@@ -288,7 +317,8 @@ def tables(results: Sequence[Result]) -> list[str]:
         if result.work.latency_s:
             ideal = f"the ideal would be {result.step_s(SYNC) / result.ideal_s:.2f} times"
             told.insert(
-                0, f"{FASTER} times as fast, with {result.tools:.0%} tools, {verdict(result.faster, FASTER)} ({ideal})"
+                0,
+                f"{FASTER} times as fast, with {result.tools:.0%} tools, {verdict(result.faster, FASTER)} ({ideal})",
             )
         lines.append(f"* {result.work.name}: {'; '.join(told)}.")
     return lines + _curve(results) + _limits(results)
@@ -304,7 +334,11 @@ def _curve(results: Sequence[Result]) -> list[str]:
     base = _base(results)
     if not points or base is None:
         return []
-    lines = ["", f"Over the staleness bound and the window, at the latency of *{base.work.name}*:", ""]
+    lines = [
+        "",
+        f"Over the staleness bound and the window, at the latency of *{base.work.name}*:",
+        "",
+    ]
     lines += columns(
         "staleness", "window", "rounds", "s a step", "times as fast", "ideal, s a step", "of the ideal",
         "of what the bound leaves",
@@ -324,7 +358,9 @@ def _curve(results: Sequence[Result]) -> list[str]:
 def _base(results: Sequence[Result]) -> Result | None:
     """Whose synchronous run the points of the curve are compared with: the one with their tools."""
     points = [result.work for result in results if not result.work.synchronous]
-    return next((one for one in results if one.faster and points and _alike(one.work, points[0])), None)
+    return next(
+        (one for one in results if one.faster and points and _alike(one.work, points[0])), None
+    )
 
 
 def _alike(one: Workload, other: Workload) -> bool:
@@ -333,7 +369,12 @@ def _alike(one: Workload, other: Workload) -> bool:
 
 def _limits(results: Sequence[Result]) -> list[str]:
     told = "What no schedule can shorten, seconds a step; and what the staleness bound leaves of the longest of it:"
-    lines = ["", told, "", *columns("workload", "measured", *LIMITS, "with the staleness bound", "of that")]
+    lines = [
+        "",
+        told,
+        "",
+        *columns("workload", "measured", *LIMITS, "with the staleness bound", "of that"),
+    ]
     for result in results:
         runs = result.found[ASYNC]
         limits = (f"{median(one.limits[name] for one in runs):.2f}" for name in LIMITS)
@@ -346,32 +387,60 @@ def shown(
     results: Sequence[Result],
 ) -> tuple[list[tuple[float, list[float], float, float]], list[tuple[int, int, float]]]:
     """What is drawn: by the share of tools, how much faster, and what both ideals would be; and by bound and window."""
-    both, base = sorted((result for result in results if result.faster), key=lambda one: one.tools), _base(results)
+    both, base = (
+        sorted((result for result in results if result.faster), key=lambda one: one.tools),
+        _base(results),
+    )
     over = []
     for result in both:
         ideals = (result.step_s(SYNC) / ideal for ideal in (result.ideal_s, result.bounded_s))
         over.append((result.tools, result.faster, *ideals))
-    points = [result for result in results if not result.work.synchronous] + ([base] if base else [])
-    curve = [(one.work.window, one.work.max_staleness, base.step_s(SYNC) / one.step_s(ASYNC)) for one in points if base]
+    points = [result for result in results if not result.work.synchronous] + (
+        [base] if base else []
+    )
+    curve = [
+        (one.work.window, one.work.max_staleness, base.step_s(SYNC) / one.step_s(ASYNC))
+        for one in points
+        if base
+    ]
     return over, sorted(curve)
 
 
-def draw(over: Sequence[tuple[float, list[float], float, float]], curve: Sequence[tuple[int, int, float]]) -> None:
+def draw(
+    over: Sequence[tuple[float, list[float], float, float]], curve: Sequence[tuple[int, int, float]]
+) -> None:
     """Times as fast over the share of tools; and over the staleness bound, by window."""
     with picture("async", width=9.0, panels=2) as (left, right):
-        shares, faster = [100 * tools for tools, *_ in over], [median(times) for _, times, *_ in over]
+        shares, faster = (
+            [100 * tools for tools, *_ in over],
+            [median(times) for _, times, *_ in over],
+        )
         left.plot(shares, [ideal for *_, ideal, _ in over], "--", color="0.7", label="ideal")
-        left.plot(shares, [bounded for *_, bounded in over], ":", color="0.3", label="as the staleness bound leaves it")
+        left.plot(
+            shares,
+            [bounded for *_, bounded in over],
+            ":",
+            color="0.3",
+            label="as the staleness bound leaves it",
+        )
         low = [median(times) - min(times) for _, times, *_ in over]
         high = [max(times) - median(times) for _, times, *_ in over]
-        left.errorbar(shares, faster, yerr=[low, high], marker="o", capsize=3, label="measured (range)")
+        left.errorbar(
+            shares, faster, yerr=[low, high], marker="o", capsize=3, label="measured (range)"
+        )
         left.axhline(1, color="0.8", linewidth=1)
-        left.set(xlabel="share of an episode spent in tools, %", ylabel="times as fast as synchronous", ylim=(0, None))
+        left.set(
+            xlabel="share of an episode spent in tools, %",
+            ylabel="times as fast as synchronous",
+            ylim=(0, None),
+        )
         left.legend(frameon=False)
         for window in sorted({window for window, *_ in curve}):
             own = [(staleness, times) for of, staleness, times in curve if of == window]
             right.plot(*zip(*own, strict=True), "o-", label=f"window {window}")
-        right.set(xlabel="schedule.max_staleness", ylabel="times as fast as synchronous", ylim=(0, None))
+        right.set(
+            xlabel="schedule.max_staleness", ylabel="times as fast as synchronous", ylim=(0, None)
+        )
         right.xaxis.get_major_locator().set_params(integer=True)
         if curve:
             right.legend(frameon=False, title="at the latency of a remote API")
@@ -418,7 +487,9 @@ def learnt(graded: Grades, curves: Curves, wanted: Mapping[str, Any]) -> list[st
         both = graded[SYNC][step], graded[ASYNC][step]
         for seed, *each in zip(seeds, *both, strict=True):
             lines.append(row(step, seed, *_compared(each, tasks)))
-        lines.append(row(step, "all", *_compared([mean(each) for each in both], tasks * len(seeds))))
+        lines.append(
+            row(step, "all", *_compared([mean(each) for each in both], tasks * len(seeds)))
+        )
     lines += [
         "",
         "Success of the episodes that were trained on, mean of the seeds, which had the same tasks both ways:",
@@ -426,8 +497,12 @@ def learnt(graded: Grades, curves: Curves, wanted: Mapping[str, Any]) -> list[st
     ]
     lines += columns("steps", SYNC, ASYNC, "difference, points")
     for before, step in pairwise(sorted(graded[SYNC])):
-        sync, late = (100 * mean(mean(own[before:step]) for own in curves[name]) for name in (SYNC, ASYNC))
-        lines.append(row(f"{before + 1} to {step}", f"{sync:.1f}%", f"{late:.1f}%", f"{late - sync:+.1f}"))
+        sync, late = (
+            100 * mean(mean(own[before:step]) for own in curves[name]) for name in (SYNC, ASYNC)
+        )
+        lines.append(
+            row(f"{before + 1} to {step}", f"{sync:.1f}%", f"{late:.1f}%", f"{late - sync:+.1f}")
+        )
     return lines
 
 
@@ -443,19 +518,32 @@ def draw_learning(graded: Grades, curves: Curves) -> None:
         for name in curves:
             each = list(zip(*curves[name], strict=True))
             steps = range(1, len(each) + 1)
-            line = axes.plot(steps, [100 * mean(seeds) for seeds in each], linewidth=1.2, label=f"{name}, trained on")
+            line = axes.plot(
+                steps,
+                [100 * mean(seeds) for seeds in each],
+                linewidth=1.2,
+                label=f"{name}, trained on",
+            )
             low, high = ([100 * least(seeds) for seeds in each] for least in (min, max))
             axes.fill_between(steps, low, high, color=line[0].get_color(), alpha=0.12, linewidth=0)
             held = sorted(graded[name])
             points = [100 * mean(graded[name][step]) for step in held]
-            axes.plot(held, points, "D", color=line[0].get_color(), markeredgecolor="black", label=f"{name}, held out")
+            axes.plot(
+                held,
+                points,
+                "D",
+                color=line[0].get_color(),
+                markeredgecolor="black",
+                label=f"{name}, held out",
+            )
         axes.set(xlabel="step (as many groups trained on)", ylabel="success, %", ylim=(0, 100))
         axes.legend(frameon=False, fontsize=8)
 
 
 def _is_done(folder: Path) -> bool:
     return folder.is_dir() and any(
-        one["kind"] == "stopped" and one["reason"] == "finished" for one in RunFolder(folder).rows(EVENTS)
+        one["kind"] == "stopped" and one["reason"] == "finished"
+        for one in RunFolder(folder).rows(EVENTS)
     )
 
 
@@ -469,7 +557,9 @@ def _learn(folder: Path, wanted: Mapping[str, Any], seed: int) -> None:
     }  # fmt: skip
     words = [word for name, value in knobs.items() for word in (f"--{name}", str(value))]
     root = Path(__file__).parent.parent
-    subprocess.run([sys.executable, "-m", "afterimage.cli", "train", "retail", *words], check=True, cwd=root)
+    subprocess.run(
+        [sys.executable, "-m", "unstale.cli.main", "train", "retail", *words], check=True, cwd=root
+    )
 
 
 def _told(success: float, tasks: int) -> str:
@@ -479,13 +569,23 @@ def _told(success: float, tasks: int) -> str:
 
 def main(words: Sequence[str] | None = None, put: Callable[..., Any] = write) -> None:
     parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description=(__doc__ or "").splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="of these workloads of workloads.toml")
-    parser.add_argument("--steps", type=int, help="timed steps of a run, at least (10); of a --learning run (60)")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="of these workloads of workloads.toml"
+    )
+    parser.add_argument(
+        "--steps", type=int, help="timed steps of a run, at least (10); of a --learning run (60)"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="rounds")
     parser.add_argument("--learning", action="store_true", help="held-out success instead of pace")
-    parser.add_argument("--runs", type=Path, default=Path("runs") / f"bench-async-{date.today()}", help="of --learning")
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        default=Path("runs") / f"bench-async-{date.today()}",
+        help="of --learning",
+    )
     chosen = parser.parse_args(words)
     if chosen.learning:
         lines, graded, curves = learn(chosen.runs, chosen.steps)

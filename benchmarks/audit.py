@@ -16,8 +16,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from afterimage.launch.audit import AUDIT, audit
-from afterimage.launch.machine import commit, machine, versions
+from unstale.cli.audit import AUDIT, audit
+from unstale.durability.machine import commit, machine, versions
 
 RESULTS = Path(__file__).parent / "results"
 KNOBS = {
@@ -29,13 +29,20 @@ KNOBS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--latency", type=float, default=3.0, help="seconds a tool takes, in the mean")
+    parser.add_argument(
+        "--latency", type=float, default=3.0, help="seconds a tool takes, in the mean"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / f"{date.today()}-audit.md")
     chosen = parser.parse_args()
     knobs = KNOBS | {"steps": chosen.steps, "task.latency_s": chosen.latency}
     with tempfile.TemporaryDirectory() as folder:
-        words = [f"--{name}={value}" for name, value in {**knobs, "runs": folder, "name": "audited"}.items()]
-        subprocess.run([sys.executable, "-m", "afterimage.cli", "train", "retail", *words], check=True)
+        words = [
+            f"--{name}={value}"
+            for name, value in {**knobs, "runs": folder, "name": "audited"}.items()
+        ]
+        subprocess.run(
+            [sys.executable, "-m", "unstale.cli.main", "train", "retail", *words], check=True
+        )
         run = Path(folder) / "audited"
         audit(run)
         table = (run / AUDIT).with_suffix(".md").read_text()

@@ -32,10 +32,10 @@ from typing import Any
 from chaos_child import CLOCK, TARGETS
 from rich.console import Console
 
-from afterimage.journal import JOURNAL, Journal, check
-from afterimage.launch.machine import commit, machine, versions
-from afterimage.launch.same import differences
-from afterimage.observe.metrics import RunFolder
+from unstale.cli.same import differences
+from unstale.durability.journal import JOURNAL, Journal, check
+from unstale.durability.machine import commit, machine, versions
+from unstale.observe.metrics import RunFolder
 
 CHILD = Path(__file__).parent / "chaos_child.py"
 RESULTS = Path(__file__).parent / "results"
@@ -88,9 +88,19 @@ class Series:
 
     @property
     def failures(self) -> list[str]:
-        told = [f"{self.title}, run {run}: {text}" for run, end in self.ends.items() for text in end.wrong]
-        told += [f"{self.title}, run {k.run}: did not come back after {k.target}" for k in self.kills if not k.resumed]
-        return told + [f"{self.title}, run {k.run}: {k.orphans} orphans" for k in self.kills if k.orphans]
+        told = [
+            f"{self.title}, run {run}: {text}"
+            for run, end in self.ends.items()
+            for text in end.wrong
+        ]
+        told += [
+            f"{self.title}, run {k.run}: did not come back after {k.target}"
+            for k in self.kills
+            if not k.resumed
+        ]
+        return told + [
+            f"{self.title}, run {k.run}: {k.orphans} orphans" for k in self.kills if k.orphans
+        ]
 
 
 class Nursery:
@@ -106,14 +116,20 @@ class Nursery:
             text=True,
         )
 
-    def live(self, arguments: Sequence[str], beside: Path, life: int, **order: Any) -> dict[str, Any]:
+    def live(
+        self, arguments: Sequence[str], beside: Path, life: int, **order: Any
+    ) -> dict[str, Any]:
         """One life of a run. What it says, and what it was seen to do, lies beside its folder."""
         assert self._process.stdin and self._process.stdout
         beside.mkdir(parents=True, exist_ok=True)
         paths = {"log": str(beside / f"{life:03d}.log"), "told": str(beside / f"{life:03d}.jsonl")}
-        self._process.stdin.write(json.dumps({"arguments": list(arguments), **paths, **order}) + "\n")
+        self._process.stdin.write(
+            json.dumps({"arguments": list(arguments), **paths, **order}) + "\n"
+        )
         self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline()) | {"told": list(_told(Path(paths["told"])))}
+        return json.loads(self._process.stdout.readline()) | {
+            "told": list(_told(Path(paths["told"])))
+        }
 
     def close(self) -> None:
         assert self._process.stdin
@@ -159,7 +175,10 @@ class Witness:
             connection = sqlite3.connect(Path(aside) / JOURNAL)
             try:
                 ((found,),) = connection.execute("PRAGMA user_version")
-                if not found or not connection.execute("SELECT count(*) FROM checkpoints").fetchone()[0]:
+                if (
+                    not found
+                    or not connection.execute("SELECT count(*) FROM checkpoints").fetchone()[0]
+                ):
                     return False
                 self._compare(connection)
             finally:
@@ -173,7 +192,9 @@ class Witness:
                 "SELECT episode, position, provenance, tokens, version, clean, behavior_logp FROM pieces"
             )
         }
-        consumed = {row[0]: row for row in connection.execute("SELECT number, step, version FROM consumed")}
+        consumed = {
+            row[0]: row for row in connection.execute("SELECT number, step, version FROM consumed")
+        }
         numbers = [row[0] for row in connection.execute("SELECT version FROM versions ORDER BY id")]
         if numbers != sorted(set(numbers)):
             self.end.wrong.append(f"the versions are not in order: {numbers}")
@@ -183,7 +204,9 @@ class Witness:
             self.end.wrong += [f"piece {key} is gone or changed" for key in gone[:3]]
             self._pieces = pieces
         self.end.lost += sum(number not in consumed for number in self._consumed)
-        self.end.twice += sum(consumed.get(number, row) != row for number, row in self._consumed.items())
+        self.end.twice += sum(
+            consumed.get(number, row) != row for number, row in self._consumed.items()
+        )
         self._consumed = consumed
 
     def finish(self, folder: Path, steps: int) -> Ended:
@@ -192,19 +215,26 @@ class Witness:
         with Journal.read(folder) as journal:
             self.end.wrong += check(journal)
             trained = [
-                t.episode for step in range(1, steps + 1) for g in journal.consumed(step) for t in g.trajectories
+                t.episode
+                for step in range(1, steps + 1)
+                for g in journal.consumed(step)
+                for t in g.trajectories
             ]
             handed = {group.number for group in journal.groups()}
             self.end.lost += len(set(range(max(handed) + 1)) - handed)
         told = Counter(row["episode"] for row in RunFolder(folder).rows("trajectories.jsonl"))
-        self.end.twice += sum(count > 1 for count in told.values()) + len(trained) - len(set(trained))
+        self.end.twice += (
+            sum(count > 1 for count in told.values()) + len(trained) - len(set(trained))
+        )
         self.end.lost += len(set(trained) ^ set(told))
         rows = RunFolder(folder).metrics()
         if [row["step"] for row in rows] != list(range(steps + 1)):
             self.end.wrong.append(f"its steps are {[row['step'] for row in rows]}")
         for row in rows[1:]:
             if not 0 <= row["schedule/staleness_max"] <= row["schedule/staleness_bound"]:
-                self.end.wrong.append(f"step {row['step']} has staleness {row['schedule/staleness_max']}")
+                self.end.wrong.append(
+                    f"step {row['step']} has staleness {row['schedule/staleness_max']}"
+                )
         if self.end.lost or self.end.twice:
             self.end.wrong.append(f"{self.end.lost} lost, {self.end.twice} twice")
         return self.end
@@ -246,7 +276,9 @@ class Deadly:
             if series.failures:
                 return
 
-    def _run(self, series: Series, wanted: int, places: Iterator[tuple[str, dict[str, Any]]], run: int) -> None:
+    def _run(
+        self, series: Series, wanted: int, places: Iterator[tuple[str, dict[str, Any]]], run: int
+    ) -> None:
         folder, witness = self.runs / f"run{run:03d}", Witness(keeps=self.reference is None)
         beside = folder.with_name(f"{folder.name}-lives")
         begun, last, life = False, None, 0
@@ -281,7 +313,9 @@ class Deadly:
             )
         if answer["code"] == 0:
             series.ends[run] = self._finish(witness, folder)
-            tell(f"     run {run} ended after {life} lives: {'; '.join(witness.end.wrong[:5]) or 'sound'}")
+            tell(
+                f"     run {run} ended after {life} lives: {'; '.join(witness.end.wrong[:5]) or 'sound'}"
+            )
             if not witness.end.wrong:
                 shutil.rmtree(folder)
                 shutil.rmtree(beside)
@@ -294,7 +328,9 @@ class Deadly:
         if self.reference:
             end.wrong += differences(self.reference, folder)
             with Journal.read(self.reference) as one, Journal.read(folder) as other:
-                end.lost += len({g.number for g in one.groups()} - {g.number for g in other.groups()})
+                end.lost += len(
+                    {g.number for g in one.groups()} - {g.number for g in other.groups()}
+                )
         return end
 
 
@@ -320,8 +356,14 @@ def hunt(nursery: Nursery, runs: Path, wanted: int, seed: int) -> Series:
         witness.hear(answer["told"])
         end = series.ends[run] = witness.finish(folder, steps)
         born = [line["pid"] for line in answer["told"] if line["kind"] == "born"]
-        hits = [line for line in answer["told"] if line["kind"] == "killed" and line["pid"] in born[:-1]]
-        restarted = [row for row in RunFolder(folder).rows("events.jsonl") if row["kind"] == "engine_restarted"]
+        hits = [
+            line for line in answer["told"] if line["kind"] == "killed" and line["pid"] in born[:-1]
+        ]
+        restarted = [
+            row
+            for row in RunFolder(folder).rows("events.jsonl")
+            if row["kind"] == "engine_restarted"
+        ]
         counted = sum(row.get("engine/restarts", 0) for row in RunFolder(folder).metrics())
         late = sum(row["time"] > _last_advance(folder) for row in restarted)
         if not len(hits) == len(restarted) == len(born) - 1 == counted + late:
@@ -332,7 +374,9 @@ def hunt(nursery: Nursery, runs: Path, wanted: int, seed: int) -> Series:
             kind = f"{hit['how']}{' while it started' if hit['while_starting'] else ''}"
             series.kills.append(Kill(kind, run, resumed=True, orphans=answer["orphans"]))
         shares["steps"] += steps
-        tell(f"{len(series.kills):4d}/{wanted} engines killed: run {run} ended, {'; '.join(end.wrong) or 'sound'}")
+        tell(
+            f"{len(series.kills):4d}/{wanted} engines killed: run {run} ended, {'; '.join(end.wrong) or 'sound'}"
+        )
     series.notes.append(f"{len(series.ends)} runs of {shares['steps']} steps in all.")
     return series
 
@@ -350,7 +394,9 @@ def several_versions(folder: Path) -> str:
     lags: Counter[str] = Counter()
     for row in RunFolder(folder).metrics():
         lags.update(row.get("schedule/staleness_histogram", {}))
-    told = ", ".join(f"{count / lags.total():.0%} at lag {lag}" for lag, count in sorted(lags.items()))
+    told = ", ".join(
+        f"{count / lags.total():.0%} at lag {lag}" for lag, count in sorted(lags.items())
+    )
     return f"{mixed:.0%} of {len(rows)} trajectories hold tokens of several versions; {told}"
 
 
@@ -404,9 +450,23 @@ def main() -> None:
     runs, began = chosen.runs.resolve(), time.monotonic()
     shutil.rmtree(runs, ignore_errors=True)
     retail = ("retail", *SMALL)
-    alone = [*retail, "--deterministic", "true", "--steps", str(chosen.steps), "--runs", str(runs), "--name", "alone"]
+    alone = [
+        *retail,
+        "--deterministic",
+        "true",
+        "--steps",
+        str(chosen.steps),
+        "--runs",
+        str(runs),
+        "--name",
+        "alone",
+    ]
     tell("a run that nobody kills")
-    subprocess.run([sys.executable, "-m", "afterimage.cli", "train", *alone], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-m", "unstale.cli.main", "train", *alone],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     told = several_versions(runs / "alone")
     tell(told)
     nursery = Nursery()
@@ -417,11 +477,15 @@ def main() -> None:
         Deadly(nursery, runs / "deterministic", deterministic, chosen.steps, runs / "alone").kill(
             first, chosen.kills, chosen.seed
         )
-        Deadly(nursery, runs / "ordinary", retail, chosen.steps).kill(second, ordinary, chosen.seed + 1)
+        Deadly(nursery, runs / "ordinary", retail, chosen.steps).kill(
+            second, ordinary, chosen.seed + 1
+        )
         third = hunt(nursery, runs / "engine", engine, chosen.seed + 2)
     finally:
         nursery.close()
-    command = f"python benchmarks/chaos.py --kills {chosen.kills} --ordinary {ordinary} --engine {engine}"
+    command = (
+        f"python benchmarks/chaos.py --kills {chosen.kills} --ordinary {ordinary} --engine {engine}"
+    )
     lines = [
         f"# Runs and engines killed, {date.today()}",
         "",

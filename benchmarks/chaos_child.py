@@ -22,16 +22,19 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-from afterimage import checkpoint, cli, rollout, wire
-from afterimage.checkpoint import Checkpoints
-from afterimage.engines.embedded import EmbeddedEngine
-from afterimage.journal import Journal
-from afterimage.launch import local
-from afterimage.old_logps.snapshot_old import SnapshotOld
-from afterimage.policy import Policy
-from afterimage.publish import DirectPublisher
-from afterimage.trainer import Trainer
-from afterimage.versions.codec import checksum
+from unstale.cli import main as cli
+from unstale.cli import session
+from unstale.durability import checkpoint
+from unstale.durability.checkpoint import Checkpoints
+from unstale.durability.journal import Journal
+from unstale.engines.embedded.engine import EmbeddedEngine
+from unstale.model.policy import Policy
+from unstale.old_logps.snapshot_old import SnapshotOld
+from unstale.rollout import episode
+from unstale.trainer.local import Trainer
+from unstale.weights import wire
+from unstale.weights.codec import checksum
+from unstale.weights.publish import DirectPublisher
 
 ORPHAN_S = 10.0
 """How long a dead run's processes may take to end."""
@@ -79,7 +82,9 @@ class Place:
                 return function(*arguments, **named)
             if self.inside:
                 journal, connection, records = arguments
-                return function(journal, _Doomed(connection, round(moment * (len(records) + 1))), records)
+                return function(
+                    journal, _Doomed(connection, round(moment * (len(records) + 1))), records
+                )
             if not self.span_s:
                 die()
             die_in(moment * self.span_s)
@@ -105,15 +110,15 @@ class _Doomed:
 CLOCK = "any moment"
 TARGETS: dict[str, tuple[Place, ...]] = {
     "start-up": (
-        Place(local, "build_machine", 1),
-        Place(local, "build_machine", 3, 0.5),
-        Place(local, "begin", 1, 0.3),
-        Place(local, "recall", 2, 0.2),
-        Place(local, "revive", 2, 0.2),
+        Place(session, "build_machine", 1),
+        Place(session, "build_machine", 3, 0.5),
+        Place(session, "begin", 1, 0.3),
+        Place(session, "recall", 2, 0.2),
+        Place(session, "revive", 2, 0.2),
         Place(EmbeddedEngine, "start", 2, 2.0),
     ),
     "generation": (
-        Place(rollout._Script, "say", 200),
+        Place(episode._Script, "say", 200),
         Place(EmbeddedEngine, "sample", 200, 0.1),
         Place(EmbeddedEngine, "interrupt", 5, 0.05),
     ),
@@ -142,7 +147,11 @@ TARGETS: dict[str, tuple[Place, ...]] = {
         Place(DirectPublisher, "publish", 5, 0.1),
         Place(Journal, "publishing", 5),
     ),
-    "the end": (Place(Policy, "save", 1, 0.1), Place(local, "write_report", 1), Place(local, "write_survivors", 1)),
+    "the end": (
+        Place(Policy, "save", 1, 0.1),
+        Place(session, "write_report", 1),
+        Place(session, "write_survivors", 1),
+    ),
 }
 """Where runs are killed, by the room that is at work there."""
 
@@ -194,12 +203,19 @@ class Witness:
         self._began = time.monotonic()
 
     def tell(self, kind: str, **fields: Any) -> None:
-        self._file.write(json.dumps({"kind": kind, "seconds": time.monotonic() - self._began, **fields}) + "\n")
+        self._file.write(
+            json.dumps({"kind": kind, "seconds": time.monotonic() - self._began, **fields}) + "\n"
+        )
         self._file.flush()
 
     def watch(self) -> None:
         """Every version that is given to an engine, every new number, and the first step that is trained."""
-        prepare, renumber, step, told = DirectPublisher.prepare, Policy.renumber, Trainer.step, False
+        prepare, assign_new_version, step, told = (
+            DirectPublisher.prepare,
+            Policy.assign_new_version,
+            Trainer.step,
+            False,
+        )
 
         def prepared(publisher: DirectPublisher, policy: Policy, live: Any = ()) -> None:
             self.tell("meaning", version=policy.version, sum=checksum(policy.weights()))
@@ -207,7 +223,7 @@ class Witness:
 
         def renumbered(policy: Policy, version: int) -> None:
             self.tell("renumbered", lost=version - 1 - policy.version)
-            renumber(policy, version)
+            assign_new_version(policy, version)
 
         def stepped(trainer: Trainer) -> None:
             nonlocal told
@@ -217,7 +233,7 @@ class Witness:
                 self.tell("trained")
 
         DirectPublisher.prepare = prepared  # type: ignore[method-assign]
-        Policy.renumber = renumbered  # type: ignore[method-assign]
+        Policy.assign_new_version = renumbered  # type: ignore[method-assign]
         Trainer.step = stepped  # type: ignore[method-assign]
 
 
@@ -268,7 +284,9 @@ def _end_orphans() -> int:
 
 
 def main() -> None:
-    with suppress(OSError, AttributeError):  # only Linux can say what a dead process has left behind
+    with suppress(
+        OSError, AttributeError
+    ):  # only Linux can say what a dead process has left behind
         ctypes.CDLL(None).prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)
     for line in sys.stdin:
         order = json.loads(line)

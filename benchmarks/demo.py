@@ -23,14 +23,14 @@ from rich.console import Console
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from afterimage import recipes
-from afterimage.config import SHIPPED_POLICY
-from afterimage.launch.grades import wilson
-from afterimage.launch.local import evaluate
-from afterimage.launch.machine import commit, cores, machine, versions
-from afterimage.observe.metrics import RunFolder
-from afterimage.recipes.base_policy.practice import Practice
-from afterimage.recipes.base_policy.train import FAULTS, Place, batches, one_step, optimizer_for
+from tools.base_policy.practice import Practice
+from tools.base_policy.train import FAULTS, Place, batches, one_step, optimizer_for
+from unstale import recipes
+from unstale.cli.grades import wilson
+from unstale.cli.session import evaluate
+from unstale.config import SHIPPED_POLICY
+from unstale.durability.machine import commit, cores, machine, versions
+from unstale.observe.metrics import RunFolder
 
 CONTROL = "control"
 RESULTS = Path(__file__).parent / "results"
@@ -54,19 +54,26 @@ class Outcome:
 
 def rl(seed: int, folder: Path) -> None:
     """The recipe, from the command line."""
-    command = [sys.executable, "-m", "afterimage.cli", "train", "retail", "--seed", str(seed)]
+    command = [sys.executable, "-m", "unstale.cli.main", "train", "retail", "--seed", str(seed)]
     subprocess.run([*command, "--runs", str(folder.parent), "--name", folder.name], check=True)
 
 
 def continue_training(
-    model: nn.Module, practice: Practice, *, seconds: float, learning_rate: float = 3e-4, start: int = 10**6
+    model: nn.Module,
+    practice: Practice,
+    *,
+    seconds: float,
+    learning_rate: float = 3e-4,
+    start: int = 10**6,
 ) -> list[float]:
     """More supervised training on the same faulty demonstrations, for so long: the control that RL is compared with.
 
     The demonstrations are new ones (numbered from `start`) with the same faults; the learning rate is constant.
     """
     optimizer = optimizer_for(model, learning_rate)
-    source = batches((practice.demonstration("faulty", index, FAULTS) for index in count(start)), 2048)
+    source = batches(
+        (practice.demonstration("faulty", index, FAULTS) for index in count(start)), 2048
+    )
     losses, end = [], time.perf_counter() + seconds
     while time.perf_counter() < end:
         losses.append(one_step(model, optimizer, next(source), Place()))
@@ -78,7 +85,9 @@ def control(seed: int, folder: Path) -> None:
     torch.set_num_threads(cores())
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED_POLICY)
     model = AutoModelForCausalLM.from_pretrained(SHIPPED_POLICY, dtype=torch.float32)
-    continue_training(model, Practice(tokenizer), seconds=seconds_of(folder), start=10**6 * (seed + 1))
+    continue_training(
+        model, Practice(tokenizer), seconds=seconds_of(folder), start=10**6 * (seed + 1)
+    )
     model.save_pretrained(folder / CONTROL)
     tokenizer.save_pretrained(folder / CONTROL)
     grade = evaluate(folder / CONTROL, replace(recipes.retail(), seed=seed), console=CONSOLE)
@@ -87,11 +96,17 @@ def control(seed: int, folder: Path) -> None:
 
 def seconds_of(folder: Path) -> float:
     """From the first to the last moment of a run, evaluations included."""
-    return next(float(event["time"]) for event in RunFolder(folder).rows("events.jsonl") if event["kind"] == "stopped")
+    return next(
+        float(event["time"])
+        for event in RunFolder(folder).rows("events.jsonl")
+        if event["kind"] == "stopped"
+    )
 
 
 def finished(folder: Path) -> bool:
-    return folder.is_dir() and any(event["kind"] == "stopped" for event in RunFolder(folder).rows("events.jsonl"))
+    return folder.is_dir() and any(
+        event["kind"] == "stopped" for event in RunFolder(folder).rows("events.jsonl")
+    )
 
 
 def read(seed: int, folder: Path) -> Outcome:
@@ -161,7 +176,10 @@ def main() -> None:
     folders = {seed: chosen.runs / f"seed{seed}" for seed in chosen.seeds}
     RESULTS.mkdir(exist_ok=True)
     target = RESULTS / f"{date.today()}-demo.md"
-    for work, done in ((rl, finished), (control, lambda folder: (folder / CONTROL / "grade.json").exists())):
+    for work, done in (
+        (rl, finished),
+        (control, lambda folder: (folder / CONTROL / "grade.json").exists()),
+    ):
         for seed, folder in folders.items():
             if not done(folder):
                 work(seed, folder)

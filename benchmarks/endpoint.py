@@ -28,19 +28,19 @@ from typing import Any
 
 from rich.console import Console
 
-from afterimage import recipes
-from afterimage.build import build_machine
-from afterimage.config import SHIPPED_POLICY
-from afterimage.endpoint.agents import AgentRollout
-from afterimage.endpoint.server import Endpoint
-from afterimage.envs.external import ExternalAgent
-from afterimage.envs.retail import RetailTasks
-from afterimage.launch.local import share_processor
-from afterimage.launch.machine import commit, machine, versions
-from afterimage.policy import DTYPES
-from afterimage.publish import DirectPublisher
-from afterimage.testing import nudge
-from afterimage.trajectory import Sampled, Task, Trajectory
+from unstale import recipes
+from unstale.build import build_machine
+from unstale.cli.session import limit_threads
+from unstale.config import SHIPPED_POLICY
+from unstale.durability.machine import commit, machine, versions
+from unstale.envs.external import ExternalAgent
+from unstale.envs.retail import RetailTasks
+from unstale.model.policy import DTYPES
+from unstale.records import Sampled, Task, Trajectory
+from unstale.rollout.endpoint.agents import AgentRollout
+from unstale.rollout.endpoint.server import Endpoint
+from unstale.testing import nudge
+from unstale.weights.publish import DirectPublisher
 
 RESULTS = Path(__file__).parent / "results"
 CONSOLE = Console(soft_wrap=True, highlight=False)
@@ -66,9 +66,14 @@ async def agents() -> None:
 
     tokenizer = Tokenizer.from_file(str(SHIPPED_POLICY / "tokenizer.json"))
     reader = asyncio.StreamReader(limit=LINE)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=128)
-    async with httpx.AsyncClient(timeout=120, limits=limits) as client, asyncio.TaskGroup() as episodes:
+    async with (
+        httpx.AsyncClient(timeout=120, limits=limits) as client,
+        asyncio.TaskGroup() as episodes,
+    ):
 
         async def play(asked: dict[str, Any]) -> None:
             try:
@@ -95,7 +100,9 @@ async def episode(client: Any, tokenizer: Any, asked: dict[str, Any]) -> dict[st
         reply = calls[-1]
         made = [reply["calls"][at] for at in sorted(reply["calls"])]
         history.append({"role": "assistant", "content": reply["text"] or None, "tool_calls": made})
-        answers = [{"role": "tool", "tool_call_id": one["id"], "content": f"It is {turn}."} for one in made]
+        answers = [
+            {"role": "tool", "tool_call_id": one["id"], "content": f"It is {turn}."} for one in made
+        ]
         history += answers or [{"role": "user", "content": f"And then? ({turn})"}]
     answer = await client.get(f"{asked['url']}/record", headers=client_key)
     (record,) = answer.json()["branches"]
@@ -123,7 +130,9 @@ async def streamed(client: Any, url: str, headers: Any, body: Any) -> Call:
             for choice in chunk["choices"]:
                 call["text"] += choice["delta"].get("content") or ""
                 call["chunks"] += bool(choice["delta"].get("content"))
-                call["calls"] |= {one["index"]: one for one in choice["delta"].get("tool_calls", ())}
+                call["calls"] |= {
+                    one["index"]: one for one in choice["delta"].get("tool_calls", ())
+                }
                 call["said"] += (choice.get("logprobs") or {}).get("content", ())
         assert last == "[DONE]", f"a stream that ends with {last[:99]!r}"
     return {**call, "first_s": first_s, "whole_s": time.perf_counter() - begun}
@@ -131,7 +140,11 @@ async def streamed(client: Any, url: str, headers: Any, body: Any) -> Call:
 
 def compare(calls: list[Call], record: list[Any], tokenizer: Any, *, tools: bool) -> None:
     """Every call against the pieces that the endpoint says it sampled for it."""
-    replies = [list(pieces) for kind, pieces in groupby(record, key=lambda piece: piece["kind"]) if kind == "sampled"]
+    replies = [
+        list(pieces)
+        for kind, pieces in groupby(record, key=lambda piece: piece["kind"])
+        if kind == "sampled"
+    ]
     assert len(replies) == len(calls), f"{len(calls)} calls, {len(replies)} replies on record"
     for call, pieces in zip(calls, replies, strict=True):
         tokens = [token for piece in pieces for token in piece["tokens"]]
@@ -143,17 +156,21 @@ def compare(calls: list[Call], record: list[Any], tokenizer: Any, *, tools: bool
         ]
         text = tokenizer.decode(tokens, skip_special_tokens=False).removesuffix("<|im_end|>")
         if tools:  # content has no blanks around it, and a call is none of it
-            assert call["text"].strip() == text.strip() or (call["calls"] and "<tool_call>" in text), (call, text)
+            assert call["text"].strip() == text.strip() or (
+                call["calls"] and "<tool_call>" in text
+            ), (call, text)
         else:
             assert call["text"] == text
-        assert [piece["version"] for piece in pieces] == sorted(piece["version"] for piece in pieces)
+        assert [piece["version"] for piece in pieces] == sorted(
+            piece["version"] for piece in pieces
+        )
 
 
 # ------------------------------------------------------------------------------------------------ the endpoint
 
 
 @dataclass
-class Tally:
+class StepMetrics:
     """What happened so far."""
 
     first_s: array = field(default_factory=lambda: array("d"))  # type: ignore[type-arg]
@@ -171,7 +188,7 @@ class Tally:
 class Agents:
     """The client's process: an address goes in, and what became of it comes out."""
 
-    def __init__(self, tally: Tally) -> None:
+    def __init__(self, tally: StepMetrics) -> None:
         self.tally = tally
         self.tools = list(RetailTasks(level=1).tools)
         self.tokens: dict[int, list[int]] = {}
@@ -179,7 +196,12 @@ class Agents:
 
     async def start(self) -> None:
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, __file__, CLIENT, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=LINE
+            sys.executable,
+            __file__,
+            CLIENT,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=LINE,
         )
 
     async def listen(self) -> None:
@@ -223,7 +245,7 @@ class Bench:
 
     config: Any
     parts: Any
-    tally: Tally
+    tally: StepMetrics
     clients: Agents
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
@@ -235,14 +257,22 @@ class Bench:
         tally = self.tally
         while time.monotonic() < until:
             seed = next(self.numbers)
-            outcome = await rollout.episode(Task("bench", "train", seed % 7), env_seed=seed, noise_seed=seed)
+            outcome = await rollout.episode(
+                Task("bench", "train", seed % 7), env_seed=seed, noise_seed=seed
+            )
             if not isinstance(outcome, Trajectory):
                 tally.lost.append(outcome.error)
                 continue
-            if list(outcome.tokens) != self.clients.tokens.pop(seed) or outcome.branches or outcome.num_turns != TURNS:
+            if (
+                list(outcome.tokens) != self.clients.tokens.pop(seed)
+                or outcome.branches
+                or outcome.num_turns != TURNS
+            ):
                 tally.lost.append(f"episode {seed} is not what was on record")
             replies = groupby(outcome.pieces, key=lambda piece: isinstance(piece, Sampled))
-            tally.across += sum(len({piece.version for piece in said}) > 1 for sampled, said in replies if sampled)
+            tally.across += sum(
+                len({piece.version for piece in said}) > 1 for sampled, said in replies if sampled
+            )
             tally.episodes += 1
 
     async def learn(self, publisher: DirectPublisher, every_s: float) -> None:
@@ -263,13 +293,17 @@ class Bench:
             await asyncio.sleep(2)
 
 
-async def measured(seconds: float, many: int, every_s: float) -> tuple[Tally, dict[str, int]]:
+async def measured(seconds: float, many: int, every_s: float) -> tuple[StepMetrics, dict[str, int]]:
     """What happened, and what is left over."""
     config = recipes.retail()
-    config = replace(config, engine=replace(config.engine, max_context=1024, temperature=TEMPERATURE))
-    config = replace(config, rollout=replace(config.rollout, retries=0, timeout_s=120.0, max_failed_share=1.0))
-    share_processor()
-    parts, tally = build_machine(config), Tally()
+    config = replace(
+        config, engine=replace(config.engine, max_context=1024, temperature=TEMPERATURE)
+    )
+    config = replace(
+        config, rollout=replace(config.rollout, retries=0, timeout_s=120.0, max_failed_share=1.0)
+    )
+    limit_threads()
+    parts, tally = build_machine(config), StepMetrics()
     engine, clients = parts.speaker.engine, Agents(tally)
     bench = Bench(config, parts, tally, clients)
     publisher = DirectPublisher(engine, dtype=DTYPES[config.engine.dtype])
@@ -280,7 +314,9 @@ async def measured(seconds: float, many: int, every_s: float) -> tuple[Tally, di
     async with asyncio.TaskGroup() as beside:
         others = [bench.learn(publisher, every_s), bench.watch(), clients.listen()]
         *endless, listening = [beside.create_task(each) for each in others]
-        tasks = ExternalAgent(clients.play, [str(n) for n in range(7)], name="bench", concurrency=many)
+        tasks = ExternalAgent(
+            clients.play, [str(n) for n in range(7)], name="bench", concurrency=many
+        )
         async with Endpoint() as endpoint:
             rollout = AgentRollout(parts.speaker, tasks, config.rollout, endpoint=endpoint)
             async with asyncio.TaskGroup() as episodes:
@@ -314,7 +350,11 @@ def _children() -> list[int]:
     """Of this process, the client aside: the engine."""
     tasks = Path("/proc/self/task").glob("*/children")
     children = [int(word) for task in tasks for word in task.read_text().split()]
-    return [each for each in children if CLIENT.encode() not in Path(f"/proc/{each}/cmdline").read_bytes().split(b"\0")]
+    return [
+        each
+        for each in children
+        if CLIENT.encode() not in Path(f"/proc/{each}/cmdline").read_bytes().split(b"\0")
+    ]
 
 
 def slope(memory: list[tuple[int, float, float]], at: int) -> float:
@@ -325,7 +365,7 @@ def slope(memory: list[tuple[int, float, float]], at: int) -> float:
     return linear_regression([calls for calls, *_ in half], [row[at] for row in half]).slope * 1000
 
 
-def table(tally: Tally, left: dict[str, int], command: str, seconds: float) -> str:
+def table(tally: StepMetrics, left: dict[str, int], command: str, seconds: float) -> str:
     def spread(values: Any) -> str:
         ordered = sorted(values)
         return f"{median(ordered):.2f} s, p99 {ordered[int(0.99 * len(ordered))]:.2f} s, longest {ordered[-1]:.2f} s"
@@ -347,10 +387,19 @@ def table(tally: Tally, left: dict[str, int], command: str, seconds: float) -> s
             "memory of the process with the endpoint",
             f"{middle[1]:.0f} MB at half time, {memory[-1][1]:.0f} MB at the end",
         ),
-        ("- growth in the second half, in 1,000 calls", f"**{grown[0]:+.2f} MB** (bound {SLOPE_MB:g} MB)"),
-        ("memory of the engine's process", f"{middle[2]:.0f} MB at half time, {memory[-1][2]:.0f} at the end"),
+        (
+            "- growth in the second half, in 1,000 calls",
+            f"**{grown[0]:+.2f} MB** (bound {SLOPE_MB:g} MB)",
+        ),
+        (
+            "memory of the engine's process",
+            f"{middle[2]:.0f} MB at half time, {memory[-1][2]:.0f} at the end",
+        ),
         ("- growth in the second half, in 1,000 calls", f"**{grown[1]:+.2f} MB** (the same bound)"),
-        ("tasks, open files, episodes left at the end", f"{left['tasks']}, {left['files']}, {left['episodes']}"),
+        (
+            "tasks, open files, episodes left at the end",
+            f"{left['tasks']}, {left['files']}, {left['episodes']}",
+        ),
     ]
     return "\n".join(
         [
@@ -375,7 +424,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--episodes", type=int, default=64, help="at a time")
-    parser.add_argument("--update", type=float, default=5.0, help="seconds from one version of the weights to the next")
+    parser.add_argument(
+        "--update",
+        type=float,
+        default=5.0,
+        help="seconds from one version of the weights to the next",
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / f"{date.today()}-endpoint.md")
     chosen = parser.parse_args()
     tally, left = asyncio.run(measured(chosen.seconds, chosen.episodes, chosen.update))
@@ -384,7 +438,13 @@ def main() -> int:
     command = " ".join(["python benchmarks/endpoint.py", *sys.argv[1:]])
     chosen.out.write_text(table(tally, left, command, chosen.seconds))
     CONSOLE.print(f"{chosen.out.read_text()}\n{chosen.out}", markup=False)
-    return int(bool(tally.lost or any(left.values()) or any(slope(tally.memory, at) > SLOPE_MB for at in (1, 2))))
+    return int(
+        bool(
+            tally.lost
+            or any(left.values())
+            or any(slope(tally.memory, at) > SLOPE_MB for at in (1, 2))
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -69,7 +69,14 @@ PYTHONS = {
 }
 LIVE = dict.fromkeys(LABELS, (64,)) | {"ours": (64, 16, 256), "continuous": (16,)}
 """Episodes at once by default. Continuous batching takes a minute for a play of 64."""
-GOALS = {"generate": 2.0, "generate-divided": 2.0, "continuous": 1.0, "vllm": 1.5, "vllm-divided": 1.5, "eager": 1.5}
+GOALS = {
+    "generate": 2.0,
+    "generate-divided": 2.0,
+    "continuous": 1.0,
+    "vllm": 1.5,
+    "vllm-divided": 1.5,
+    "eager": 1.5,
+}
 WIDER = 1.5
 """At 256 episodes over 64."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
@@ -100,7 +107,10 @@ def workload(live: int, vocab: int, seed: int) -> list[Episode]:
     for number in range(live + live // 4):
         if number % GROUP == 0:
             opening = random.integers(2, vocab, count(OPENING)).tolist()
-        turns = [(count(REPLY), random.integers(2, vocab, count(RESULT)).tolist()) for _ in range(count(TURNS))]
+        turns = [
+            (count(REPLY), random.integers(2, vocab, count(RESULT)).tolist())
+            for _ in range(count(TURNS))
+        ]
         episodes.append((opening, turns))
     return episodes
 
@@ -131,9 +141,15 @@ def make_model(size: str, folder: Path) -> None:
 class Player:
     """A contestant's processes, stopped whenever it has nothing to play."""
 
-    def __init__(self, kind: str, folder: Path, *, arguments: argparse.Namespace, dtype: str) -> None:
+    def __init__(
+        self, kind: str, folder: Path, *, arguments: argparse.Namespace, dtype: str
+    ) -> None:
         python = ROOT / PYTHONS[kind] / "bin" / "python"
-        self.error = "" if python.exists() or kind.startswith("ours") else f"no {PYTHONS[kind]}: make bench-peers"
+        self.error = (
+            ""
+            if python.exists() or kind.startswith("ours")
+            else f"no {PYTHONS[kind]}: make bench-peers"
+        )
         self._limit_s = arguments.limit
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         self._process: subprocess.Popen[bytes] | None = None
@@ -164,7 +180,9 @@ class Player:
         self._groups += ready["pids"] if ready else []
         self._signal(signal.SIGSTOP)
 
-    def play(self, episodes: Sequence[Episode], live: int, *, warm: bool = False) -> tuple[float, Probe] | None:
+    def play(
+        self, episodes: Sequence[Episode], live: int, *, warm: bool = False
+    ) -> tuple[float, Probe] | None:
         """Sampled tokens per second and one reply, or None if it cannot, for the reason in `error`."""
         if self.error or self._process is None or self._process.stdin is None:
             return None
@@ -231,19 +249,29 @@ def check(player: Player, probe: Probe, folder: Path, dtype: str) -> float:
 
     context, tokens, logp = probe
     with torch.inference_mode():
-        logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor([[*context, *tokens]]))
-    own = logits.logits[0, len(context) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(
+            torch.tensor([[*context, *tokens]])
+        )
+    own = (
+        logits.logits[0, len(context) - 1 : -1]
+        .log_softmax(-1)
+        .gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    )
     error = float((own - torch.tensor(logp)).abs().mean())
     if not error < TOLERANCE[dtype]:
         player.error = f"log-probabilities are off by {error:.2g}: it runs another model"
     return error
 
 
-def measure(arguments: argparse.Namespace, what: tuple[str, str], folder: Path) -> tuple[list[str], dict[str, Any]]:
+def measure(
+    arguments: argparse.Namespace, what: tuple[str, str], folder: Path
+) -> tuple[list[str], dict[str, Any]]:
     """Rows of the table for one model, and the figures by contestant and episodes live. Ends where ours fails."""
     size, dtype = what
     vocab = SIZES[size][4]
-    plays = [(kind, live) for kind in arguments.contestants for live in arguments.episodes or LIVE[kind]]
+    plays = [
+        (kind, live) for kind in arguments.contestants for live in arguments.episodes or LIVE[kind]
+    ]
     with players(arguments, folder, dtype) as each:
         errors: dict[str, float] = {}
         for kind, live in plays:
@@ -259,7 +287,10 @@ def measure(arguments: argparse.Namespace, what: tuple[str, str], folder: Path) 
         }
         found = alternate(rounds, arguments.repeats)
         found = {name: rates for name, rates in found.items() if not any(map(math.isnan, rates))}
-        lines = [_line((*what, live), kind, found, each[kind].error, errors.get(kind)) for kind, live in plays]
+        lines = [
+            _line((*what, live), kind, found, each[kind].error, errors.get(kind))
+            for kind, live in plays
+        ]
     return lines, found
 
 
@@ -287,7 +318,13 @@ def _rate(kind: str, player: Player, episodes: Callable[[], list[Episode]], *, l
     return rate
 
 
-def _line(what: tuple[str, str, int], kind: str, found: dict[str, list[float]], error: str, off: float | None) -> str:
+def _line(
+    what: tuple[str, str, int],
+    kind: str,
+    found: dict[str, list[float]],
+    error: str,
+    off: float | None,
+) -> str:
     live = what[-1]
     if _key(kind, live) not in found:
         return row(*what, LABELS[kind], f"not run: {error}", "", "", "")
@@ -311,7 +348,9 @@ def own_growth(figures: Figures) -> list[str]:
 
 def draw(figures: Figures) -> None:
     """A panel for each model, bars for each contestant by episodes live."""
-    with picture("generate", width=4.2 * len(figures) + 0.6, height=3.9, panels=len(figures)) as axes:
+    with picture(
+        "generate", width=4.2 * len(figures) + 0.6, height=3.9, panels=len(figures)
+    ) as axes:
         panels = axes if len(figures) > 1 else [axes]
         for axis, (name, found) in zip(panels, figures.items(), strict=True):
             played = [tuple(of.split()) for of in found]
@@ -322,33 +361,52 @@ def draw(figures: Figures) -> None:
                 shown = [live for live in counts if (kind, live) in played]
                 beside = {live: [of for of in kinds if (of, live) in played] for live in shown}
                 where = [
-                    counts.index(live) + wide * (beside[live].index(kind) - (len(beside[live]) - 1) / 2)
+                    counts.index(live)
+                    + wide * (beside[live].index(kind) - (len(beside[live]) - 1) / 2)
                     for live in shown
                 ]
                 rates = [found[f"{kind} {live}"] for live in shown]
                 middle = [median(each) for each in rates]
                 error = [[m - min(each) for m, each in zip(middle, rates, strict=True)]]
                 error.append([max(each) - m for m, each in zip(middle, rates, strict=True)])
-                look = {"label": LABELS[kind], "color": f"C{list(LABELS).index(kind)}", "error_kw": {"linewidth": 0.8}}
+                look = {
+                    "label": LABELS[kind],
+                    "color": f"C{list(LABELS).index(kind)}",
+                    "error_kw": {"linewidth": 0.8},
+                }
                 axis.bar(where, middle, 0.94 * wide, yerr=error, **look)
             axis.set_xticks(range(len(counts)), counts)
             axis.set_xlabel("live episodes")
             axis.set_title(name, fontsize=10)
         panels[0].set_ylabel("sampled tokens/s")
         named = panels[0].get_legend_handles_labels()
-        panels[0].figure.legend(*named, loc="outside upper center", ncols=2, fontsize=7, frameon=False)
+        panels[0].figure.legend(
+            *named, loc="outside upper center", ncols=2, fontsize=7, frameon=False
+        )
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["1M", "5M"])
-    parser.add_argument("--episodes", nargs="+", type=int, default=[], help=f"live at once, for everyone; else {LIVE}")
+    parser.add_argument(
+        "--episodes",
+        nargs="+",
+        type=int,
+        default=[],
+        help=f"live at once, for everyone; else {LIVE}",
+    )
     parser.add_argument("--dtypes", nargs="+", choices=TOLERANCE, default=["float32"])
     parser.add_argument("--contestants", nargs="+", choices=LABELS, default=list(LABELS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=150, help="seconds for one start or play of a contestant")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model and nothing written: seconds")
+    parser.add_argument(
+        "--limit", type=float, default=150, help="seconds for one start or play of a contestant"
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="a tiny model and nothing written: seconds"
+    )
     return parser.parse_args()
 
 
@@ -356,7 +414,9 @@ def main() -> None:
     arguments = _arguments()
     if arguments.smoke:
         arguments.sizes, arguments.episodes, arguments.repeats = ["tiny"], [4], 1
-    lines = columns("model", "precision", "live", "engine", "sampled tokens/s", "ours over it", "goal", "log D")
+    lines = columns(
+        "model", "precision", "live", "engine", "sampled tokens/s", "ours over it", "goal", "log D"
+    )
     figures: Figures = {}
     with tempfile.TemporaryDirectory() as scratch:
         for size in arguments.sizes:

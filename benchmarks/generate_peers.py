@@ -37,7 +37,10 @@ def shortened(episodes: Sequence[Episode]) -> list[Episode]:
     >>> shortened([([2], [(80, [3]), (5, [4]), (30, [5])])])
     [([2], [(16, [3]), (5, [4])])]
     """
-    return [(opening, [(min(length, SHORT), result) for length, result in turns[:2]]) for opening, turns in episodes]
+    return [
+        (opening, [(min(length, SHORT), result) for length, result in turns[:2]])
+        for opening, turns in episodes
+    ]
 
 
 class Ours:
@@ -46,15 +49,15 @@ class Ours:
     divided = True
 
     def __init__(self, folder: Path, dtype: Any, threads: int) -> None:
-        from afterimage.engines.embedded import EmbeddedEngine
-        from afterimage.engines.several import Several
+        from unstale.engines.embedded.engine import EmbeddedEngine
+        from unstale.engines.several import EnginePool
 
         self._loop = asyncio.new_event_loop()
         processes = threads if self.divided else 1
         slots = -(-(MAX_LIVE + MAX_LIVE // 8) // processes)
         limits = {"max_slots": slots, "max_context": MAX_CONTEXT, "threads": threads // processes}
         each = [EmbeddedEngine(folder, dtype=dtype, **limits) for _ in range(processes)]
-        self._engine = Several(each, room=slots) if processes > 1 else each[0]
+        self._engine = EnginePool(each, room=slots) if processes > 1 else each[0]
         self._version = -1
         self._loop.run_until_complete(self._engine.start())
         from safetensors.torch import load_file
@@ -71,7 +74,7 @@ class Ours:
         self._loop.run_until_complete(self._engine.resume())
 
     def play(self, episodes: Sequence[Episode], live: int) -> tuple[int, Probe]:
-        from afterimage.engines import SamplingParams
+        from unstale.engines import SamplingParams
 
         waiting = iter(enumerate(episodes))
 
@@ -80,7 +83,9 @@ class Ours:
             for number, (opening, turns) in waiting:
                 context = list(opening)
                 for length, result in turns:
-                    reply = (await self._engine.sample(context, SamplingParams(length, (), 1.0, number))).piece
+                    reply = (
+                        await self._engine.sample(context, SamplingParams(length, (), 1.0, number))
+                    ).piece
                     probes.append((list(context), list(reply.tokens), list(reply.behavior_logp)))
                     context += [*reply.tokens, *result]
             return probes
@@ -104,10 +109,20 @@ class Divided:
     kind = ""
 
     def __init__(self, folder: Path, dtype: str, threads: int) -> None:
-        command = [sys.executable, "-m", "benchmarks.generate_peers", self.kind, str(folder), dtype, "1"]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.generate_peers",
+            self.kind,
+            str(folder),
+            dtype,
+            "1",
+        ]
         how: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         how["env"] = os.environ | {"OMP_NUM_THREADS": "1"}
-        self._each = [subprocess.Popen(command, **how) for _ in range(threads)]  # of this one's group: stopped with it
+        self._each = [
+            subprocess.Popen(command, **how) for _ in range(threads)
+        ]  # of this one's group: stopped with it
         for child in self._each:
             _heard(child)
 
@@ -162,11 +177,17 @@ class Generate:
             playing.sort(key=lambda episode: episode[1][0][0])
             for batch in _batches(playing, self._batches.get(live, 2)):
                 longest = max(turns[0][0] for _, turns in batch)
-                tokens, logp = self._batch([context for context, _ in batch], longest, scored=probe is None)
+                tokens, logp = self._batch(
+                    [context for context, _ in batch], longest, scored=probe is None
+                )
                 for row, (context, turns) in enumerate(batch):
                     length, result = turns.pop(0)
                     if probe is None:
-                        probe = (list(context), tokens[row][:length], logp(row, tokens[row][:length]))
+                        probe = (
+                            list(context),
+                            tokens[row][:length],
+                            logp(row, tokens[row][:length]),
+                        )
                     context += [*tokens[row][:length], *result]
                     sampled += length
             playing = [(context, turns) for context, turns in playing if turns]
@@ -193,7 +214,9 @@ class Generate:
 
         width = max(map(len, contexts))
         ids = torch.tensor([[0] * (width - len(context)) + context for context in contexts])
-        mask = torch.tensor([[0] * (width - len(context)) + [1] * len(context) for context in contexts])
+        mask = torch.tensor(
+            [[0] * (width - len(context)) + [1] * len(context) for context in contexts]
+        )
         with torch.inference_mode():
             out = self._model.generate(
                 ids,
@@ -242,7 +265,9 @@ class _Queue:
                 context, turns = playing[number]
                 length, result = turns.pop(0)
                 if len(tokens) != length:
-                    raise RuntimeError(f"{len(tokens)} tokens sampled where {length} were asked for")
+                    raise RuntimeError(
+                        f"{len(tokens)} tokens sampled where {length} were asked for"
+                    )
                 probe = (list(context), tokens, logp)
                 sampled += length
                 context += [*tokens, *result]
@@ -263,8 +288,12 @@ class Continuous(_Queue):
 
         model = _transformers(folder, dtype, threads)
         self._manager = model.init_continuous_batching(
-            generation_config=GenerationConfig(do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0),
-            continuous_batching_config=ContinuousBatchingConfig(max_memory_percent=0.1, return_logprobs=True),
+            generation_config=GenerationConfig(
+                do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0
+            ),
+            continuous_batching_config=ContinuousBatchingConfig(
+                max_memory_percent=0.1, return_logprobs=True
+            ),
         )
         self._manager.start()
         self._count = 0
@@ -279,7 +308,13 @@ class Continuous(_Queue):
             raise RuntimeError("no result within a minute")
         if found.error:
             raise RuntimeError(found.error)
-        return [(int(found.request_id.split("-")[0]), list(found.generated_tokens), list(found.logprobs))]
+        return [
+            (
+                int(found.request_id.split("-")[0]),
+                list(found.generated_tokens),
+                list(found.logprobs),
+            )
+        ]
 
 
 class Vllm(_Queue):
@@ -310,8 +345,12 @@ class Vllm(_Queue):
 
     def add(self, number: int, context: list[int], length: int) -> None:
         self._count += 1
-        params = self._params(temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False)
-        self._engine.add_request(f"{number}-{self._count}", {"prompt_token_ids": list(context)}, params)
+        params = self._params(
+            temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False
+        )
+        self._engine.add_request(
+            f"{number}-{self._count}", {"prompt_token_ids": list(context)}, params
+        )
 
     def ended(self) -> list[tuple[int, list[int], list[float]]]:
         found = []
@@ -355,7 +394,9 @@ def _transformers(folder: Path, dtype: str, threads: int) -> Any:
 
     torch.set_num_threads(threads)
     logging.set_verbosity_error()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+    )
     model.generation_config.eos_token_id = None  # lengths are given
     return model.eval()
 

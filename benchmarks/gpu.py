@@ -24,16 +24,28 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from afterimage.config import Route
-from afterimage.engines import SamplingParams
-from afterimage.engines.embedded import EmbeddedEngine
-from afterimage.old_logps import Scoring
-from afterimage.policy import DTYPES, Policy
-from afterimage.testing import tiny_policy
-from afterimage.trajectory import collate
 from benchmarks import publish
-from benchmarks.routes import MIXED, WARM, History, Size, copy_bytes, episodes, make_trainer, play, settle, timed, train
+from benchmarks.routes import (
+    MIXED,
+    WARM,
+    History,
+    Size,
+    copy_bytes,
+    episodes,
+    make_trainer,
+    play,
+    settle,
+    timed,
+    train,
+)
 from benchmarks.tables import CONSOLE, columns, row, spread, verdict, write
+from unstale.config import Route
+from unstale.engines import SamplingParams
+from unstale.engines.embedded.engine import EmbeddedEngine
+from unstale.model.policy import DTYPES, Policy
+from unstale.old_logps import Scoring
+from unstale.records import collate
+from unstale.testing import tiny_policy
 
 RATE = 1e-6
 GOAL = 0.45
@@ -107,13 +119,18 @@ def train_flops(size: Big, lengths: Sequence[int], sampled: int) -> float:
     Logits are of `sampled` tokens alone. What is computed a second time to save memory does not count.
     """
     matrices = 6 * (size.body * sum(lengths) + size.head * sampled)
-    return matrices + 6 * size.layers * size.heads * size.head_dim * sum(length**2 for length in lengths)
+    return matrices + 6 * size.layers * size.heads * size.head_dim * sum(
+        length**2 for length in lengths
+    )
 
 
 def decode_bytes(size: Big, rows: int) -> float:
     """Read from memory for one token of each row, half of the reply behind it: weights once, each row's own keys."""
     context = PROMPT + REPLY / 2
-    return 2.0 * (size.body + size.head) + rows * context * 4 * size.layers * size.kv_heads * size.head_dim
+    return (
+        2.0 * (size.body + size.head)
+        + rows * context * 4 * size.layers * size.kv_heads * size.head_dim
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +159,17 @@ class Chip:
 
 
 def batches_of(size: Big, count: int) -> list[list[Any]]:
-    return [episodes(size, MIXED, version=number, first=number * size.sequences) for number in range(count)]
+    return [
+        episodes(size, MIXED, version=number, first=number * size.sequences)
+        for number in range(count)
+    ]
 
 
 def training(name: str, size: Big, chip: Chip, history: History) -> list[str]:
     batch = collate(batches_of(size, 1)[0])
-    flops = train_flops(size, [end - start for start, end in batch.spans()], int(batch.sampled.sum()))
+    flops = train_flops(
+        size, [end - start for start, end in batch.spans()], int(batch.sampled.sum())
+    )
     steps = history.step_s[size.warm_steps :]
     shares = [flops / seconds / chip.flops for seconds in steps]
     rates = [len(batch.tokens) / seconds for seconds in steps]
@@ -159,7 +181,9 @@ def training(name: str, size: Big, chip: Chip, history: History) -> list[str]:
 
 def scoring(name: str, size: Big, history: History) -> list[str]:
     """Every route's extra time, over a training step."""
-    lines = columns("model", "route", "extra time a step", "idle time", "resident copies", "movable models")
+    lines = columns(
+        "model", "route", "extra time a step", "idle time", "resident copies", "movable models"
+    )
     batches, step = batches_of(size, len(history.copies)), median(history.step_s)
     for route in typing.get_args(Route):
         CONSOLE.print(f"{name}: {route}")
@@ -191,7 +215,9 @@ async def decoding(name: str, size: Big, chip: Chip, rows: Sequence[int]) -> lis
 
 
 async def _decoded(engine: EmbeddedEngine, count: int, vocab: int) -> float:
-    prompts = [[(31 * number + place) % vocab for place in range(PROMPT)] for number in range(count)]
+    prompts = [
+        [(31 * number + place) % vocab for place in range(PROMPT)] for number in range(count)
+    ]
     began = time.perf_counter()
     async with asyncio.TaskGroup() as tasks:
         for seed, prompt in enumerate(prompts):
@@ -221,7 +247,9 @@ def memory(name: str, size: Big) -> list[str]:
             own.scoring(trainer.policy, batch, batch.sampled)
             if counted:
                 scored = torch.cuda.max_memory_allocated() - held
-                lines.append(row(name, vocab, *(f"{size / 1e9:.2f}" for size in (held, scored, trained))))
+                lines.append(
+                    row(name, vocab, *(f"{size / 1e9:.2f}" for size in (held, scored, trained)))
+                )
         del trainer, part
         collect()
     return lines
@@ -257,7 +285,11 @@ def measure(name: str, size: Big, chip: Chip, chosen: argparse.Namespace) -> lis
         if "memory" in chosen.parts:
             CONSOLE.print(f"{name}: memory by vocabulary")
             lines += ["", "### Memory by vocabulary", "", *memory(name, size)]
-    except (RuntimeError, OSError, ExceptionGroup) as error:  # an out-of-memory error is one of the first
+    except (
+        RuntimeError,
+        OSError,
+        ExceptionGroup,
+    ) as error:  # an out-of-memory error is one of the first
         lines += ["", f"**Broke off here:** {type(error).__name__}: {str(error).splitlines()[0]}"]
         CONSOLE.print_exception()
     return lines
@@ -269,16 +301,29 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256], help="replies decoded at once")
-    sizes = {"vocab": 151_936, "sequences": 32, "length": 1024, "heads": 16, "kv-heads": 8, "head-dim": 128}
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 64, 256], help="replies decoded at once"
+    )
+    sizes = {
+        "vocab": 151_936,
+        "sequences": 32,
+        "length": 1024,
+        "heads": 16,
+        "kv-heads": 8,
+        "head-dim": 128,
+    }
     for name, default in (sizes | {"micro-tokens": 16_384, "warm-steps": 3}).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     for name in ("layers", "hidden", "inner"):
         parser.add_argument(f"--{name}", type=int, help="in place of each size's own")
-    parser.add_argument("--trainer", type=json.loads, default={}, help="knobs, as in '{\"compile\": true}'")
+    parser.add_argument(
+        "--trainer", type=json.loads, default={}, help="knobs, as in '{\"compile\": true}'"
+    )
     chosen = parser.parse_args(words)
     if chosen.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("there is no CUDA device here: --device cpu runs the same code, at sizes that you choose")
+        raise SystemExit(
+            "there is no CUDA device here: --device cpu runs the same code, at sizes that you choose"
+        )
     return chosen
 
 
@@ -286,7 +331,11 @@ def main(words: Sequence[str] | None = None) -> Path:
     chosen = arguments(words)
     began, lines = time.monotonic(), list[str]()
     chip = Chip.measure(chosen.device)
-    device = torch.cuda.get_device_name() if chosen.device == "cuda" else "the CPU: sizes to try the script with"
+    device = (
+        torch.cuda.get_device_name()
+        if chosen.device == "cuda"
+        else "the CPU: sizes to try the script with"
+    )
     collect()
     with tempfile.TemporaryDirectory() as folder:
         for name in chosen.sizes:

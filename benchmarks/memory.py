@@ -17,13 +17,19 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from afterimage.packing import Packed
-from afterimage.policy import Passes, Policy
 from benchmarks.tables import CONSOLE, columns, picture, row, write
+from unstale.model.packing import Packed
+from unstale.model.policy import ForwardOptions, Policy
 
 ROOT = Path(__file__).parent.parent
 HIDDEN = 256
-PASSES = ("scoring", "training", "training, recompute", "all logits, scoring", "all logits, training")
+PASSES = (
+    "scoring",
+    "training",
+    "training, recompute",
+    "all logits, scoring",
+    "all logits, training",
+)
 
 FLAT = 1.5
 """Most over least that counts as flat, beside tables of the embedding's size; all logits grow by tens of times."""
@@ -37,10 +43,12 @@ def grown_mb(what: str, vocabulary: int, tokens: int) -> float:
         num_attention_heads=4, num_key_value_heads=2, head_dim=HIDDEN // 4, tie_word_embeddings=True,
     )  # fmt: skip
     policy = Policy(Qwen3ForCausalLM(config), None)
-    policy.run_as(Passes(recompute="recompute" in what))
+    policy.set_forward_options(ForwardOptions(recompute="recompute" in what))
     optimizer = torch.optim.AdamW(policy.model.parameters(), fused=True)
     length = tokens // 4
-    packed = Packed(torch.randint(0, vocabulary, (4 * length,)), tuple(range(0, 4 * length + 1, length)))
+    packed = Packed(
+        torch.randint(0, vocabulary, (4 * length,)), tuple(range(0, 4 * length + 1, length))
+    )
     every = torch.ones(len(packed.tokens), dtype=torch.bool)
     for weight in policy.model.parameters():
         weight.grad = torch.zeros_like(weight)
@@ -50,8 +58,12 @@ def grown_mb(what: str, vocabulary: int, tokens: int) -> float:
     _reset_peak()
     if "all logits" in what:
         with torch.set_grad_enabled("training" in what):
-            logits = policy.model(input_ids=packed.tokens.view(4, length), use_cache=False).logits.float()
-            logps = logits[:, :-1].log_softmax(-1).gather(2, packed.tokens.view(4, length)[:, 1:, None])
+            logits = policy.model(
+                input_ids=packed.tokens.view(4, length), use_cache=False
+            ).logits.float()
+            logps = (
+                logits[:, :-1].log_softmax(-1).gather(2, packed.tokens.view(4, length)[:, 1:, None])
+            )
             if "training" in what:
                 logps.sum().backward()
     elif what == "scoring":
@@ -78,7 +90,9 @@ def _reset_peak() -> None:
     """So that what was needed to get here is forgotten."""
     Path("/proc/self/clear_refs").write_text("5")
     if _peak_mb() > 1.05 * _now_mb():
-        raise RuntimeError(f"the peak stays at {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024} MB")
+        raise RuntimeError(
+            f"the peak stays at {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024} MB"
+        )
 
 
 def table_mb(vocabulary: int) -> float:
@@ -98,7 +112,15 @@ def measure(vocabularies: list[int], tokens: int, repeats: int) -> list[str]:
                 found.setdefault(what, []).append(float("nan"))
                 continue
             CONSOLE.print(f"{what}, vocabulary {vocabulary:,}")
-            command = [sys.executable, "-m", "benchmarks.memory", "--child", what, "--vocabularies", str(vocabulary)]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.memory",
+                "--child",
+                what,
+                "--vocabularies",
+                str(vocabulary),
+            ]
             told = [
                 float(subprocess.run([*command, "--tokens", str(tokens)], cwd=ROOT, check=True, capture_output=True,
                                      text=True).stdout.split()[-1])
@@ -118,17 +140,29 @@ def measure(vocabularies: list[int], tokens: int, repeats: int) -> list[str]:
         ),
     ]
     for what, sizes in found.items():
-        extra = [2 * table_mb(vocabulary) if "training" in what else 0.0 for vocabulary in vocabularies]
+        extra = [
+            2 * table_mb(vocabulary) if "training" in what else 0.0 for vocabulary in vocabularies
+        ]
         rest = [size - more for size, more in zip(sizes, extra, strict=True)]
         cells = [
-            ("does not fit" if size != size else f"{size:.0f}" + (f" ({own:.0f})" if own != size else ""))
+            (
+                "does not fit"
+                if size != size
+                else f"{size:.0f}" + (f" ({own:.0f})" if own != size else "")
+            )
             for size, own in zip(sizes, rest, strict=True)
         ]
         known, whole = [own for own in rest if own == own], [size for size in sizes if size == size]
         if min(known) <= 0:
-            raise SystemExit(f"{what}: {tokens:,} tokens are too few beside two tables of the embedding's size")
+            raise SystemExit(
+                f"{what}: {tokens:,} tokens are too few beside two tables of the embedding's size"
+            )
         flat = max(known) / min(known)
-        goal = "" if "all logits" in what else f"{'met' if flat <= FLAT else 'missed'}: {flat:.2f} of {FLAT}"
+        goal = (
+            ""
+            if "all logits" in what
+            else f"{'met' if flat <= FLAT else 'missed'}: {flat:.2f} of {FLAT}"
+        )
         lines.append(row(what, *cells, f"{flat:.2f}", f"{max(whole) / min(whole):.2f}", goal))
     draw(vocabularies, found)
     return [*lines, "", f"The goal is judged without the two tables. {repeats} repeats, medians."]
@@ -137,7 +171,13 @@ def measure(vocabularies: list[int], tokens: int, repeats: int) -> list[str]:
 def draw(vocabularies: list[int], found: dict[str, list[float]]) -> None:
     with picture("memory") as axes:
         for what, sizes in found.items():
-            axes.plot(vocabularies, sizes, marker="o", label=what, linestyle="--" if "all" in what else "-")
+            axes.plot(
+                vocabularies,
+                sizes,
+                marker="o",
+                label=what,
+                linestyle="--" if "all" in what else "-",
+            )
         axes.set(xscale="log", yscale="log", xlabel="vocabulary", ylabel="MB that a pass adds")
         axes.legend(frameon=False, fontsize=7)
 
@@ -152,7 +192,11 @@ def main() -> None:
     if chosen.child:
         CONSOLE.print(grown_mb(chosen.child, chosen.vocabularies[0], chosen.tokens))
         return
-    write("memory", "Memory by vocabulary", measure(chosen.vocabularies, chosen.tokens, chosen.repeats))
+    write(
+        "memory",
+        "Memory by vocabulary",
+        measure(chosen.vocabularies, chosen.tokens, chosen.repeats),
+    )
 
 
 if __name__ == "__main__":

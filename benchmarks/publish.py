@@ -21,14 +21,14 @@ from typing import Any, Literal
 
 import torch
 
-from afterimage.checkpoint import Checkpoints
-from afterimage.engines import SamplingParams, Update
-from afterimage.engines.embedded import EmbeddedEngine
-from afterimage.policy import Policy
-from afterimage.publish import DirectPublisher
-from afterimage.versions import VersionStore
 from benchmarks.routes import RATES, History, Size, advance, train
 from benchmarks.tables import CONSOLE, columns, picture, ratios, row, spread, write
+from unstale.durability.checkpoint import Checkpoints
+from unstale.engines import SamplingParams, Update
+from unstale.engines.embedded.engine import EmbeddedEngine
+from unstale.model.policy import Policy
+from unstale.weights.publish import DirectPublisher
+from unstale.weights.store import VersionStore
 
 Way = Literal["full", "delta"]
 WAYS: tuple[Way, Way] = ("full", "delta")
@@ -107,7 +107,8 @@ class Watched:
             prompt = [(seed * 31 + place) % vocab for place in range(32)]
             while True:
                 await self.engine.sample(
-                    prompt, SamplingParams(max_tokens=96, stop_tokens=(), temperature=1.0, seed=seed)
+                    prompt,
+                    SamplingParams(max_tokens=96, stop_tokens=(), temperature=1.0, seed=seed),
                 )
 
         async with asyncio.TaskGroup() as tasks:
@@ -127,7 +128,9 @@ class Sender:
         self._checkpoints = Checkpoints(folder, {})
         self._store = VersionStore() if way == "delta" else None
         self._disk_s = 0.0
-        self._publisher = DirectPublisher(engine, dtype=policy.dtype, store=self._store, put=self._put)  # type: ignore[arg-type]
+        self._publisher = DirectPublisher(
+            engine, dtype=policy.dtype, store=self._store, put=self._put
+        )  # type: ignore[arg-type]
 
     def _put(self, *version: Any) -> None:
         with timed() as clock:
@@ -164,7 +167,9 @@ async def send(model: str, size: Size, history: History, engines: Mapping[Way, W
     policy = size.policy()
     advance(policy, history, 0)
     with tempfile.TemporaryDirectory() as folder:
-        senders = {way: Sender(way, engine, policy, Path(folder) / way) for way, engine in engines.items()}
+        senders = {
+            way: Sender(way, engine, policy, Path(folder) / way) for way, engine in engines.items()
+        }
         for version in range(len(history.copies)):
             advance(policy, history, version)
             for way in WAYS if version % 2 else WAYS[::-1]:
@@ -182,7 +187,10 @@ def changed_share(history: History) -> float:
 
 async def measure(model: str, size: Size, rates: Sequence[float], repeats: int) -> list[Cell]:
     """One model: a pair of engines, and every learning rate."""
-    engines = {way: Watched(EmbeddedEngine(size.folder, max_context=256, deltas=way == "delta")) for way in WAYS}
+    engines = {
+        way: Watched(EmbeddedEngine(size.folder, max_context=256, deltas=way == "delta"))
+        for way in WAYS
+    }
     cells = []
     try:
         for engine in engines.values():
@@ -222,13 +230,22 @@ def table(cells: Sequence[Cell]) -> list[str]:
 def judged(cells: Sequence[Cell]) -> list[str]:
     """Where a delta is slower, and what it saves, in words."""
     lines = []
-    for what, words in (("standstill_s", "Generation stands still"), ("all_s", "Prepared and loaded, a version takes")):
+    for what, words in (
+        ("standstill_s", "Generation stands still"),
+        ("all_s", "Prepared and loaded, a version takes"),
+    ):
         slower = [cell for cell in cells if median(cell.over(what)) > 1 / NEWS]
         quicker = [cell for cell in cells if median(cell.over(what)) < NEWS]
-        where = "; ".join(f"{' at '.join(cell.names)}: {median(cell.over(what)):.2f}" for cell in slower)
+        where = "; ".join(
+            f"{' at '.join(cell.names)}: {median(cell.over(what)):.2f}" for cell in slower
+        )
         lines.append(
             f"- {words} for a delta less long than for whole weights in {len(quicker)} of {len(cells)} cases"
-            + (f", and longer in {len(slower)} ({where} times as long)." if slower else ", and longer in none.")
+            + (
+                f", and longer in {len(slower)} ({where} times as long)."
+                if slower
+                else ", and longer in none."
+            )
         )
     return lines
 
@@ -236,23 +253,36 @@ def judged(cells: Sequence[Cell]) -> list[str]:
 def draw(cells: Sequence[Cell]) -> None:
     with picture("publish", panels=3, width=10.5) as axes:
         for axis, what, title in zip(
-            axes, ("bytes", "standstill_s", "all_s"), ("bytes", "standstill", "preparing and standstill"), strict=True
+            axes,
+            ("bytes", "standstill_s", "all_s"),
+            ("bytes", "standstill", "preparing and standstill"),
+            strict=True,
         ):
             for model in dict.fromkeys(cell.model for cell in cells):
                 own = [cell for cell in cells if cell.model == model]
                 points = [median(cell.over(what)) for cell in own]
-                axis.plot([cell.rate for cell in own], points, marker="o", markersize=3.5, label=model)
+                axis.plot(
+                    [cell.rate for cell in own], points, marker="o", markersize=3.5, label=model
+                )
             axis.axhline(1, color="grey", linewidth=0.8, linestyle="--")
-            axis.set(xscale="log", ylim=(0, None), title=f"{title}: delta / full", xlabel="learning rate")
+            axis.set(
+                xscale="log", ylim=(0, None), title=f"{title}: delta / full", xlabel="learning rate"
+            )
         axes[0].legend(frameon=False, fontsize=8)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["1M", "5M", "20M", "100M"])
+    parser.add_argument(
+        "--models", nargs="+", choices=list(SHAPES), default=["1M", "5M", "20M", "100M"]
+    )
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
-    parser.add_argument("--repeats", type=int, default=5, help="versions of each model at each rate that count")
-    parser.add_argument("--warm-steps", type=int, default=3, help="optimizer steps before the first version")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="versions of each model at each rate that count"
+    )
+    parser.add_argument(
+        "--warm-steps", type=int, default=3, help="optimizer steps before the first version"
+    )
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     began, cells = time.monotonic(), list[Cell]()

@@ -14,13 +14,13 @@ from functools import cache
 
 import numpy as np
 
-from afterimage.config import ScheduleConfig
-from afterimage.plan.analytic import Analytic, Placement, Setting
-from afterimage.plan.hardware import DEVICES, Device, Shares
-from afterimage.plan.models import PRESETS, Model
-from afterimage.plan.route_costs import ROUTES
-from afterimage.plan.simulate import Constant, Fleet, LogNormal, Outcome, Workload, simulate
-from afterimage.plan.workload import Episodes, seen_in
+from unstale.config import ScheduleConfig
+from unstale.planner.analytic import Analytic, Placement, Setting
+from unstale.planner.hardware import DEVICES, Device, Shares
+from unstale.planner.models import PRESETS, Model
+from unstale.planner.route_costs import ROUTES
+from unstale.planner.simulate import Constant, Fleet, LogNormal, Outcome, Workload, simulate
+from unstale.planner.workload import Episodes, seen_in
 
 SIGMA = 0.9
 """Of the log-normal lengths: assumed, as their mean is where neither it nor the time of training is published."""
@@ -29,9 +29,22 @@ PROMPT, ANSWER = 200, 200
 MAX_RUNNING = 1024
 """Replies of an engine at most: vLLM's default. What they hold is bounded by the memory."""
 
-QWEN_1_5B = Model(layers=28, hidden=1536, ffn=8960, heads=12, kv_heads=2, tied=True, qk_norm=False, qkv_bias=True)
-QWEN_7B = Model(layers=28, hidden=3584, ffn=18944, heads=28, kv_heads=4, vocab=152064, qk_norm=False, qkv_bias=True)
-LLAMA_8B = Model(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256, qk_norm=False)
+QWEN_1_5B = Model(
+    layers=28, hidden=1536, ffn=8960, heads=12, kv_heads=2, tied=True, qk_norm=False, qkv_bias=True
+)
+QWEN_7B = Model(
+    layers=28,
+    hidden=3584,
+    ffn=18944,
+    heads=28,
+    kv_heads=4,
+    vocab=152064,
+    qk_norm=False,
+    qkv_bias=True,
+)
+LLAMA_8B = Model(
+    layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256, qk_norm=False
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +153,11 @@ def _meeting(wanted: float, of: Callable[[float], float], first: float, second: 
             break
         below = [each for each in known if known[each] <= wanted]
         above = [each for each in known if known[each] > wanted]
-        low, high = (max(below), min(above)) if below and above else sorted(known)[:: 1 if above else -1][:2]
+        low, high = (
+            (max(below), min(above))
+            if below and above
+            else sorted(known)[:: 1 if above else -1][:2]
+        )
         tried = max(0.0, low + (wanted - known[low]) * (high - low) / (known[high] - known[low]))
         known[tried] = of(tried)
     return min(known, key=lambda each: abs(known[each] - wanted))
@@ -171,7 +188,9 @@ class Priced(Analytic):
 def priced(row: Row, trainer_gpus: int, *, scored: bool = True) -> Priced:
     """Without what is published of its phases."""
     episode = row.tokens + row.answers
-    drawn = LogNormal.cut(min(row.tokens, 0.99 * row.most), SIGMA, row.most).draw(np.random.default_rng(0), 10_000)
+    drawn = LogNormal.cut(min(row.tokens, 0.99 * row.most), SIGMA, row.most).draw(
+        np.random.default_rng(0), 10_000
+    )
     lengths = drawn + row.answers
     setting = Setting(
         model=row.model, device=row.device, shares=Shares(), lr=1e-6, recompute=row.recompute,
@@ -179,7 +198,11 @@ def priced(row: Row, trainer_gpus: int, *, scored: bool = True) -> Priced:
     )  # fmt: skip
     return Priced(
         setting=setting,
-        place=Placement(trainer_gpus // row.scale, max(1, row.engine_gpus // row.tensor // row.scale), row.tensor),
+        place=Placement(
+            trainer_gpus // row.scale,
+            max(1, row.engine_gpus // row.tensor // row.scale),
+            row.tensor,
+        ),
         route=ROUTES["current_recompute" if scored else "rollout"],
         batch=row.episodes * episode,
         live=2,
@@ -221,7 +244,9 @@ def synchronous(row: Row, steps: int) -> tuple[Outcome, float]:
         batch = round(costs.batch)
         training_s += row.reference_s[0]
         costs = replace(
-            costs, trained=training_s / costs.train_s(batch), scored=scoring_s / costs.old_logps_s(batch, 1.0)
+            costs,
+            trained=training_s / costs.train_s(batch),
+            scored=scoring_s / costs.old_logps_s(batch, 1.0),
         )
 
         def generated_s(more: float) -> float:
@@ -363,12 +388,16 @@ class Compared:
         return min(0.0, self.ratio / low - 1) or max(0.0, self.ratio / high - 1)
 
 
-def compare(rows: tuple[Row, ...], turnovers: int, told: Callable[[str], None]) -> Iterator[Compared]:
+def compare(
+    rows: tuple[Row, ...], turnovers: int, told: Callable[[str], None]
+) -> Iterator[Compared]:
     """Groups a second of both runs; for a partial one, of its generation."""
     for row in rows:
         sync, other = synchronous(row, 3)[0], asynchronous(row, turnovers)
         ratio = (
-            generation_s_of(sync) / generation_s_of(other) if row.partial else other.groups_per_s / sync.groups_per_s
+            generation_s_of(sync) / generation_s_of(other)
+            if row.partial
+            else other.groups_per_s / sync.groups_per_s
         )
         told(f"{row.name}: {row.published[0]:.2f} published, {ratio:.2f} simulated")
         yield Compared(row, ratio, sync)

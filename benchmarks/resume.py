@@ -3,7 +3,7 @@
     python benchmarks/resume.py          # minutes; the demo's own configuration
 
 Of some steps of the demo: the time that the journal takes from a step, what a sampled token takes on the disk, and what
-checkpoints and versions take. Of the demo killed in its middle: the seconds from `afterimage train --resume` to the
+checkpoints and versions take. Of the demo killed in its middle: the seconds from `unstale train --resume` to the
 first trained step. And the same deterministic steps with and without anything written to the journal. Writes a dated
 table under benchmarks/results/.
 """
@@ -28,13 +28,13 @@ from typing import Any
 
 from rich.console import Console
 
-from afterimage import cli
-from afterimage.checkpoint import Checkpoints
-from afterimage.journal import Journal
-from afterimage.journal import writer as journal_writer
-from afterimage.launch.machine import commit, machine, versions
-from afterimage.observe.recorder import Recorder
-from afterimage.trainer import Trainer
+from unstale.cli import main as cli
+from unstale.durability.checkpoint import Checkpoints
+from unstale.durability.journal import Journal
+from unstale.durability.journal import writer as journal_writer
+from unstale.durability.machine import commit, machine, versions
+from unstale.observe.recorder import Recorder
+from unstale.trainer.local import Trainer
 
 RESULTS = Path(__file__).parent / "results"
 CONSOLE = Console(soft_wrap=True, highlight=False)
@@ -106,7 +106,11 @@ class Meter:
         setattr(Journal, name, timed)
 
     def _tell(self, step: int) -> None:
-        clocks = (time.pthread_getcpuclockid(j._thread.ident) for j in self._threads if j._thread and j._thread.ident)
+        clocks = (
+            time.pthread_getcpuclockid(j._thread.ident)
+            for j in self._threads
+            if j._thread and j._thread.ident
+        )
         thread_s = sum(time.clock_gettime(clock) for clock in clocks)
         line = {"step": step, "at": time.monotonic(), "thread_s": thread_s, **self._sums}
         with self._out.open("a") as file:
@@ -148,7 +152,9 @@ def child(mode: str, out: Path, arguments: list[str]) -> None:
 
     def tell_and_leave() -> None:
         used = resource.getrusage(resource.RUSAGE_SELF)
-        out.write_text(json.dumps({"wall_s": time.monotonic() - began, "cpu_s": used.ru_utime + used.ru_stime}))
+        out.write_text(
+            json.dumps({"wall_s": time.monotonic() - began, "cpu_s": used.ru_utime + used.ru_stime})
+        )
         os.kill(os.getpid(), signal.SIGKILL)
 
     match mode:
@@ -157,7 +163,9 @@ def child(mode: str, out: Path, arguments: list[str]) -> None:
         case "kill":
             after_steps(KILLED_AT, tell_and_leave)
         case "resume":
-            after_steps(1, lambda: (out.write_text(str(time.time())), os.kill(os.getpid(), signal.SIGKILL)))
+            after_steps(
+                1, lambda: (out.write_text(str(time.time())), os.kill(os.getpid(), signal.SIGKILL))
+            )
         case "with" | "without":
             if mode == "without":
                 without_journal()
@@ -166,7 +174,9 @@ def child(mode: str, out: Path, arguments: list[str]) -> None:
 
             def stop() -> None:
                 (wall, cpu) = began_at[0]
-                out.write_text(json.dumps({"wall_s": time.monotonic() - wall, "cpu_s": _cpu_s() - cpu}))
+                out.write_text(
+                    json.dumps({"wall_s": time.monotonic() - wall, "cpu_s": _cpu_s() - cpu})
+                )
                 os.kill(os.getpid(), signal.SIGKILL)
 
             after_steps(1 + AB_STEPS, stop)
@@ -205,7 +215,9 @@ def steps(runs: Path, count: int) -> Measured:
     for line in gone:
         line["barriers_s"] = line["publishing_wait_s"] + line.get("checkpoint_wait_s", 0)
         group_s = line["finish_wait_s"] / max(1, line["finish_wait_s_calls"])
-        line["share"] = (line["thread_s"] + line["loop_s"] + line["barriers_s"] + group_s) / line["at"]
+        line["share"] = (line["thread_s"] + line["loop_s"] + line["barriers_s"] + group_s) / line[
+            "at"
+        ]
     last = lines[-1]
     with Journal.read(runs / "demo") as journal:
         sampled = journal.rows("SELECT sum(num_tokens) FROM pieces WHERE version IS NOT NULL")[0][0]
@@ -255,7 +267,16 @@ def apart(runs: Path, repeats: int) -> dict[str, list[Measured]]:
     for number in range(repeats):
         for mode, rows in found.items():
             out = runs / f"{mode}{number}.json"
-            arguments = _demo(runs, f"{mode}{number}", "--minutes", "0", "--deterministic", "true", "--eval.tasks", "0")
+            arguments = _demo(
+                runs,
+                f"{mode}{number}",
+                "--minutes",
+                "0",
+                "--deterministic",
+                "true",
+                "--eval.tasks",
+                "0",
+            )
             spawn(mode, out, *arguments, "--checkpoint.every", "1000")
             rows.append(json.loads(out.read_text()))
             CONSOLE.print(f"{mode} a journal: {rows[-1]}", markup=False)
@@ -266,7 +287,9 @@ def _demo(runs: Path, name: str, *knobs: str) -> list[str]:
     return ["train", "retail", "--runs", str(runs), "--name", name, *knobs]
 
 
-def table(costs: list[Measured], back: list[float], ab: dict[str, list[Measured]], command: str) -> str:
+def table(
+    costs: list[Measured], back: list[float], ab: dict[str, list[Measured]], command: str
+) -> str:
     def of(name: str) -> float:
         return median(cost[name] for cost in costs)
 
@@ -301,7 +324,9 @@ def table(costs: list[Measured], back: list[float], ab: dict[str, list[Measured]
         "were one of the trainer's, and one group in each batch were waited for.",
         "",
         "Bytes a sampled token by table: "
-        + ", ".join(f"{name} {held:.1f}" for name, held in costs[0]["tables"].items() if held >= 0.05)
+        + ", ".join(
+            f"{name} {held:.1f}" for name, held in costs[0]["tables"].items() if held >= 0.05
+        )
         + ".",
     ]
     if ab["with"]:

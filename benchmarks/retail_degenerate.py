@@ -16,11 +16,11 @@ from datetime import date
 from pathlib import Path
 from random import Random
 
-from afterimage.envs import Message, ToolCall
-from afterimage.envs.retail import LEVELS, RetailEnv, RetailTasks, script
-from afterimage.envs.retail.database import REASONS
-from afterimage.envs.retail.tools import ARGUMENTS, READS
-from afterimage.trajectory import Task
+from unstale.envs import Message, ToolCall
+from unstale.envs.retail import LEVELS, RetailEnv, RetailTasks, script
+from unstale.envs.retail.database import REASONS
+from unstale.envs.retail.tools import ARGUMENTS, READS
+from unstale.records import Task
 
 CEILING = 0.15
 MAX_TURNS = 20
@@ -43,7 +43,9 @@ class Sight:
 
     def listed(self, key: str) -> list[str]:
         """Numbers of items, payments or the point in the order's record, in its order."""
-        record = next(m.content for m in reversed(self.said) if m.role == "tool" and "point" in m.content)
+        record = next(
+            m.content for m in reversed(self.said) if m.role == "tool" and "point" in m.content
+        )
         if record.startswith("{"):
             return re.findall(rf'"{key}_id": (\d+)', record)
         part = {"item": "items: (.*?);", "payment": "pay: (.*?);", "point": "point (.*)"}[key]
@@ -53,7 +55,11 @@ class Sight:
     def other_variant(self) -> str:
         """The first variant of the first item in the last record that is not the item itself."""
         record = next(m.content for m in reversed(self.said) if m.role == "tool")
-        numbers = re.findall(r'"item_id": (\d+)', record) if '"item_id"' in record else NUMBER.findall(record)
+        numbers = (
+            re.findall(r'"item_id": (\d+)', record)
+            if '"item_id"' in record
+            else NUMBER.findall(record)
+        )
         return next((number for number in numbers if number != self.listed("item")[0]), numbers[0])
 
 
@@ -61,7 +67,9 @@ Act = Callable[[Sight], Message]
 
 
 def call(name: str, *values: str) -> Message:
-    return Message("assistant", "", (ToolCall(name, dict(zip(ARGUMENTS[name], values, strict=True))),))
+    return Message(
+        "assistant", "", (ToolCall(name, dict(zip(ARGUMENTS[name], values, strict=True))),)
+    )
 
 
 def random_call(sight: Sight) -> Message:
@@ -77,7 +85,9 @@ def random_valid_call(sight: Sight) -> Message:
     name = sight.random.choice([name for name in ARGUMENTS if name not in READS])
     kinds = {"item_id": "item", "payment_id": "payment", "point_id": "point", "new_item_id": "item"}
     values = {"order_id": sight.order, "reason": sight.random.choice(REASONS)}
-    picked = [values.get(key) or sight.random.choice(sight.listed(kinds[key])) for key in ARGUMENTS[name]]
+    picked = [
+        values.get(key) or sight.random.choice(sight.listed(kinds[key])) for key in ARGUMENTS[name]
+    ]
     return call(name, *picked)
 
 
@@ -91,7 +101,10 @@ def last_numbers(sight: Sight) -> Message:
 
 
 POLICIES: dict[str, tuple[Act, tuple[str | Act, ...]]] = {
-    **{f"always refuse ({reason})": ((lambda s, r=reason: call("refuse", s.order, r)), ()) for reason in REASONS},
+    **{
+        f"always refuse ({reason})": ((lambda s, r=reason: call("refuse", s.order, r)), ())
+        for reason in REASONS
+    },
     "always hand over": (lambda s: call("hand_over", s.order), ()),
     "always cancel": (lambda s: call("cancel_order", s.order), ()),
     "return the first item to the first payment": (
@@ -103,7 +116,12 @@ POLICIES: dict[str, tuple[Act, tuple[str | Act, ...]]] = {
         ("Which item?", "Refund to what?"),
     ),
     "return any item to any payment": (
-        lambda s: call("return_item", s.order, s.random.choice(s.listed("item")), s.random.choice(s.listed("payment"))),
+        lambda s: call(
+            "return_item",
+            s.order,
+            s.random.choice(s.listed("item")),
+            s.random.choice(s.listed("payment")),
+        ),
         ("Which item?", "Refund to what?"),
     ),
     "exchange the first item for its first variant": (
@@ -116,12 +134,17 @@ POLICIES: dict[str, tuple[Act, tuple[str | Act, ...]]] = {
     ),
     "copy the last number": (last_numbers, ("Which item?", "Refund to what?")),
     "any call, any numbers": (random_call, ("Which item?", "Refund to what?", "Where to?")),
-    "any call, numbers of the right kind": (random_valid_call, ("Which item?", "Refund to what?", "Where to?")),
+    "any call, numbers of the right kind": (
+        random_valid_call,
+        ("Which item?", "Refund to what?", "Where to?"),
+    ),
     "only talk": (lambda s: Message("assistant", "Done."), ()),
 }
 
 
-async def replies(sight: Sight, level: int, act: Act, questions: Sequence[str | Act]) -> AsyncIterator[Message]:
+async def replies(
+    sight: Sight, level: int, act: Act, questions: Sequence[str | Act]
+) -> AsyncIterator[Message]:
     """The blind policy's side of a conversation."""
     if level > 2:
         yield Message("assistant", "Your email?")
@@ -168,19 +191,29 @@ async def measure(count: int) -> dict[str, list[float]]:
         tasks = RetailTasks(level=level)
         table["scripted expert"].append(sum([await expert(tasks, i) for i in range(count)]) / count)
         for name, (act, questions) in POLICIES.items():
-            table[name].append(sum([await score(tasks, i, act, questions) for i in range(count)]) / count)
+            table[name].append(
+                sum([await score(tasks, i, act, questions) for i in range(count)]) / count
+            )
     return table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="success of policies that do not understand")
-    parser.add_argument("--tasks", type=int, default=1000, help="held-out tasks per policy and level")
+    parser.add_argument(
+        "--tasks", type=int, default=1000, help="held-out tasks per policy and level"
+    )
     count = parser.parse_args().tasks
     table = asyncio.run(measure(count))
     command = f"python benchmarks/retail_degenerate.py --tasks {count}"
     lines = [f"Success on {count} held-out tasks, {date.today()}, `{command}`.", ""]
-    lines += ["| policy | " + " | ".join(f"level {level}" for level in LEVELS) + " |", "|---|" + "---|" * len(LEVELS)]
-    lines += [f"| {name} | " + " | ".join(f"{value:.1%}" for value in row) + " |" for name, row in table.items()]
+    lines += [
+        "| policy | " + " | ".join(f"level {level}" for level in LEVELS) + " |",
+        "|---|" + "---|" * len(LEVELS),
+    ]
+    lines += [
+        f"| {name} | " + " | ".join(f"{value:.1%}" for value in row) + " |"
+        for name, row in table.items()
+    ]
     text = "\n".join(lines) + "\n"
     print(text)  # noqa: T201
     Path(__file__).parent.joinpath("results", "retail_degenerate.md").write_text(text)

@@ -18,13 +18,13 @@ from typing import Any
 
 from rich.console import Console
 
-from afterimage.build import Machine, build_machine
-from afterimage.config import AuditConfig, CheckpointConfig, EvalConfig, RunConfig, ScheduleConfig
-from afterimage.launch.local import Lives, share_processor
-from afterimage.observe.live import LiveDisplay
-from afterimage.observe.metrics import RunFolder, RunLog
-from afterimage.recipes.routes import ROUTES
 from benchmarks.tables import CONSOLE, columns, rotated, row, spread
+from unstale.build import Components, build_machine
+from unstale.cli.session import RunSession, limit_threads
+from unstale.config import AuditConfig, CheckpointConfig, EvalConfig, RunConfig, ScheduleConfig
+from unstale.observe.live import LiveDisplay
+from unstale.observe.metrics import RunFolder, RunLog
+from unstale.recipes.routes import ROUTES
 
 WARM = 2
 """Steps of a run before the first that counts: the pipeline fills, and routes get what they need."""
@@ -42,7 +42,7 @@ class Clock:
     spent: Counter[str] = field(default_factory=Counter)
     lines: list[tuple[float, Counter[str]]] = field(default_factory=list)
 
-    def watch(self, machine: Machine) -> None:
+    def watch(self, machine: Components) -> None:
         self._time(machine.trainer, "prepare", SCORING)
         for name, part in PARTS.items():
             self._time(machine.old, name, part)
@@ -104,20 +104,23 @@ def config_of(name: str, *, steps: int, groups: int, seed: int, runs: Path) -> R
 
 
 def run(config: RunConfig) -> Ran:
-    """A run as `afterimage train` does it, but for what is kept afterwards."""
-    share_processor()
+    """A run as `unstale train` does it, but for what is kept afterwards."""
+    limit_threads()
     machine, clock = build_machine(config), Clock()
     clock.watch(machine)
     folder = config.runs / config.name
     log = RunLog.create(folder, config)
     with LiveDisplay(config, console=Console(quiet=True)) as display:
-        Lives(config, log, machine).next(display)
+        RunSession(config, log, machine).next(display)
     log.close()
     lines = clock.lines[WARM - 1 :]
     steps_s = tuple(after - before for (before, _), (after, _) in pairwise(lines))
     (_, before), (_, after) = lines[0], lines[-1]
     rows = [line for line in RunFolder(folder).metrics() if line["step"] > WARM]
-    parts = {part: (after[part] - before[part]) / len(steps_s) for part in (SCORING, CLOSING, PUBLISHING, IDLE)}
+    parts = {
+        part: (after[part] - before[part]) / len(steps_s)
+        for part in (SCORING, CLOSING, PUBLISHING, IDLE)
+    }
     exact, mixed = (
         median(float(line.get(name, 0.0)) for line in rows)
         for name in ("old_logps/exact_fraction", "schedule/mixed_version_share")
@@ -132,7 +135,9 @@ def measure(names: Sequence[str], repeats: int, *, steps: int, groups: int) -> d
         for name in rotated(names, turn * len(names) // repeats):
             CONSOLE.print(f"end to end, round {turn + 1} of {repeats}: {name}")
             with TemporaryDirectory() as runs:
-                found[name].append(run(config_of(name, steps=steps, groups=groups, seed=turn, runs=Path(runs))))
+                found[name].append(
+                    run(config_of(name, steps=steps, groups=groups, seed=turn, runs=Path(runs)))
+                )
     return found
 
 
@@ -147,12 +152,27 @@ def table(found: Mapping[str, Sequence[Ran]]) -> list[str]:
         "while it waits", "exact share", "mixed episodes",
     )  # fmt: skip
     for name, rans in found.items():
-        over = median(ran.step_s / other.step_s for ran, other in zip(rans, found["rollout"], strict=True))
-        parts = [median(ran.parts[part] / ran.step_s for ran in rans) for part in (SCORING, CLOSING, PUBLISHING, IDLE)]
-        rest = [f"{median(ran.exact for ran in rans):.0%}", f"{median(ran.mixed for ran in rans):.0%}"]
+        over = median(
+            ran.step_s / other.step_s for ran, other in zip(rans, found["rollout"], strict=True)
+        )
+        parts = [
+            median(ran.parts[part] / ran.step_s for ran in rans)
+            for part in (SCORING, CLOSING, PUBLISHING, IDLE)
+        ]
+        rest = [
+            f"{median(ran.exact for ran in rans):.0%}",
+            f"{median(ran.mixed for ran in rans):.0%}",
+        ]
         steps = spread([ran.step_s for ran in rans])
         lines.append(
-            row(f"`{name}`", steps, f"{over:.2f}", f"{share(rans):.1%}", *(f"{part:.1%}" for part in parts), *rest)
+            row(
+                f"`{name}`",
+                steps,
+                f"{over:.2f}",
+                f"{share(rans):.1%}",
+                *(f"{part:.1%}" for part in parts),
+                *rest,
+            )
         )
     return lines
 

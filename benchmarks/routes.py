@@ -25,20 +25,31 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from afterimage import audit
-from afterimage.build import build_correction, build_objective, build_old_logps
-from afterimage.config import CorrectionConfig, ObjectiveConfig, OldLogpsConfig, Route, TrainerConfig
-from afterimage.old_logps import Scoring
-from afterimage.old_logps.rollout import Rollout
-from afterimage.packing import Packed
-from afterimage.policy import Policy
-from afterimage.testing import tiny_policy
-from afterimage.trainer import Rules, Trainer
-from afterimage.trajectory import Batch, Credited, Given, Open, Piece, Sampled, Task, Trajectory, collate, walk
-from afterimage.versions import VersionStore
-from afterimage.versions.codec import words
 from benchmarks import route_steps
 from benchmarks.tables import CONSOLE, columns, picture, row, spread, write
+from unstale.algorithms import audit
+from unstale.build import build_correction, build_objective, build_old_logps
+from unstale.config import CorrectionConfig, ObjectiveConfig, OldLogpsConfig, Route, TrainerConfig
+from unstale.model.packing import Packed
+from unstale.model.policy import Policy
+from unstale.old_logps import Scoring
+from unstale.old_logps.rollout import Rollout
+from unstale.records import (
+    Batch,
+    ContextPiece,
+    PendingPiece,
+    Piece,
+    Sampled,
+    ScoredTrajectory,
+    Task,
+    Trajectory,
+    collate,
+    walk,
+)
+from unstale.testing import tiny_policy
+from unstale.trainer.local import Rules, Trainer
+from unstale.weights.codec import words
+from unstale.weights.store import VersionStore
 
 LIVE = 5
 WARM = 3
@@ -49,7 +60,14 @@ RL_RATE = 1e-5
 STORE = (
     "lr", "words changed a step", "resident copies", "bitwise exact", "written as (tensors)", "encode s", "walk s",
 )  # fmt: skip
-ROUTE = ("route", "extra time a step", "idle time", "resident copies", "movable models", "exact share")
+ROUTE = (
+    "route",
+    "extra time a step",
+    "idle time",
+    "resident copies",
+    "movable models",
+    "exact share",
+)
 Goal = tuple[str, float, float]
 """What it is of, what was found, and what it may be at most."""
 Plan = Sequence[tuple[float, int | None]]
@@ -118,7 +136,9 @@ def make_trainer(size: Size, rate: float, num_steps: int) -> Trainer:
         objective=build_objective(ObjectiveConfig(kind="none")),
         temperature=1.0,
     )
-    config = TrainerConfig(dtype="bfloat16", lr=rate, micro_tokens=size.scoring.micro_tokens, **size.options)
+    config = TrainerConfig(
+        dtype="bfloat16", lr=rate, micro_tokens=size.scoring.micro_tokens, **size.options
+    )
     return Trainer(size.policy(), config, rules, Rollout(), num_steps=num_steps)
 
 
@@ -129,8 +149,12 @@ def train(size: Size, rate: float, versions: int) -> History:
     history = History(rate, [], [])
     for number in range(size.warm_steps + versions):
         if number >= size.warm_steps:
-            history.copies.append({name: tensor.clone() for name, tensor in policy.weights().items()})
-        batch = collate(episodes(size, MIXED, version=policy.version, first=number * size.sequences))
+            history.copies.append(
+                {name: tensor.clone() for name, tensor in policy.weights().items()}
+            )
+        batch = collate(
+            episodes(size, MIXED, version=policy.version, first=number * size.sequences)
+        )
         batch.behavior_logp.copy_(scoring(policy, batch, batch.sampled).logp)
         with timed(history.step_s):
             trainer.backward(trainer.prepare(batch).parts[0])
@@ -139,30 +163,45 @@ def train(size: Size, rate: float, versions: int) -> History:
     return history
 
 
-def episodes(size: Size, plan: Plan, *, version: int, first: int) -> list[Credited]:
+def episodes(size: Size, plan: Plan, *, version: int, first: int) -> list[ScoredTrajectory]:
     """Random trajectories of a batch that is trained on at `version`; siblings have opposite advantages."""
     made = []
     for number in range(first, first + size.sequences):
         noise = torch.Generator().manual_seed(number)
         pieces: list[Piece] = []
         for share, age in plan:
-            tokens = tuple(torch.randint(size.vocab, (round(share * size.length),), generator=noise).tolist())
-            own = Sampled(tokens, (-7.0,) * len(tokens), max(0, version - age)) if age is not None else None
-            pieces.append(own or Given(tokens))
+            tokens = tuple(
+                torch.randint(size.vocab, (round(share * size.length),), generator=noise).tolist()
+            )
+            own = (
+                Sampled(tokens, (-7.0,) * len(tokens), max(0, version - age))
+                if age is not None
+                else None
+            )
+            pieces.append(own or ContextPiece(tokens))
         trajectory = Trajectory(
-            tuple(pieces), {"reward": 0.0}, "done", Task("random", "train", number), seed=number, episode=number
+            tuple(pieces),
+            {"reward": 0.0},
+            "done",
+            Task("random", "train", number),
+            seed=number,
+            episode=number,
         )
-        made.append(Credited(trajectory, (1.0 if number % 2 else -1.0,)))
+        made.append(ScoredTrajectory(trajectory, (1.0 if number % 2 else -1.0,)))
     return made
 
 
-def pieces_of(batches: Sequence[Sequence[Credited]], version: int) -> Iterator[Open]:
+def pieces_of(
+    batches: Sequence[Sequence[ScoredTrajectory]], version: int
+) -> Iterator[PendingPiece]:
     """Everything that `version` samples, as it would arrive."""
     for credited in (credited for batch in batches for credited in batch):
         trajectory = credited.trajectory
         for start, piece, _ in walk(trajectory.pieces):
             if isinstance(piece, Sampled) and piece.version == version:
-                yield Open(trajectory.episode, trajectory.tokens[: start + len(piece.tokens)], start, piece)
+                yield PendingPiece(
+                    trajectory.episode, trajectory.tokens[: start + len(piece.tokens)], start, piece
+                )
 
 
 def copy_bytes(weights: Weights) -> int:
@@ -170,7 +209,9 @@ def copy_bytes(weights: Weights) -> int:
 
 
 def same(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> bool:
-    return one.keys() == two.keys() and all(torch.equal(words(one[name]), words(two[name])) for name in one)
+    return one.keys() == two.keys() and all(
+        torch.equal(words(one[name]), words(two[name])) for name in one
+    )
 
 
 def store_row(history: History) -> tuple[str, float]:
@@ -184,9 +225,13 @@ def store_row(history: History) -> tuple[str, float]:
     walk_s = (time.perf_counter() - began) / len(deltas)
     exact = all(same(store.tensors(version), copies[version]) for version in (2, 0, 4, 1, 3))
     total = sum(encoded.words for encoded in deltas[0].tensors.values())
-    shares = [sum(encoded.changed for encoded in delta.tensors.values()) / total for delta in deltas]
+    shares = [
+        sum(encoded.changed for encoded in delta.tensors.values()) / total for delta in deltas
+    ]
     kinds = Counter(encoded.kind for delta in deltas for encoded in delta.tensors.values())
-    chosen = ", ".join(f"{kind} {kinds[kind]}" for kind in ("sparse", "packed", "raw") if kinds[kind])
+    chosen = ", ".join(
+        f"{kind} {kinds[kind]}" for kind in ("sparse", "packed", "raw") if kinds[kind]
+    )
     resident = store.bytes / copy_bytes(copies[0])
     line = (
         f"| {history.rate:g} | {min(shares):.1%} to {max(shares):.1%} | {resident:.3f} | "
@@ -239,7 +284,9 @@ def live(version: int) -> range:
     return range(max(0, version - LIVE + 1), version + 1)
 
 
-def play(name: Route, size: Size, history: History, batches: Sequence[Sequence[Credited]]) -> Played:
+def play(
+    name: Route, size: Size, history: History, batches: Sequence[Sequence[ScoredTrajectory]]
+) -> Played:
     """Every version through a route, as the loop would bring it; one batch is asked about at each."""
     policy, played = size.policy(), Played()
     advance(policy, history, 0)
@@ -280,8 +327,15 @@ def beside(size: Size, history: History, plan: Plan) -> dict[str, list[float]]:
     policy = size.policy()
     advance(policy, history, 0)
     names: tuple[Route, Route] = ("snapshot_old", "ewma_prox")
-    routes = {name: build_old_logps(OldLogpsConfig(route=name), policy, size.scoring) for name in names}
-    ratios: dict[str, list[float]] = {"per forwarded token": [], "forward": [], "with publishing": [], "length": []}
+    routes = {
+        name: build_old_logps(OldLogpsConfig(route=name), policy, size.scoring) for name in names
+    }
+    ratios: dict[str, list[float]] = {
+        "per forwarded token": [],
+        "forward": [],
+        "with publishing": [],
+        "length": [],
+    }
     for version in range(len(history.copies)):
         advance(policy, history, version)
         batch = collate(episodes(size, plan, version=version, first=version * size.sequences))
@@ -297,7 +351,9 @@ def beside(size: Size, history: History, plan: Plan) -> dict[str, list[float]]:
         if version >= WARM:
             forward = asked[names[0]][0] / asked[names[1]][0]
             ratios["forward"].append(forward)
-            ratios["per forwarded token"].append(forward * forwarded[names[1]] / forwarded[names[0]])
+            ratios["per forwarded token"].append(
+                forward * forwarded[names[1]] / forwarded[names[0]]
+            )
             both = [asked[name][0] + published[name][0] for name in names]
             ratios["with publishing"].append(both[0] / both[1])
             ratios["length"].append(forwarded[names[0]] / forwarded[names[1]])
@@ -318,7 +374,7 @@ def score_alone(size: Size, history: History, batch: Batch, dtype: str) -> Tenso
     return values
 
 
-def spoken(size: Size, history: History) -> list[list[Credited]]:
+def spoken(size: Size, history: History) -> list[list[ScoredTrajectory]]:
     """A batch per version; the last as a float32 engine with the versions' weights would have said it."""
     last = len(history.copies) - 1
     batches = [episodes(size, MIXED, version=v, first=v * size.sequences) for v in range(last + 1)]
@@ -371,7 +427,13 @@ def route_lines(size: Size, histories: Sequence[History]) -> dict[str, Line]:
                 line.cells += [f"{line.extra:+.1%}", f"{median(played.idle_s[WARM:]) / step:.1%}"]
                 line.cells += [f"{resident:.2f}", str(played.models), f"{exact:.0%}"]
             tokens = audit.Tokens(
-                played.values, truth, now, batch.behavior_logp, last - batch.version, batch.sequence, batch.sampled
+                played.values,
+                truth,
+                now,
+                batch.behavior_logp,
+                last - batch.version,
+                batch.sequence,
+                batch.sampled,
             )
             error, leaks = audit.decomposition_error(tokens), audit.leaks(tokens, noise=noise)
             line.errors.append(error.value if error else 0.0)
@@ -425,15 +487,25 @@ def measure(size: Size, rates: Sequence[float], repeats: int) -> tuple[list[str]
         f"published to both, then both score the same batch of {many.sequences} trajectories. Forward time includes",
         "restoring weights; publishing is the difference that is formed, or the update of the average.",
         "",
-        *columns("trajectories", "forwarded length", "per forwarded token", "forward time", "with publishing"),
+        *columns(
+            "trajectories",
+            "forwarded length",
+            "per forwarded token",
+            "forward time",
+            "with publishing",
+        ),
     ]
     for what, plan in (("cut: a tenth, then most", CUT), ("two equal versions", EVEN)):
         CONSOLE.print(f"beside ewma_prox: {what}")
         ratios = beside(many, histories[0], plan)
-        cells = [spread(ratios[key]) for key in ("per forwarded token", "forward", "with publishing")]
+        cells = [
+            spread(ratios[key]) for key in ("per forwarded token", "forward", "with publishing")
+        ]
         length = median(ratios["length"])
         lines.append(row(what, f"{length:.2f}", *cells))
-        goals.append((f"time per forwarded token, {what}", median(ratios["per forwarded token"]), 1.1))
+        goals.append(
+            (f"time per forwarded token, {what}", median(ratios["per forwarded token"]), 1.1)
+        )
         if round(length, 2) <= 1.2:
             goals.append((f"in all, {what}", median(ratios["with publishing"]), 1.3))
     lines += ["", "Exact at or below the cost of an average:", "", *map(judged, goals)]
@@ -449,21 +521,40 @@ def measure(size: Size, rates: Sequence[float], repeats: int) -> tuple[list[str]
         "float32 engine's. The leaks are the shares of staleness (s) and of discrepancy (d) that land in the other",
         "factor; — where a factor is under ten times the noise. No engine runs beside: `old_logit_model` has a core.",
         "",
-        *columns(*ROUTE, *(name for history in histories for name in (f"error at {history.rate:g}", "leaks s, d"))),
+        *columns(
+            *ROUTE,
+            *(
+                name
+                for history in histories
+                for name in (f"error at {history.rate:g}", "leaks s, d")
+            ),
+        ),
     ]
     found = route_lines(size, histories)
     return lines + [row(f"`{name}`", *line.cells) for name, line in found.items()], found
 
 
-def draw(lines: Mapping[str, Line], rate: float, found: Mapping[str, Sequence[route_steps.Ran]]) -> None:
+def draw(
+    lines: Mapping[str, Line], rate: float, found: Mapping[str, Sequence[route_steps.Ran]]
+) -> None:
     """Cost against error; and of real steps, what is the route's."""
     with picture("routes", panels=2, width=11.0, height=4.2) as (left, right):
-        for number, (name, line) in enumerate(sorted(lines.items(), key=lambda item: item[1].errors[-1])):
-            mark = "o" if line.exact else "+x"[number % 2]  # of two that lie upon one another both are seen
-            left.scatter(100 * line.extra, line.errors[-1], s=45, marker=mark, color=f"C{number}", label=name)
+        for number, (name, line) in enumerate(
+            sorted(lines.items(), key=lambda item: item[1].errors[-1])
+        ):
+            mark = (
+                "o" if line.exact else "+x"[number % 2]
+            )  # of two that lie upon one another both are seen
+            left.scatter(
+                100 * line.extra, line.errors[-1], s=45, marker=mark, color=f"C{number}", label=name
+            )
         least = min((line.errors[-1] for line in lines.values() if line.errors[-1]), default=1.0)
         left.set_yscale("symlog", linthresh=least)  # what is exact stands at 0
-        left.set(ylim=(-least / 10, None), xlabel="extra time a step, % (one thread)", title="cost against error")
+        left.set(
+            ylim=(-least / 10, None),
+            xlabel="extra time a step, % (one thread)",
+            title="cost against error",
+        )
         left.set_ylabel(f"mean |prox - old_logp| at lr {rate:g}")
         place = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
         left.legend(title="dots are exact", title_fontsize=7, frameon=False, fontsize=7, **place)
@@ -479,13 +570,23 @@ def draw(lines: Mapping[str, Line], rate: float, found: Mapping[str, Sequence[ro
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    for name, default in (("layers", 8), ("hidden", 448), ("vocab", 2048), ("sequences", 4), ("length", 320)):
+    for name, default in (
+        ("layers", 8),
+        ("hidden", 448),
+        ("vocab", 2048),
+        ("sequences", 4),
+        ("length", 320),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--warm-steps", type=int, default=4, help="optimizer steps before the first version")
+    parser.add_argument(
+        "--warm-steps", type=int, default=4, help="optimizer steps before the first version"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
     parser.add_argument("--threads", type=int, default=1, help="of the tables that need no engine")
-    parser.add_argument("--rounds", type=int, default=2, help="of a real run of every route; 0 has none")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="of a real run of every route; 0 has none"
+    )
     parser.add_argument("--steps", type=int, default=5, help="of each real run, that count")
     parser.add_argument("--groups", type=int, default=6, help="a step of a real run")
     chosen = parser.parse_args()
@@ -495,7 +596,9 @@ def main() -> None:
         size = Size(Path(folder), *(getattr(chosen, each.name) for each in fields(Size)[1:]))
         size.make()
         lines, routes = measure(size, chosen.rates, chosen.repeats)
-    found = route_steps.measure(list(routes), chosen.rounds, steps=chosen.steps, groups=chosen.groups)
+    found = route_steps.measure(
+        list(routes), chosen.rounds, steps=chosen.steps, groups=chosen.groups
+    )
     draw(routes, chosen.rates[-1], found)
     minutes = (time.monotonic() - began) / 60
     taken = f"{chosen.threads} core for the first three tables, all for the last; {minutes:.1f} minutes."

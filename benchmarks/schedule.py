@@ -3,7 +3,7 @@
     python -m benchmarks.schedule                                        # ten minutes
     python -m benchmarks.schedule --live 10 1000 --repeats 1 --turns 2000    # seconds
 
-The real path (`produce`, `roll` and `take` of the loop, `Line`, `Ledger`, `Rollout`, `Supervised`, the journal on the
+The real path (`produce`, `roll` and `take` of the loop, `StalenessQueue`, `PendingPieces`, `Rollout`, `RestartingEngine`, the journal on the
 disk) with a scripted engine and a scripted environment: no model, no sockets. The engine answers in turn, so that
 every episode advances before one advances twice. They have three to seven turns, so that most are in their middle when
 weights are published. Processor seconds of the whole process, the journal's thread included, over the turns made; each
@@ -27,18 +27,18 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any, cast
 
-from afterimage.config import EngineConfig, RolloutConfig, RunConfig, ScheduleConfig, TaskConfig
-from afterimage.engines.scripted import ScriptedEngine
-from afterimage.engines.supervised import Supervised
-from afterimage.envs import Message, Turn
-from afterimage.journal import JOURNAL, Journal
-from afterimage.launch.local import seldom_collected
-from afterimage.loop import Parts, produce, take
-from afterimage.old_logps import Passive
-from afterimage.rollout import Rollout, Speaker, Unwritten
-from afterimage.schedule import Ledger, Line
-from afterimage.trajectory import Group, Handout, Task
 from benchmarks import tables
+from unstale.cli.session import rare_garbage_collection
+from unstale.config import EngineConfig, RolloutConfig, RunConfig, ScheduleConfig, TaskConfig
+from unstale.durability.journal import JOURNAL, Journal
+from unstale.engines.scripted import ScriptedEngine
+from unstale.engines.supervised import RestartingEngine
+from unstale.envs import Message, Turn
+from unstale.loop import RunComponents, produce, take
+from unstale.old_logps import Passive
+from unstale.records import Group, GroupRequest, Task
+from unstale.rollout.episode import Generator, NullWriter, Rollout
+from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
 
 SIBLINGS, STALENESS = 2, 4
 """Ten live episodes are five groups, one for each version that a token may be late by and one more."""
@@ -92,8 +92,10 @@ class World:
         self._due, self._reached_s = 0, 0.0
         self._reached = asyncio.Event()
 
-    def tasks(self) -> Iterator[Handout]:
-        return (Handout(number, Task(self.name, "train", number), 0, number) for number in count())
+    def tasks(self) -> Iterator[GroupRequest]:
+        return (
+            GroupRequest(number, Task(self.name, "train", number), 0, number) for number in count()
+        )
 
     def env(self, task: Task, seed: int) -> SomeTurns:
         return SomeTurns(self, 3 + task.index // self._groups % 5)
@@ -118,7 +120,9 @@ class Counting(ScriptedEngine):
     def __init__(self) -> None:
         super().__init__(
             lambda tokens, params: (*range(300, 300 + params.max_tokens - 1), 1),
-            token_delay=lambda tokens, params: asyncio.sleep(0) if len(tokens) % 4 == 2 else _AT_ONCE,
+            token_delay=lambda tokens, params: (
+                asyncio.sleep(0) if len(tokens) % 4 == 2 else _AT_ONCE
+            ),
         )
 
     @property
@@ -137,9 +141,9 @@ _AT_ONCE = _Now()
 class Unkept:
     """A journal of which nothing is kept."""
 
-    begin = Unwritten
+    begin = NullWriter
 
-    def hand_out(self, handout: Handout) -> None: ...
+    def hand_out(self, handout: GroupRequest) -> None: ...
 
     async def finish(self, group: Group) -> None: ...
 
@@ -158,22 +162,28 @@ class Scene:
         groups = live // SIBLINGS // (STALENESS + 1)
         if not groups or groups * SIBLINGS * (STALENESS + 1) != live:
             raise SystemExit(f"--live takes multiples of {SIBLINGS * (STALENESS + 1)}, got {live}")
-        schedule = ScheduleConfig(max_staleness=STALENESS, groups_per_step=groups, group_size=SIBLINGS)
+        schedule = ScheduleConfig(
+            max_staleness=STALENESS, groups_per_step=groups, group_size=SIBLINGS
+        )
         room = EngineConfig(max_reply_tokens=REPLY, max_context=1 << 16)
         self.live, self.version, self.oldest = live, 0, 0
-        self.world, self.ledger, self.scripted = World(groups), Ledger(), Counting()
-        self.engine = Supervised(self.scripted, lambda version: {}, restarts=0)
-        speaker = Speaker(self.engine, cast(Any, NumberChat()), room)
+        self.world, self.ledger, self.scripted = World(groups), PendingPieces(), Counting()
+        self.engine = RestartingEngine(self.scripted, lambda version: {}, restarts=0)
+        speaker = Generator(self.engine, cast(Any, NumberChat()), room)
         self.parts = cast(
-            Parts,
+            RunComponents,
             SimpleNamespace(
-                config=RunConfig(recipe="numbers", task=TaskConfig(env="benchmarks:numbers"), schedule=schedule),
+                config=RunConfig(
+                    recipe="numbers", task=TaskConfig(env="benchmarks:numbers"), schedule=schedule
+                ),
                 begun=(),
                 handouts=self.world.tasks(),
-                line=Line(max_staleness=STALENESS, groups_per_step=groups),
+                line=StalenessQueue(max_staleness=STALENESS, groups_per_step=groups),
                 ledger=self.ledger,
                 old=Passive(),
-                rollout=Rollout(speaker, cast(Any, self.world), RolloutConfig(), arrived=self.ledger.arrived),
+                rollout=Rollout(
+                    speaker, cast(Any, self.world), RolloutConfig(), arrived=self.ledger.arrived
+                ),
                 journal=Unkept() if folder is None else Journal(folder / JOURNAL),
             ),
         )
@@ -188,7 +198,9 @@ class Scene:
         """A batch, as the loop has it, with nothing learnt from it."""
         groups = await take(self.parts)
         consumed = [trajectory for group in groups for trajectory in group.trajectories]
-        ages = {self.version - piece.version for trajectory in consumed for piece in trajectory.sampled}
+        ages = {
+            self.version - piece.version for trajectory in consumed for piece in trajectory.sampled
+        }
         self.oldest = max(self.oldest, *ages)
         if self.oldest > self.parts.line.bound or len(consumed) != self.live // (STALENESS + 1):
             raise RuntimeError(f"{len(consumed)} episodes, tokens up to {self.oldest} versions old")
@@ -216,7 +228,9 @@ class Scene:
                     raise RuntimeError(f"{pending} of {self.live} episodes wait for the engine")
                 interrupting = time.process_time()
                 await self.publish(0)
-                resumed = await self.world.until(self.world.turns + 1)  # everybody has asked again before it
+                resumed = await self.world.until(
+                    self.world.turns + 1
+                )  # everybody has asked again before it
                 found["interrupt"] = (resumed - interrupting) / pending
                 aside = resumed - aside
                 while self.world.turns < turns or not self.version:
@@ -239,7 +253,9 @@ def _traced() -> Mapping[str, int]:
     sizes: Counter[str] = Counter()
     for found in tracemalloc.take_snapshot().statistics("filename"):
         path = Path(found.traceback[0].filename)
-        sizes["asyncio" if path.parent.name == "asyncio" else f"{path.parent.name}/{path.name}"] += found.size
+        sizes[
+            "asyncio" if path.parent.name == "asyncio" else f"{path.parent.name}/{path.name}"
+        ] += found.size
     return sizes
 
 
@@ -247,14 +263,14 @@ def child(live: int, turns: int, *, journal: bool, trace: bool = False) -> dict[
     """One measurement, in a process that has done nothing yet."""
     if trace:
         tracemalloc.start()
-    with tempfile.TemporaryDirectory() as folder, seldom_collected():
+    with tempfile.TemporaryDirectory() as folder, rare_garbage_collection():
         return asyncio.run(Scene(live, Path(folder) if journal else None).measure(turns))
 
 
 def apart(*arguments: Any, **named: Any) -> dict[str, float]:
     """A measurement in a process of its own, which begins with everything imported."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["afterimage.launch.local"])
+    context.set_forkserver_preload(["unstale.cli.session"])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(child, *arguments, **named).result()
 
@@ -263,9 +279,18 @@ COLUMNS = {"no journal": False, "journal": True}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--live", type=int, nargs="+", default=[10, 1000, 100_000], help="episodes alive at once")
-    parser.add_argument("--turns", type=int, default=20_000, help="turns of a measurement, at least (default 20,000)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--live", type=int, nargs="+", default=[10, 1000, 100_000], help="episodes alive at once"
+    )
+    parser.add_argument(
+        "--turns",
+        type=int,
+        default=20_000,
+        help="turns of a measurement, at least (default 20,000)",
+    )
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     found: dict[str, list[dict[str, float]]] = {}
@@ -276,7 +301,11 @@ def main() -> None:
 
     names = {(live, kept): f"{live:,} live, {kept}" for kept in COLUMNS for live in options.live}
     turns = tables.alternate(
-        {name: partial(contestant, name, live, COLUMNS[kept]) for (live, kept), name in names.items()}, options.repeats
+        {
+            name: partial(contestant, name, live, COLUMNS[kept])
+            for (live, kept), name in names.items()
+        },
+        options.repeats,
     )
     light = min(options.live, key=lambda live: abs(live - 1000))
     traced = apart(light, 1, journal=False, trace=True)
@@ -300,24 +329,48 @@ def main() -> None:
         )
     lines.append("")
     for kept in COLUMNS:
-        most = [max(turns[names[live, kept]][at] for live in options.live) for at in range(options.repeats)]
-        least = [min(turns[names[live, kept]][at] for live in options.live) for at in range(options.repeats)]
-        rise = median(turns[names[max(options.live), kept]]) / median(turns[names[min(options.live), kept]])
+        most = [
+            max(turns[names[live, kept]][at] for live in options.live)
+            for at in range(options.repeats)
+        ]
+        least = [
+            min(turns[names[live, kept]][at] for live in options.live)
+            for at in range(options.repeats)
+        ]
+        rise = median(turns[names[max(options.live), kept]]) / median(
+            turns[names[min(options.live), kept]]
+        )
         range_ = [low / high for low, high in zip(least, most, strict=True)]
         lines.append(
             f"{kept}: the cheapest turn takes {tables.spread(range_)} of the dearest; goal at least 1 / {BOUND:g}, "
             f"{tables.verdict(range_, 1 / BOUND)}. With the most live a turn takes {rise:.2f} times what it takes with "
             "the fewest."
         )
-    lines += ["", f"A batch is a fifth of what is live: with {min(options.live)} live, publishing a version and, with "]
-    lines[-1] += "the journal, a commit to the disk are shared by a few turns; with more live, by more. Where only one "
-    lines[-1] += "version was published, the measurement ended with it: no token got old (`--turns` asks for more)."
-    lines += ["", f"What {traced['traced']:,.0f} bytes of one of {light:,} episodes consist of, as traced:", ""]
+    lines += [
+        "",
+        f"A batch is a fifth of what is live: with {min(options.live)} live, publishing a version and, with ",
+    ]
+    lines[-1] += (
+        "the journal, a commit to the disk are shared by a few turns; with more live, by more. Where only one "
+    )
+    lines[-1] += (
+        "version was published, the measurement ended with it: no token got old (`--turns` asks for more)."
+    )
+    lines += [
+        "",
+        f"What {traced['traced']:,.0f} bytes of one of {light:,} episodes consist of, as traced:",
+        "",
+    ]
     lines += tables.columns("allocated in", "bytes")
-    made_of = sorted(((size, name[3:]) for name, size in traced.items() if name.startswith("of ")), reverse=True)
+    made_of = sorted(
+        ((size, name[3:]) for name, size in traced.items() if name.startswith("of ")), reverse=True
+    )
     lines += [tables.row(name, f"{size:,.0f}") for size, name in made_of if size >= 50]
     tables.write("schedule", "Live episodes in one process", lines)
-    draw(options.live, {kept: [median(turns[names[live, kept]]) for live in options.live] for kept in COLUMNS})
+    draw(
+        options.live,
+        {kept: [median(turns[names[live, kept]]) for live in options.live] for kept in COLUMNS},
+    )
 
 
 def draw(live: Sequence[int], turns: Mapping[str, Sequence[float]]) -> None:

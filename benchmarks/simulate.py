@@ -15,7 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 
-from afterimage.config import (
+from benchmarks.published import APRIL, NOT_SIMULATED, ROWS, Compared, compare, generation_s_of
+from benchmarks.tables import CONSOLE, columns, picture, rotated, row, spread, write
+from unstale.cli.session import train
+from unstale.config import (
     AuditConfig,
     CheckpointConfig,
     EvalConfig,
@@ -23,14 +26,11 @@ from afterimage.config import (
     ScheduleConfig,
     TrainerConfig,
 )
-from afterimage.launch.local import train
-from afterimage.observe.metrics import RunFolder
-from afterimage.plan.costs import Proportional
-from afterimage.plan.measured import Setting, like
-from afterimage.plan.simulate import Constant, Fleet, LogNormal, Workload, simulate
-from afterimage.recipes import RECIPES
-from benchmarks.published import APRIL, NOT_SIMULATED, ROWS, Compared, compare, generation_s_of
-from benchmarks.tables import CONSOLE, columns, picture, rotated, row, spread, write
+from unstale.observe.metrics import RunFolder
+from unstale.planner.costs import Proportional
+from unstale.planner.measured import Setting, like
+from unstale.planner.simulate import Constant, Fleet, LogNormal, Workload, simulate
+from unstale.recipes import RECIPES
 
 GOAL = 0.15
 """Deviation that is met."""
@@ -107,13 +107,25 @@ def of_this_machine(
             for arm, run in runs.items():
                 seconds = fmean(measured(run, min(arm.schedule.max_staleness, steps - 4)))
                 found[arm.name].append((seconds, predicted(setting, arm.schedule)))
-    lines = columns("schedule", "rounds", "measured s a step", "predicted", "deviation", "goal: within 15%")
+    lines = columns(
+        "schedule", "rounds", "measured s a step", "predicted", "deviation", "goal: within 15%"
+    )
     for name, both in found.items():
         seen, told = zip(*both, strict=True)
         off = [one / other - 1 for one, other in zip(told, seen, strict=True)]
-        verdict = "fitted to it" if name == fitted.name else "met" if abs(median(off)) <= GOAL else "missed"
-        lines.append(row(name, repeats, spread(seen), spread(told), spread(off, "{:+.0%}"), verdict))
-    points = [(name, *(median(each) for each in zip(*both, strict=True))) for name, both in found.items()]
+        verdict = (
+            "fitted to it"
+            if name == fitted.name
+            else "met"
+            if abs(median(off)) <= GOAL
+            else "missed"
+        )
+        lines.append(
+            row(name, repeats, spread(seen), spread(told), spread(off, "{:+.0%}"), verdict)
+        )
+    points = [
+        (name, *(median(each) for each in zip(*both, strict=True))) for name, both in found.items()
+    ]
     paid = setting.costs
     return [
         *lines,
@@ -128,14 +140,27 @@ def of_this_machine(
 
 def of_others(found: Sequence[Compared]) -> list[str]:
     lines = columns(
-        "setting", "published", "if the step were its training alone", "simulated", "deviation", "goal: within 15%"
+        "setting",
+        "published",
+        "if the step were its training alone",
+        "simulated",
+        "deviation",
+        "goal: within 15%",
     )
     for one in found:
         low, high = one.row.published
         told = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
-        verdict = "not claimed" if one.row.unclaimed else "met" if abs(one.deviation) <= GOAL else "missed"
+        verdict = (
+            "not claimed"
+            if one.row.unclaimed
+            else "met"
+            if abs(one.deviation) <= GOAL
+            else "missed"
+        )
         alone = f"{one.row.trained_alone:.2f}" if one.row.trained_alone else ""
-        lines.append(row(one.row.name, told, alone, f"{one.ratio:.2f}", f"{one.deviation:+.0%}", verdict))
+        lines.append(
+            row(one.row.name, told, alone, f"{one.ratio:.2f}", f"{one.deviation:+.0%}", verdict)
+        )
     lines += [
         "",
         "Deviations are from the nearer end of what was published.",
@@ -151,12 +176,24 @@ def of_others(found: Sequence[Compared]) -> list[str]:
     ]
     for one in found:
         phases = one.row.sync_s
-        told = f"generation {generation_s_of(one.sync):.0f} s" + (f" ({phases[0]:.0f} s)" if phases else "")
+        told = f"generation {generation_s_of(one.sync):.0f} s" + (
+            f" ({phases[0]:.0f} s)" if phases else ""
+        )
         whole = sum(phases) + one.row.reference_s[0] if phases else one.row.sync_step_s
         told += f", all {one.sync.mean_step_s:.0f} s" + (f" ({whole:.0f} s)" if whole else "")
-        assumed = one.row.assumed + (f"; 1/{one.row.scale} of groups and GPUs" if one.row.scale > 1 else "")
-        lines.append(row(one.row.name, one.row.source, one.row.given, assumed, f"{one.row.tokens:,.0f}", told))
-    reasons = [f"- Not reproduced: {one.row.name}, for {one.row.unclaimed}." for one in found if one.row.unclaimed]
+        assumed = one.row.assumed + (
+            f"; 1/{one.row.scale} of groups and GPUs" if one.row.scale > 1 else ""
+        )
+        lines.append(
+            row(
+                one.row.name, one.row.source, one.row.given, assumed, f"{one.row.tokens:,.0f}", told
+            )
+        )
+    reasons = [
+        f"- Not reproduced: {one.row.name}, for {one.row.unclaimed}."
+        for one in found
+        if one.row.unclaimed
+    ]
     return [*lines, "", *reasons, "", NOT_SIMULATED]
 
 
@@ -166,7 +203,12 @@ LARGE = ScheduleConfig(max_staleness=4, groups_per_step=512, group_size=16, wind
 def of_size(steps: int) -> list[str]:
     """What nobody here can run, and how long it takes to simulate."""
     costs = Proportional(
-        decode=0.008, decode_reply=1e-4, decode_context=2e-8, prefill_token=2e-5, train_token=1e-6, load=5
+        decode=0.008,
+        decode_reply=1e-4,
+        decode_context=2e-8,
+        prefill_token=2e-5,
+        train_token=1e-6,
+        load=5,
     )
     workload = Workload(
         prompt_tokens=Constant(2000),
@@ -184,16 +226,26 @@ def of_size(steps: int) -> list[str]:
         "",
     ]
     lines += columns(
-        "GPUs", "engines", "live episodes", "s a step", "engines busy", "engines died", "processor s a simulated step"
+        "GPUs",
+        "engines",
+        "live episodes",
+        "s a step",
+        "engines busy",
+        "engines died",
+        "processor s a simulated step",
     )
     for gpus in (8, 512, 3000):
         engines, scale = max(1, gpus // 3), gpus / 3000
-        schedule = replace(LARGE, groups_per_step=max(1, round(512 * scale)), window=max(1, round(512 * scale)))
+        schedule = replace(
+            LARGE, groups_per_step=max(1, round(512 * scale)), window=max(1, round(512 * scale))
+        )
         CONSOLE.print(f"simulating {gpus} GPUs")
         began = time.process_time()
         fleet = Fleet(engines=engines, max_running=64, failures_per_hour=0.02)
         paid = replace(costs, train_token=costs.train_token / scale)
-        outcome = simulate(workload, fleet, schedule, paid, steps=steps + schedule.max_staleness + 1)
+        outcome = simulate(
+            workload, fleet, schedule, paid, steps=steps + schedule.max_staleness + 1
+        )
         took = (time.process_time() - began) / (steps + 2 * schedule.max_staleness + 1)
         live = (schedule.max_staleness + 1) * schedule.groups_per_step * schedule.group_size
         cells = (
@@ -219,32 +271,59 @@ def draw(runs: Sequence[tuple[str, float, float]], others: Sequence[Compared]) -
              "asynchronous over synchronous, published"),
         ):  # fmt: skip
             top = 1.15 * max(max(seen, told) for _, seen, told in points)
-            axes.fill_between([0, top], [0, 0.85 * top], [0, 1.15 * top], alpha=0.12, color="gray", label="within 15%")
+            axes.fill_between(
+                [0, top],
+                [0, 0.85 * top],
+                [0, 1.15 * top],
+                alpha=0.12,
+                color="gray",
+                label="within 15%",
+            )
             axes.plot([0, top], [0, top], color="gray", linewidth=0.8)
             for name, seen, told in points:
                 axes.scatter(seen, told, s=28, label=name)
-            axes.set(xlim=(0, top), ylim=(0, top), xlabel="measured" if axes is left else "published", title=title)
+            axes.set(
+                xlim=(0, top),
+                ylim=(0, top),
+                xlabel="measured" if axes is left else "published",
+                title=title,
+            )
             axes.set_ylabel("simulated")
-            axes.legend(fontsize=6.5, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.14), ncols=2)
+            axes.legend(
+                fontsize=6.5, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.14), ncols=2
+            )
 
 
 def main(arguments: Sequence[str] | None = None) -> Mapping[str, Sequence[str]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=12, help="of each run. Now: 12")
     parser.add_argument("--groups", type=int, default=8, help="a step. Now: 8")
     parser.add_argument("--siblings", type=int, default=8, help="of a group. Now: 8")
     parser.add_argument("--repeats", type=int, default=3, help="of the runs. Now: 3")
-    parser.add_argument("--latency-s", type=float, default=1.0, help="of a tool call, in the mean. Now: 1")
     parser.add_argument(
-        "--turnovers", type=int, default=4, help="of the episodes in flight, simulated; 0: none. Now: 4"
+        "--latency-s", type=float, default=1.0, help="of a tool call, in the mean. Now: 1"
+    )
+    parser.add_argument(
+        "--turnovers",
+        type=int,
+        default=4,
+        help="of the episodes in flight, simulated; 0: none. Now: 4",
     )
     parser.add_argument("--no-runs", action="store_true", help="only what is simulated")
     parser.add_argument(
-        "--smoke", action="store_true", help="seconds: the smallest published row, and nothing is written"
+        "--smoke",
+        action="store_true",
+        help="seconds: the smallest published row, and nothing is written",
     )
     chosen = parser.parse_args(arguments)
     if chosen.smoke:
-        return {"published": of_others(list(compare((replace(APRIL, groups=4, group_size=4),), 2, CONSOLE.print)))}
+        return {
+            "published": of_others(
+                list(compare((replace(APRIL, groups=4, group_size=4),), 2, CONSOLE.print))
+            )
+        }
     sections: dict[str, Sequence[str]] = {}
     runs: list[tuple[str, float, float]] = []
     others: list[Compared] = []
@@ -257,7 +336,9 @@ def main(arguments: Sequence[str] | None = None) -> Mapping[str, Sequence[str]]:
         others = list(compare((*ROWS, APRIL), chosen.turnovers, CONSOLE.print))
         sections["Published ratios"] = of_others(others)
         sections["Large fleets"] = of_size(chosen.turnovers)
-    lines = [line for title, section in sections.items() for line in (f"## {title}", "", *section, "")]
+    lines = [
+        line for title, section in sections.items() for line in (f"## {title}", "", *section, "")
+    ]
     write("simulate", "The simulation beside what was measured", lines)
     if runs and others:
         draw(runs, others)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from afterimage.launch.machine import commit, machine, versions
+from unstale.durability.machine import commit, machine, versions
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(os.environ.get("BENCH_RESULTS") or ROOT / "benchmarks" / "results")
@@ -24,8 +24,10 @@ CONSOLE = Console(soft_wrap=True, highlight=False)
 ROUNDS = 5
 """A median of fewer is told as one."""
 
-OURS = {name: os.environ[name] for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "THP_MEM_ALLOC_ENABLE")}
-"""How threads wait and memory is paged, as `import afterimage` has set it, for a process that loads torch first."""
+OURS = {
+    name: os.environ[name] for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "THP_MEM_ALLOC_ENABLE")
+}
+"""How threads wait and memory is paged, as `import unstale` has set it, for a process that loads torch first."""
 
 
 def environ(how: Mapping[str, str]) -> dict[str, str]:
@@ -42,7 +44,9 @@ def rotated(contestants: Sequence[_T], first: int) -> list[_T]:
     return [*contestants[first:], *contestants[:first]]
 
 
-def alternate(contestants: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+def alternate(
+    contestants: Mapping[str, Callable[[], float]], repeats: int
+) -> dict[str, list[float]]:
     """What each gives in each of `repeats` rounds. They take turns in coming first."""
     found: dict[str, list[float]] = {name: [] for name in contestants}
     names = list(contestants)
@@ -68,7 +72,9 @@ def spread(values: Sequence[float], form: str = "{:.2f}") -> str:
     >>> spread([3.0, 1.0, 2.0])
     '2.00 (1.00 to 3.00)'
     """
-    return " ".join([form.format(median(values)), f"({form.format(min(values))} to {form.format(max(values))})"])
+    return " ".join(
+        [form.format(median(values)), f"({form.format(min(values))} to {form.format(max(values))})"]
+    )
 
 
 def verdict(values: Sequence[float], least: float) -> str:
@@ -77,8 +83,13 @@ def verdict(values: Sequence[float], least: float) -> str:
     >>> verdict([3.0, 1.0, 2.0, 2.0, 2.0], least=2.5), verdict([3.0], least=2.5)
     ('missed: 2.00 of 2.5', 'met: 3.00 of 2.5, in 1 round')
     """
-    found, few = median(values), f", in {len(values)} round{'s' * (len(values) > 1)}" if len(values) < ROUNDS else ""
-    told = f"{found:.2f}" if (float(f"{found:.2f}") >= least) == (found >= least) else f"{found:.4f}"
+    found, few = (
+        median(values),
+        f", in {len(values)} round{'s' * (len(values) > 1)}" if len(values) < ROUNDS else "",
+    )
+    told = (
+        f"{found:.2f}" if (float(f"{found:.2f}") >= least) == (found >= least) else f"{found:.4f}"
+    )
     return f"{'met' if found >= least else 'missed'}: {told} of {least:.4g}{few}"
 
 
@@ -108,7 +119,11 @@ def revision() -> str:
     told = commit()
     if not told:
         return ""
-    return told if subprocess.run(only, capture_output=True, check=False).stdout else told.removesuffix("-dirty")
+    return (
+        told
+        if subprocess.run(only, capture_output=True, check=False).stdout
+        else told.removesuffix("-dirty")
+    )
 
 
 def _dated(name: str) -> Path:
@@ -120,14 +135,21 @@ def write(question: str, title: str, lines: Sequence[str]) -> Path:
     """`<date>-<question>.md` in `RESULTS`: the table, under what it was run on and the command that made it."""
     target = _dated(f"{question}.md")
     command = " ".join([f"python -m benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
-    head = [f"# {title}, {date.today()}", "", f"`{command}` at commit {revision()}, {machine()}, {versions()}.", ""]
+    head = [
+        f"# {title}, {date.today()}",
+        "",
+        f"`{command}` at commit {revision()}, {machine()}, {versions()}.",
+        "",
+    ]
     target.write_text("\n".join([*head, *lines]) + "\n")
     CONSOLE.print(f"{target.read_text()}\n{target}", markup=False)
     return target
 
 
 @contextmanager
-def picture(question: str, *, width: float = 7.2, height: float = 3.6, panels: int = 1) -> Iterator[Any]:
+def picture(
+    question: str, *, width: float = 7.2, height: float = 3.6, panels: int = 1
+) -> Iterator[Any]:
     """Axes to draw on (an array of them for more than one panel); they become `<date>-<question>.png` by the table.
 
     Needs matplotlib: the extra `bench`.
@@ -137,7 +159,9 @@ def picture(question: str, *, width: float = 7.2, height: float = 3.6, panels: i
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, panels, figsize=(width, height), dpi=160, layout="constrained")
+    figure, axes = pyplot.subplots(
+        1, panels, figsize=(width, height), dpi=160, layout="constrained"
+    )
     for one in axes if panels > 1 else [axes]:
         one.spines[["top", "right"]].set_visible(False)
         one.grid(axis="y", alpha=0.25)

@@ -5,7 +5,7 @@
 The same model, batch, loss and precision, each contestant in a process of its own: groups of 8 siblings with one
 prompt, several turns, ragged replies and tool results, given advantages. TRL's own `train()` runs, with the batch where
 it would generate. Both gradients are compared first. Then whole steps: 16 prompts x 8 completions of 32 tokens, from
-prompts to new weights, by TRL and by `afterimage.train`. Needs TRL in an environment of its own (`--peers`).
+prompts to new weights, by TRL and by `unstale.train`. Needs TRL in an environment of its own (`--peers`).
 """
 
 import argparse
@@ -30,27 +30,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-import afterimage
-from afterimage import loop
-from afterimage.build import build_correction, build_objective, build_old_logps
-from afterimage.config import (
-    CheckpointConfig,
-    CorrectionConfig,
-    EngineConfig,
-    EvalConfig,
-    ObjectiveConfig,
-    OldLogpsConfig,
-    RolloutConfig,
-    RunConfig,
-    ScheduleConfig,
-    TaskConfig,
-    TrainerConfig,
-)
-from afterimage.envs import Message, Turn
-from afterimage.old_logps import Scoring
-from afterimage.policy import Policy
-from afterimage.trainer import Rules, Trainer
-from afterimage.trajectory import Credited, Given, Sampled, Task, Trajectory, collate
+import unstale
 from benchmarks.tables import (
     CONSOLE,
     OURS,
@@ -65,6 +45,26 @@ from benchmarks.tables import (
     verdict,
     write,
 )
+from unstale import loop
+from unstale.build import build_correction, build_objective, build_old_logps
+from unstale.config import (
+    CheckpointConfig,
+    CorrectionConfig,
+    EngineConfig,
+    EvalConfig,
+    ObjectiveConfig,
+    OldLogpsConfig,
+    RolloutConfig,
+    RunConfig,
+    ScheduleConfig,
+    TaskConfig,
+    TrainerConfig,
+)
+from unstale.envs import Message, Turn
+from unstale.model.policy import Policy
+from unstale.old_logps import Scoring
+from unstale.records import ContextPiece, Sampled, ScoredTrajectory, Task, Trajectory, collate
+from unstale.trainer.local import Rules, Trainer
 
 ROOT = Path(__file__).parent.parent
 SIBLINGS = 8
@@ -88,7 +88,9 @@ def make_model(folder: Path, shape: Shape) -> None:
     words = ["w0", "<eos>", "<pad>", *(f"w{i}" for i in range(3, shape.vocab))]
     inner = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
     inner.pre_tokenizer = WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>"
+    )
     tokenizer.chat_template = (
         "{% for each in messages %}{{ each['content'] }}"
         "{% if each['role'] == 'assistant' %}<eos>{% endif %} {% endfor %}"
@@ -101,7 +103,9 @@ def make_model(folder: Path, shape: Shape) -> None:
     )  # fmt: skip
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config)
-    with torch.no_grad():  # every hidden state points along its first axis, and the one word the other way
+    with (
+        torch.no_grad()
+    ):  # every hidden state points along its first axis, and the one word the other way
         model.get_input_embeddings().weight[:, 0] = 2.0
         model.get_input_embeddings().weight[1, 0] = -2.0
     Policy(model, tokenizer).save(folder)
@@ -128,15 +132,22 @@ def ragged(groups: int, vocab: int, seed: int = 0) -> list[Row]:
                     said += text(length)
                     mask += [own] * length
             advantage = dice.choice([-1.0, 1.0]) * dice.uniform(0.2, 1.5)
-            rows.append({"prompt_ids": prompt, "completion_ids": said, "tool_mask": mask, "advantage": advantage})
+            rows.append(
+                {
+                    "prompt_ids": prompt,
+                    "completion_ids": said,
+                    "tool_mask": mask,
+                    "advantage": advantage,
+                }
+            )
     return rows
 
 
-def credited(rows: list[Row]) -> list[Credited]:
+def credited(rows: list[Row]) -> list[ScoredTrajectory]:
     """The same as judged trajectories."""
     made = []
     for number, each in enumerate(rows):
-        pieces: list[Given | Sampled] = [Given(tuple(each["prompt_ids"]))]
+        pieces: list[ContextPiece | Sampled] = [ContextPiece(tuple(each["prompt_ids"]))]
         changes = [
             0,
             *(i + 1 for i, (a, b) in enumerate(pairwise(each["tool_mask"])) if a != b),
@@ -145,10 +156,12 @@ def credited(rows: list[Row]) -> list[Credited]:
         for start, end in pairwise(changes):
             tokens = tuple(each["completion_ids"][start:end])
             own = bool(each["tool_mask"][start])
-            pieces.append(Sampled(tokens, (-7.0,) * len(tokens), 0) if own else Given(tokens))
+            pieces.append(
+                Sampled(tokens, (-7.0,) * len(tokens), 0) if own else ContextPiece(tokens)
+            )
         task = Task("ragged", "train", number // SIBLINGS)
         trajectory = Trajectory(tuple(pieces), {}, "done", task, seed=0, episode=number)
-        made.append(Credited(trajectory, (each["advantage"],)))
+        made.append(ScoredTrajectory(trajectory, (each["advantage"],)))
     return made
 
 
@@ -164,14 +177,20 @@ def ours(chosen: argparse.Namespace) -> None:
     old = build_old_logps(OldLogpsConfig(route=chosen.route), policy, scoring)
     rules = Rules(
         correction=build_correction(CorrectionConfig(control="none")),
-        objective=build_objective(ObjectiveConfig(kind="none" if chosen.route == "rollout" else "ppo_clip")),
+        objective=build_objective(
+            ObjectiveConfig(kind="none" if chosen.route == "rollout" else "ppo_clip")
+        ),
         temperature=1.0,
     )
     trainer = Trainer(policy, options, rules, old, num_steps=100_000)
     given = credited(json.loads(chosen.batch.read_text()))
-    if chosen.route == "rollout":  # what an engine of the same numbers would have said: S is 1, as it is in TRL
+    if (
+        chosen.route == "rollout"
+    ):  # what an engine of the same numbers would have said: S is 1, as it is in TRL
         batch = collate(given)
-        said = policy.score(batch, batch.sampled, temperature=1.0, micro_tokens=options.micro_tokens).logp
+        said = policy.score(
+            batch, batch.sampled, temperature=1.0, micro_tokens=options.micro_tokens
+        ).logp
     while sys.stdin.readline():
         began = time.perf_counter()
         batch = collate(given)
@@ -183,7 +202,10 @@ def ours(chosen: argparse.Namespace) -> None:
         (part,) = trainer.prepare(batch).parts
         trainer.backward(part)
         if chosen.gradient and not trainer.steps:
-            torch.save({name: weight.grad for name, weight in policy.model.named_parameters()}, chosen.gradient)
+            torch.save(
+                {name: weight.grad for name, weight in policy.model.named_parameters()},
+                chosen.gradient,
+            )
         trainer.step()
         policy.version += 1
         CONSOLE.file.write(f"took {time.perf_counter() - began}\n")
@@ -226,7 +248,7 @@ def worth(text: str) -> float:
 
 
 def whole(chosen: argparse.Namespace) -> None:
-    """The child that makes whole steps by `afterimage.train`."""
+    """The child that makes whole steps by `unstale.train`."""
     ends: list[float] = []
     advance = loop.advance
 
@@ -238,7 +260,7 @@ def whole(chosen: argparse.Namespace) -> None:
     loop.advance = timed
     apart = chosen.staleness == 0  # engines and trainer take turns: each side may have all cores
     share = max(1, chosen.threads // 2)
-    run = afterimage.train(
+    run = unstale.train(
         RunConfig(
             recipe="train", policy=str(chosen.model), runs=chosen.model, name=f"run-{time.time_ns()}",
             steps=chosen.steps + WARM, task=TaskConfig(env="benchmarks.train:Words"),
@@ -259,7 +281,9 @@ def whole(chosen: argparse.Namespace) -> None:
     )  # fmt: skip
     rows = run.metrics[WARM:]
     expected = chosen.prompts * SIBLINGS * chosen.tokens
-    if said := [each["trainer/action_tokens"] for each in rows if each["trainer/action_tokens"] != expected]:
+    if said := [
+        each["trainer/action_tokens"] for each in rows if each["trainer/action_tokens"] != expected
+    ]:
         raise RuntimeError(f"a step has {said[0]:.0f} tokens, and TRL's has {expected}")
     training = [each["trainer/seconds"] + each["old_logps/seconds"] for each in rows]
     waiting = [each["schedule/wait_groups_s"] for each in rows]
@@ -308,11 +332,23 @@ class Bench:
 
     def theirs(self, model: Path, *options: object) -> Child:
         script = ROOT / "benchmarks" / "train_trl.py"
-        return Child(self.chosen.peers, script, model, "--threads", self.chosen.threads, *options, waiting={})
+        return Child(
+            self.chosen.peers, script, model, "--threads", self.chosen.threads, *options, waiting={}
+        )
 
     def mine(self, kind: str, model: Path, *options: object) -> Child:
         common = ("--threads", self.chosen.threads)
-        command = (sys.executable, "-m", "benchmarks.train", "--child", kind, "--model", model, *common, *options)
+        command = (
+            sys.executable,
+            "-m",
+            "benchmarks.train",
+            "--child",
+            kind,
+            "--model",
+            model,
+            *common,
+            *options,
+        )
         return Child(*command, waiting=OURS)
 
     def best_micro(self, micros: Iterable[int], model: Path, *options: object) -> int:
@@ -325,7 +361,9 @@ class Bench:
             CONSOLE.print(f"TRL in micro-batches of {micro}: {took[micro]:.2f} s")
         return min(took, key=lambda micro: took[micro])
 
-    def trained(self, name: str, dtype: str = "float32") -> tuple[list[str], list[float], dict[str, list[float]]]:
+    def trained(
+        self, name: str, dtype: str = "float32"
+    ) -> tuple[list[str], list[float], dict[str, list[float]]]:
         """Rows of the first table; our time over theirs, and seconds, round by round."""
         model, batch = self.made(name), self.folder / f"{name}.json"
         rows = ragged(self.chosen.groups, MODELS[name].vocab)
@@ -339,25 +377,42 @@ class Bench:
         with ExitStack() as stack:
             turns = {
                 "TRL": stack.enter_context(
-                    self.theirs(model, "--batch", batch, "--micro", micro, "--gradient", gradients[1], *narrow)
+                    self.theirs(
+                        model,
+                        "--batch",
+                        batch,
+                        "--micro",
+                        micro,
+                        "--gradient",
+                        gradients[1],
+                        *narrow,
+                    )
                 ),
-                "ours, `rollout`": stack.enter_context(self.mine("ours", model, *plain, "--gradient", gradients[0])),
+                "ours, `rollout`": stack.enter_context(
+                    self.mine("ours", model, *plain, "--gradient", gradients[0])
+                ),
                 "ours, `snapshot_old`": stack.enter_context(
                     self.mine("ours", model, *plain, "--route", "snapshot_old")
                 ),
-                "ours, unshared": stack.enter_context(self.mine("ours", model, *plain, "--no-share")),
+                "ours, unshared": stack.enter_context(
+                    self.mine("ours", model, *plain, "--no-share")
+                ),
             }
             for turn in turns.values():
                 turn()
             alike = cosine(*(torch.load(path) for path in gradients))
             if alike < (0.999 if dtype == "float32" else 0.98):
-                raise RuntimeError(f"{name}: the gradients are not of the same loss: their cosine is {alike:.6f}")
+                raise RuntimeError(
+                    f"{name}: the gradients are not of the same loss: their cosine is {alike:.6f}"
+                )
             took = alternate(turns, self.chosen.repeats)
         lines = []
         for contestant, seconds in took.items():
             speed = [actions / one for one in seconds]
             over = ratios(took, "TRL", over=contestant)
-            goal = verdict(over, 3) if contestant == "ours, `rollout`" and dtype == "float32" else ""
+            goal = (
+                verdict(over, 3) if contestant == "ours, `rollout`" and dtype == "float32" else ""
+            )
             label = f"{contestant}, micro-batches of {micro}" if contestant == "TRL" else contestant
             lines.append(row(f"{name}, {dtype}", label, spread(speed, "{:.0f}"), f"{tokens / median(seconds):.0f}",
                              spread(over), goal, f"{alike:.6f}"))  # fmt: skip
@@ -372,7 +427,9 @@ class Bench:
         parts: dict[str, list[dict[str, float]]] = {}
 
         def by_us(label: str, staleness: int) -> float:
-            with self.mine("whole", model, *size, "--staleness", staleness, "--steps", chosen.steps) as turn:
+            with self.mine(
+                "whole", model, *size, "--staleness", staleness, "--steps", chosen.steps
+            ) as turn:
                 found = turn()
             parts.setdefault(label, []).append(found)
             return float(found["steps_per_s"])
@@ -394,7 +451,9 @@ class Bench:
             over = ratios(found, contestant, over="TRL")
             bounds = ["", "", ""]
             if contestant in parts:
-                waits, trains = ([each[key] for each in parts[contestant]] for key in ("waiting_s", "training_s"))
+                waits, trains = (
+                    [each[key] for each in parts[contestant]] for key in ("waiting_s", "training_s")
+                )
                 bounds = [
                     f"{1 / max(1e-9, median(waits)):.2f}" if contestant == sync else "",
                     f"{1 / median(trains):.2f}",
@@ -421,7 +480,15 @@ def measure(bench: Bench) -> list[str]:
         f"{chosen.repeats} alternating rounds. The ratio is TRL's time over theirs in the same round. Theirs is "
         f"{peers('.venv-peers', 'trl', 'transformers', 'torch')}.",
         "",
-        *columns("model", "trainer", "action tokens/s", "all tokens/s", "over TRL", "goal", "cosine of gradients"),
+        *columns(
+            "model",
+            "trainer",
+            "action tokens/s",
+            "all tokens/s",
+            "over TRL",
+            "goal",
+            "cosine of gradients",
+        ),
     ]
     bars: dict[str, dict[str, list[float]]] = {}
     for name in chosen.models:
@@ -438,7 +505,14 @@ def measure(bench: Bench) -> list[str]:
         "The last columns are what steps/s would be if only generating, or only training, took time.",
         "",
         *columns(
-            "model", "contestant", "steps/s", "over TRL", "goal", "generation alone", "training alone", "s beside both"
+            "model",
+            "contestant",
+            "steps/s",
+            "over TRL",
+            "goal",
+            "generation alone",
+            "training alone",
+            "s beside both",
         ),
     ]
     found, speeds = bench.stepped()
@@ -469,14 +543,20 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
     parser.add_argument("--groups", type=int, default=4, help=f"of {SIBLINGS} siblings in a batch")
     parser.add_argument(
-        "--micros", type=int, nargs="+", default=[4, 8, 16, 32], help="micro-batches that TRL may choose from"
+        "--micros",
+        type=int,
+        nargs="+",
+        default=[4, 8, 16, 32],
+        help="micro-batches that TRL may choose from",
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=16, help="of a whole step")
     parser.add_argument("--tokens", type=int, default=32, help="of a completion in a whole step")
     parser.add_argument("--steps", type=int, default=8, help="whole steps of a round")
-    parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers/bin/python", help="a python that has trl")
+    parser.add_argument(
+        "--peers", type=Path, default=ROOT / ".venv-peers/bin/python", help="a python that has trl"
+    )
     inner = parser.add_argument_group("of the processes that it starts itself")
     inner.add_argument("--child", choices=["ours", "whole"])
     inner.add_argument("--model", type=Path)
@@ -498,7 +578,9 @@ def main() -> None:
         (ours if chosen.child == "ours" else whole)(chosen)
         return
     if not chosen.peers.is_file():
-        raise SystemExit(f"{chosen.peers} is not there: --peers names a python that has trl (make bench-peers)")
+        raise SystemExit(
+            f"{chosen.peers} is not there: --peers names a python that has trl (make bench-peers)"
+        )
     with tempfile.TemporaryDirectory() as folder:
         write("train", "The trainer beside TRL's", measure(Bench(chosen, Path(folder))))
 

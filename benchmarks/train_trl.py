@@ -26,10 +26,17 @@ class Handed(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, torch.Tensor]:
         def padded(column: str, value: int, side: str) -> torch.Tensor:
             tensors = [torch.tensor(row[column]) for row in self.rows]
-            return pad(tensors, padding_value=value, padding_side=side, pad_to_multiple_of=self.pad_to_multiple_of)
+            return pad(
+                tensors,
+                padding_value=value,
+                padding_side=side,
+                pad_to_multiple_of=self.pad_to_multiple_of,
+            )
 
         for row in self.rows:
-            row |= {f"{part}_mask": [1] * len(row[f"{part}_ids"]) for part in ("prompt", "completion")}
+            row |= {
+                f"{part}_mask": [1] * len(row[f"{part}_ids"]) for part in ("prompt", "completion")
+            }
         filler = self.processing_class.pad_token_id
         handed = {
             "prompt_ids": padded("prompt_ids", filler, "left"),
@@ -39,7 +46,9 @@ class Handed(GRPOTrainer):
             "tool_mask": padded("tool_mask", 1, "right"),
             "advantages": torch.tensor([row["advantage"] for row in self.rows]),
         }
-        return handed | {"num_items_in_batch": (handed["completion_mask"] * handed["tool_mask"]).sum()}
+        return handed | {
+            "num_items_in_batch": (handed["completion_mask"] * handed["tool_mask"]).sum()
+        }
 
 
 class Turns(TrainerCallback):
@@ -56,7 +65,10 @@ class Turns(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         if self.gradient and state.global_step == 0:
             named = rest["model"].named_parameters()
-            torch.save({name: weight.grad.clone() for name, weight in named if weight.grad is not None}, self.gradient)
+            torch.save(
+                {name: weight.grad.clone() for name, weight in named if weight.grad is not None},
+                self.gradient,
+            )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         sys.stderr.flush()
@@ -66,13 +78,21 @@ class Turns(TrainerCallback):
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path)
-    parser.add_argument("--batch", type=Path, help="JSON of the sequences; without it, it generates")
+    parser.add_argument(
+        "--batch", type=Path, help="JSON of the sequences; without it, it generates"
+    )
     parser.add_argument("--micro", type=int, default=8)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--gradient", type=Path, help="where the gradient of the first step goes, before it is clipped")
+    parser.add_argument(
+        "--gradient",
+        type=Path,
+        help="where the gradient of the first step goes, before it is clipped",
+    )
     parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=32, help="new tokens of each of 8 completions to a prompt")
+    parser.add_argument(
+        "--tokens", type=int, default=32, help="new tokens of each of 8 completions to a prompt"
+    )
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
     rows = json.loads(chosen.batch.read_text()) if chosen.batch else []
@@ -93,7 +113,10 @@ def main() -> None:
         words = [text.split() for text in completions]
         return [sum(word[-1] in "13579" for word in each) / max(1, len(each)) for each in words]
 
-    words = [f"w{3 + i} w{4 + i} w{5 + i} w{6 + i} w{7 + i} w{8 + i} w{9 + i} w{10 + i}" for i in range(64)]
+    words = [
+        f"w{3 + i} w{4 + i} w{5 + i} w{6 + i} w{7 + i} w{8 + i} w{9 + i} w{10 + i}"
+        for i in range(64)
+    ]
     trainer = (Handed if rows else GRPOTrainer)(
         model=AutoModelForCausalLM.from_pretrained(chosen.model, dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(chosen.model),

@@ -1,6 +1,6 @@
 """An agent with tools at the retail desk, written with the OpenAI SDK and nothing else to speak through.
 
-    afterimage train retail --task.env examples.retail_agent:tasks
+    unstale train retail --task.env examples.retail_agent:tasks
 
 `agent` gets a base URL, a task, a seed and a key; it calls tools, talks to the customer, and says whether the database
 is as it should be. Its tasks, held-out ones included, are those of the recipe `retail` at its demo level.
@@ -14,9 +14,9 @@ from typing import Any
 
 import openai
 
-from afterimage.envs.external import ExternalAgent
-from afterimage.envs.retail import Customer, Desk, DeskError, RetailTasks, call_tool, system_text
-from afterimage.trajectory import Task
+from unstale.envs.external import ExternalAgent
+from unstale.envs.retail import Customer, Desk, DeskError, RetailTasks, call_tool, system_text
+from unstale.records import Task
 
 DESK = RetailTasks(level=1)
 LATENCY_S = 0.6
@@ -31,10 +31,16 @@ async def agent(base_url: str, task: Task, seed: int, api_key: str) -> dict[str,
         {"role": "system", "content": system_text(DESK.level)},
         {"role": "user", "content": customer.opening()},
     ]
-    http = openai.DefaultAsyncHttpxClient(verify=False, timeout=None)  # on loopback: no certificates are read
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, http_client=http) as client:
+    http = openai.DefaultAsyncHttpxClient(
+        verify=False, timeout=None
+    )  # on loopback: no certificates are read
+    async with openai.AsyncOpenAI(
+        base_url=base_url, api_key=api_key, max_retries=0, http_client=http
+    ) as client:
         while not customer.gone and "hand_over" not in desk.writes:
-            completion = await client.chat.completions.create(model="policy", messages=messages, tools=DESK.tools)
+            completion = await client.chat.completions.create(
+                model="policy", messages=messages, tools=DESK.tools
+            )
             reply = completion.choices[0].message
             messages.append(reply)
             for call in reply.tool_calls or ():
@@ -58,4 +64,6 @@ def answer(desk: Desk, asked: Any) -> str:
 def tasks() -> ExternalAgent:
     """The recipe's tasks, as many as a long run takes."""
     train = [Task(DESK.name, "train", index) for index in range(10_000)]
-    return ExternalAgent(agent, train, held_out=DESK.held_out(1000), name=DESK.name, concurrency=400)
+    return ExternalAgent(
+        agent, train, held_out=DESK.held_out(1000), name=DESK.name, concurrency=400
+    )

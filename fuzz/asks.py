@@ -16,18 +16,18 @@ from typing import Any, cast
 from jsonschema import Draft202012Validator
 from transformers import AutoTokenizer
 
-from afterimage.config import SHIPPED_POLICY, EngineConfig, RolloutConfig
-from afterimage.endpoint import server
-from afterimage.endpoint.agents import AgentRollout
-from afterimage.endpoint.server import Endpoint
-from afterimage.endpoint.session import Session
-from afterimage.engines.scripted import ScriptedEngine
-from afterimage.envs.calculator import TOOL
-from afterimage.envs.chat import Chat
-from afterimage.envs.external import ExternalAgent
-from afterimage.launch.serve import Visitors
-from afterimage.rollout import Speaker
 from fuzz.draws import NESTED, Draws, as_json, require
+from unstale.cli.serve import Visitors
+from unstale.config import SHIPPED_POLICY, EngineConfig, RolloutConfig
+from unstale.engines.scripted import ScriptedEngine
+from unstale.envs.calculator import TOOL
+from unstale.envs.chat import Chat
+from unstale.envs.external import ExternalAgent
+from unstale.rollout.endpoint import server
+from unstale.rollout.endpoint.agents import AgentRollout
+from unstale.rollout.endpoint.server import Endpoint
+from unstale.rollout.endpoint.session import Session
+from unstale.rollout.episode import Generator
 
 HANG_S = 20.0
 """An answer that takes longer is a finding."""
@@ -84,7 +84,9 @@ class _World:
         require(status == 200, f"no description: {described}")
         for path, actions in described["paths"].items():
             if "post" in actions:
-                name = actions["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+                name = actions["post"]["requestBody"]["content"]["application/json"]["schema"][
+                    "$ref"
+                ]
                 self.bodies[path] = described["components"]["schemas"][name.rpartition("/")[2]]
                 self.schemas[path] = Draft202012Validator(self.bodies[path])
         self.paths = {path: "post" in actions for path, actions in described["paths"].items()}
@@ -105,13 +107,16 @@ class _World:
             asyncio.run(self._serve())
 
     async def _serve(self) -> None:
-        self._loop, self._serving = asyncio.get_running_loop(), cast("asyncio.Task[None]", asyncio.current_task())
+        self._loop, self._serving = (
+            asyncio.get_running_loop(),
+            cast("asyncio.Task[None]", asyncio.current_task()),
+        )
         chat = Chat(AutoTokenizer.from_pretrained(SHIPPED_POLICY), ())
         engine = ScriptedEngine(_say(chat))
         await engine.start()
         await engine.load({}, version=0)
         await engine.resume()
-        speaker = Speaker(engine, chat, EngineConfig(max_context=512, max_reply_tokens=24))
+        speaker = Generator(engine, chat, EngineConfig(max_context=512, max_reply_tokens=24))
         try:
             async with asyncio.TaskGroup() as calls:
 
@@ -120,18 +125,26 @@ class _World:
 
                 async with Endpoint(find=find) as endpoint:
                     tasks = ExternalAgent(lambda *_: 0.0, ["x"])
-                    rollout = AgentRollout(speaker, tasks, RolloutConfig(max_turns=1 << 30), endpoint=endpoint)
+                    rollout = AgentRollout(
+                        speaker, tasks, RolloutConfig(max_turns=1 << 30), endpoint=endpoint
+                    )
                     visitors = Visitors(rollout, calls, 0)
                     host, _, port = endpoint.url.removeprefix("http://").partition(":")
                     self.address, self.key = (host, int(port)), endpoint.token
                     self._up.set()
                     await asyncio.Event().wait()
         finally:
-            self.failed = "an answer failed with something else than a refusal, and took the episodes with it"
+            self.failed = (
+                "an answer failed with something else than a refusal, and took the episodes with it"
+            )
 
-    def send(self, method: bytes, path: str, head: bytes, parts: Sequence[bytes] = (b"",)) -> tuple[int, bytes]:
+    def send(
+        self, method: bytes, path: str, head: bytes, parts: Sequence[bytes] = (b"",)
+    ) -> tuple[int, bytes]:
         """Status and body of the answer; 0 for a connection closed without one. Without parts the head is cut."""
-        begin = method + b" " + path.encode("latin-1", "replace") + b" HTTP/1.1\r\nHost: x\r\n" + head
+        begin = (
+            method + b" " + path.encode("latin-1", "replace") + b" HTTP/1.1\r\nHost: x\r\n" + head
+        )
         with socket.create_connection(self.address, timeout=HANG_S) as line:
             try:
                 for part in (begin + b"\r\n" + parts[0], *parts[1:]) if parts else (begin,):
@@ -169,7 +182,11 @@ def drawn(schema: Any, draws: Draws) -> Any:
             return chosen if several == "enum" else drawn(chosen, draws)
     match schema.get("type"):
         case "object":
-            wanted = [name for name in schema["properties"] if name in schema["required"] or not draws.number(7)]
+            wanted = [
+                name
+                for name in schema["properties"]
+                if name in schema["required"] or not draws.number(7)
+            ]
             return {name: drawn(schema["properties"][name], draws) for name in wanted}
         case "array":
             least = schema.get("minItems", 0)
@@ -179,7 +196,9 @@ def drawn(schema: Any, draws: Draws) -> Any:
             return draws.choice((*TEXTS, draws.text())) or "x" * schema.get("minLength", 0)
         case "integer":
             low, high = schema.get("minimum", -9), schema.get("maximum", 9)
-            return draws.choice((low, low + draws.number(4) if low + 4 <= high else low, min(high, 64), float(low)))
+            return draws.choice(
+                (low, low + draws.number(4) if low + 4 <= high else low, min(high, 64), float(low))
+            )
         case "number":
             return draws.choice((1, 1.0))
         case "boolean":
@@ -200,16 +219,28 @@ def endpoint(data: bytes) -> None:
         body = draws.changed(body)
     text = as_json(body).encode() if body is not None else b""
     method, key = (b"POST" if at.paths[path] else b"GET"), draws.choice(KEYS)
-    sound, valid = True, path in at.schemas and "NaN" not in text.decode() and "Infinity" not in text.decode()
+    sound, valid = (
+        True,
+        path in at.schemas and "NaN" not in text.decode() and "Infinity" not in text.decode(),
+    )
     fault = draws.number(24)
     match fault:
         case 1:
             text, sound = draws.damaged(text), False
         case 2:
-            text, sound = draws.choice((*[each.encode() for each in NESTED], b"\xff\xfe", b"", b"[]", b" " * 9)), False
+            text, sound = (
+                draws.choice(
+                    (*[each.encode() for each in NESTED], b"\xff\xfe", b"", b"[]", b" " * 9)
+                ),
+                False,
+            )
         case 3:
             body = {"user": 0} | body if isinstance(body, dict) else body
-            text = as_json(body).encode().replace(b'"user": 0', b'"user": ' + draws.choice(NESTED).encode())
+            text = (
+                as_json(body)
+                .encode()
+                .replace(b'"user": 0', b'"user": ' + draws.choice(NESTED).encode())
+            )
             sound = False
         case 4:
             method, sound = draws.choice(METHODS), False
@@ -218,7 +249,10 @@ def endpoint(data: bytes) -> None:
     head = at.authorized
     match fault:
         case 6:
-            head, sound = draws.choice((b"", b"Authorization: Bearer no\r\n", at.authorized[:-5] + b"\r\n")), False
+            head, sound = (
+                draws.choice((b"", b"Authorization: Bearer no\r\n", at.authorized[:-5] + b"\r\n")),
+                False,
+            )
         case 7 | 8:
             head, sound = head + draws.choice(HEADERS).encode("latin-1") + b"\r\n", False
     parts, head, whole = _framed(draws, text, head)
@@ -254,7 +288,9 @@ def _framed(draws: Draws, text: bytes, head: bytes) -> tuple[Sequence[bytes], by
             return (), head[: draws.number(len(head) + 1)], False  # never comes to its body
         case 7 | 8:
             cut = len(text) // 2
-            chunks = [b"%x\r\n" % len(part) + part + b"\r\n" for part in (text[:cut], text[cut:]) if part]
+            chunks = [
+                b"%x\r\n" % len(part) + part + b"\r\n" for part in (text[:cut], text[cut:]) if part
+            ]
             return (*chunks, b"0\r\n\r\n"), head + CHUNKED, True
         case 9 | 10:
             return (text[:5], text[5:]), head + size % len(text), True
@@ -268,19 +304,33 @@ def _check(status: int, told: bytes, *, silent: bool) -> None:
     require(status == 200 or 400 <= status < 500, f"status {status}: {told[:300]!r}")
     if status != 200:
         refused = json.loads(told)
-        require(world().refusal.is_valid(refused) and refused["error"]["message"], f"no words: {told[:300]!r}")
+        require(
+            world().refusal.is_valid(refused) and refused["error"]["message"],
+            f"no words: {told[:300]!r}",
+        )
 
 
 def _check_sound(at: _World, path: str, body: Any, heard: tuple[int, bytes, bool]) -> None:
     """The description and the endpoint agree."""
     status, told, valid = heard
     if not valid or not at.schemas[path].is_valid(body):
-        require(400 <= status < 500, f"{path} answers what its description forbids: {as_json(body)[:600]}")
+        require(
+            400 <= status < 500,
+            f"{path} answers what its description forbids: {as_json(body)[:600]}",
+        )
     elif status != 200:
         words = json.loads(told)["error"]["message"]
         allowed = any(known in words for known in ONLY_IN_WORDS)
-        require(allowed, f"{path} refuses what its description allows: {words}: {as_json(body)[:600]}")
+        require(
+            allowed, f"{path} refuses what its description allows: {words}: {as_json(body)[:600]}"
+        )
     elif body.get("stream"):
-        require(told.endswith(b"data: [DONE]\n\n") and b'data: {"error"' not in told, f"a stream that broke: {told!r}")
+        require(
+            told.endswith(b"data: [DONE]\n\n") and b'data: {"error"' not in told,
+            f"a stream that broke: {told!r}",
+        )
     else:
-        require(len(json.loads(told)["choices"]) == int(body.get("n") or 1), f"other choices: {told[:300]!r}")
+        require(
+            len(json.loads(told)["choices"]) == int(body.get("n") or 1),
+            f"other choices: {told[:300]!r}",
+        )

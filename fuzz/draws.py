@@ -60,7 +60,9 @@ class Draws:
             at = self.number(len(held) + 1)
             match self.number(7):
                 case 0 | 1:
-                    held[at : at + 1] = bytes([held[at] ^ 1 << self.number(8)]) if at < len(held) else b"\0"
+                    held[at : at + 1] = (
+                        bytes([held[at] ^ 1 << self.number(8)]) if at < len(held) else b"\0"
+                    )
                 case 2:
                     held[at : at + 4] = self.bytes(4)
                 case 3:
@@ -81,7 +83,11 @@ class Draws:
             return self.json()
         if isinstance(tree, list):
             at = self.number(len(tree))
-            return [*tree[:at], *([] if self.number(8) == 7 else [self.changed(tree[at])]), *tree[at + 1 :]]
+            return [
+                *tree[:at],
+                *([] if self.number(8) == 7 else [self.changed(tree[at])]),
+                *tree[at + 1 :],
+            ]
         name = self.choice(sorted(tree))
         match self.number(8):
             case 6:

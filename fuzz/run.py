@@ -31,14 +31,20 @@ console = Console(soft_wrap=True)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="fuzz", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of: {', '.join(NAMES)}. Now: all")
+    parser = argparse.ArgumentParser(
+        prog="fuzz", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "targets", nargs="*", metavar="TARGET", help=f"of: {', '.join(NAMES)}. Now: all"
+    )
     parser.add_argument("--seconds", type=int, default=120, help="for each target. Now: 120")
     parser.add_argument("--input", type=Path, help="run a target once, on this file")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if unknown := set(chosen.targets) - set(NAMES):
-        parser.error(f"there is no target {', '.join(sorted(unknown))}; there are: {', '.join(NAMES)}")
+        parser.error(
+            f"there is no target {', '.join(sorted(unknown))}; there are: {', '.join(NAMES)}"
+        )
     if chosen.child:
         return _child(chosen.targets[0], chosen.seconds)
     if chosen.input:
@@ -48,7 +54,9 @@ def main() -> int:
         return 0
     guided = importlib.util.find_spec("atheris") is not None
     if not guided:
-        console.print("[bold]atheris is not installed:[/] inputs are drawn at random, and no coverage guides them")
+        console.print(
+            "[bold]atheris is not installed:[/] inputs are drawn at random, and no coverage guides them"
+        )
     table = Table("target", "executions", "a second", "findings")
     rows = [_run(name, chosen.seconds) for name in chosen.targets or NAMES]
     for row in rows:
@@ -63,15 +71,23 @@ def _run(name: str, seconds: int) -> tuple[str, str, str, str]:
     executions, findings, until = 0, 0, time.monotonic() + seconds
     while (left := round(until - time.monotonic())) > 0 and findings < 10:
         command = [sys.executable, "-m", "fuzz.run", name, "--child", "--seconds", str(left)]
-        threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace", env=os.environ | threads)
+        threads = {
+            "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        done = subprocess.run(
+            command, stderr=subprocess.PIPE, text=True, errors="replace", env=os.environ | threads
+        )
         counted = re.findall(r"^stat::number_of_executed_units: +(\d+)", done.stderr, re.MULTILINE)
         executions += int(counted[-1]) if counted else 0
         if done.returncode:
             findings += 1
             kept = FOUND / f"{name}-{int(time.time())}.txt"
             kept.write_text(done.stderr[-20_000:], encoding="utf-8")
-            console.print(f"[bold red]{name}[/] broke (exit code {done.returncode}): {kept}", highlight=False)
+            console.print(
+                f"[bold red]{name}[/] broke (exit code {done.returncode}): {kept}", highlight=False
+            )
     return name, f"{executions:,}", f"{executions / seconds:,.0f}", str(findings)
 
 
@@ -80,9 +96,14 @@ def _child(name: str, seconds: int) -> int:
         return _at_random(name, seconds)
     import atheris
 
-    with atheris.instrument_imports(include=["afterimage", "fuzz"]):
+    with atheris.instrument_imports(include=["unstale", "fuzz"]):
         from fuzz.targets import TARGETS
-    limits = [f"-max_total_time={seconds}", f"-max_len={SIZE}", f"-rss_limit_mb={MEMORY_MB}", f"-timeout={SLOW_S}"]
+    limits = [
+        f"-max_total_time={seconds}",
+        f"-max_len={SIZE}",
+        f"-rss_limit_mb={MEMORY_MB}",
+        f"-timeout={SLOW_S}",
+    ]
     told = ["-print_final_stats=1", "-verbosity=0", f"-artifact_prefix={FOUND / name}-"]
     atheris.Setup([sys.argv[0], *limits, *told, "-len_control=0"], TARGETS[name])
     atheris.Fuzz()  # ends the process

@@ -7,14 +7,14 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from afterimage.config import SHIPPED_POLICY
-from afterimage.envs import EnvError, Message
-from afterimage.envs.calculator import CalculatorTasks, calculate
-from afterimage.envs.chat import Chat
-from afterimage.envs.retail import RetailEnv, RetailTasks
-from afterimage.envs.retail.tools import ARGUMENTS
-from afterimage.trajectory import Task
 from fuzz.draws import NESTED, Draws, as_json, require
+from unstale.config import SHIPPED_POLICY
+from unstale.envs import EnvError, Message
+from unstale.envs.calculator import CalculatorTasks, calculate
+from unstale.envs.chat import Chat
+from unstale.envs.retail import RetailEnv, RetailTasks
+from unstale.envs.retail.tools import ARGUMENTS
+from unstale.records import Task
 
 
 @cache
@@ -32,11 +32,24 @@ def _reply(draws: Draws, known: Sequence[str]) -> str:
     """Text that is nearly a call, or not at all. `known` are numbers that name something."""
     names = [tool["function"]["name"] for tool in _chat("retail")._tools]
     name = draws.choice((*names, "calculate")) if draws.number(9) < 8 else draws.text()
-    keys = ("order_id", "item_id", "payment_id", "new_item_id", "point_id", "reason", "email", "expression")
+    keys = (
+        "order_id",
+        "item_id",
+        "payment_id",
+        "new_item_id",
+        "point_id",
+        "reason",
+        "email",
+        "expression",
+    )
     wanted = ({**ARGUMENTS, "calculate": ("expression",)}).get(name, ())
     arguments: Any = {
-        key: draws.choice((*known, *known, "12", 12, "final", *NUMBERS)) if draws.number(5) < 4 else draws.json()
-        for key in (wanted if draws.number(5) < 4 else [draws.choice(keys) for _ in range(draws.number(4))])
+        key: draws.choice((*known, *known, "12", 12, "final", *NUMBERS))
+        if draws.number(5) < 4
+        else draws.json()
+        for key in (
+            wanted if draws.number(5) < 4 else [draws.choice(keys) for _ in range(draws.number(4))]
+        )
     }
     text = as_json({"name": name, "arguments": arguments if draws.number(9) < 8 else draws.json()})
     if draws.number(5) == 4:
@@ -59,23 +72,34 @@ def tool_call(data: bytes) -> None:
     live = tasks.env(Task(env, "train", draws.number(4)), 0)
 
     desk = live._desk if isinstance(live, RetailEnv) else None
-    known = sorted({*desk.orders, *(item for order in desk.orders.values() for item in order.items)}) if desk else ()
+    known = (
+        sorted({*desk.orders, *(item for order in desk.orders.values() for item in order.items)})
+        if desk
+        else ()
+    )
 
     async def play() -> None:
         await live.begin()
         for _ in range(3):
             text = draws.text(60) if draws.number(5) == 4 else _reply(draws, known)
-            tokens = chat._tokenizer.encode(text.encode(errors="replace").decode(), add_special_tokens=False)
+            tokens = chat._tokenizer.encode(
+                text.encode(errors="replace").decode(), add_special_tokens=False
+            )
             if draws.number(6) == 5:
                 tokens = [draws.choice((1020, 1021, *range(1024))) for _ in range(draws.number(24))]
             said = chat.parse(tokens)
             for call in said.tool_calls:
-                require(bool(call.name) != bool(call.error), f"{call} is neither a call nor an error")
+                require(
+                    bool(call.name) != bool(call.error), f"{call} is neither a call nor an error"
+                )
             try:
                 turn = await live.step(said)
             except EnvError:
                 return
-            require(all(type(message.content) is str for message in turn.messages), "an answer that is no text")
+            require(
+                all(type(message.content) is str for message in turn.messages),
+                "an answer that is no text",
+            )
             chat.following(turn.messages, ended=True)
             if turn.done:
                 return
@@ -101,7 +125,10 @@ def chat_text(data: bytes) -> None:
     tokenizer = chat._tokenizer
 
     def said(role: Any) -> Message:
-        parts = [draws.choice(FRAGMENTS) if draws.number(3) else draws.text() for _ in range(draws.number(6))]
+        parts = [
+            draws.choice(FRAGMENTS) if draws.number(3) else draws.text()
+            for _ in range(draws.number(6))
+        ]
         return Message(role, "".join(parts))
 
     first = [said("system"), said("user")]
@@ -121,9 +148,14 @@ def _require_text(chat: Chat, messages: list[Message], tokens: tuple[int, ...]) 
     tokenizer = chat._tokenizer
 
     def render(contents: list[str]) -> str:
-        records = [{"role": m.role, "content": content} for m, content in zip(messages, contents, strict=True)]
+        records = [
+            {"role": m.role, "content": content}
+            for m, content in zip(messages, contents, strict=True)
+        ]
         return str(
-            tokenizer.apply_chat_template(records, tools=chat._tools, add_generation_prompt=True, tokenize=False)
+            tokenizer.apply_chat_template(
+                records, tools=chat._tools, add_generation_prompt=True, tokenize=False
+            )
         )
 
     plain_text = [message.content.encode(errors="replace").decode() for message in messages]
@@ -131,6 +163,16 @@ def _require_text(chat: Chat, messages: list[Message], tokens: tuple[int, ...]) 
     require(text == render(plain_text), "the tokens say something else")
     controls = tokenizer.added_tokens_decoder.keys()
     bare = tokenizer.encode(render(["x"] * len(messages)), add_special_tokens=False)
-    require([t for t in tokens if t in controls] == [t for t in bare if t in controls], "text became control tokens")
-    if not any(token.content in content for token in tokenizer.added_tokens_decoder.values() for content in plain_text):
-        require(list(tokens) == tokenizer.encode(text, add_special_tokens=False), "ordinary text has other tokens")
+    require(
+        [t for t in tokens if t in controls] == [t for t in bare if t in controls],
+        "text became control tokens",
+    )
+    if not any(
+        token.content in content
+        for token in tokenizer.added_tokens_decoder.values()
+        for content in plain_text
+    ):
+        require(
+            list(tokens) == tokenizer.encode(text, add_special_tokens=False),
+            "ordinary text has other tokens",
+        )

@@ -30,20 +30,28 @@ import torch
 from torch import Tensor
 from zstandard import ZstdCompressor, ZstdDecompressor
 
-from afterimage import cli
-from afterimage.checkpoint import CheckpointError, Checkpoints, Stand, _sum
-from afterimage.config import ConfigError, RunConfig
-from afterimage.journal import JournalError, JournalReader, check, write_jsonl
-from afterimage.journal.tables import COLUMNS, FORMAT, SCHEMA, insert, outcome_row, piece_row, seal
-from afterimage.launch.audit import stored_config
-from afterimage.observe.metrics import CONFIG, RunFolder, plain
-from afterimage.recipes import RECIPES
-from afterimage.trajectory import Failure, Given, Sampled, Task, Trajectory
-from afterimage.versions import Delta, VersionStore
-from afterimage.versions.codec import Encoded, _seal, advance, checksum, dumps, encode, loads, words
 from fuzz.asks import endpoint
 from fuzz.draws import NESTED, ODD, Draws, as_json, require
 from fuzz.talk import chat_text, tool_call
+from unstale.cli import main
+from unstale.cli.audit import stored_config
+from unstale.config import ConfigError, RunConfig
+from unstale.durability.checkpoint import CheckpointError, Checkpoints, Progress, _sum
+from unstale.durability.journal import JournalError, JournalReader, check, write_jsonl
+from unstale.durability.journal.tables import (
+    COLUMNS,
+    FORMAT,
+    SCHEMA,
+    insert,
+    outcome_row,
+    piece_row,
+    seal,
+)
+from unstale.observe.metrics import CONFIG, RunFolder, plain
+from unstale.recipes import RECIPES
+from unstale.records import ContextPiece, Failure, Sampled, Task, Trajectory
+from unstale.weights.codec import Encoded, _seal, advance, checksum, dumps, encode, loads, words
+from unstale.weights.store import Delta, VersionStore
 
 
 @cache
@@ -88,13 +96,16 @@ def _require_says(config: RunConfig, given: Mapping[str, Any]) -> None:
             infinite = isinstance(wanted, float) and math.isinf(wanted) and found is None
             same = found == wanted and isinstance(found, bool) == isinstance(wanted, bool)
             same = same or (name == "runs" and found == str(Path(wanted)))
-            require(same or infinite, f"{name}.{part} is {wanted!r} in the file, {found!r} in the configuration")
+            require(
+                same or infinite,
+                f"{name}.{part} is {wanted!r} in the file, {found!r} in the configuration",
+            )
     require(stored_config(held) == config, "it is not read back equal")
 
 
 @cache
 def _command_line() -> tuple[argparse.ArgumentParser, tuple[str, ...]]:
-    parser = cli._parser(["train", "retail"])
+    parser = main._parser(["train", "retail"])
     return parser, tuple(f"--{name}" for name in _flat(plain(RECIPES["retail"]())))
 
 
@@ -117,7 +128,11 @@ def config_knobs(data: bytes) -> None:
     words_given = []
     for _ in range(1 + draws.number(3)):
         name = draws.choice(knobs) if draws.number(12) < 11 else f"--{draws.text()}"
-        value = draws.choice((*ONES, _word(_at(RECIPES["retail"](), name[2:])))) if name in knobs else "1"
+        value = (
+            draws.choice((*ONES, _word(_at(RECIPES["retail"](), name[2:]))))
+            if name in knobs
+            else "1"
+        )
         if draws.number(4) == 3:
             value = str(draws.choice(ODD[:-1])) if draws.number(2) else draws.text()
         word = f"{name}={value}" if draws.number(12) < 11 else value
@@ -128,12 +143,14 @@ def config_knobs(data: bytes) -> None:
     held = plain(config)
     again = [f"--{name}={_word(_at(config, name))}" for name in _flat(held)]
     require(_configured(parser, again) == config, "as words it is not read back equal")
-    require(stored_config(json.loads(json.dumps(held))) == config, "as a file it is not read back equal")
+    require(
+        stored_config(json.loads(json.dumps(held))) == config, "as a file it is not read back equal"
+    )
 
 
 def _configured(parser: argparse.ArgumentParser, given: list[str]) -> RunConfig | None:
     try:
-        return cli.configure(parser.parse_args(["train", "retail", *given]))
+        return main.configure(parser.parse_args(["train", "retail", *given]))
     except ConfigError as error:
         require(bool(str(error)), "an error without a word")
         return None
@@ -165,10 +182,24 @@ def _sound_journal() -> tuple[bytes, Any]:
             episode = 2 * number + sibling
             rows.append(insert("episodes", episode, number, sibling, episode + 70, 0.5, 0))
             sampled = Sampled((3, 70_000, 4 + episode), (-0.5, -0.25, -2.0), 0)
-            pieces = (Given((1, 2, 9, 8)), sampled, Given((5, 6)), Sampled((7,), (-1.0,), 1))
-            rows += [piece_row(episode, position, piece, 0) for position, piece in enumerate(pieces)]
+            pieces = (
+                ContextPiece((1, 2, 9, 8)),
+                sampled,
+                ContextPiece((5, 6)),
+                Sampled((7,), (-1.0,), 1),
+            )
+            rows += [
+                piece_row(episode, position, piece, 0) for position, piece in enumerate(pieces)
+            ]
             ended = Trajectory(
-                pieces, {"r": 1.0}, "done", task, episode + 70, episode, (0.5, 1.0), {"tool_errors": 1.0}
+                pieces,
+                {"r": 1.0},
+                "done",
+                task,
+                episode + 70,
+                episode,
+                (0.5, 1.0),
+                {"tool_errors": 1.0},
             )
             failed = Failure(task, "step", "it broke", 1, 3)
             if number < 2:
@@ -178,7 +209,10 @@ def _sound_journal() -> tuple[bytes, Any]:
     rows += [insert("checkpoints", 1, 1, 1, "step000001-version000001", 0.75)]
     rows += [insert("consumed", 0, 1, 0, 1, 0.5, 1)]
     rows += [insert("versions", version, 0.5, 0) for version in (0, 1)]
-    rows += [insert("events", 0.5, "step", json.dumps({"step": step, "loss": 0.5}), 0) for step in range(2)]
+    rows += [
+        insert("events", 0.5, "step", json.dumps({"step": step, "loss": 0.5}), 0)
+        for step in range(2)
+    ]
     path.unlink(missing_ok=True)
     connection = sqlite3.connect(path)
     connection.executescript(f"PRAGMA page_size=512; {SCHEMA} PRAGMA user_version={FORMAT};")
@@ -224,7 +258,10 @@ def journal(data: bytes) -> None:
     except JournalError as error:
         require(path.name in str(error), f"an error without the file: {error}")
         return
-    require(bool(wrong) or resealed or found == told, "changed rows were read and nothing was found wrong")
+    require(
+        bool(wrong) or resealed or found == told,
+        "changed rows were read and nothing was found wrong",
+    )
     for one, other in zip(found[-1], told[-1], strict=True):
         require(resealed or one == other[: len(one)], "changed pieces were read")
 
@@ -234,7 +271,21 @@ def _change_row(path: Path, draws: Draws, *, resealed: bool) -> None:
     table = draws.choice(sorted(COLUMNS))
     column = draws.choice(COLUMNS[table])
     value = draws.choice(
-        (None, 0, 1, -1, 1.5, 2**40, "x", "[1]", '{"r": "x"}', '{"r": 7}', "3", b"\1\0\2\0", NESTED[0])
+        (
+            None,
+            0,
+            1,
+            -1,
+            1.5,
+            2**40,
+            "x",
+            "[1]",
+            '{"r": "x"}',
+            '{"r": 7}',
+            "3",
+            b"\1\0\2\0",
+            NESTED[0],
+        )
     )
     if isinstance(value, bytes) and draws.number(2):
         value = draws.rest()
@@ -242,7 +293,9 @@ def _change_row(path: Path, draws: Draws, *, resealed: bool) -> None:
     connection = sqlite3.connect(path)
     connection.create_function("seal", -1, seal)
     try:
-        rows = [row for (row,) in connection.execute(f"SELECT {COLUMNS[table][0]} FROM {table}")] or [0]
+        rows = [
+            row for (row,) in connection.execute(f"SELECT {COLUMNS[table][0]} FROM {table}")
+        ] or [0]
         where = f"WHERE {COLUMNS[table][0]} = ?"
         keyed = draws.choice(rows)
         connection.execute(f"UPDATE {table} SET {column} = ? {where}", (value, keyed))
@@ -303,9 +356,17 @@ def _forged(sound: bytes, draws: Draws) -> bytes:
         name = draws.choice(sorted(made.tensors))
         streams = list(made.tensors[name].streams)
         at = draws.number(len(streams))
-        unpacked = streams[at] if made.tensors[name].kind == "raw" else ZstdDecompressor().decompress(streams[at])
+        unpacked = (
+            streams[at]
+            if made.tensors[name].kind == "raw"
+            else ZstdDecompressor().decompress(streams[at])
+        )
         streams[at] = ZstdCompressor().compress(draws.damaged(unpacked))
-        return dumps(replace(made, tensors={**made.tensors, name: _Claims(made.tensors[name], tuple(streams))}))
+        return dumps(
+            replace(
+                made, tensors={**made.tensors, name: _Claims(made.tensors[name], tuple(streams))}
+            )
+        )
     (size,) = struct.unpack_from("<Q", sound)
     header, body = json.loads(sound[8 : 8 + size]), sound[8 + size :]
     written = header["__metadata__"]["delta"].partition(" ")[2]
@@ -362,12 +423,16 @@ def version_chain(data: bytes) -> None:
         case 2:
             del shelf[one]
         case 3:
-            state["versions"] = draws.choice(([], [1], [*VERSIONS, 9], [7, 4, 2, 1], [1, 2, 2, 4, 7], [1, 2, 4, 8]))
+            state["versions"] = draws.choice(
+                ([], [1], [*VERSIONS, 9], [7, 4, 2, 1], [1, 2, 2, 4, 7], [1, 2, 4, 8])
+            )
         case 4:
             state["at"] = draws.choice((*VERSIONS, -1, 3))
         case 5:
             moved = {name: tensor.clone() for name, tensor in sound["movable"].items()}
-            words(moved[draws.choice(sorted(moved))]).view(-1)[draws.number(5)] ^= 1 << draws.number(7)
+            words(moved[draws.choice(sorted(moved))]).view(-1)[draws.number(5)] ^= (
+                1 << draws.number(7)
+            )
             state["movable"] = moved
         case 6:
             shelf[9 + draws.number(9)] = shelf[one]
@@ -379,7 +444,10 @@ def version_chain(data: bytes) -> None:
         return
     require(store.versions == VERSIONS, f"it was restored with versions {store.versions}")
     for version in (*VERSIONS, *VERSIONS[::-1]):
-        require(checksum(store.tensors(version)) == checksum(_weights(version)), f"version {version} is another one")
+        require(
+            checksum(store.tensors(version)) == checksum(_weights(version)),
+            f"version {version} is another one",
+        )
 
 
 # -------------------------------------------------------------------------------------------------- checkpoints
@@ -400,7 +468,9 @@ def _sound_checkpoint() -> tuple[Path, list[str]]:
     }
     parts = {name: _Part(state[name]) for name in state}
     held = Checkpoints(run, parts)
-    held.save(Stand(3, {"loss": math.nan}), SimpleNamespace(version=7, weights=lambda: _weights(7)))  # type: ignore
+    held.save(
+        Progress(3, {"loss": math.nan}), SimpleNamespace(version=7, weights=lambda: _weights(7))
+    )  # type: ignore
     held.put(8, _weights(8), None)
     return run, [repr(read()) for read in _reads(run)]
 
@@ -444,12 +514,28 @@ def checkpoint(data: bytes) -> None:
         try:
             found = repr(read())
         except (CheckpointError, LookupError) as error:
-            require(not isinstance(error, KeyError) and len(str(error)) > 20, f"an error without a word: {error!r}")
+            require(
+                not isinstance(error, KeyError) and len(str(error)) > 20,
+                f"an error without a word: {error!r}",
+            )
         else:
-            require(bool(forged) or found == written, f"{path.name} was changed, read, and is another one")
+            require(
+                bool(forged) or found == written,
+                f"{path.name} was changed, read, and is another one",
+            )
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
-    for target in (config_file, config_knobs, journal, delta, version_chain, checkpoint, tool_call, chat_text, endpoint)
+    for target in (
+        config_file,
+        config_knobs,
+        journal,
+        delta,
+        version_chain,
+        checkpoint,
+        tool_call,
+        chat_text,
+        endpoint,
+    )
 }

@@ -10,7 +10,13 @@ from hypothesis import settings
 from jaxtyping import install_import_hook
 
 install_import_hook(
-    ["afterimage.audit", "afterimage.corrections", "afterimage.credit", "afterimage.objectives", "afterimage.proxies"],
+    [
+        "unstale.algorithms.audit",
+        "unstale.algorithms.corrections",
+        "unstale.algorithms.advantages",
+        "unstale.algorithms.objectives",
+        "unstale.algorithms.proximal",
+    ],
     "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )
 

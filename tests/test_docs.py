@@ -8,8 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 
-from afterimage.config import install
-from tests.test_judge import Model, model
+from tests.rewards.test_judge import Model, model
+from unstale.config import install
 
 __all__ = ["model"]  # a fixture
 
@@ -25,18 +25,23 @@ def test_a_task_of_ones_own_trains_in_under_60_lines(tmp_path: Path) -> None:
     assert len(f"{tasks}\n{script}".splitlines()) < 60
     (tmp_path / "order_desk.py").write_text(tasks)
     (tmp_path / "train.py").write_text(script)
-    check = "from afterimage.testing import check_env; from order_desk import EchoTasks; check_env(EchoTasks())"
+    check = "from unstale.testing import check_env; from order_desk import EchoTasks; check_env(EchoTasks())"
     path = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", check], cwd=tmp_path, env=path, check=True)
     done = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, env=path, check=True, capture_output=True, text=True
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        env=path,
+        check=True,
+        capture_output=True,
+        text=True,
     )
     success, report = done.stdout.strip().splitlines()[-1].split(" ", 1)
     assert 0 <= float(success) <= 1 and (tmp_path / report).exists()
 
 
 def test_the_readme_shows_the_loop_as_it_is() -> None:
-    source = (ROOT / "afterimage" / "loop.py").read_text()
+    source = (ROOT / "unstale" / "loop.py").read_text()
     shown = blocks("README.md", "python")[0]
     assert shown.startswith("async def train(") and shown in source
 
@@ -47,9 +52,12 @@ def test_every_command_of_the_readme_exists() -> None:
     assert {"demo", "test"} <= verbs
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert verbs <= targets
-    for verb in set(re.findall(r"^afterimage ([a-z-]+)", readme, re.MULTILINE)):
+    for verb in set(re.findall(r"^unstale ([a-z-]+)", readme, re.MULTILINE)):
         subprocess.run(
-            [sys.executable, "-m", "afterimage.cli", verb, "--help"], cwd=ROOT, check=True, capture_output=True
+            [sys.executable, "-m", "unstale.cli.main", verb, "--help"],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
         )
 
 
@@ -60,10 +68,14 @@ def test_links_in_the_docs_lead_somewhere() -> None:
 
 
 def test_nobody_is_told_to_install_another_project_of_this_name() -> None:
-    """The `afterimage` in package registries is one: pages and messages bring extras to a checkout."""
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "afterimage").rglob("*.py")]
+    """The `unstale` in package registries is one: pages and messages bring extras to a checkout."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "unstale").rglob("*.py")]
     text = {str(page): page.read_text() for page in pages}
-    assert not [name for name, words in text.items() if re.search(r"install [^\n`]*(?<![\w./])afterimage\b", words)]
+    assert not [
+        name
+        for name, words in text.items()
+        if re.search(r"install [^\n`]*(?<![\w./])unstale\b", words)
+    ]
     together = "\n".join(text.values())
     told = re.findall(r"([\w./]*pip install [^\n`]*-e '\.\[([\w-]+)\]')", together)
     assert all(command == install(extra) for command, extra in told)
@@ -76,11 +88,18 @@ def test_the_examples_for_other_trainers_run_and_do_what_they_say() -> None:
     """Padded: one token in four has D = 2.5 and no gradient. Packed: the gradients are worked out by hand."""
     padded, packed = blocks("docs/other-trainers.md", "python")
     done = [
-        subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+        ).stdout
         for code in (padded, packed)
     ]
     kept, gradient = re.fullmatch(r"kept (.*), gradient \[(.*)\]\n", done[0]).groups()  # type: ignore[union-attr]
-    assert kept == "75%" and [float(value) == 0 for value in gradient.split(", ")] == [False, False, True, False]
+    assert kept == "75%" and [float(value) == 0 for value in gradient.split(", ")] == [
+        False,
+        False,
+        True,
+        False,
+    ]
     # r = 0.1. Lag 2: alpha 1/2, D = S = e^0.05. Lag 0: alpha 1, D = e^0.1, S = 1. All divided by 4; A = +1, +1, +1, -1.
     old, fresh = -math.exp(0.1) / 4, math.exp(0.1) / 4
     expected = [round(value, 4) for value in (old, old, -fresh, fresh)]
@@ -92,12 +111,25 @@ def test_the_examples_of_rewards_run_and_say_what_they_should(model: Model, tmp_
     rules, judge, tasks = blocks("docs/rewards.md", "python")
     judge = judge.replace("http://127.0.0.1:8000/v1", model.url)
     (tmp_path / "capitals.py").write_text(tasks)
-    both = "from capitals import *; from afterimage.testing import check_env; check_env(CapitalTasks())\n"
+    both = (
+        "from capitals import *; from unstale.testing import check_env; check_env(CapitalTasks())\n"
+    )
     both += "print(round(CapitalTasks.combine({'answer': 1.0, 'brief': 1.0}), 3))"
     path = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = [
-        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=path, check=True, capture_output=True, text=True)
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            env=path,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
         for code in (rules, judge, both)
     ]
-    assert [each.stdout for each in done] == ["0.0 1.0\n1.0 1.0\n1.0\n0.75\n", "0.7 as it should be 1\n", "1.1\n"]
+    assert [each.stdout for each in done] == [
+        "0.0 1.0\n1.0 1.0\n1.0\n0.75\n",
+        "0.7 as it should be 1\n",
+        "1.1\n",
+    ]
     assert (tmp_path / "verdicts.sqlite").exists()

@@ -11,16 +11,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from afterimage.endpoint import server
 from fuzz import asks, run
 from fuzz.targets import TARGETS
+from unstale.rollout.endpoint import server
 
 EXAMPLES = {
     "config_file": 300, "config_knobs": 400, "journal": 150, "delta": 600, "version_chain": 300, "checkpoint": 50,
     "tool_call": 250, "chat_text": 200, "endpoint": 250,
 }  # fmt: skip
 
-inputs = st.binary(max_size=60) | st.integers(0, 2**32).map(lambda seed: random.Random(seed).randbytes(200))
+inputs = st.binary(max_size=60) | st.integers(0, 2**32).map(
+    lambda seed: random.Random(seed).randbytes(200)
+)
 
 
 def test_the_command_knows_every_target() -> None:
@@ -40,6 +42,9 @@ def test_no_input_breaks_a_promise(name: str, monkeypatch: pytest.MonkeyPatch) -
     for limit in ("BODY_S", "MAX_BODY"):  # the target makes them small
         monkeypatch.setattr(server, limit, getattr(server, limit))
     limits = settings(
-        derandomize=True, database=None, max_examples=EXAMPLES[name], suppress_health_check=list(HealthCheck)
+        derandomize=True,
+        database=None,
+        max_examples=EXAMPLES[name],
+        suppress_health_check=list(HealthCheck),
     )
     limits(given(inputs)(TARGETS[name]))()

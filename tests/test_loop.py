@@ -20,10 +20,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from afterimage import loop
-from afterimage.auditor import Auditor, Judge
-from afterimage.build import Machine, build, build_correction, build_objective
-from afterimage.config import (
+from unstale import loop
+from unstale.build import Components, build, build_correction, build_objective
+from unstale.cli.resume import begin
+from unstale.cli.session import first_leaf
+from unstale.components import RunComponents
+from unstale.config import (
     CheckpointConfig,
     EngineConfig,
     EvalConfig,
@@ -32,20 +34,18 @@ from afterimage.config import (
     ScheduleConfig,
     TaskConfig,
 )
-from afterimage.engines import SamplingParams
-from afterimage.engines.scripted import Delay, ScriptedEngine
-from afterimage.envs import Message, Taskset, Turn
-from afterimage.journal import Journal
-from afterimage.launch.local import first_leaf
-from afterimage.launch.resume import begin
-from afterimage.observe.metrics import RunLog
-from afterimage.old_logps import Needs, OldLogps, Passive, Scoring
-from afterimage.parts import Parts
-from afterimage.policy import Policy
-from afterimage.rollout import Speaker
-from afterimage.testing import tiny_policy
-from afterimage.trainer import Rules, Trainer
-from afterimage.trajectory import Batch, Group, Open, Task
+from unstale.durability.journal import Journal
+from unstale.engines import SamplingParams
+from unstale.engines.scripted import Delay, ScriptedEngine
+from unstale.envs import Message, Taskset, Turn
+from unstale.model.policy import Policy
+from unstale.observe.metrics import RunLog
+from unstale.old_logps import Needs, OldLogps, Passive, Scoring
+from unstale.records import Batch, Group, PendingPiece, Task
+from unstale.rollout.episode import Generator
+from unstale.testing import tiny_policy
+from unstale.trainer.auditor import Auditor, Thresholds
+from unstale.trainer.local import Rules, Trainer
 
 Route = Callable[[Policy, ScriptedEngine], OldLogps]
 
@@ -124,7 +124,9 @@ class Log:
     def failure(self, episode: int, failure: Any, final: bool) -> None: ...
 
     def trajectories(self, step: int, groups: Sequence[Group]) -> None:
-        self.consumed.append({trajectory.episode for group in groups for trajectory in group.trajectories})
+        self.consumed.append(
+            {trajectory.episode for group in groups for trajectory in group.trajectories}
+        )
 
     def span(self, lane: str, label: str) -> Any:
         return nullcontext()
@@ -140,7 +142,7 @@ class ScoresAtClosing(Passive):
         self.closed: dict[int, set[tuple[int, int]]] = {}
         self.missing: list[int] = []
 
-    def closing(self, policy: Policy, unscored: Sequence[Open]) -> None:
+    def closing(self, policy: Policy, unscored: Sequence[PendingPiece]) -> None:
         assert not self.engine._pending, "generation goes on while the version is being closed"
         assert all(piece.piece.version == policy.version for piece in unscored)
         self.closed[policy.version] = {(piece.episode, piece.start) for piece in unscored}
@@ -159,13 +161,17 @@ class Quiet:
     def note(self, text: str) -> None: ...
 
 
-def configure(*, steps: int = 12, deterministic: bool = False, every: int = 100, **schedule: int) -> RunConfig:
+def configure(
+    *, steps: int = 12, deterministic: bool = False, every: int = 100, **schedule: int
+) -> RunConfig:
     return RunConfig(
         recipe="numbers",
         steps=steps,
         deterministic=deterministic,
         task=TaskConfig(env="tests:numbers"),
-        schedule=ScheduleConfig(**{"max_staleness": 1, "groups_per_step": 2, "group_size": 3, **schedule}),
+        schedule=ScheduleConfig(
+            **{"max_staleness": 1, "groups_per_step": 2, "group_size": 3, **schedule}
+        ),
         engine=EngineConfig(max_reply_tokens=REPLY, max_context=64, restarts=0),
         rollout=RolloutConfig(retries=0),
         checkpoint=CheckpointConfig(every=every),
@@ -179,7 +185,9 @@ async def a_moment(tokens: Sequence[int], params: SamplingParams) -> None:
         await asyncio.sleep(0)
 
 
-def toy_machine(config: RunConfig, taskset: Taskset, *, delay: Delay = a_moment, route: Route | None = None) -> Machine:
+def toy_machine(
+    config: RunConfig, taskset: Taskset, *, delay: Delay = a_moment, route: Route | None = None
+) -> Components:
     """Everything real but the engine, which says what the seed says."""
 
     def say(tokens: Sequence[int], params: SamplingParams) -> list[int]:
@@ -190,15 +198,15 @@ def toy_machine(config: RunConfig, taskset: Taskset, *, delay: Delay = a_moment,
     policy, engine = tiny_policy(), ScriptedEngine(say, token_delay=delay)
     old = route(policy, engine) if route else ScoresAtClosing(engine)
     correction, objective = build_correction(config.correction), build_objective(config.objective)
-    judge, scoring = Judge(correction, objective.surrogate), Scoring(1.0, 4096)
+    judge, scoring = Thresholds(correction, objective.surrogate), Scoring(1.0, 4096)
     auditor = Auditor(policy, old, judge, scoring=scoring, share=config.audit.share)
     rules = Rules(correction=correction, objective=objective, temperature=1.0, audit=auditor.look)
     trainer = Trainer(policy, config.trainer, rules, old, num_steps=config.steps)
-    speaker = Speaker(engine, NumberChat(), config.engine)  # type: ignore[arg-type]
-    return Machine(policy, taskset, speaker, old, auditor, trainer)
+    speaker = Generator(engine, NumberChat(), config.engine)  # type: ignore[arg-type]
+    return Components(policy, taskset, speaker, old, auditor, trainer)
 
 
-def make(folder: Path, tasks: Iterator[int], *, budget: int = 1, steps: int = 12) -> Parts:
+def make(folder: Path, tasks: Iterator[int], *, budget: int = 1, steps: int = 12) -> RunComponents:
     """A run that is about to begin."""
     config = configure(steps=steps, max_staleness=budget)
     machine = toy_machine(config, Numbers(tasks))
@@ -208,7 +216,7 @@ def make(folder: Path, tasks: Iterator[int], *, budget: int = 1, steps: int = 12
 
 
 @contextmanager
-def closing_worker(parts: Parts) -> Iterator[None]:
+def closing_worker(parts: RunComponents) -> Iterator[None]:
     try:
         yield
     finally:
@@ -216,7 +224,7 @@ def closing_worker(parts: Parts) -> Iterator[None]:
         parts.log.close()
 
 
-def run(parts: Parts) -> list[dict[str, Any]]:
+def run(parts: RunComponents) -> list[dict[str, Any]]:
     async def main() -> None:
         async with asyncio.timeout(60):
             await loop.run(parts)
@@ -239,7 +247,7 @@ def test_closing_is_given_every_unscored_piece_of_the_version(tmp_path: Path) ->
     seen: dict[int, set[tuple[int, int]]] = {}
     arrived = parts.rollout._arrived
 
-    def hear(piece: Open) -> None:
+    def hear(piece: PendingPiece) -> None:
         arrived(piece)
         seen.setdefault(piece.piece.version, set()).add((piece.episode, piece.start))
 
@@ -249,11 +257,15 @@ def test_closing_is_given_every_unscored_piece_of_the_version(tmp_path: Path) ->
     assert sorted(closed) == list(range(12))
     consumed = parts.log.consumed  # type: ignore[attr-defined]
     for version, pieces in closed.items():
-        assert pieces == {place for place in seen.get(version, ()) if place[0] not in consumed[version]}
+        assert pieces == {
+            place for place in seen.get(version, ()) if place[0] not in consumed[version]
+        }
     assert sum(map(len, closed.values())) >= 12 * 6
 
 
-def test_a_route_hears_of_a_version_before_any_engine_has_it_and_when_all_do(tmp_path: Path) -> None:
+def test_a_route_hears_of_a_version_before_any_engine_has_it_and_when_all_do(
+    tmp_path: Path,
+) -> None:
     parts, heard = make(tmp_path, count(), steps=3), list[tuple[str, int, int]]()
     engine, trainers = parts.old.engine, parts.worker.submit(threading.get_ident).result()  # type: ignore[attr-defined]
 
@@ -264,7 +276,9 @@ def test_a_route_hears_of_a_version_before_any_engine_has_it_and_when_all_do(tmp
     parts.old.publishing = partial(hear, "publishing")  # type: ignore[method-assign]
     parts.old.published = partial(hear, "published")  # type: ignore[method-assign]
     run(parts)
-    assert heard == [call for v in range(4) for call in (("publishing", v, v - 1), ("published", v, v))]
+    assert heard == [
+        call for v in range(4) for call in (("publishing", v, v - 1), ("published", v, v))
+    ]
 
 
 class Keeps(Passive):
@@ -283,9 +297,13 @@ def test_the_next_batch_is_scored_and_its_gradient_formed_while_a_version_is_pub
 ) -> None:
     """With the versions kept; else the route hears of a version before it is asked again. The weights wait for both."""
     config = configure(steps=3, max_staleness=2)
-    machine = toy_machine(config, Numbers(count()), route=lambda policy, engine: Keeps(snapshots=snapshots))
+    machine = toy_machine(
+        config, Numbers(count()), route=lambda policy, engine: Keeps(snapshots=snapshots)
+    )
     log = RunLog(tmp_path)
-    parts = replace(build(config, machine, log, Quiet(), begin(machine, config, tmp_path)), log=Log(log))
+    parts = replace(
+        build(config, machine, log, Quiet(), begin(machine, config, tmp_path)), log=Log(log)
+    )
     heard, formed = list[str](), threading.Event()
 
     def hear(owner: Any, name: str) -> None:
@@ -298,7 +316,11 @@ def test_the_next_batch_is_scored_and_its_gradient_formed_while_a_version_is_pub
 
         setattr(owner, name, call)
 
-    for owner, name in ((parts.trainer, "prepare"), (parts.trainer, "backward"), (parts.trainer, "step")):
+    for owner, name in (
+        (parts.trainer, "prepare"),
+        (parts.trainer, "backward"),
+        (parts.trainer, "step"),
+    ):
         hear(owner, name)
     hear(parts.old, "published")
     bring = parts.publisher.publish
@@ -315,17 +337,24 @@ def test_the_next_batch_is_scored_and_its_gradient_formed_while_a_version_is_pub
         if snapshots
         else ["published {0}", "prepare {0}", "backward {0}"]
     )
-    first, *rest = ["published 0", "prepare 0", "backward 0", "step 0"], *([*between, "step {0}"] for _ in range(2))
+    first, *rest = (
+        ["published 0", "prepare 0", "backward 0", "step 0"],
+        *([*between, "step {0}"] for _ in range(2)),
+    )
     told = [call.format(number) for number, calls in enumerate((first, *rest)) for call in calls]
     assert heard == [*told, "published 3"]
 
 
-def keeping(folder: Path, *, snapshots: bool = True) -> Parts:
+def keeping(folder: Path, *, snapshots: bool = True) -> RunComponents:
     """Three steps of a run that is about to begin, a checkpoint after each."""
     config = configure(steps=3, max_staleness=2, every=1)
-    machine = toy_machine(config, Numbers(count()), route=lambda policy, engine: Keeps(snapshots=snapshots))
+    machine = toy_machine(
+        config, Numbers(count()), route=lambda policy, engine: Keeps(snapshots=snapshots)
+    )
     log = RunLog(folder)
-    return replace(build(config, machine, log, Quiet(), begin(machine, config, folder)), log=Log(log))
+    return replace(
+        build(config, machine, log, Quiet(), begin(machine, config, folder)), log=Log(log)
+    )
 
 
 @pytest.mark.parametrize("snapshots", [True, False])
@@ -358,7 +387,10 @@ def test_a_checkpoint_is_written_beside_the_next_gradient_and_before_the_next_st
         assert held.states["trainer"]["steps"] == number
         assert held.states["trainer"]["optimizer"]["state"][0]["step"] == number
         assert all(torch.equal(held.policy[name], tensor) for name, tensor in published.items())
-        assert all(torch.equal(held.states["trainer"]["weights"][name], held.policy[name]) for name in published)
+        assert all(
+            torch.equal(held.states["trainer"]["weights"][name], held.policy[name])
+            for name in published
+        )
 
 
 def marked(folder: Path) -> list[int]:
@@ -367,7 +399,9 @@ def marked(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("disk_fails", [False, True])
-def test_a_batch_that_fails_leaves_the_step_before_written_down(tmp_path: Path, disk_fails: bool) -> None:
+def test_a_batch_that_fails_leaves_the_step_before_written_down(
+    tmp_path: Path, disk_fails: bool
+) -> None:
     """And where that cannot be, it is what is told."""
     parts, failed = keeping(tmp_path), threading.Event()
     form, write = parts.trainer.backward, parts.checkpoints.write
@@ -388,7 +422,9 @@ def test_a_batch_that_fails_leaves_the_step_before_written_down(tmp_path: Path, 
     parts.trainer.backward, parts.checkpoints.write = backward, late  # type: ignore[method-assign]
     with pytest.raises(ExceptionGroup) as failure:
         run(parts)
-    assert str(first_leaf(failure.value)) == ("the disk is full" if disk_fails else "nan in a gradient")
+    assert str(first_leaf(failure.value)) == (
+        "the disk is full" if disk_fails else "nan in a gradient"
+    )
     assert [row["step"] for row in parts.log.rows] == ([1] if disk_fails else [1, 2])  # type: ignore[attr-defined]
     assert marked(tmp_path) == ([0, 1] if disk_fails else [0, 1, 2])
 
@@ -435,9 +471,14 @@ def test_what_keeps_every_thread_of_asyncio_busy_holds_up_no_checkpoint(tmp_path
 
 @pytest.mark.parametrize(
     "tasks, says",
-    [(iter(range(5)), "ran out of tasks"), (iter([13_013] * 50), "all 6 episodes of a batch failed")],
+    [
+        (iter(range(5)), "ran out of tasks"),
+        (iter([13_013] * 50), "all 6 episodes of a batch failed"),
+    ],
 )
-def test_what_cannot_go_on_ends_with_its_own_error(tmp_path: Path, tasks: Iterator[int], says: str) -> None:
+def test_what_cannot_go_on_ends_with_its_own_error(
+    tmp_path: Path, tasks: Iterator[int], says: str
+) -> None:
     with pytest.raises(ExceptionGroup) as failure:
         run(make(tmp_path, tasks))
     assert says in str(first_leaf(failure.value))
@@ -446,7 +487,7 @@ def test_what_cannot_go_on_ends_with_its_own_error(tmp_path: Path, tasks: Iterat
 def test_a_failing_route_ends_the_run(tmp_path: Path) -> None:
     parts = make(tmp_path, count())
 
-    def broken(policy: Policy, unscored: Sequence[Open]) -> None:
+    def broken(policy: Policy, unscored: Sequence[PendingPiece]) -> None:
         raise FloatingPointError("nan in a score")
 
     parts.old.closing = broken  # type: ignore[method-assign]

@@ -20,21 +20,21 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from afterimage.build import build_machine
-from afterimage.config import SHIPPED_POLICY, AuditConfig, ConfigError, EvalConfig
-from afterimage.engines.fallback import TransformersRunner
-from afterimage.journal import JOURNAL, Journal, JournalError, check
-from afterimage.launch import local
-from afterimage.launch.local import keep_evidence
-from afterimage.policy import Policy
-from afterimage.recording import WENT_WRONG, WentWrong
-from tests.test_replay import HUGE, a_batch, goes_wrong
-from tests.test_run import small
+from tests.cli.test_replay import HUGE, a_batch, goes_wrong
+from tests.cli.test_run import small
+from unstale.build import build_machine
+from unstale.cli import session
+from unstale.cli.session import save_failed_batch
+from unstale.config import SHIPPED_POLICY, AuditConfig, ConfigError, EvalConfig
+from unstale.durability.journal import JOURNAL, Journal, JournalError, check
+from unstale.engines.embedded.fallback import TransformersRunner
+from unstale.model.policy import Policy
+from unstale.weights.recording import WENT_WRONG, WentWrong
 
 ROOT = Path(__file__).parent.parent
-SOURCES = sorted((ROOT / "afterimage").rglob("*.py"))
+SOURCES = sorted((ROOT / "unstale").rglob("*.py"))
 NODES = [
-    (str(path.relative_to(ROOT / "afterimage")), node)
+    (str(path.relative_to(ROOT / "unstale")), node)
     for path in SOURCES
     for node in ast.walk(ast.parse(path.read_text("utf-8")))
 ]
@@ -81,7 +81,9 @@ def calls() -> Iterator[tuple[str, str, ast.Call]]:
 
 
 def test_nothing_is_imported_that_runs_what_it_reads() -> None:
-    assert {(path, name) for path, name in imported() if name.split(".")[0] in RUNS_WHAT_IT_READS} == set()
+    assert {
+        (path, name) for path, name in imported() if name.split(".")[0] in RUNS_WHAT_IT_READS
+    } == set()
 
 
 def test_nothing_is_called_that_runs_what_it_reads() -> None:
@@ -110,7 +112,11 @@ def test_nothing_is_called_that_runs_what_it_reads() -> None:
     }
     found = {(path, name) for path, name, _ in calls() if name in direct | unpickling}
     assert found == set()
-    keywords = {(path, word.arg, ast.unparse(word.value)) for path, _, call in calls() for word in call.keywords}
+    keywords = {
+        (path, word.arg, ast.unparse(word.value))
+        for path, _, call in calls()
+        for word in call.keywords
+    }
     assert not {
         (path, name, value)
         for path, name, value in keywords
@@ -133,35 +139,67 @@ def test_torchs_checkpoints_are_read_and_written_in_safetensors() -> None:
         if name in ("dcp.load", "dcp.save")
     }
     for (_, verb), words in told.items():
-        assert words["storage_reader" if verb == "load" else "storage_writer"].startswith("HuggingFaceStorage")
+        assert words["storage_reader" if verb == "load" else "storage_writer"].startswith(
+            "HuggingFaceStorage"
+        )
 
 
 def test_code_is_imported_by_name_in_two_places() -> None:
     """The package's own public names, and `task.env`; which only building a machine to run tasks with asks for."""
     places = {path for path, name, _ in calls() if name.endswith("import_module")}
     assert places == {"__init__.py", "build.py"}
-    assert {path for path, name, _ in calls() if name == "build_taskset"} <= {"build.py", "launch/local.py"}
+    assert {path for path, name, _ in calls() if name == "build_taskset"} <= {
+        "build.py",
+        "cli/session.py",
+    }
 
 
 def test_nothing_listens_and_the_only_sockets_are_pairs() -> None:
     assert not {(path, name) for path, name in imported() if name in LISTENS}
-    verbs = {"bind", "listen", "accept", "create_server", "start_server", "start_unix_server", "create_unix_server"}
+    verbs = {
+        "bind",
+        "listen",
+        "accept",
+        "create_server",
+        "start_server",
+        "start_unix_server",
+        "create_unix_server",
+    }
     heard = {(path, name) for path, name, _ in calls() if name.split(".")[-1] in verbs}
-    assert {name for path, name in heard if path != "endpoint/server.py"} <= {"child.listen", "self._child.listen"}
-    served = [(name, call) for path, name, call in calls() if path == "endpoint/server.py"]
+    assert {name for path, name in heard if path != "rollout/endpoint/server.py"} <= {
+        "child.listen",
+        "self._child.listen",
+    }
+    served = [(name, call) for path, name, call in calls() if path == "rollout/endpoint/server.py"]
     listening = [ast.unparse(call) for name, call in served if name.startswith("socket.")]
-    assert [text.split(", self")[0] for text in listening] == ["socket.create_server((HOST"]  # which is loopback
-    made = {(path, ast.unparse(call)) for path, name, call in calls() if name in ("socket.socket", "socket.socketpair")}
-    assert made and all(text in ("socket.socketpair()", "socket.socket(fileno=descriptor)") for _, text in made)
-    reached = [ast.unparse(call) for _, name, call in calls() if name.endswith("_connection") and "open" not in name]
+    assert [text.split(", self")[0] for text in listening] == [
+        "socket.create_server((HOST"
+    ]  # which is loopback
+    made = {
+        (path, ast.unparse(call))
+        for path, name, call in calls()
+        if name in ("socket.socket", "socket.socketpair")
+    }
+    assert made and all(
+        text in ("socket.socketpair()", "socket.socket(fileno=descriptor)") for _, text in made
+    )
+    reached = [
+        ast.unparse(call)
+        for _, name, call in calls()
+        if name.endswith("_connection") and "open" not in name
+    ]
     assert all("sock=" in text for text in reached)
 
 
 def test_transformers_is_never_allowed_code_from_a_folder_nor_a_pickle() -> None:
     for path, name, call in calls():
-        if name.split(".")[-1] == "from_pretrained" and not path.startswith("recipes/base_policy/"):  # reads its own
+        if name.split(".")[-1] == "from_pretrained" and not path.startswith(
+            "recipes/base_policy/"
+        ):  # reads its own
             words = {word.arg: ast.unparse(word.value) for word in call.keywords}
-            assert words["trust_remote_code"] == "False" and words["local_files_only"] == "True", path
+            assert words["trust_remote_code"] == "False" and words["local_files_only"] == "True", (
+                path
+            )
             assert "Tokenizer" in name or words["use_safetensors"] == "True", path
 
 
@@ -203,13 +241,21 @@ def test_weights_in_a_pickle_are_refused(model_folder: Path, canary: Path) -> No
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
-def test_code_that_a_model_folder_brings_along_is_not_run(model_folder: Path, canary: Path, file: str) -> None:
+def test_code_that_a_model_folder_brings_along_is_not_run(
+    model_folder: Path, canary: Path, file: str
+) -> None:
     (model_folder / "evil.py").write_text(f"open({str(canary)!r}, 'w')\nclass Evil: pass\n")
     told = json.loads((model_folder / file).read_text())
-    kinds = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}
+    kinds = {
+        "AutoConfig": "evil.Evil",
+        "AutoModelForCausalLM": "evil.Evil",
+        "AutoTokenizer": ["evil.Evil", None],
+    }
     for model_type in (told.get("model_type"), "not-known"):
         (model_folder / file).write_text(
-            json.dumps(told | {"auto_map": kinds, "model_type": model_type, "tokenizer_class": "Evil"})
+            json.dumps(
+                told | {"auto_map": kinds, "model_type": model_type, "tokenizer_class": "Evil"}
+            )
         )
         try:
             Policy.load(model_folder)
@@ -222,10 +268,10 @@ WATCH = """
 import json, os, sys
 
 sys.path.insert(0, "")  # as `python -m` has it
-from afterimage import cli
+from unstale.cli import main
 
 if sys.argv[1] in ("audit", "replay"):
-    import afterimage.launch.replay  # what torch does while it loads is its own affair
+    import unstale.cli.replay  # what torch does while it loads is its own affair
 
 HEARD = {"os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "pickle.find_class", "socket.connect",
          "socket.bind", "sqlite3.load_extension"}
@@ -241,7 +287,7 @@ def watch(event, given):
 
 sys.addaudithook(watch)
 try:
-    cli.main(sys.argv[1:])
+    main.main(sys.argv[1:])
 finally:
     sys.stderr.write(f"SEEN {json.dumps(seen)}\\n")
 """
@@ -252,11 +298,16 @@ EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An honest run, recorded, with a batch that a number went wrong on."""
-    config = small(tmp_path_factory.mktemp("runs"), steps=1, audit=AuditConfig(record=True), eval=EvalConfig(tasks=0))
-    run = local.train(config, console=Console(file=StringIO())).folder
+    config = small(
+        tmp_path_factory.mktemp("runs"),
+        steps=1,
+        audit=AuditConfig(record=True),
+        eval=EvalConfig(tasks=0),
+    )
+    run = session.train(config, console=Console(file=StringIO())).folder
     machine = build_machine(config)
     goes_wrong(machine, a_batch(advantage=HUGE))
-    assert "afterimage replay" in keep_evidence(machine.trainer, run)
+    assert "unstale replay" in save_failed_batch(machine.trainer, run)
     return run
 
 
@@ -273,7 +324,10 @@ def hostile(recorded: Path, tmp_path: Path) -> Path:
     for name in ("events.jsonl", "trajectories.jsonl"):
         rows = [json.loads(line) for line in (run / name).read_text().splitlines()]
         texts = [
-            {key: EVIL if isinstance(value, str) and key != "kind" else value for key, value in row.items()}
+            {
+                key: EVIL if isinstance(value, str) and key != "kind" else value
+                for key, value in row.items()
+            }
             for row in rows
         ]
         (run / name).write_text("".join(json.dumps(row) + "\n" for row in texts))
@@ -285,7 +339,14 @@ def hostile(recorded: Path, tmp_path: Path) -> Path:
         )
     journal.close()
     (tmp_path / "yours").write_text("a secret of yours")
-    for name in ("report.html", "audit.json", "audit.md", "survivors.json", "error.txt", "samples.jsonl"):
+    for name in (
+        "report.html",
+        "audit.json",
+        "audit.md",
+        "survivors.json",
+        "error.txt",
+        "samples.jsonl",
+    ):
         (run / name).unlink(missing_ok=True)
         (run / name).symlink_to(tmp_path / "yours")
     return run
@@ -307,7 +368,11 @@ VERBS = {
 def test_looking_at_a_hostile_run_folder_runs_nothing_and_writes_nowhere_else(
     hostile: Path, tmp_path: Path, verb: str
 ) -> None:
-    plan = {"commands": [EVIL], "warnings": {EVIL: [EVIL]}, "runs": [{"arm": EVIL, "seed": 0, "folder": "evil"}]}
+    plan = {
+        "commands": [EVIL],
+        "warnings": {EVIL: [EVIL]},
+        "runs": [{"arm": EVIL, "seed": 0, "folder": "evil"}],
+    }
     (hostile.parent / "plan.json").write_text(json.dumps(plan))
     done = subprocess.run(
         [sys.executable, "-c", WATCH, *verb.split()],
@@ -315,12 +380,18 @@ def test_looking_at_a_hostile_run_folder_runs_nothing_and_writes_nowhere_else(
         cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     seen = json.loads(done.stderr.partition("SEEN ")[2].splitlines()[0])
-    assert (seen, done.returncode, "Traceback" in done.stderr) == ([], VERBS[verb], False), done.stderr
+    assert (seen, done.returncode, "Traceback" in done.stderr) == ([], VERBS[verb], False), (
+        done.stderr
+    )
     assert not (tmp_path / "was-here").exists()
     assert (tmp_path / "yours").read_text() == "a secret of yours"
-    written = [path.read_text("utf-8") for path in hostile.parent.rglob("*.html") if not path.is_symlink()]
+    written = [
+        path.read_text("utf-8") for path in hostile.parent.rglob("*.html") if not path.is_symlink()
+    ]
     assert bool(written) == (verb.split()[0] in ("report", "audit", "compare"))
-    assert not [bad for text in written for bad in ("<script>alert", "<img", "a secret") if bad in text]
+    assert not [
+        bad for text in written for bad in ("<script>alert", "<img", "a secret") if bad in text
+    ]
 
 
 @pytest.mark.parametrize(
@@ -328,18 +399,28 @@ def test_looking_at_a_hostile_run_folder_runs_nothing_and_writes_nowhere_else(
     [
         (1 << 62, "{}"),
         (None, '{"a":' * 5000),
-        (None, '{"batch/tokens": {"dtype": "I64", "shape": [4], "data_offsets": [0, 1099511627776]}}'),
-        (None, '{"batch/tokens": {"dtype": "I64", "shape": [1099511627776, 1099511627776], "data_offsets": [0, 8]}}'),
+        (
+            None,
+            '{"batch/tokens": {"dtype": "I64", "shape": [4], "data_offsets": [0, 1099511627776]}}',
+        ),
+        (
+            None,
+            '{"batch/tokens": {"dtype": "I64", "shape": [1099511627776, 1099511627776], "data_offsets": [0, 8]}}',
+        ),
     ],
 )
-def test_a_tensor_file_that_lies_about_itself_is_refused(tmp_path: Path, size: int | None, header: str) -> None:
+def test_a_tensor_file_that_lies_about_itself_is_refused(
+    tmp_path: Path, size: int | None, header: str
+) -> None:
     path = tmp_path / WENT_WRONG
     path.write_bytes(struct.pack("<Q", size or len(header)) + header.encode() + bytes(8))
     with pytest.raises(ConfigError, match="is no batch that a number went wrong on"):
         WentWrong.load(path)
 
 
-def test_nothing_is_written_through_the_links_beside_a_database(recorded: Path, tmp_path: Path) -> None:
+def test_nothing_is_written_through_the_links_beside_a_database(
+    recorded: Path, tmp_path: Path
+) -> None:
     """SQLite keeps two files of its own there, and makes them when they are missing."""
     run = Path(shutil.copytree(recorded, tmp_path / "run"))
     (tmp_path / "yours").write_bytes(b"a secret of yours" * 4096)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from afterimage import cli
-from afterimage.rollout import Rollout
-from afterimage.trajectory import Failure, Task, Trajectory
+from unstale.cli import main
+from unstale.records import Failure, Task, Trajectory
+from unstale.rollout.episode import Rollout
 
 DOCS = (Path(__file__).parents[2] / "docs" / "libraries.md").read_text()
 
@@ -22,7 +22,9 @@ def block(name: str) -> str:
 
 def run_command(names: str, capsys: pytest.CaptureFixture[str], **replaced: str) -> str:
     """What the page's command for this task set prints, all of whose episodes have to come to an end."""
-    (command,) = [line for line in DOCS.splitlines() if line.startswith("afterimage eval") and names in line]
+    (command,) = [
+        line for line in DOCS.splitlines() if line.startswith("unstale eval") and names in line
+    ]
     for old, new in replaced.items():
         command = command.replace(old, new)
     failures: list[Failure] = []
@@ -35,6 +37,6 @@ def run_command(names: str, capsys: pytest.CaptureFixture[str], **replaced: str)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
         patch.setattr(Rollout, "episode", watched)
-        cli.main(shlex.split(command, comments=True)[1:])
+        main.main(shlex.split(command, comments=True)[1:])
     assert end.value.code == 0 and not failures
     return capsys.readouterr().out

@@ -73,7 +73,9 @@ class Tools(MCPEnvironment):
 
         super().__init__(server)
 
-    def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> Observation:
+    def reset(
+        self, seed: int | None = None, episode_id: str | None = None, **_: Any
+    ) -> Observation:
         return Heard(text="Add 2 and 3.")
 
     def _step_impl(self, action: Action, timeout_s: float | None = None, **_: Any) -> Observation:

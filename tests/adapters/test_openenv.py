@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from afterimage.build import build_taskset
-from afterimage.config import ConfigError, TaskConfig
-from afterimage.envs import EnvError, Message, ToolCall, Turn
-from afterimage.envs.openenv import OpenEnvTasks
-from afterimage.testing import check_env
 from tests.adapters.docs import block, run_command
+from unstale.build import build_taskset
+from unstale.config import ConfigError, TaskConfig
+from unstale.envs import EnvError, Message, ToolCall, Turn
+from unstale.envs.adapters.openenv import OpenEnvTasks
+from unstale.testing import check_env
 
 pytest.importorskip("openenv.core", reason="needs openenv: make test-adapters")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -36,7 +36,9 @@ def serving(*command: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     url = f"http://127.0.0.1:{port}"
-    process = subprocess.Popen([sys.executable, *(port if word == "PORT" else word for word in command)])
+    process = subprocess.Popen(
+        [sys.executable, *(port if word == "PORT" else word for word in command)]
+    )
     try:
         for _ in range(600):
             try:
@@ -101,10 +103,18 @@ def test_a_schema_of_one_text_takes_the_whole_reply(urls: dict[str, str]) -> Non
 def test_a_schema_of_several_fields_is_a_tool(urls: dict[str, str]) -> None:
     tasks = OpenEnvTasks(urls["line"])
     (tool,) = tasks.tools
-    assert tool["function"]["name"] == "act" and tool["function"]["description"] == "A step on the line."
+    assert (
+        tool["function"]["name"] == "act"
+        and tool["function"]["description"] == "A step on the line."
+    )
     assert set(tool["function"]["parameters"]["properties"]) == {"by", "loud"}
     begin, silent, wrong, unknown, on, end = play(
-        tasks, text("2"), call("act", by="x"), call("go", by=1), call("act", by=2, loud=True), call("act", by=1)
+        tasks,
+        text("2"),
+        call("act", by="x"),
+        call("go", by=1),
+        call("act", by=2, loud=True),
+        call("act", by=1),
     )
     assert begin.messages == (Message("user", '{"text": "Get to 3.", "place": 0}'),)
     assert silent.messages == (Message("user", "Act with a tool call."),)
@@ -116,19 +126,27 @@ def test_a_schema_of_several_fields_is_a_tool(urls: dict[str, str]) -> None:
 def test_mcp_tools_are_tools(urls: dict[str, str]) -> None:
     tasks = OpenEnvTasks(urls["tools"])
     (tool,) = tasks.tools
-    assert tool["function"]["name"] == "add" and set(tool["function"]["parameters"]["properties"]) == {"a", "b"}
+    assert tool["function"]["name"] == "add" and set(
+        tool["function"]["parameters"]["properties"]
+    ) == {"a", "b"}
     _, five, wrong = play(tasks, call("add", a=2, b=3), call("add", a=2))
-    assert five.messages == (Message("tool", "5"),) and wrong.messages[0].content.startswith("Error: ")
+    assert five.messages == (Message("tool", "5"),) and wrong.messages[0].content.startswith(
+        "Error: "
+    )
 
 
-def test_episodes_at_the_same_time_have_sessions_of_their_own_and_let_go_of_them(urls: dict[str, str]) -> None:
+def test_episodes_at_the_same_time_have_sessions_of_their_own_and_let_go_of_them(
+    urls: dict[str, str],
+) -> None:
     """The server allows three. One that is left in the middle makes room for another."""
     tasks = OpenEnvTasks(urls["guess"])
 
     async def together() -> list[list[Turn]]:
         found = []
         for _ in range(3):
-            found += await asyncio.gather(*[episode(tasks, index, text("0"), text("0")) for index in range(3)])
+            found += await asyncio.gather(
+                *[episode(tasks, index, text("0"), text("0")) for index in range(3)]
+            )
         return found
 
     assert all(not turns[-1].done for turns in asyncio.run(together()))
@@ -189,7 +207,11 @@ def test_an_answer_that_does_not_come_is_not_waited_for(urls: dict[str, str]) ->
         play(OpenEnvTasks(urls["guess"], timeout_s=1e-6))
 
 
-def test_the_command_of_the_docs_plays_episodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_of_the_docs_plays_episodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "guess.py").write_text(block("guess.py"))
     with serving(str(tmp_path / "guess.py"), "PORT") as (url, _):
-        assert "2 tasks, 1 attempts each" in run_command("openenv:", capsys, **{"http://127.0.0.1:8000": url})
+        assert "2 tasks, 1 attempts each" in run_command(
+            "openenv:", capsys, **{"http://127.0.0.1:8000": url}
+        )

@@ -13,16 +13,18 @@ from typing import Any
 
 import pytest
 
-from afterimage.build import build_taskset
-from afterimage.config import SHIPPED_POLICY, ConfigError, TaskConfig
-from afterimage.envs import Message, Resumable, ToolCall, Turn
-from afterimage.testing import check_env
-from afterimage.trajectory import Task
 from tests.adapters.docs import run_command
-from tests.test_judge import Model, completion, model
+from tests.rewards.test_judge import Model, completion, model
+from unstale.build import build_taskset
+from unstale.config import SHIPPED_POLICY, ConfigError, TaskConfig
+from unstale.envs import Message, Resumable, ToolCall, Turn
+from unstale.records import Task
+from unstale.testing import check_env
 
 __all__ = ["model"]
-pytest.importorskip("tau2.orchestrator", reason="needs tau2-bench: make test-adapters TAU2=<its folder>")
+pytest.importorskip(
+    "tau2.orchestrator", reason="needs tau2-bench: make test-adapters TAU2=<its folder>"
+)
 pytestmark = pytest.mark.filterwarnings("ignore")
 DOMAINS = {"retail": (74, 40), "airline": (30, 20), "telecom": (74, 40)}
 
@@ -60,21 +62,41 @@ def test_its_own_solutions_are_worth_1(domain: str) -> None:
         begin, *_, end = asyncio.run(episode(taskset.env(task, 0), solution(taskset, task)))
         assert end.rewards == {"state": 1.0}, taskset.posed_by(task).id
         assert [message.role for message in begin.messages] == ["system", "user"]
-        assert taskset.posed_by(task).user_scenario.instructions.reason_for_call.split()[0] in begin.messages[1].content
+        assert (
+            taskset.posed_by(task).user_scenario.instructions.reason_for_call.split()[0]
+            in begin.messages[1].content
+        )
 
 
 @pytest.mark.parametrize("domain", DOMAINS)
 def test_doing_nothing_is_worth_0_where_something_has_to_be_done(domain: str) -> None:
     """A telephone that is broken stays so; a database that is to be changed is not."""
     taskset = tasks(domain)
-    writes = ("cancel", "modify", "return", "exchange", "book", "update", "enable", "toggle", "set_", "grant", "reset")
+    writes = (
+        "cancel",
+        "modify",
+        "return",
+        "exchange",
+        "book",
+        "update",
+        "enable",
+        "toggle",
+        "set_",
+        "grant",
+        "reset",
+    )
     task = next(
         task
         for task in taskset.held_out(40)
-        if any(action.name.startswith(writes) for action in taskset.posed_by(task).evaluation_criteria.actions)
+        if any(
+            action.name.startswith(writes)
+            for action in taskset.posed_by(task).evaluation_criteria.actions
+        )
     )
     turns = asyncio.run(episode(taskset.env(task, 0), []))
-    assert turns[-1].rewards == {"state": 0.0} and len(turns) == 3, "the second message ends what has come to nothing"
+    assert turns[-1].rewards == {"state": 0.0} and len(turns) == 3, (
+        "the second message ends what has come to nothing"
+    )
 
 
 def test_it_keeps_the_contract() -> None:
@@ -98,24 +120,34 @@ def test_what_is_no_call_is_answered_with_the_reason_and_counts_as_an_error() ->
 
 def test_an_empty_reply_ends_an_episode_without_reward() -> None:
     taskset = tasks("airline")
-    _, end = asyncio.run(episode(taskset.env(next(taskset.train(0)), 0), [Message("assistant", "<think>hm</think> ")]))
+    _, end = asyncio.run(
+        episode(
+            taskset.env(next(taskset.train(0)), 0), [Message("assistant", "<think>hm</think> ")]
+        )
+    )
     assert end.rewards == {"state": 0.0} and end.facts == {"empty_reply": 1.0}
 
 
 def test_the_user_does_what_is_named_and_the_policy_does_not_see_how() -> None:
     taskset = tasks("telecom")
     env = taskset.env(taskset.held_out(1)[0], 0)
-    check = Message("assistant", "Please check status bar, then run_speed_test and check_app_status.")
+    check = Message(
+        "assistant", "Please check status bar, then run_speed_test and check_app_status."
+    )
     _, told, *_ = asyncio.run(episode(env, [check]))
     (heard,) = told.messages
     assert heard.role == "user" and "Status Bar" in heard.content and "peed" in heard.content
-    unknown = asyncio.run(episode(taskset.env(taskset.held_out(1)[0], 0), [Message("assistant", "check_app_status")]))
-    assert unknown[1].messages == (Message("user", "I do not know what to enter for check_app_status."),)
+    unknown = asyncio.run(
+        episode(taskset.env(taskset.held_out(1)[0], 0), [Message("assistant", "check_app_status")])
+    )
+    assert unknown[1].messages == (
+        Message("user", "I do not know what to enter for check_app_status."),
+    )
 
 
 def test_episodes_wait_together_in_threads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as a user's model may keep waiting, and without those that the rest of a run has."""
-    from afterimage.envs.tau2 import THREADS, Tau2Env
+    from unstale.envs.adapters.tau2 import THREADS, Tau2Env
 
     together = threading.Barrier(THREADS)
 
@@ -127,17 +159,22 @@ def test_episodes_wait_together_in_threads_of_their_own(monkeypatch: pytest.Monk
     taskset = tasks("retail")
 
     async def main() -> list[Turn]:
-        return await asyncio.gather(*(taskset.env(taskset.held_out(1)[0], 0).begin() for _ in range(THREADS)))
+        return await asyncio.gather(
+            *(taskset.env(taskset.held_out(1)[0], 0).begin() for _ in range(THREADS))
+        )
 
     names = {turn.messages[0].content for turn in asyncio.run(main())}
     assert len(names) == THREADS and all(name.startswith("tau2") for name in names)
 
 
 def test_a_user_who_is_a_model_is_asked_at_its_endpoint_and_not_again(model: Model) -> None:
-    from afterimage.envs.tau2 import Tau2Tasks
+    from unstale.envs.adapters.tau2 import Tau2Tasks
 
     said = ("I want my order back.", "Yes.", "###STOP###")
-    model.answers = [(200, json.dumps(json.loads(completion(text)[1]) | {"model": "any"}).encode()) for text in said]
+    model.answers = [
+        (200, json.dumps(json.loads(completion(text)[1]) | {"model": "any"}).encode())
+        for text in said
+    ]
     user_args = {"api_base": model.url, "api_key": "secret", "temperature": 1.0, "num_retries": 0}
     taskset = Tau2Tasks("retail@openai/any", user_args=user_args)
     task = taskset.held_out(1)[0]
@@ -158,12 +195,17 @@ def test_a_user_who_is_a_model_is_asked_at_its_endpoint_and_not_again(model: Mod
     assert yes.messages == (Message("user", "Yes."),) and end.rewards == {"state": 1.0}
     assert len(model.asked) == 3 and model.keys == ["Bearer secret"] * 3
     assert model.asked[0]["model"] == "any" and model.asked[0]["temperature"] == 1.0
-    assert taskset.posed_by(task).user_scenario.instructions.reason_for_call in model.asked[0]["messages"][0]["content"]
+    assert (
+        taskset.posed_by(task).user_scenario.instructions.reason_for_call
+        in model.asked[0]["messages"][0]["content"]
+    )
     assert all("<think>" not in str(asked["messages"]) for asked in model.asked)
 
 
 def test_what_there_is_none_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"in airline, retail, telecom, not in 'retial'; did you mean retail"):
+    with pytest.raises(
+        ConfigError, match=r"in airline, retail, telecom, not in 'retial'; did you mean retail"
+    ):
         tasks("retial")
     from tau2.domains.retail import environment
 
@@ -172,12 +214,17 @@ def test_what_there_is_none_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         build_taskset(TaskConfig(env="tau2:retail"))
 
 
-def test_the_command_of_the_docs_plays_episodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_of_the_docs_plays_episodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With the small model, given the positions that the prompt needs."""
     folder = tmp_path / "model"
     shutil.copytree(SHIPPED_POLICY, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32768}))
-    smaller = {"models/Qwen3-4B": str(folder), "--rollout.max_turns 30": "--rollout.max_turns 2 --engine.max_running 4"}
+    smaller = {
+        "models/Qwen3-4B": str(folder),
+        "--rollout.max_turns 30": "--rollout.max_turns 2 --engine.max_running 4",
+    }
     shown = run_command("tau2:retail", capsys, **smaller, **{"--eval.tasks 40": "--eval.tasks 1"})
     assert "1 tasks, 4 attempts each" in shown and "avg@4" in shown and "pass@4" in shown

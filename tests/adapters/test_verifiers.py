@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from afterimage.build import build_taskset
-from afterimage.config import ConfigError, TaskConfig
-from afterimage.trajectory import Failure, Trajectory
 from tests.adapters.docs import block, run_command
+from unstale.build import build_taskset
+from unstale.config import ConfigError, TaskConfig
+from unstale.records import Failure, Trajectory
 
 pytest.importorskip("verifiers.v1", reason="needs verifiers: make test-adapters")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-from tests.test_external import CHAT, World, says  # noqa: E402 - it needs the endpoint
+from tests.rollout.test_external import CHAT, World, says  # noqa: E402 - it needs the endpoint
 
 
 @pytest.fixture(autouse=True)
@@ -43,31 +43,42 @@ def play(say: Any, count: int = 2) -> tuple[World, list[Trajectory | Failure]]:
         async with world.open(), asyncio.TaskGroup() as group:
             rollout = world.rollout(tasks)  # type: ignore[arg-type]
             running = [
-                group.create_task(rollout.episode(task, env_seed=1, noise_seed=2)) for task in tasks.held_out(count)
+                group.create_task(rollout.episode(task, env_seed=1, noise_seed=2))
+                for task in tasks.held_out(count)
             ]
         return [each.result() for each in running]
 
     return world, asyncio.run(main())
 
 
-def test_its_episodes_are_streamed_and_recorded_as_they_were_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    from afterimage.endpoint import server
+def test_its_episodes_are_streamed_and_recorded_as_they_were_sampled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from unstale.rollout.endpoint import server
 
     streamed: list[bool] = []
     head = server._ChatForm.head
-    monkeypatch.setattr(server._ChatForm, "head", lambda self, now: streamed.append(now) or head(self, now))
+    monkeypatch.setattr(
+        server._ChatForm, "head", lambda self, now: streamed.append(now) or head(self, now)
+    )
     world, outcomes = play(adder)
     assert len(outcomes) == 2
     for outcome in outcomes:
         assert isinstance(outcome, Trajectory), outcome
-        assert outcome.rewards == {"right": 1.0, "short": 0.5} and outcome.stop == "done" and not outcome.branches
+        assert (
+            outcome.rewards == {"right": 1.0, "short": 0.5}
+            and outcome.stop == "done"
+            and not outcome.branches
+        )
     heard = {(*context, *said) for context, said, _ in world.sampled}
     assert {outcome.tokens for outcome in outcomes if isinstance(outcome, Trajectory)} == heard
     assert streamed and all(streamed)
 
 
-def test_programs_of_a_harness_do_not_see_the_key_of_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    from afterimage.envs.verifiers import KEY
+def test_programs_of_a_harness_do_not_see_the_key_of_the_endpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from unstale.envs.adapters.verifiers import KEY
 
     started: list[dict[str, str]] = []
     start = asyncio.create_subprocess_exec
@@ -99,11 +110,14 @@ def test_training_and_held_out_tasks_are_different_rows() -> None:
     [
         ({"taskset": "no_such_taskset"}, "taskset 'no_such_taskset' not found"),
         ({"taskset": "tiny_sums", "held_out": 10}, "has 10 tasks; 10 are to be held out"),
-        ({"taskset": "tiny_sums", "env": {"agent": {"harness": {"id": "nul"}}}}, "harness 'nul' not found"),
+        (
+            {"taskset": "tiny_sums", "env": {"agent": {"harness": {"id": "nul"}}}},
+            "harness 'nul' not found",
+        ),
     ],
 )
 def test_what_cannot_be_made_is_refused(options: dict[str, Any], says: str) -> None:
-    from afterimage.envs.verifiers import VerifiersTasks
+    from unstale.envs.adapters.verifiers import VerifiersTasks
 
     with pytest.raises(ConfigError, match=says):
         VerifiersTasks(**options)
@@ -131,5 +145,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("plus_one", None)
 
 
-def test_the_command_of_the_docs_plays_episodes(module: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_of_the_docs_plays_episodes(
+    module: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "2 tasks, 1 attempts each" in run_command("verifiers:plus_one", capsys)

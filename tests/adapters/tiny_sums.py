@@ -26,4 +26,6 @@ class SumTask(vf.Task[SumData]):
 class Sums(vf.Taskset[SumTask]):
     def load(self) -> Iterator[SumTask]:
         for number in range(10):
-            yield SumTask(SumData(prompt=f"What is {number} + 1?", answer=number + 1), self.config.task)
+            yield SumTask(
+                SumData(prompt=f"What is {number} + 1?", answer=number + 1), self.config.task
+            )

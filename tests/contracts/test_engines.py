@@ -8,13 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import Module
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
-from afterimage.engines import Engine, SamplingParams
-from afterimage.engines.embedded import EmbeddedEngine
-from afterimage.engines.scripted import ScriptedEngine
-from afterimage.engines.supervised import Supervised
-from afterimage.testing import check_engine
+from unstale.engines import Engine, SamplingParams
+from unstale.engines.embedded.engine import EmbeddedEngine
+from unstale.engines.scripted import ScriptedEngine
+from unstale.engines.supervised import RestartingEngine
+from unstale.testing import check_engine
 
 POSITIONS = 1536
 COMMON = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1}
@@ -27,9 +34,13 @@ SIZES = {
     "max_position_embeddings": POSITIONS,
 }
 MODELS: dict[str, Callable[[], Module]] = {
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**COMMON, **SIZES, head_dim=8, tie_word_embeddings=True)),
+    "qwen3": lambda: Qwen3ForCausalLM(
+        Qwen3Config(**COMMON, **SIZES, head_dim=8, tie_word_embeddings=True)
+    ),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**COMMON, **SIZES, tie_word_embeddings=False)),
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**COMMON, n_embd=32, n_layer=2, n_head=4, n_positions=POSITIONS)),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(**COMMON, n_embd=32, n_layer=2, n_head=4, n_positions=POSITIONS)
+    ),
 }
 
 
@@ -47,7 +58,9 @@ async def _tick(tokens: Sequence[int], params: SamplingParams) -> None:
 
 
 def test_scripted_engine_keeps_the_contract() -> None:
-    check_engine(lambda: ScriptedEngine(_digits, token_delay=_tick, parameters=WEIGHTS), update=WEIGHTS)
+    check_engine(
+        lambda: ScriptedEngine(_digits, token_delay=_tick, parameters=WEIGHTS), update=WEIGHTS
+    )
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -68,13 +81,15 @@ def test_embedded_engine_keeps_the_contract_in_lockstep(tmp_path: Path) -> None:
 def test_a_supervised_engine_keeps_the_contract() -> None:
     def make() -> Engine:
         engine = ScriptedEngine(_digits, token_delay=_tick, parameters=WEIGHTS)
-        return Supervised(engine, lambda version: WEIGHTS, restarts=3)
+        return RestartingEngine(engine, lambda version: WEIGHTS, restarts=3)
 
     check_engine(make, update=WEIGHTS)
 
 
 def _embedded(folder: Path, *, lockstep: bool = False) -> Engine:
-    return EmbeddedEngine(folder, dtype="float32", max_slots=4, max_context=POSITIONS, lockstep=lockstep)
+    return EmbeddedEngine(
+        folder, dtype="float32", max_slots=4, max_context=POSITIONS, lockstep=lockstep
+    )
 
 
 def _weights(model: Module) -> Mapping[str, Tensor]:
@@ -96,7 +111,8 @@ class _Deaf(ScriptedEngine):
 
 
 @pytest.mark.parametrize(
-    ("broken", "mistake"), [(_Untagged, "is the version stamped"), (_Deaf, "must return after all pending samples")]
+    ("broken", "mistake"),
+    [(_Untagged, "is the version stamped"), (_Deaf, "must return after all pending samples")],
 )
 def test_the_suite_names_the_mistake(broken: type[ScriptedEngine], mistake: str) -> None:
     with pytest.raises(AssertionError, match=mistake):

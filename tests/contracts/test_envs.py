@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from afterimage.envs import Message, Taskset, Turn
-from afterimage.envs.calculator import CalculatorTasks
-from afterimage.envs.python_tool import PythonTasks
-from afterimage.envs.retail import LEVELS, RetailTasks
-from afterimage.testing import check_env
-from afterimage.trajectory import Task
-from tests.toy import ToyEnv, ToyTasks
+from tests.support.toy import ToyEnv, ToyTasks
+from unstale.envs import Message, Taskset, Turn
+from unstale.envs.calculator import CalculatorTasks
+from unstale.envs.python_tool import PythonTasks
+from unstale.envs.retail import LEVELS, RetailTasks
+from unstale.records import Task
+from unstale.testing import check_env
 
 
 @pytest.mark.parametrize(

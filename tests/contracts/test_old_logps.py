@@ -8,14 +8,14 @@ from collections.abc import Callable
 import pytest
 from torch import Tensor
 
-from afterimage.build import build_old_logps
-from afterimage.config import OldLogpsConfig
-from afterimage.old_logps import OldLogps, Scoring
-from afterimage.old_logps.current_recompute import CurrentRecompute
-from afterimage.old_logps.rollout import Rollout
-from afterimage.policy import Policy
-from afterimage.testing import check_old_logps
-from afterimage.trajectory import Batch
+from unstale.build import build_old_logps
+from unstale.config import OldLogpsConfig
+from unstale.model.policy import Policy
+from unstale.old_logps import OldLogps, Scoring
+from unstale.old_logps.current_recompute import CurrentRecompute
+from unstale.old_logps.rollout import Rollout
+from unstale.records import Batch
+from unstale.testing import check_old_logps
 
 ROUTES = (
     "rollout", "current_recompute", "snapshot_old", "interp_prox_loglinear", "interp_prox_linear", "ewma_prox",
@@ -59,7 +59,12 @@ class Forgetful(Rollout):
 
 @pytest.mark.parametrize(
     ("broken", "what"),
-    [(Liar, "called exact"), (Unclean, "kept cache"), (Leaky, "no gradient"), (Forgetful, "asked twice")],
+    [
+        (Liar, "called exact"),
+        (Unclean, "kept cache"),
+        (Leaky, "no gradient"),
+        (Forgetful, "asked twice"),
+    ],
 )
 def test_the_suite_finds_a_route_that_breaks_it(broken: Callable[[], OldLogps], what: str) -> None:
     with pytest.raises(AssertionError, match=what):

@@ -5,12 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from afterimage.engines.batcher import Batcher, Finished, Request
-from afterimage.engines.decoder import Qwen3Runner
-from afterimage.engines.worker import build_runner
-from afterimage.testing import tiny_policy
+from unstale.engines.embedded.batcher import Batcher, Finished, Request
+from unstale.engines.embedded.decoder import Qwen3Runner
+from unstale.engines.embedded.worker import build_runner
+from unstale.testing import tiny_policy
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
 SLOTS = {"max_slots": 8, "max_context": 512}
 EPISODES = 6
 
@@ -36,7 +39,9 @@ def _live(batcher: Batcher) -> list[list[Finished]]:
     with torch.inference_mode():
         for turn in range(3):
             for number, context in contexts.items():
-                batcher.submit(Request(number, tuple(context), 10 + 7 * number, (), 1.0, seed=number))
+                batcher.submit(
+                    Request(number, tuple(context), 10 + 7 * number, (), 1.0, seed=number)
+                )
             replies: dict[int, Finished] = {}
             while batcher.has_work:
                 replies |= {reply.id: reply for reply in batcher.step()}
@@ -47,18 +52,22 @@ def _live(batcher: Batcher) -> list[list[Finished]]:
 
 
 def test_cuda_says_what_the_processor_says(folder: Path) -> None:
-    for mine, theirs in zip(_live(_batcher(folder, "cuda")), _live(_batcher(folder, "cpu")), strict=True):
+    for mine, theirs in zip(
+        _live(_batcher(folder, "cuda")), _live(_batcher(folder, "cpu")), strict=True
+    ):
         for on_cuda, on_cpu in zip(mine, theirs, strict=True):
             assert on_cuda.tokens == on_cpu.tokens
             assert on_cuda.behavior_logp == pytest.approx(on_cpu.behavior_logp, abs=2e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_graphs_say_what_is_said_without_them(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_say_what_is_said_without_them(
+    folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with_graphs = _batcher(folder, "cuda", dtype=dtype)
     first = _live(with_graphs)
     assert isinstance(with_graphs.runner, Qwen3Runner) and len(with_graphs.runner._graphs) > 0
-    monkeypatch.setattr("afterimage.engines.graphs._MAX_GRAPHS", 0)
+    monkeypatch.setattr("unstale.engines.embedded.graphs._MAX_GRAPHS", 0)
     without = _batcher(folder, "cuda", dtype=dtype)
     assert _live(without) == first
     assert isinstance(without.runner, Qwen3Runner) and len(without.runner._graphs) == 0
@@ -68,7 +77,7 @@ def test_beyond_their_number_the_graph_longest_unused_is_given_up(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = _live(_batcher(folder, "cuda"))
-    monkeypatch.setattr("afterimage.engines.graphs._MAX_GRAPHS", 2)
+    monkeypatch.setattr("unstale.engines.embedded.graphs._MAX_GRAPHS", 2)
     few = _batcher(folder, "cuda")
     assert _live(few) == first
     assert isinstance(few.runner, Qwen3Runner) and len(few.runner._graphs) == 2

@@ -1,4 +1,0 @@
-"""How the shipped base policy is made: `python -m afterimage.recipes.base_policy` (see `make.py`).
-
-Not a recipe of a run: it is what the retail recipe's run begins from. Needs torch, so nothing imports it by the way.
-"""

@@ -1,0 +1,251 @@
+"""Promises of size: what a turn costs does not depend on how many episodes are live, counted in lines of code run and
+not in seconds; a live episode stays under a bound of memory, and leaves nothing for the garbage collector; with
+thousands live the staleness bound holds; a batch is what the rule of docs/staleness.md says, found without trying;
+whoever waits for the disk together waits once."""
+
+import asyncio
+import gc
+import sys
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import unstale
+from benchmarks.schedule import STALENESS, Scene, child
+from unstale.cli.session import YOUNG, rare_garbage_collection
+from unstale.durability.journal import JOURNAL, Journal
+from unstale.records import Group, PendingPiece, Sampled, Task
+from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
+
+OURS = str(Path(unstale.__file__).parent)
+
+
+def lines_run(act: Callable[[], object]) -> int:
+    """Lines of the package that are run in it; each time round a loop counts."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        if not frame.f_code.co_filename.startswith(OURS):
+            return None
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        act()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_a_turn_runs_as_many_lines_with_ten_times_as_many_live() -> None:
+    def per_turn(live: int) -> float:
+        turns = 0.0
+
+        def run() -> None:
+            nonlocal turns
+            turns = asyncio.run(Scene(live, None).measure(6 * live))["turns"]
+
+        return lines_run(run) / turns
+
+    few, many = per_turn(40), per_turn(400)
+    assert 0.9 * few < many < 1.02 * few
+
+
+def finish_in(order: list[int], line: StalenessQueue, batches: int) -> None:
+    """All groups are admitted, finish in this order, and are taken as soon as they can be."""
+
+    async def main() -> None:
+        gates = [asyncio.Event() for _ in order]
+
+        async def work(number: int) -> Group:
+            await gates[number].wait()
+            return Group(Task("toy", "train", number), ())
+
+        async def train() -> None:
+            for _ in range(batches):
+                await line.take()
+                line.release()
+
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(len(order)):
+                await line.admit(lambda number=number: work(number), tasks)
+            training = tasks.create_task(train())
+            for number in order:
+                gates[number].set()
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+            await training
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("window", [1, 50])
+@pytest.mark.parametrize("order", ["oldest first", "oldest last"])
+def test_a_group_runs_as_many_lines_of_the_line_in_a_batch_of_ten_times_as_many(
+    order: str, window: int
+) -> None:
+    def per_group(batch: int) -> float:
+        numbers = list(range(2 * batch))
+        line = StalenessQueue(max_staleness=1, groups_per_step=batch, window=window)
+        return lines_run(
+            lambda: finish_in(numbers if order == "oldest first" else numbers[::-1], line, 2)
+        ) / len(numbers)
+
+    assert per_group(200) <= 1.05 * per_group(20)
+
+
+def test_the_ledger_looks_only_at_what_it_answers() -> None:
+    def asked(others: int) -> int:
+        ledger = PendingPieces()
+        for episode in range(others):
+            ledger.arrived(PendingPiece(episode, (1, 2), 1, Sampled((2,), (-0.1,), version=3)))
+        ledger.arrived(PendingPiece(others, (1, 2), 1, Sampled((2,), (-0.1,), version=4)))
+
+        def ask() -> None:
+            assert len(ledger.of(4)) == 1 and ledger.versions == {3, 4}
+            ledger.settle([others])
+            assert ledger.versions == {3}
+
+        return lines_run(ask)
+
+    assert asked(1000) == asked(10)
+
+
+def test_a_live_episode_stays_under_a_bound_of_memory() -> None:
+    """Two turns of 16 tokens behind it, its siblings and its share of the line and the ledger included."""
+    found = child(2000, 1, journal=False, trace=True)
+    assert 4_000 < found["traced"] < 16_000
+
+
+def test_with_thousands_live_in_their_middle_the_staleness_bound_holds_and_is_reached() -> None:
+    found = child(2_500, 22_500, journal=False)
+    assert found["oldest"] == STALENESS and found["versions"] >= 5
+
+
+def left(turns: int) -> int:
+    """Objects in cycles that so many turns leave, those of what is cut short at the end included."""
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(Scene(20, None).measure(turns))
+        return gc.collect()
+    finally:
+        gc.enable()
+
+
+def test_episodes_leave_nothing_for_the_garbage_collector() -> None:
+    with ProcessPoolExecutor(
+        1, get_context("spawn")
+    ) as apart:  # threads of other tests leave something, too
+        few, many = apart.map(left, (200, 2_000))
+    assert many - few < 100  # of 360 episodes more; what was cut short at the end is the same
+
+
+def test_a_run_leaves_the_garbage_collector_as_it_found_it() -> None:
+    before = gc.get_threshold(), gc.get_freeze_count()
+    with rare_garbage_collection():
+        assert gc.get_threshold()[0] == YOUNG and gc.get_freeze_count() > before[1]
+    assert (gc.get_threshold(), gc.get_freeze_count()) == before
+    gc.freeze()
+    try:
+        with rare_garbage_collection():
+            pass
+        assert gc.get_freeze_count() > 0, "what the host has frozen was thawed"
+    finally:
+        gc.unfreeze()
+
+
+def by_the_rule(finished: set[int], taken: set[int], window: int, batch: int) -> list[int] | None:
+    """One after the other, the oldest finished of the `window` oldest positions that are not taken."""
+    chosen: list[int] = []
+    while len(chosen) < batch:
+        oldest = next(
+            position
+            for position in range(10**9)
+            if position not in taken and position not in chosen
+        )
+        reach = range(oldest, oldest + window)
+        found = next(
+            (place for place in reach if place in finished and place not in (*taken, *chosen)), None
+        )
+        if found is None:
+            return None
+        chosen.append(found)
+    return chosen
+
+
+@given(
+    order=st.permutations(list(range(16))),
+    window=st.integers(1, 9),
+    batch=st.sampled_from([1, 2, 4]),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_batch_is_taken_when_the_rule_allows_it_and_is_what_the_rule_says(
+    order: list[int], window: int, batch: int
+) -> None:
+    async def main() -> None:
+        line = StalenessQueue(max_staleness=16 // batch - 1, groups_per_step=batch, window=window)
+        gates = [asyncio.Event() for _ in order]
+        finished, taken = set[int](), set[int]()
+
+        async def work(number: int) -> Group:
+            await gates[number].wait()
+            return Group(Task("toy", "train", number), ())
+
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(16):
+                await line.admit(lambda number=number: work(number), tasks)
+            taking = tasks.create_task(line.take())
+            for number in order:
+                finished.add(number)
+                gates[number].set()
+                for _ in range(6):
+                    await asyncio.sleep(0)
+                while (expected := by_the_rule(finished, taken, window, batch)) is not None:
+                    assert [group.task.index for group in taking.result()] == expected
+                    taken.update(expected)
+                    if len(taken) < 16:
+                        taking = tasks.create_task(line.take())
+                        await asyncio.sleep(0)
+                assert len(taken) == 16 or not taking.done()
+                assert (line.num_open, line.num_finished) == (
+                    16 - len(taken),
+                    len(finished - taken),
+                )
+
+    asyncio.run(main())
+
+
+def test_who_waits_for_the_disk_together_waits_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushes = Counter[str]()
+    with Journal(tmp_path / JOURNAL) as journal:
+        flush = journal.flush
+
+        def counted() -> None:
+            flushes["all"] += 1
+            flush()
+
+        monkeypatch.setattr(journal, "flush", counted)
+
+        async def main() -> None:
+            await asyncio.gather(*(journal.barrier() for _ in range(100)))
+            journal.event("late")
+            await journal.barrier()
+
+        asyncio.run(main())
+    assert (
+        flushes["all"] == 3
+    )  # the first of them goes at once, the others share one, and who comes later has another

@@ -1,0 +1,186 @@
+"""What the pages say of the benchmarks, and what these compute beside their clocks.
+
+Pinned: each verb is told on the page and each that is told is there; floating-point operations and bytes by hand; a
+delta that is slower is named; every route's short run means something to the linter, and what is timed of it is the
+trainer's alone; one pass of the GPU's script and of a publication, at sizes for a CPU.
+"""
+
+import asyncio
+import re
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+from torch import Tensor
+
+from benchmarks import gpu, publish, route_steps, tables
+from benchmarks.publish import Cell, Spent
+from unstale.config import Route
+from unstale.lint import check
+from unstale.planner.route_costs import ROUTES
+
+ROOT = Path(__file__).parents[2]
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+def test_the_page_and_the_makefile_have_the_same_verbs() -> None:
+    made = set(re.findall(r"^(bench[a-z-]*):", MAKEFILE, re.MULTILINE))
+    told = set(re.findall(r"`make (bench[a-z-]*)`", (ROOT / "docs" / "speed.md").read_text()))
+    assert made == told
+
+
+@pytest.mark.parametrize("question", re.findall(r"^SHORT_([a-z]+) :=", MAKEFILE, re.MULTILINE))
+def test_what_make_bench_asks_for_is_known(question: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every option, and every size that it is given."""
+
+    def parse(self: ArgumentParser, *_: Any) -> None:
+        raise SystemExit(bool(self.parse_known_args()[1]))
+
+    (asked,) = re.findall(f"^SHORT_{question} := (.*)$", MAKEFILE, re.MULTILINE)
+    name = "asynchrony" if question == "async" else question
+    assert f"-m benchmarks.{name} $(ARGS)" in MAKEFILE
+    main = import_module(f"benchmarks.{name}").main
+    monkeypatch.setattr(sys, "argv", [name, *asked.split()])
+    monkeypatch.setattr(ArgumentParser, "parse_args", parse)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert asked.startswith("--") and ended.value.code == 0
+
+
+def big(**changes: Any) -> gpu.Big:
+    sizes: dict[str, Any] = {
+        "layers": 2,
+        "hidden": 8,
+        "vocab": 10,
+        "sequences": 1,
+        "length": 3,
+        "warm_steps": 1,
+    }
+    sizes |= {
+        "inner": 6,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 4,
+        "micro_tokens": 64,
+        "device": "cpu",
+    }
+    return gpu.Big(folder=Path(), **sizes | changes)
+
+
+def test_operations_and_bytes_are_counted_as_by_hand() -> None:
+    size = big()
+    # A layer: q and o of 8 x 16, k and v of 8 x 8, three matrices of 8 x 6.
+    assert size.body == 2 * (2 * 8 * 16 + 2 * 8 * 8 + 3 * 8 * 6) and size.head == 80
+    # Twice a weight and token forward, twice that backward; scores and values of half a square, 16 wide, in 2 layers.
+    assert gpu.train_flops(size, [3, 1], sampled=2) == 6 * (4 * size.body + 2 * 80) + 6 * 2 * 16 * (
+        9 + 1
+    )
+    # Two bytes a weight; keys and values of 2 heads of 4 in 2 layers, of 32 + 128 tokens a row.
+    assert gpu.decode_bytes(size, 3) == 2 * (size.body + 80) + 3 * 160 * 2 * 2 * 2 * 4 * 2
+
+
+def test_the_weights_that_are_counted_are_the_model_s() -> None:
+    matrices: list[Tensor] = [
+        tensor for tensor in big().policy().weights().values() if tensor.ndim == 2
+    ]
+    assert sum(tensor.numel() for tensor in matrices) == big().body + big().head
+
+
+def test_where_a_delta_is_slower_is_said() -> None:
+    def cell(model: str, delta_s: float) -> Cell:
+        times = {"bytes": [9.0], "prepare_s": [0.0], "disk_s": [0.0]}
+        return Cell(model, 1e-6, 0.01, {"full": Spent(**times, standstill_s=[1.0]),
+                                        "delta": Spent(**times, standstill_s=[delta_s])})  # fmt: skip
+
+    standstill, both = publish.judged([cell("1M", 1.5), cell("5M", 0.98), cell("20M", 0.5)])
+    assert (
+        "less long than for whole weights in 1 of 3 cases, and longer in 1 (1M at 1e-06: 1.50"
+        in standstill
+    )
+    assert "and longer in 1 (1M" in both
+
+
+@pytest.mark.parametrize("name", get_args(Route))
+def test_every_route_has_a_run_that_means_something(name: Route, tmp_path: Path) -> None:
+    config = route_steps.config_of(name, steps=5, groups=6, seed=1, runs=tmp_path)
+    check(config).require()
+    assert config.old_logps.route == name and config.schedule.staleness_bound == 2
+    assert config.steps == 5 + route_steps.WARM
+
+
+def test_the_trainer_s_time_is_told_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(route_steps, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def lasting(seconds: float) -> Callable[..., object]:
+        def work(*_: object) -> dict[str, float]:
+            now[0] += seconds
+            return {}
+
+        return work
+
+    methods = {
+        "publishing": 1.0,
+        "published": 2.0,
+        "trained": 4.0,
+        "closing": 8.0,
+        "idle": 16.0,
+        "costs": 0.0,
+    }
+    old = SimpleNamespace(**{name: lasting(seconds) for name, seconds in methods.items()})
+    machine: Any = SimpleNamespace(old=old, trainer=SimpleNamespace(prepare=lasting(32.0)))
+    clock = route_steps.Clock()
+    clock.watch(machine)
+    for work in (
+        machine.trainer.prepare,
+        old.closing,
+        old.trained,
+        old.costs,
+        old.publishing,
+        old.published,
+        old.idle,
+    ):
+        work()
+    ((at, spent),) = clock.lines
+    assert (at, dict(spent)) == (44.0, {"scoring": 32.0, "closing": 8.0, "publishing": 4.0})
+    assert clock.spent == {"scoring": 32.0, "closing": 8.0, "publishing": 7.0, "idle": 16.0}
+    ran = route_steps.Ran((90.0, 110.0), clock.spent, exact=1.0, mixed=0.5)
+    assert ran.route_s == 47.0
+    row = route_steps.table({"rollout": [ran]})[-1]
+    assert row.startswith(
+        "| `rollout` | 100.00 (100.00 to 100.00) | 1.00 | 47.0% | 32.0% | 8.0% | 7.0%"
+    )
+
+
+def test_the_gpu_s_script_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    shape = "--layers 1 --hidden 16 --inner 16 --heads 2 --kv-heads 1 --head-dim 8 --vocab 64 --sequences 2 --length 20"
+    words = f"--device cpu --sizes 0.6B {shape} --repeats 1 --warm-steps 1 --rows 1 2"
+    text = gpu.main(words.split()).read_text()
+    assert "tokens/s trained" in text and "Not run: needs CUDA" in text and "Broke off" not in text
+    titles = re.findall("^### (.*)$", text, re.MULTILINE)
+    assert titles == ["Scoring", "Publication", "Decoding", "Memory by vocabulary"]
+    assert all(f"| 0.6B | `{route}` |" in text for route in ROUTES) and "| 0.6B | 2 |" in text
+    assert gpu.main([*words.split(), "--parts", "memory"]).name.endswith("-gpu-memory.md")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit, match="--device cpu"):
+        gpu.arguments([])
+
+
+def test_a_version_gets_to_real_engines_both_ways(tmp_path: Path) -> None:
+    size = publish.Size(tmp_path / "model", *publish.SHAPES["tiny"], 2, 20, 1)
+    size.make()
+    (cell,) = asyncio.run(publish.measure("tiny", size, [1e-5], repeats=1))
+    full, delta = cell.spent["full"], cell.spent["delta"]
+    assert full.bytes == [2 * sum(tensor.numel() for tensor in size.policy().weights().values())]
+    assert 0 < delta.bytes[0] < full.bytes[0] / 4 and 0 < cell.changed < 0.5
+    assert all(
+        len(own) == 1 and own[0] > 0
+        for way in (full, delta)
+        for own in (way.prepare_s, way.standstill_s)
+    )

@@ -1,0 +1,223 @@
+"""Promises: every mistake a user can make on the command line is one line, names the nearest words, and exits with 2
+before anything is trained; knobs reach the config; help is the docstring under the field; `report` names the
+bottleneck."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.fake_run import fake_run
+from unstale.cli import main
+from unstale.config import EngineConfig, RunConfig, quick_dtype
+from unstale.recipes import RECIPES
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        main.main(arguments)
+    assert end.value.code == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (("train", "retial"), "unknown recipe 'retial'; did you mean retail?"),
+        (
+            ("train", "retail", "--trainer.lrr", "1"),
+            "unknown argument --trainer.lrr; did you mean --trainer.lr",
+        ),
+        (("train", "retail", "--sede=1"), "unknown argument --sede=1; did you mean --seed or"),
+        (
+            ("train", "retail", "--old_logps.route", "snapsht"),
+            "--old_logps.route: cannot be 'snapsht'; did you mean snapshot_old",
+        ),
+        (("train", "retail", "--trainer.lr", "fast"), "--trainer.lr: must be a number, got 'fast'"),
+        (("train", "retail", "--steps", "2.5"), "--steps: must be a whole number, got '2.5'"),
+        (("train", "retail", "--trainer.lr", "-1"), "trainer.lr must be > 0, got -1.0"),
+        (
+            ("train", "retail", "--schedule.max_staleness", "-1"),
+            "schedule.max_staleness must be >= 0, got -1",
+        ),
+        (
+            ("train", "retail", "--correction.low", "1.5"),
+            "correction.low must be between 0 and 1, got 1.5",
+        ),
+        (("train", "retail", "--engine.top_p", "0.9"), "truncated support"),
+        (
+            ("train", "retail", "--tensorboard", "perhaps"),
+            "--tensorboard: must be true or false, got 'perhaps'",
+        ),
+        (
+            ("train", "retail", "--old_logps.route", "rollout"),
+            "a weight on D (mask_weight) beside a loss that is anchored on mu",
+        ),
+        (("lint", "retial"), "unknown recipe 'retial'; did you mean retail?"),
+        (("train",), "train what? Name a recipe (calculator, retail"),
+        (("trian", "retail"), "invalid choice: 'trian'"),
+        (("report", "no-such-run"), "no-such-run is not a run folder"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], says: str
+) -> None:
+    assert says in complaint(capsys, *arguments)
+
+
+def test_a_module_in_the_current_folder_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "beside_the_user.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    told = complaint(capsys, "train", "retail", "--task.env", "beside_the_user:desk")
+    assert "module 'beside_the_user' has no attribute 'desk'" in told
+
+
+@pytest.mark.parametrize(
+    "prepare, says",
+    [("missing", "no model folder at"), ("empty", "not a Hugging Face model folder")],
+)
+def test_a_wrong_model_folder_is_told_before_a_run_folder_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], prepare: str, says: str
+) -> None:
+    model = tmp_path / "model"
+    if prepare == "empty":
+        model.mkdir()
+    line = complaint(
+        capsys, "train", "retail", "--policy", str(model), "--runs", str(tmp_path / "runs")
+    )
+    assert says in line and not (tmp_path / "runs").exists()
+
+
+def test_a_run_folder_that_holds_a_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "metrics.jsonl").write_text('{"step": 1}\n')
+    line = complaint(capsys, "train", "retail", "--runs", str(tmp_path), "--name", "mine")
+    assert "already holds a run" in line
+    assert (tmp_path / "mine" / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def parse(*arguments: str) -> RunConfig:
+    return main.configure(main._parser(arguments).parse_args(arguments))
+
+
+def test_knobs_reach_the_config() -> None:
+    config = parse(
+        "train",
+        "retail",
+        "--trainer.lr",
+        "1e-5",
+        "--seed=3",
+        "--tensorboard",
+        "true",
+        "--runs",
+        "elsewhere",
+    )
+    assert (config.trainer.lr, config.seed, config.tensorboard, config.runs) == (
+        1e-5,
+        3,
+        True,
+        Path("elsewhere"),
+    )
+    assert config.trainer.grad_clip == RECIPES["retail"]().trainer.grad_clip
+
+
+def test_help_is_the_docstring_under_the_field(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main.main(["train", "retail", "--help"])
+    assert end.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--schedule.max_staleness" in text
+    assert "Versions a token may lag behind the policy that trains on it (window 1)." in text
+
+
+def test_every_knob_has_a_docstring() -> None:
+    for _, section in main._sections():
+        docs = main.field_docs(section)
+        assert not [
+            name
+            for name in main._types(section)
+            if name not in docs and not hasattr(main._types(section)[name], "__dataclass_fields__")
+        ]
+
+
+@pytest.mark.parametrize(
+    "knobs, code, says",
+    [((), 0, "nothing to refuse"), (("--old_logps.route", "rollout"), 2, "refused")],
+)
+def test_lint_shows_its_page_and_tells_by_its_exit_code(
+    capsys: pytest.CaptureFixture[str], knobs: tuple[str, ...], code: int, says: str
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main.main(["lint", "retail", *knobs])
+    out = capsys.readouterr().out
+    assert end.value.code == code
+    assert all(word in out for word in ("numerator", "denominator", "versions", "costs", says))
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"), [((), "of the environment"), (("--token", "given"), "given")]
+)
+def test_serve_takes_its_token_from_where_ps_does_not_show_it(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], asked: str
+) -> None:
+    from unstale.cli import serve
+
+    tokens: list[str] = []
+    monkeypatch.setattr(
+        serve, "serve", lambda trained, config, *, token, port: tokens.append(token)
+    )
+    monkeypatch.setenv("UNSTALE_TOKEN", "of the environment")
+    with pytest.raises(SystemExit) as end:
+        main.main(["serve", "base", "retail", *words])
+    assert end.value.code == 0 and tokens == [asked]
+
+
+def test_recipes_are_listed_with_what_they_do(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main.main(["recipes"])
+    out = capsys.readouterr().out
+    assert end.value.code == 0 and all(name in out for name in RECIPES)
+
+
+def test_the_report_names_the_bottleneck_on_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = fake_run(tmp_path / "run", steps=3)
+    with (run / "metrics.jsonl").open("w") as file:
+        for step, busy in ((0, 0.0), (1, 1.0), (2, 1.0), (3, 1.0)):
+            row = {
+                "step": step,
+                "time_s": 10.0 * step,
+                "schedule/wait_groups_s": 4.0,
+                "engine/busy_share": busy,
+            }
+            file.write(json.dumps(row) + "\n")
+    with pytest.raises(SystemExit) as end:
+        main.main(["report", str(run)])
+    assert not end.value.code
+    path, told, advice = capsys.readouterr().out.splitlines()
+    assert path.endswith("report.html")
+    assert told.startswith(
+        "Generation is the bottleneck: the trainer waited for episodes 40% of the time"
+    )
+    assert advice.startswith("What would help: ") and "engine.threads" in advice
+
+
+def test_auto_is_the_precision_that_the_processor_multiplies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    found = {}
+    for flags in ("avx2 avx512f", "avx512f avx512_bf16", "amx_bf16"):
+        (tmp_path / "cpuinfo").write_text(f"flags : fpu {flags}")
+        found[flags] = quick_dtype(tmp_path / "cpuinfo")
+    assert list(found.values()) == ["float32", "bfloat16", "bfloat16"]
+    assert EngineConfig(dtype="auto").dtype == quick_dtype()

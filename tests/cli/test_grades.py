@@ -1,0 +1,153 @@
+"""Promises: pass@k is the unbiased estimate, the mean over all choices of k attempts; avg@k the mean of all; intervals
+are Wilson's or the bootstrap's and say which; attempts that failed are counted; attempts at a task differ in replies
+alone; `eval --k` shows a table."""
+
+import asyncio
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_cli import complaint
+from tests.rollout.test_episode import END, TASK, LetterChat, Tasks, awake, over, says
+from unstale.cli import main, session
+from unstale.cli.grades import Estimate, Grade, estimate, pass_at, wilson
+from unstale.config import EngineConfig, RolloutConfig
+from unstale.engines import SamplingParams
+from unstale.engines.scripted import ScriptedEngine
+from unstale.rollout.episode import Generator, Rollout, examine
+
+
+@pytest.mark.parametrize(
+    ("k", "attempts", "successes", "chance"),
+    [
+        (1, 4, 1, 1 / 4),
+        (2, 4, 1, 1 - 3 / 6),  # three of six pairs miss the one success
+        (3, 4, 1, 1 - 1 / 4),
+        (2, 4, 2, 1 - 1 / 6),
+        (2, 4, 3, 1.0),
+        (4, 4, 0, 0.0),
+        (8, 64, 1, 1 / 8),
+    ],
+)
+def test_the_chance_that_one_of_k_succeeds(
+    k: int, attempts: int, successes: int, chance: float
+) -> None:
+    assert pass_at(k, attempts=attempts, successes=successes) == pytest.approx(chance)
+
+
+def test_it_is_the_mean_over_all_choices_of_k_attempts() -> None:
+    for successes in range(7):
+        outcomes = [attempt < successes for attempt in range(6)]
+        for k in range(1, 7):
+            choices = [any(chosen) for chosen in combinations(outcomes, k)]
+            assert pass_at(k, attempts=6, successes=successes) == pytest.approx(
+                sum(choices) / len(choices)
+            )
+
+
+@pytest.mark.parametrize(
+    ("k", "attempts", "successes"), [(0, 4, 1), (5, 4, 1), (2, 4, 5), (2, 4, -1)]
+)
+def test_more_than_was_attempted_cannot_be_told(k: int, attempts: int, successes: int) -> None:
+    with pytest.raises(ValueError, match=f"pass@{k} needs"):
+        pass_at(k, attempts=attempts, successes=successes)
+
+
+def test_a_grade_is_a_mean_over_tasks() -> None:
+    grade = Grade((2, 1, 0, 0), attempts=2)
+    assert (grade.tasks, grade.success) == (4, 3 / 8)
+    assert grade.average.interval == "bootstrap" and grade.average.low < 3 / 8 < grade.average.high
+    both = grade.passed(2)  # with k attempts out of k a task is passed or not
+    assert (both.value, both.interval) == (1 / 2, "Wilson") and (both.low, both.high) == wilson(
+        1 / 2, 4
+    )
+    assert grade.passed(1) == grade.average
+
+
+def test_an_attempt_that_failed_is_no_success_and_not_passed_over_in_silence() -> None:
+    grade = Grade.of([True, None, False, True, None, None], 2)
+    assert grade == Grade((1, 1, 0), attempts=2, failed=3) and grade.success == 1 / 3
+    assert str(grade) == "3 tasks, 2 attempts each\n3 of 6 failed, which is no success"
+    assert str(Grade.of([False, True], 1)) == "2 tasks, 1 attempts each"
+
+
+def test_wilson_has_a_width_where_nothing_was_seen() -> None:
+    assert wilson(0.0, 4) == pytest.approx((0.0, 3.8416 / 7.8416))
+    assert wilson(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
+    assert estimate([0.25] * 4) == Estimate(0.25, *wilson(0.25, 4), "Wilson")
+
+
+def test_the_bootstrap_draws_tasks() -> None:
+    assert estimate([0.0, 0.5]) == Estimate(
+        0.25, 0.0, 0.5, "bootstrap"
+    )  # means 0, 1/4, 1/2 with chances 1/4, 1/2, 1/4
+    many = estimate([0.25, 0.75] * 200)  # standard error 1/80
+    assert (many.low, many.high) == pytest.approx((0.5 - 1.96 / 80, 0.5 + 1.96 / 80), abs=2e-3)
+    assert many == estimate([0.25, 0.75] * 200)
+
+
+def test_attempts_at_a_task_differ_in_their_replies_alone() -> None:
+    def attempt(times: int) -> tuple[list[int], list[int], list[bool | None]]:
+        noise: list[int] = []
+        tasks = Tasks(*[[says("hi"), over(float(number == 1))] for number in range(times)])
+
+        def speak(tokens: object, params: SamplingParams) -> list[int]:
+            noise.append(params.seed)
+            return [END]
+
+        async def main() -> list[bool | None]:
+            rollout = Rollout(
+                Generator(await awake(ScriptedEngine(speak)), LetterChat(), EngineConfig()),
+                tasks,
+                RolloutConfig(),
+            )
+            return await examine(rollout, [TASK] * times, seed=0, progress=lambda *_, **__: None)
+
+        return noise, tasks.seeds, asyncio.run(main())
+
+    noise, seeds, graded = attempt(3)
+    assert len(set(noise)) == 3 and len(set(seeds)) == 1 and graded == [False, True, False]
+    assert attempt(1)[0] == noise[:1]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--k", "0"), "--k is at least 1 and at most --attempts (0), got 0"),
+        (("--k", "1", "8", "--attempts", "4"), "at most --attempts (4), got 1 8"),
+        (("--k", "2", "--attempts", "-1"), "at most --attempts (-1), got 2"),
+    ],
+)
+def test_k_is_at_most_what_is_attempted(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str
+) -> None:
+    assert says in complaint(capsys, "eval", "folder", "retail", *words)
+
+
+def test_eval_shows_a_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[Path, int]] = []
+
+    def grade(trained: Path, config: object, *, attempts: int) -> Grade:
+        asked.append((trained, attempts))
+        return Grade((4, 1, 0, 0), attempts, failed=3)
+
+    monkeypatch.setattr(session, "evaluate", grade)
+    with pytest.raises(SystemExit) as end:
+        main.main(["eval", "runs/mine", "retail", "--k", "4", "2", "1"])
+    assert end.value.code in (0, None) and asked == [(Path("runs/mine"), 4)]
+    lines = capsys.readouterr().out.splitlines()
+    shown = {line.split("│")[1].strip(): line for line in lines if "@" in line}
+    assert list(shown) == ["avg@4", "pass@2", "pass@4"] and "4 tasks, 4 attempts each" in "".join(
+        lines
+    )
+    assert "3 of 16 failed, which is no success" in "".join(lines)
+    assert "31.2%" in shown["avg@4"] and "bootstrap" in shown["avg@4"]
+    assert "37.5%" in shown["pass@2"]  # (1 + 1/2 + 0 + 0) / 4
+    assert (
+        "50.0%" in shown["pass@4"]
+        and "15.0% to 85.0%" in shown["pass@4"]
+        and "Wilson" in shown["pass@4"]
+    )

@@ -1,0 +1,211 @@
+"""Promises: a run leaves a complete folder; a failed episode is data, and too many end the run with the reason; a dead
+engine ends it within seconds with that error; Ctrl-C saves; the trained policy is an ordinary model folder; with one
+precision on both sides, differences travel."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import unstale
+from unstale import build
+from unstale.cli import session
+from unstale.config import (
+    EngineConfig,
+    EvalConfig,
+    OldLogpsConfig,
+    RunConfig,
+    ScheduleConfig,
+    TaskConfig,
+    TrainerConfig,
+)
+
+ROOT = Path(__file__).parents[2]
+
+REQUIRED = {
+    "step", "version", "rollout/success", "schedule/staleness_max", "schedule/staleness_bound",
+    "schedule/mixed_version_share", "correction/kept_share", "objective/clipped_share", "engine/tokens_per_s",
+    "trainer/tokens_per_s",
+}  # fmt: skip
+
+
+def small(folder: Path, **changes: object) -> RunConfig:
+    config = RunConfig(
+        recipe="toy",
+        runs=folder,
+        name="run",
+        steps=3,
+        task=TaskConfig(env="tests.support.toy:ToyTasks"),
+        schedule=ScheduleConfig(max_staleness=1, groups_per_step=2, group_size=2),
+        engine=EngineConfig(max_reply_tokens=8, max_context=128, max_running=8),
+        eval=EvalConfig(tasks=4),
+    )
+    return replace(config, **changes)
+
+
+def quiet() -> Console:
+    return Console(file=StringIO())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> unstale.Run:
+    return session.train(small(tmp_path_factory.mktemp("runs")), console=quiet())
+
+
+def test_metrics_have_one_row_a_step_with_what_every_reader_counts_on(run: unstale.Run) -> None:
+    rows = run.metrics
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert "eval/success" in rows[0] and "eval/success" in rows[-1]
+    for row in rows[1:]:
+        assert row.keys() >= REQUIRED
+        assert 0 <= row["schedule/staleness_max"] <= row["schedule/staleness_bound"] == 1
+    assert [row["version"] for row in rows[1:]] == [0, 1, 2]
+
+
+def test_the_folder_holds_conversations_a_report_and_a_model(run: unstale.Run) -> None:
+    records = [
+        json.loads(line) for line in (run.folder / "trajectories.jsonl").read_text().splitlines()
+    ]
+    assert len(records) == 3 * 2 * 2
+    assert all(record["turns"][0]["role"] == "environment" for record in records)
+    assert run.report.read_text().startswith("<!doctype html>") or "<html" in run.report.read_text()
+    model = AutoModelForCausalLM.from_pretrained(run.folder / "policy")
+    assert AutoTokenizer.from_pretrained(run.folder / "policy").chat_template
+    assert model.config.vocab_size == run.policy.model.config.vocab_size
+
+
+def test_eval_grades_a_run_folder(run: unstale.Run) -> None:
+    grade = session.evaluate(run.folder, small(run.folder.parent), attempts=2, console=quiet())
+    assert (grade.tasks, grade.attempts) == (4, 2) and max(grade.successes) <= 2
+    assert 0 <= grade.average.low <= grade.success <= grade.average.high <= 1
+
+
+def test_with_one_precision_on_both_sides_differences_travel_and_old_logits_are_exact(
+    tmp_path: Path,
+) -> None:
+    config = small(
+        tmp_path,
+        task=TaskConfig(env="retail"),
+        schedule=ScheduleConfig(max_staleness=1, groups_per_step=3, group_size=4),
+        engine=EngineConfig(dtype="bfloat16", max_context=512, max_running=24),
+        trainer=TrainerConfig(dtype="bfloat16", lr=1e-6, warmup_steps=0),
+        eval=EvalConfig(tasks=0),
+    )
+    rows = session.train(config, console=quiet()).metrics
+    assert [row["version"] for row in rows] == [0, 1, 2] and rows[-1]["schedule/staleness_max"] == 1
+    for row in rows:
+        assert (
+            row["publish/bytes"] < row["old_logps/movable_bytes"] / 32
+        )  # one full copy in bfloat16
+        assert row["old_logps/exact_fraction"] == 1
+    assert any(row["publish/bytes"] > 0 for row in rows[:-1]), (
+        "the engine sampled from no changed weights"
+    )
+
+
+def test_a_failed_episode_is_data(tmp_path: Path) -> None:
+    config = small(tmp_path, task=TaskConfig(env="tests.support.toy:HalfBrokenTasks"), steps=4)
+    run = session.train(config, console=quiet())
+    assert sum(row.get("rollout/failed", 0) for row in run.metrics) >= 2
+    events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
+    failed = [event for event in events if event["kind"] == "episode_failed"]
+    assert failed[0]["stage"] == "begin" and "no task 5" in failed[0]["error"]
+
+
+def test_too_many_failures_end_the_run_with_the_reason(tmp_path: Path) -> None:
+    config = small(
+        tmp_path,
+        task=TaskConfig(env="tests.support.toy:BrokenTasks"),
+        steps=200,
+        eval=EvalConfig(tasks=0),
+    )
+    with pytest.raises(
+        unstale.RunFailed,
+        match=r"all 4 episodes of a batch failed; the last one in begin: ValueError: no task",
+    ):
+        session.train(config, console=quiet())
+    assert "TooManyFailures" in (tmp_path / "run" / "error.txt").read_text()
+
+
+@contextmanager
+def started(folder: Path, steps: int, *knobs: str) -> Iterator[subprocess.Popen[str]]:
+    """A run in a process of its own, which does not outlive the test."""
+    arguments = [
+        "train", "retail", "--task.env", "tests.support.toy:ToyTasks", "--runs", str(folder), "--name", "run",
+        "--steps", str(steps), "--eval.tasks", "0", "--schedule.groups_per_step", "2", "--schedule.group_size", "2",
+        "--engine.max_reply_tokens", "8", "--engine.max_running", "8", *knobs,
+    ]  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, "-m", "unstale.cli.main", *arguments],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for_steps(folder: Path, number: int, process: "subprocess.Popen[str]") -> None:
+    metrics = folder / "run" / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < number:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the engine's process through /proc")
+def test_a_dead_engine_ends_the_run_within_seconds(tmp_path: Path) -> None:
+    with started(tmp_path, 100_000, "--engine.restarts", "0") as process:
+        wait_for_steps(tmp_path, 2, process)
+        for child in children(process.pid):
+            os.kill(child, signal.SIGKILL)
+        _, errors = process.communicate(
+            timeout=60
+        )  # seconds on a quiet machine; the limit only tells it from a hang
+    assert process.returncode == 1
+    assert "EngineDied" in errors and "Traceback" not in errors
+    assert "EngineDied" in (tmp_path / "run" / "error.txt").read_text()
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_ctrl_c_saves_and_says_where_to_look(tmp_path: Path) -> None:
+    with started(tmp_path, steps=100_000) as process:
+        wait_for_steps(tmp_path, 2, process)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert (tmp_path / "run" / "policy" / "model.safetensors").exists()
+    assert str(tmp_path / "run" / "report.html") in output.replace("\n", "")
+
+
+@pytest.mark.parametrize("route, threads", [("snapshot_old", 3), ("old_logit_model", 2)])
+def test_the_trainer_leaves_a_core_to_every_other_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: str, threads: int
+) -> None:
+    config = small(tmp_path, old_logps=OldLogpsConfig(route=route))  # type: ignore[arg-type]
+    for count, left in ((4, threads), (1, 1)):
+        monkeypatch.setattr(build, "cores", lambda count=count: count)
+        assert build.trainer_threads(config) == left
+
+
+def test_the_loop_runs_beside_a_loop_of_the_callers(tmp_path: Path) -> None:
+    async def main() -> unstale.Run:
+        return await asyncio.to_thread(session.train, small(tmp_path, steps=1), console=quiet())
+
+    assert asyncio.run(main()).metrics[-1]["step"] == 1

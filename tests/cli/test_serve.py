@@ -1,0 +1,120 @@
+"""`unstale eval` and `unstale serve` need what samples and nothing of what learns; what goes wrong ends them as
+it ends a run, in one message; an engine that dies is started again."""
+
+import socket
+from collections.abc import Callable
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from unstale.cli import main
+from unstale.cli.serve import serve
+from unstale.cli.session import RunFailed, evaluate
+from unstale.config import (
+    SHIPPED_POLICY,
+    ConfigError,
+    EngineConfig,
+    EvalConfig,
+    RunConfig,
+    TaskConfig,
+)
+from unstale.engines import EngineDied
+from unstale.engines.scripted import ScriptedEngine
+
+CONFIG = RunConfig(
+    recipe="toy",
+    task=TaskConfig(env="calculator"),
+    engine=EngineConfig(max_reply_tokens=4),
+    eval=EvalConfig(tasks=2),
+)
+
+
+@pytest.mark.parametrize("verb", ["eval", "serve"])
+def test_a_server_that_is_not_there_is_one_message_and_exit_code_1(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main.main(
+            [
+                verb,
+                str(SHIPPED_POLICY),
+                "calculator",
+                "--engine.kind=vllm",
+                "--engine.urls=http://127.0.0.1:1",
+            ]
+        )
+    said = capsys.readouterr().err
+    assert end.value.code == 1 and "Traceback" not in said
+    assert said.splitlines()[-1].startswith(
+        "the run failed: EngineDied: vLLM at http://127.0.0.1:1: "
+    )
+
+
+class Scripted(ScriptedEngine):
+    """The first starts end with `errors`."""
+
+    def __init__(self, *errors: Exception) -> None:
+        super().__init__(lambda tokens, params: [5] * params.max_tokens)
+        self._errors = list(errors)
+        self.loaded: list[int] = []
+
+    async def start(self) -> None:
+        if self._errors:
+            raise self._errors.pop(0)
+        await super().start()
+
+    async def load(self, update: Any, version: int) -> None:
+        await super().load(update, version)
+        self.loaded.append(version)
+
+
+@pytest.fixture
+def speaking(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scripted]:
+    """With this engine, and nobody who learns."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("it is not needed")
+
+    def with_engine(*errors: Exception) -> Scripted:
+        engine = Scripted(*errors)
+        monkeypatch.setattr("unstale.build.build_engine", lambda *_: engine)
+        for unneeded in ("Trainer", "Auditor", "build_old_logps"):
+            monkeypatch.setattr(f"unstale.build.{unneeded}", refused)
+        return engine
+
+    return with_engine
+
+
+def test_eval_goes_without_a_trainer_and_survives_its_engine(
+    speaking: Callable[..., Scripted],
+) -> None:
+    engine = speaking(EngineDied("gone"))
+    assert evaluate(SHIPPED_POLICY, CONFIG, console=Console(file=StringIO())).tasks == 2
+    assert engine.loaded == [0]
+
+
+def served(port: int) -> str:
+    out = StringIO()
+    with pytest.raises(ConfigError, match=f"port {port} cannot be had"):
+        serve(SHIPPED_POLICY, CONFIG, port=port, console=Console(file=out, width=300))
+    return out.getvalue()
+
+
+def test_serve_goes_without_a_trainer_and_survives_its_engine(
+    speaking: Callable[..., Scripted],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        engine = speaking(EngineDied("gone"))
+        assert served(taken.getsockname()[1]) == "the engine is started again: gone\n"
+    assert engine.loaded == [0]
+
+
+@pytest.mark.parametrize("act", [evaluate, serve])
+def test_an_error_of_the_engine_is_its_own(
+    act: Callable[..., Any], speaking: Callable[..., Scripted]
+) -> None:
+    speaking(OSError("no space left"))
+    with pytest.raises(RunFailed, match="OSError: no space left"):
+        act(SHIPPED_POLICY, CONFIG, console=Console(file=StringIO()))

@@ -1,0 +1,132 @@
+"""Promises: a deterministic run that is killed and resumed, again and again, ends as one that was left alone; an
+ordinary one loses nothing and trains nothing twice; an engine that is killed costs neither; and what two runs do not
+share is told."""
+
+import json
+import shutil
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from unstale.cli.main import main
+from unstale.cli.same import differences
+from unstale.durability.journal import JOURNAL
+from unstale.observe.metrics import METRICS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def harness(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """What `make chaos` leaves behind with ten kills of runs of a few steps: the run that was left alone, the table."""
+    folder = tmp_path_factory.mktemp("chaos")
+    kills = ["--kills", "6", "--ordinary", "2", "--engine", "2", "--steps", "4", "--seed", "1"]
+    where = ["--runs", str(folder / "runs"), "--out", str(folder / "table.md")]
+    command = [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), *kills, *where]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+    return folder / "runs" / "alone", (folder / "table.md").read_text()
+
+
+def test_ten_kills_change_nothing(harness: tuple[Path, str]) -> None:
+    _, table = harness
+    totals = [
+        [cell.strip() for cell in line.split("|")[2:7]]
+        for line in table.splitlines()
+        if "| all |" in line
+    ]
+    assert totals == [
+        ["6", "6", "6", "0", "0"],
+        ["2", "2", "2", "0", "0"],
+        ["2", "2", "2", "0", "0"],
+    ]
+    assert "wrong" not in table
+
+
+@pytest.fixture
+def pair(harness: tuple[Path, str], tmp_path: Path) -> tuple[Path, Path]:
+    """A run, and a copy of it."""
+    shutil.copytree(harness[0], tmp_path / "copy")
+    return harness[0], tmp_path / "copy"
+
+
+def test_a_run_is_the_same_as_itself_whatever_the_clock_said(pair: tuple[Path, Path]) -> None:
+    one, other = pair
+    rows = [json.loads(line) for line in (other / METRICS).read_text().splitlines()]
+    for row in rows:
+        row |= {name: 7.5 for name in row if name.endswith(("_s", "/seconds", "busy_share"))}
+    (other / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _change(other, "UPDATE groups SET at = at + 1, seal = 0")
+    assert differences(one, other) == []
+    with pytest.raises(SystemExit) as left:
+        main(["same", str(one), str(other)])
+    assert left.value.code == 0
+
+
+def test_one_bit_of_the_policy_is_told(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = pair
+    weights = load_file(other / "policy" / "model.safetensors")
+    name = min(weights)
+    weights[name].view(torch.uint8).reshape(-1)[5] ^= 1
+    save_file(weights, other / "policy" / "model.safetensors")
+    assert differences(one, other) == [f"policy/model.safetensors: /{name} differs"]
+    with pytest.raises(SystemExit) as left:
+        main(["same", str(one), str(other)])
+    assert left.value.code == 1 and f"{name} differs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("statement", "told"),
+    [
+        (
+            "UPDATE pieces SET behavior_logp = zeroblob(length(behavior_logp)) WHERE rowid = 2",
+            "row 1/behavior_logp",
+        ),
+        ("DELETE FROM consumed WHERE number = 3", "consumed of the journal: row 3"),
+        (
+            "UPDATE versions SET version = 99 WHERE version = 4",
+            "versions of the journal: row 4/version is 4, and 99",
+        ),
+        (
+            "UPDATE events SET fields = json_set(fields, '$.trainer/lr', 1.0) WHERE id = 2",
+            "fields/trainer/lr",
+        ),
+    ],
+)
+def test_one_cell_of_the_journal_is_told(
+    pair: tuple[Path, Path], statement: str, told: str
+) -> None:
+    one, other = pair
+    _change(other, statement)
+    assert any(told in text for text in differences(one, other)), differences(one, other)
+
+
+def test_a_metric_a_conversation_and_a_checkpoint_are_told(pair: tuple[Path, Path]) -> None:
+    one, other = pair
+    rows = [json.loads(line) for line in (other / METRICS).read_text().splitlines()]
+    rows[2]["trainer/grad_norm"] += 1e-12
+    (other / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = (other / "trajectories.jsonl").read_text().splitlines(keepends=True)
+    (other / "trajectories.jsonl").write_text("".join(lines[:-1]))
+    for folder in [*(other / "checkpoints").iterdir()]:
+        folder.rename(folder.with_name(f"step9{folder.name.removeprefix('step0')}"))
+    found = differences(one, other)
+    assert len(found) == 3 and "none has the same name" in found[0]
+    assert (
+        "2/trainer/grad_norm" in found[1]
+        and f"{len(lines)} entries, and {len(lines) - 1}" in found[2]
+    )
+
+
+def _change(run: Path, statement: str) -> None:
+    connection = sqlite3.connect(run / JOURNAL, isolation_level=None)
+    connection.execute("PRAGMA foreign_keys=OFF")
+    assert connection.execute(statement).rowcount > 0
+    connection.close()

@@ -1,0 +1,391 @@
+"""Promises of checkpoints: a state comes back bit for bit; a save that is cut off anywhere leaves the older ones as
+they were and no half one; whatever was changed on the disk is refused by name, and so is a manifest that lies; versions
+are read back from a checkpoint and what was published since, also after pruning."""
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from unstale.durability.checkpoint import Checkpoint, CheckpointError, Checkpoints, Progress
+from unstale.model.policy import Policy
+from unstale.testing import nudge, tiny_policy
+from unstale.weights.codec import checksum
+from unstale.weights.store import VersionStore
+
+
+class Part:
+    """Whose state is what it was given."""
+
+    def __init__(self, held: Mapping[str, Any]) -> None:
+        self.held = held
+
+    def state(self) -> Mapping[str, Any]:
+        return self.held
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.held = state
+
+
+NAN = torch.tensor([0x7FC00001, -1], dtype=torch.int32).view(torch.float32)
+"""Two not-a-numbers that are not alike."""
+
+
+def nasty() -> dict[str, Any]:
+    tensors: dict[str, Any] = {
+        "nan": NAN,
+        "signs": torch.tensor([0.0, -0.0, math.inf, -math.inf]),
+        "half": torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).bfloat16(),
+        "point": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+        "nothing": torch.empty(0, dtype=torch.int64),
+        "long": torch.tensor([2**62, -(2**63)]),
+        "bytes": torch.arange(7, dtype=torch.uint8),
+        "truth": torch.tensor([True, False]),
+        "strided": torch.arange(12.0).view(3, 4).t()[1:],
+        "double": torch.tensor(0.1, dtype=torch.float64),
+    }
+    numbers = [
+        0.1,
+        -0.0,
+        math.nan,
+        math.inf,
+        -math.inf,
+        5e-324,
+        2**70,
+        True,
+        None,
+        "ü/\u2028 \\u0000",
+        "",
+    ]
+    return {
+        "tensors": tensors,
+        "numbers": numbers,
+        3: {-1: [], "": {}},
+        "a/b": {"c": ((1, (2.0,)), [])},
+    }
+
+
+def same(one: Any, other: Any) -> bool:
+    """Bit for bit; tuples come back as lists."""
+    match one:
+        case Tensor():
+            return (
+                isinstance(other, Tensor)
+                and (one.dtype, one.shape) == (other.dtype, other.shape)
+                and one.contiguous().view(-1).view(torch.uint8).tolist()
+                == other.view(-1).view(torch.uint8).tolist()
+            )
+        case dict():
+            return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+        case list() | tuple():
+            return len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and repr(one) == repr(other)
+
+
+def held(run: Path, policy: Policy, *, keep: int = 2) -> Checkpoints:
+    trainer = Part(
+        {
+            "weights": dict(policy.weights()),
+            "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}},
+        }
+    )
+    return Checkpoints(run, {"trainer": trainer, "old": Part(nasty())}, keep=keep)
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def test_a_nasty_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    parts = {"trainer": Part(nasty()), "old": Part(nasty()), "empty": Part({})}
+    checkpoints, policy = Checkpoints(tmp_path, parts), tiny_policy(dtype="bfloat16")
+    name = checkpoints.save(Progress(7, {"loss": math.nan, "lag": {"0": 3}, "n": 2}), policy)
+    read = checkpoints.load(name)
+    assert name == "step000007-version000000" == names(tmp_path)[0]
+    assert (read.stand.step, read.version) == (7, 0) and same(
+        {"loss": math.nan, "lag": {"0": 3}, "n": 2}, read.stand.row
+    )
+    assert (
+        same(nasty(), read.states["trainer"])
+        and same(nasty(), read.states["old"])
+        and read.states["empty"] == {}
+    )
+    assert checksum(read.policy) == checksum(policy.weights())
+    for part in parts.values():
+        part.held = {}
+    checkpoints.restore(read)
+    assert same(nasty(), parts["old"].held)
+
+
+def test_a_run_with_other_parts_is_refused(tmp_path: Path) -> None:
+    name = Checkpoints(tmp_path, {"old": Part({})}).save(Progress(), tiny_policy())
+    other = Checkpoints(tmp_path, {"old": Part({}), "auditor": Part({})})
+    with pytest.raises(
+        CheckpointError, match=r"it holds \['old'\], the run has \['auditor', 'old'\]"
+    ):
+        other.restore(other.load(name))
+
+
+@pytest.mark.parametrize(
+    "state", [{"a": {1, 2}}, {"a": {(1, 2): 3}}, {"a": {True: 1}}, {"a": b"bytes"}]
+)
+def test_what_no_checkpoint_can_hold_is_refused_before_it_is_lost(
+    tmp_path: Path, state: dict[str, Any]
+) -> None:
+    with pytest.raises(CheckpointError, match=r"/old/a is a \w+, which no checkpoint can hold"):
+        Checkpoints(tmp_path, {"old": Part(state)}).save(Progress(), tiny_policy())
+
+
+class Cut(BaseException):
+    """The end of a process."""
+
+
+def test_a_save_that_is_cut_off_anywhere_leaves_the_older_ones_and_no_half_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = tiny_policy()
+    checkpoints = held(tmp_path, policy)
+    first = checkpoints.save(Progress(1), policy)
+    nudge(policy, seed=1)
+    policy.version = 1
+    real, calls, limit = (
+        {name: getattr(os, name) for name in ("fsync", "rename", "mkdir", "open")},
+        0,
+        0,
+    )
+
+    def counted(name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == limit:
+                raise Cut
+            return real[name](*arguments, **keywords)
+
+        return call
+
+    cuts = 0
+    while True:
+        calls, limit = 0, limit + 1
+        with monkeypatch.context() as patch:
+            for name in real:
+                patch.setattr(os, name, counted(name))
+            try:
+                name = checkpoints.save(Progress(2), policy)
+            except Cut:
+                cuts += 1
+                again = held(tmp_path, policy)
+            else:
+                break
+        whole = [name for name in names(tmp_path) if not name.endswith(".part")]
+        assert whole in ([first], [first, "step000002-version000001"])
+        for each in whole:
+            again.load(each)
+        assert checksum(again.weights(0)) == checksum(again.load(first).policy)
+    assert cuts > 12 and names(tmp_path) == [first, name]
+    assert checksum(checkpoints.load(name).policy) == checksum(policy.weights())
+
+
+def test_a_disk_that_gives_back_something_else_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from unstale.durability import checkpoint
+
+    def bent(folder: Path) -> Checkpoint:
+        read = real(folder)
+        nudged = {name: tensor.clone() for name, tensor in read.policy.items()}
+        nudged["model.norm.weight"][0] += 1
+        return Checkpoint(read.stand, read.version, read.states, nudged)
+
+    real = checkpoint._read
+    monkeypatch.setattr(checkpoint, "_read", bent)
+    with pytest.raises(CheckpointError, match="read back other than it was written"):
+        held(tmp_path, tiny_policy()).save(Progress(), tiny_policy())
+    assert names(tmp_path) == ["step000000-version000000.part"]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+FILES = ("manifest.json", "state.safetensors", "policy.safetensors", "trainer")
+
+
+@pytest.mark.parametrize(
+    "damage", [flip, truncate, Path.unlink, lambda path: path.write_bytes(b"")]
+)
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_not_as_it_was_written_is_refused_by_name(
+    tmp_path: Path, name: str, damage: Callable[[Path], Any]
+) -> None:
+    checkpoints = held(tmp_path, tiny_policy())
+    checkpoint = checkpoints.save(Progress(), tiny_policy())
+    folder = tmp_path / "checkpoints" / checkpoint
+    path = next((folder / name).glob("*.safetensors")) if name == "trainer" else folder / name
+    damage(path)
+    with pytest.raises(CheckpointError, match=f"{checkpoint} cannot be read: .*") as error:
+        checkpoints.load(checkpoint)
+    assert name == "manifest.json" or path.name in str(error.value)
+
+
+def test_a_file_too_many_is_refused_by_name(tmp_path: Path) -> None:
+    checkpoints = held(tmp_path, tiny_policy())
+    name = checkpoints.save(Progress(), tiny_policy())
+    (tmp_path / "checkpoints" / name / "trainer" / "more.pt").touch()
+    with pytest.raises(
+        CheckpointError, match=r"trainer/more\.pt'\] should be there, or should not"
+    ):
+        checkpoints.load(name)
+
+
+def lie(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """A manifest that says something else, with the checksum that goes with it."""
+    path = folder / "manifest.json"
+    body = json.loads(path.read_text())["body"]
+    change(body)
+    text = json.dumps(body)
+    path.write_text(json.dumps({"sum": zlib.crc32(text.encode()), "body": body}))
+
+
+def shape(body: dict[str, Any], told: list[Any]) -> None:
+    body["shapes"][next(iter(body["shapes"]))] = told
+
+
+LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "huge": lambda body: shape(body, ["float32", 2**40, 2**20]),
+    "other": lambda body: shape(body, ["float32", 3]),
+    "negative": lambda body: shape(body, ["float32", -3]),
+    "no numbers": lambda body: shape(body, ["float32", "3"]),
+    "no dtype": lambda body: shape(body, ["load", 3]),
+    "no such dtype": lambda body: shape(body, ["float99", 3]),
+    "no words": lambda body: shape(body, [3, 3]),
+    "shapes of nothing": lambda body: body["shapes"].update({"/trainer/none": ["float32", 3]}),
+    "not what the tree wants": lambda body: body["shapes"].clear(),
+    "format": lambda body: body.update(format=2),
+    "no format": lambda body: body.pop("format"),
+    "a path outside": lambda body: body["files"].update({"../../../etc/passwd": [1, 1]}),
+    "no files": lambda body: body.update(files=None),
+    "no tree": lambda body: body.update(states={"call": "os.system"}),
+    "no pairs": lambda body: body.update(states={"of": [[1, 2, 3]]}),
+    "no float": lambda body: body.update(states={"float": "1e"}),
+    "unhashable": lambda body: body.update(states={"of": [[[], 1]]}),
+    "a tensor that is not there": lambda body: body.update(states={"tensor": "/etc/passwd"}),
+    "no stand": lambda body: body.update(stand=3),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_manifest_that_lies_is_refused(tmp_path: Path, name: str) -> None:
+    checkpoints = held(tmp_path, tiny_policy())
+    checkpoint = checkpoints.save(Progress(), tiny_policy())
+    lie(tmp_path / "checkpoints" / checkpoint, LIES[name])
+    with pytest.raises(CheckpointError, match=f"{checkpoint} cannot be read"):
+        checkpoints.load(checkpoint)
+
+
+def test_deep_nesting_is_refused(tmp_path: Path) -> None:
+    checkpoints = held(tmp_path, tiny_policy())
+    name = checkpoints.save(Progress(), tiny_policy())
+    (tmp_path / "checkpoints" / name / "manifest.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read"):
+        checkpoints.load(name)
+
+
+def publish(
+    checkpoints: Checkpoints, policy: Policy, store: VersionStore | None, *, full: bool
+) -> dict[str, Tensor]:
+    """The next version, as the publisher puts it. Its weights."""
+    nudge(policy, seed=policy.version, size=1e-4)
+    policy.version += 1
+    delta = None
+    if store is not None:
+        store.put(policy.version, policy.weights())
+        delta = None if full else store.delta(policy.version)
+    checkpoints.put(policy.version, policy.weights(), delta)
+    return {name: tensor.clone() for name, tensor in policy.weights().items()}
+
+
+def test_every_version_is_read_back_as_a_delta_or_in_full_and_across_pruning(
+    tmp_path: Path,
+) -> None:
+    policy = tiny_policy(dtype="bfloat16")
+    checkpoints, store = held(tmp_path, policy), VersionStore(policy.twin().weights())
+    checkpoints.save(Progress(0), policy)
+    store.put(0, policy.weights())
+    checkpoints.put(0, policy.weights())  # the checkpoint's own too: it may turn out unsound
+    copies = {0: {name: tensor.clone() for name, tensor in policy.weights().items()}}
+    for version in range(1, 13):
+        copies[version] = publish(checkpoints, policy, store, full=version % 3 == 0)
+        if version in (4, 8):
+            checkpoints.save(Progress(version), policy)
+        for number, copy in copies.items():
+            assert checksum(checkpoints.weights(number)) == checksum(copy)
+    sizes = {path.stem: path.stat().st_size for path in (tmp_path / "versions").iterdir()}
+    assert sizes["000001"] < sizes["000003"] / 4
+    checkpoints.prune()
+    assert names(tmp_path) == ["step000004-version000004", "step000008-version000008"]
+    assert sorted(path.stem for path in (tmp_path / "versions").iterdir()) == [
+        f"{n:06d}" for n in range(5, 13)
+    ]
+    for number in range(4, 13):
+        assert checksum(checkpoints.weights(number)) == checksum(copies[number])
+    for number, says in (
+        (3, "it is older than every checkpoint that is kept"),
+        (13, "the newest up to it is 12"),
+    ):
+        with pytest.raises(LookupError, match=f"version {number} is on no disk: {says}"):
+            checkpoints.weights(number)
+
+
+@pytest.mark.parametrize("damage", [flip, truncate, lambda path: path.write_bytes(b"")])
+def test_a_version_that_is_not_as_it_was_written_is_refused_by_name(
+    tmp_path: Path, damage: Callable[[Path], Any]
+) -> None:
+    policy = tiny_policy()
+    checkpoints = held(tmp_path, policy)
+    checkpoints.save(Progress(0), policy)
+    publish(checkpoints, policy, None, full=True)
+    damage(tmp_path / "versions" / "000001.safetensors")
+    with pytest.raises(CheckpointError, match=r"versions/000001\.safetensors cannot be read"):
+        checkpoints.weights(1)
+
+
+def test_a_delta_that_does_not_follow_is_refused(tmp_path: Path) -> None:
+    policy = tiny_policy(dtype="bfloat16")
+    checkpoints, store = held(tmp_path, policy), VersionStore(policy.twin().weights())
+    checkpoints.save(Progress(0), policy)
+    store.put(0, policy.weights())
+    for _ in range(2):
+        publish(checkpoints, policy, store, full=False)
+    (tmp_path / "versions" / "000001.safetensors").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"it leads on from version 1, and the one before it is 0"
+    ):
+        checkpoints.weights(2)
+
+
+def test_only_what_the_journal_knows_is_kept(tmp_path: Path) -> None:
+    """A checkpoint that was made and not written in the journal is of a life that ended in between."""
+    policy = tiny_policy()
+    checkpoints = held(tmp_path, policy, keep=1)
+    known = []
+    for step in range(3):
+        known.append(checkpoints.save(Progress(step), policy))
+        policy.version += 1
+    (tmp_path / "checkpoints" / "step000009-version000009.part").mkdir()
+    checkpoints.prune(known[:2])
+    assert names(tmp_path) == known[1:2]

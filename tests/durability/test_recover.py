@@ -1,0 +1,264 @@
+"""What a resume asks of routes and of the audit: a run was killed after its checkpoint, and all it had sampled is kept.
+
+Pinned: every route and fallback goes on from a state that was written down, and what it lacks of versions published
+since is made good from their weights on disk, once and for nothing else, also twice in a row and from no state at all;
+a version whose weights are gone is named; the audit and its recording go on; the suite finds who does not.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.algorithms.test_audit import JUDGE, sampled_batch
+from tests.old_logps.test_exact_routes import BATCH, ROUTES, pieces_of, play, truth
+from unstale.build import build_old_logps
+from unstale.config import OldLogpsConfig
+from unstale.durability.checkpoint import CheckpointError
+from unstale.model.policy import Policy
+from unstale.old_logps import OldLogps, Scoring, Weights
+from unstale.old_logps.interrupt_sync import InterruptSync
+from unstale.old_logps.old_logit_model import OldLogitModel
+from unstale.old_logps.rollout import Rollout
+from unstale.old_logps.snapshot_old import SnapshotOld
+from unstale.records import PendingPiece, collate
+from unstale.testing import check_old_logps, episode, nudge, tiny_policy, written_down
+from unstale.trainer.auditor import Auditor, Truth
+from unstale.weights.recording import Recorded, Recording, TrainedOn
+from unstale.weights.store import StoreFull
+
+SCORING = Scoring(0.7, 48)
+EXACT = sorted(ROUTES)
+
+MADE: dict[str, Callable[[Policy], OldLogps]] = {
+    "full copies": lambda policy: built(OldLogpsConfig(storage="full"), policy),
+    "in files": lambda policy: built(OldLogpsConfig(spill=True), policy),
+    "two averages": lambda policy: built(
+        OldLogpsConfig(route="ppo_ewma_async", averages=2), policy
+    ),
+    "an average of steps": lambda policy: built(
+        OldLogpsConfig(route="ewma_prox", update_every="step"), policy
+    ),
+    "eager, interrupt_sync": lambda policy: built(
+        OldLogpsConfig(route="eager", fallback="interrupt_sync"), policy
+    ),
+    "eager, ewma_prox": lambda policy: built(
+        OldLogpsConfig(route="eager", fallback="ewma_prox"), policy
+    ),
+}
+
+
+def built(config: OldLogpsConfig, policy: Policy) -> OldLogps:
+    return build_old_logps(config, policy, Scoring(1.0, 32))
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_whatever_a_route_is_made_of_it_goes_on(name: str) -> None:
+    check_old_logps(MADE[name])
+
+
+class Tupled(Rollout):
+    def state(self) -> Mapping[str, Any]:
+        return {"answers": {(3, 1): 0.5}}
+
+
+class Sets(Rollout):
+    def state(self) -> Mapping[str, Any]:
+        return {"versions": {3, 1}}
+
+
+class Unrecovered(SnapshotOld):
+    def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
+        """Takes the newest weights for all that it lacks."""
+        super().recover(past, lambda version: weights(max(past)))
+
+
+@pytest.mark.parametrize(
+    ("broken", "what"),
+    [
+        (lambda policy: Tupled(), "is a dict, which no checkpoint can hold"),
+        (lambda policy: Sets(), "is a set, which no checkpoint can hold"),
+        (
+            lambda policy: Unrecovered(policy, scoring=Scoring(1.0, 32)),
+            "called exact at version 3, but off",
+        ),
+    ],
+)
+def test_the_suite_finds_a_route_that_does_not_go_on(
+    broken: Callable[[Policy], OldLogps], what: str
+) -> None:
+    with pytest.raises((AssertionError, CheckpointError), match=what):
+        check_old_logps(broken)
+
+
+class Disk:
+    """Full copies of the versions, and which were read."""
+
+    def __init__(self, copies: Sequence[Policy]) -> None:
+        self.copies = copies
+        self.read: list[int] = []
+
+    def __call__(self, version: int) -> Mapping[str, Tensor]:
+        self.read.append(version)
+        return self.copies[version].weights()
+
+
+def expect_truth(route: OldLogps, copies: list[Policy]) -> None:
+    values, exact = route.logps(BATCH, torch.empty(0))
+    assert torch.equal(exact, BATCH.sampled)
+    assert (values - truth(BATCH, copies, temperature=0.7)).abs().max() < 1e-5
+
+
+def resumed(
+    name: str, copies: list[Policy], *, state: Any, disk: Disk, published: int
+) -> tuple[OldLogps, Policy]:
+    """A fresh route for the policy of version 2, when versions up to `published` were."""
+    policy = copies[2].twin()
+    policy.version = 2
+    route = build_old_logps(ROUTES[name], policy, SCORING)
+    if state is not None:
+        route.restore(written_down(state))
+    policy.assign_new_version(published + 1)
+    route.recover({version: pieces_of(version) for version in range(5)}, disk)
+    return route, policy
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_killed_twice_after_the_same_checkpoint_and_resumed_from_no_state_at_all(name: str) -> None:
+    policy = tiny_policy()
+    with closing(build_old_logps(ROUTES[name], policy, SCORING)) as route:
+        copies = play(route, policy, versions=2)
+        route.closing(policy, pieces_of(1))
+        state = written_down(route.state())
+    for version in (2, 3, 4):
+        nudge(policy, seed=version)
+        copies.append(policy.twin())
+    first, again = resumed(name, copies, state=state, disk=Disk(copies), published=4)
+    with closing(first):
+        first.publishing(again)
+        first.published(again, live=range(5))
+        expect_truth(first, copies)
+        later = first.state()
+    for kept in (state, later, None):
+        route, again = resumed(name, copies, state=kept, disk=Disk(copies), published=5)
+        with closing(route):
+            route.publishing(again)
+            route.published(again, live=range(5))
+            expect_truth(route, copies)
+
+
+@pytest.mark.parametrize("name", ["interrupt_sync", "old_logit_model", "eager, interrupt_sync"])
+def test_only_what_lacks_is_scored(name: str) -> None:
+    policy = tiny_policy()
+    with closing(build_old_logps(ROUTES[name], policy, SCORING)) as route:
+        copies = play(route, policy)
+        route.closing(policy, pieces_of(4))
+        state = route.state()
+    route, _ = resumed(name, copies, state=state, disk=(disk := Disk(copies)), published=4)
+    with closing(route):
+        assert disk.read == [] and route.costs()["forward_tokens"] == 0
+        if not isinstance(route, InterruptSync | OldLogitModel):
+            return
+        route._answers.keep({0, 1, 2}, 0)
+        route.recover({version: pieces_of(version) for version in (2, 3)}, disk)
+        assert disk.read == [3]
+        longest = {piece.episode: len(piece.tokens) for piece in pieces_of(3)}
+        assert route.costs()["forward_tokens"] == sum(longest.values())
+
+
+def test_snapshots_read_no_version_twice_and_keep_their_memory_limit() -> None:
+    policy = tiny_policy()
+    one_copy = sum(tensor.nbytes for tensor in policy.weights().values())
+    config = OldLogpsConfig(storage="full", memory_gb=3.5 * one_copy / 1e9)
+    route = build_old_logps(config, policy, SCORING)
+    copies = []
+    for version in range(3):
+        nudge(policy, seed=version)
+        policy.version = version
+        copies.append(policy.twin())
+        route.published(policy, live=range(3))
+    state = written_down(route.state())
+    route, disk = build_old_logps(config, policy, SCORING), Disk([*copies, *copies])
+    assert isinstance(route, SnapshotOld)
+    route.restore(state)
+    route.recover({1: pieces_of(1), 4: pieces_of(4)}, disk)
+    assert disk.read == [4] and route.store.versions == (
+        1,
+        2,
+        4,
+    )  # the newest of its state has no piece
+    route.restore(state)
+    with pytest.raises(StoreFull):
+        route.recover({version: pieces_of(0) for version in range(5)}, disk)
+
+
+def test_weights_that_were_not_kept_are_named() -> None:
+    def weights(version: int) -> Mapping[str, Tensor]:
+        raise LookupError(f"version {version} is not in the run folder")
+
+    for name in EXACT:
+        route = build_old_logps(ROUTES[name], tiny_policy(), SCORING)
+        with closing(route), pytest.raises(LookupError, match="version 3 is not in the run folder"):
+            route.recover({3: pieces_of(3)}, weights)
+
+
+def test_the_audit_goes_on_with_the_same_figures() -> None:
+    """Killed after its second batch, when versions 2 and 3 were published and sampled from."""
+    policy, old = tiny_policy(), Rollout()
+    copies: list[Policy] = []
+    auditor = Auditor(policy, old, JUDGE, scoring=Scoring(1.0, 64), share=0.5)
+    for version in range(4):
+        nudge(policy, seed=version, size=0.004)
+        policy.version = version
+        copies.append(policy.twin())
+        if version < 2:
+            auditor.published(policy, range(2))
+            batch = sampled_batch(policy, version, dict(enumerate(copies)), far=0.05)
+            auditor.look(batch, batch.behavior_logp)
+    state, rows = auditor.state(), []
+    for jumped in (False, True):
+        again = copies[2].twin()
+        again.version = 2
+        auditor = Auditor(again, old, JUDGE, scoring=Scoring(1.0, 64), share=0.5)
+        auditor.restore(written_down(state) if jumped else state)
+        auditor.recover({1: (), 3: ()}, disk := Disk(copies))
+        assert disk.read == [3]
+        again.assign_new_version(4)
+        auditor.published(again, {3})
+        nudge(again, seed=9, size=0.004)
+        again.version = 5
+        auditor.published(again, {3, 4})
+        batch = sampled_batch(again, 7, {3: copies[3], 4: copies[2], 5: again}, far=0.05)
+        rows.append({**auditor.look(batch, batch.behavior_logp), "audit/seconds": 0})
+        assert {point["lag"] for point in auditor.points()} == {
+            0,
+            1,
+        }  # 4 stands where 2 stood, and 5 where 3 did
+    assert rows[0] == rows[1] and rows[0]["audit/decomposition_error"] > 1e-3
+    assert rows[0]["audit/tokens"] == 160
+    fresh = Auditor(tiny_policy(), old, JUDGE, scoring=SCORING, share=0.0)
+    fresh.recover({3: ()}, Disk([]))
+    assert fresh.state()["copies"] == {}
+
+
+def test_a_recording_knows_where_the_numbers_jumped(tmp_path: Path) -> None:
+    recording, version_gaps = Recording(tmp_path), ((4, 3),)
+    batch = collate([episode(1, [3, (4, 0), (5, 1), (2, 3), (2, 4)])])
+    for version in (0, 1, 3, 4):
+        recording.version(version, {"w": torch.zeros(1)})
+    recording.batch(TrainedOn(2, 4, batch, version_gaps))
+    trained = Recorded(tmp_path).batch(2)
+    assert trained.version_gaps == version_gaps
+    truth = Truth(
+        trained.batch,
+        trained.version,
+        batch.behavior_logp,
+        batch.behavior_logp,
+        trained.version_gaps,
+    )
+    lag = truth.compare(batch.behavior_logp, JUDGE).tokens.lag
+    assert lag.tolist() == [1] * 4 + [0] * 9  # 4 stands where 1 stood, and 3 is not reached

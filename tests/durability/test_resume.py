@@ -1,0 +1,684 @@
+"""Promises of resuming, on a small run with a scripted engine and a real trainer, under the virtual clock.
+
+Cut off anywhere, a deterministic run that goes on ends equal to one that was not cut off. Cut off anywhere, an ordinary
+run loses nothing that its journal has, trains on nothing twice, keeps the staleness bound, and repeats no version; also
+from an older checkpoint when the newest is damaged. Environments that do not replay, those with snapshots, finished
+groups and quarantined tasks each have their outcome; so has everything that cannot be gone on with.
+"""
+
+import asyncio
+import queue
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from io import StringIO
+from itertools import count, cycle
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from rich.console import Console
+
+from tests.cli.test_run import small
+from tests.test_loop import Numbers, Quiet, TwoTurns, configure, toy_machine
+from unstale.build import Components, build_old_logps
+from unstale.cli import main, same, session
+from unstale.cli.resume import differences, stored
+from unstale.cli.session import RunSession
+from unstale.config import AuditConfig, ConfigError, RunConfig, TaskConfig, TrainerConfig
+from unstale.durability import checkpoint, virtual_clock
+from unstale.durability.checkpoint import Checkpoints
+from unstale.durability.journal import JOURNAL, Journal, check, writer
+from unstale.engines import SamplingParams
+from unstale.engines.scripted import ScriptedEngine
+from unstale.envs import EnvError, Message, Turn
+from unstale.model.policy import Policy
+from unstale.observe.metrics import RunLog, read_jsonl
+from unstale.old_logps import OldLogps, Scoring
+from unstale.records import Task
+from unstale.trainer.local import Trainer
+
+STEPS = 4
+
+
+async def slowly(tokens: Sequence[int], params: SamplingParams) -> None:
+    """A token takes some virtual time, and in one task in seven seven times as long."""
+    await asyncio.sleep(0.07 if tokens[1] == 5 else 0.01)
+
+
+@dataclass
+class Toy:
+    """What a run is made of, in all of its lives."""
+
+    taskset: Callable[[], Numbers] = lambda: Numbers(count())
+    machines: list[Components] = field(default_factory=list)
+
+    def machine(self, config: RunConfig, engine: object = None) -> Components:
+        def route(policy: Policy, engine: ScriptedEngine) -> OldLogps:
+            return build_old_logps(
+                config.old_logps, policy, Scoring(1.0, 4096), lockstep=config.deterministic
+            )
+
+        self.machines.append(toy_machine(config, self.taskset(), delay=slowly, route=route))
+        return self.machines[-1]
+
+    def begin(self, folder: Path, config: RunConfig) -> None:
+        self._live(RunSession(config, RunLog.create(folder, config), self.machine(config)))
+
+    def go_on(self, folder: Path, config: RunConfig) -> None:
+        self._live(RunSession(config, RunLog.reopen(folder, config), None))
+
+    def _live(self, lives: RunSession) -> None:
+        try:
+            while not lives.next(Quiet()):  # type: ignore[arg-type]
+                pass
+        finally:
+            lives._log.close()
+
+
+@contextmanager
+def played(toy: Toy) -> Iterator[Toy]:
+    """The lives of a run are made of `toy`, and on the virtual clock, ordinary ones too."""
+    run = virtual_clock.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "build_machine", toy.machine)
+        patch.setattr(
+            session.virtual_clock, "run", lambda main, *, virtual: run(main, virtual=True)
+        )
+        yield toy
+
+
+@pytest.fixture
+def toy() -> Iterator[Toy]:
+    with played(Toy()) as toy:
+        yield toy
+
+
+class Killed(BaseException):
+    """The end of a process."""
+
+
+MOMENTS: tuple[tuple[Any, str], ...] = (
+    (Journal, "transaction"), (Journal, "flush"), (checkpoint, "_write"), (checkpoint, "_to_disk"),
+    (Checkpoints, "prune"), (Checkpoints, "put"), (Trainer, "prepare"), (Trainer, "step"),
+    (ScriptedEngine, "load"), (ScriptedEngine, "resume"), (RunLog, "write"),
+    (Checkpoints, "hold"), (Trainer, "backward"),
+)  # fmt: skip
+"""Calls before which a run is killed: something changes for good in each, or goes on beside what does."""
+
+
+@contextmanager
+def killed(name: str = "", number: int = 0) -> Iterator[None]:
+    """The process ends before the `number`-th call of one of `MOMENTS`. What no commit holds by then is lost."""
+    passed: Counter[str] = Counter()
+    dead = False
+
+    def moment(real: Callable[..., Any], called: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal dead
+            passed[called] += 1
+            dead = dead or (called == name and passed[called] == number)
+            if dead:
+                raise Killed(called)
+            return real(*arguments, **keywords)
+
+        return call
+
+    def commit(self: Journal, *arguments: Any) -> None:
+        if not dead:
+            committing(self, *arguments)
+
+    def close(self: Journal) -> None:
+        while dead:
+            try:
+                self._queue.get_nowait()
+            except queue.Empty:
+                break
+        closing(self)
+
+    committing, closing = Journal._commit, Journal.close
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            writer, "WINDOW_S", 30.0 if number % 2 else 0.0
+        )  # all or nothing of what no barrier was after
+        patch.setattr(Journal, "_commit", commit)
+        patch.setattr(Journal, "close", close)
+        for owner, called in MOMENTS:
+            patch.setattr(owner, called, moment(getattr(owner, called), called))
+        if not name:
+            yield
+            return
+        with pytest.raises((Killed, BaseExceptionGroup)) as end:
+            yield
+        assert isinstance(session.first_leaf(end.value), Killed), end.value
+        assert dead, f"there is no call {number} of {name}"
+
+
+def config(*, every: int = 2, deterministic: bool = False, **schedule: int) -> RunConfig:
+    made = configure(steps=STEPS, every=every, deterministic=deterministic, **schedule)
+    return replace(made, trainer=TrainerConfig(lr=1e-2), audit=AuditConfig(share=0.5))
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return list(read_jsonl(folder / "metrics.jsonl"))
+
+
+def require_sound(folder: Path, *, bound: int = 1) -> None:
+    """What every run has to say of itself in the end, however often it was killed."""
+    with Journal.read(folder) as reader:
+        assert check(reader) == []
+        consumed = [group.step for group in reader.groups() if group.ended == "consumed"]
+        assert sorted(consumed) == [step for step in range(1, STEPS + 1) for _ in range(2)]
+        versions, marks = reader.versions(), reader.checkpoints()
+        written = [event["step"] for event in reader.events() if event["kind"] == "step"]
+    assert versions == sorted(set(versions)) and marks[-1].step == STEPS
+    assert written == [row["step"] for row in rows(folder)] == list(range(1, STEPS + 1))
+    assert max(row["schedule/staleness_max"] for row in rows(folder)) <= bound
+    assert all(row["old_logps/exact_fraction"] == 1 for row in rows(folder))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A deterministic run that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    with played(Toy()) as toy:
+        toy.begin(folder, config(deterministic=True))
+    return folder
+
+
+def test_two_deterministic_runs_are_equal_and_sound(toy: Toy, tmp_path: Path, whole: Path) -> None:
+    toy.begin(tmp_path / "run", config(deterministic=True))
+    assert same.differences(whole, tmp_path / "run") == []
+    require_sound(tmp_path / "run")
+
+
+KILLS = [
+    ("transaction", 120), ("flush", 11), ("_write", 3), ("_to_disk", 14), ("prune", 3), ("put", 4),
+    ("prepare", 3), ("step", 4), ("load", 4), ("resume", 4), ("write", 3),
+    ("hold", 3), ("backward", 3),
+]  # fmt: skip
+"""One of each of `MOMENTS`, after the first checkpoint."""
+AGAIN = [("flush", 2), ("transaction", 2), ("put", 1)]
+"""Where its next life is killed."""
+
+
+@pytest.mark.parametrize("name, number", KILLS)
+def test_a_deterministic_run_ends_equal_wherever_it_is_killed(
+    toy: Toy, tmp_path: Path, whole: Path, name: str, number: int
+) -> None:
+    made, folder = config(deterministic=True), tmp_path / "run"
+    with killed(name, number):
+        toy.begin(folder, made)
+    with killed(*AGAIN[number % 3]):
+        toy.go_on(folder, made)
+    toy.go_on(folder, made)
+    assert same.differences(whole, folder) == []
+    require_sound(folder)
+
+
+def test_a_deterministic_run_ends_equal_cut_off_at_every_checkpoint(
+    toy: Toy, tmp_path: Path, whole: Path
+) -> None:
+    """After each life nothing is kept but the folder."""
+    made, folder = config(deterministic=True), tmp_path / "run"
+    lives, log = 0, RunLog.create(folder, made)
+    machine: Components | None = toy.machine(made)
+    while True:
+        lives += 1
+        done = RunSession(made, log, machine).next(Quiet())  # type: ignore[arg-type]
+        log.close()
+        if done:
+            break
+        machine, log = None, RunLog.reopen(folder, made)
+    assert lives == 1 + STEPS / 2 and same.differences(whole, folder) == []
+
+
+def pieces(folder: Path) -> set[tuple[Any, ...]]:
+    with Journal.read(folder) as reader:
+        return set(
+            reader.rows("SELECT episode, position, tokens, version, behavior_logp FROM pieces")
+        )
+
+
+def finished(folder: Path) -> dict[int, Any]:
+    with Journal.read(folder) as reader:
+        return {
+            group.number: reader.group(group.number)
+            for group in reader.groups()
+            if group.finished is not None
+        }
+
+
+SCHEDULES: list[dict[str, int]] = [{}, {"window": 4}, {"max_staleness": 2}, {"max_staleness": 0}]
+
+
+@pytest.mark.parametrize(
+    "name, number, schedule",
+    [
+        (*kill, SCHEDULES[place % len(SCHEDULES)])
+        for place, kill in enumerate(KILLS)
+        if kill[0] != "prepare"
+    ],
+)
+def test_an_ordinary_run_loses_nothing_wherever_it_is_killed(
+    toy: Toy, tmp_path: Path, name: str, number: int, schedule: dict[str, int]
+) -> None:
+    made, folder = config(**schedule), tmp_path / "run"
+    with killed(name, min(number, 2) if name == "prune" else number):
+        toy.begin(folder, made)
+    held, done = pieces(folder), finished(folder)
+    with killed(*AGAIN[number % 3]):
+        toy.go_on(folder, made)
+    held, done = held | pieces(folder), done | finished(folder)
+    toy.go_on(folder, made)
+    require_sound(folder, bound=made.schedule.staleness_bound)
+    assert held and held <= pieces(folder)
+    assert all(finished(folder)[number] == group for number, group in done.items())
+
+
+def test_versions_whose_training_was_lost_keep_their_numbers_and_their_pieces(
+    toy: Toy, tmp_path: Path
+) -> None:
+    """Killed three versions after the only checkpoint: its weights go on as version 4, and 1 to 3 are not repeated."""
+    made, folder = config(every=100, max_staleness=2), tmp_path / "run"
+    with killed("step", 4):
+        toy.begin(folder, made)
+    with Journal.read(folder) as reader:
+        assert reader.versions() == [0, 1, 2, 3] and [
+            mark.version for mark in reader.checkpoints()
+        ] == [0]
+    toy.go_on(folder, made)
+    require_sound(folder, bound=2)
+    with Journal.read(folder) as reader:
+        assert reader.versions() == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+        marks = [(mark.step, mark.version) for mark in reader.checkpoints()]
+        trained_on = [
+            told
+            for step in range(1, STEPS + 1)
+            for group in reader.consumed(step)
+            for told in group.trajectories
+        ]
+    used = {version for told in trained_on for version in told.versions}
+    assert marks == [(0, 0), (0, 4), (4, 8)] and {1, 2, 3} & used
+    assert toy.machines[-1].policy.version_gaps == ((4, 4),)
+
+
+def damage(folder: Path, name: str) -> None:
+    path = folder / "checkpoints" / name / "state.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_from_a_damaged_checkpoint_a_run_falls_back_to_the_one_before(
+    toy: Toy, tmp_path: Path, whole: Path, deterministic: bool
+) -> None:
+    made, folder = config(deterministic=deterministic), tmp_path / "run"
+    with killed("write", 4):
+        toy.begin(folder, made)
+    with Journal.read(folder) as reader:
+        mark = reader.checkpoints()[-1]
+        assert mark.step == 4 and sum(group.ended == "consumed" for group in reader.groups()) == 8
+    held = pieces(folder)
+    damage(folder, mark.name)
+    toy.go_on(folder, made)
+    told = [
+        event
+        for event in read_jsonl(folder / "events.jsonl")
+        if event["kind"] == "checkpoint_unsound"
+    ]
+    assert [event["name"] for event in told] == [mark.name] and "state.safetensors" in told[0][
+        "error"
+    ]
+    require_sound(folder)
+    if deterministic:
+        assert same.differences(whole, folder) == []
+    else:
+        assert held <= pieces(folder)
+
+
+def test_without_a_sound_checkpoint_a_run_cannot_go_on(toy: Toy, tmp_path: Path) -> None:
+    made, folder = config(), tmp_path / "run"
+    with killed("step", 4):
+        toy.begin(folder, made)
+    with Journal.read(folder) as reader:
+        for mark in reader.checkpoints():
+            damage(folder, mark.name)
+    with pytest.raises(
+        checkpoint.CheckpointError, match="no sound checkpoint to go on from"
+    ) as error:
+        toy.go_on(folder, made)
+    assert "state.safetensors is not as it was written" in str(error.value.__cause__)
+
+
+class Numbered(Numbers):
+    """A task set for one life, whose environments are told which it is."""
+
+    def __init__(
+        self, environment: Callable[[Task, int], TwoTurns], life: int, tasks: Iterator[int]
+    ) -> None:
+        super().__init__(tasks)
+        self.environment, self.life = environment, life
+
+    def env(self, task: Task, seed: int) -> TwoTurns:
+        return self.environment(task, self.life)
+
+
+@contextmanager
+def played_with(
+    environment: Callable[[Task, int], TwoTurns], tasks: Callable[[], Iterator[int]]
+) -> Iterator[Toy]:
+    toy = Toy()
+    toy.taskset = lambda: Numbered(environment, len(toy.machines), tasks())
+    with played(toy):
+        yield toy
+
+
+class Fickle(TwoTurns):
+    """Poses other tasks in every life."""
+
+    def __init__(self, task: Task, life: int) -> None:
+        super().__init__(task)
+        self.life = life
+
+    async def begin(self) -> Turn:
+        return Turn((Message("user", str(self.task.index + self.life)),))
+
+
+def test_an_environment_that_does_not_replay_restarts_its_episode_and_has_not_failed(
+    tmp_path: Path,
+) -> None:
+    with played_with(Fickle, count) as toy:
+        with killed("step", 1):  # one task in seven is being played
+            toy.begin(tmp_path / "run", config())
+        with Journal.read(tmp_path / "run") as reader:
+            begun = {episode for (episode,) in reader.rows("SELECT DISTINCT episode FROM pieces")}
+            ended = {kept.trajectory.episode for kept in reader.trajectories()}
+        toy.go_on(tmp_path / "run", config())
+    require_sound(tmp_path / "run")
+    with Journal.read(tmp_path / "run") as reader:
+        restarted = reader.rows("SELECT episode, reason, turns FROM restarts")
+        assert {episode for episode, _, _ in restarted} == begun - ended != set()
+        assert all(
+            "NotReplayed: piece 0 has other tokens than the 2 on record" in reason
+            for _, reason, _ in restarted
+        )
+        assert reader.rows("SELECT count(*) FROM failures") == [(0,)]
+    told = [
+        event
+        for event in read_jsonl(tmp_path / "run" / "events.jsonl")
+        if event["kind"] == "episode_restarted"
+    ]
+    assert len(told) == len(restarted)
+
+
+class Snapshotted(TwoTurns):
+    """Can be put where it was, and must not be asked again what it said."""
+
+    asked: ClassVar[list[int]] = []
+
+    def __init__(self, task: Task, life: int) -> None:
+        super().__init__(task)
+        self.life = life
+
+    async def begin(self) -> Turn:
+        self.asked.append(self.life)
+        return await super().begin()
+
+    def snapshot(self) -> str:
+        return str(self.said)
+
+    async def resume(self, state: str) -> None:
+        self.said = int(state)
+
+
+def test_an_environment_with_snapshots_is_not_asked_again(tmp_path: Path) -> None:
+    Snapshotted.asked.clear()
+    with played_with(Snapshotted, count) as toy:
+        made = config(deterministic=True)
+        toy.begin(tmp_path / "whole", made)
+        toy.machines.clear()
+        Snapshotted.asked.clear()
+        with killed("step", 2):
+            toy.begin(tmp_path / "run", made)
+        with Journal.read(tmp_path / "run") as reader:
+            snapshots = reader.rows("SELECT DISTINCT episode FROM snapshots")
+        assert snapshots and Snapshotted.asked.count(0) >= len(snapshots)
+        toy.go_on(tmp_path / "run", made)
+        assert same.differences(tmp_path / "whole", tmp_path / "run") == []
+        Snapshotted.asked.clear()
+        toy.machines.clear()
+        ordinary = config()
+        with killed("step", 2):
+            toy.begin(tmp_path / "ordinary", ordinary)
+        with Journal.read(tmp_path / "ordinary") as reader:
+            *_, episodes = reader.counts()
+            (written,) = reader.rows("SELECT count(DISTINCT episode) FROM snapshots")[0]
+        toy.go_on(tmp_path / "ordinary", ordinary)
+    require_sound(tmp_path / "ordinary")
+    with Journal.read(tmp_path / "ordinary") as reader:
+        assert (
+            Snapshotted.asked.count(1)
+            == reader.counts()[2] - written
+            >= reader.counts()[2] - episodes
+        )
+
+
+class Broken(TwoTurns):
+    def __init__(self, task: Task, life: int) -> None:
+        super().__init__(task)
+
+    async def begin(self) -> Turn:
+        if self.task.index == 2:
+            raise EnvError("out of order")
+        return await super().begin()
+
+
+def test_a_quarantined_task_is_not_handed_out_again_in_any_life(tmp_path: Path) -> None:
+    folder, made = tmp_path / "run", config()
+    with played_with(Broken, lambda: cycle(range(5))) as toy:
+        with killed("write", 2):
+            toy.begin(folder, made)
+        with Journal.read(folder) as reader:
+            assert reader.given_up(0) == {"numbers/train/2"}
+        toy.go_on(folder, made)
+        assert toy.machines[-1].taskset is not toy.machines[0].taskset
+    with Journal.read(folder) as reader:
+        handed = Counter(group.task.index for group in reader.groups())
+        places = [group.place for group in reader.groups()]
+        assert check(reader) == []
+    assert handed[2] == 1 and min(handed[index] for index in (0, 1, 3, 4)) >= 2
+    assert places == sorted(set(places)) and [place % 5 for place in places].count(2) == 1
+
+
+def changed(**changes: Any) -> RunConfig:
+    """`schedule__window=3` is the knob `schedule.window`."""
+    made = configure()
+    for name, value in changes.items():
+        section, _, knob = name.rpartition("__")
+        made = replace(
+            made,
+            **{section: replace(getattr(made, section), **{knob: value})}
+            if section
+            else {knob: value},
+        )
+    return made
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        (
+            {"policy": "elsewhere"},
+            "policy cannot change from base to elsewhere in a run that goes on: the weights",
+        ),
+        (
+            {"seed": 1},
+            "seed cannot change from 0 to 1 in a run that goes on: tasks, episodes and noise",
+        ),
+        ({"deterministic": True}, "deterministic cannot change from False to True"),
+        (
+            {"task__env": "retail"},
+            r"task\.env cannot change from tests:numbers to retail .* open episodes",
+        ),
+        ({"task__level": "2"}, r"task\.level cannot change"),
+        (
+            {"schedule__max_staleness": 3},
+            r"schedule\.max_staleness cannot change from 1 to 3 .* staleness bound of the groups",
+        ),
+        ({"schedule__window": 3}, r"schedule\.window cannot change from 1 to 3"),
+        ({"schedule__group_size": 4}, r"schedule\.group_size cannot change from 3 to 4"),
+        ({"schedule__max_staleness": 3}, r"schedule\.max_staleness cannot change from 1 to 3"),
+        ({"schedule__groups_per_step": 3}, r"schedule\.groups_per_step cannot change"),
+        ({"schedule__window": 3}, r"schedule\.window cannot change from 1 to 3"),
+        ({"trainer__weight_decay": 0.5}, r"trainer\.weight_decay cannot change"),
+        ({"engine__max_context": 128}, r"engine\.max_context cannot change"),
+        ({"engine__max_reply_tokens": 7}, r"engine\.max_reply_tokens cannot change"),
+        ({"engine__temperature": 0.5}, r"engine\.temperature cannot change"),
+        ({"rollout__max_turns": 3}, r"rollout\.max_turns cannot change"),
+        (
+            {"old_logps__route": "interrupt_sync"},
+            r"old_logps\.route cannot change from snapshot_old to interrupt_sync",
+        ),
+        ({"old_logps__storage": "full"}, r"old_logps\.storage cannot change"),
+        ({"trainer__optimizer": "SGD"}, r"trainer\.optimizer cannot change from AdamW to SGD"),
+        ({"trainer__dtype": "bfloat16"}, r"trainer\.dtype cannot change"),
+        ({"audit__share": 0.1}, r"audit\.share cannot change"),
+    ],
+)
+def test_what_a_run_has_to_keep_is_refused_with_the_reason(
+    changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        differences(configure(), changed(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({}, []),
+        ({"runs": Path("elsewhere"), "name": "other"}, []),
+        (
+            {"steps": 20},
+            [
+                "steps is 20, it was 12: the learning-rate schedule ends there, and is another one from here on"
+            ],
+        ),
+        (
+            {"trainer__lr": 0.1},
+            ["trainer.lr is 0.1, it was 0.0003: holds from the next step; the optimizer's moments"],
+        ),
+        (
+            {"trainer__steps_per_batch": 2},
+            ["trainer.steps_per_batch is 2, it was 1: the learning-rate schedule counts"],
+        ),
+        ({"checkpoint__keep": 3}, ["checkpoint.keep is 3, it was 2: holds from here on"]),
+        (
+            {"tensorboard": True, "eval__every": 2},
+            ["tensorboard is True", "eval.every is 2, it was 0: holds from here on"],
+        ),
+    ],
+)
+def test_what_a_run_may_change_is_said_in_words(changes: dict[str, Any], says: list[str]) -> None:
+    told = differences(configure(), changed(**changes))
+    assert len(told) == len(says) and all(
+        one.startswith(other) for one, other in zip(told, says, strict=True)
+    )
+
+
+def test_a_deterministic_run_that_was_changed_is_another_run() -> None:
+    told = differences(changed(deterministic=True), changed(deterministic=True, trainer__lr=0.1))
+    assert told[-1] == "what comes out will not be what the run as it was begun would have given"
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        main.main(arguments)
+    captured = capsys.readouterr()
+    assert end.value.code == 2 and captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_what_cannot_be_gone_on_with_is_one_line(
+    tmp_path: Path, toy: Toy, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = small(tmp_path, task=TaskConfig(env="retail"))
+    assert "nowhere is not a run folder" in complaint(capsys, "train", "--resume", "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "empty is not a run folder: it has no config.json" in complaint(
+        capsys, "train", "--resume", "empty"
+    )
+    RunLog.create(tmp_path / "early", made).close()
+    (tmp_path / "early" / "checkpoints" / "step000000-version000000").mkdir(parents=True)
+    said = complaint(capsys, "train", "--resume", "early")
+    assert "early has checkpoints and no journal: what its episodes were is gone" in said
+    with Journal(tmp_path / "early" / JOURNAL) as journal:
+        asyncio.run(journal.checkpoint("one", step=3, version=3))
+        journal.write(3, {})
+    with RunLog(tmp_path / "early") as log:
+        log.event("stopped", reason="finished")
+    said = complaint(capsys, "train", "--resume", "early")
+    assert "the run in early is finished; to go on with it, give it more steps (--steps)" in said
+    assert "leave retail out, or leave --resume out" in complaint(
+        capsys, "train", "retail", "--resume", "early"
+    )
+    assert "seed cannot change from 0 to 3" in complaint(
+        capsys, "train", "--resume", "early", "--seed", "3"
+    )
+    (tmp_path / "early" / "config.json").write_text('{"recipe": 3}')
+    assert "config.json" in complaint(capsys, "train", "--resume", "early")
+
+
+def test_code_that_a_run_folder_names_is_not_imported_unless_it_is_named_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "harm", None)  # an import of it raises
+    RunLog.create(tmp_path / "run", small(tmp_path, task=TaskConfig(env="harm:Tasks"))).close()
+    said = complaint(capsys, "train", "--resume", str(tmp_path / "run"))
+    assert "names code of yours as its task set; to go on, say --task.env harm:Tasks" in said
+    said = complaint(
+        capsys, "train", "--resume", str(tmp_path / "run"), "--task.env", "other:Tasks"
+    )
+    assert "say --task.env harm:Tasks" in said
+    said = complaint(capsys, "train", "--resume", str(tmp_path / "run"), "--task.env", "harm:Tasks")
+    assert "task.env 'harm:Tasks' cannot be made: import of harm halted" in said
+
+
+KNOBS = [
+    "--deterministic", "true", "--minutes", "0", "--steps", "3", "--checkpoint.every", "2", "--eval.tasks", "0",
+    "--schedule.groups_per_step", "2", "--schedule.group_size", "2", "--schedule.max_staleness", "1",
+    "--engine.max_reply_tokens", "8", "--engine.max_context", "512", "--engine.max_running", "8",
+    "--rollout.max_turns", "3",
+]  # fmt: skip
+
+
+def test_a_run_killed_with_sigkill_and_resumed_is_the_run_that_was_not(tmp_path: Path) -> None:
+    """All of it real: the engine's process, the command line, the signal."""
+
+    def parse(*arguments: str) -> RunConfig:
+        return main.configure(main._parser(arguments).parse_args(arguments))
+
+    def begin(name: str) -> list[str]:
+        return ["train", "retail", "--runs", str(tmp_path), "--name", name, *KNOBS]
+
+    whole = session.train(parse(*begin("whole")), console=Console(file=StringIO()))
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    with subprocess.Popen(
+        [sys.executable, "-m", "unstale.cli.main", *begin("killed")],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    ) as process:
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 1:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        process.kill()
+    made = stored(tmp_path / "killed", named_env="retail")
+    resumed = session.resume(tmp_path / "killed", made, console=Console(file=StringIO()))
+    assert [row["step"] for row in resumed.metrics] == [1, 2, 3]
+    assert same.differences(whole.folder, resumed.folder) == []
+    with pytest.raises(ConfigError, match="is finished"):
+        session.resume(tmp_path / "killed", made, console=Console(file=StringIO()))

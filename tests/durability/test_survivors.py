@@ -1,0 +1,267 @@
+"""Promises about survivors: every group and every attempt is counted by how it ended; lengths and turns are those of
+the records; long attempts that are lost raise a sentence, an even loss does not; open ones are neither kept nor lost; a
+journal that cannot be read is told and not raised."""
+
+import asyncio
+import json
+import random
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from unstale.cli import main
+from unstale.cli.survivors import write_survivors
+from unstale.durability.journal import JOURNAL, Journal, Survivors, survivors
+from unstale.durability.journal.survivors import Kind, Spread
+from unstale.observe.report.survivors import table
+from unstale.observe.report.words import survivorship
+from unstale.records import (
+    ContextPiece,
+    Failure,
+    Group,
+    GroupRequest,
+    Piece,
+    Sampled,
+    Task,
+    Trajectory,
+)
+
+TASK = Task("desk", "train", 3)
+ASKED = ContextPiece((1, 2, 3))
+
+
+def said(count: int, version: int = 0) -> Sampled:
+    return Sampled((7,) * count, (-0.5,) * count, version)
+
+
+class Run:
+    """A journal under way, one group after the other."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.groups = self.episodes = 0
+
+    def hand_out(self, task: Task = TASK) -> int:
+        self.journal.hand_out(GroupRequest(self.groups, task, seed=5, place=self.groups))
+        self.groups += 1
+        return self.groups - 1
+
+    def attempt(
+        self,
+        group: int,
+        pieces: Sequence[Piece],
+        ended: str | float = "open",
+        *,
+        sibling: int = 0,
+        success: float = -1,
+    ) -> None:
+        """`ended` is the reward of a finished one, or what became of it."""
+        page = self.journal.begin(group, sibling, episode=self.episodes, seed=9)
+        for position, piece in enumerate(pieces):
+            page.piece(position, piece)
+        if ended == "failed":
+            page.ended(Failure(TASK, "step 1", "EnvError: gone"))
+        elif ended == "restarted":
+            page.restarted("other text", turns=1, sampled_tokens=1)
+        elif not isinstance(ended, str):
+            facts = {"success": success} if success >= 0 else {}
+            page.ended(
+                Trajectory(tuple(pieces), {"a": ended}, "done", TASK, 9, self.episodes, facts=facts)
+            )
+        self.episodes += 1
+
+    def finish(self, *groups: int, consumed: bool = True) -> None:
+        ended = [Group(TASK, (), number=group) for group in groups]
+        for group in ended:
+            asyncio.run(self.journal.finish(group))
+        if consumed:
+            self.journal.consume(ended, step=1, version=0)
+            asyncio.run(self.journal.checkpoint("000001", step=1, version=1))
+
+
+def found(folder: Path) -> Survivors:
+    with Journal.read(folder) as journal:
+        return survivors(journal)
+
+
+def test_every_group_and_every_attempt_is_counted_by_how_it_ended(tmp_path: Path) -> None:
+    with Journal(tmp_path / JOURNAL) as journal:
+        run = Run(journal)
+        first, second, third, fourth = (run.hand_out() for _ in range(4))
+        run.attempt(first, [ASKED, said(9), ASKED, said(4)], "failed")
+        run.attempt(
+            first, [ASKED, said(2), said(3, version=1), ASKED, said(1)], 1.0
+        )  # two replies, one interrupted
+        run.attempt(first, [ASKED, said(2), ASKED], 1.0, sibling=1, success=0.0)
+        run.attempt(second, [ASKED, said(8)], "restarted")
+        run.attempt(second, [ASKED, said(4)], 0.5)
+        run.attempt(third, [ASKED, said(20)])
+        run.attempt(third, [], sibling=1)  # nothing was generated
+        run.attempt(third, [ASKED, said(5)], "restarted", sibling=2)  # and not begun again yet
+        run.attempt(fourth, [ASKED, said(7)], "failed")
+        run.attempt(fourth, [ASKED], "failed")
+        run.finish(first, fourth)
+        run.finish(second, consumed=False)
+    (place,) = found(tmp_path).places
+    assert (place.env, place.split) == ("desk", "train")
+    assert place.groups == {"consumed": 1, "finished": 1, "open": 1, "failed": 1}
+    assert {name: kind.count for name, kind in place.kinds.items()} == {
+        "generated": 9, "ended": 8, "trained": 2, "waiting": 1, "failed": 2, "given_up": 1, "restarted": 2, "open": 1,
+    }  # fmt: skip
+    assert place.kinds["trained"] == Kind(
+        2, Spread(4.0, 2, 2, 6), Spread(1.5, 1, 1, 2), success=0.5, reward=1.0
+    )
+    assert place.kinds["failed"] == Kind(
+        2, Spread(10.0, 7, 7, 13), Spread(1.5, 1, 1, 2), success=None, reward=None
+    )
+    assert place.kinds["given_up"].tokens == Spread(0.0, 0, 0, 0)
+    assert place.kinds["restarted"].tokens == Spread(6.5, 5, 5, 8)
+    assert place.kinds["ended"].reward == pytest.approx(2.5 / 3)
+    # what ended, by length: 0 2 | 4 5 | 6 7 | 8 13
+    assert [(b.low, b.high, b.ended, b.trained, b.waiting, b.lost) for b in place.buckets] == [
+        (0, 2, 2, 1, 0, 1), (4, 5, 2, 0, 1, 1), (6, 7, 2, 1, 0, 1), (8, 13, 2, 0, 0, 2),
+    ]  # fmt: skip
+    assert place.curve[1] == (2, 0.25, 0.5) and place.curve[-1] == (13, 1.0, 1.0)
+    assert place.contrast is not None
+    assert (place.contrast.lost, place.contrast.kept) == (5, 3)
+    assert (place.contrast.lost_mean, place.contrast.kept_mean) == (6.6, 4.0)
+    # variances 22.3 (7 + 13 + 0 + 8 + 5) and 4 (6 + 2 + 4)
+    assert place.contrast.se == pytest.approx((22.3 / 5 + 4 / 3) ** 0.5)
+    words, alarm = survivorship(found(tmp_path).row()["places"][0])
+    assert not alarm and words.startswith(
+        "No difference in length can be told between lost attempts and kept ones"
+    )
+
+
+def lose(folder: Path, chance: dict[int, float]) -> tuple[str, bool]:
+    """What is said of 400 episodes of 10, 20 or 30 tokens that are lost at these chances."""
+    rng = random.Random(4)
+    with Journal(folder / JOURNAL) as journal:
+        run = Run(journal)
+        groups = [run.hand_out() for _ in range(100)]
+        for group in groups:
+            for sibling in range(4):
+                count = rng.choice((10, 20, 30))
+                lost = rng.random() < chance[count]
+                run.attempt(group, [ASKED, said(count)], "failed" if lost else 1.0, sibling=sibling)
+        run.finish(*groups)
+    (place,) = found(folder).row()["places"]
+    return survivorship(place)
+
+
+def test_long_episodes_that_fail_raise_the_sentence(tmp_path: Path) -> None:
+    words, alarm = lose(tmp_path, {10: 0.01, 20: 0.05, 30: 0.2})
+    assert alarm and words.endswith("long ones are lost first.")
+    assert words.startswith("Lost attempts were 1.5 times as long as kept ones (")
+
+
+def test_an_even_loss_does_not(tmp_path: Path) -> None:
+    words, alarm = lose(tmp_path, dict.fromkeys((10, 20, 30), 0.1))
+    assert not alarm and words.startswith("No difference in length can be told")
+
+
+def test_what_broke_early_is_not_said_to_have_been_short(tmp_path: Path) -> None:
+    words, alarm = lose(tmp_path, {10: 0.4, 20: 0.0, 30: 0.0})
+    assert not alarm and words.endswith("How long they would have become is not known.")
+
+
+def test_nine_are_too_few() -> None:
+    means = {"lost": 9, "kept": 900, "lost_mean": 500.0, "kept_mean": 100.0, "se": 1.0}
+    assert not survivorship({"contrast": means})[1]
+    assert survivorship({"contrast": means | {"lost": 10}})[1]
+
+
+def test_open_ones_are_neither_kept_nor_lost(tmp_path: Path) -> None:
+    with Journal(tmp_path / JOURNAL) as journal:
+        run = Run(journal)
+        done, going_on = run.hand_out(), run.hand_out()
+        for sibling in range(20):
+            run.attempt(done, [ASKED, said(10)], 1.0, sibling=sibling)
+            run.attempt(going_on, [ASKED, said(500)], sibling=sibling)
+        run.finish(done)
+    (place,) = found(tmp_path).places
+    assert place.kinds["open"].count == 20 and place.kinds["open"].tokens.mean == 500
+    assert place.contrast is None and place.curve == ((10, 1.0, 1.0),)
+    assert [(bucket.ended, bucket.lost) for bucket in place.buckets] == [(20, 0)]
+    assert survivorship(found(tmp_path).row()["places"][0]) == (
+        "No attempt that ended was lost.",
+        False,
+    )
+
+
+def test_environments_are_told_apart(tmp_path: Path) -> None:
+    with Journal(tmp_path / JOURNAL) as journal:
+        run = Run(journal)
+        for env in ("desk", "abacus"):
+            run.attempt(run.hand_out(Task(env, "train", 0)), [ASKED, said(len(env))], 1.0)
+    places = found(tmp_path).places
+    assert [(place.env, place.kinds["waiting"].tokens.mean) for place in places] == [
+        ("abacus", 6),
+        ("desk", 4),
+    ]
+
+
+def test_an_empty_journal_has_no_survivors(tmp_path: Path) -> None:
+    with Journal(tmp_path / JOURNAL):
+        pass
+    assert found(tmp_path).places == ()
+
+
+def a_run(folder: Path) -> Path:
+    (folder / "config.json").write_text("{}")
+    with Journal(folder / JOURNAL) as journal:
+        run = Run(journal)
+        group = run.hand_out()
+        run.attempt(group, [ASKED, said(12)], 1.0)
+        run.finish(group)
+    return folder
+
+
+def told(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as left:
+        main.main(arguments)
+    return int(left.value.code or 0)
+
+
+def test_the_report_asks_the_journal_again(tmp_path: Path) -> None:
+    assert told("report", str(a_run(tmp_path))) == 0
+    kept = json.loads((tmp_path / "survivors.json").read_text())
+    assert kept["places"][0]["kinds"]["trained"]["tokens"]["mean"] == 12
+    assert "No attempt that ended was lost." in (tmp_path / "report.html").read_text()
+    (tmp_path / "survivors.json").write_text("{}")
+    assert told("report", str(tmp_path)) == 0
+    assert json.loads((tmp_path / "survivors.json").read_text()) == kept
+
+
+def test_a_journal_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / JOURNAL).write_bytes(b"no database, but long enough to be taken for one" * 99)
+    write_survivors(tmp_path)
+    missing = json.loads((tmp_path / "survivors.json").read_text())["missing"]
+    assert missing.startswith(f"the journal {tmp_path / JOURNAL} failed: ")
+    assert told("report", str(tmp_path)) == 0
+    assert "Not known: the journal" in (tmp_path / "report.html").read_text()
+
+
+def test_a_folder_without_a_journal_keeps_what_it_has(tmp_path: Path) -> None:
+    write_survivors(tmp_path)
+    assert not list(tmp_path.iterdir())
+    kept = a_run(tmp_path) / "survivors.json"
+    write_survivors(tmp_path)
+    (tmp_path / JOURNAL).unlink()
+    before = kept.read_bytes()
+    write_survivors(tmp_path)
+    assert kept.read_bytes() == before
+
+
+def test_the_terminal_shows_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told("journal", str(a_run(tmp_path)))
+    assert "desk/train: No attempt that ended was lost." in capsys.readouterr().out
+    console = Console(file=StringIO(), width=100)
+    console.print(table(found(tmp_path).row()))
+    assert isinstance(console.file, StringIO)
+    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    assert "trained on 1 12 12 · 12 · 12 1 100.0%" in lines

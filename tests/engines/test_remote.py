@@ -1,0 +1,723 @@
+"""Engines behind servers, each against a faithful fake of its server: the contract, whose stamp a token carries, what
+the probe catches, who notices that a server is gone, and where an episode goes among several. `make test-engines` has
+the real vLLM; what only SGLang has is in test_sglang.py."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.fake_server import FakeServer
+from tests.support.fake_sglang import FakeSglang
+from tests.support.fake_vllm import FakeVllm
+from unstale import config
+from unstale.engines import Engine, EngineDied, Reply, SamplingParams, rates
+from unstale.engines.scripted import ScriptedEngine
+from unstale.engines.servers import remote
+from unstale.engines.servers.http import Http
+from unstale.engines.servers.remote import ProbeFailed, RemoteEngine
+from unstale.engines.servers.sglang import SglangEngine
+from unstale.engines.servers.vllm import VllmEngine
+from unstale.engines.several import MAX_AHEAD, WORTH, EnginePool
+from unstale.engines.supervised import RestartingEngine
+from unstale.testing import check_engine, nudge, plain_logps, tiny_policy
+from unstale.weights.store import VersionStore
+
+POLICY = tiny_policy(seed=5)
+PROMPT = [3, 1, 4, 1, 5]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    POLICY.save(folder)
+    return folder
+
+
+KINDS = pytest.mark.parametrize("kind", [FakeVllm, FakeSglang])
+Kind = type[FakeVllm] | type[FakeSglang]
+
+
+def fake(kind: Kind, folder: Path, *, room: int = 2048, raw: bool = False) -> FakeServer:
+    if kind is FakeVllm:
+        return FakeVllm(folder, max_model_len=room, raw_logprobs=raw)
+    return FakeSglang(context_length=room + 6, original_logprob=raw)
+
+
+@pytest.fixture(params=[FakeVllm, FakeSglang])
+def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[FakeServer]:
+    with fake(request.param, tmp_path) as one:
+        yield one
+
+
+def attached(
+    model: Path, at: FakeServer, *, keep_cache: bool = False, deltas: bool = False
+) -> RemoteEngine:
+    made = VllmEngine if isinstance(at, FakeVllm) else SglangEngine
+    return made(model, dtype="float32", url=at.url, keep_cache=keep_cache, deltas=deltas)
+
+
+async def hold(engine: Engine, version: int, *, seed: int = 5) -> None:
+    await engine.interrupt()
+    await engine.load(tiny_policy(seed=seed).weights(), version)
+    await engine.resume()
+
+
+def run(engine: Engine, story: Callable[[], Awaitable[None]]) -> None:
+    async def running() -> None:
+        try:
+            async with asyncio.timeout(60):
+                await engine.start()
+                await story()
+        finally:
+            await engine.close()
+
+    asyncio.run(running())
+
+
+def test_it_keeps_the_contract(model: Path, server: FakeServer) -> None:
+    check_engine(lambda: attached(model, server), update=POLICY.model.state_dict())
+
+
+def test_deltas_change_the_weights_in_place(model: Path, server: FakeServer) -> None:
+    """Those of a version store: the server reads the new ones, and a delta from elsewhere is refused, whole."""
+    engine, policy = attached(model, server, deltas=True), tiny_policy(seed=5)
+    store = VersionStore(policy.twin().weights())
+
+    async def story() -> None:
+        for version in range(3):
+            nudge(policy, seed=version, size=0.01)
+            store.put(version, policy.weights())
+            await engine.interrupt()
+            if version:
+                with pytest.raises(ValueError, match="the engine holds"):
+                    await engine.load(store.delta(version), version + 1)
+                await engine.load(store.delta(version), version)
+            else:
+                await engine.load(policy.weights(), 0)
+            await engine.resume()
+            piece = (await engine.sample(PROMPT, SamplingParams(20, ()))).piece
+            expected = plain_logps(policy, [*PROMPT, *piece.tokens], temperature=1.0)[len(PROMPT) :]
+            assert piece.version == version
+            assert torch.allclose(torch.tensor(piece.behavior_logp).double(), expected, atol=1e-4)
+
+    run(engine, story)
+
+
+def test_without_deltas_none_is_taken_and_nothing_stays_in_memory(
+    model: Path, server: FakeServer
+) -> None:
+    engine, policy = attached(model, server), tiny_policy(seed=5)
+    store = VersionStore(policy.twin().weights())
+
+    async def story() -> None:
+        for version in (0, 1):
+            nudge(policy, seed=version, size=0.01)
+            store.put(version, policy.weights())
+        await hold(engine, 0)
+        assert not engine._handed.weights
+        await engine.interrupt()
+        with pytest.raises(ValueError, match="takes full weights"):
+            await engine.load(store.delta(1), 1)
+
+    run(engine, story)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probabilities_and_versions_are_those_of_the_weights(
+    model: Path, server: FakeServer, temperature: float
+) -> None:
+    engine = attached(model, server)
+
+    async def story() -> None:
+        pieces = []
+        for version in (4, 5):
+            await hold(engine, version, seed=version)
+            async with asyncio.TaskGroup() as tasks:
+                context = PROMPT + [token for piece in pieces for token in piece.tokens]
+                params = SamplingParams(40, (), temperature=temperature, seed=1)
+                speaking = tasks.create_task(engine.sample(context, params))
+                if version == 4:
+                    await engine.sample([9], replace(params, max_tokens=8))
+                    await engine.interrupt()
+            pieces.append(speaking.result().piece)
+        assert [piece.version for piece in pieces] == [4, 5]
+        assert 0 < len(pieces[0].tokens) < 40 == len(pieces[1].tokens)
+        tokens, at = list(PROMPT), len(PROMPT)
+        for piece in pieces:
+            tokens += piece.tokens
+            expected = plain_logps(
+                tiny_policy(seed=piece.version), tokens, temperature=temperature
+            )[at:]
+            assert torch.allclose(
+                torch.tensor(piece.behavior_logp).double()[:50], expected[:50], atol=1e-4
+            )
+            at = len(tokens)
+
+    run(engine, story)
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_what_is_sampled_over_a_kept_cache_is_not_clean(
+    model: Path, server: FakeServer, keep_cache: bool
+) -> None:
+    engine = attached(model, server, keep_cache=keep_cache)
+    params = SamplingParams(2, ())
+
+    async def story() -> None:
+        await hold(engine, 0)
+        contexts = ([7] * 70, [7] * 80, [8] * 50, [8] * 51)
+        assert all([(await engine.sample(context, params)).piece.clean for context in contexts])
+        async with (
+            asyncio.TaskGroup() as tasks
+        ):  # the second finds cached what the first has not reported yet
+            first = tasks.create_task(engine.sample([6] * 40, replace(params, max_tokens=200)))
+            await engine.sample([9], replace(params, max_tokens=4))
+            server.cache([6] * 40)
+            second = await engine.sample([6] * 40, params)
+        assert first.result().piece.clean and second.piece.clean != keep_cache
+        assert engine.metrics()["reprefill_tokens"] == 0
+        await hold(engine, 1)
+        contexts = ([7] * 70 + [1] * 30, [5] * 70, [5] * 90, [7] * 70 + [1] * 31)
+        cleans = [(await engine.sample(context, params)).piece.clean for context in contexts]
+        assert cleans == ([False, True, True, False] if keep_cache else [True] * 4)
+        assert engine.metrics()["reprefill_tokens"] == (0 if keep_cache else 64)
+
+    run(engine, story)
+
+
+def test_no_noise_is_used_twice_when_a_reply_goes_on(model: Path, server: FakeServer) -> None:
+    engine = attached(model, server)
+
+    async def story() -> None:
+        await hold(engine, 0)
+        params = SamplingParams(6, (), seed=3)
+        first = (await engine.sample(PROMPT, params)).piece.tokens
+        assert (await engine.sample(PROMPT, params)).piece.tokens == first
+        others = [(await engine.sample([9] * k + PROMPT, params)).piece.tokens for k in (60, 61)]
+        assert others[0] != others[1]
+
+    run(engine, story)
+
+
+def test_a_greedy_reply_is_a_point_mass(model: Path, server: FakeServer) -> None:
+    engine = attached(model, server)
+
+    async def story() -> None:
+        await hold(engine, 0)
+        reply = await engine.sample(PROMPT, SamplingParams(3, (), temperature=0))
+        assert reply.piece.behavior_logp == (0.0, 0.0, 0.0)
+
+    run(engine, story)
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "fault", ["stale head", "a tensor of zeros", "raw log-probabilities", "no record"]
+)
+def test_the_probe_refuses_to_sample(model: Path, tmp_path: Path, kind: Kind, fault: str) -> None:
+    with fake(kind, tmp_path, raw=fault == "raw log-probabilities") as server:
+        engine = attached(model, server)
+        server.forgetful = fault == "no record"
+
+        async def story() -> None:
+            if fault in ("stale head", "a tensor of zeros"):
+                await hold(engine, 0)
+                server.stale_head = fault == "stale head"
+                server.corrupt = (
+                    "model.layers.1.mlp.down_proj.weight" if fault == "a tensor of zeros" else ""
+                )
+            moved = tiny_policy(seed=5)
+            nudge(moved, seed=1, size=0.01)
+            await engine.interrupt()
+            with pytest.raises(
+                EngineDied if fault == "no record" else ProbeFailed, match="version 1"
+            ):
+                await engine.load(moved.weights(), 1)
+            with pytest.raises(EngineDied):
+                await engine.sample(PROMPT, SamplingParams(2, ()))
+
+        run(engine, story)
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_a_server_that_is_gone_is_noticed(
+    model: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(remote, "LOOK_S", 0.05)
+    engine = attached(model, server)
+
+    async def story() -> None:
+        await hold(engine, 0)
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(fails(engine.sample(PROMPT, SamplingParams(1000, ()))))
+            await engine.sample(PROMPT, SamplingParams(2, ()))
+            if how == "dies":
+                await asyncio.to_thread(server.die)
+            else:
+                monkeypatch.setattr(remote, "HANG_S", 0.3)
+                server.frozen = True
+        assert ("did not answer for 0.3 s" in task.result()) == (how == "hangs")
+        server.frozen = False
+
+    run(engine, story)
+
+
+def test_a_server_of_somebody_elses_gets_time_to_come_back(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not one that was never there."""
+    with FakeSglang() as server:
+        engine = attached(model, server)
+
+        async def story() -> None:
+            await hold(engine, 0)
+            await asyncio.to_thread(server.die)
+            coming = asyncio.ensure_future(engine.start())
+            await asyncio.sleep(0.3)
+            assert not coming.done()
+            with FakeSglang(port=server.port):
+                await coming
+                await hold(engine, 1)
+                assert (await engine.sample(PROMPT, SamplingParams(2, ()))).piece.version == 1
+            monkeypatch.setattr(remote, "HANG_S", 0.3)
+            with pytest.raises(EngineDied, match=r"not ready within 0\.3 s"):
+                await engine.start()
+
+        run(engine, story)
+        with pytest.raises(EngineDied, match=r"refused|Connect"):
+            run(attached(model, server), story)
+
+
+def test_a_server_that_hangs_from_the_start_is_given_up(
+    model: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "HANG_S", 0.3)
+    server.frozen = True
+
+    async def story() -> None: ...
+
+    with pytest.raises(EngineDied, match=r"0\.3 s"):
+        run(attached(model, server), story)
+
+
+async def fails(call: Awaitable[object]) -> str:
+    with pytest.raises(EngineDied) as caught:
+        await call
+    return str(caught.value)
+
+
+def test_a_cancelled_sample_hangs_up(model: Path, server: FakeServer) -> None:
+    engine = attached(model, server)
+
+    async def story() -> None:
+        await hold(engine, 0)
+        task = asyncio.ensure_future(engine.sample(PROMPT, SamplingParams(1000, ())))
+        await engine.sample(PROMPT, SamplingParams(2, ()))
+        task.cancel()
+        await asyncio.wait((task,))
+        while server.running:  # noqa: ASYNC110 - the fake has a loop of its own
+            await asyncio.sleep(0.01)
+        assert engine.metrics()["sampled_tokens"] == 2
+
+    run(engine, story)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "params", "why"),
+    [
+        ([], SamplingParams(2, ()), "nothing to continue"),
+        ([1] * 2048, SamplingParams(2, ()), "no room"),
+        ([64], SamplingParams(2, ()), "belong together"),
+        ([1], SamplingParams(2, (), temperature=1e-7), "a temperature of .* or more"),
+        ([1], SamplingParams(2, (), top_k=3), "truncate the support"),
+    ],
+)
+def test_requests_that_cannot_be_right(
+    model: Path, server: FakeServer, tokens: Sequence[int], params: SamplingParams, why: str
+) -> None:
+    engine = attached(model, server)
+
+    async def story() -> None:
+        await hold(engine, 0)
+        with pytest.raises(ValueError, match=why):
+            await engine.sample(tokens, params)
+
+    run(engine, story)
+
+
+@KINDS
+def test_servers_that_cannot_be_worked_with(model: Path, tmp_path: Path, kind: Kind) -> None:
+    async def start(engine: Engine) -> None:
+        await engine.start()
+
+    made = VllmEngine if kind is FakeVllm else SglangEngine
+    with fake(kind, tmp_path, room=64) as short, pytest.raises(ValueError, match="started with 64"):
+        asyncio.run(start(attached(model, short)))
+    with pytest.raises(EngineDied, match="nobody"):
+        asyncio.run(start(made(model, url=f"unix:{tmp_path}/nobody")))
+    with pytest.raises(ValueError, match="no address"):
+        made(model, url="localhost:8000")
+    with pytest.raises(ValueError, match="40960 is more than"):
+        made(model, url="http://localhost:1", max_context=40960)
+
+
+@pytest.mark.parametrize(
+    "answer", [(404, {}), (200, {}), (200, {"data": [], "internal_states": []}), (200, None)]
+)
+def test_a_server_that_greets_otherwise_is_refused(
+    model: Path, server: FakeServer, answer: tuple[int, Any]
+) -> None:
+    server.answers = dict.fromkeys(("/v1/models", "/server_info"), answer)
+
+    async def story() -> None: ...
+
+    with pytest.raises(ValueError, match="lacks what a run needs"):
+        run(attached(model, server), story)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (500, {"error": "oh"}),
+        (503, b""),
+        (200, b"<html>"),
+        (200, {}),
+        (200, []),
+        (200, {"choices": []}),
+    ],
+)
+def test_a_reply_that_cannot_be_read_ends_its_service_until_it_is_started_again(
+    model: Path, server: FakeServer, answer: tuple[int, Any]
+) -> None:
+    engine = attached(model, server)
+
+    async def story() -> None:
+        await hold(engine, 0)
+        server.answers = dict.fromkeys(("/inference/v1/generate", "/generate"), answer)
+        await fails(engine.sample(PROMPT, SamplingParams(2, ())))
+        await fails(engine.interrupt())
+        server.answers = {}
+        await engine.start()
+        await hold(engine, 1)
+        assert (await engine.sample(PROMPT, SamplingParams(2, ()))).piece.version == 1
+
+    run(engine, story)
+
+
+def test_weights_that_it_does_not_take_are_its_end(model: Path, server: FakeServer) -> None:
+    engine = attached(model, server)
+    refused = (400, {"success": False, "message": "Failed to update weights: no"})
+    server.answers = dict.fromkeys(("/collective_rpc", "/update_weights_from_disk"), refused)
+
+    async def story() -> None:
+        with pytest.raises(EngineDied, match="Failed to update weights: no"):
+            await engine.load(tiny_policy(seed=5).weights(), 0)
+
+    run(engine, story)
+
+
+def _say(tokens: Sequence[int], params: SamplingParams) -> list[int]:
+    return [(len(tokens) + index) ** 2 % 61 for index in range(params.max_tokens)]
+
+
+async def _tick(tokens: Sequence[int], params: SamplingParams) -> None:
+    await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+def test_several_engines_keep_the_contract(supervised: bool) -> None:
+    update = POLICY.weights()
+
+    def make() -> Engine:
+        several = EnginePool(
+            [ScriptedEngine(_say, token_delay=_tick, parameters=update) for _ in range(3)]
+        )
+        return (
+            RestartingEngine(several, lambda version: update, restarts=3) if supervised else several
+        )
+
+    check_engine(make, update=update)
+
+
+class _Asked(list[tuple[int, int]]):
+    """Who was asked to go on from which first token. Replies of more than one wait for the gate."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+
+    def engine(self, number: int) -> ScriptedEngine:
+        async def wait(tokens: Sequence[int], params: SamplingParams) -> None:
+            self.append((number, tokens[0]))
+            if params.max_tokens > 1:
+                await self.gate.wait()
+
+        return ScriptedEngine(_say, token_delay=wait)
+
+    async def until(self, count: int) -> None:
+        while len(self) < count:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+    async def siblings(self, several: EnginePool, count: int, *, length: int) -> list[int]:
+        """Who is asked by so many that begin at once with an opening of this length."""
+        await hold_nothing(several, 0)
+        self.clear()
+        async with asyncio.TaskGroup() as tasks:
+            for begun in range(1, count + 1):
+                tasks.create_task(several.sample([10] * length, SamplingParams(2, ())))
+                await self.until(begun)
+            found = [number for number, _ in self]
+            self.gate.set()
+        self.gate.clear()
+        return found
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_an_episode_goes_where_its_prefix_is(keep_cache: bool) -> None:
+    asked = _Asked()
+    engine = EnginePool([asked.engine(0), asked.engine(1)], keep_cache=keep_cache)
+
+    async def story() -> None:
+        await hold_nothing(engine, 0)
+        async with asyncio.TaskGroup() as tasks:
+            for task in (10, 11, 12, 13):  # nobody has seen any
+                tasks.create_task(engine.sample([task] * 64, SamplingParams(2, ())))
+            await asked.until(4)
+            asked.gate.set()
+        home = {task: number for number, task in asked}
+        assert sorted(home.values()) == [0, 0, 1, 1]
+        asked.clear()
+        for task in (13, 11, 10, 12):
+            await engine.sample([task] * 64 + [1] * 40, SamplingParams(1, ()))
+        assert {task: number for number, task in asked} == home
+        asked.clear()
+        await hold_nothing(engine, 1)
+        for task in (13, 11, 10, 12):
+            await engine.sample([task] * 64, SamplingParams(1, ()))
+        assert {number for number, _ in asked} == {
+            0,
+            keep_cache * 1,
+        }  # else nothing is cached, and the first is free
+        assert not keep_cache or {task: number for number, task in asked} == home
+
+    run(engine, story)
+
+
+@pytest.mark.parametrize(
+    ("length", "together"),
+    [
+        (WORTH - 16, 1),
+        (3 * WORTH, 3),
+        (WORTH * (MAX_AHEAD + 1), MAX_AHEAD + 1),
+        (WORTH * 2 * MAX_AHEAD, MAX_AHEAD + 1),
+    ],
+)
+def test_siblings_begin_together_as_far_as_their_opening_is_worth_it(
+    length: int, together: int
+) -> None:
+    """It is not computed again elsewhere, unless that takes less time than waiting for each other, or none has room."""
+    asked = _Asked()
+    engine = EnginePool([asked.engine(0), asked.engine(1)])
+    cramped = EnginePool([asked.engine(0), asked.engine(1)], room=2)
+
+    async def story() -> None:
+        await cramped.start()
+        where = await asked.siblings(engine, 2 * MAX_AHEAD + 2, length=length)
+        assert where.index(1) == together and abs(where.count(0) - where.count(1)) <= together
+        assert sorted((await asked.siblings(cramped, 5, length=length))[:4]) == [0, 0, 1, 1]
+
+    run(engine, story)
+
+
+@KINDS
+def test_episodes_go_on_elsewhere_when_a_server_dies_and_come_back_with_it(
+    model: Path, tmp_path: Path, kind: Kind
+) -> None:
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    first, second = (fake(kind, folder) for folder in folders)
+    with first, second:
+        engine = EnginePool([attached(model, one) for one in (first, second)])
+
+        async def story() -> None:
+            await hold(engine, 0)
+            params = SamplingParams(200, (), seed=2)
+            async with asyncio.TaskGroup() as tasks:
+                speaking = [
+                    tasks.create_task(engine.sample([4, 4, task], params)) for task in range(4)
+                ]
+                await asyncio.sleep(0.1)
+                await asyncio.to_thread(first.die)
+            stops = sorted(task.result().stop for task in speaking)
+            assert stops == ["interrupted", "interrupted", "length", "length"]
+            asked = second.asked
+            replies: list[Reply] = [
+                await engine.sample([4, 4, task], replace(params, max_tokens=2)) for task in (0, 1)
+            ]
+            assert second.asked == asked + 2 and {reply.piece.version for reply in replies} == {0}
+            assert engine.metrics()["deaths"] == 1
+            again = (
+                FakeSglang(port=first.port)
+                if isinstance(first, FakeSglang)
+                else fake(kind, folders[0])
+            )
+            with again as reborn:
+                for version in (1, 2, 3):  # its way back up may have ended before it was there
+                    await hold(engine, version)
+                    await asyncio.sleep(0.2)
+                async with asyncio.TaskGroup() as tasks:
+                    for task in range(4):
+                        tasks.create_task(engine.sample([task], SamplingParams(20, ())))
+                assert reborn.asked >= 2
+
+        run(engine, story)
+
+
+class _Odd(ScriptedEngine):
+    """Its second start finds something that cannot be worked with."""
+
+    starts, closed = 0, False
+
+    async def start(self) -> None:
+        await super().start()
+        self.starts += 1
+        if self.starts > 1:
+            raise ValueError("another model")
+
+    async def close(self) -> None:
+        self.closed = True
+        await super().close()
+
+
+def test_one_that_comes_back_as_something_else_stays_away_and_all_are_closed() -> None:
+    members, told = [_Odd(_say), _Odd(_say)], list[tuple[str, dict[str, Any]]]()
+    engine = EnginePool(members)
+    engine.told = lambda kind, **fields: told.append((kind, fields))
+
+    async def story() -> None:
+        await hold_nothing(engine, 0)
+        members[0].die("out of memory")
+        for task in (1, 2):
+            await engine.sample([task] * 20, SamplingParams(1, ()))
+        await hold_nothing(engine, 1)
+        await hold_nothing(engine, 2)
+        assert members[0].starts == 2, "it is started again and again"
+        members[1].die("the same")
+        with pytest.raises(EngineDied, match="the same"):
+            await engine.sample([1], SamplingParams(1, ()))
+
+    run(engine, story)
+    assert all(member.closed for member in members)
+    assert told == [
+        ("engine_lost", {"engine": 0, "cause": "out of memory"}),
+        ("engine_lost", {"engine": 0, "cause": "another model"}),
+        ("engine_lost", {"engine": 1, "cause": "the same"}),
+    ]
+
+
+async def hold_nothing(engine: Engine, version: int) -> None:
+    await engine.interrupt()
+    await engine.load({}, version)
+    await engine.resume()
+    await asyncio.sleep(0)
+
+
+def test_counters_of_several_are_those_of_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = [ScriptedEngine(_say) for _ in range(4)]
+    counted = {
+        "sampled_tokens": 100.0,
+        "busy_s": 1.0,
+        "idle_s": 3.0,
+        "batch_size_mean": 2.0,
+        "probe_error": 1e-3,
+    }
+    counted["processor_s"] = 0.5
+    for member in members:
+        monkeypatch.setattr(member, "metrics", lambda: counted)
+    several = EnginePool(members)
+    found = several.metrics()
+    assert found == {**counted, "deaths": 0, "sampled_tokens": 400, "processor_s": 2.0}
+    assert rates({**found, "busy_s": 1.0, "idle_s": 0.0})["engine/tokens_per_s"] == 400
+    for member in several._members[1:]:
+        member.up = True
+    assert several.metrics()["sampled_tokens"] == 300, (
+        "one that is down has no time to be counted with"
+    )
+
+
+def test_what_an_older_version_computed_is_not_taken_for_the_newer_ones() -> None:
+    """A whole block is cached by both versions, and which one the server finds is not known."""
+
+    async def story() -> None:
+        life = remote._Life(keeps=True)
+        assert life.count([1] * 16, [2, 3], cached=0)
+        life.loaded()
+        assert life.count([1] * 16, [2, 3], cached=0), "all of it was computed again"
+        assert not life.count([1] * 20, [4], cached=16)
+        life.loaded()
+        life.loaded()
+        assert life.count([1] * 17, [5], cached=0) and not life.count([1] * 20, [6], cached=16)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"urls": "http://localhost:1"},
+        {"kind": "sglang2"},
+        {"kind": "sglang"},
+        {"kind": "sglang", "urls": " "},
+    ],
+)
+def test_options_that_do_not_go_together(wrong: dict[str, Any]) -> None:
+    with pytest.raises(config.ConfigError):
+        config.EngineConfig(**wrong)
+
+
+def test_a_server_is_not_deterministic() -> None:
+    with pytest.raises(config.ConfigError, match="deterministic"):
+        config.RunConfig(recipe="x", deterministic=True, engine=config.EngineConfig(kind="vllm"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (
+            b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\n{"a"\r\n3\r\n:1}\r\n0\r\n\r\n',
+            {"a": 1},
+        ),
+        (
+            b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n7;x=y\r\n{"a":1}\r\n0\r\n\r\n',
+            {"a": 1},
+        ),
+        (b'HTTP/1.0 200 OK\r\n\r\n{"a":1}', {"a": 1}),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", None),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n", OSError),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n", OSError),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 100_000, OSError),
+        (b"HTTP/1.1 503 No\r\nContent-Length: 4\r\n\r\nbusy", OSError),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 40\r\n\r\n{", OSError),
+        (b"SSH-2.0\r\n", OSError),
+    ],
+)
+def test_http_answers(tmp_path: Path, answer: bytes, expected: Any) -> None:
+    async def story() -> Any:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer)
+            writer.close()
+
+        async with await asyncio.start_unix_server(serve, tmp_path / "s"):
+            return await Http(f"unix:{tmp_path}/s").call("GET", "/")
+
+    if expected is OSError:
+        with pytest.raises(OSError):
+            asyncio.run(story())
+    else:
+        assert asyncio.run(story()) == expected

@@ -1,0 +1,150 @@
+"""vLLM's server as a process, without vLLM: it leaves no folder that nobody uses, takes the user's variables but for
+the run's own, and when whoever started it is gone it is asked to end, and then killed with all its processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from unstale.engines.servers.vllm_server import EXTENSION, Server
+
+
+def made(folder: Path) -> Server:
+    return Server(folder, dtype="float32", threads=1, extension=EXTENSION)
+
+
+def test_a_server_that_is_never_begun_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made(tmp_path).close()
+    never_closed = made(tmp_path)
+    assert not never_closed.lives and not list(tmp_path.iterdir())
+
+
+_RUN = """
+import sys
+from pathlib import Path
+from unstale.engines.servers.vllm_server import EXTENSION, Server
+server = Server(Path(), dtype="float32", threads=1, extension=EXTENSION)
+server.begin()
+print(server.url, flush=True)
+sys.stdin.read()
+server.close()
+"""
+
+
+def test_the_next_server_removes_what_a_killed_run_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begin() -> "subprocess.Popen[str]":
+        pipes = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "env": {**os.environ, "TMPDIR": str(tmp_path)},
+        }
+        return subprocess.Popen([sys.executable, "-c", _RUN], text=True, **pipes)  # type: ignore[call-overload, no-any-return]
+
+    def folder(run: "subprocess.Popen[str]") -> Path:
+        assert run.stdout is not None
+        return Path(run.stdout.readline().strip().removeprefix("unix:")).parent
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with begin() as killed, begin() as living:
+        left, kept = folder(killed), folder(living)
+        killed.kill()
+        killed.wait()
+        assert {left, kept} == set(tmp_path.iterdir())
+        server = made(tmp_path)
+        server.begin()
+        own = Path(server.url.removeprefix("unix:")).parent
+        assert {kept, own} == set(tmp_path.iterdir()) and own.stat().st_mode & 0o777 == 0o700
+        server.begin()
+        assert own.is_dir()
+        server.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_variables_of_the_environment_hold_but_for_the_runs_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.delenv(name, raising=False)
+    usual = made(tmp_path)._environment()
+    assert (usual["VLLM_CPU_OMP_THREADS_BIND"], usual["VLLM_CPU_KVCACHE_SPACE"]) == ("nobind", "1")
+    mine = {
+        "VLLM_CPU_OMP_THREADS_BIND": "0-3",
+        "VLLM_CPU_KVCACHE_SPACE": "8",
+        "VLLM_LOGGING_LEVEL": "DEBUG",
+    }
+    not_mine = {"VLLM_HOST_IP": "0.0.0.0", "VLLM_RPC_BASE_PATH": "/", "VLLM_SERVER_DEV_MODE": "0"}
+    for name, value in (mine | not_mine).items():
+        monkeypatch.setenv(name, value)
+    found = made(tmp_path)._environment()
+    assert {name: found[name] for name in mine} == mine
+    assert all(found[name] != value for name, value in not_mine.items())
+
+
+_WORKER = """
+import signal, subprocess, sys, threading, time
+from pathlib import Path
+from unstale.engines.servers import vllm_worker
+
+def asked(*_):
+    Path(sys.argv[1]).write_text("asked")
+    time.sleep(float(sys.argv[2]))
+    sys.exit()
+
+vllm_worker.GOODBYE_S = 1
+signal.signal(signal.SIGTERM, asked)
+subprocess.Popen(["sleep", "600"])
+threading.Thread(target=vllm_worker._end_with_the_other_side, daemon=True).start()
+print(flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("hangs_s", [0, 600])
+def test_a_server_whose_run_is_gone_is_asked_to_end_and_then_killed(
+    tmp_path: Path, hangs_s: int
+) -> None:
+    command = [sys.executable, "-c", _WORKER, str(tmp_path / "asked"), str(hangs_s)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, start_new_session=True, **pipes) as server:  # type: ignore[call-overload]
+        try:
+            server.stdout.readline()
+            assert group_lives(server.pid)
+            server.stdin.close()
+            assert server.wait(60) == (-signal.SIGKILL if hangs_s else 0)
+            deadline = time.monotonic() + 60
+            while time.monotonic() < deadline and group_lives(server.pid):
+                time.sleep(0.05)
+            assert (tmp_path / "asked").exists() and not group_lives(server.pid)
+        finally:
+            if group_lives(server.pid):
+                os.killpg(server.pid, signal.SIGKILL)
+
+
+def group_lives(group: int) -> bool:
+    """Whether a process of the group does anything: nobody may be there to collect the dead."""
+    return bool(group_members(group))
+
+
+def group_members(group: int) -> list[Path]:
+    """Where `/proc` has them."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if int(pgrp) == group and state != "Z":
+            found.append(stat.parent)
+    return found

@@ -1,0 +1,223 @@
+"""What the SGLang engine has to cope with alone: end tokens that end a reply unasked, replies that an abort does not
+find or that never began, flushes that are refused, servers without seeds or with preferences; and a whole run."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cli.test_run import quiet
+from tests.engines.test_remote import POLICY, PROMPT, hold, run
+from tests.support.fake_sglang import FakeSglang
+from unstale.cli import session
+from unstale.config import (
+    AuditConfig,
+    EngineConfig,
+    EvalConfig,
+    OldLogpsConfig,
+    RunConfig,
+    ScheduleConfig,
+    TaskConfig,
+    TrainerConfig,
+)
+from unstale.engines import SamplingParams
+from unstale.engines.servers.sglang import SglangEngine
+from unstale.testing import plain_logps, tiny_policy
+
+LONG = SamplingParams(1000, ())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    POLICY.save(folder)
+    return folder
+
+
+@pytest.fixture
+def server() -> Iterator[FakeSglang]:
+    with FakeSglang() as fake:
+        yield fake
+
+
+def _engine(model: Path, server: FakeSglang, *, keep_cache: bool = False) -> SglangEngine:
+    return SglangEngine(model, dtype="float32", url=server.url, keep_cache=keep_cache)
+
+
+def test_an_end_that_nobody_asked_for_is_none(model: Path, server: FakeSglang) -> None:
+    engine = _engine(model, server)
+
+    async def story() -> None:
+        await hold(engine, 3)
+        params = SamplingParams(60, (), seed=9, temperature=1.3)
+        server.eos = set()
+        whole = await engine.sample(PROMPT, params)
+        asked, server.eos = server.asked, set(range(0, 64, 2))
+        broken = await engine.sample(PROMPT, params)
+        assert broken.stop == whole.stop == "length" and server.asked > asked + 10
+        assert broken.piece.tokens == whole.piece.tokens and broken.piece.version == 3
+        torch.testing.assert_close(
+            broken.piece.behavior_logp, whole.piece.behavior_logp, atol=1e-5, rtol=0
+        )
+        stop = whole.piece.tokens[40]
+        ended = await engine.sample(PROMPT, replace(params, stop_tokens=(stop,)))
+        at = whole.piece.tokens.index(stop) + 1
+        assert ended.stop == "stop" and ended.piece.tokens == whole.piece.tokens[:at]
+        full = await engine.sample([3] * 2045, replace(params, max_tokens=3))
+        assert full.stop == "length" and len(full.piece.tokens) == 3
+        async with asyncio.TaskGroup() as tasks:
+            speaking = tasks.create_task(engine.sample(PROMPT, LONG))
+            await engine.sample(PROMPT, params)
+            await engine.interrupt()
+        assert (
+            speaking.result().stop == "interrupted"
+            and 0 < len(speaking.result().piece.tokens) < 1000
+        )
+
+    run(engine, story)
+
+
+def test_what_waits_in_front_of_the_engine_or_in_its_queue_comes_back(model: Path) -> None:
+    with FakeSglang(max_running=1) as server:
+        engine = _engine(model, server)
+
+        async def story() -> None:
+            await hold(engine, 0)
+            async with asyncio.TaskGroup() as tasks:
+                speaking = [tasks.create_task(engine.sample(PROMPT, LONG)) for _ in range(2)]
+                while len(server.running) < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                server.frontend_s = 0.3
+                speaking.append(tasks.create_task(engine.sample(PROMPT, LONG)))
+                while server.asked < 4:  # noqa: ASYNC110 - one is the probe
+                    await asyncio.sleep(0.01)
+                await engine.interrupt()
+                assert all(task.done() for task in speaking)
+            replies = [task.result() for task in speaking]
+            assert {reply.stop for reply in replies} == {"interrupted"}
+            assert [bool(reply.piece.tokens) for reply in replies[:2]] == [True, False]
+            server.frontend_s = 0.0
+            await hold(engine, 1)
+            again = await engine.sample(PROMPT, SamplingParams(4, ()))
+            assert again.stop == "length" and again.piece.version == 1
+
+        run(engine, story)
+
+
+def test_a_reply_that_nobody_waits_for_does_not_outlive_its_weights(
+    model: Path, server: FakeSglang
+) -> None:
+    """The server notices late that a client hung up, and a load does not wait for that."""
+    server.notices_s = 60.0
+    engine = _engine(model, server)
+
+    async def story() -> None:
+        await hold(engine, 0)
+        task = asyncio.ensure_future(engine.sample(PROMPT, LONG))
+        await engine.sample(PROMPT, SamplingParams(2, ()))
+        task.cancel()
+        await asyncio.wait((task,))
+        assert server.running
+        async with asyncio.timeout(10):
+            await hold(engine, 1)
+        assert not server.running
+
+    run(engine, story)
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_a_cache_is_dropped_before_anything_is_sampled(model: Path, keep_cache: bool) -> None:
+    """However often that is refused. A server with a past has its cache dropped by the first load in any case."""
+    with FakeSglang() as server:
+        server.cache([7] * 70)
+        server.refuses = 3
+        engine = _engine(model, server, keep_cache=keep_cache)
+
+        async def story() -> None:
+            for version in (0, 1):
+                await hold(engine, version)
+                server.refuses = 3
+                reply = await engine.sample([7] * 70, SamplingParams(2, ()))
+                assert reply.piece.clean == (not keep_cache or version == 0)
+            assert engine.metrics()["prefill_tokens"] == (70 + 6 if keep_cache else 2 * 70)
+
+        run(engine, story)
+
+
+def test_without_seeds_log_probabilities_are_as_right(model: Path) -> None:
+    with FakeSglang(deterministic=False) as server:
+        engine = _engine(model, server)
+
+        async def story() -> None:
+            await hold(engine, 5)
+            params = SamplingParams(40, (), seed=1, temperature=0.7)
+            first, second = [(await engine.sample(PROMPT, params)).piece for _ in range(2)]
+            assert first.tokens != second.tokens
+            for piece in (first, second):
+                expected = plain_logps(
+                    tiny_policy(seed=5), [*PROMPT, *piece.tokens], temperature=0.7
+                )[len(PROMPT) :]
+                assert (expected - torch.tensor(piece.behavior_logp)).abs().max() < 1e-4
+
+        run(engine, story)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"preferred_sampling_params": {"top_k": 5}}, "preferences of its own"),
+        ({"page_size": 1}, "--page-size 16"),
+    ],
+)
+def test_servers_that_would_do_something_else(model: Path, flags: dict[str, Any], why: str) -> None:
+    async def story() -> None: ...
+
+    with FakeSglang(**flags) as server, pytest.raises(ValueError, match=why):
+        run(_engine(model, server, keep_cache=True), story)
+
+
+def test_an_asynchronous_run(tmp_path: Path) -> None:
+    """With two servers, a lag of up to 2, replies that go on under another version, and exact old log-probabilities."""
+    policy, model = tiny_policy(seed=5), tmp_path / "model"
+    policy.tokenizer.chat_template = (
+        "{% for message in messages %}w2 {{ message['content'] }}w1 {% endfor %}"
+    )
+    policy.tokenizer.chat_template += "{% if add_generation_prompt %}w2 {% endif %}"
+    policy.save(model)
+    with FakeSglang() as first, FakeSglang() as second:
+        config = RunConfig(
+            recipe="toy",
+            policy=str(model),
+            runs=tmp_path,
+            name="run",
+            steps=4,
+            engine=EngineConfig(
+                kind="sglang",
+                urls=f"{first.url} {second.url}",
+                dtype="float32",
+                max_context=256,
+                max_reply_tokens=16,
+            ),
+            task=TaskConfig(env="tests.support.toy:ToyTasks"),
+            schedule=ScheduleConfig(max_staleness=2, groups_per_step=2, group_size=2),
+            trainer=TrainerConfig(lr=1e-3),
+            old_logps=OldLogpsConfig(route="snapshot_old"),
+            audit=AuditConfig(share=1.0),
+            eval=EvalConfig(tasks=0),
+        )
+        rows = session.train(config, console=quiet()).metrics
+        assert first.asked > 6 and second.asked > 6
+    assert [row["step"] for row in rows] == list(range(1, 5))
+    assert max(row["schedule/staleness_max"] for row in rows) == 2
+    assert max(row["schedule/mixed_version_share"] for row in rows) > 0
+    assert all(
+        row["engine/probe_error"] < 1e-3 and row["correction/log_d_abs_mean"] < 1e-4 for row in rows
+    )
+    assert all(
+        row["old_logps/exact_fraction"] == 1 and row["audit/decomposition_error"] < 1e-5
+        for row in rows
+    )

@@ -1,0 +1,109 @@
+"""Weights for servers on this host: the file is the memory, a delta is in it, and a killed process leaves nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from unstale.engines.embedded import shared_weights
+from unstale.engines.embedded.shared_weights import WEIGHTS, SharedWeights
+from unstale.testing import nudge, tiny_policy
+from unstale.weights.codec import checksum
+from unstale.weights.store import VersionStore
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_delta_is_in_the_file(dtype: torch.dtype) -> None:
+    policy, hand = tiny_policy(), SharedWeights()
+    policy.model.to(dtype)
+    store = VersionStore(policy.twin().weights())
+    store.put(0, policy.weights())
+    hand.put(policy.weights())
+    file = hand.folder / WEIGHTS
+    node = file.stat().st_ino
+    for version in (1, 2):
+        nudge(policy, seed=version)
+        store.put(version, policy.weights())
+        hand.advance(store.delta(version))
+        assert checksum(load_file(file)) == checksum(hand.weights) == checksum(policy.weights())
+    assert file.stat().st_ino == node, "it was written again"
+    with pytest.raises(ValueError, match="checksum differs"):
+        hand.advance(store.delta(1))
+    assert checksum(load_file(file)) == checksum(policy.weights())
+    hand.close()
+    assert not file.parent.exists()
+
+
+def test_what_has_no_elements_is_handed_too() -> None:
+    hand = SharedWeights()
+    given = {
+        "none": torch.empty(0, 3),
+        "one": torch.ones(()),
+        "few": torch.arange(5, dtype=torch.uint8),
+    }
+    hand.put(given)
+    assert all(
+        torch.equal(tensor, given[name])
+        for name, tensor in load_file(hand.folder / WEIGHTS).items()
+    )
+    hand.close()
+
+
+def test_without_room_in_memory_it_is_on_disk_and_without_any_room_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, disk = tmp_path / "memory", tmp_path / "disk"
+    memory.mkdir(), disk.mkdir()
+    free = {memory: 1 << 20, disk: 1 << 30}
+    monkeypatch.setattr(shared_weights, "MEMORY", memory)
+    monkeypatch.setattr("tempfile.tempdir", str(disk))
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=free[place]))
+    one = SharedWeights()
+    one.put({"w": torch.ones(9)})
+    assert one.folder.parent == disk and not [*memory.iterdir()]
+    one.close()
+    assert not [*disk.iterdir()]
+    free[disk] = 1 << 19
+    with pytest.raises(
+        OSError, match=r"have 36 bytes, .* room for 1,048,576 in .*memory and 524,288 in"
+    ):
+        one.put({"w": torch.ones(9)})
+
+
+_PROGRAM = """
+import sys, torch
+from unstale.engines.embedded.shared_weights import SharedWeights
+hand = SharedWeights()
+hand.put({"w": torch.ones(3)})
+print(hand.folder, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_next_process_removes_what_a_killed_one_left() -> None:
+    def begin() -> tuple["subprocess.Popen[str]", Path]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        return process, Path(process.stdout.readline().strip())
+
+    (killed, left), (living, kept) = begin(), begin()
+    with killed, living:
+        os.kill(killed.pid, signal.SIGKILL)
+        killed.wait()
+        assert (left / WEIGHTS).exists()
+        hand = SharedWeights()
+        hand.put({"w": torch.ones(3)})
+        assert hand.folder.is_dir() and not left.exists() and (kept / WEIGHTS).exists()
+        hand.close()
+    assert not kept.exists()

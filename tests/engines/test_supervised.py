@@ -1,0 +1,408 @@
+"""A dead engine is started again: what it says is, token for token and version for version, what it would have said.
+
+With the fake: who waits, what it is asked to be, how often. With a real process: killed and stopped in mid-reply.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from unstale.engines import Engine, EngineDied, SamplingParams, Update
+from unstale.engines.embedded.engine import EmbeddedEngine
+from unstale.engines.scripted import ScriptedEngine
+from unstale.engines.supervised import RestartingEngine
+from unstale.records import Sampled
+from unstale.testing import nudge, tiny_policy
+from unstale.weights import wire
+from unstale.weights.store import VersionStore
+
+
+def _count(tokens: Sequence[int], params: SamplingParams) -> list[int]:
+    return [len(tokens) + index for index in range(params.max_tokens)]
+
+
+class _Fake(ScriptedEngine):
+    """A scripted engine that remembers what it was told, and dies at the calls that it is asked to die at."""
+
+    def __init__(
+        self, *, dies_at: Sequence[str] = (), delay: Callable[..., Awaitable[None]] | None = None
+    ) -> None:
+        super().__init__(_count, token_delay=delay)
+        self.dies_at = list(dies_at)
+        self.told: list[str] = []
+
+    async def start(self) -> None:
+        await super().start()
+        self._note("start")
+
+    async def interrupt(self) -> None:
+        self._note("interrupt")
+        await super().interrupt()
+
+    async def load(self, update: Update, version: int) -> None:
+        assert isinstance(update, dict)
+        self._note(f"{update['from']} {version}")
+        await super().load(update, version)
+
+    async def resume(self) -> None:
+        self._note("resume")
+        await super().resume()
+
+    def _note(self, call: str) -> None:
+        self.told.append(call)
+        if self.dies_at[:1] == [call]:
+            self.die(f"death at {self.dies_at.pop(0)}")
+            self._check_alive()
+
+
+def _supervised(
+    engine: Engine, *, restarts: int = 3, told: Callable[..., None] = lambda **_: None
+) -> RestartingEngine:
+    return RestartingEngine(engine, lambda version: {"from": "disk"}, restarts=restarts, told=told)  # type: ignore[dict-item]
+
+
+async def _publish(engine: Engine, version: int, update: Any = None) -> None:
+    await engine.interrupt()
+    await engine.load(update or {"from": "trainer"}, version)
+    await engine.resume()
+
+
+async def _speak(
+    engine: Engine, context: list[int], max_tokens: int, *, seed: int = 0
+) -> list[Sampled]:
+    """One reply, over as many pieces as it takes."""
+    pieces: list[Sampled] = []
+    while True:
+        said = [token for piece in pieces for token in piece.tokens]
+        reply = await engine.sample(
+            [*context, *said], SamplingParams(max_tokens - len(said), (), seed=seed)
+        )
+        if reply.piece.tokens:
+            pieces.append(reply.piece)
+        if reply.stop != "interrupted":
+            return pieces
+
+
+def test_who_waits_is_served_by_one_restart() -> None:
+    """Three replies are being sampled when the engine dies; all go on, and the death is told once."""
+    events: list[dict[str, Any]] = []
+    gate = asyncio.Event()
+
+    async def slow(tokens: Sequence[int], params: SamplingParams) -> None:
+        if len(tokens) > 3:
+            await gate.wait()
+
+    async def live() -> None:
+        fake = _Fake(delay=slow)
+        engine = _supervised(fake, told=lambda **event: events.append(event))
+        await engine.start()
+        await _publish(engine, 7)
+        speaking = [asyncio.ensure_future(_speak(engine, [0], 9)) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        fake.told.clear()
+        fake.die("out of memory")
+        await asyncio.sleep(0.01)
+        gate.set()
+        for pieces in await asyncio.gather(*speaking):
+            assert [(piece.tokens, piece.version) for piece in pieces] == [(tuple(range(1, 10)), 7)]
+        assert fake.told == ["start", "disk 7", "resume"]
+        assert engine.metrics()["restarts"] == 1 and engine.metrics()["restarts"] == 0
+        await engine.close()
+
+    asyncio.run(live())
+    assert events == [{"kind": "engine_restarted", "cause": "out of memory", "restarts": 1}]
+
+
+def test_who_waits_for_a_new_life_may_go_without_it() -> None:
+    """The first of two waiters is cancelled while the engine comes back: one restart, and the other is served."""
+    coming, gate = asyncio.Event(), asyncio.Event()
+
+    class Slow(_Fake):
+        async def start(self) -> None:
+            await super().start()
+            if len(self.told) > 3:
+                coming.set()
+                await gate.wait()
+
+    async def live() -> None:
+        fake = Slow()
+        engine = _supervised(fake)
+        await engine.start()
+        await _publish(engine, 7)
+        fake.told.append("death")
+        fake.die("out of memory")
+        speaking = [asyncio.ensure_future(_speak(engine, [0], 3)) for _ in range(2)]
+        await coming.wait()
+        speaking[0].cancel()
+        publishing = asyncio.ensure_future(engine.interrupt())
+        await asyncio.sleep(0.01)
+        assert fake.told[-1] == "start", "it was told something before it was back"
+        gate.set()
+        await publishing
+        await engine.resume()
+        (piece,) = await speaking[1]
+        assert piece.tokens == (1, 2, 3) and speaking[0].cancelled()
+        assert fake.told[4:] == ["death", "start", "disk 7", "resume", "interrupt", "resume"]
+        assert engine.metrics()["restarts"] == 1
+        await engine.close()
+
+    asyncio.run(live())
+
+
+def test_closing_ends_the_way_back() -> None:
+    coming = asyncio.Event()
+
+    class Stuck(_Fake):
+        async def start(self) -> None:
+            await super().start()
+            if self.told.count("start") > 1:
+                coming.set()
+                await asyncio.Event().wait()
+
+    async def live() -> None:
+        fake = Stuck()
+        engine = _supervised(fake)
+        await engine.start()
+        await _publish(engine, 7)
+        fake.die("out of memory")
+        speaking = asyncio.ensure_future(_speak(engine, [0], 3))
+        await coming.wait()
+        async with asyncio.timeout(5):
+            await engine.close()
+            with pytest.raises((EngineDied, asyncio.CancelledError)):
+                await speaking
+
+    asyncio.run(live())
+
+
+@pytest.mark.parametrize(
+    ("dies_at", "told"),
+    [
+        (["interrupt"], ["interrupt", "start", "disk 0", "trainer 1", "resume"]),
+        (["trainer 1"], ["interrupt", "trainer 1", "start", "disk 1", "resume"]),
+        (["resume"], ["interrupt", "trainer 1", "resume", "start", "disk 1", "resume"]),
+        (
+            ["resume", "disk 1"],
+            ["interrupt", "trainer 1", "resume", "start", "disk 1", "start", "disk 1", "resume"],
+        ),
+    ],
+)
+def test_a_death_at_publication_leads_to_what_was_asked_for(
+    dies_at: list[str], told: list[str]
+) -> None:
+    async def live() -> None:
+        fake = _Fake()
+        engine = _supervised(fake)
+        await engine.start()
+        await _publish(engine, 0)
+        fake.told, fake.dies_at = [], dies_at
+        await _publish(engine, 1)
+        assert fake.told == told
+        (piece,) = await _speak(engine, [0], 3)
+        assert (piece.tokens, piece.version) == ((1, 2, 3), 1)
+        await engine.close()
+
+    asyncio.run(live())
+
+
+def test_between_interrupt_and_resume_a_new_life_does_not_sample() -> None:
+    async def live() -> None:
+        fake = _Fake()
+        engine = _supervised(fake)
+        await engine.start()
+        await _publish(engine, 0)
+        await engine.interrupt()
+        speaking = asyncio.ensure_future(_speak(engine, [0], 3))
+        await asyncio.sleep(0)
+        fake.die("a bad page")
+        await asyncio.sleep(0.05)
+        assert fake.told[-2:] == ["start", "disk 0"] and not speaking.done()
+        await engine.load({"from": "trainer"}, 1)  # type: ignore[dict-item]
+        await engine.resume()
+        (piece,) = await speaking
+        assert piece.version == 1
+        await engine.close()
+
+    asyncio.run(live())
+
+
+def test_before_the_first_version_there_is_nothing_to_bring_back() -> None:
+    async def live() -> None:
+        fake = _Fake(dies_at=["start"])
+        engine = _supervised(fake)
+        await engine.start()
+        speaking = asyncio.ensure_future(_speak(engine, [0], 3))
+        await asyncio.sleep(0)
+        fake.die("again")
+        await asyncio.sleep(0.01)
+        assert fake.told == ["start", "start", "start"] and not speaking.done()
+        await _publish(engine, 0)
+        assert (await speaking)[-1].version == 0
+        await engine.close()
+
+    asyncio.run(live())
+
+
+def test_one_death_too_many_ends_the_run_with_its_cause() -> None:
+    async def live() -> None:
+        fake = _Fake()
+        engine = _supervised(fake, restarts=2)
+        await engine.start()
+        await _publish(engine, 0)
+        fake.dies_at = ["disk 0"] * 2
+        fake.die("the first death")
+        ends = await asyncio.gather(
+            *(_speak(engine, [0], 3) for _ in range(3)), return_exceptions=True
+        )
+        for end in ends:
+            assert isinstance(end, EngineDied)
+            assert "death at disk 0; it has been started again 2 times" in str(
+                end
+            ) and "engine.restarts = 2" in str(end)
+        with pytest.raises(EngineDied, match="death at disk 0"):
+            await engine.interrupt()
+
+    asyncio.run(live())
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_an_engine_that_may_not_be_restarted_is_not(closes: bool) -> None:
+    async def never(tokens: Sequence[int], params: SamplingParams) -> None:
+        await asyncio.Event().wait()
+
+    async def live() -> None:
+        fake = _Fake(delay=never)
+        engine = _supervised(fake, restarts=3 if closes else 0)
+        await engine.start()
+        await _publish(engine, 0)
+        fake.told.clear()
+        speaking = asyncio.ensure_future(_speak(engine, [0], 3))
+        await asyncio.sleep(0)
+        if closes:
+            await engine.close()
+        else:
+            fake.die("out of memory")
+        with pytest.raises(
+            EngineDied, match="^the engine is closed$" if closes else "^out of memory$"
+        ):
+            await speaking
+        assert fake.told == []
+
+    asyncio.run(live())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny_policy().save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def weights() -> list[Mapping[str, Tensor]]:
+    """Of two versions."""
+    policy, other = tiny_policy(), tiny_policy()
+    nudge(other, seed=1, size=0.05)
+    return [policy.weights(), other.weights()]
+
+
+def _embedded(folder: Path, *, deltas: bool = False) -> EmbeddedEngine:
+    return EmbeddedEngine(folder, dtype="float32", max_slots=8, max_context=512, deltas=deltas)
+
+
+async def _undisturbed(
+    engine: Engine, weights: Mapping[str, Tensor], contexts: Mapping[int, list[int]], *, end: int
+) -> dict[int, list[int]]:
+    """What it says with these weights to each seed's context, up to so many tokens in all, in a life without deaths."""
+    await engine.start()
+    await _publish(engine, 1, weights)
+    return {
+        seed: _said(await _speak(engine, context, end - len(context), seed=seed))
+        for seed, context in contexts.items()
+    }
+
+
+def _said(pieces: Sequence[Sampled]) -> list[int]:
+    return [token for piece in pieces for token in piece.tokens]
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [(signal.SIGKILL, "ended with signal 9"), (signal.SIGSTOP, "did not answer for 2 s")],
+)
+def test_replies_of_a_process_that_ends_go_on_token_for_token(
+    how: signal.Signals,
+    why: str,
+    folder: Path,
+    weights: list[Mapping[str, Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Five long replies begin under version 0, go on under version 1, and lose their process there."""
+    monkeypatch.setattr(wire, "FROZEN_S", 2.0)
+    causes: list[str] = []
+
+    async def live() -> None:
+        process = _embedded(folder)
+        engine = RestartingEngine(
+            process,
+            weights.__getitem__,
+            restarts=1,
+            told=lambda *, cause, **_: causes.append(cause),
+        )
+        try:
+            await engine.start()
+            await _publish(engine, 0, weights[0])
+            async with asyncio.TaskGroup() as tasks:
+                speaking = {
+                    seed: tasks.create_task(_speak(engine, [5, 6, seed], 400, seed=seed))
+                    for seed in range(5)
+                }
+                await _speak(engine, [9], 20)
+                await _publish(engine, 1, weights[1])
+                await _speak(engine, [9], 20)
+                os.kill(process.pid, how)
+            assert len(causes) == engine.metrics()["restarts"] == 1 and why in causes[0]
+            spoken = {seed: task.result() for seed, task in speaking.items()}
+            contexts = {seed: [5, 6, seed, *pieces[0].tokens] for seed, pieces in spoken.items()}
+            wanted = await _undisturbed(process, weights[1], contexts, end=403)
+        finally:
+            await engine.close()
+        for seed, (first, *rest) in spoken.items():
+            assert first.version == 0 and first.tokens and {piece.version for piece in rest} == {1}
+            assert _said(rest) == wanted[seed]
+
+    asyncio.run(live())
+
+
+def test_a_delta_without_its_base_becomes_full_weights(
+    folder: Path, weights: list[Mapping[str, Tensor]]
+) -> None:
+    store = VersionStore(weights[0])
+    for version, update in enumerate(weights):
+        store.put(version, update)
+
+    async def live() -> None:
+        process = _embedded(folder, deltas=True)
+        engine = RestartingEngine(process, weights.__getitem__, restarts=1)
+        assert engine.takes_deltas
+        try:
+            await engine.start()
+            await _publish(engine, 0, weights[0])
+            await engine.interrupt()
+            os.kill(process.pid, signal.SIGKILL)
+            await engine.load(store.delta(1), 1)
+            await engine.resume()
+            pieces = await _speak(engine, [5, 6], 60, seed=3)
+            assert {piece.version for piece in pieces} == {1}
+            wanted = await _undisturbed(process, weights[1], {3: [5, 6]}, end=62)
+        finally:
+            await engine.close()
+        assert _said(pieces) == wanted[3]
+
+    asyncio.run(live())

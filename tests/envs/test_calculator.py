@@ -1,0 +1,99 @@
+"""The calculator: it computes, refuses what is not a sum, and judges the final text by the number alone."""
+
+import asyncio
+
+import pytest
+
+from unstale.envs import EnvError, Message, ToolCall, Turn
+from unstale.envs.calculator import CalculatorTasks, calculate
+from unstale.records import Task
+
+TASK = Task("calculator", "train", 3)
+
+
+def play(*replies: Message) -> Turn:
+    async def episode() -> Turn:
+        env = CalculatorTasks().env(TASK, 0)
+        turn = await env.begin()
+        for reply in replies:
+            turn = await env.step(reply)
+        return turn
+
+    return asyncio.run(episode())
+
+
+def call(expression: object) -> Message:
+    return Message("assistant", "", (ToolCall("calculate", {"expression": expression}),))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("2 + 3 * 4", 14), ("(2+3)*4", 20), (" -7 - 1", -8), ("12", 12)]
+)
+def test_it_computes(text: str, value: int) -> None:
+    assert calculate(text) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["2 ** 9999999", "1 / 2", "abs(1)", "True", "1.5", "", "1 +", "(" * 90, "9" * 101]
+)
+def test_what_is_no_sum_is_an_error_text(text: str) -> None:
+    with pytest.raises(ValueError, match=r"whole numbers|cannot read|characters"):
+        calculate(text)
+    assert play(call(text)).messages[0].content.startswith("Error: ")
+
+
+def test_using_the_tool_and_saying_the_result_is_rewarded() -> None:
+    expression = CalculatorTasks().expression(TASK)
+    told = play(call(expression))
+    assert told.messages == (Message("tool", str(calculate(expression))),)
+    assert not told.done
+    ended = play(call(expression), Message("assistant", f"It is {told.messages[0].content}."))
+    assert ended.done
+    assert dict(ended.rewards) == {"success": 1.0}
+
+
+def test_a_number_inside_another_is_no_answer() -> None:
+    value = calculate(CalculatorTasks().expression(TASK))
+    assert play(Message("assistant", f"9{abs(value)}")).rewards["success"] == 0.0
+
+
+def test_malformed_and_unknown_calls_are_answered_and_counted() -> None:
+    wrong = (
+        ToolCall("", {}, error="the call is not JSON"),
+        ToolCall("divide", {}),
+        ToolCall("calculate", {}),
+    )
+    wrong += (ToolCall("calculate", {"expression": [[]]}),)
+    turn = play(Message("assistant", "", wrong))
+    assert [m.content for m in turn.messages] == [
+        "Error: the call is not JSON",
+        "Error: unknown tool 'divide'; the tool is calculate",
+        "Error: calculate takes expression",
+        "Error: expression must be a string",
+    ]
+    assert turn.facts["tool_errors"] == 4.0
+
+
+def test_an_episode_is_single_use() -> None:
+    async def twice() -> None:
+        env = CalculatorTasks().env(TASK, 0)
+        await env.begin()
+        await env.begin()
+
+    with pytest.raises(EnvError, match="begins once"):
+        asyncio.run(twice())
+    with pytest.raises(EnvError, match="over"):
+        play(Message("assistant", "1"), Message("assistant", "1"))
+
+
+def test_held_out_tasks_are_fixed_and_never_trained_on() -> None:
+    tasks = CalculatorTasks()
+    stream = tasks.train(0)
+    trained = {next(stream).key for _ in range(50)}
+    assert tasks.held_out(50) == tasks.held_out(60)[:50]
+    assert not trained & {task.key for task in tasks.held_out(50)}
+
+
+def test_too_few_terms_is_one_clear_line() -> None:
+    with pytest.raises(ValueError, match="terms must be >= 2, got 1"):
+        CalculatorTasks(terms=1)

@@ -1,0 +1,410 @@
+"""Promises of the sandbox: every limit holds, for every way of shutting a program in that works on this machine; what
+a way does not claim to stop, it says; the program is gone with its caller, and with it all that it began."""
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.test_docs import blocks
+from unstale.durability.virtual_clock import run as run_loop
+from unstale.envs import EnvError, Message, ToolCall, Turn, python_tool, sandbox
+from unstale.envs.python_tool import PythonTasks
+from unstale.envs.sandbox import Limits, Outcome, SandboxError, _Way
+from unstale.records import Task
+
+ROOT = Path(__file__).parents[2]
+WAYS = [
+    _Way(kind, isolated, own_user)
+    for kind, isolated in (("bubblewrap", False), ("limits", True), ("limits", False))
+    for own_user in (True, False)
+]
+FOREVER = "import time\nwhile True: time.sleep(1)"
+
+
+@pytest.fixture(params=WAYS, ids=str)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> _Way:
+    """Every way in turn, also those that this machine would not choose."""
+    tried: _Way = request.param
+    if tried.own_user and os.getuid():
+        pytest.skip("only root can become another user")
+    monkeypatch.setattr(sandbox, "_way", lambda: tried)
+    try:
+        execute("")
+    except (SandboxError, FileNotFoundError) as error:
+        pytest.skip(f"not on this machine: {error}")
+    return tried
+
+
+def execute(
+    program: str | list[str], *, stdin: str = "", files: dict[str, str] | None = None, **used: float
+) -> Outcome:
+    limits = Limits(**{"seconds": 20.0, **used})  # type: ignore[arg-type]
+    return asyncio.run(sandbox.run(program, stdin=stdin, files=files or {}, limits=limits))
+
+
+def shut_in(way: _Way) -> bool:
+    """Whether the program has namespaces of its own."""
+    return way.isolated or way.kind == "bubblewrap"
+
+
+def alive(marker: str) -> list[int]:
+    """Processes whose command holds a word."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes()
+        except OSError:
+            continue
+        if marker.encode() in command and int(path.parent.name) != os.getpid():
+            found.append(int(path.parent.name))
+    return found
+
+
+def until(claim: Callable[[], bool]) -> None:
+    """Comes true within 10 s."""
+    deadline = time.monotonic() + 10
+    while not claim():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def marker() -> Iterator[str]:
+    word = f"marker-{uuid.uuid4().hex}"
+    yield word
+    for pid in alive(word):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_program_reads_computes_and_says(way: _Way) -> None:
+    code = "import sys, numbers_of\nprint(sum(map(int, input().split())) + numbers_of.more)\nsys.exit(3)"
+    done = execute(code, stdin="4 5", files={"numbers_of.py": "more = 33"})
+    assert done == Outcome("42\n", "", 3, "exited")
+    assert execute(["cat", "a b"], files={"a b": "żółw\n"}).stdout == "żółw\n"
+    assert execute("import os; os.abort()").code == 128 + signal.SIGABRT
+    assert "ZeroDivisionError" in execute("1 / 0").stderr
+
+
+def test_it_begins_in_an_empty_folder_of_its_own(way: _Way) -> None:
+    code = (
+        "import os; print(os.listdir()); open('left', 'w').write('x'); print(open(0).read() == '')"
+    )
+    assert [execute(code).stdout for _ in range(2)] == ["[]\nTrue\n"] * 2
+
+
+@pytest.mark.parametrize("loop", [FOREVER, "while True: pass"])
+def test_the_clock_ends_a_loop(way: _Way, loop: str, marker: str) -> None:
+    done = execute(f"print('begun', flush=True)\n'{marker}'\n{loop}", seconds=1)
+    assert (done.stdout, done.code, done.ended) == ("begun\n", 128 + signal.SIGKILL, "timeout")
+    until(lambda: not alive(marker))
+
+
+def test_memory_is_refused(way: _Way) -> None:
+    code = "held = bytearray(100 << 20)\nprint('held', flush=True)\nheld += bytearray(300 << 20)"
+    done = execute(code, memory_mb=300)
+    assert done.stdout == "held\n" and "MemoryError" in done.stderr and done.code == 1
+
+
+FORKS = """
+import os, signal, sys, time
+children = []
+try:
+    while len(children) < 40:
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+        children.append(child)
+except BlockingIOError:
+    print(len(children))
+"""
+
+
+def test_a_fork_bomb_goes_no_further_than_its_limit(way: _Way, marker: str) -> None:
+    done = execute(f"'{marker}'{FORKS}", processes=8)
+    if way.counts_processes:
+        assert done == Outcome("7\n", "", 0, "exited")
+    else:
+        assert "any number of processes" in sandbox.weaknesses()
+    until(lambda: not alive(marker))
+
+
+def test_a_big_file_is_cut(way: _Way) -> None:
+    code = "with open('big', 'wb') as big:\n for _ in range(64): big.write(bytes(1 << 16)); big.flush()"
+    done = execute(code, file_mb=2)
+    assert done.code == 1 and ("File too large" in done.stderr or "No space left" in done.stderr)
+    many = "for name in range(9): open(str(name), 'wb').write(bytes(1 << 20))"
+    assert execute(many, file_mb=16).code == 0
+    assert (
+        (execute(many, file_mb=4).code == 0)
+        == (way.kind == "limits")
+        == ("number of files" in sandbox.weaknesses())
+    )
+
+
+def test_output_beyond_what_is_kept_is_cut_off(way: _Way) -> None:
+    done = execute("import sys\nprint('x' * 5000)\nprint('e' * 10, file=sys.stderr)", output_kb=2)
+    assert done == Outcome("x" * 2048, "e" * 10 + "\n", 0, "output")
+    assert execute("print('x' * 2047)", output_kb=2).ended == "exited"
+    endless = execute("while True: print('x' * 1000)", output_kb=2, file_mb=1)
+    assert endless.stdout == ("x" * 1000 + "\n") * 2 + "x" * 46 and endless.ended == "output"
+
+
+def test_nobody_is_reached_over_the_network(way: _Way) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        code = f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 5)\nprint('reached')"
+        reached = execute(code).stdout == "reached\n"
+    assert reached == (not shut_in(way)) == ("the network" in sandbox.weaknesses())
+
+
+def test_environment_variables_stay_outside(way: _Way, marker: str) -> None:
+    script = (
+        "import asyncio, sys\nfrom unstale.envs import sandbox\n"
+        f"sandbox._way = lambda: sandbox._Way{(way.kind, way.isolated, way.own_user)}\n"
+        "print(asyncio.run(sandbox.run(sys.argv[1])).stdout)"
+    )
+    code = (
+        "import glob, os\nprint('TOKEN' in os.environ)\nfound = b''\n"
+        "for path in glob.glob('/proc/[0-9]*/environ'):\n"
+        " try: found += open(path, 'rb').read()\n"
+        " except OSError: pass\n"
+        f"print({marker[:20]!r} + {marker[20:]!r} in found.decode(errors='replace'))"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", script, code],
+        env={**os.environ, "TOKEN": marker}, cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    assert told[0] == "False"
+    weak = not (shut_in(way) or way.own_user)
+    assert (told[1] == "True") == weak == ("looking into your user's" in sandbox.weaknesses())
+
+
+def test_other_processes_cannot_be_ended(way: _Way) -> None:
+    with subprocess.Popen([sys.executable, "-c", FOREVER]) as other:
+        execute(f"import os; os.kill({other.pid}, 9)")
+        weak = not (shut_in(way) or way.own_user)
+        if not weak:
+            assert other.poll() is None
+        other.kill()
+        assert weak == ("ending them" in sandbox.weaknesses())
+
+
+def test_bubblewrap_shows_only_what_is_installed(way: _Way, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("do not read")
+    code = (
+        "import os, sys\nfrom pathlib import Path\n"
+        f"for path in ({str(secret)!r}, os.path.expanduser('~root/.profile'), '/etc/passwd', '/etc/shadow'):\n"
+        "  try: print(open(path).read())\n  except OSError: pass\n"
+        f"for place in ('/', '/usr', '/usr/lib', '/etc', '/dev', '/dev/shm', '/proc', '/home', {str(tmp_path)!r},\n"
+        "              sys.prefix, sys.base_prefix):\n"
+        "  try: Path(place, 'left').write_text('x'); print('wrote', place)\n  except OSError: pass\n"
+    )
+    if way.kind == "limits":
+        assert "reading and writing files" in sandbox.weaknesses()
+        return
+    assert execute(code) == Outcome("", "", 0, "exited")
+    assert not (tmp_path / "left").exists()
+
+
+def test_what_a_program_began_ends_with_it(way: _Way, marker: str) -> None:
+    code = (
+        "import subprocess, sys\n"
+        "for apart in (False, True)[:{}]:\n"
+        f"  subprocess.Popen([sys.executable, '-c', {FOREVER!r}, {marker!r}], start_new_session=apart)"
+    )
+    assert execute(code.format(2 if shut_in(way) else 1)).ended == "exited"
+    until(lambda: not alive(marker))
+    assert ("stay behind" in sandbox.weaknesses()) == (not shut_in(way))
+
+
+def test_a_cancelled_caller_takes_the_program_along(way: _Way, marker: str) -> None:
+    async def main() -> None:
+        task = asyncio.create_task(sandbox.run(f"'{marker}'\n{FOREVER}", limits=Limits(seconds=60)))
+        await asyncio.to_thread(until, lambda: bool(alive(marker)))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    until(lambda: not alive(marker))
+
+
+def test_a_caller_that_is_killed_takes_the_program_along(way: _Way, marker: str) -> None:
+    script = (
+        "import asyncio, sys\nfrom unstale.envs import sandbox\n"
+        f"sandbox._way = lambda: sandbox._Way{(way.kind, way.isolated, way.own_user)}\n"
+        "asyncio.run(sandbox.run(sys.argv[1], limits=sandbox.Limits(seconds=60)))"
+    )
+    program = f"'{marker}'\nopen('begun', 'w')\n{FOREVER}"
+    with subprocess.Popen([sys.executable, "-c", script, program], cwd=ROOT) as caller:
+        until(
+            lambda: bool(alive(f"-s\0-c\0'{marker}'"))
+        )  # not its caller's command, which names it too
+        caller.kill()
+    until(lambda: not alive(marker))
+
+
+def test_programs_wait_for_their_turn_and_cancelled_ones_never_begin(marker: str) -> None:
+    async def main() -> int:
+        program = f"'{marker}'\n{FOREVER}"
+        tasks = [
+            asyncio.create_task(sandbox.run(program, limits=Limits(seconds=60))) for _ in range(40)
+        ]
+        await asyncio.to_thread(until, lambda: bool(alive(marker)))
+        for task in tasks:
+            task.cancel()
+        return sum(
+            isinstance(end, asyncio.CancelledError)
+            for end in await asyncio.gather(*tasks, return_exceptions=True)
+        )
+
+    assert asyncio.run(main()) == 40
+    until(lambda: not alive(marker))
+    assert execute("print(1)").stdout == "1\n"
+
+
+def test_it_works_under_the_virtual_clock() -> None:
+    async def main() -> list[Outcome]:
+        return await asyncio.gather(*(sandbox.run(f"print({number} ** 2)") for number in range(3)))
+
+    assert [done.stdout for done in run_loop(main(), virtual=True)] == ["0\n", "1\n", "4\n"]
+
+
+def test_the_same_program_says_the_same(way: _Way) -> None:
+    code = "print(set('abcdef'), hash('x'))\n1 / 0"
+    assert execute(code) == execute(code)
+
+
+def test_what_cannot_be_run_is_an_error_and_no_outcome(way: _Way) -> None:
+    with pytest.raises(SandboxError, match=r"no-such-program was not started: .*No such file"):
+        execute(["no-such-program"])
+    assert issubclass(SandboxError, EnvError)
+    for name in ("", "..", "a/b", "/etc/passwd"):
+        with pytest.raises(ValueError, match="plain names"):
+            execute("", files={name: ""})
+    for limit in ("seconds", "memory_mb", "processes"):
+        with pytest.raises(ValueError, match=rf"limits\.{limit} must be > 0"):
+            Limits(**{limit: 0})
+
+
+def test_bubblewrap_can_be_insisted_on(way: _Way) -> None:
+    asked = sandbox.run("print(1)", require="bubblewrap")
+    if way.kind == "bubblewrap":
+        assert asyncio.run(asked).stdout == "1\n"
+    else:
+        with pytest.raises(ValueError, match="bubblewrap only"):
+            asyncio.run(asked)
+
+
+def test_the_example_of_the_docs() -> None:
+    (code,) = blocks("docs/security.md", "python")
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[:4] == ["42", " 0 exited", "MemoryError", sandbox.kind()]
+    assert done.stdout.splitlines()[4] == sandbox.weaknesses()
+
+
+@pytest.mark.parametrize("index", range(8))
+def test_a_puzzle_is_solved_by_running_code(index: int) -> None:
+    task = Task("python", "train", index)
+    question, answer = PythonTasks().puzzle(task)
+    sums = re.search(r"(\d+) \*\* (\d+)", question)
+    words = re.search(r"of (\D+) are|is (\D+) without", question)
+    if sums:
+        value = f"{sums[1]} ** {sums[2]}"
+        code = (
+            f"print(sum(map(int, str({value}))))"
+            if "digits" in question
+            else f"print({value} % 97)"
+        )
+    else:
+        assert words
+        text = (words[1] or words[2]).replace(" ", "")
+        code = f"print('{text}'[::{3 if words[1] else -1}])"
+    calls = (ToolCall("python", {"code": code}), ToolCall("python", {"code": "1 / 0"}))
+
+    async def play(final: str) -> tuple[tuple[Message, ...], Turn]:
+        env = PythonTasks().env(task, 0)
+        assert (await env.begin()).messages[-1].content == question
+        told = await env.step(Message("assistant", "", calls))
+        return told.messages, await env.step(Message("assistant", final))
+
+    told, won = asyncio.run(play(f"It is {answer}."))
+    assert [message.content for message in told] == [
+        answer,
+        "Error: ZeroDivisionError: division by zero",
+    ]
+    assert won.done and won.rewards == {"success": 1.0} and won.facts == {"tool_errors": 1.0}
+    assert asyncio.run(play("It is something else."))[1].rewards == {"success": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (ToolCall("shell", {"code": "1"}), "the tool is python"),
+        (ToolCall("python", {"code": 1}), "the tool is python"),
+        (ToolCall("python", {"code": "1", "more": 2}), "the tool is python"),
+        (ToolCall("", {}, error="the call is not JSON"), "the call is not JSON"),
+        (ToolCall("python", {"code": "#" * 5000}), "may have 4000 characters"),
+        (ToolCall("python", {"code": "\0"}), "embedded null byte"),
+        (ToolCall("python", {"code": "'\ud800'"}), "UnicodeEncodeError"),
+        (ToolCall("python", {"code": "raise SystemExit(3)"}), "exit code 3"),
+        (ToolCall("python", {"code": "while True: pass"}), "took longer than 0.5 s"),
+    ],
+)
+def test_a_call_that_does_not_work_is_answered(
+    call: ToolCall, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(python_tool, "LIMITS", Limits(seconds=0.5))
+
+    async def play() -> str:
+        env = PythonTasks().env(Task("python", "train", 0), 0)
+        await env.begin()
+        return (await env.step(Message("assistant", "", (call,)))).messages[0].content
+
+    answer = asyncio.run(play())
+    assert answer.startswith("Error: ") and re.search(says, answer)
+
+
+def test_the_strongest_way_is_chosen_and_root_never_runs_a_program_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    works: list[_Way] = []
+
+    def attempt(way: _Way, job: object, stop: threading.Event) -> Outcome:
+        if way not in works:
+            raise SandboxError("refused")
+        return Outcome("", "", 0, "exited")
+
+    def chosen(*ways: _Way, uid: int) -> _Way:
+        works[:] = ways
+        monkeypatch.setattr(os, "getuid", lambda: uid)
+        return sandbox._way.__wrapped__()
+
+    monkeypatch.setattr(sandbox, "_run", attempt)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    bare, apart, other = (
+        _Way("limits"),
+        _Way("limits", isolated=True),
+        _Way("limits", own_user=True),
+    )
+    assert chosen(bare, apart, _Way("bubblewrap"), uid=1000) == _Way("bubblewrap")
+    assert chosen(bare, apart, uid=1000) == apart
+    assert chosen(bare, uid=1000) == bare
+    assert chosen(bare, apart, other, uid=0) == apart
+    assert chosen(bare, other, uid=0) == other
+    with pytest.raises(SandboxError, match="no sandbox can be made on this machine"):
+        chosen(bare, uid=0)

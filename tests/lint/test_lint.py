@@ -1,0 +1,356 @@
+"""Promises: for every route the page names the policy in each ratio, and where it says "1 by construction" the route
+itself says so too; every refusal has a reason, and typing the first fix it offers lifts it; what is shipped passes;
+`train` refuses before anything is made."""
+
+from io import StringIO
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from rich.console import Console
+
+from unstale.build import build_old_logps
+from unstale.cli import main, session
+from unstale.config import ConfigError, Route, RunConfig
+from unstale.lint import check, page
+from unstale.lint.rules import REFUSALS, WARNINGS, num_weights
+from unstale.old_logps import Scoring
+from unstale.recipes import RECIPES
+from unstale.records import collate
+from unstale.testing import episode, tiny_policy
+
+
+def configured(knobs: str = "", *, recipe: str = "retail") -> RunConfig:
+    """A recipe with knobs, as the command line reads them."""
+    given = ["lint", recipe, *knobs.split()]
+    return main.configure(main._parser(given).parse_args(given))
+
+
+def shown(config: RunConfig) -> str:
+    console = Console(file=StringIO(), width=100)
+    console.print(page(check(config)))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+PROXIES = {
+    "rollout": ("mu", "1 by construction", "the whole ratio"),
+    "current_recompute": ("pi_now", "numerics and all staleness", "1 by construction"),
+    "snapshot_old": ("pi_v", "numerics alone", "learning alone"),
+    "old_logit_model": ("pi_v", "numerics alone", "learning alone"),
+    "interrupt_sync": ("pi_v", "numerics alone", "learning alone"),
+    "eager": ("pi_v", "numerics alone", "learning alone"),
+    "eager --old_logps.fallback ewma_prox": (
+        "pi_v or ewma",
+        "numerics where scored in time",
+        "learning where scored in time",
+    ),
+    "interp_prox_loglinear": ("mu^(1-a) pi^a", "(pi / mu)^a", "(pi / mu)^(1-a)"),
+    "interp_prox_loglinear --old_logps.alpha 0.25": (
+        "mu^0.75 pi^0.25",
+        "(pi / mu)^0.25",
+        "(pi / mu)^0.75",
+    ),
+    "interp_prox_linear": ("(1-a) mu + a pi", "a part of pi / mu", "the other part"),
+    "interp_prox_linear --old_logps.alpha 0": (
+        "1 mu + 0 pi",
+        "1 by construction",
+        "the whole ratio",
+    ),
+    "ewma_prox": ("ewma", "numerics, and staleness as far as", "learning since the average"),
+    "ppo_ewma_async": ("ewma", "numerics, and staleness as far as", "learning since the average"),
+}
+
+
+@pytest.mark.parametrize("route", PROXIES)
+def test_the_right_policy_stands_in_each_ratio(route: str) -> None:
+    proxy, meaning_of_d, meaning_of_s = PROXIES[route]
+    verdict = check(configured(f"--old_logps.route {route}"))
+    d, s = verdict.factors
+    assert (d.name, d.numerator, d.denominator) == ("D", proxy, "mu")
+    assert (s.name, s.numerator, s.denominator) == ("S", "pi", proxy)
+    assert d.meaning.startswith(meaning_of_d) and s.meaning.startswith(meaning_of_s)
+    assert {proxy, "mu", "pi"} <= verdict.facts.keys(), "each of them is explained"
+
+
+def test_every_route_is_in_the_table() -> None:
+    assert {name.split()[0] for name in PROXIES} == set(get_args(Route))
+
+
+EXACT = ("snapshot_old", "old_logit_model", "interrupt_sync", "eager")
+
+
+@pytest.mark.parametrize("route", get_args(Route))
+def test_exactness_and_costs_are_told(route: str) -> None:
+    facts = check(configured(f"--old_logps.route {route}")).facts
+    assert facts["exact"].startswith("yes") == (route in EXACT)
+    free = route in ("rollout", "interp_prox_loglinear", "interp_prox_linear")
+    assert facts["costs"].startswith("nothing") == free
+
+
+BY_CONSTRUCTION = {
+    "--old_logps.route rollout": "D",
+    "--old_logps.route current_recompute": "S",
+    "--old_logps.route interp_prox_loglinear --old_logps.alpha 0": "D",
+    "--old_logps.route interp_prox_linear --old_logps.alpha 1": "S",
+    "--old_logps.route interp_prox_loglinear --schedule.max_staleness 0": "S",
+    "--old_logps.route interp_prox_linear --schedule.max_staleness 0 --old_logps.fresh behavior": "D",
+    "--old_logps.route interp_prox_loglinear --schedule.max_staleness 1 --old_logps.fresh behavior": "D",
+    "--old_logps.route interp_prox_loglinear --schedule.max_staleness 1": "",
+    "--old_logps.route interp_prox_loglinear --schedule.max_staleness 2 --old_logps.fresh behavior": "",
+    "--old_logps.route interp_prox_linear --old_logps.alpha 0.5": "",
+}
+
+
+@pytest.mark.parametrize("knobs", BY_CONSTRUCTION)
+def test_a_ratio_called_1_by_construction_is_1_in_the_route_itself(knobs: str) -> None:
+    config, policy = configured(knobs), tiny_policy()
+    policy.version = 5
+    lags = range(config.schedule.staleness_bound + 1)
+    batch = collate([episode(lag, [3, (4, 5 - lag)]) for lag in lags])
+    scoring = Scoring(1.0, 64)
+    now = scoring(policy, batch, batch.sampled).logp
+    old_logp, _ = build_old_logps(config.old_logps, policy, scoring).logps(batch, now)
+    told = "".join(
+        factor.name for factor in check(config).factors if factor.meaning == "1 by construction"
+    )
+    own = batch.sampled
+    found = {
+        "D": torch.equal(old_logp[own], batch.behavior_logp[own]),
+        "S": torch.equal(old_logp[own], now[own]),
+    }
+    assert (
+        told == BY_CONSTRUCTION[knobs] == "".join(name for name, is_one in found.items() if is_one)
+    )
+
+
+_FULL = "--old_logps.storage full --old_logps.memory_gb"
+_RESET = "--old_logps.route ppo_ewma_async --old_logps.reset_below 0.5"
+REFUSED = [
+    ("--deterministic true --minutes 3", "a deterministic run that ends by the clock"),
+    ("--old_logps.route current_recompute", "S is identically 1, ppo_clip can never act"),
+    ("--old_logps.route current_recompute --objective.kind dual_clip", "dual_clip can never act"),
+    ("--old_logps.route current_recompute --objective.kind gspo", "gspo can never act"),
+    ("--old_logps.route current_recompute --objective.kind cispo", "cispo can never act"),
+    ("--old_logps.route current_recompute --objective.kind kl_penalty", "kl_penalty can never act"),
+    ("--old_logps.route interp_prox_loglinear --old_logps.alpha 1", "S is identically 1"),
+    ("--old_logps.route interp_prox_linear --old_logps.alpha 1 --trainer.steps_per_batch 4", "S is identically 1"),
+    ("--old_logps.route interp_prox_linear --schedule.max_staleness 0", "S is identically 1"),
+    ("--old_logps.route rollout --correction.control mask", "D is identically 1, mask can never act"),
+    (
+        "--old_logps.route rollout --correction.control none --correction.veto_below 0.1",
+        "D is identically 1, veto_below can never act",
+    ),
+    ("--old_logps.route rollout", "a weight on D (mask_weight) beside a loss"),
+    ("--old_logps.route rollout --correction.control truncate", "a weight on D (truncate) beside"),
+    ("--old_logps.route interp_prox_loglinear --old_logps.alpha 0", "beside a loss that is anchored on mu"),
+    *(
+        (f"--old_logps.route {route} --correction.control none", "D is neither bounded nor weighted")
+        for route in (
+            "current_recompute --old_logps.baseline true",
+            "current_recompute --trainer.steps_per_batch 2",
+            "interp_prox_loglinear",
+            "interp_prox_linear --old_logps.alpha 0.5",
+            "ewma_prox",
+            "ewma_prox --schedule.max_staleness 0",
+            "ppo_ewma_async",
+            "eager --old_logps.fallback ewma_prox",
+        )
+    ),
+    ("--old_logps.route ewma_prox --correction.control none --correction.veto_below 0.1", "not bounded from above"),
+    *(
+        (f"--old_logps.route {route} --engine.keep_cache true", "the engine keeps its cache")
+        for route in (*EXACT, "eager --old_logps.fallback ewma_prox")
+    ),
+    (f"{_FULL} 0.01", "the staleness bound can outrun the versions that are kept"),
+    (f"{_FULL} 0.02 --old_logps.route eager --schedule.max_staleness 5", "can outrun the versions"),
+    ("--schedule.max_staleness 0 --schedule.window 4", "a window of 4 positions has nothing to look ahead at"),
+    ("--old_logps.route interp_prox_loglinear --objective.normalise kept", "is not known in time"),
+    (f"{_RESET} --correction.control truncate", "the average can never be reset"),
+    ("--objective.kind gspo --objective.unit turn", "gspo cannot take S as the geometric mean over a turn"),
+    ("--objective.kind gspo --objective.unit sequence --objective.aggregate sum", "as the product over a sequence"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("knobs, says", REFUSED)
+def test_a_wrong_combination_is_refused_and_the_first_fix_lifts_it(knobs: str, says: str) -> None:
+    (refusal,) = check(configured(knobs)).refusals
+    assert says in refusal.wrong and refusal.why
+    mended = configured(f"{knobs} {refusal.fix.split(', or ')[0]}")
+    assert not check(mended).refusals
+
+
+def test_every_rule_is_tried() -> None:
+    for rules, knobs in ((REFUSALS, REFUSED), (WARNINGS, WARNED)):
+        configs = [configured(given) for given, _ in knobs]
+        assert all(any(map(rule, configs)) for rule in rules)
+
+
+def test_truncated_sampling_without_its_support_is_refused_before_the_linter_sees_it() -> None:
+    with pytest.raises(ConfigError, match="truncated support"):
+        configured("--engine.top_p 0.9")
+    assert "the whole vocabulary" in check(configured()).facts["mu"]
+
+
+ALLOWED = [
+    "--old_logps.route current_recompute --trainer.steps_per_batch 2",
+    "--old_logps.route current_recompute --old_logps.baseline true",
+    "--old_logps.route current_recompute --objective.kind none",
+    "--old_logps.route rollout --correction.control none",
+    "--old_logps.route rollout --old_logps.baseline true",
+    "--old_logps.route interp_prox_loglinear --old_logps.alpha 1 --old_logps.baseline true",
+    "--old_logps.route current_recompute --schedule.max_staleness 0 --trainer.steps_per_batch 2"
+    " --correction.control none",
+    "--correction.control none",
+    "--schedule.max_staleness 2 --schedule.window 400",
+    "--old_logps.route ewma_prox --engine.keep_cache true",
+    f"{_FULL} 0.01 --old_logps.spill true",
+    "--old_logps.storage delta --old_logps.memory_gb 0.01",
+    f"{_RESET} --correction.control truncate --correction.veto_below 0.1",
+]
+
+
+@pytest.mark.parametrize("knobs", ALLOWED)
+def test_what_means_something_is_allowed(knobs: str) -> None:
+    assert not check(configured(knobs)).refusals
+
+
+def test_the_memory_of_full_copies_is_counted_in_versions() -> None:
+    folder = Path(session.__file__).parents[1] / "recipes" / "base_policy"
+    copy_gb = num_weights(folder) * 4 / 1e9
+    assert num_weights(folder) == sum(
+        p.numel() for p in session.Policy.load(folder).model.parameters()
+    )
+    enough, short = f"{_FULL} {3 * copy_gb * 1.001}", f"{_FULL} {3 * copy_gb * 0.999}"
+    assert not check(configured(enough)).refusals
+    (refusal,) = check(configured(short)).refusals
+    assert "tokens of 3 versions" in refusal.why and "may hold 2" in refusal.why
+    assert not check(configured(f"{short} --trainer.dtype bfloat16")).refusals
+
+
+NARROW = "--correction.low 0.995 --correction.high 1.005"
+GSPO = "--objective.kind gspo --objective.clip_low 3e-4 --objective.clip_high 4e-4"
+WARNED = [
+    ("--objective.kind gspo", "gspo with the band of a single token"),
+    ("--objective.kind none", "nothing bounds S"),
+    ("--objective.kind kl_penalty --objective.kl_penalty 0", "nothing bounds S"),
+    ("--old_logps.route ewma_prox --schedule.max_staleness 6", "the average is 1 versions old, the tokens 0 to 6"),
+    ("--old_logps.route ppo_ewma_async --old_logps.beta 0.9", "the average is 9 versions old, the tokens 0 to 2"),
+    ("--old_logps.route ppo_ewma_async --engine.keep_cache true", "the engine keeps its cache"),
+    (f"--trainer.dtype bfloat16 --correction.unit sequence {NARROW}", "D at 0.005"),
+    (f"--trainer.dtype bfloat16 {GSPO}", "S at 0.0004"),
+    (NARROW, "narrower than the noise"),
+    ("--trainer.lora_rank 8 --trainer.lr 1e-5", "adapters at a learning rate of 1e-05"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("knobs, says", WARNED)
+def test_what_is_likely_a_mistake_is_a_warning(knobs: str, says: str) -> None:
+    verdict = check(configured(knobs))
+    assert not verdict.refusals
+    assert says in " ".join(warning.wrong for warning in verdict.warnings)
+
+
+def test_thresholds_above_the_noise_are_nothing_to_warn_of() -> None:
+    assert not check(configured(f"{NARROW} --correction.unit sequence")).warnings, (
+        "a mean averages it out"
+    )
+    assert not check(configured(f"{NARROW} --engine.dtype float32")).warnings
+    assert not check(configured("--trainer.dtype bfloat16")).warnings
+    assert not check(configured(GSPO)).warnings
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_shipped_recipe_passes_without_a_warning(name: str) -> None:
+    verdict = check(RECIPES[name]())
+    assert not verdict.refusals and not verdict.warnings
+    assert verdict.recipe == name
+
+
+def test_there_is_a_recipe_for_every_route_and_only_the_route_differs() -> None:
+    made = {route: RECIPES[f"route_{route}"]() for route in get_args(Route)}
+    shared = {
+        (config.task, config.rollout, config.engine, config.schedule, config.credit, config.objective, config.trainer,
+         config.audit, config.eval, config.steps, config.minutes)
+        for config in made.values()
+    }  # fmt: skip
+    assert len(shared) == 1
+    assert [config.old_logps.route for config in made.values()] == list(made)
+    odd = {
+        route
+        for route, config in made.items()
+        if config.correction != RunConfig(recipe="").correction
+    }
+    assert odd == {"rollout"}, "whose D is 1: it has none to control"
+
+
+def test_bounds_and_versions_are_told_with_their_numbers() -> None:
+    knobs = (
+        "--schedule.max_staleness 3 --schedule.window 20 --trainer.steps_per_batch 2 --correction.unit turn "
+        "--correction.veto_below 0.01 --objective.kind dual_clip"
+    )
+    verdict = check(configured(knobs))
+    d, s = verdict.factors
+    assert d.bound == (
+        "mask_weight: a weight inside [0.5, 2], dropped outside, geometric mean over a turn; "
+        "a sequence with a token under 0.01 is dropped"
+    )
+    assert s.bound.startswith(
+        "dual_clip: no gradient for moving further outside [0.8, 1.28], per token; where A < 0"
+    )
+    assert verdict.facts["versions"] == (
+        "a token is at most 5 old when its batch is taken (max_staleness 3, and 2 for a window of 20); an episode may "
+        "hold tokens of 6; counted in optimizer steps a token is at most 11 old"
+    )
+    assert verdict.facts["unbounded"] == "nothing"
+
+
+@pytest.mark.parametrize("knobs, loose", [
+    ("--correction.control none", "D; S upwards where A < 0"),
+    ("--objective.kind none", "S"),
+    ("--objective.kind kl_penalty", "S is pulled back, not cut"),
+    ("--objective.kind cispo", "nothing"),
+    ("--old_logps.route current_recompute --old_logps.baseline true", "nothing"),
+])  # fmt: skip
+def test_what_remains_unbounded_is_told(knobs: str, loose: str) -> None:
+    assert check(configured(knobs)).facts["unbounded"].startswith(loose)
+
+
+def test_the_page_fits_100_columns_and_shows_brackets_as_they_are() -> None:
+    text = shown(configured("--old_logps.route current_recompute"))
+    assert max(map(len, text.splitlines())) <= 100
+    words = " ".join(text.replace("│", " ").split())
+    assert "[0.5," in words
+    assert "S is identically 1" in words and "--trainer.steps_per_batch 2" in words
+    assert "nothing to refuse" in shown(configured())
+
+
+def test_train_refuses_before_anything_is_made(tmp_path: Path) -> None:
+    config = configured(
+        f"--old_logps.route rollout --schedule.max_staleness 0 --schedule.window 2 --runs {tmp_path}/runs"
+    )
+    with pytest.raises(ConfigError) as refusal:
+        session.train(config, console=Console(file=StringIO()))
+    lines = str(refusal.value).splitlines()
+    assert (
+        len(lines) == 2
+        and "beside a loss that is anchored on mu" in lines[0]
+        and "nothing to look ahead at" in lines[1]
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_baseline_lifts_only_what_is_1_by_construction() -> None:
+    kept = configured("--old_logps.baseline true --engine.keep_cache true")
+    assert len(check(kept).refusals) == 1
+
+
+@pytest.mark.parametrize(
+    ("fallback", "option"),
+    [("snapshot_old", "beta 0.3"), ("interrupt_sync", "storage full"), ("ewma_prox", "spill true")],
+)
+def test_an_option_that_the_fallback_does_not_read_is_refused_by_the_name_of_both(
+    fallback: str, option: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"the route is eager with the fallback {fallback}"):
+        configured(f"--old_logps.route eager --old_logps.fallback {fallback} --old_logps.{option}")

@@ -1,0 +1,170 @@
+"""What is promised of the live display.
+
+- Off a terminal: one plain line per step and phase, no escape sequences, nothing read as markup, and no silence longer
+  than `quiet_s`, even when nobody calls.
+- On a terminal: a panel that fits 80 columns and 24 lines with nothing cut off, and says who waits for whom.
+- An approximate route is never shown as if its factors were clean.
+"""
+
+import io
+import random
+import threading
+import time
+
+import pytest
+from rich.console import Console
+
+from tests.support.fake_run import FakeClock, fake_config, fake_metrics
+from unstale.observe.live import LiveDisplay, sparkline
+
+
+def plain_console() -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, width=60, force_terminal=False), out
+
+
+def shown(display: LiveDisplay, width: int, height: int = 50) -> str:
+    console = Console(
+        file=io.StringIO(), record=True, width=width, height=height, force_terminal=True
+    )
+    display.console = console
+    console.print(display.panel())
+    return console.export_text()
+
+
+def after_steps(steps: int, route: str = "snapshot_old") -> LiveDisplay:
+    clock, rng = FakeClock(), random.Random(0)
+    display = LiveDisplay(fake_config(route), console=plain_console()[0], clock=clock)
+    display.update({"step": 0, "time_s": 0.0, "eval/success": 0.434})
+    for step in range(1, steps + 1):
+        clock.now = 6.0 * step
+        display.update({"step": step, "time_s": clock.now, **fake_metrics(step, 80, rng)})
+    return display
+
+
+def test_one_plain_line_per_step() -> None:
+    console, out = plain_console()
+    clock = FakeClock()
+    with LiveDisplay(fake_config(), console=console, clock=clock, quiet_s=1e6) as display:
+        clock.now = 6.2
+        display.write(
+            1,
+            {
+                "rollout/success": 0.5,
+                "rollout/reward_mean": 0.51,
+                "correction/kept_share": 0.999,
+                "schedule/staleness_max": 2,
+                "schedule/staleness_bound": 2,
+                "engine/tokens_per_s": 1950.4,
+                "trainer/grad_norm": None,
+            },
+        )
+    (line,) = out.getvalue().splitlines()
+    assert line == (
+        "[  6.2 s] step 1/80 · success 50.0% · reward 0.51 · staleness 2/2 · kept 99.9% · engine 1,950 tok/s · 6.2 s"
+    )
+
+
+def test_nothing_is_read_as_markup() -> None:
+    console, out = plain_console()
+    with LiveDisplay(fake_config(), console=console, quiet_s=1e6) as display:
+        display.note("episode 3 failed: [bold]red[/] :smile: \x1b[2J\nsecond line")
+    assert out.getvalue().endswith("episode 3 failed: [bold]red[/] :smile: [2J second line\n")
+
+
+def test_a_phase_is_said_when_it_begins_when_it_ends_and_now_and_then() -> None:
+    console, out = plain_console()
+    clock = FakeClock()
+    display = LiveDisplay(fake_config(), console=console, clock=clock, quiet_s=5.0)
+    for done in range(0, 257, 32):
+        display.phase("evaluating", done, 256)
+        clock.now += 1.0
+    said = [line.split("] ")[1] for line in out.getvalue().splitlines()]
+    assert said == ["evaluating 0/256", "evaluating 160/256", "evaluating 256/256"]
+
+
+def test_a_silence_is_broken_though_nobody_calls() -> None:
+    console, out = plain_console()
+    with LiveDisplay(fake_config(), console=console, quiet_s=0.05) as display:
+        display.update({"step": 3})
+        end = time.monotonic() + 10
+        while "..." not in out.getvalue() and time.monotonic() < end:
+            threading.Event().wait(0.01)
+    assert "... step 4/80 under way" in out.getvalue()
+    assert not [thread for thread in threading.enumerate() if thread.name == "unstale-display"]
+
+
+def test_the_display_ends_with_the_error_of_its_block() -> None:
+    console, _ = plain_console()
+    with pytest.raises(RuntimeError, match="mine"), LiveDisplay(fake_config(), console=console):
+        raise RuntimeError("mine")
+    assert not [thread for thread in threading.enumerate() if thread.name == "unstale-display"]
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 40), (160, 50)])
+@pytest.mark.parametrize("route", ["snapshot_old", "ewma_prox"])
+def test_the_panel_fits_and_nothing_is_cut_off(width: int, height: int, route: str) -> None:
+    display = after_steps(40, route)
+    display.phase("evaluating 256 held-out tasks", 64, 256)
+    text = shown(display, width, height)
+    lines = text.rstrip("\n").splitlines()
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+    assert "…" not in text
+
+
+def test_the_panel_says_what_matters() -> None:
+    text = shown(after_steps(40), 100)
+    for words in (
+        "step 40/80",
+        "held-out",
+        "43.4%",
+        "max 2 of 2",
+        "|log D|",
+        "|log S|",
+        "kept",
+        "clipped",
+        "tok/s",
+        "waits for episodes",
+        "is the bottleneck",
+        "left",
+        "2 episodes failed",
+    ):
+        assert words in text, words
+
+
+def test_an_approximate_route_is_marked() -> None:
+    assert "* ewma_prox mixes the two" in shown(after_steps(3, "ewma_prox"), 100)
+    assert "*" not in shown(after_steps(3), 100)
+
+
+def test_a_panel_before_anything_happened() -> None:
+    display = LiveDisplay(fake_config(), console=plain_console()[0])
+    display.phase("starting the engine")
+    text = shown(display, 80)
+    assert "starting the engine" in text
+    assert "step 0/80" in text
+
+
+def test_numbers_that_are_missing_are_no_numbers() -> None:
+    display = LiveDisplay(fake_config(), console=plain_console()[0])
+    display.update(
+        {"step": 1, "rollout/success": None, "engine/tokens_per_s": float("nan"), "schedule/x": {}}
+    )
+    assert "—" in shown(display, 80)
+
+
+def test_a_terminal_gets_a_panel_that_stays() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100, height=40)
+    with LiveDisplay(fake_config(), console=console) as display:
+        display.update({"step": 1, "rollout/success": 0.25})
+        display.note("a line above")
+    assert "25.0%" in out.getvalue()
+    assert "a line above" in out.getvalue()
+
+
+def test_sparkline_averages_down_and_keeps_to_its_range() -> None:
+    assert sparkline([0.0, 1.0, 1.0, 1.0], 2, low=0.0, high=1.0) == "▅█"
+    assert sparkline([-5.0, 9.0], 2, low=0.0, high=1.0) == "▁█"
+    assert sparkline([2.0, 2.0], 2) == "▁▁"

@@ -1,0 +1,619 @@
+"""The exact routes equal independent full copies on the same trajectories, and so each other: with one, two and five
+versions in a turn and across turns, to 1e-5 in float32 and 1e-9 in float64, and in an asynchronous run with one and
+with two optimizer steps per batch.
+
+Besides: `eager` is exact on what it covers, and its fallback is asked for nothing else; what nobody can ask for is
+forgotten; pieces of one episode share a forward pass; `interrupt_sync` counts its stall; the old-logit process makes
+publication wait before any engine has the version, never the arrival of a piece; when it dies or freezes the next call
+says why, within five seconds, and it ends with its parent; in lockstep its speed changes no bit.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.test_loop import make, run
+from unstale.build import build_correction, build_old_logps
+from unstale.components import RunComponents
+from unstale.config import CorrectionConfig, OldLogpsConfig, TrainerConfig
+from unstale.engines import SamplingParams, Update
+from unstale.model.policy import Policy
+from unstale.old_logps import OldLogps, Passive, Scoring, interrupt_sync
+from unstale.old_logps.eager import Eager
+from unstale.old_logps.interrupt_sync import InterruptSync
+from unstale.old_logps.old_logit_model import OldLogitModel, OldLogitModelDied
+from unstale.old_logps.scored import key_of, score_pieces
+from unstale.records import Batch, PendingPiece, Sampled, collate, walk
+from unstale.rollout.episode import Rollout
+from unstale.testing import episode, nudge, plain_logps, tiny_policy, written_down
+from unstale.trainer.local import Trainer
+from unstale.weights import wire
+
+ROUTES = {
+    "snapshot_old, delta": OldLogpsConfig(route="snapshot_old", storage="delta"),
+    "snapshot_old, full": OldLogpsConfig(route="snapshot_old", storage="full"),
+    "old_logit_model": OldLogpsConfig(route="old_logit_model"),
+    "interrupt_sync": OldLogpsConfig(route="interrupt_sync"),
+    "eager, snapshot_old": OldLogpsConfig(route="eager", fallback="snapshot_old"),
+    "eager, interrupt_sync": OldLogpsConfig(route="eager", fallback="interrupt_sync"),
+}
+PLANS = (
+    [4, (5, 3)],
+    [4, (3, 2), (4, 3), 2],
+    [4, (3, 2), 5, (4, 3)],
+    [4, (2, 0), (3, 1), (1, 2), (2, 3), (3, 4)],
+    [4, (2, 0), 3, (3, 1), (2, 2), 4, (1, 2), (2, 3), 2, (3, 4), 1],
+    [6, (3, 4)],
+)
+"""One, two and five versions in a turn and across turns."""
+TRAJECTORIES = [episode(number, plan) for number, plan in enumerate(PLANS)]
+BATCH = collate(TRAJECTORIES)
+
+
+def pieces_of(version: int) -> list[PendingPiece]:
+    found = []
+    for number, credited in enumerate(TRAJECTORIES):
+        tokens = credited.trajectory.tokens
+        for start, piece, _ in walk(credited.trajectory.pieces):
+            if isinstance(piece, Sampled) and piece.version == version:
+                found.append(
+                    PendingPiece(number, tokens[: start + len(piece.tokens)], start, piece)
+                )
+    return found
+
+
+def play(route: OldLogps, policy: Policy, *, versions: int = 5) -> list[Policy]:
+    """What the loop would tell a route: half the pieces of a version arrive in time for idle scoring. Full copies."""
+    copies = []
+    for version in range(versions):
+        if version:
+            route.closing(policy, pieces_of(version - 1))
+            nudge(policy, seed=version)
+        policy.version = version
+        copies.append(policy.twin())
+        route.publishing(policy)
+        route.published(policy, live=range(version))
+        early, late = pieces_of(version)[::2], pieces_of(version)[1::2]
+        for piece in early:
+            route.arrived(piece)
+        while route.idle(policy):
+            pass
+        for piece in late:
+            route.arrived(piece)
+    return copies
+
+
+def truth(batch: Batch, copies: Sequence[Policy], *, temperature: float = 1.0) -> Tensor:
+    """`[T]` by one ordinary forward pass per sequence and version, in float64."""
+    values = torch.zeros(len(batch.tokens), dtype=torch.float64)
+    for start, end in batch.spans():
+        tokens, versions = batch.tokens[start:end].tolist(), batch.version[start:end]
+        for version in versions[batch.sampled[start:end]].unique().tolist():
+            logp = plain_logps(copies[version], tokens, temperature=temperature)
+            values[start:end] = torch.where(versions == version, logp, values[start:end])
+    return torch.where(batch.sampled, values, 0.0)
+
+
+@contextmanager
+def built(name: str, policy: Policy, *, micro_tokens: int = 48) -> Iterator[OldLogps]:
+    with closing(build_old_logps(ROUTES[name], policy, Scoring(0.7, micro_tokens))) as route:
+        yield route
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-9)])
+@pytest.mark.parametrize("name", ROUTES)
+def test_exact_routes_equal_independent_full_copies(
+    name: str, dtype: str, tolerance: float
+) -> None:
+    policy = tiny_policy(dtype=dtype)
+    with built(name, policy) as route:
+        copies = play(route, policy)
+        values, exact = route.logps(BATCH, torch.empty(0))
+    assert torch.equal(exact, BATCH.sampled)
+    assert (values - truth(BATCH, copies, temperature=0.7)).abs().max() < tolerance
+
+
+def test_pieces_of_one_episode_share_one_sequence() -> None:
+    policy = tiny_policy()
+    pieces = {key_of(piece): piece.tokens for piece in pieces_of(2) if piece.episode == 4}
+    assert sorted(place.start for place in pieces) == [12, 18]
+    answers, forward_tokens = score_pieces(policy, pieces, Scoring(1.0, 48))
+    assert forward_tokens == 19  # to the end of the second piece, once
+    expected = plain_logps(policy, TRAJECTORIES[4].trajectory.tokens).float()
+    for place, values in answers.items():
+        truth_of_it = expected[place.start : place.start + len(values)]
+        torch.testing.assert_close(values, truth_of_it, atol=1e-5, rtol=0)
+
+
+class Sevens(Passive):
+    """Answers -7 and remembers for which tokens."""
+
+    def __init__(self) -> None:
+        self.asked: list[Batch] = []
+
+    def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
+        self.asked.append(batch)
+        return torch.where(batch.sampled, -7.0, 0.0), torch.zeros_like(batch.sampled)
+
+
+def test_eager_is_exact_on_what_it_covers_and_asks_for_nothing_else() -> None:
+    policy, fallback = tiny_policy(), Sevens()
+    route = Eager(policy, scoring=Scoring(1.0, 48), fallback=fallback)
+    copies = play(route, policy)
+    values, exact = route.logps(BATCH, torch.empty(0))
+    # in time: every other piece of versions 0 to 3, in order of arrival; of version 4 the trainer still is everything
+    early = {
+        (piece.episode, piece.start) for version in range(4) for piece in pieces_of(version)[::2]
+    }
+    early |= {(piece.episode, piece.start) for piece in pieces_of(4)}
+    covered = torch.zeros_like(BATCH.sampled)
+    for version in range(5):
+        for piece in pieces_of(version):
+            at = BATCH.offsets[piece.episode]
+            covered[at + piece.start : at + len(piece.tokens)] = (
+                piece.episode,
+                piece.start,
+            ) in early
+    assert torch.equal(exact, covered)
+    expected = truth(BATCH, copies).float()
+    torch.testing.assert_close(values[covered], expected[covered], atol=1e-5, rtol=0)
+    assert (values[BATCH.sampled & ~covered] == -7).all() and not values[~BATCH.sampled].any()
+    (asked,) = fallback.asked
+    left = [i for i, (a, b) in enumerate(BATCH.spans()) if (BATCH.sampled & ~covered)[a:b].any()]
+    part, index = BATCH.select(left)
+    assert 0 < len(left) < len(PLANS) and asked.episodes == part.episodes
+    assert torch.equal(asked.sampled, (BATCH.sampled & ~covered)[index])
+    fraction = route.costs()["eager/exact_fraction"]
+    assert (
+        fraction == pytest.approx(int(covered.sum()) / int(BATCH.sampled.sum()))
+        and 0.4 < fraction < 0.9
+    )
+    assert route.costs()["eager/exact_fraction"] == 0
+
+
+def test_eager_scores_nothing_once_the_trainer_has_left_the_version() -> None:
+    policy = tiny_policy()
+    route = Eager(policy, scoring=Scoring(1.0, 48), fallback=Sevens())
+    policy.version = 2
+    route.published(policy, live=())
+    for piece in pieces_of(2):
+        route.arrived(piece)
+    nudge(policy, seed=1)
+    assert not route.idle(policy)
+    policy.version = 3
+    route.published(policy, live={2})
+    for piece in pieces_of(3):
+        route.arrived(piece)
+    while route.idle(policy):
+        pass
+    route.costs()
+    _, exact = route.logps(BATCH, torch.empty(0))
+    assert exact.any() and torch.equal(exact, BATCH.version == 3)
+    assert route.costs()["forward_tokens"] == 0
+
+
+@pytest.mark.parametrize("name", ["interrupt_sync", "eager, interrupt_sync", "old_logit_model"])
+def test_what_nobody_can_ask_for_is_forgotten(name: str) -> None:
+    """Whether its episodes were trained on or given up: the versions that are still live decide."""
+    policy = tiny_policy()
+    with built(name, policy) as route:
+        play(route, policy)
+        assert _answered(route) >= {0, 1, 2, 3}
+        route.closing(policy, pieces_of(4))
+        policy.version = 5
+        route.published(policy, live={2, 5})
+        assert _answered(route) == {2}
+
+
+def _answered(route: OldLogps) -> set[int]:
+    """The versions that it holds answers of."""
+    state = route.state()
+    held = [part["answers"] for part in (state, state.get("fallback", {})) if "answers" in part]
+    return {version for answers in held for version in answers["places"][:, 0].tolist()}
+
+
+def test_a_version_closed_without_a_piece_is_missed_with_numbers() -> None:
+    policy = tiny_policy()
+    route = InterruptSync(policy, scoring=Scoring(1.0, 48))
+    route.published(policy, live=())
+    route.closing(policy, [])
+    policy.version = 1
+    route.published(policy, live={0})
+    with pytest.raises(LookupError, match=r"2 tokens of versions \[0\] were never scored"):
+        route.logps(collate([episode(0, [4, (2, 0), (3, 1)])]), torch.empty(0))
+
+
+def test_the_stall_lasts_from_closing_to_publication(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 12.5, 19.0])  # closing begins, closing ends, the next version is published
+    monkeypatch.setattr(interrupt_sync.time, "perf_counter", lambda: next(clock))
+    policy = tiny_policy()
+    route = InterruptSync(policy, scoring=Scoring(1.0, 48))
+    policy.version = 3
+    route.published(policy, live=())
+    part, _ = BATCH.select([0])
+    route.logps(part, torch.empty(0))
+    assert route.costs() == {
+        "forward_tokens": 9,
+        "interrupt_sync/closing_s": 0,
+        "interrupt_sync/stall_s": 0,
+    }
+    route.closing(policy, [piece for piece in pieces_of(3) if piece.episode != part.episodes[0]])
+    assert route.costs() == {
+        "forward_tokens": 11 + 16 + 12 + 21,
+        "interrupt_sync/closing_s": 2.5,
+        "interrupt_sync/stall_s": 0,
+    }
+    policy.version = 4
+    route.published(policy, live={3})
+    assert route.costs() == {
+        "forward_tokens": 0,
+        "interrupt_sync/closing_s": 0,
+        "interrupt_sync/stall_s": 9,
+    }
+
+
+@contextmanager
+def old_logit_model(policy: Policy) -> Iterator[OldLogitModel]:
+    with closing(OldLogitModel(policy, scoring=Scoring(1.0, 48))) as route:
+        route.published(policy, live=())
+        yield route
+
+
+def wait_until_gone(pid: int) -> None:
+    status, deadline = Path(f"/proc/{pid}/status"), time.monotonic() + 60
+    while status.exists() and "State:\tZ" not in status.read_text():
+        assert time.monotonic() < deadline, f"process {pid} is still there"
+        time.sleep(0.02)
+
+
+def advance(policy: Policy, route: OldLogps, seed: int) -> None:
+    nudge(policy, seed=seed)
+    policy.version += 1
+    route.publishing(policy)
+    route.published(policy, live=range(policy.version))
+
+
+def test_publishing_waits_for_the_process_to_load_the_version_before_and_arrivals_do_not() -> None:
+    policy = tiny_policy()
+    with ThreadPoolExecutor(1) as trainer, old_logit_model(policy) as route:
+        one = pieces_of(0)[0]
+        route.arrived(one)
+        assert len(route.state()["answers"]["places"]) == 1  # so version 0 is loaded
+        route.costs()
+        os.kill(route.pid, signal.SIGSTOP)
+        tokens = one.tokens * 150
+        for number in range(1000, 1099):  # half a megabyte: more than a socket holds
+            route.arrived(
+                PendingPiece(number, tokens, len(tokens) - len(one.piece.tokens), one.piece)
+            )
+        advance(
+            policy, route, seed=1
+        )  # tells of version 1, and waits for nothing: version 0 is loaded
+        waiting = trainer.submit(route.publishing, policy)
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.5)
+        os.kill(route.pid, signal.SIGCONT)
+        waiting.result(timeout=60)
+        assert route.costs()["old_logit_model/wait_s"] > 0.5
+        assert len(route.state()["answers"]["places"]) == 100
+
+
+@pytest.mark.parametrize("call", ["publishing", "logps", "state"])
+def test_a_process_that_died_ends_the_next_call_with_its_cause(call: str) -> None:
+    policy = tiny_policy()
+    with old_logit_model(policy) as route:
+        os.kill(route.pid, signal.SIGKILL)
+        wait_until_gone(route.pid)
+        calls: dict[str, Callable[[], object]] = {
+            "publishing": lambda: route.publishing(policy),
+            "logps": lambda: route.logps(collate([episode(0, [4, (2, 0)])]), torch.empty(0)),
+            "state": route.state,
+        }
+        with pytest.raises(
+            OldLogitModelDied, match=r"the old-logit process \(pid \d+\) ended with signal 9"
+        ):
+            calls[call]()
+
+
+def test_a_process_that_dies_while_it_is_waited_for_ends_the_wait() -> None:
+    policy = tiny_policy()
+    with ThreadPoolExecutor(1) as trainer, old_logit_model(policy) as route:
+        os.kill(route.pid, signal.SIGSTOP)
+        for piece in pieces_of(0):
+            route.arrived(piece)
+        waiting = trainer.submit(route.state)
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.3)
+        os.kill(route.pid, signal.SIGKILL)
+        with pytest.raises(OldLogitModelDied, match="signal 9"):
+            waiting.result(timeout=30)
+
+
+def test_a_frozen_process_ends_whoever_waits_for_it_within_five_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert wire.FROZEN_S + wire.BEAT_S < 5
+    monkeypatch.setattr(wire, "FROZEN_S", 1.0)
+    policy = tiny_policy()
+    with old_logit_model(policy) as route:
+        route.arrived(pieces_of(0)[0])
+        route.state()  # so it has begun to beat
+        os.kill(route.pid, signal.SIGSTOP)
+        for piece in pieces_of(0)[1:]:
+            route.arrived(piece)
+        advance(policy, route, seed=1)
+        asked, began = replace(BATCH, sampled=BATCH.version == 0), time.monotonic()
+        with pytest.raises(
+            OldLogitModelDied, match=r"the old-logit process \(pid \d+\) did not answer for 1 s"
+        ):
+            route.logps(asked, torch.empty(0))
+        assert time.monotonic() - began < 5
+        for call in (
+            route.state,
+            partial(route.publishing, policy),
+            partial(route.logps, asked, torch.empty(0)),
+        ):
+            with pytest.raises(OldLogitModelDied, match="signal 9"):  # it is not left behind
+                call()
+
+
+def test_closing_does_not_wait_for_a_frozen_process_with_a_full_socket() -> None:
+    policy = tiny_policy()
+    route = OldLogitModel(policy, scoring=Scoring(1.0, 48))
+    route.published(policy, live=())
+    os.kill(route.pid, signal.SIGSTOP)
+    piece, pid = pieces_of(0)[0], route.pid
+    for number in range(1000, 1099):  # half a megabyte: more than a socket holds
+        route.arrived(
+            PendingPiece(number, piece.tokens * 150, len(piece.tokens) * 150 - 1, piece.piece)
+        )
+    with ThreadPoolExecutor(1) as trainer:
+        trainer.submit(route.close).result(timeout=10)
+    wait_until_gone(pid)
+
+
+def in_lockstep(*, hindered: bool) -> list[Any]:
+    """What a route says and spends, asked in the middle of every version. Hindered: other arrivals, a slow process."""
+    policy, copies, found = tiny_policy(), [], []
+    with closing(OldLogitModel(policy, scoring=Scoring(0.7, 24), lockstep=True)) as route:
+        for version in range(5):
+            if version:
+                nudge(policy, seed=version)
+            policy.version = version
+            copies.append(policy.twin())
+            route.publishing(policy)
+            route.published(policy, live=range(version))
+            pieces = pieces_of(version)
+            if hindered:
+                os.kill(route.pid, signal.SIGSTOP)
+                threading.Timer(0.3, os.kill, (route.pid, signal.SIGCONT)).start()
+            for piece in pieces[-2::-1] if hindered else pieces[:-1]:
+                route.arrived(piece)
+            asked = replace(BATCH, sampled=BATCH.sampled & (BATCH.version <= version))
+            found += [route.logps(asked, torch.empty(0))[0], route.costs()["forward_tokens"]]
+            route.arrived(pieces[-1])
+        values, _ = route.logps(BATCH, torch.empty(0))
+        assert (values - truth(BATCH, copies, temperature=0.7)).abs().max() < 1e-5
+        return [*found, values, route.costs()["forward_tokens"], *route.state()["answers"].values()]
+
+
+def test_in_lockstep_nothing_depends_on_how_fast_the_process_is_nor_on_the_order_of_arrival() -> (
+    None
+):
+    for one, other in zip(in_lockstep(hindered=False), in_lockstep(hindered=True), strict=True):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+def test_a_resumed_route_starts_its_process_at_the_first_publication_and_hears_of_its_own_pieces_again() -> (
+    None
+):
+    policy = tiny_policy()
+    with built("old_logit_model", policy) as route:
+        copies = play(route, policy, versions=3)
+        state = written_down(route.state())
+    nudge(policy, seed=3)
+    policy.version = 3
+    copies.append(policy.twin())
+    batch = collate([TRAJECTORIES[i] for i in (0, 1, 2)])
+    with built("old_logit_model", policy) as route:
+        route.restore(state)
+        route.recover({2: pieces_of(2)}, lambda version: copies[version].weights())
+        assert route.costs()["forward_tokens"] == 0  # its state lacked nothing
+        for piece in pieces_of(3):
+            route.arrived(piece)
+        with pytest.raises(RuntimeError, match="starts at the first publication"):
+            route.pid  # type: ignore[attr-defined]  # noqa: B018
+        route.publishing(policy)
+        route.published(policy, live={2, 3})
+        nudge(policy, seed=4)
+        values, exact = route.logps(batch, torch.empty(0))
+    assert torch.equal(exact, batch.sampled)
+    assert (values - truth(batch, copies, temperature=0.7)).abs().max() < 1e-5
+
+
+def test_a_piece_that_comes_after_its_version_was_left_ends_with_that_cause() -> None:
+    policy = tiny_policy()
+    with old_logit_model(policy) as route:
+        advance(policy, route, seed=1)
+        for piece in pieces_of(1):
+            route.arrived(piece)
+        route.state()  # so version 1 is loaded
+        route.arrived(pieces_of(0)[0])
+        with pytest.raises(
+            OldLogitModelDied, match="a piece of version 0 came when version 1 was loaded"
+        ):
+            route.state()
+
+
+def test_a_piece_that_never_arrived_is_missed_and_not_waited_for() -> None:
+    policy = tiny_policy()
+    with old_logit_model(policy) as route:
+        advance(policy, route, seed=1)
+        with pytest.raises(LookupError, match=r"2 tokens of versions \[0\] were never scored"):
+            route.logps(collate([episode(0, [4, (2, 0), (3, 1)])]), torch.empty(0))
+
+
+def test_the_process_ends_when_its_parent_is_gone() -> None:
+    program = (
+        "import os; from unstale.testing import tiny_policy; from unstale.old_logps import Scoring; "
+        "from unstale.old_logps.old_logit_model import OldLogitModel; policy = tiny_policy(); "
+        "route = OldLogitModel(policy, scoring=Scoring(1.0, 48)); route.published(policy, ()); "
+        "print(route.pid, flush=True); os._exit(0)"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, check=True, capture_output=True, text=True
+    )
+    wait_until_gone(int(done.stdout))
+
+
+class Witness:
+    """Hands everything on, and keeps full copies of the versions and what was answered."""
+
+    def __init__(self, route: OldLogps) -> None:
+        self.route = route
+        self.copies: list[Policy] = []
+        self.answers: list[tuple[Batch, Tensor, Tensor]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.route, name)
+
+    def published(self, policy: Policy, live: Collection[int]) -> None:
+        self.copies.append(policy.twin())
+        self.route.published(policy, live)
+
+    def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
+        values, exact = self.route.logps(batch, now)
+        self.answers.append((batch, values, exact))
+        return values, exact
+
+
+def routed(
+    parts: RunComponents, old: OldLogps | Witness, *, steps_per_batch: int = 1
+) -> RunComponents:
+    """The same run with another route, and a learning rate at which versions can be told apart."""
+
+    def arrived(piece: PendingPiece) -> None:
+        parts.ledger.arrived(piece)
+        old.arrived(piece)
+
+    config = replace(parts.config, trainer=TrainerConfig(lr=3e-3, steps_per_batch=steps_per_batch))
+    # the script's log-probabilities are far from the policy's: any control of D would drop every token
+    rules = replace(
+        parts.trainer.rules, correction=build_correction(CorrectionConfig(control="none"))
+    )
+    return replace(
+        parts,
+        config=config,
+        old=old,
+        rollout=Rollout(
+            parts.rollout.speaker, parts.rollout.taskset, config.rollout, arrived=arrived
+        ),
+        trainer=Trainer(
+            parts.policy, config.trainer, rules, old, num_steps=config.steps * steps_per_batch
+        ),
+    )
+
+
+def test_no_engine_gets_a_version_before_the_process_has_loaded_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a run without lag, where no batch waits for answers, the process stands still from the first update on."""
+    parts = make(tmp_path, count(), budget=0, steps=4)
+    route = OldLogitModel(parts.policy, scoring=Scoring(1.0, 256))
+    load, publishing = parts.engine.load, route.publishing
+    happened: list[str] = []
+
+    async def hooked_load(update: Update, version: int) -> None:
+        await load(update, version)
+        happened.append(f"engine {version}")
+        if version == 1:
+            os.kill(route.pid, signal.SIGSTOP)
+
+    def go_on() -> None:
+        happened.append("goes on")
+        os.kill(route.pid, signal.SIGCONT)
+
+    def hooked_publishing(policy: Policy) -> None:
+        if policy.version == 2:
+            threading.Timer(0.5, go_on).start()
+        publishing(policy)
+        happened.append(f"loaded {route._loaded}")
+
+    monkeypatch.setattr(parts.engine, "load", hooked_load)
+    monkeypatch.setattr(route, "publishing", hooked_publishing)
+    with closing(route):
+        rows = run(routed(parts, route))
+    assert happened == [
+        "loaded -1", "engine 0", "loaded 0", "engine 1", "goes on", "loaded 1", "engine 2",
+        "loaded 2", "engine 3", "loaded 3", "engine 4",
+    ]  # fmt: skip
+    assert rows[2]["old_logit_model/wait_s"] >= 0.5
+    assert all(row["old_logps/exact_fraction"] == 1 for row in rows)
+
+
+def pauses() -> Callable[[Sequence[int], SamplingParams], Awaitable[None]]:
+    """One task in seven stops once in the middle of each reply, until an update interrupts it; a second at most."""
+    begun: set[tuple[int, int]] = set()
+
+    async def wait(tokens: Sequence[int], params: SamplingParams) -> None:
+        place = params.seed, len(tokens)
+        if tokens[1] == 5 and len(tokens) in (4, 11) and place not in begun:
+            begun.add(place)
+            await asyncio.sleep(1.0)
+        await asyncio.sleep(0)
+
+    return wait
+
+
+@pytest.mark.parametrize("steps_per_batch", [1, 2])
+@pytest.mark.parametrize(
+    "name", ["old_logit_model", "interrupt_sync", "eager, snapshot_old", "eager, interrupt_sync"]
+)
+def test_in_an_asynchronous_run_every_token_gets_its_own_versions_logp(
+    tmp_path: Path, name: str, steps_per_batch: int
+) -> None:
+    parts = make(tmp_path, count(), budget=2, steps=10)
+    witness = Witness(build_old_logps(ROUTES[name], parts.policy, Scoring(1.0, 256)))
+    parts.engine._engine._token_delay = pauses()  # type: ignore[attr-defined]
+    parts = routed(parts, witness, steps_per_batch=steps_per_batch)
+    with closing(witness.route):
+        rows = run(parts)
+    assert len(rows) == len(witness.answers) == 10 and len(witness.copies) == 11
+    mixed, moved = 0, 0.0
+    for batch, values, exact in witness.answers:
+        expected = truth(batch, witness.copies)
+        assert torch.equal(exact, batch.sampled)
+        assert (values - expected).abs().max() < 1e-5
+        newest = truth(replace(batch, version=torch.where(batch.sampled, 10, -1)), witness.copies)
+        moved = max(moved, float((expected - newest).abs().max()))
+        turns = zip(
+            batch.sequence.tolist(), batch.turn.tolist(), batch.version.tolist(), strict=True
+        )
+        seen = {turn for turn in turns if turn[1] >= 0}
+        mixed += len(seen) - len({turn[:2] for turn in seen})
+    assert mixed > 0, "no turn had tokens of two versions: this run tests nothing"
+    assert moved > 1e-3, "all versions are alike: this run tests nothing"
+    assert all(row["old_logps/exact_fraction"] == 1 for row in rows)
+    if "eager" in name:
+        assert any(row["eager/exact_fraction"] > 0 for row in rows)
+    if "interrupt_sync" in name:
+        assert rows[0]["interrupt_sync/stall_s"] == 0 and all(
+            row["interrupt_sync/stall_s"] > 0 for row in rows[1:]
+        )

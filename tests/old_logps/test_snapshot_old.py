@@ -1,0 +1,198 @@
+"""`snapshot_old` on the version store.
+
+Pinned: however versions are stored, and wherever the movable model stands, values equal those of independent full
+copies; the model is moved as little as the batch allows; what it costs is what the store holds; it goes on from its
+state, keeps a memory limit, and leaves no file behind.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from unstale.build import build_old_logps
+from unstale.config import OldLogpsConfig
+from unstale.model.policy import Policy
+from unstale.old_logps import Scoring
+from unstale.old_logps.snapshot_old import SnapshotOld
+from unstale.records import Batch, collate
+from unstale.testing import episode, nudge, plain_logps, tiny_policy
+from unstale.weights.store import StoreFull, VersionStore
+
+SCORING = Scoring(0.7, 48)
+NOTHING = torch.empty(0)
+VERSIONS_IN_TURNS = (
+    [4, (5, 3)],
+    [4, (3, 2), (4, 3), 2],
+    [4, (3, 2), 5, (4, 3)],
+    [4, (2, 0), (3, 1), (1, 2), (2, 3), (3, 4)],
+    [4, (2, 0), 3, (3, 1), (2, 2), 4, (1, 2), (2, 3), 2, (3, 4), 1],
+)
+STORES = {
+    "delta": OldLogpsConfig(),
+    "full": OldLogpsConfig(storage="full"),
+    "delta in files": OldLogpsConfig(spill=True),
+    "full in files": OldLogpsConfig(storage="full", spill=True),
+}
+
+
+class Counting(VersionStore):
+    """A store that writes down where the movable copy was brought."""
+
+    def __init__(self, movable: Mapping[str, Tensor]) -> None:
+        super().__init__(movable)
+        self.visits: list[int] = []
+
+    def move_to(self, version: int) -> None:
+        super().move_to(version)
+        self.visits.append(version)
+
+
+def build(config: OldLogpsConfig, policy: Policy) -> SnapshotOld:
+    route = build_old_logps(config, policy, SCORING)
+    assert isinstance(route, SnapshotOld)
+    return route
+
+
+def publish(policy: Policy, *routes: SnapshotOld, versions: int = 5) -> list[Policy]:
+    """Versions through the routes; independent full copies of them come back."""
+    copies = []
+    for version in range(versions):
+        if version:
+            nudge(policy, seed=version)
+        policy.version = version
+        copies.append(policy.twin())
+        for route in routes:
+            route.published(policy, live=range(version))
+    return copies
+
+
+def check(route: SnapshotOld, batch: Batch, copies: list[Policy], *, tolerance: float) -> None:
+    values, exact = route.logps(batch, NOTHING)
+    assert torch.equal(exact, batch.sampled)
+    for start, end in batch.spans():
+        tokens, own = batch.tokens[start:end].tolist(), batch.sampled[start:end]
+        for version in batch.version[start:end][own].unique().tolist():
+            here = own & (batch.version[start:end] == version)
+            truth = plain_logps(copies[version], tokens, temperature=0.7)
+            assert (values[start:end][here] - truth[here]).abs().max() < tolerance
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-9)])
+@pytest.mark.parametrize("config", STORES.values(), ids=STORES.keys())
+def test_values_equal_those_of_independent_full_copies_however_versions_are_stored(
+    config: OldLogpsConfig, dtype: str, tolerance: float
+) -> None:
+    policy = tiny_policy(dtype=dtype)
+    route = build(config, policy)
+    copies = publish(policy, route)
+    for plan in VERSIONS_IN_TURNS:
+        check(
+            route,
+            collate([episode(0, plan), episode(1, [6, (3, 0), (2, 4)])]),
+            copies,
+            tolerance=tolerance,
+        )
+    check(
+        route,
+        collate([episode(i, plan) for i, plan in enumerate(VERSIONS_IN_TURNS)]),
+        copies,
+        tolerance=tolerance,
+    )
+    route.close()
+
+
+def test_all_ways_to_store_bfloat16_weights_give_the_same_bits() -> None:
+    policy = tiny_policy(dtype="bfloat16")
+    routes = [build(config, policy) for config in STORES.values()]
+    publish(policy, *routes)
+    nudge(policy, seed=9)  # a step later: the policy stands for no version
+    batch = collate([episode(i, plan) for i, plan in enumerate(VERSIONS_IN_TURNS)])
+    values = [route.logps(batch, NOTHING)[0] for route in routes]
+    assert all(torch.equal(values[0], other) for other in values[1:])
+    for route in routes:
+        route.close()
+
+
+def test_the_model_is_moved_along_the_chain_from_its_nearer_end() -> None:
+    policy = tiny_policy()
+    route = SnapshotOld(policy, scoring=SCORING, make_store=Counting)
+    publish(policy, route)
+    store = route.store
+    assert isinstance(store, Counting) and store.at == 4
+    visited = []
+    for plan in (
+        [4, (2, 0), (3, 2), (1, 3)],
+        [4, (2, 1), (3, 2)],
+        [4, (2, 0), (3, 4), (3, 3)],
+        [5, (2, 4)],
+    ):
+        store.visits.clear()
+        route.logps(collate([episode(0, plan)]), NOTHING)
+        visited.append(list(store.visits))
+    # version 4 is the policy's own: it scores that one itself, and nothing is moved for it
+    assert visited == [[3, 2, 0], [1, 2], [3, 0], []]
+
+
+def test_costs_are_what_the_store_holds_and_what_the_batch_took() -> None:
+    policy = tiny_policy(dtype="bfloat16")
+    route = build(OldLogpsConfig(), policy)
+    publish(policy, route)
+    first = route.costs()
+    assert first["encode_s"] > 0 and first["restore_s"] == 0 and first["forward_tokens"] == 0
+    route.logps(collate([episode(0, [4, (2, 1), (3, 2), 5])]), NOTHING)
+    costs = route.costs()
+    assert (
+        costs["forward_tokens"] == (4 + 2) + (4 + 2 + 3)
+        and costs["restore_s"] > 0
+        and costs["encode_s"] == 0
+    )
+    assert costs["movable_bytes"] == sum(tensor.nbytes for tensor in policy.weights().values())
+    deltas = [route.store.delta(version).nbytes for version in range(1, 5)]
+    assert (
+        costs["versions"] == 5
+        and costs["resident_bytes"] == sum(deltas) < 4 * costs["movable_bytes"]
+    )
+    assert costs["bytes_per_version"] == sum(deltas) / 4
+
+
+def test_what_nobody_needs_does_not_count_against_the_memory_limit() -> None:
+    policy = tiny_policy()
+    one_copy = sum(tensor.nbytes for tensor in policy.weights().values())
+    route = build(OldLogpsConfig(storage="full", memory_gb=2.5 * one_copy / 1e9), policy)
+    for version in range(5):
+        policy.version = version
+        route.published(policy, live={version - 1, version})
+    assert route.store.versions == (3, 4)
+    policy.version = 5
+    with pytest.raises(StoreFull, match=r"version 5 .* versions \[3, 4\] are still needed"):
+        route.published(policy, live={3, 4, 5})
+
+
+def test_it_goes_on_from_its_state_and_the_same_version_may_be_published_again() -> None:
+    policy = tiny_policy()
+    route, other = build(OldLogpsConfig(), policy), build(OldLogpsConfig(spill=True), policy)
+    publish(policy, route)
+    batch = collate([episode(i, plan) for i, plan in enumerate(VERSIONS_IN_TURNS)])
+    other.restore(route.state())
+    other.published(policy, live=range(5))
+    assert torch.equal(other.logps(batch, NOTHING)[0], route.logps(batch, NOTHING)[0])
+    nudge(policy, seed=9)
+    with pytest.raises(ValueError, match="version 4 is published already, with other weights"):
+        other.published(policy, live=range(5))
+    other.close()
+
+
+def test_a_closed_route_leaves_no_file_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    policy = tiny_policy()
+    route = build(OldLogpsConfig(spill=True), policy)
+    assert list(tmp_path.iterdir()) == []
+    publish(policy, route, versions=3)
+    assert len(list(tmp_path.glob("*/*.safetensors"))) == 2 and route.costs()["resident_bytes"] == 0
+    route.close()
+    assert list(tmp_path.iterdir()) == []

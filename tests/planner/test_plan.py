@@ -1,0 +1,503 @@
+"""Promises: parameters are those of the real models, costs are what is worked out by hand and was measured, and what a
+plan suggests fits, keeps to what was asked, and can be run."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from unstale.cli.main import _parser, configure, main
+from unstale.config import ConfigError, ScheduleConfig
+from unstale.old_logps import (
+    Needs,
+    current_recompute,
+    ewma_prox,
+    interp_prox_linear,
+    interp_prox_loglinear,
+    interrupt_sync,
+    old_logit_model,
+    rollout,
+    snapshot_old,
+)
+from unstale.old_logps.ppo_ewma_async import PpoEwmaAsync
+from unstale.planner import deltas
+from unstale.planner.analytic import REDUCE_S, Analytic, Placement, Setting
+from unstale.planner.costs import Proportional
+from unstale.planner.hardware import DEVICES, Device, Shares
+from unstale.planner.measured import as_device
+from unstale.planner.models import PRESETS, Model
+from unstale.planner.page import as_json
+from unstale.planner.route_costs import ROUTES
+from unstale.planner.simulate import Constant, LogNormal, Shape, Spoken, Workload
+from unstale.planner.suggest import AVERAGE, NEAR, Plan, Rated, Request, placements, suggest
+from unstale.planner.workload import Episodes
+from unstale.weights.codec import encode
+
+ROOT = Path(__file__).parents[2]
+SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+EXPERTS = {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen3Config(**SIZES, **HEADS, head_dim=16, tie_word_embeddings=True),
+        Qwen3Config(**SIZES, **HEADS, head_dim=8, tie_word_embeddings=False),
+        Qwen3MoeConfig(**SIZES, **HEADS, **EXPERTS, tie_word_embeddings=True),
+        Qwen3MoeConfig(**SIZES, **HEADS, **EXPERTS, tie_word_embeddings=False, mlp_only_layers=[1]),
+        Qwen2Config(**SIZES, **HEADS, tie_word_embeddings=True),
+        LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=False),
+    ],
+    ids=["tied", "untied", "experts-tied", "experts-mixed", "qwen2", "llama"],
+)
+def test_parameters_are_those_of_the_real_model(config: Any, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        real = AutoModelForCausalLM.from_config(config)
+    config.save_pretrained(tmp_path)
+    counted = Model.parse(str(tmp_path))
+    assert counted.parameters == sum(parameter.numel() for parameter in real.parameters())
+    assert counted.matrices["head"] == (0 if config.tie_word_embeddings else 96 * 32)
+
+
+@pytest.mark.parametrize(
+    ("name", "all_of_them", "without_embedding"),
+    [("0.6B", 0.6, 0.44), ("1.7B", 1.7, 1.4), ("4B", 4.0, 3.6), ("8B", 8.2, 6.95), ("14B", 14.8, 13.2),
+     ("32B", 32.8, 31.2), ("30B-A3B", 30.5, 29.9), ("235B-A22B", 235, 234)],
+)  # fmt: skip
+def test_presets_have_the_parameters_of_their_model_cards(
+    name: str, all_of_them: float, without_embedding: float
+) -> None:
+    model = Model.parse(name)
+    body = model.parameters - model.matrices["embedding"] - model.matrices["head"]
+    assert model.parameters / 1e9 == pytest.approx(all_of_them, rel=0.015)
+    assert body / 1e9 == pytest.approx(without_embedding, rel=0.015)
+
+
+def test_a_token_costs_what_is_worked_out_by_hand() -> None:
+    """Two layers of width 8: attention 8 x 2 x (2 heads x 4 + 1 x 4) = 192, MLP 3 x 8 x 16 = 384, norms 16 + 8."""
+    model = Model.parse("layers=2,hidden=8,ffn=16,heads=2,kv_heads=1,head_dim=4,vocab=10,tied=true")
+    assert model.parameters == 10 * 8 + 2 * (192 + 384 + 16 + 8) + 8 == 1288
+    assert model.kv_bytes == 2 * 2 * 2 * 4
+    assert model.forward_flops(100) == 2 * 1288 + 2 * 100 * 2 * (
+        2 * 2 * 4
+    )  # scores and values: 2 x heads x head_dim
+    sparse = replace(model, experts=4, active=2, expert_ffn=6, tied=False)
+    experts = 2 * 4 * 3 * 8 * 6
+    assert sparse.parameters == 1288 - 2 * 384 + experts + 2 * 4 * 8 + 80
+    assert sparse.active_parameters == sparse.parameters - experts // 2 - 80
+    assert sparse.read_bytes(1) == 2 * sparse.active_parameters
+    assert sparse.read_bytes(2) == 2 * (
+        sparse.parameters - experts / 4 - 80
+    )  # a half of a half is passed by twice
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("5B", "did you mean"),
+        ("layers=2,hiden=8", "did you mean hidden"),
+        ("layers=2,hidden=8", "lacks ffn, heads, kv_heads"),
+        (
+            "layers=2,hidden=8,ffn=x,heads=2,kv_heads=1",
+            "ffn must be a whole number of 0 or more, got 'x'",
+        ),
+        ("layers=2,hidden=8,ffn=8,heads=3,kv_heads=2", "3 heads cannot share 2"),
+        ("layers=2,hidden=8,ffn=8,heads=2,kv_heads=2,experts=4", "need active"),
+    ],
+)
+def test_a_model_that_cannot_be_says_what_is_wrong(text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        Model.parse(text)
+
+
+def test_an_unknown_architecture_is_not_guessed_at(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(ConfigError, match="mamba"):
+        Model.parse(str(tmp_path))
+
+
+def table_of_routes() -> dict[str, list[str]]:
+    """The rows of the last table in benchmarks/results/2026-11-21-routes.md."""
+    text = (ROOT / "benchmarks/results/2026-11-21-routes.md").read_text().split("## Every route")[1]
+    rows = [
+        [cell.strip() for cell in line.strip("| ").split("|")]
+        for line in text.splitlines()
+        if "| `" in line
+    ]
+    return {row[0].strip("`"): row[1:] for row in rows}
+
+
+def costs(route: str) -> Analytic:
+    """A core that runs the table's model as it did: forward passes 0.267 of a step, a second; it copies 10 GB/s."""
+    hand = Model.parse(
+        "layers=8,hidden=448,ffn=1344,heads=8,kv_heads=4,head_dim=56,vocab=2048,tied=true"
+    )
+    batch = 4 * 320
+    flops = batch * hand.forward_flops(160) / 0.267
+    core = Device(
+        name="core",
+        flops=flops,
+        bandwidth=1e10,
+        memory=24e9,
+        link=1e10,
+        host_link=1e10,
+        network=1e10,
+    )
+    setting = Setting(
+        model=hand, device=core, shares=Shares(matmul=1, bandwidth=1, link=1), lr=1e-6,
+        episodes=Episodes(tokens=320, longest=320, seen=160, prompt=64),
+    )  # fmt: skip
+    place = Placement(1, 1, 1, scorers=1)
+    return Analytic(setting=setting, place=place, route=ROUTES[route], batch=batch, live=5)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_routes_cost_what_was_measured(name: str) -> None:
+    """Time within a tenth (of small ones within a hundredth of a step), copies within a tenth. What `eager` scores in
+    idle time is priced like the rest."""
+    extra, idle, copies, models, exact, *_ = table_of_routes()[name]
+    priced, route = costs(name), ROUTES[name]  # type: ignore[index]
+    model = priced.setting.model
+    assert model.parameters == 20_193_600
+    encode_s = deltas.encode_s(model.parameters, 1e-6) if route.chain else 0.0
+    took = sum(float(text.rstrip("%")) / 100 for text in (extra, idle))
+    # The trainer's thread has what was measured of every route, and the deltas of two.
+    assert priced.old_logps_s(1280, 3) + encode_s == pytest.approx(took, rel=0.1, abs=0.01)
+    held = route.chain_bytes(model, live=5, rate=1e-6) + 4 * model.parameters * route.averages
+    assert held / model.copy_bytes == pytest.approx(float(copies), rel=0.1, abs=0.005)
+    assert (route.movable, route.exact) == (int(models), exact == "100%")
+
+
+def test_routes_need_what_they_say_they_do() -> None:
+    real = {
+        "rollout": rollout.Rollout, "current_recompute": current_recompute.CurrentRecompute,
+        "snapshot_old": snapshot_old.SnapshotOld, "old_logit_model": old_logit_model.OldLogitModel,
+        "interrupt_sync": interrupt_sync.InterruptSync, "ewma_prox": ewma_prox.EwmaProx,
+        "ppo_ewma_async": PpoEwmaAsync, "interp_prox_loglinear": interp_prox_loglinear.InterpProxLoglinear,
+        "interp_prox_linear": interp_prox_linear.InterpProxLinear,
+    }  # fmt: skip
+    needs = {name: kind.needs for name, kind in real.items()}
+    needs["eager"] = replace(needs["snapshot_old"], idle=True)
+    assert needs.keys() == ROUTES.keys()
+    for name, cost in ROUTES.items():
+        told = Needs(
+            now=name == "current_recompute", inline=name.startswith("interp"), snapshots=cost.chain,
+            resident_models=cost.movable, closing=cost.closing, idle=cost.idle,
+        )  # fmt: skip
+        assert needs[name] == told, name
+
+
+def test_trajectories_are_run_up_to_the_last_token_of_each_version() -> None:
+    exact = ROUTES["snapshot_old"]
+    assert [exact.forwarded(versions) for versions in (0.5, 1, 2, 3)] == [1, 1, 1.5, 2]
+    assert (
+        exact.forwarded(2, given=0.5) == 0.75 + 1.0
+    )  # half is prompt: the first version ends at three quarters
+    assert ROUTES["interp_prox_loglinear"].forwarded(3) == 0
+
+
+@pytest.mark.parametrize("row", deltas.TABLE, ids=lambda row: f"{row.rate:g}")
+def test_deltas_are_as_long_as_the_codec_writes_them(row: deltas.Measured) -> None:
+    """Words change here and there, by a XOR of few bits: as an optimizer step leaves them."""
+    random, count = np.random.default_rng(0), 1_000_000
+    bits = (
+        np.minimum(random.geometric(0.5, count), 8)
+        if row.rate < 1e-4
+        else random.integers(1, 10, count)
+    )
+    difference = np.where(random.random(count) < row.changed, 2**bits - 1, 0).astype(np.int16)
+    written = encode(torch.from_numpy(difference)).nbytes
+    assert written == pytest.approx(deltas.delta_bytes(count, row.rate), rel=0.2)
+
+
+def test_a_device_takes_the_time_that_its_data_sheet_gives() -> None:
+    """Qwen3-4B on an H100 at all of its figures: 2.4 ms to read 8.04 GB of weights, and 16,000 tokens of context."""
+    model = PRESETS["4B"]
+    setting = Setting(
+        model=model, device=DEVICES["H100"], shares=Shares(matmul=1, decode=1, bandwidth=1, link=1, step_s=0), lr=1e-6,
+        episodes=Episodes(tokens=2000, longest=2000, seen=1000, prompt=200),
+    )  # fmt: skip
+    alone = Analytic(
+        setting=setting, place=Placement(4, 4, 1), route=ROUTES["rollout"], batch=1e5, live=3
+    )
+    assert alone.step_s(16, 16_000) == pytest.approx((8.044936192e9 + 147456 * 16_000) / 3.35e12)
+    assert alone.step_s(4096, 4096) == pytest.approx(
+        4096 * model.forward_flops(1) / 989.4e12
+    )  # computing binds
+    optimizer = 30 * model.parameters / (4 * 3.35e12)
+    assert alone.train_s(100_000) == pytest.approx(
+        3 * 1e5 * model.forward_flops(1000) / (4 * 989.4e12) + optimizer
+    )
+    again = replace(alone, setting=replace(setting, recompute=True))
+    assert again.train_s(100_000) - alone.train_s(100_000) == pytest.approx(
+        alone.forward_s(100_000)
+    )
+    pair = replace(alone, place=Placement(4, 2, 2))
+    reduced = 2 * 36 * 16 * 2560 * 2 / 450e9 + 72 * REDUCE_S  # 2 (tp - 1) / tp is 1
+    assert pair.step_s(16, 16_000) == pytest.approx(alone.step_s(16, 16_000) / 2 + reduced)
+
+
+def test_a_version_travels_whole_or_as_a_delta_whichever_is_quicker() -> None:
+    """16 devices: 8.04 GB over 50 GB/s are 0.16 s. A delta of 9 MB or so is there at once; one core of each trainer
+    applies it, which is 12 times as long for 12 engines' worth of weights a trainer."""
+    model = PRESETS["4B"]
+    setting = Setting(
+        model=model, device=DEVICES["H100"], shares=Shares(link=1), lr=1e-6,
+        episodes=Episodes(tokens=2000, longest=2000, seen=1000, prompt=200),
+    )  # fmt: skip
+    alone = Analytic(
+        setting=setting, place=Placement(4, 4, 1), route=ROUTES["snapshot_old"], batch=1e5, live=3
+    )
+    loaded = 8.044936192e9 / 64e9
+    assert alone.load_s() == pytest.approx(loaded)  # within a node nothing travels
+    far = replace(alone, place=Placement(8, 8, 1))
+    assert far.load_s() == pytest.approx(loaded + 8.044936192e9 / 50e9)
+    quick = replace(far, setting=replace(setting, shares=Shares(link=1, cores=64)))
+    applied = deltas.walk_s(model.parameters, 1e-6) / 64
+    travelled = deltas.delta_bytes(model.parameters, 1e-6) / 50e9
+    assert (
+        quick.load_s() == pytest.approx(loaded + applied + travelled)
+        and quick.load_s() < far.load_s()
+    )
+
+
+def test_a_token_sees_more_than_half_of_the_mean_episode() -> None:
+    """Episodes of 100 and 900 tokens: (100^2 + 900^2) / (100 + 900) / 2 = 410, where half of the mean is 250."""
+    recorded = tuple((Shape(tokens - 10, (Spoken(10, 0, 0),)),) for tokens in (100, 900))
+    found = Episodes.of(Workload(recorded=recorded), group_size=1)
+    share = (found.tokens - 100) / 800  # of long ones among those drawn
+    assert (
+        found.seen == pytest.approx((1e4 * (1 - share) + 81e4 * share) / found.tokens / 2)
+        and found.seen > 380
+    )
+
+
+def test_training_and_engines_take_the_memory_that_is_added_up_by_hand() -> None:
+    model = PRESETS["30B-A3B"]
+    setting = Setting(
+        model=model, device=DEVICES["H100"], shares=Shares(), lr=1e-6,
+        episodes=Episodes(tokens=4096, longest=4096, seen=2048, prompt=400), recompute=True,
+    )  # fmt: skip
+    layer = 2 * (4 * 2048 + 2 * 36 * 128 + 4 * 8 * 768)
+    activations = 4096 * (48 * 2 * 2048 + layer)
+    assert setting.trainer_bytes(16, ROUTES["rollout"]) == pytest.approx(
+        18 * model.parameters / 16 + activations
+    )
+    more = setting.trainer_bytes(16, ROUTES["ppo_ewma_async"]) - setting.trainer_bytes(
+        16, ROUTES["rollout"]
+    )
+    assert more == pytest.approx(
+        6 * model.parameters / 16
+    )  # a float32 average and a model to run it in
+    assert setting.room(1) == pytest.approx((72e9 - model.copy_bytes) / model.kv_bytes)
+    assert setting.room(8) == pytest.approx(
+        (8 * 72e9 - model.copy_bytes) / (2 * model.kv_bytes)
+    )  # 4 heads, 8 devices
+
+
+def asked(**rest: Any) -> Request:
+    """Qwen3-4B on a node of H100s, with episodes of two short turns."""
+    work = Workload(
+        prompt_tokens=Constant(500), turns=Constant(2), reply_tokens=LogNormal(100, 0.5), tool_tokens=Constant(50),
+        tool_s=Constant(1), max_tokens=4096,
+    )  # fmt: skip
+    episodes = Episodes.of(work, group_size=2)
+    setting = Setting(
+        model=rest.pop("model", PRESETS["4B"]), device=rest.pop("device", DEVICES["H100"]), shares=Shares(), lr=1e-6,
+        episodes=episodes,
+    )  # fmt: skip
+    given = {"devices": 8, "lags": (2,), "groups": (8,), "group_size": 2, "rounds": 2} | rest
+    return Request(setting=setting, workload=work, **given)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return suggest(asked())
+
+
+def test_a_suggestion_fits_and_keeps_to_what_was_asked(plan: Plan) -> None:
+    best = plan.best.candidate
+    assert (
+        best.place.devices == 8
+        and best.schedule.max_staleness == 2
+        and best.schedule.groups_per_step == 8
+    )
+    assert best.costs.route.exact
+    assert best.costs.setting.trainer_bytes(best.place.trainers, best.costs.route) <= 0.9 * 80e9
+    assert (
+        best.costs.setting.room(best.place.tp)
+        >= best.max_running * best.costs.setting.episodes.tokens
+    )
+    assert plan.best.rate >= 0.95 * max(split.rate for split in plan.splits)
+    assert plan.best.outcome.staleness_max <= plan.best.outcome.staleness_bound
+    assert plan.synchronous.outcome.staleness_max == 0 and plan.synchronous.rate < plan.best.rate
+    assert [candidate.name for candidate in plan.routes] == list(ROUTES)
+    assert plan.rated["snapshot_old"].outcome == plan.rated["eager"].outcome
+
+
+def test_synchronous_training_has_every_device_for_both(plan: Plan) -> None:
+    """A step of it: 16 episodes one after the other could not take less than all devices take for their tokens."""
+    place, costs = plan.synchronous.candidate.place, plan.synchronous.candidate.costs
+    assert (place.trainers, place.engines * place.tp, place.devices, place.colocated) == (
+        8,
+        8,
+        8,
+        True,
+    )
+    assert costs.route == ROUTES["current_recompute"]
+    assert (
+        plan.synchronous.outcome.mean_step_s
+        > costs.train_s(round(0.8 * costs.batch)) + costs.load_s()
+    )
+
+
+def test_a_rate_is_of_groups_and_has_a_spread(plan: Plan) -> None:
+    """Steps of 1, 1, 3, 1, 2, 1 after filling are rounds of 5 and 4 s: 4.5 +- 0.5 (0.707 / sqrt 2)."""
+    steps = (9.0, 9.0, 9.0, 1.0, 1.0, 3.0, 1.0, 2.0, 1.0)
+    rated = Rated(plan.best.candidate, replace(plan.best.outcome, steps_s=steps, filling=3))
+    assert rated.candidate.schedule.max_staleness == 2
+    assert rated.spread == pytest.approx(0.5 / 4.5)
+    assert rated.rate == pytest.approx(
+        8 * 2 * rated.candidate.request.setting.episodes.tokens / 1.5
+    )
+
+
+def test_no_token_is_older_than_the_lag_that_was_asked_for() -> None:
+    """Past 5 of 8 groups others may be taken: one version more, which max_staleness gives up."""
+    found = suggest(asked(windows=(5,), route="snapshot_old"))
+    schedule = found.best.candidate.schedule
+    assert (schedule.window, schedule.max_staleness, schedule.staleness_bound) == (5, 1, 2)
+    with pytest.raises(ConfigError, match="--window 5 with 8 groups a step needs --lag 2"):
+        suggest(asked(windows=(5,), lags=(1,)))
+
+
+def test_generation_that_stands_to_be_scored_is_counted(plan: Plan) -> None:
+    """Where generation is what limits, scoring and the optimizer's step come on top; nothing of it is in `load_s`."""
+    best = plan.best.candidate
+    narrow = replace(best, costs=replace(best.costs, place=Placement(7, 1, 1)))
+    free, closing = narrow.with_route("rollout"), narrow.with_route("interrupt_sync")
+    assert closing.costs.load_s() == free.costs.load_s() and closing.costs.train_s(
+        10**5
+    ) == free.costs.train_s(10**5)
+    stands = closing.costs.old_logps_s(round(closing.costs.batch), closing.estimate.versions)
+    more = closing.estimate.step_s - free.estimate.step_s
+    assert more == pytest.approx(stands + closing.costs.optimizer_s, rel=0.1) and stands > 0.05
+
+
+def test_what_a_plan_says_has_its_numbers_and_can_be_run(plan: Plan) -> None:
+    told = as_json(plan)
+    name = plan.best.candidate.name
+    exactness = next(reason for reason in told["reasons"] if reason.startswith(f"{name} is exact"))
+    assert AVERAGE in exactness
+    assert plan.best.outcome.bottleneck in told["reasons"]
+    ratio = plan.best.rate / plan.synchronous.rate
+    assert any(f"this is {ratio:.2f} times as much" in reason for reason in told["reasons"])
+    config = configure(_parser(["train", "retail"]).parse_args(told["command"].split()[1:]))
+    assert (config.schedule, config.old_logps.route) == (plan.best.candidate.schedule, name)
+    assert (
+        config.engine.max_running == plan.best.candidate.max_running and config.trainer.lr == 1e-6
+    )
+    assert config.trainer.recompute == plan.best.candidate.costs.setting.recompute
+    assert "once a trainer on several GPUs is there" in told["suggestion"]
+    rows = {row["route"]: row for row in told["routes"]}
+    assert rows["ewma_prox"]["GPU GB"] == pytest.approx(6 * PRESETS["4B"].parameters / 1e9)
+    assert 0 < rows["snapshot_old"]["main GB"] < 0.05 * rows["snapshot_old"]["GPU GB"]
+
+
+def test_what_cannot_be_done_says_what_would() -> None:
+    """18 bytes of 30.5 G parameters are 550 GB, the movable model 61; a device has 72 GB, and some for a pass."""
+    with pytest.raises(
+        ConfigError, match=r"not fit 4 H100, .* training takes 611 GB .* --gpus (\d+) would"
+    ) as told:
+        suggest(asked(model=PRESETS["30B-A3B"], devices=4))
+    needed = int(re.findall(r"--gpus (\d+)", str(told.value))[0])
+    assert 9 < needed <= 12
+    schedule = ScheduleConfig(max_staleness=2, groups_per_step=8, group_size=2)
+    enough = replace(asked(model=PRESETS["30B-A3B"]).setting, recompute=True)
+    assert list(placements(enough, "snapshot_old", schedule, devices=needed))
+    assert not list(placements(enough, "snapshot_old", schedule, devices=needed - 1))
+    with pytest.raises(
+        ConfigError, match=r"an engine 3920 GB for weights, .* Larger devices are needed"
+    ):
+        suggest(asked(model=replace(PRESETS["235B-A22B"], experts=1100), devices=512))
+
+
+def test_staleness_is_chosen_as_small_as_throughput_allows() -> None:
+    """Tools of a second do not need eight batches in flight."""
+    found = suggest(asked(lags=(1, 2, 8), windows=(1,), route="snapshot_old"))
+    rates = {rated.candidate.schedule.max_staleness: rated.rate for rated in found.choices}
+    chosen = found.best.candidate.schedule.max_staleness
+    assert rates[chosen] >= NEAR * max(rates.values())
+    assert all(rates[lag] < NEAR * max(rates.values()) for lag in rates if lag < chosen)
+
+
+def test_the_command_answers_programs_and_people(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "layers=4,hidden=256,ffn=768,heads=4,kv_heads=2,head_dim=64,vocab=4096,tied=true"
+    words = [
+        "plan",
+        "--model",
+        sizes,
+        "--gpus",
+        "2",
+        "--lag",
+        "1",
+        "--groups",
+        "2",
+        "--group-size",
+        "2",
+        "--rounds",
+        "2",
+    ]
+    words += [
+        "--turns",
+        "2",
+        "--reply",
+        "50",
+        "--prompt",
+        "100",
+        "--said",
+        "20",
+        "--route",
+        "snapshot_old",
+    ]
+    for more in ([], ["--json"]):
+        with pytest.raises(SystemExit) as left:
+            main([*words, *more])
+        assert left.value.code == 0
+        printed = capsys.readouterr().out
+        assert "--schedule.max_staleness 1" in printed and "snapshot_old" in printed
+    assert json.loads(printed)["place"] == {"trainers": 1, "engines": 1, "tp": 1, "scorers": 0}
+    for wrong, message in (
+        (["--route", "snapsht_old"], "did you mean snapshot_old"),
+        (["--gpus", "1"], ">= 2"),
+        (["--reply", "x"], "--reply"),
+        (["--rounds", "1"], "--rounds must be >= 2"),
+        (["--window", "2"], "needs --lag 2"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            main([*words, *wrong])
+        assert left.value.code == 2 and message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run_is_read_as_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 us a trained token are 3 forward passes of it, 2 us a reply in a decoding step are one."""
+    model = Model.parse("layers=2,hidden=8,ffn=16,heads=2,kv_heads=1,head_dim=4,vocab=10,tied=true")
+    ran = SimpleNamespace(
+        workload=Workload(recorded=((Shape(10, (Spoken(30, 0, 0),)),),)),
+        costs=Proportional(train_token=1e-5, decode=1e-3, decode_reply=2e-6),
+    )
+    monkeypatch.setattr("unstale.planner.measured.like", lambda run: ran)
+    device, shares = as_device(tmp_path, model)
+    token = model.forward_flops(20)
+    assert (
+        device.flops == pytest.approx(token / 2e-6) and shares.decode == 1 and shares.step_s == 1e-3
+    )
+    assert device.flops * shares.matmul == pytest.approx(3 * token / 1e-5)

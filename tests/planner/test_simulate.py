@@ -1,0 +1,435 @@
+"""The simulation: its engines do by hand what they do by events, the real line keeps its bound in it, nothing is lost.
+
+Promises: processor sharing of unequal and late replies in closed form; a synchronous step is generation plus training,
+an asynchronous one the longer of both; with stragglers the largest staleness is the derived bound; the same seed gives
+the same run; every sampled token is trained on, also when engines die; time-outs are data; what a run cost is found
+again in its records.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from unstale.cli.main import main
+from unstale.config import ConfigError, ScheduleConfig
+from unstale.durability import virtual_clock
+from unstale.observe.metrics import RunFolder, RunLog
+from unstale.old_logps import Needs
+from unstale.planner import measured
+from unstale.planner.costs import Proportional
+from unstale.planner.engines import Engine, Engines, Places, Reply
+from unstale.planner.simulate import (
+    Constant,
+    Fleet,
+    LogNormal,
+    Outcome,
+    Shape,
+    Spoken,
+    Workload,
+    simulate,
+)
+from unstale.planner.world import World
+from unstale.records import ContextPiece, Sampled, Task, Trajectory
+from unstale.testing.models import episode
+
+COSTS = Proportional(decode=0.01, decode_reply=1e-4, prefill_token=1e-4, train_token=1e-3)
+LENGTHS = Workload(prompt_tokens=Constant(100), reply_tokens=Constant(50))
+SCHEDULE = ScheduleConfig(max_staleness=0, groups_per_step=4, group_size=4)
+PLACES = Places(8)
+TAILED = Workload(
+    prompt_tokens=Constant(60),
+    turns=LogNormal(3, 0.6, 8),
+    reply_tokens=LogNormal(40, 0.9, 400),
+    tool_tokens=Constant(20),
+    tool_s=LogNormal(0.5, 1.0, 10),
+)
+
+
+@dataclass
+class Seen:
+    """What came of replies: (when, tokens, whether it was complete)."""
+
+    world: World
+
+    def __post_init__(self) -> None:
+        self.pieces: dict[int, list[tuple[float, int, bool]]] = {}
+
+    def reply(self, number: int, *, context: int, tokens: int) -> Reply:
+        def done(count: int, complete: bool) -> None:
+            self.pieces.setdefault(number, []).append((round(self.world.now, 6), count, complete))
+
+        reply = Reply(number, number, context, done)
+        reply.left = tokens
+        return reply
+
+
+def watch(
+    costs: Proportional, script: Callable[[World, Engines, Seen], None], places: Places = PLACES
+) -> Seen:
+    """What one engine does with what the script asks of it."""
+
+    async def play() -> Seen:
+        world = World()
+        seen = Seen(world)
+        engines = Engines(world, [Engine(world, costs, places, 0)], keep_cache=False, restart_s=1.0)
+        engines.resume(0)
+        script(world, engines, seen)
+        await world.sleep(100)
+        return seen
+
+    return virtual_clock.run(play(), virtual=True)
+
+
+def test_two_replies_share_the_steps_of_an_engine() -> None:
+    def script(world: World, engines: Engines, seen: Seen) -> None:
+        engines.sample(seen.reply(0, context=0, tokens=10))
+        engines.sample(seen.reply(1, context=0, tokens=30))
+
+    seen = watch(
+        Proportional(decode_reply=0.1), script
+    )  # ten steps of two replies, then twenty of one
+    assert seen.pieces == {0: [(2.0, 10, True)], 1: [(4.0, 30, True)]}
+
+
+def test_a_growing_context_makes_each_step_longer() -> None:
+    def script(world: World, engines: Engines, seen: Seen) -> None:
+        engines.sample(seen.reply(0, context=100, tokens=10))
+        engines.sample(seen.reply(1, context=50, tokens=30))
+
+    seen = watch(Proportional(decode_context=0.001), script)
+    first = sum(150 + 2 * i for i in range(10)) / 1000
+    then = sum(60 + i for i in range(20)) / 1000
+    assert seen.pieces == {
+        0: [(round(first, 6), 10, True)],
+        1: [(round(first + then, 6), 30, True)],
+    }
+
+
+def test_who_comes_in_the_middle_of_a_step_joins_at_its_end() -> None:
+    def script(world: World, engines: Engines, seen: Seen) -> None:
+        engines.sample(seen.reply(0, context=0, tokens=10))
+        world.at(0.25, lambda: engines.sample(seen.reply(1, context=0, tokens=5)))
+
+    # three steps of 0.1 alone, five of 0.2 together, two of 0.1 alone
+    assert watch(Proportional(decode_reply=0.1), script).pieces == {
+        1: [(1.3, 5, True)],
+        0: [(1.5, 10, True)],
+    }
+
+
+def test_an_interrupted_reply_goes_on_and_its_context_is_computed_again() -> None:
+    def script(world: World, engines: Engines, seen: Seen) -> None:
+        engines.sample(seen.reply(0, context=100, tokens=10))
+        world.at(1.35, lambda: seen.pieces.update({9: [(round(engines.stand(), 6), 0, False)]}))
+        world.at(2.0, lambda: engines.resume(1))
+
+    # prefill to 1.0, four steps to 1.4; 104 tokens again from 2.0 to 3.04, six steps
+    seen = watch(Proportional(decode=0.1, prefill_token=0.01), script)
+    assert seen.pieces == {0: [(1.35, 4, False), (3.64, 6, True)], 9: [(1.4, 0, False)]}
+
+
+def test_who_is_complete_in_the_step_of_a_newcomer_is_told_before_its_context_is_computed() -> None:
+    def script(world: World, engines: Engines, seen: Seen) -> None:
+        engines.sample(seen.reply(0, context=0, tokens=3))
+        world.at(0.25, lambda: engines.sample(seen.reply(1, context=100, tokens=5)))
+
+    seen = watch(Proportional(decode=0.1, prefill_token=0.01), script)
+    assert seen.pieces == {0: [(0.3, 3, True)], 1: [(1.8, 5, True)]}
+
+
+def test_without_memory_for_both_the_newer_waits_and_is_computed_again() -> None:
+    def script(world: World, engines: Engines, seen: Seen) -> None:
+        engines.sample(seen.reply(0, context=40, tokens=30))
+        engines.sample(seen.reply(1, context=40, tokens=30))
+
+    # contexts to 0.8, then ten steps fill 100 tokens; the older one's other twenty, ten tokens again, twenty more
+    seen = watch(Proportional(decode=0.1, prefill_token=0.01), script, Places(8, 100))
+    assert seen.pieces == {1: [(1.8, 10, False), (5.9, 20, True)], 0: [(3.8, 30, True)]}
+
+
+def test_a_synchronous_step_is_generation_and_training_one_after_the_other() -> None:
+    outcome = simulate(LENGTHS, Fleet(max_running=64), SCHEDULE, COSTS, steps=4)
+    prefill, decode, train = (
+        4 * 100 * 1e-4,
+        50 * (0.01 + 16e-4),
+        16 * 150 * 1e-3,
+    )  # a prompt is computed once a group
+    assert outcome.steps_s == pytest.approx([prefill + decode + train] * 4)
+    assert outcome.staleness_histogram == {0: 4 * 16 * 50}
+    assert outcome.trainer_busy_share == pytest.approx(train / (prefill + decode + train))
+    assert outcome.bottleneck.startswith("Taking turns")
+
+
+@pytest.mark.parametrize(("train_token", "named"), [(1e-3, "Training"), (1e-5, "Generation")])
+def test_an_asynchronous_step_is_the_longer_of_both(train_token: float, named: str) -> None:
+    schedule, fleet = replace(SCHEDULE, max_staleness=3), Fleet(max_running=16, keep_cache=True)
+    costs = replace(COSTS, prefill_token=0.0, train_token=train_token)
+    outcome = simulate(LENGTHS, fleet, schedule, costs, steps=12)
+    generation = 50 * (0.01 + 16e-4)
+    assert outcome.mean_step_s == pytest.approx(max(generation, 16 * 150 * train_token), rel=1e-6)
+    assert outcome.bottleneck.startswith(named)
+
+
+def test_colocated_engines_stand_still_while_the_trainer_works() -> None:
+    schedule, fleet = (
+        replace(SCHEDULE, max_staleness=3),
+        Fleet(max_running=16, keep_cache=True, colocated=True),
+    )
+    costs = Proportional(decode=0.01, old=0.4, train=0.7, optimizer_s=0.2, load=0.3)
+    generation, stands = 50 * 0.01, 0.4 + 0.7 + 0.3  # a batch fills 16 places
+    for needs in (Needs(), Needs(snapshots=True)):
+        outcome = simulate(LENGTHS, fleet, schedule, costs, steps=12, needs=needs)
+        assert outcome.mean_step_s == pytest.approx(generation + stands)
+    apart = simulate(
+        LENGTHS,
+        replace(fleet, colocated=False),
+        schedule,
+        costs,
+        steps=12,
+        needs=Needs(snapshots=True),
+    )
+    assert apart.mean_step_s == pytest.approx(0.4 + 0.7)
+
+
+def test_a_route_that_closes_scores_what_is_open_while_generation_stands() -> None:
+    schedule = ScheduleConfig(max_staleness=1, groups_per_step=1, group_size=1)
+    costs = Proportional(decode=0.01, old_token=0.01, train=0.5, optimizer_s=0.2, load=0.3)
+    outcome = simulate(
+        LENGTHS, Fleet(max_running=1), schedule, costs, steps=12, needs=Needs(closing=True)
+    )
+    # One that began in time is whole when its version is left: 1.5 s. The next step then runs backward for 0.3 s only,
+    # and scores the 130 tokens that there are of the following one, which needs 0.2 s more, and 1.5 s for its rest.
+    optimizer, load = 0.2, 0.3
+    short, long = 0.3 + 1.3 + optimizer + load, 0.2 + 1.5 + 0.3 + 1.5 + optimizer + load
+    assert sorted(outcome.steps_s[-2:]) == pytest.approx([short, long])
+    assert outcome.old_logps_share * outcome.mean_step_s == pytest.approx((1.3 + 1.5 + 1.5) / 2)
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+def test_with_stragglers_the_oldest_token_is_as_old_as_the_bound(staleness: int) -> None:
+    slow = tuple(
+        tuple(Shape(10, (Spoken(400 if n == 3 else 20, 0, 0),)) for _ in range(2)) for n in range(7)
+    )
+    schedule = ScheduleConfig(max_staleness=staleness, groups_per_step=4, group_size=2)
+    fast = Proportional(decode=0.01, train=0.05)
+    outcome = simulate(Workload(recorded=slow), Fleet(max_running=64), schedule, fast, steps=20)
+    assert outcome.staleness_max == outcome.staleness_bound == staleness
+
+
+def test_a_version_of_several_steps_is_begun_with_its_first_part() -> None:
+    schedule, fleet = (
+        replace(SCHEDULE, max_staleness=1, groups_per_step=2),
+        Fleet(max_running=8, steps_per_version=2),
+    )
+    costs = Proportional(decode=0.01, train=0.3, load=0.1)  # 8 of the 16 episodes at a time
+    outcome = simulate(LENGTHS, fleet, schedule, costs, steps=9)
+    # the second half is generated while the first is trained on; the engines then wait for the version
+    assert sum(outcome.steps_s[-2:]) == pytest.approx(0.5 + 0.5 + 0.3 + 0.1)
+    assert set(outcome.staleness_histogram) == {0} and outcome.staleness_bound == 0
+
+
+@pytest.mark.parametrize("window", [2, 5, 16])
+def test_a_window_keeps_its_wider_bound(window: int) -> None:
+    schedule = ScheduleConfig(max_staleness=2, groups_per_step=4, group_size=2, window=window)
+    outcome = simulate(
+        TAILED, Fleet(max_running=8, engines=2), schedule, COSTS, steps=20
+    )  # the loop asserts the bound
+    assert outcome.staleness_max <= outcome.staleness_bound
+
+
+def whole(outcome: Outcome) -> int:
+    return sum(outcome.staleness_histogram.values())
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_another() -> None:
+    schedule, fleet = (
+        replace(SCHEDULE, max_staleness=2),
+        Fleet(engines=3, max_running=8, failures_per_hour=60, restart_s=2),
+    )
+    one, two, other = (
+        simulate(TAILED, fleet, schedule, COSTS, steps=8, seed=seed) for seed in (1, 1, 2)
+    )
+    assert one == two != other
+
+
+@pytest.mark.parametrize("per_hour", [0.0, 400.0])
+def test_every_token_is_trained_on_also_when_engines_die(per_hour: float) -> None:
+    fleet = Fleet(engines=3, max_running=8, failures_per_hour=per_hour, restart_s=1.0)
+    outcome = simulate(TAILED, fleet, SCHEDULE, COSTS, steps=20)
+    assert whole(outcome) == outcome.sampled_tokens > 0
+    assert (outcome.deaths > 0) == (outcome.lost_tokens > 0) == (per_hour > 0)
+    undisturbed = simulate(TAILED, replace(fleet, failures_per_hour=0.0), SCHEDULE, COSTS, steps=20)
+    assert whole(outcome) == whole(undisturbed)  # the same episodes, all of each
+
+
+def test_an_engine_that_was_the_only_one_is_waited_for() -> None:
+    fleet = Fleet(max_running=16, failures_per_hour=300.0, restart_s=5.0)
+    outcome = simulate(LENGTHS, fleet, SCHEDULE, COSTS, steps=30)
+    assert outcome.deaths > 2 and max(outcome.steps_s) > min(outcome.steps_s) + 5.0
+
+
+def test_time_outs_end_attempts_and_are_counted() -> None:
+    workload = replace(
+        TAILED, turns=Constant(2), tool_s=LogNormal(1.0, 1.0), timeout_s=3.0, retries=1
+    )
+    outcome = simulate(workload, Fleet(), SCHEDULE, COSTS, steps=10)
+    assert outcome.failed_episodes > 0
+    assert whole(outcome) < outcome.sampled_tokens  # what they had said is sampled in vain
+
+
+def test_a_distribution_is_cut_with_its_mean_kept_and_recorded_groups_are_drawn_whole() -> None:
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    drawn = LogNormal.cut(4000, 1.2, 32000).draw(random, 200_000)
+    assert drawn.mean() == pytest.approx(4000, rel=0.02) and drawn.max() == 32000
+    group = (Shape(5, (Spoken(1, 2, 1), Spoken(3, 0, 0))),) * 3
+    assert Workload(recorded=(group,)).group(random, 3) == list(group)
+    assert (
+        sum(shape.tokens <= 90 for shape in replace(TAILED, max_tokens=90).group(random, 20)) == 20
+    )
+
+
+def test_a_trajectory_is_measured_by_turn() -> None:
+    said = [
+        ContextPiece((1,) * 7),
+        Sampled((1, 2), (0.0, 0.0), 3),
+        Sampled((3,), (0.0,), 4),
+        ContextPiece((1,) * 5),
+        Sampled((4,), (0.0,), 4),
+    ]
+    one = Trajectory(tuple(said), {}, "done", Task("t", "train", 0), 0, facts={"tool_calls": 3.0})
+    assert measured.shape(one) == Shape(7, (Spoken(3, 5, 2), Spoken(1, 0, 1)))
+    assert measured.shape(one).tokens == len(one)
+
+
+def test_what_cannot_be_is_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, told in {
+        "--set costs.decod=1": "did you mean costs.decode",
+        "--set fleet.engines=many": "must be a whole number",
+        "--set costs.decode=nan": "--set: costs.decode must be a number of 0 or more, got 'nan'",
+        "--set workload.tool_s=-1~2": "--set: workload.tool_s must be N",
+        "--set costs.decode=1 costs.train=1 workload.turns=2 workload.tool_s=5 workload.timeout_s=1": "unstale: the "
+        "simulated run fails: all 128 episodes of a batch failed",
+        "--set schedule.window=2": "nothing says what things cost",
+        f"--like {tmp_path}": "is not a run folder",
+    }.items():
+        with pytest.raises(SystemExit) as left:
+            main(["simulate", *words.split()])
+        assert (
+            left.value.code == 2
+            and told in (said := capsys.readouterr().err)
+            and "Traceback" not in said
+        )
+    with pytest.raises(ConfigError, match="steps_per_version 2: where engines stand"):
+        simulate(LENGTHS, Fleet(colocated=True, steps_per_version=2), SCHEDULE, COSTS, steps=2)
+    with pytest.raises(ConfigError, match="at least 2 steps"):
+        simulate(LENGTHS, Fleet(), SCHEDULE, COSTS, steps=1)
+
+
+def test_the_verb_tells_what_a_setting_comes_to(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "simulate --steps 4 --set schedule.groups_per_step=2 workload.tool_s=5~1<20 costs.decode=0.01 costs.train=1"
+    with pytest.raises(SystemExit) as left:
+        main(words.split())
+    told = " ".join(capsys.readouterr().out.split())
+    assert left.value.code == 0
+    assert "seconds per step" in told and "is the bottleneck" in told and "bound 2" in told
+
+
+def test_nobody_waits_for_ever_when_nothing_can_happen() -> None:
+    async def play() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(virtual_clock.Stalled):
+        virtual_clock.run(play(), virtual=True)
+
+
+def test_the_benchmark_says_what_it_missed() -> None:
+    from benchmarks.published import APRIL, Compared
+    from benchmarks.simulate import main as bench
+    from benchmarks.simulate import of_others
+
+    (lines,) = bench(["--smoke"]).values()
+    assert any(line.startswith("| APRIL 4B, 8 GPUs | 1.23 to 1.44 |") for line in lines)
+    sync = simulate(LENGTHS, Fleet(), SCHEDULE, COSTS, steps=3)
+    claimed = replace(APRIL, unclaimed="")
+    told = {ratio: of_others([Compared(claimed, ratio, sync)])[2] for ratio in (1.0, 1.3, 1.5)}
+    assert told[1.0].endswith("-18% | missed |") and told[1.3].endswith("+0% | met |")
+    assert told[1.5].endswith("+4% | met |")
+    others = of_others([Compared(APRIL, 1.3, sync)])
+    assert others[2].endswith("| not claimed |") and any(
+        APRIL.unclaimed in line for line in others[3:]
+    )
+
+
+def test_a_tool_s_time_is_over_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six episodes of two calls finished, and half as many calls came back in others: all of them took 9 s."""
+    made = [
+        replace(episode(n, [4, (3, 0), 2, (3, 0)]).trajectory, facts={"tool_calls": 2.0})
+        for n in range(6)
+    ]
+    kept = [
+        SimpleNamespace(group=n // 2, trajectory=trajectory) for n, trajectory in enumerate(made)
+    ]
+    journal = nullcontext(SimpleNamespace(trajectories=lambda: kept, rows=lambda sql: [(12, 18)]))
+    monkeypatch.setattr(measured, "Journal", SimpleNamespace(read=lambda run: journal))
+    config = {
+        "task": {"latency_s": 0.5, "latency_sigma": 1.0},
+        "rollout": {"timeout_s": 9.0, "retries": 1},
+    }
+    rows = [{"rollout/episodes": 2, "rollout/tools_s": seconds} for seconds in (5.0, 4.0)]
+    assert measured._workload(Path(), config, rows).tool_s == LogNormal(0.5, 1.0)
+
+
+def test_what_a_run_cost_is_found_again_in_its_records(tmp_path: Path) -> None:
+    true = Proportional(
+        decode=0.01, decode_reply=1e-4, prefill_token=2e-5, train=0.3, train_token=1e-4,
+        old=0.4, old_version_token=5e-5, optimizer_s=0.2, publish=0.15, load=0.25,
+    )  # fmt: skip
+    clock = [0.0]
+    rows, versions = [], {}
+    with RunLog.create(tmp_path, {}, clock=lambda: clock[0]) as log:
+        for step in range(1, 9):
+            steps, replies, prefill, tokens = (
+                100 + 7 * step**2,
+                10 + step % 3,
+                5000 - 300 * step,
+                20_000 + 900 * step,
+            )
+            versions[step] = 1 + (step % 4) / 2
+            busy = (
+                true.decode * steps + true.decode_reply * steps * replies + true.prefill_s(prefill)
+            )
+            engine = {
+                "engine/steps": steps,
+                "engine/batch_size_mean": replies,
+                "engine/prefill_tokens": prefill,
+            }
+            episodes = {"rollout/episodes": 10, "rollout/tokens_mean": tokens / 10}
+            rows.append({"step": step, "engine/busy_s": busy, **engine, **episodes})
+            # the version before is brought to the engines while this batch waits for the trainer's thread and is scored
+            published, scored = ExitStack(), ExitStack()
+            published.enter_context(log.span("publish", f"version {step - 1}"))
+            scored.enter_context(log.span("old_logps", f"step {step}"))
+            clock[0] += true.publish
+            published.enter_context(log.span("standstill", f"version {step - 1}"))
+            clock[0] += true.load
+            published.close()
+            clock[0] += true.old_logps_s(tokens, versions[step]) - true.load
+            scored.close()
+            for seconds in (true.train_s(tokens) - true.optimizer_s, true.optimizer_s):
+                with log.span("trainer", f"step {step}"):
+                    clock[0] += seconds
+                clock[0] += 0.7  # somebody else's turn
+    found = measured._costs(rows, measured._spent(RunFolder(tmp_path)), versions, 1)
+    for field in fields(Proportional):  # times in the records are rounded to a millisecond
+        assert getattr(found, field.name) == pytest.approx(
+            getattr(true, field.name), rel=0.02, abs=1e-7
+        ), field.name

@@ -1,0 +1,281 @@
+"""Promises: rules say 1 to what is right in another dress and 0 to what only looks right; a task set combines its named
+rewards, and what they were is kept; a program's prints, exits and patches pass no test, and what is expected is not
+where it runs."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from tests.rollout.test_episode import END, TASK, LetterChat, Tasks, awake, says
+from unstale.config import EngineConfig, RolloutConfig
+from unstale.engines.scripted import ScriptedEngine
+from unstale.envs import Turn, sandbox
+from unstale.envs.calculator import CalculatorTasks
+from unstale.records import Failure, Trajectory
+from unstale.rewards import exact_match, json_schema, numeric, weighted
+from unstale.rewards.programs import unit_tests
+from unstale.rollout.episode import Generator, Rollout
+from unstale.testing import check_env
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("Paris", 1.0),
+        (' "PARIS".\n', 1.0),
+        ("**Paris!**", 1.0),
+        ("Ｐａｒｉｓ", 1.0),  # noqa: RUF001
+        ("Paris or London", 0.0),
+        ("Pari s", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_exact_match(text: str, same: float) -> None:
+    assert exact_match(text, "London", "paris") == same
+
+
+def test_a_match_with_nothing_is_refused() -> None:
+    assert exact_match(".5", "5") == 0
+    for expected in ((), ("paris", " . ")):
+        with pytest.raises(ValueError, match="nothing is left"):
+            exact_match("", *expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [
+        ("42", 1.0),
+        ("It is 42.", 1.0),
+        ("41, no, 42", 1.0),
+        ("42 or 41", 0.0),
+        ("$42.00", 1.0),
+        ("4.2e1", 1.0),
+        ("42%", 1.0),
+        ("42.001", 0.0),
+        ("-42", 0.0),
+        ("x42", 0.0),
+        ("forty-two", 0.0),
+        ("nan inf", 0.0),
+        ("9" * 100_000, 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_last_number_counts(text: str, near: float) -> None:
+    assert numeric(text, 42) == near
+
+
+def test_numbers_have_signs_commas_and_tolerances() -> None:
+    assert numeric("a loss of \N{MINUS SIGN}1,250,000.5", -1250000.5) == 1
+    assert numeric("1,2", 2) == 1 and numeric("10-3", 3) == 1 and numeric(".5", 0.5) == 1
+    assert numeric("3.14", 3.14159) == 0 and numeric("3.14", 3.14159, relative=1e-3) == 1
+    assert numeric("0.01", 0) == 0 and numeric("0.01", 0, absolute=0.05) == 1
+    with pytest.raises(ValueError, match="no number is near nan"):
+        numeric("1", float("nan"))
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "people": {"type": "integer", "minimum": 1}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "keeps"),
+    [
+        ('{"city": "Oslo", "people": 700000}', 1.0),
+        (' {"city": "Oslo"}\n', 1.0),
+        ('{"city": "Oslo", "people": 0}', 0.0),
+        ('{"city": "Oslo", "country": "Norway"}', 0.0),
+        ('{"people": 3}', 0.0),
+        ('Here it is: {"city": "Oslo"}', 0.0),
+        ('{"city": "Oslo", "people": NaN}', 0.0),
+        ("[" * 100_000, 0.0),
+        ("", 0.0),
+    ],
+)
+def test_json_keeps_to_its_schema(text: str, keeps: float) -> None:
+    pytest.importorskip("jsonschema", reason="the extra rewards is not installed")
+    assert json_schema(text, SCHEMA) == keeps
+
+
+def test_what_is_no_schema_is_refused_and_nothing_is_fetched() -> None:
+    pytest.importorskip("jsonschema", reason="the extra rewards is not installed")
+    for schema in ({"type": "number of people"}, {"pattern": "["}):
+        with pytest.raises(ValueError, match="not a JSON schema"):
+            json_schema("1", schema)
+    for reference in ("http://127.0.0.1:9/schema.json", "#/$defs/city", "#city"):
+        with pytest.raises(
+            ValueError, match=r"not a JSON schema: its reference '.*' leads nowhere"
+        ):
+            json_schema("1", {"$ref": reference})
+
+
+class Weighing(Tasks):
+    """Its rewards are multiplied."""
+
+    def combine(self, rewards: Mapping[str, float]) -> float:
+        return rewards["answer"] * rewards["form"]
+
+
+def play(tasks: Tasks) -> Trajectory | Failure:
+    async def main() -> Trajectory | Failure:
+        speaker = Generator(
+            await awake(ScriptedEngine(lambda tokens, params: [END])), LetterChat(), EngineConfig()
+        )
+        return await Rollout(speaker, tasks, RolloutConfig(retries=0)).episode(
+            TASK, env_seed=1, noise_seed=2
+        )
+
+    return asyncio.run(main())
+
+
+def verdict(**rewards: float) -> list[Turn]:
+    return [says("hi"), Turn((), done=True, rewards=rewards, facts={"calls": 2.0})]
+
+
+def test_a_task_set_combines_its_rewards_and_what_they_were_is_kept() -> None:
+    added, multiplied = (play(kind(verdict(answer=1.0, form=0.5))) for kind in (Tasks, Weighing))
+    assert isinstance(added, Trajectory) and isinstance(multiplied, Trajectory)
+    assert (added.reward, added.rewards) == (1.5, {"answer": 1.0, "form": 0.5}) and added.success
+    assert (multiplied.reward, multiplied.rewards) == (
+        0.5,
+        {"reward": 0.5},
+    ) and not multiplied.success
+    assert multiplied.facts == {"calls": 2.0, "reward/answer": 1.0, "reward/form": 0.5}
+
+
+def test_what_cannot_be_combined_is_a_failed_episode() -> None:
+    failed = play(Weighing(verdict(answer=1.0)))
+    assert (
+        isinstance(failed, Failure)
+        and failed.stage == "step 1"
+        and "KeyError: 'form'" in failed.error
+    )
+
+
+def test_the_contract_has_what_it_combines() -> None:
+    class Misnamed(CalculatorTasks):
+        combine = staticmethod(weighted(answer=1.0))
+
+    with pytest.raises(
+        ValueError, match=r"the rewards are \['success'\], the weights are of \['answer'\]"
+    ):
+        check_env(Misnamed())
+
+
+def test_weights_are_of_these_rewards_and_no_others() -> None:
+    combine = weighted(answer=2.0, form=-0.5)
+    assert combine({"form": 1.0, "answer": 0.25}) == 0.0
+    for odd in ({"answer": 1.0}, {"answer": 1.0, "form": 1.0, "taste": 1.0}):
+        with pytest.raises(ValueError, match=r"the weights are of \['answer', 'form'\]"):
+            combine(odd)
+
+
+GCD = """
+def gcd(a, b):
+    while b:
+        a, b = b, a % b
+    return a
+
+if __name__ == "__main__":
+    print(gcd(*map(int, input().split())))
+"""
+TESTS = (
+    "assert gcd(12, 18) == 6",
+    "gcd(7, 13) == 1",
+    "assert gcd(0, 5) == 5",
+    "assert gcd(48, 36) == 12",
+)
+LIMITS = sandbox.Limits(seconds=5.0)
+
+
+def share(
+    program: str, tests: Sequence[str | tuple[str, str]] = TESTS, limits: sandbox.Limits = LIMITS
+) -> float:
+    return asyncio.run(unit_tests(program, tests, limits=limits))
+
+
+def test_the_share_of_tests_that_a_program_passes() -> None:
+    assert (
+        share(
+            GCD,
+            [TESTS[0], ("48 36", "12"), ("7 13\n", " 1 \n\n".lstrip()), "assert gcd(2, 4) == 4"],
+        )
+        == 3 / 4
+    )
+    assert share("def gcd(a, b): return min(a, b)", TESTS[:2]) == 0
+    assert share("import random; def", TESTS[:1]) == 0
+
+
+def test_answers_are_compared_as_python_does() -> None:
+    program = "f = lambda kind: {'t': (1, [2.5]), 's': {1, 2}, 'd': {'a': None}, 'x': 'a\\nb', 'o': object()}[kind]"
+    tests = [
+        "assert f('t') == (1, [2.5])",
+        "assert f('s') == {2, 1}",
+        "assert f('d') == {'a': None}",
+    ]
+    tests += ["assert f('x') == 'a\\nb'", "assert f('o') == 1", "assert f('t') == [1, [2.5]]"]
+    assert share(program, tests) == 4 / 6
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "print('4 passed'); print('OK'); raise SystemExit(0)",
+        "import os; os.write(1, b'\\nTrue'); os._exit(0)",
+        "class Equal:\n    def __eq__(self, other): return True\n\ngcd = lambda a, b: Equal()",
+        "class Equal(int):\n    def __eq__(self, other): return True\n\ngcd = lambda a, b: Equal(3)",
+        "import builtins; builtins.repr = lambda value: 'True'; gcd = lambda a, b: 0",
+        "import builtins; builtins.eval = lambda *_: True; gcd = lambda a, b: 0",
+        "import ast, sys; sys.settrace(lambda *_: None); ast.Compare = None; gcd = lambda a, b: True",
+        "import sys; frame = sys._getframe(1); frame.f_globals['names'] = {}; gcd = lambda a, b: 0",
+        "import atexit, os; atexit.register(os._exit, 0); gcd = lambda a, b: 1 / 0",
+        "gcd = lambda a, b: print('6' * 100_000)",
+        "gcd = lambda a, b: '6'",
+        "import os\nwhile True:\n    os.write(1, b'6\\n' * 1000)",
+        "import sys; sys.stdout = None; gcd = lambda a, b: 6",
+    ],
+)
+def test_no_trick_passes_a_test(program: str) -> None:
+    """12 and 18: an answer that is not 6, however it is given, is wrong."""
+    assert share(program, TESTS[:1], sandbox.Limits(seconds=1.0)) == 0
+
+
+def test_what_is_expected_is_not_where_the_program_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+    run = sandbox.run
+
+    async def spy(command: Sequence[str], **rest: Any) -> sandbox.Outcome:
+        sent.append(f"{command} {rest}")
+        return await run(command, **rest)
+
+    monkeypatch.setattr(sandbox, "run", spy)
+    secret = 918_273_645
+    program = "def f(n): return 918_273_6 * 100 + n if n else None\nif __name__ == '__main__': print(f(int(input())))"
+    assert (
+        share(
+            program,
+            [f"assert f(45) == {secret}", f"f(0) == {secret}", ("45", str(secret)), ("0", "None")],
+        )
+        == 3 / 4
+    )
+    assert len(sent) == 4 and not any(str(secret) in words for words in sent)
+
+
+def test_a_test_that_hangs_is_the_last_one() -> None:
+    hangs = "def gcd(a, b):\n    while a == 7: pass\n    return 6"
+    assert share(hangs, [TESTS[0], TESTS[1], TESTS[0]], sandbox.Limits(seconds=4.0)) == 1 / 3
+
+
+@pytest.mark.parametrize(
+    "test", ["assert gcd(1, 2)", "gcd(1, 2) == gcd(2, 1)", "import os", "assert 1 == 1 == 1", "("]
+)
+def test_only_questions_with_a_known_answer_are_tests(test: str) -> None:
+    with pytest.raises(ValueError, match="test"):
+        share(GCD, [test])
+    with pytest.raises(ValueError, match="there are no tests"):
+        share(GCD, [])

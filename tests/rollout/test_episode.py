@@ -1,0 +1,682 @@
+"""Promises: an interrupted reply continues from the same tokens under the next version, as a second piece of the same
+turn; limits end episodes; a failed environment is begun again with the same seed, then reported, and never hides an
+engine's death; every piece is announced the moment it arrives; an episode goes on from its past token for token; one
+whose environment says something else is begun again, which is no failure."""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from unstale.config import EngineConfig, RolloutConfig
+from unstale.engines import EngineDied, SamplingParams
+from unstale.engines.scripted import ScriptedEngine
+from unstale.envs import EnvError, Message, Turn
+from unstale.records import (
+    ContextPiece,
+    EpisodeRecord,
+    Failure,
+    Group,
+    GroupRequest,
+    PendingPiece,
+    Piece,
+    Sampled,
+    Task,
+    Trajectory,
+)
+from unstale.rollout.episode import (
+    Generator,
+    Rollout,
+    TooManyFailures,
+    derive_seed,
+    describe,
+    examine,
+)
+
+END = ord(".")
+TASK = Task("toy", "train", 1)
+
+
+class LetterChat:
+    """One token per letter; a full stop ends a reply."""
+
+    stop_tokens = (END,)
+
+    def opening(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return tuple(map(ord, messages[0].content))
+
+    def following(self, messages: Sequence[Message], *, ended: bool) -> tuple[int, ...]:
+        return tuple(map(ord, ("" if ended else ".") + messages[0].content))
+
+    def parse(self, tokens: Sequence[int]) -> Message:
+        return Message("assistant", "".join(map(chr, tokens)))
+
+
+class Env:
+    def __init__(self, script: list[Turn | Exception], heard: list[str]) -> None:
+        self.script, self.heard = script, heard
+
+    async def begin(self) -> Turn:
+        return await self.step(Message("assistant", ""))
+
+    async def step(self, reply: Message) -> Turn:
+        self.heard.append(reply.content)
+        answer = self.script.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class Tasks:
+    """Each new environment plays the next script."""
+
+    name = "toy"
+    tools = ()
+
+    def __init__(self, *scripts: list[Turn | Exception]) -> None:
+        self.scripts, self.heard, self.seeds = list(scripts), [], []
+
+    def train(self, seed: int) -> Any: ...
+
+    def held_out(self, count: int) -> Any: ...
+
+    def env(self, task: Task, seed: int) -> Env:
+        self.seeds.append(seed)
+        return Env(self.scripts.pop(0), self.heard)
+
+
+def says(text: str) -> Turn:
+    return Turn((Message("user", text),))
+
+
+def over(reward: float = 1.0, **facts: float) -> Turn:
+    return Turn((), done=True, rewards={"r": reward}, facts=facts)
+
+
+async def awake(engine: ScriptedEngine, version: int = 0) -> ScriptedEngine:
+    await engine.start()
+    await engine.load({}, version=version)
+    await engine.resume()
+    return engine
+
+
+def play(
+    tasks: Tasks,
+    say: Callable[[Sequence[int], SamplingParams], Sequence[int]] = lambda tokens, params: list(
+        map(ord, "ab.")
+    ),
+    **rooms: Any,
+) -> tuple[Trajectory | Failure, list[PendingPiece]]:
+    arrived: list[PendingPiece] = []
+
+    async def main() -> Trajectory | Failure:
+        engine = await awake(ScriptedEngine(say))
+        speaker = Generator(
+            engine, LetterChat(), EngineConfig(max_reply_tokens=8, **rooms.pop("engine", {}))
+        )
+        rollout = Rollout(speaker, tasks, RolloutConfig(**rooms), arrived=arrived.append)
+        return await rollout.episode(TASK, env_seed=7, noise_seed=8)
+
+    return asyncio.run(main()), arrived
+
+
+def test_an_episode_is_pieces_in_the_order_they_were_said() -> None:
+    tasks = Tasks([says("hi"), says("go on"), over(0.5, calls=2)])
+    outcome, arrived = play(tasks)
+    assert isinstance(outcome, Trajectory)
+    kinds = [(type(piece).__name__, "".join(map(chr, piece.tokens))) for piece in outcome.pieces]
+    assert kinds == [
+        ("ContextPiece", "hi"),
+        ("Sampled", "ab."),
+        ("ContextPiece", "go on"),
+        ("Sampled", "ab."),
+    ]
+    assert (outcome.reward, outcome.stop, outcome.num_turns, outcome.facts["calls"]) == (
+        0.5,
+        "done",
+        2,
+        2,
+    )
+    assert tasks.heard == ["", "ab.", "ab."]
+    assert [(item.start, "".join(map(chr, item.tokens))) for item in arrived] == [
+        (2, "hiab."),
+        (10, "hiab.go onab."),
+    ]
+
+
+def test_a_cut_off_reply_is_closed_before_the_answer() -> None:
+    tasks = Tasks([says("hi"), says("yes"), over()])
+    outcome, _ = play(tasks, lambda tokens, params: [ord("x")] * params.max_tokens)
+    assert isinstance(outcome, Trajectory)
+    assert "".join(map(chr, outcome.tokens)) == "hi" + "x" * 8 + ".yes" + "x" * 8
+
+
+def test_turn_and_context_limits_end_an_episode_without_reward() -> None:
+    by_turns, _ = play(Tasks([says("hi")] + [says("more")] * 9), max_turns=3)
+    assert isinstance(by_turns, Trajectory)
+    assert (by_turns.stop, by_turns.num_turns, by_turns.reward) == ("max_turns", 3, 0.0)
+    by_room, _ = play(Tasks([says("hi" * 4)] + [says("more")] * 9), engine={"max_context": 16})
+    assert isinstance(by_room, Trajectory)
+    assert by_room.stop == "max_tokens" and by_room.reward == 0.0
+
+
+class Held(Env):
+    """Holds something outside, and has to be told that it is over."""
+
+    async def close(self) -> None:
+        self.heard.append("closed")
+
+
+@pytest.mark.parametrize(
+    ("script", "rooms"),
+    [
+        ([says("hi"), over()], {}),
+        ([says("hi")] + [says("more")] * 9, {"max_turns": 1}),
+        ([says("hi"), EnvError("broken")], {"retries": 0}),
+        ([EnvError("broken")], {"retries": 0}),
+    ],
+)
+def test_an_environment_lets_go_however_its_episode_ends(
+    monkeypatch: pytest.MonkeyPatch, script: list[Turn | Exception], rooms: dict[str, int]
+) -> None:
+    tasks = Tasks()
+    env = Held(script, tasks.heard)
+    monkeypatch.setattr(tasks, "env", lambda task, seed: env)
+    play(tasks, **rooms)
+    assert tasks.heard.count("closed") == 1 and tasks.heard[-1] == "closed"
+
+
+def test_an_interrupted_reply_continues_from_its_own_tokens_under_the_next_version() -> None:
+    script = list(map(ord, "abcdef."))
+    asked: list[tuple[str, int]] = []
+    fourth = asyncio.Event()
+
+    def say(tokens: Sequence[int], params: SamplingParams) -> Sequence[int]:
+        asked.append(("".join(map(chr, tokens)), params.max_tokens))
+        return script[len(tokens) - 2 :]
+
+    async def slow(tokens: Sequence[int], params: SamplingParams) -> None:
+        if len(tokens) == 2 + 3:
+            fourth.set()
+            if engine.version == 4:
+                await asyncio.Event().wait()
+
+    engine = ScriptedEngine(say, token_delay=slow)
+
+    async def main() -> Trajectory | Failure:
+        await awake(engine, version=4)
+        speaker = Generator(engine, LetterChat(), EngineConfig(max_reply_tokens=8))
+        rollout = Rollout(speaker, Tasks([says("hi"), over()]), RolloutConfig())
+        async with asyncio.TaskGroup() as group:
+            episode = group.create_task(rollout.episode(TASK, env_seed=1, noise_seed=2))
+            await fourth.wait()
+            await engine.interrupt()
+            await engine.load({}, version=5)
+            await engine.resume()
+        return episode.result()
+
+    outcome = asyncio.run(main())
+    assert isinstance(outcome, Trajectory)
+    assert [(piece.version, "".join(map(chr, piece.tokens))) for piece in outcome.sampled] == [
+        (4, "abc"),
+        (5, "def."),
+    ]
+    assert outcome.num_turns == 1
+    assert asked == [("hi", 8), ("hiabc", 5)]
+
+
+def test_a_failed_environment_is_begun_again_with_its_seed() -> None:
+    tasks = Tasks([says("hi"), EnvError("the shop burnt down")], [says("hi"), over()])
+    outcome, _ = play(tasks, retries=1)
+    assert isinstance(outcome, Trajectory)
+    assert tasks.seeds == [7, 7]
+
+
+def test_what_fails_again_is_reported_with_its_place() -> None:
+    outcome, _ = play(
+        Tasks([says("hi"), says("so"), KeyError("sku")], [ZeroDivisionError("odd")]), retries=1
+    )
+    assert outcome == Failure(TASK, "begin", "ZeroDivisionError: odd")
+    outcome, _ = play(Tasks([says("hi"), says("so"), KeyError("sku")]), retries=0)
+    assert outcome == Failure(TASK, "step 2", "KeyError: 'sku'", turns=2, sampled_tokens=6)
+
+
+def test_a_hanging_environment_is_a_failed_episode() -> None:
+    class Hangs(Tasks):
+        def env(self, task: Task, seed: int) -> Any:
+            class Hanging:
+                async def begin(self) -> Turn:
+                    return await asyncio.get_running_loop().create_future()
+
+            return Hanging()
+
+    outcome, _ = play(Hangs(), retries=0, timeout_s=0.01)
+    assert isinstance(outcome, Failure) and outcome.error.startswith("TimeoutError")
+
+
+def test_a_cancellation_inside_an_environment_fails_its_episode_alone() -> None:
+    class Leaky(Tasks):
+        def env(self, task: Task, seed: int) -> Any:
+            class Env:
+                async def begin(self) -> Turn:
+                    inner = asyncio.ensure_future(asyncio.sleep(60))
+                    inner.cancel()
+                    await inner
+                    raise AssertionError("unreachable")
+
+            return Env()
+
+    outcome, _ = play(Leaky(), retries=0)
+    assert isinstance(outcome, Failure) and outcome.error.startswith("CancelledError")
+
+
+def test_a_prompt_that_leaves_no_room_ends_the_run_with_the_knob_to_turn() -> None:
+    with pytest.raises(
+        ValueError, match=r"has 30 tokens, engine.max_context is 20.*raise engine.max_context"
+    ):
+        play(Tasks([says("x" * 30), over()]), engine={"max_context": 20})
+
+
+def test_an_engines_death_is_no_failed_episode() -> None:
+    def say(tokens: Sequence[int], params: SamplingParams) -> Sequence[int]:
+        raise EngineDied("out of memory")
+
+    with pytest.raises(EngineDied, match="out of memory"):
+        play(Tasks([says("hi"), over()]), say, retries=3)
+
+
+def test_too_many_failures_are_the_machinerys() -> None:
+    scripts: list[list[Turn | Exception]] = [
+        [EnvError("gone")] if i % 2 else [says("hi"), over()] for i in range(200)
+    ]
+
+    async def main() -> None:
+        engine = await awake(ScriptedEngine(lambda tokens, params: [END]))
+        rollout = Rollout(
+            Generator(engine, LetterChat(), EngineConfig()),
+            Tasks(*scripts),
+            RolloutConfig(retries=0, max_failed_share=0.4),
+        )
+        for _ in range(200):
+            await rollout.episode(TASK, env_seed=0, noise_seed=0)
+
+    with pytest.raises(
+        TooManyFailures, match=r"10 of the last 20 episodes failed.*in begin: EnvError: gone"
+    ):
+        asyncio.run(main())
+
+
+def test_siblings_share_the_environments_seed_and_not_the_noise() -> None:
+    seeds: set[int] = set()
+
+    def say(tokens: Sequence[int], params: SamplingParams) -> Sequence[int]:
+        seeds.add(params.seed)
+        return [END]
+
+    tasks = Tasks(*[[says("hi"), over()] for _ in range(4)])
+
+    async def main() -> Group:
+        engine = await awake(ScriptedEngine(say))
+        rollout = Rollout(Generator(engine, LetterChat(), EngineConfig()), tasks, RolloutConfig())
+        return await rollout.group(GroupRequest(0, TASK, 0, 0), size=4)
+
+    group = asyncio.run(main())
+    assert len(group.trajectories) == 4 and len(seeds) == 4 and len(set(tasks.seeds)) == 1
+    assert len({trajectory.episode for trajectory in group.trajectories}) == 4
+
+
+def test_what_groups_were_like() -> None:
+    good = Trajectory(
+        (ContextPiece((1, 2)), Sampled((3,), (-0.1,), 0)),
+        {"r": 1.0},
+        "done",
+        TASK,
+        0,
+        facts={"calls": 2.0},
+    )
+    bad = Trajectory(
+        (ContextPiece((1,)), Sampled((3, 4), (-0.1, -0.1), 0)), {"r": 0.0}, "max_turns", TASK, 0
+    )
+    numbers = describe(
+        [Group(TASK, (good, bad)), Group(TASK, (bad,), (Failure(TASK, "begin", "x"),))]
+    )
+    assert numbers["rollout/success"] == pytest.approx(1 / 3)
+    assert numbers["rollout/failed"] == 1 and numbers["rollout/sampled_tokens"] == 5
+    assert numbers["rollout/tokens_mean"] == 3 and numbers["rollout/uniform_groups_share"] == 0.5
+    assert numbers["rollout/cut_short_share"] == pytest.approx(2 / 3)
+    assert numbers["env/calls"] == pytest.approx(2 / 3)
+
+
+def test_an_examination_grades_every_task_and_tells_how_far_it_is() -> None:
+    tasks = Tasks([says("hi"), over(1.0)], [says("hi"), over(0.0)], [EnvError("x")])
+    told: list[tuple[int, int]] = []
+
+    async def main() -> list[bool | None]:
+        engine = await awake(ScriptedEngine(lambda tokens, params: [END]))
+        rollout = Rollout(
+            Generator(engine, LetterChat(), EngineConfig()), tasks, RolloutConfig(retries=0)
+        )
+        ask = [Task("toy", "held-out", index) for index in range(3)]
+        return await examine(
+            rollout,
+            ask,
+            seed=0,
+            progress=lambda text, *, done=0, total=0: told.append((done, total)),
+        )
+
+    assert asyncio.run(main()) == [True, False, None]
+    assert sorted(told) == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_seeds_differ_in_every_part() -> None:
+    seeds = {derive_seed(a, b, c) for a in range(5) for b in ("x", "y") for c in range(5)}
+    assert len(seeds) == 50 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+class Notebook:
+    """What a page was told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    def __call__(self, *, episode: int, seed: int, again: bool = False) -> "Notebook":
+        self.told.append(("begin", episode, again))
+        return self
+
+    def piece(self, position: int, piece: Piece) -> None:
+        self.told.append((position, "".join(map(chr, piece.tokens))))
+
+    def snapshot(self, num_pieces: int, state: str) -> None:
+        self.told.append(("snapshot", num_pieces, state))
+
+    def ended(self, outcome: Trajectory | Failure) -> None:
+        self.told.append(("ended", type(outcome).__name__))
+
+    def restarted(self, reason: str, *, turns: int, sampled_tokens: int) -> None:
+        self.told.append(("restarted", reason, turns, sampled_tokens))
+
+
+def text(*words: str) -> tuple[Piece, ...]:
+    """Pieces: what is in brackets is the environment's."""
+    return tuple(
+        ContextPiece(tuple(map(ord, word[1:-1])))
+        if word[0] == "["
+        else Sampled(tuple(map(ord, word)), (-0.5,) * len(word), 3)
+        for word in words
+    )
+
+
+def go_on(
+    tasks: Tasks,
+    past: EpisodeRecord,
+    script: str = "ab.",
+    *,
+    retries: int = 1,
+    engine: dict[str, Any] | None = None,
+) -> tuple[Trajectory | Failure, list[tuple[Any, ...]], list[tuple[str, int]]]:
+    """What becomes of an episode that has a past, what its page was told, and what the engine was asked."""
+    asked: list[tuple[str, int]] = []
+    book = Notebook()
+
+    def say(tokens: Sequence[int], params: SamplingParams) -> Sequence[int]:
+        asked.append(("".join(map(chr, tokens)), params.max_tokens))
+        return list(map(ord, script))
+
+    async def main() -> Trajectory | Failure:
+        awakened = await awake(ScriptedEngine(say), version=4)
+        speaker = Generator(
+            awakened, LetterChat(), EngineConfig(max_reply_tokens=8, **(engine or {}))
+        )
+        rollout = Rollout(speaker, tasks, RolloutConfig(retries=retries))
+        rollout.restore(20, ())
+        return await rollout.episode(TASK, env_seed=7, noise_seed=8, begin=book, past=past)
+
+    return asyncio.run(main()), book.told, asked
+
+
+HI = (says("hi"), says("go on"), over())
+
+
+@pytest.mark.parametrize(
+    "said, asked, written",
+    [
+        # nothing yet
+        (("[hi]",), [("hi", 8), ("hiab.go on", 8)], [(1, "ab."), (2, "go on"), (3, "ab.")]),
+        # in the middle of the first reply
+        (
+            ("[hi]", "cd"),
+            [("hicd", 6), ("hicdab.go on", 8)],
+            [(2, "ab."), (3, "go on"), (4, "ab.")],
+        ),
+        # a reply in two pieces, of which the second ended with the stop token: it was not answered yet
+        (("[hi]", "cd", "e."), [("hicde.go on", 8)], [(3, "go on"), (4, "ab.")]),
+        # a reply that filled its room, and was not answered yet
+        (("[hi]", "cdefgh", "ij"), [("hicdefghij.go on", 8)], [(3, ".go on"), (4, "ab.")]),
+        # one token of room left
+        (
+            ("[hi]", "cdefghi"),
+            [("hicdefghi", 1), ("hicdefghiy.go on", 8)],
+            [(2, "y"), (3, ".go on"), (4, "y" * 8)],
+        ),
+        # answered
+        (("[hi]", "cd.", "[go on]"), [("hicd.go on", 8)], [(3, "ab.")]),
+        # in the second reply
+        (("[hi]", "cd.", "[go on]", "e"), [("hicd.go one", 7)], [(4, "ab.")]),
+        # all was said, but for the end
+        (("[hi]", "cd.", "[go on]", "e."), [], []),
+    ],
+)
+def test_an_episode_goes_on_from_its_own_tokens(said: Any, asked: Any, written: Any) -> None:
+    script = "y" * 8 if said[-1] == "cdefghi" else "ab."
+    past = EpisodeRecord(5, text(*said), None)
+    outcome, told, questions = go_on(Tasks([*HI]), past, script)
+    assert (
+        isinstance(outcome, Trajectory)
+        and outcome.episode == 5
+        and outcome.pieces[: len(said)] == past.pieces
+    )
+    assert questions == asked
+    assert told == [("begin", 5, True), *written, ("ended", "Trajectory")]
+    assert {piece.version for piece in outcome.sampled} == {
+        piece.version for piece in past.pieces if isinstance(piece, Sampled)
+    } | ({4} if asked else set())
+
+
+def test_a_context_that_was_full_stays_full() -> None:
+    past = EpisodeRecord(5, text("[hihihihi]", "cdefgh.", "[x]"), None)
+    outcome, told, asked = go_on(
+        Tasks([says("hi" * 4), says("x"), over()]), past, engine={"max_context": 16}
+    )
+    assert isinstance(outcome, Trajectory) and outcome.stop == "max_tokens" and not asked
+    assert told == [("begin", 5, True), ("ended", "Trajectory")]
+
+
+@pytest.mark.parametrize(
+    "scripts, said, why, lost",
+    [
+        (
+            [says("ho")],
+            ("[hi]", "cd"),
+            "begin: NotReplayed: piece 0 has other tokens than the 2 on record",
+            (1, 2),
+        ),
+        (
+            [says("hi"), says("go")],
+            ("[hi]", "cd.", "[go on]", "e"),
+            "step 1: NotReplayed: piece 2 has other",
+            (2, 4),
+        ),
+        (
+            [says("hi"), over()],
+            ("[hi]", "cd.", "[go on]", "e"),
+            "replay: NotReplayed: 2 pieces on record",
+            (2, 4),
+        ),
+        ([EnvError("gone")], ("[hi]", "cd"), "begin: EnvError: gone", (1, 2)),
+        # an opening where a reply is on record
+        (
+            [says("hi"), says("x")],
+            ("[hi]", "cd.", "[x]", "[y]", "e."),
+            "replay: NotReplayed: 2 pieces",
+            (2, 5),
+        ),
+    ],
+)
+def test_an_environment_that_says_something_else_is_begun_again_and_that_is_no_failure(
+    scripts: Any, said: Any, why: str, lost: tuple[int, int]
+) -> None:
+    outcome, told, _ = go_on(
+        Tasks(scripts, [*HI]), EpisodeRecord(5, text(*said), None, failures=0), retries=0
+    )
+    assert isinstance(outcome, Trajectory) and outcome.episode == 20
+    assert (
+        told[0] == ("begin", 5, True) and told[1][0] == "restarted" and told[1][1].startswith(why)
+    )
+    assert (
+        told[1][2:] == lost
+        and told[2] == ("begin", 20, False)
+        and told[-1] == ("ended", "Trajectory")
+    )
+
+
+def test_a_failure_after_the_past_counts_with_those_before() -> None:
+    past = EpisodeRecord(5, text("[hi]", "cd."), None, failures=1)
+    outcome, told, _ = go_on(Tasks([says("hi"), EnvError("gone")]), past, retries=1)
+    assert outcome == Failure(TASK, "step 1", "EnvError: gone", turns=1, sampled_tokens=3)
+    assert told == [("begin", 5, True), ("ended", "Failure")]
+
+
+def test_what_has_ended_is_taken_as_it_is() -> None:
+    told_of = Trajectory(text("[hi]", "cd."), {"r": 1.0}, "done", TASK, 8, 5)
+    assert go_on(Tasks(), EpisodeRecord(5, told_of.pieces, told_of)) == (told_of, [], [])
+    given_up = Failure(TASK, "begin", "EnvError: gone")
+    assert go_on(Tasks(), EpisodeRecord(5, (), given_up, failures=2)) == (given_up, [], [])
+    outcome, told, _ = go_on(
+        Tasks([*HI]), EpisodeRecord(5, (), given_up, failures=1)
+    )  # one attempt is left
+    assert isinstance(outcome, Trajectory) and told[0] == ("begin", 20, False)
+    outcome, told, _ = go_on(
+        Tasks([*HI]), EpisodeRecord(5, (), Failure(TASK, "replay", "x"), failures=0), retries=0
+    )
+    assert isinstance(outcome, Trajectory) and told[0] == (
+        "begin",
+        20,
+        False,
+    )  # restarted, and killed again
+
+
+class Shop(Env):
+    """Can be put where it was."""
+
+    def snapshot(self) -> str:
+        return str(len(self.heard))
+
+    async def resume(self, state: str) -> None:
+        self.heard.append(f"resumed at {state}")
+
+
+class Shops(Tasks):
+    def env(self, task: Task, seed: int) -> Shop:
+        self.seeds.append(seed)
+        return Shop(self.scripts.pop(0), self.heard)
+
+
+def test_an_environment_with_snapshots_is_written_down_and_not_asked_again() -> None:
+    tasks = Shops(
+        [
+            says("hi"),
+            says(
+                "go on",
+            ),
+            says("more"),
+            over(),
+        ]
+    )
+    outcome, told, _ = go_on(tasks, EpisodeRecord(5, (), None))
+    assert isinstance(outcome, Trajectory)
+    snapshots = [entry for entry in told if entry[0] == "snapshot"]
+    assert [count for _, count, _ in snapshots] == [1, 3, 5]
+    tasks = Shops([says("more"), over()])
+    past = EpisodeRecord(
+        5, text("[hi]", "cd.", "[go on]", "e"), None, snapshot=(3, json.dumps([[0.25], "2"]))
+    )
+    outcome, told, asked = go_on(tasks, past)
+    assert isinstance(outcome, Trajectory) and outcome.pieces[:4] == past.pieces
+    assert tasks.heard == ["resumed at 2", "eab.", "ab."] and asked == [
+        ("hicd.go one", 7),
+        ("hicd.go oneab.more", 8),
+    ]
+    assert outcome.turn_rewards == (0.25, 0.0, 0.0)
+    assert [entry[:2] for entry in told if entry[0] == "snapshot"] == [("snapshot", 6)]
+
+
+def test_a_snapshot_that_the_past_has_outrun_is_caught_up_with() -> None:
+    """Killed between an answer and its snapshot: from the older snapshot the recorded reply is given again."""
+    tasks = Shops([says("go on"), over()])
+    past = EpisodeRecord(
+        5, text("[hi]", "cd.", "[go on]"), None, snapshot=(1, json.dumps([[], "1"]))
+    )
+    outcome, _, asked = go_on(tasks, past)
+    assert isinstance(outcome, Trajectory) and outcome.pieces[:3] == past.pieces
+    assert tasks.heard == ["resumed at 1", "cd.", "ab."] and asked == [("hicd.go on", 8)]
+
+
+@pytest.mark.parametrize("state", ["no json", "[[], {}]", "[]", '[[], "x"] '])
+def test_a_snapshot_that_cannot_be_used_restarts_the_episode(state: str) -> None:
+    class Closed(Shop):
+        async def resume(self, state: str) -> None:
+            raise EnvError(f"no shop at {state}")
+
+    class Closing(Shops):
+        def env(self, task: Task, seed: int) -> Shop:
+            return Closed(self.scripts.pop(0), self.heard)
+
+    outcome, told, _ = go_on(
+        Closing([], [*HI]),
+        EpisodeRecord(5, text("[hi]", "c"), None, snapshot=(1, state)),
+        retries=0,
+    )
+    assert isinstance(outcome, Trajectory) and told[1][0] == "restarted" and outcome.episode == 20
+
+
+def test_a_group_goes_on_where_each_sibling_was_and_a_finished_one_is_taken_as_it_is() -> None:
+    ended = Trajectory(text("[hi]", "cd."), {"r": 1.0}, "done", TASK, 8, 5)
+    begun = EpisodeRecord(6, text("[hi]", "c"), None)
+    tasks = Tasks([says("hi"), over()], [says("hi"), over()])
+
+    async def main() -> tuple[Group, Group]:
+        engine = await awake(ScriptedEngine(lambda tokens, params: [END]))
+        rollout = Rollout(Generator(engine, LetterChat(), EngineConfig()), tasks, RolloutConfig())
+        rollout.restore(7, ())
+        past = (EpisodeRecord(5, ended.pieces, ended), begun)
+        group = await rollout.group(GroupRequest(3, TASK, 0, 0, begun=True, past=past), size=3)
+        done = tuple(EpisodeRecord(told.episode, told.pieces, told) for told in group.trajectories)
+        again = await rollout.group(
+            GroupRequest(3, TASK, 0, 0, begun=True, past=done, finished=True), size=3
+        )
+        return group, again
+
+    group, again = asyncio.run(main())
+    assert [told.episode for told in group.trajectories] == [5, 6, 7] and group.trajectories[
+        0
+    ] is ended
+    assert again == group and not tasks.scripts
+
+
+def test_a_task_that_no_attempt_could_finish_is_quarantined() -> None:
+    async def main() -> set[str]:
+        engine = await awake(ScriptedEngine(lambda tokens, params: [END]))
+        tasks = Tasks(
+            [EnvError("gone")], [says("hi"), over()], [EnvError("gone")], [EnvError("gone")]
+        )
+        rollout = Rollout(
+            Generator(engine, LetterChat(), EngineConfig()), tasks, RolloutConfig(retries=1)
+        )
+        rollout.restore(0, ["toy/train/9"])
+        for index in (1, 2):
+            await rollout.episode(Task("toy", "train", index), env_seed=0, noise_seed=0)
+        return rollout.quarantined
+
+    assert asyncio.run(main()) == {"toy/train/2", "toy/train/9"}

@@ -1,0 +1,333 @@
+"""Promises: the staleness bound holds with stragglers for budgets 0 to 3 and every window, and is reached; groups are
+taken in the order the window allows; tickets limit what is live; a line goes on where another was, and one that can
+never be filled says why; the ledger knows which versions are needed."""
+
+import asyncio
+import random
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unstale.config import staleness_bound
+from unstale.records import (
+    Batch,
+    ContextPiece,
+    Group,
+    PendingPiece,
+    Sampled,
+    ScoredTrajectory,
+    Task,
+    Trajectory,
+    collate,
+)
+from unstale.rollout.staleness_queue import (
+    EmptyLine,
+    PendingPieces,
+    StalenessError,
+    StalenessQueue,
+    measure_staleness,
+)
+
+STEPS = 40
+
+
+@dataclass
+class World:
+    """Groups whose every token is stamped with the version of its moment; one in seven takes very long."""
+
+    line: StalenessQueue
+    slow_ticks: int
+    version: int = 0
+    live: int = 0
+    most_live: int = 0
+    admitted: int = 0
+    ages: list[int] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
+
+    async def group(self, number: int, ticks: int) -> Group:
+        pieces: list[ContextPiece | Sampled] = [ContextPiece((0,))]
+        for _ in range(ticks):
+            pieces.append(Sampled((1,), (-0.5,), self.version))
+            await asyncio.sleep(0)
+        task = Task("toy", "train", number)
+        return Group(
+            task, (Trajectory(tuple(pieces), {"r": 1.0}, "done", task, seed=0, episode=number),)
+        )
+
+    async def produce(self, rng: random.Random, first: int = 0) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(first, 10**9):
+                ticks = self.slow_ticks if number % 7 == 3 else rng.randint(1, 3)
+                await self.line.admit(
+                    lambda number=number, ticks=ticks: self.group(number, ticks), tasks
+                )
+                self.admitted += 1
+                self.live += 1
+                self.most_live = max(self.most_live, self.live)
+
+    async def go_on(self, rng: random.Random, open_groups: list[int]) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for number in open_groups:
+                await self.line.readmit(number, lambda number=number: self.group(number, 2), tasks)
+            await self.produce(rng, self.admitted)
+
+    async def train(self, steps: int) -> None:
+        for _ in range(steps):
+            groups = await self.line.take()
+            self.order += [group.task.index for group in groups]
+            for group in groups:
+                for piece in group.trajectories[0].sampled:
+                    self.ages.append(self.version - piece.version)
+            for _ in range(5):
+                await asyncio.sleep(0)
+            self.version += 1
+            self.live -= len(groups)
+            self.line.release()
+
+    async def run(self, steps: int, seed: int) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            producer = tasks.create_task(self.produce(random.Random(seed)))
+            await self.train(steps)
+            producer.cancel()
+
+
+def simulate(budget: int, groups: int, window: int, *, slow: int, seed: int = 0) -> World:
+    async def main() -> World:
+        world = World(
+            StalenessQueue(max_staleness=budget, groups_per_step=groups, window=window),
+            slow_ticks=slow,
+        )
+        await world.run(STEPS, seed)
+        return world
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("budget", [0, 1, 2, 3])
+def test_with_stragglers_the_bound_holds_and_is_reached(budget: int) -> None:
+    world = simulate(budget, groups=4, window=1, slow=40)
+    assert max(world.ages) == budget
+    assert world.order == sorted(world.order)
+    assert world.most_live <= (budget + 1) * 4
+
+
+def test_the_same_budget_with_whatever_is_finished_bounds_nothing() -> None:
+    async def main() -> World:
+        world = World(
+            StalenessQueue(max_staleness=1, groups_per_step=4, window=10**9), slow_ticks=200
+        )
+        await world.run(STEPS, seed=0)
+        return world
+
+    assert max(asyncio.run(main()).ages) > 4 * staleness_bound(1, 4, window=1)
+
+
+@given(
+    budget=st.integers(0, 3),
+    groups=st.integers(1, 5),
+    window=st.integers(1, 12),
+    slow=st.integers(1, 120),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_window_outruns_its_derived_bound(
+    budget: int, groups: int, window: int, slow: int, seed: int
+) -> None:
+    world = simulate(budget, groups, window, slow=slow, seed=seed)
+    assert max(world.ages) <= staleness_bound(budget, groups, window)
+    assert len(set(world.order)) == len(world.order) == STEPS * groups
+
+
+def test_a_window_lets_finished_groups_pass_a_straggler_up_to_its_reach() -> None:
+    straight, windowed = (simulate(2, groups=4, window=w, slow=200) for w in (1, 5))
+    assert straight.order == sorted(straight.order)
+    assert windowed.order != sorted(windowed.order)
+    assert max(windowed.ages) == staleness_bound(2, 4, 5) == 3
+    for place, number in enumerate(windowed.order):
+        skipped = set(range(number)) - set(windowed.order[:place])
+        assert not skipped or number - min(skipped) < 5
+
+
+def test_the_first_failure_of_work_ends_the_line() -> None:
+    async def main() -> None:
+        line = StalenessQueue(max_staleness=0, groups_per_step=1)
+
+        async def broken() -> Group:
+            raise RuntimeError("out of tea")
+
+        async with asyncio.TaskGroup() as tasks:
+            await line.admit(broken, tasks)
+            await line.take()
+
+    with pytest.raises(ExceptionGroup) as failure:
+        asyncio.run(main())
+    assert "out of tea" in repr(failure.value.exceptions)
+
+
+def piece(episode: int, version: int) -> PendingPiece:
+    return PendingPiece(episode, (1, 2), 1, Sampled((2,), (-0.1,), version))
+
+
+def test_ledger_pins_a_version_until_its_last_piece_is_settled() -> None:
+    ledger = PendingPieces()
+    for episode, version in [(1, 0), (1, 1), (2, 1)]:
+        ledger.arrived(piece(episode, version))
+    assert ledger.versions == {0, 1}
+    assert [item.episode for item in ledger.of(1)] == [1, 2]
+    assert [item.episode for item in ledger.of(1, besides={2, 3})] == [1]
+    ledger.settle([1])
+    assert ledger.versions == {1}
+    ledger.settle([2, 99])
+    assert ledger.versions == frozenset()
+
+
+def batch_of(versions: list[int]) -> tuple[Batch, list[Group]]:
+    task = Task("toy", "train", 0)
+    pieces = (ContextPiece((0,)), *(Sampled((1,), (-0.5,), version) for version in versions))
+    trajectory = Trajectory(pieces, {"r": 1.0}, "done", task, seed=0)
+    return collate([ScoredTrajectory(trajectory, (1.0,))]), [Group(task, (trajectory,))]
+
+
+def test_ages_are_counted_where_the_batch_is_consumed() -> None:
+    batch, groups = batch_of([3, 3, 4, 5])
+    ages = measure_staleness(batch, groups, lag=5 - batch.version, bound=2)
+    assert ages["schedule/staleness_max"] == 2
+    assert ages["schedule/staleness_mean"] == pytest.approx(1.25)
+    assert ages["schedule/staleness_histogram"] == {"0": 1, "1": 1, "2": 2}
+    assert ages["schedule/mixed_version_share"] == 1.0
+    assert ages["schedule/unclean_share"] == 0
+    unclean = replace(batch, clean=batch.version != 3)
+    assert (
+        measure_staleness(unclean, groups, lag=5 - batch.version, bound=2)["schedule/unclean_share"]
+        == 0.5
+    )
+    assert torch.equal(batch.version, torch.tensor([-1, 3, 3, 4, 5]))
+
+
+@pytest.mark.parametrize("version, bound", [(6, 2), (4, 2)])
+def test_a_token_older_than_the_bound_or_from_the_future_is_an_error(
+    version: int, bound: int
+) -> None:
+    batch, groups = batch_of([3, 5])
+    with pytest.raises(StalenessError, match=f"the bound is 0 to {bound}"):
+        measure_staleness(batch, groups, lag=version - batch.version, bound=bound)
+
+
+def line_of(open_groups: int, *, tickets_out: bool = False, closed: str = "") -> StalenessQueue:
+    line = StalenessQueue(max_staleness=1, groups_per_step=2)
+    line.restore(10 + open_groups, range(10, 10 + open_groups))
+    if tickets_out:
+        line._live = 4
+    if closed:
+        line.close(closed)
+    return line
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_line_that_can_never_be_filled_says_why(number: int) -> None:
+    short = f"a batch takes 2 groups, {number} are open and no more will come: "
+    with pytest.raises(EmptyLine, match=short + "the shop ran out of tasks"):
+        asyncio.run(line_of(number, closed="the shop ran out of tasks").take())
+    with pytest.raises(EmptyLine, match=short + "all 4 tickets are out, 0 of them never released"):
+        asyncio.run(line_of(number, tickets_out=True).take())
+
+
+def test_a_line_that_is_closed_while_somebody_waits_wakes_them() -> None:
+    async def main() -> None:
+        line = line_of(1)
+        taking = asyncio.ensure_future(line.take())
+        await asyncio.sleep(0)
+        line.close("the end")
+        await taking
+
+    with pytest.raises(EmptyLine, match="the end"):
+        asyncio.run(main())
+
+
+def test_what_was_never_released_is_said() -> None:
+    async def main() -> None:
+        line = StalenessQueue(max_staleness=0, groups_per_step=1)
+        line.restore(1, [0])
+        async with asyncio.TaskGroup() as tasks:
+            await line.readmit(
+                0, lambda: asyncio.sleep(0, Group(Task("toy", "train", 0), ())), tasks
+            )
+            await line.take()
+            with pytest.raises(EmptyLine, match="all 1 tickets are out, 1 of them never released"):
+                await line.take()
+
+    asyncio.run(main())
+
+
+@given(
+    budget=st.integers(0, 3),
+    groups=st.integers(1, 4),
+    window=st.integers(1, 6),
+    seed=st.integers(0, 99),
+    cut=st.integers(1, 30),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_line_goes_on_where_it_was_with_its_order_and_its_tickets(
+    budget: int, groups: int, window: int, seed: int, cut: int
+) -> None:
+    """Half of a run in one line and the rest in another: nobody is taken twice or left out, and the bound holds."""
+
+    async def main() -> tuple[World, World]:
+        line = StalenessQueue(max_staleness=budget, groups_per_step=groups, window=window)
+        first = World(line, slow_ticks=30)
+        await first.run(cut, seed)
+        open_groups = sorted(set(range(first.admitted)) - set(first.order))
+        again = StalenessQueue(max_staleness=budget, groups_per_step=groups, window=window)
+        again.restore(first.admitted, open_groups)
+        assert again.num_open == len(open_groups) and again.num_finished == 0
+        second = World(
+            again,
+            slow_ticks=30,
+            version=first.version,
+            live=len(open_groups),
+            admitted=first.admitted,
+        )
+        async with asyncio.TaskGroup() as tasks:
+            producer = tasks.create_task(second.go_on(random.Random(seed), open_groups))
+            await second.train(10)
+            producer.cancel()
+        return first, second
+
+    first, second = asyncio.run(main())
+    order = first.order + second.order
+    assert len(set(order)) == len(order) == groups * (cut + 10)
+    assert max(second.ages) <= staleness_bound(budget, groups, window)
+    assert set(range(min(second.order))) <= set(order)
+    assert second.most_live <= (budget + 1) * groups
+
+
+def test_groups_that_lost_batches_had_made_room_for_wait_for_their_tickets() -> None:
+    """Six are open and tickets are four: what the last two sampled at once would be too old when they are taken."""
+
+    async def main() -> None:
+        line, begun = StalenessQueue(max_staleness=1, groups_per_step=2), []
+        line.restore(6, range(6))
+
+        async def work(number: int) -> Group:
+            begun.append(number)
+            return Group(Task("toy", "train", number), ())
+
+        async def readmit(tasks: asyncio.TaskGroup) -> None:
+            for number in range(6):
+                await line.readmit(number, lambda number=number: work(number), tasks)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(readmit(tasks))
+            for begun_by_then in ([0, 1, 2, 3], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]):
+                await line.take()
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                assert begun == begun_by_then
+                line.release()
+                for _ in range(5):
+                    await asyncio.sleep(0)
+
+    asyncio.run(main())

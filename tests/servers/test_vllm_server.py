@@ -1,0 +1,409 @@
+"""The vLLM engine on vLLM's CPU build, with the demo's model: `make test-engines`.
+
+The contract; log-probabilities against the trainer's, of adapters too; asynchronous runs with every exact route, their
+tokens' versions against the server's stamps; what the probe catches; servers and trainers killed."""
+
+import asyncio
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from rich.console import Console
+
+from tests.engines.test_server_process import group_lives, group_members
+from unstale import recipes
+from unstale.cli import session
+from unstale.cli.audit import audit
+from unstale.config import (
+    SHIPPED_POLICY,
+    AuditConfig,
+    EngineConfig,
+    EvalConfig,
+    OldLogpsConfig,
+    Route,
+    RunConfig,
+    ScheduleConfig,
+    TaskConfig,
+    TrainerConfig,
+)
+from unstale.durability.journal import Journal
+from unstale.engines import EngineDied, SamplingParams
+from unstale.engines.embedded.runner import Chunk, Runner, Step
+from unstale.engines.embedded.worker import build_runner
+from unstale.engines.servers import remote
+from unstale.engines.servers.remote import Answer, ProbeFailed
+from unstale.engines.servers.vllm import VllmEngine
+from unstale.engines.servers.vllm_server import EXTENSION, Server
+from unstale.model.lora import Base, Merging, base_checksum
+from unstale.model.packing import Packed
+from unstale.model.policy import Policy
+from unstale.observe.metrics import EVENTS, RunFolder
+from unstale.old_logps import Scoring, has_clean_behavior
+from unstale.records import Sampled
+from unstale.testing import check_engine, nudge
+from unstale.trainer.auditor import score_truth
+from unstale.weights.recording import RECORDED, Recorded
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-engines"
+    ),
+]
+ROOT = Path(__file__).parents[2]
+Dtype = Literal["bfloat16", "float32"]
+EXACT: tuple[Route, ...] = ("snapshot_old", "old_logit_model", "interrupt_sync", "eager")
+
+
+def _engine(dtype: Dtype = "float32", *, url: str = "", extension: str = EXTENSION) -> VllmEngine:
+    return VllmEngine(SHIPPED_POLICY, dtype=dtype, max_running=32, url=url, extension=extension)
+
+
+def _run(engine: VllmEngine, story: Callable[[], Awaitable[None]]) -> None:
+    async def run() -> None:
+        try:
+            await engine.start()
+            await story()
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A float32 server to attach to: one takes a minute to start. It is so small that replies are always waiting."""
+    engine = VllmEngine(SHIPPED_POLICY, dtype="float32", max_running=4)
+    asyncio.run(engine.start())
+    yield engine.url
+    asyncio.run(engine.close())
+
+
+def test_vllm_keeps_the_contract(url: str) -> None:
+    policy = Policy.load(SHIPPED_POLICY)
+    check_engine(lambda: _engine(url=url), update=policy.model.state_dict())
+
+
+@pytest.mark.parametrize(("dtype", "mean"), [("float32", 1e-4), ("bfloat16", 2e-2)])
+def test_log_d_is_float_noise(
+    dtype: Dtype, mean: float, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also after updates, at another temperature, and over a cached prefix."""
+    policy = Policy.load(SHIPPED_POLICY, dtype=dtype)
+    engine = _engine(url=url) if dtype == "float32" else _engine(dtype)
+    found: list[torch.Tensor] = []
+
+    async def story() -> None:
+        for version in range(3):
+            if version:
+                nudge(policy, seed=version, size=0.01)
+            await engine.interrupt()
+            await engine.load(policy.weights(), version)
+            await engine.resume()
+            for temperature in (1.0, 0.7):
+                found.append(await _log_d(engine, policy, temperature))
+
+    _run(engine, story)
+    log_d = torch.cat(found)
+    with capsys.disabled():
+        print(  # noqa: T201 - what is measured is to be seen
+            f"\n{dtype}: |log D| of {len(log_d)} tokens: mean {log_d.mean():.2g}, 99% {log_d.quantile(0.99):.2g}, "
+            f"most {log_d.max():.2g}"
+        )
+    assert len(log_d) > 3000 and log_d.mean() < mean
+
+
+def test_adapters_are_merged_for_the_server(url: str) -> None:
+    """They are made by hand: PEFT is not needed to sample from them."""
+    policy, merging = (
+        Policy.load(SHIPPED_POLICY),
+        Merging(base_checksum(SHIPPED_POLICY), "float32", 4.0),
+    )
+    engine = VllmEngine(SHIPPED_POLICY, dtype="float32", max_running=32, url=url, merging=merging)
+    noise = torch.Generator().manual_seed(0)
+    layers = {
+        name.removesuffix("weight"): w
+        for name, w in policy.weights().items()
+        if name.endswith("_proj.weight")
+    }
+    adapters = {}
+    for name, weight in layers.items():
+        adapters[f"{name}lora_A.weight"] = 0.05 * torch.randn(8, weight.shape[1], generator=noise)
+        adapters[f"{name}lora_B.weight"] = 0.05 * torch.randn(weight.shape[0], 8, generator=noise)
+    before = policy.twin()
+    policy.load_weights(Base(SHIPPED_POLICY, merging).merged(adapters))
+    found: list[torch.Tensor] = []
+
+    async def story() -> None:
+        await engine.load(adapters, 0)
+        await engine.resume()
+        found.append(await _log_d(engine, policy, 1.0))
+        found.append(await _log_d(engine, before, 1.0))
+
+    _run(engine, story)
+    assert found[0].mean() < 1e-4 < 1e-2 < found[1].mean()
+
+
+async def _log_d(engine: VllmEngine, policy: Policy, temperature: float) -> torch.Tensor:
+    """`[T]` absolute values, over two turns of sixteen episodes."""
+    noise = torch.Generator().manual_seed(0)
+    contexts = [
+        torch.randint(3, 1000, (20 + number,), generator=noise).tolist() for number in range(16)
+    ]
+    found = []
+    for turn in range(2):
+        asking = [
+            engine.sample(
+                context, SamplingParams(40, (), temperature=temperature, seed=16 * turn + number)
+            )
+            for number, context in enumerate(contexts)
+        ]
+        for context, reply in zip(contexts, await asyncio.gather(*asking), strict=True):
+            start = len(context)
+            context.extend(reply.piece.tokens)
+            tokens = torch.tensor(context)
+            where = torch.arange(len(context)) >= start
+            scored = policy.score(
+                Packed(tokens, (0, len(context))), where, temperature=temperature, micro_tokens=4096
+            )
+            found.append((scored.logp[where] - torch.tensor(reply.piece.behavior_logp)).abs())
+            context.extend([7] * 9)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize(("fault", "version"), [("Unmended", 0), ("Corrupting", 1)])
+def test_the_probe_catches_it_within_one_update(fault: str, version: int) -> None:
+    policy, engine = Policy.load(SHIPPED_POLICY), _engine(extension=f"tests.servers.faults.{fault}")
+
+    async def story() -> None:
+        for number in range(version):
+            await engine.load(policy.weights(), number)
+        with pytest.raises(ProbeFailed, match=f"after loading version {version}"):
+            await engine.load(policy.weights(), version)
+        with pytest.raises(EngineDied, match=f"after loading version {version}"):
+            await engine.sample([1, 2], SamplingParams(2, ()))
+
+    _run(engine, story)
+
+
+def _config(
+    folder: Path, route: Route = "snapshot_old", *, urls: str = "", **changes: Any
+) -> RunConfig:
+    config = replace(
+        recipes.retail(),
+        runs=folder,
+        name="run",
+        steps=20,
+        engine=EngineConfig(
+            kind="vllm", urls=urls, dtype="float32", max_running=24, max_context=768
+        ),
+        schedule=ScheduleConfig(max_staleness=2, groups_per_step=2, group_size=8),
+        task=TaskConfig(env="retail"),
+        trainer=TrainerConfig(lr=1e-4),
+        old_logps=OldLogpsConfig(route=route),
+        audit=AuditConfig(share=1.0, record=True),
+        eval=EvalConfig(tasks=0),
+    )
+    return replace(config, **changes)
+
+
+def _quiet() -> Console:
+    return Console(file=StringIO())
+
+
+@pytest.mark.parametrize(
+    ("route", "steps"),
+    [("snapshot_old", 20), ("old_logit_model", 6), ("interrupt_sync", 6), ("eager", 6)],
+)
+def test_an_asynchronous_run(
+    route: Route, steps: int, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stamped: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    generate = VllmEngine._generate
+
+    async def noted(
+        self: VllmEngine, name: str, tokens: Sequence[int], params: SamplingParams
+    ) -> Answer:
+        answer = await generate(self, name, tokens, params)
+        for version, end in answer.stamps:
+            stamped[version, (*tokens, *answer.tokens[:end])] += 1
+        return answer
+
+    monkeypatch.setattr(VllmEngine, "_generate", noted)
+    rows = session.train(_config(tmp_path, route, urls=url, steps=steps), console=_quiet()).metrics
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert max(row["schedule/staleness_max"] for row in rows) == 2
+    assert all(
+        row["engine/probe_error"] < 1e-3 and row["correction/log_d_abs_mean"] < 1e-4 for row in rows
+    )
+    assert all(
+        row["old_logps/exact_fraction"] == 1 and row["audit/decomposition_error"] < 1e-5
+        for row in rows
+    )
+    _hold_against_the_embedded_engine(tmp_path / "run")
+    held: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    versions, interrupted = set(), 0
+    with Journal.read(tmp_path / "run") as journal:
+        for step in range(1, steps + 1):
+            for trajectory in (t for group in journal.consumed(step) for t in group.trajectories):
+                before: tuple[int, ...] = ()
+                for piece, after in zip(
+                    trajectory.pieces, (*trajectory.pieces[1:], None), strict=True
+                ):
+                    before += piece.tokens
+                    if isinstance(piece, Sampled):
+                        held[str(piece.version), before] += 1
+                        versions.add(piece.version)
+                        interrupted += isinstance(after, Sampled)
+    assert held <= stamped, "a token is of another version than the server stamped it with"
+    assert versions >= set(range(steps - 2))
+    assert interrupted or steps < 20, "no reply went on under another version"
+
+
+def _hold_against_the_embedded_engine(run: Path) -> None:
+    """Each exact route, played over what the servers sampled; and the embedded engine's log-probabilities of it."""
+    rows = audit(run, routes=EXACT, console=_quiet())["routes"]
+    assert [row["route"] for row in rows] == [*EXACT]
+    assert all(row["exact_fraction"] == 1 and row["claimed_error_max"] < 1e-5 for row in rows)
+    recorded, policy = Recorded(run / RECORDED), Policy.load(SHIPPED_POLICY)
+    runner = build_runner(SHIPPED_POLICY, dtype="float32", max_slots=1, max_context=768)
+    apart = []
+    for step in recorded.steps[:: max(1, len(recorded.steps) // 4)]:
+        batch = recorded.batch(step).batch
+        old_logp = score_truth(policy, batch, recorded.weights, scoring=Scoring(1.0, 4096)).logp
+        start, end = batch.spans()[0]
+        where = has_clean_behavior(batch)[start:end]
+        for version in batch.version[start:end][where].unique().tolist():
+            runner.load(recorded.weights(version))
+            own = where & (batch.version[start:end] == version)
+            logp = _embedded_logps(runner, batch.tokens[start:end])
+            apart.append((logp - old_logp[start:end])[own].abs())
+    found = torch.cat(apart)  # float32 noise: an improbable token's logits are far from the largest
+    assert len(found) > 50 and found.mean() < 1e-5 and found.max() < 1e-4
+
+
+def _embedded_logps(runner: Runner, tokens: torch.Tensor) -> torch.Tensor:
+    """`[T]`, 0 at the first: the sequence in the cache token by token, as when it is sampled."""
+    logps, none = [torch.zeros(())], torch.empty(0, dtype=torch.long)
+    with torch.inference_mode():
+        for at, after in enumerate(tokens.tolist()[1:]):
+            chunk = (Chunk(0, at, at + 1),)
+            logits = runner.forward(Step(none, chunk, tokens[at : at + 1], torch.tensor([at])))
+            logps.append(logits[0].log_softmax(-1)[after])
+    return torch.stack(logps)
+
+
+def test_two_servers_and_one_dies_in_mid_run(url: str, tmp_path: Path) -> None:
+    """Somebody else's servers: nobody starts them again. Its episodes go on at the other, their prefixes with them."""
+    other = VllmEngine(SHIPPED_POLICY, dtype="float32", max_running=4)
+    asyncio.run(other.start())
+
+    def kill() -> None:
+        while (
+            not (tmp_path / "run" / "metrics.jsonl").exists()
+            or len(RunFolder(tmp_path / "run").metrics()) < 3
+        ):
+            time.sleep(0.05)
+        os.killpg(other.pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    rows = session.train(
+        _config(tmp_path, urls=f"{url} {other.url}", steps=8), console=_quiet()
+    ).metrics
+    killer.join()
+    asyncio.run(other.close())
+    assert len(rows) == 8 and [row["engine/deaths"] for row in rows if row["engine/deaths"]] == [1]
+    assert all(
+        row["old_logps/exact_fraction"] == 1 and row["audit/decomposition_error"] < 1e-5
+        for row in rows
+    )
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=lambda sent: sent.name)
+def test_a_server_dies_or_hangs_in_mid_run(
+    sent: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "HANG_S", 20.0)
+    pids: list[int] = []
+    begin = Server.begin
+
+    def noted(self: Server) -> None:
+        begin(self)
+        pids.append(self.pid)
+
+    monkeypatch.setattr(Server, "begin", noted)
+
+    def kill() -> None:
+        while (
+            not (tmp_path / "run" / "metrics.jsonl").exists()
+            or len(RunFolder(tmp_path / "run").metrics()) < 3
+        ):
+            time.sleep(0.05)
+        os.killpg(pids[0], sent)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    rows = session.train(_config(tmp_path, steps=8), console=_quiet()).metrics
+    killer.join()
+    assert len(rows) == 8 and sum(row["engine/restarts"] for row in rows) == 1 and len(pids) == 2
+    events = RunFolder(tmp_path / "run").rows(EVENTS)
+    (restarted,) = [event for event in events if event["kind"] == "engine_restarted"]
+    assert ("within 20 s" in restarted["cause"] or "for 20 s" in restarted["cause"]) == (
+        sent == signal.SIGSTOP
+    )
+    assert all(
+        row["old_logps/exact_fraction"] == 1 and row["audit/decomposition_error"] < 1e-5
+        for row in rows
+    )
+
+
+_PROGRAM = """
+import asyncio
+from pathlib import Path
+from unstale.engines.servers.vllm import VllmEngine
+async def main():
+    engine = VllmEngine(Path("unstale/recipes/base_policy"), dtype="float32")
+    await engine.start()
+    print(engine.pid, flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+def test_a_server_ends_with_the_process_that_started_it() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as trainer:
+        assert trainer.stdout is not None
+        group = int(trainer.stdout.readline())
+        shared = _shared_memory(group)
+        assert shared
+        trainer.kill()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and group_lives(group):
+        time.sleep(0.1)
+    assert not group_lives(group) and not [path for path in shared if path.exists()]
+
+
+def _shared_memory(group: int) -> set[Path]:
+    """What its processes have mapped that outlives them."""
+    maps = [(process / "maps").read_text() for process in group_members(group)]
+    return {
+        Path(line.split()[-1])
+        for text in maps
+        for line in text.splitlines()
+        if "/dev/shm/psm_" in line
+    }

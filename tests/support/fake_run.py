@@ -1,0 +1,288 @@
+"""A plausible run folder, made up from a seed: for tests and for looking at the report while working on it."""
+
+import json
+import math
+import random
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from unstale.config import EvalConfig, OldLogpsConfig, RunConfig, ScheduleConfig
+from unstale.observe.metrics import SURVIVORS, RunLog, dumps
+
+STEP_S = 6.0
+PRODUCTS = ("green kettle", "oak desk", "desk lamp", "wool blanket", "steel bottle", "garden chair")
+NAMES = ("Mia Costa", "Noah Silva", "Ada Brandt", "Liam Okafor")
+
+
+@dataclass
+class FakeClock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def fake_config(route: str = "snapshot_old", steps: int = 80, seed: int = 0) -> RunConfig:
+    return RunConfig(
+        recipe="retail",
+        name="retail-demo-0",
+        seed=seed,
+        steps=steps,
+        schedule=ScheduleConfig(max_staleness=2, groups_per_step=16, group_size=8),
+        old_logps=OldLogpsConfig(route=route),  # type: ignore[arg-type]
+        eval=EvalConfig(tasks=256, every=20),
+    )
+
+
+def fake_metrics(
+    step: int, total: int, rng: random.Random, *, exact: bool = True
+) -> dict[str, Any]:
+    """One step of a run that learns: success rises, staleness settles at its bound."""
+    done = step / total
+    success = 0.44 + 0.47 / (1 + math.exp(-8 * (done - 0.42)))
+    tokens = {0: 900, 1: 0, 2: 0} if step == 1 else {0: 380, 1: 5400, 2: 0}
+    if step > 2:
+        tokens = {
+            lag: round(rng.gauss(mean, mean / 9)) for lag, mean in ((0, 420), (1, 3900), (2, 2200))
+        }
+    total_tokens = sum(tokens.values())
+    lags = {lag: count for lag, count in tokens.items() if count}
+    log_s = {lag: abs(rng.gauss(0.003 + 0.021 * lag, 0.003)) for lag in lags}
+    log_d = {lag: abs(rng.gauss(0.0052, 0.0003)) for lag in lags}
+    wait = max(0.0, rng.gauss(1.3 + 0.6 * math.sin(step / 7), 0.4)) if step > 1 else 3.1
+    return {
+        "version": step,
+        "rollout/success": min(1.0, max(0.0, rng.gauss(success - 0.02, 0.03))),
+        "rollout/reward_mean": min(1.0, max(0.0, rng.gauss(success - 0.01, 0.03))),
+        "rollout/turns_mean": rng.gauss(4.4 - 0.5 * done, 0.1),
+        "rollout/failed": 1 if step in (9, 31) else 0,
+        "schedule/staleness_max": max(lags),
+        "schedule/staleness_mean": sum(lag * count for lag, count in lags.items()) / total_tokens,
+        "schedule/staleness_bound": 2,
+        "schedule/staleness_histogram": lags,
+        "schedule/mixed_version_share": 0.0
+        if step == 1
+        else min(1.0, max(0.0, rng.gauss(0.38, 0.05))),
+        "schedule/wait_groups_s": wait,
+        "schedule/wait_ticket_s": abs(rng.gauss(0.4, 0.2)),
+        "trainer/action_tokens": float(total_tokens),
+        "correction/kept_share": 1 - abs(rng.gauss(0.0015, 0.0008)),
+        "correction/log_d_abs_mean": sum(log_d[lag] * lags[lag] for lag in lags) / total_tokens,
+        "objective/log_s_abs_mean": sum(log_s[lag] * lags[lag] for lag in lags) / total_tokens,
+        "objective/clipped_share": abs(rng.gauss(0.012 + 0.01 * math.sin(done * 3), 0.003)),
+        "objective/loss": rng.gauss(-0.01, 0.02),
+        "engine/tokens_per_s": rng.gauss(1950, 120),
+        "engine/reprefill_tokens": round(rng.gauss(4200, 500)) if step > 1 else 0,
+        "engine/reprefill_s": abs(rng.gauss(0.35, 0.05)),
+        "engine/busy_share": min(1.0, rng.gauss(0.93, 0.03)),
+        "trainer/tokens_per_s": rng.gauss(5200, 350),
+        "trainer/grad_norm": abs(rng.gauss(0.5, 0.1)),
+        "trainer/lr": 3e-4,
+        "old_logps/seconds": abs(rng.gauss(0.8, 0.1)),
+        "old_logps/exact_fraction": 1.0 if exact else 0.07,
+        "publish/seconds": abs(rng.gauss(0.15, 0.03)),
+        **{f"by_lag/log_d_abs/{lag}": value for lag, value in log_d.items()},
+        **{f"by_lag/log_s_abs/{lag}": value for lag, value in log_s.items()},
+    }
+
+
+def fake_run(
+    path: Path, *, steps: int = 80, seed: int = 0, route: str = "snapshot_old", planned: int = 0
+) -> Path:
+    """Write the folder of a run that took `steps` of its `planned` steps."""
+    rng, clock = random.Random(seed), FakeClock()
+    planned = planned or steps
+    episode = 0
+    with RunLog.create(path, fake_config(route, planned, seed), clock=clock) as log:
+        log.event(
+            "started", command=f"unstale train retail --seed {seed}", unstale="0.1.0", cores=2
+        )
+        with log.span("eval", "256 held-out tasks"):
+            clock.now += 14
+        log.event("eval", step=0, success=0.434, tasks=256)
+        log.write(0, {"version": 0, "eval/success": 0.434})
+        for step in range(1, steps + 1):
+            metrics = fake_metrics(step, planned, rng, exact=route == "snapshot_old")
+            _spans(log, clock, step, metrics)
+            if step % 20 == 0:
+                with log.span("eval", "256 held-out tasks"):
+                    clock.now += 9
+                metrics["eval/success"] = round(256 * (metrics["rollout/success"] + 0.02)) / 256
+                log.event("eval", step=step, success=metrics["eval/success"], tasks=256)
+            if metrics["rollout/failed"]:
+                log.event(
+                    "episode_failed",
+                    task="retail/train/771",
+                    stage="step",
+                    error="EnvError: tool timed out",
+                )
+            log.write(step, metrics)
+            for _ in range(4):
+                episode += 1
+                log.trajectory(fake_trajectory(step, episode, metrics["rollout/success"], rng))
+            log.points(_points(step, metrics["schedule/staleness_histogram"], rng))
+        if steps == planned:
+            log.event("stopped", reason="all steps done")
+    (path / SURVIVORS).write_text(dumps({"places": [fake_place("retail")]}))
+    return path
+
+
+def fake_place(env: str, *, lost_mean: float = 230.0) -> dict[str, Any]:
+    """As `survivors.json` has an environment: 24 of 424 attempts that ended were lost."""
+
+    def kind(count: int, mean: float, success: float | None = None) -> dict[str, Any]:
+        tokens = {
+            "mean": mean,
+            "low": round(mean / 2),
+            "middle": round(mean * 0.95),
+            "high": round(mean * 1.6),
+        }
+        turns = {"mean": mean / 45, "low": 3, "middle": 5, "high": 8}
+        return {
+            "count": count,
+            "tokens": tokens,
+            "turns": turns,
+            "success": success,
+            "reward": success,
+        }
+
+    spread = [(round(60 + 340 * (step / 20) ** 2), step / 20) for step in range(21)]
+    return {
+        "env": env,
+        "split": "train",
+        "groups": {"consumed": 45, "finished": 5, "open": 4},
+        "kinds": {
+            "generated": kind(430, 214.0, 0.71), "ended": kind(424, 212.5, 0.71), "trained": kind(360, 212.0, 0.72),
+            "waiting": kind(40, 208.0, 0.66), "failed": kind(24, lost_mean), "open": kind(6, 300.0),
+        },
+        "buckets": [
+            {"low": 60 + 85 * i, "high": 144 + 85 * i, "ended": 106, "trained": 92 - i, "waiting": 10} for i in range(4)
+        ],
+        "contrast": {"lost": 24, "kept": 400, "lost_mean": lost_mean, "kept_mean": 211.6, "se": 16.0},
+        "curve": [[tokens, share, min(1.0, share * 1.02)] for tokens, share in spread],
+    }  # fmt: skip
+
+
+def _spans(log: RunLog, clock: FakeClock, step: int, metrics: dict[str, Any]) -> None:
+    """Waiting, scoring, training and publishing follow one another; the engine runs beside them."""
+    begin = clock.now
+    phases = (
+        ("wait", metrics["schedule/wait_groups_s"]),
+        ("old_logps", metrics["old_logps/seconds"]),
+        ("trainer", 3.4),
+        ("publish", metrics["publish/seconds"]),
+    )
+    for lane, seconds in phases:
+        with log.span(lane, f"step {step}"):
+            clock.now += seconds
+    publishing = metrics["publish/seconds"]
+    log.event(
+        "span", lane="engine", start=begin, end=clock.now - publishing, label=f"version {step - 1}"
+    )
+
+
+def _points(step: int, lags: dict[int, int], rng: random.Random) -> list[dict[str, Any]]:
+    points = []
+    for lag in rng.choices(list(lags), weights=list(lags.values()), k=60):
+        wide = rng.random() < 0.08
+        points.append(
+            {
+                "step": step,
+                "lag": lag,
+                "log_d": rng.gauss(0, 0.03 if wide else 0.005),
+                "log_s": rng.gauss(0, (0.004 + 0.03 * lag) * (3 if wide else 1)),
+                "exact": True,
+            }
+        )
+    return points
+
+
+def fake_trajectory(step: int, episode: int, success: float, rng: random.Random) -> dict[str, Any]:
+    """An episode at the service desk; half of them live through a weight update."""
+    won = rng.random() < success
+    name, item = rng.choice(NAMES), rng.choice(PRODUCTS)
+    order = f"#W{rng.randrange(1000, 9999)}"
+    first = max(0, step - 1 - rng.choice((1, 1, 2)))
+    version = first
+    turns: list[dict[str, Any]] = []
+
+    def given(role: str, text: str) -> None:
+        """As the chat template writes it, up to the beginning of the next reply."""
+        if role == "tool":
+            role, text = "user", f"<tool_response>\n{text}\n</tool_response>"
+        text = f"<|im_start|>{role}\n{text}<|im_end|>\n"
+        text += "<|im_start|>assistant\n" if role != "system" else ""
+        count = len(text) // 4
+        piece = {"text": text, "version": None, "provenance": "ENVIRONMENT", "num_tokens": count}
+        if turns and turns[-1]["role"] == "environment":
+            turns[-1]["text"] += text
+            turns[-1]["pieces"].append(piece)
+        else:
+            turns.append({"role": "environment", "text": text, "pieces": [piece]})
+
+    def says(text: str) -> None:
+        nonlocal version
+        cuts = [0, len(text)]
+        if rng.random() < 0.35 and version < step - 1:
+            cuts.insert(1, rng.randrange(5, len(text) - 5))
+        pieces = []
+        for start, end in pairwise(cuts):
+            version += bool(start)
+            count = max(1, (end - start) // 4)
+            pieces.append(
+                {
+                    "text": text[start:end],
+                    "version": version,
+                    "provenance": "SAMPLED",
+                    "num_tokens": count,
+                }
+            )
+        turns.append({"role": "assistant", "text": text, "pieces": pieces})
+
+    given(
+        "system",
+        "You are the desk of a shop. Pending orders may be cancelled; delivered ones may be returned.",
+    )
+    given("user", f"Hello, this is {name}. I want to send back the {item} from order {order}.")
+    says(_call("find_user", {"name": name}))
+    given("tool", json.dumps({"user": "u17", "orders": [order, "#W2210"], "payment": "card_3"}))
+    says(_call("get_order", {"order": order}))
+    given(
+        "tool",
+        json.dumps(
+            {"order": order, "status": "delivered", "items": {item: "i42", "oak desk": "i77"}}
+        ),
+    )
+    if rng.random() < 0.3:
+        says(_call("return_items", {"order": order, "items": ["i24"]}))
+        given("tool", json.dumps({"error": f"no item i24 in order {order}"}))
+    says(
+        f"You would like to return the {item} of order {order} to card_3. Shall I go ahead?<|im_end|>"
+    )
+    given("user", "Yes, please.")
+    says(
+        _call(
+            "return_items",
+            {"order": order, "items": ["i42" if won else "i77"], "refund_to": "card_3"},
+        )
+    )
+    given("tool", json.dumps({"order": order, "status": "return requested"}))
+    says("Done. You will have an e-mail with the label.<|im_end|>")
+    return {
+        "step": step,
+        "episode": episode,
+        "task": f"retail/train/{rng.randrange(10_000)}",
+        "reward": 1.0 if won else 0.0,
+        "stop": "done",
+        "turns": turns,
+        "versions": sorted(
+            {piece["version"] for turn in turns for piece in turn["pieces"]} - {None}
+        ),
+        "num_tokens": sum(piece["num_tokens"] for turn in turns for piece in turn["pieces"]),
+    }
+
+
+def _call(name: str, arguments: dict[str, Any]) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call><|im_end|>'

@@ -1,0 +1,164 @@
+"""What the fakes of inference servers have in common: HTTP in a thread of its own, and a tiny model that samples.
+
+One thread serves, and the engine behind it is one loop, so weights and their version change only between tokens.
+"""
+
+import asyncio
+import json
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from unstale.model.policy import Policy
+
+_HEADERS = "HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {size}\r\nConnection: close\r\n\r\n"
+_Connected = Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]
+
+
+class Speech:
+    """One reply while it is sampled."""
+
+    def __init__(
+        self, context: list[int], temperature: float, noise: Callable[[int, int], Tensor]
+    ) -> None:
+        self.context = context
+        self.temperature = temperature
+        self.noise = noise
+        """Of a position, and how many words there are."""
+        self.aborted = False
+        self._cache = DynamicCache()
+
+    @torch.no_grad()
+    def next(self, policy: Policy, head: Tensor | None) -> tuple[int, float, float]:
+        """The token, its log-probability, and that at a temperature of 1."""
+        new = self.context[self._cache.get_seq_length() :]
+        model = policy.model.model
+        hidden = model(
+            input_ids=torch.tensor([new]), past_key_values=self._cache, use_cache=True
+        ).last_hidden_state
+        logits = hidden[0, -1] @ (policy.model.lm_head.weight if head is None else head).T
+        logp = (logits / (self.temperature or 1.0)).log_softmax(-1)
+        noisy = logp + self.noise(len(self.context), len(logp)) if self.temperature else logp
+        token = int(noisy.argmax())
+        self.context.append(token)
+        return token, float(logp[token]), float(logits.log_softmax(-1)[token])
+
+
+def gumbel(noise: torch.Generator, size: int) -> Tensor:
+    return -torch.empty(size).exponential_(generator=noise).log()
+
+
+class FakeServer:
+    """`with FakeServer() as server:` serves at `server.url`. Its faults are attributes, to be set by tests."""
+
+    url: str
+    notices_s = 0.0
+    """Seconds until it notices that a client hung up."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.stale_head = False
+        """Loads leave the head as it was, as vLLM's CPU build does with tied embeddings."""
+        self.corrupt = ""
+        """A tensor that loads set to zero."""
+        self.frozen = False
+        """Its engine does nothing any more, while the process in front of it answers."""
+        self.forgetful = False
+        """Its record of versions is not written."""
+        self.answers: dict[str, tuple[int, Any]] = {}
+        """By path: what is answered instead."""
+        self.asked = 0
+        """Replies that were asked for, probes among them."""
+        self.running: dict[str, Any] = {}
+        self.policy = policy
+        self.head: Tensor | None = None
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._ready.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.die()
+
+    def die(self) -> None:
+        """As by a signal: connections break off."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+
+    async def _serve(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        served: set[asyncio.Task[None]] = set()
+
+        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.ensure_future(self._connection(reader, writer))
+            served.add(task)
+            task.add_done_callback(served.discard)
+
+        server = await self.listen(connected)
+        self._ready.set()
+        await self._stop.wait()
+        server.close()
+        for task in [*served]:
+            task.cancel()
+        await asyncio.gather(*served, return_exceptions=True)
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            method, target, _ = head.split("\r\n")[0].split(" ")
+            size = int(head.lower().split("content-length:")[1].split("\r\n")[0])
+            body = json.loads(await reader.readexactly(size) or b"null")
+            answering = asyncio.ensure_future(self._answering(method, target, body))
+            gone = asyncio.ensure_future(reader.read())
+            try:
+                await asyncio.wait((answering, gone), return_when=asyncio.FIRST_COMPLETED)
+                if not answering.done():
+                    await asyncio.wait((answering,), timeout=self.notices_s)
+                    return
+                status, answer = answering.result()
+            finally:
+                answering.cancel()
+                gone.cancel()
+            content = (
+                answer
+                if isinstance(answer, bytes)
+                else b""
+                if answer is None
+                else json.dumps(answer).encode()
+            )
+            writer.write(_HEADERS.format(status=status, size=len(content)).encode() + content)
+            await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    async def _answering(self, method: str, target: str, body: Any) -> tuple[int, Any]:
+        return self.answers.get(target.partition("?")[0]) or await self.answer(method, target, body)
+
+    def listen(self, connected: _Connected) -> Awaitable[asyncio.Server]:
+        raise NotImplementedError
+
+    async def answer(self, method: str, target: str, body: Any) -> tuple[int, Any]:
+        raise NotImplementedError
+
+    async def thaw(self) -> None:
+        """What comes next asks the engine."""
+        while self.frozen:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        taken = {
+            name: torch.zeros_like(tensor) if name == self.corrupt else tensor
+            for name, tensor in weights.items()
+        }
+        if self.head is None or not self.stale_head:
+            self.head = taken["model.embed_tokens.weight"].clone()
+        self.policy.load_weights(taken)

@@ -1,0 +1,135 @@
+"""vLLM's HTTP API as version 0.32 has it, as far as a run uses it, over a tiny model on the CPU.
+
+Written from its source: entrypoints/rl/online/api_router.py, entrypoints/scale_out/token_in_token_out, v1/engine/core.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from tests.support.fake_server import FakeServer, Speech, _Connected, gumbel
+from unstale.testing import tiny_policy
+
+_BLOCK = 16
+
+
+class FakeVllm(FakeServer):
+    """On a socket in `folder`."""
+
+    def __init__(
+        self, folder: Path, *, max_model_len: int = 2048, raw_logprobs: bool = False
+    ) -> None:
+        super().__init__(tiny_policy(seed=99))
+        self.url = f"unix:{folder}/fake"
+        self._path = folder / "fake"
+        self._max_model_len = max_model_len
+        self._raw = raw_logprobs
+        self._version = "default"
+        self._cached: set[tuple[int, ...]] = set()
+        """Openings of contexts, in whole blocks."""
+        self._paused = False
+
+    def listen(self, connected: _Connected) -> Awaitable[asyncio.Server]:
+        self._path.unlink(missing_ok=True)
+        return asyncio.start_unix_server(connected, self._path)
+
+    def die(self) -> None:
+        super().die()
+        self._path.unlink(missing_ok=True)
+
+    async def answer(self, method: str, target: str, body: Any) -> tuple[int, Any]:
+        path, _, query = target.partition("?")
+        match method, path:
+            case "GET", "/health":
+                return 200, None
+            case "GET", "/v1/models":
+                return 200, {"data": [{"id": "fake", "max_model_len": self._max_model_len}]}
+            case "POST", "/inference/v1/generate":
+                return await self._generate(body)
+            case "POST", "/abort_requests":
+                for name in body["request_ids"]:
+                    if name in self.running:
+                        self.running[name].aborted = True
+                return 200, {"status": "aborted"}
+        await self.thaw()
+        match method, path:
+            case "GET", "/weight_info":
+                return 200, {"weight_version": self._version}
+            case "POST", "/pause":
+                assert query in ("mode=abort&clear_cache=true", "mode=abort&clear_cache=false")
+                self._paused = True
+                if query.endswith("true"):
+                    self._cached.clear()
+                for speech in self.running.values():
+                    speech.aborted = True
+                return 200, {"status": "paused"}
+            case "POST", "/resume":
+                self._paused = False
+                return 200, {"status": "resumed"}
+            case "POST", "/collective_rpc":
+                assert self._paused and body["method"] == "unstale_load"
+                self.load(load_file(body["args"][0]))
+                return 200, {"results": [None]}
+            case "POST", "/update_weight_version":
+                self._version = self._version if self.forgetful else body["new_version"]
+                return 200, {"success": True, "new_version": body["new_version"]}
+        return 404, {"detail": "Not Found"}
+
+    async def _generate(self, body: Mapping[str, Any]) -> tuple[int, Any]:
+        asked, context = body["sampling_params"], list(body["token_ids"])
+        assert asked["ignore_eos"] and asked["logprobs"] == 0 and not asked["detokenize"]
+        if len(context) + asked["max_tokens"] > self._max_model_len:
+            return 400, {"error": {"message": "This model's maximum context length is exceeded"}}
+        self.asked += 1
+        cached = max(
+            (end for end in range(0, len(context), _BLOCK) if tuple(context[:end]) in self._cached),
+            default=0,
+        )
+        name = f"generate-tokens-{body['request_id']}"
+        noise = torch.Generator().manual_seed(asked["seed"])
+        speech = self.running[name] = Speech(
+            context, asked["temperature"], lambda _, size: gumbel(noise, size)
+        )
+        said: list[tuple[int, float]] = []
+        versions: list[str] = []
+        reason = "abort"
+        try:
+            while not speech.aborted:
+                await asyncio.sleep(0.001)
+                if self._paused or self.frozen or speech.aborted:
+                    continue
+                token, logprob, raw = speech.next(self.policy, self.head)
+                said.append((token, raw if self._raw else logprob))
+                versions.append(self._version)
+                if token in asked["stop_token_ids"] or len(said) == asked["max_tokens"]:
+                    reason = "stop" if token in asked["stop_token_ids"] else "length"
+                    break
+        finally:
+            del self.running[name]
+        spans: list[dict[str, Any]] = []
+        for version, run in groupby(versions):
+            start = spans[-1]["end"] if spans else 0
+            spans.append({"version": version, "start": start, "end": start + len(list(run))})
+        choice = {
+            "index": 0,
+            "finish_reason": reason,
+            "token_ids": [token for token, _ in said],
+            "logprobs": {
+                "content": [{"token_id": token, "logprob": logprob} for token, logprob in said]
+            },
+            "weight_versions": spans,
+        }
+        self.cache(context)
+        usage = {
+            "prompt_tokens": len(body["token_ids"]),
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+        return 200, {"request_id": body["request_id"], "choices": [choice], "usage": usage}
+
+    def cache(self, context: list[int]) -> None:
+        self._cached.update(tuple(context[:end]) for end in range(_BLOCK, len(context), _BLOCK))

@@ -1,0 +1,55 @@
+"""A toy task set for tests: the agent should say "yes". Its episodes can be made to break, hang or take turns."""
+
+import asyncio
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+from unstale.envs import Message, Turn
+from unstale.records import Task
+
+
+class ToyEnv:
+    def __init__(self, task: Task, tasks: "ToyTasks") -> None:
+        self.task, self.tasks = task, tasks
+        self.turns = 0
+
+    async def begin(self) -> Turn:
+        if self.tasks.broken and self.task.index % self.tasks.broken == 0:
+            raise ValueError(f"no task {self.task.index}")
+        return Turn((Message("user", "say yes"),))
+
+    async def step(self, reply: Message) -> Turn:
+        self.turns += 1
+        if self.tasks.hangs:
+            await asyncio.Event().wait()
+        if self.turns < self.tasks.turns:
+            return Turn((Message("user", "again"),), reward=float("yes" in reply.content))
+        said = "yes" in reply.content
+        return Turn((), done=True, rewards={"yes": float(said)}, facts={"turns": self.turns})
+
+
+class ToyTasks:
+    name = "toy"
+    tools: tuple[dict[str, Any], ...] = ()
+    turns = 2
+    broken = 0
+    """Every so manieth task raises in `begin`; 0 is none."""
+    hangs = False
+
+    def train(self, seed: int) -> Iterator[Task]:
+        return (Task("toy", "train", index) for index in count(seed * 10**6 + 1))
+
+    def held_out(self, number: int) -> list[Task]:
+        return [Task("toy", "held-out", -1 - index) for index in range(number)]
+
+    def env(self, task: Task, seed: int) -> ToyEnv:
+        return ToyEnv(task, self)
+
+
+class BrokenTasks(ToyTasks):
+    broken = 1
+
+
+class HalfBrokenTasks(ToyTasks):
+    broken = 5

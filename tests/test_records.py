@@ -1,0 +1,130 @@
+"""The records.
+
+Pinned: everything per token derives from pieces; an interrupted reply is one turn of two versions; collation packs
+without padding and keeps every value at its token; a piece or an advantage of the wrong length is refused.
+"""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unstale.records import (
+    ContextPiece,
+    Provenance,
+    Sampled,
+    ScoredTrajectory,
+    Task,
+    Trajectory,
+    collate,
+    walk,
+)
+
+TASK = Task("desk", "train", 3)
+
+
+def trajectory(*pieces: ContextPiece | Sampled, episode: int = 0) -> Trajectory:
+    return Trajectory(pieces, {"success": 1.0, "style": 0.5}, "done", TASK, seed=1, episode=episode)
+
+
+ASKED = ContextPiece((1, 2, 3))
+BEGUN = Sampled((4, 5), (-0.1, -0.2), version=6)
+CONTINUED = Sampled((7,), (-0.3,), version=7, clean=False)
+TOOL = ContextPiece((8, 9))
+FORCED = ContextPiece((10,), Provenance.FORCED)
+REPLAYED = Sampled((11, 12), (-0.4, -0.5), version=5, provenance=Provenance.REPLAYED)
+EMPTY = Sampled((), (), version=9)
+
+
+def test_everything_per_token_derives_from_pieces() -> None:
+    batch = collate(
+        [ScoredTrajectory(trajectory(ASKED, BEGUN, CONTINUED, TOOL, FORCED, REPLAYED), (2.0,))]
+    )
+    assert batch.tokens.tolist() == [1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12]
+    assert batch.sampled.int().tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1]
+    assert batch.version.tolist() == [-1, -1, -1, 6, 6, 7, -1, -1, -1, 5, 5]
+    assert batch.turn.tolist() == [-1, -1, -1, 0, 0, 0, -1, -1, -1, 1, 1]
+    assert batch.provenance.tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 2, 5, 5]
+    assert batch.clean.int().tolist() == [1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1]
+    expected = torch.tensor([0, 0, 0, -0.1, -0.2, -0.3, 0, 0, 0, -0.4, -0.5])
+    torch.testing.assert_close(batch.behavior_logp, expected)
+    assert batch.advantage.tolist() == [0, 0, 0, 2, 2, 2, 0, 0, 0, 2, 2]
+
+
+def test_an_interrupted_reply_is_one_turn_of_two_versions() -> None:
+    episode = trajectory(ASKED, BEGUN, EMPTY, CONTINUED, TOOL, REPLAYED)
+    assert episode.num_turns == 2
+    assert episode.versions == {5, 6, 7}  # an empty piece sampled nothing
+    assert episode.num_sampled == 5 and len(episode) == 10 and episode.reward == 1.5
+
+
+def test_an_empty_given_piece_does_not_end_a_turn() -> None:
+    assert [turn for _, _, turn in walk([BEGUN, ContextPiece(()), CONTINUED])] == [0, 0]
+
+
+def test_sequences_lie_end_to_end() -> None:
+    batch = collate(
+        [
+            ScoredTrajectory(trajectory(ASKED, BEGUN, episode=4), (1.0,)),
+            ScoredTrajectory(trajectory(TOOL, REPLAYED), (2.0,)),
+        ]
+    )
+    assert batch.offsets == (0, 5, 9) and batch.episodes == (4, 0)
+    assert batch.spans() == [(0, 5), (5, 9)]
+    assert batch.sequence.tolist() == [0] * 5 + [1] * 4
+    chosen, index = batch.select([1])
+    assert (
+        chosen.tokens.tolist() == [8, 9, 11, 12]
+        and chosen.offsets == (0, 4)
+        and chosen.episodes == (0,)
+    )
+    assert index.tolist() == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [((3.0,), [3, 3, 3, 3, 3]), ((1.0, 2.0), [1, 1, 1, 2, 2]), (tuple(range(10)), [3, 4, 5, 8, 9])],
+)
+def test_an_advantage_stands_for_the_episode_a_turn_or_a_token(
+    advantage: tuple[float, ...], expected: list
+) -> None:
+    batch = collate(
+        [ScoredTrajectory(trajectory(ASKED, BEGUN, CONTINUED, TOOL, REPLAYED), advantage)]
+    )
+    assert batch.advantage[batch.sampled].tolist() == expected
+    assert not batch.advantage[~batch.sampled].any()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 tokens, 1 behavior_logp"):
+        Sampled((1, 2), (-0.1,), version=0)
+    with pytest.raises(ValueError, match="version must be >= 0"):
+        Sampled((1,), (-0.1,), version=-1)
+    with pytest.raises(ValueError, match="cannot be SAMPLED"):
+        ContextPiece((1,), Provenance.SAMPLED)
+    with pytest.raises(ValueError, match="cannot be FOREIGN"):
+        Sampled((1,), (-0.1,), version=0, provenance=Provenance.FOREIGN)
+    with pytest.raises(ValueError, match="3 advantages for 2 turns"):
+        ScoredTrajectory(trajectory(ASKED, BEGUN, TOOL, REPLAYED), (1.0, 2.0, 3.0))
+    with pytest.raises(ValueError, match="nothing to collate"):
+        collate([])
+
+
+PIECES = st.one_of(
+    st.integers(0, 5).map(lambda n: ContextPiece(tuple(range(n)))),
+    st.tuples(st.integers(0, 5), st.integers(0, 3)).map(
+        lambda pair: Sampled(tuple(range(pair[0])), (-1.0,) * pair[0], version=pair[1])
+    ),
+)
+
+
+@given(st.lists(st.lists(PIECES, max_size=6), min_size=1, max_size=5))
+def test_a_batch_holds_every_token_once_and_no_padding(episodes: list) -> None:
+    items = [trajectory(*pieces) for pieces in episodes]
+    batch = collate([ScoredTrajectory(item, (1.0,)) for item in items])
+    assert batch.tokens.tolist() == [token for item in items for token in item.tokens]
+    assert batch.offsets[-1] == len(batch.tokens) == sum(map(len, items))
+    assert int(batch.sampled.sum()) == sum(item.num_sampled for item in items)
+    for (start, end), item in zip(batch.spans(), items, strict=True):
+        turns = batch.turn[start:end]
+        assert int(turns.max() if len(turns) else -1) + 1 == item.num_turns

@@ -1,0 +1,560 @@
+"""The trainer: a batch becomes optimizer steps.
+
+Pinned: the gradient does not depend on how a batch is cut into micro-batches, for every denominator and for several
+optimizer steps a batch; the loss is the formula of algorithm.md, section 4; nothing is padded; idle sequences change
+nothing; non-finite numbers stop the run before a step, by name; schedules and optimizers do what they are called;
+bfloat16 keeps float32 weights; a restored trainer goes on as if it had never stopped.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from unstale.algorithms.corrections import NonFinite
+from unstale.build import build_correction, build_objective, build_old_logps
+from unstale.config import (
+    ConfigError,
+    CorrectionConfig,
+    ObjectiveConfig,
+    OldLogpsConfig,
+    TrainerConfig,
+)
+from unstale.model.policy import ForwardOptions, Policy
+from unstale.old_logps import Scoring
+from unstale.records import (
+    Batch,
+    ContextPiece,
+    Sampled,
+    ScoredTrajectory,
+    Task,
+    Trajectory,
+    collate,
+)
+from unstale.testing import episode, nudge, plain_logps, tiny_policy, written_down
+from unstale.trainer.local import Rules, Trainer, lr_factor, make_optimizer
+
+WIDE = CorrectionConfig(control="truncate", high=1e6)
+PLANS: tuple[tuple[list, float], ...] = (
+    ([4, (6, 0), 3, (2, 1)], 1.0),
+    ([5, (3, 1)], -0.5),
+    ([2, (9, 0)], 0.0),
+    ([7, (2, 1), 2, (2, 1), 3], 2.0),
+    ([3], 1.0),
+    ([3, (5, 1)], -1.0),
+)
+
+
+def a_batch() -> Batch:
+    return collate(
+        [episode(i, plan, advantage=advantage) for i, (plan, advantage) in enumerate(PLANS)]
+    )
+
+
+def make(
+    policy: Policy,
+    *,
+    route: str = "snapshot_old",
+    correction: CorrectionConfig = WIDE,
+    objective: ObjectiveConfig | None = None,
+    **trainer: Any,
+) -> Trainer:
+    """A trainer whose route knows versions 0 and 1; the policy is at 1."""
+    config = TrainerConfig(**{"optimizer": "SGD", "lr": 1.0, "grad_clip": 1e9} | trainer)
+    old = build_old_logps(OldLogpsConfig(route=route), policy, Scoring(1.0, 64))
+    rules = Rules(
+        correction=build_correction(correction),
+        objective=build_objective(objective or ObjectiveConfig()),
+        temperature=1.0,
+    )
+    old.published(policy, live={0})
+    nudge(policy, seed=1)
+    policy.version = 1
+    old.published(policy, live={0, 1})
+    return Trainer(policy, config, rules, old, num_steps=10)
+
+
+def gradient(trainer: Trainer) -> Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in trainer.policy.model.parameters()])
+
+
+def weights(policy: Policy) -> Tensor:
+    return torch.cat([tensor.flatten().clone() for tensor in policy.weights().values()])
+
+
+def learn(trainer: Trainer, batch: Batch) -> Mapping[str, float]:
+    for part in trainer.prepare(batch).parts:
+        trainer.backward(part)
+        trainer.step()
+    return trainer.metrics()
+
+
+@pytest.mark.parametrize("steps_per_batch", [1, 2])
+@pytest.mark.parametrize("normalise", ["action_tokens", "kept", "sequence_mean", "constant"])
+def test_the_gradient_does_not_depend_on_the_cut_into_micro_batches(
+    normalise: str, steps_per_batch: int
+) -> None:
+    found = []
+    for micro_tokens in (1, 20, 10_000):
+        trainer = make(
+            tiny_policy(dtype="float64"),
+            correction=CorrectionConfig(control="mask", low=0.05, high=3.0, unit="turn"),
+            objective=ObjectiveConfig(
+                normalise=normalise, entropy=0.1, reference_kl=0.2, unit="sequence"
+            ),
+            micro_tokens=micro_tokens,
+            steps_per_batch=steps_per_batch,
+        )
+        gradients = []
+        for part in trainer.prepare(a_batch()).parts:
+            trainer.backward(part)
+            gradients.append(gradient(trainer).clone())
+            trainer.optimizer.zero_grad()
+        metrics = trainer.metrics()
+        assert 0 < metrics["correction/kept_share"] < 1
+        found.append((torch.stack(gradients), metrics))
+    assert [metrics["trainer/micro_batches"] for _, metrics in found] == [5, 4, steps_per_batch]
+    for gradients, metrics in found[:2]:
+        assert len(gradients) == steps_per_batch
+        torch.testing.assert_close(gradients, found[2][0], atol=1e-12, rtol=1e-9)
+        assert metrics["objective/loss"] == pytest.approx(found[2][1]["objective/loss"], abs=1e-9)
+
+
+def test_the_loss_is_the_formula() -> None:
+    """-sum D min(S A, clip(S) A) / N, token by token from unpacked forward passes; N counts tokens before masking."""
+    policy, batch = tiny_policy(), a_batch()
+    version_0 = policy.twin()
+    trainer = make(policy, correction=CorrectionConfig(control="mask_weight", low=0.2, high=5.0))
+    total, clipped, kept, busy = 0.0, 0, 0, 0
+    for start, end in batch.spans():
+        tokens = batch.tokens[start:end].tolist()
+        now, then = plain_logps(policy, tokens), plain_logps(version_0, tokens)
+        for at in batch.sampled[start:end].nonzero().squeeze(1).tolist():
+            version, advantage = int(batch.version[start + at]), float(batch.advantage[start + at])
+            old = float((now if version == 1 else then)[at])
+            d, s = (
+                math.exp(old - float(batch.behavior_logp[start + at])),
+                math.exp(float(now[at]) - old),
+            )
+            inside = 0.2 <= d <= 5.0
+            total -= inside * d * min(s * advantage, min(max(s, 0.8), 1.28) * advantage)
+            clipped += (advantage > 0 and s > 1.28) or (advantage < 0 and s < 0.8)
+            busy += advantage != 0
+            kept += inside and advantage != 0
+    (part,) = trainer.prepare(batch).parts
+    trainer.backward(part)
+    metrics = trainer.metrics()
+    assert (
+        metrics["trainer/action_tokens"] == 29
+        and 0 < kept < busy == metrics["trainer/busy_tokens"] < 29
+    )
+    assert metrics["objective/loss"] == pytest.approx(total / 29, abs=1e-5)
+    assert metrics["correction/kept_share"] == pytest.approx(kept / busy)
+    assert metrics["objective/clipped_share"] == pytest.approx(clipped / busy)
+
+
+def test_siblings_are_spread_over_the_optimizer_steps_and_each_has_its_own_denominator() -> None:
+    trainer = make(tiny_policy(), steps_per_batch=2, objective=ObjectiveConfig(kind="kl_penalty"))
+    parts = trainer.prepare(a_batch()).parts
+    assert [part.batch.episodes for part in parts] == [(0, 2, 5), (1, 3)]  # 4 has no action token
+    assert [part.norm.sum().item() for part in parts] == pytest.approx([1.0, 1.0])
+
+
+def test_nothing_is_padded() -> None:
+    batch = a_batch()
+    metrics = learn(make(tiny_policy(), objective=ObjectiveConfig(kind="kl_penalty")), batch)
+    assert (
+        metrics["trainer/tokens"] == len(batch.tokens) - 3
+    )  # the sequence without action tokens is not run
+
+
+def test_sequences_without_gradient_are_not_run_and_that_changes_nothing() -> None:
+    found = []
+    for kl_penalty in (False, True):
+        trainer = make(tiny_policy(dtype="float64"))
+        assert trainer.rules.objective.idle_at_zero
+        if kl_penalty:  # run them all the same
+            trainer._busy = lambda batch, factor: list(range(batch.num_sequences))  # type: ignore[method-assign]
+        (part,) = trainer.prepare(a_batch()).parts
+        trainer.backward(part)
+        found.append((gradient(trainer), trainer.metrics()["trainer/tokens"]))
+    torch.testing.assert_close(found[0][0], found[1][0], atol=1e-12, rtol=1e-9)
+    assert found[1][1] - found[0][1] == 11  # the third sequence, whose advantage is 0
+    assert not make(
+        tiny_policy(), objective=ObjectiveConfig(kind="kl_penalty")
+    ).rules.objective.idle_at_zero
+    assert not make(
+        tiny_policy(), objective=ObjectiveConfig(entropy=0.1)
+    ).rules.objective.idle_at_zero
+
+
+def test_a_batch_without_any_gradient_still_takes_its_optimizer_step() -> None:
+    """Momentum goes on: a gradient of 0 is not the absence of one."""
+    trainer = make(tiny_policy(), optimizer="Adam", lr=0.01)
+    learn(trainer, a_batch())
+    before = weights(trainer.policy)
+    metrics = learn(trainer, collate([episode(0, [4, (6, 1)], advantage=0.0)]))
+    assert metrics["trainer/tokens"] == 0 and metrics["trainer/grad_norm"] == 0
+    assert trainer.steps == 2 and not torch.equal(before, weights(trainer.policy))
+
+
+def test_a_batch_without_action_tokens_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="none of the 1 sequences of this batch has an action token"
+    ):
+        make(tiny_policy()).prepare(collate([episode(0, [5])]))
+
+
+def test_the_gradient_is_clipped_to_its_norm() -> None:
+    trainer = make(tiny_policy(), grad_clip=0.01, lr=1.0)
+    before = weights(trainer.policy)
+    metrics = learn(trainer, a_batch())
+    assert metrics["trainer/grad_norm"] > 0.01  # as it was before clipping
+    assert (weights(trainer.policy) - before).norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_after_a_step_the_policy_is_no_longer_at_its_version() -> None:
+    trainer = make(tiny_policy())
+    (part,) = trainer.prepare(a_batch()).parts
+    trainer.backward(part)
+    assert trainer.policy.at_version
+    trainer.step()
+    assert not trainer.policy.at_version and trainer.policy.version == 1
+
+
+def test_a_reference_kl_pulls_back_to_where_the_run_began() -> None:
+    policy = tiny_policy()
+    trainer = make(
+        policy, objective=ObjectiveConfig(kind="none", reference_kl=1.0), route="rollout", lr=0.01
+    )
+    nudge(policy, seed=2, size=0.01)
+    batch = collate([engine_made(policy, number) for number in range(8)])
+    before = learn(trainer, batch)["objective/reference_kl"]
+    for _ in range(5):
+        after = learn(trainer, batch)["objective/reference_kl"]
+    assert 0 < after < before
+
+
+def engine_made(policy: Policy, number: int) -> ScoredTrajectory:
+    """An episode of advantage 0 whose behaviour is what this policy says."""
+    made = episode(number, [3, (8, 0)]).trajectory
+    logps = tuple(plain_logps(policy, made.tokens)[3:].tolist())
+    pieces = (ContextPiece(made.tokens[:3]), Sampled(made.tokens[3:], logps, 1))
+    return ScoredTrajectory(
+        Trajectory(pieces, {}, "done", Task("random", "train", number), seed=0, episode=number),
+        (0.0,),
+    )
+
+
+def test_an_entropy_bonus_follows_the_gradient_of_entropy() -> None:
+    policy, batch = tiny_policy(dtype="float64"), collate([episode(0, [3, (8, 1)], advantage=0.0)])
+    trainer = make(policy, objective=ObjectiveConfig(entropy=0.5))
+    (part,) = trainer.prepare(batch).parts
+    trainer.backward(part)
+    found = gradient(trainer).clone()
+    policy.model.zero_grad()
+    logits = policy.model(input_ids=batch.tokens[None]).logits[0, 2:-1]
+    entropy = torch.distributions.Categorical(logits=logits).entropy().mean()
+    (-0.5 * entropy).backward()
+    torch.testing.assert_close(found, gradient(trainer), atol=1e-10, rtol=1e-8)
+    assert trainer.metrics()["objective/entropy"] == pytest.approx(entropy.item())
+
+
+@pytest.mark.parametrize("name", ["behavior_logp", "old_logp"])
+def test_a_log_probability_that_is_not_finite_is_named(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, batch = (
+        make(tiny_policy()),
+        collate([episode(7, [2, (3, 0)]), episode(9, [4, (6, 1)])]),
+    )
+    column = batch.behavior_logp if name == "behavior_logp" else torch.zeros(15)
+    column[5 + 4 + 2] = math.nan
+    if name == "old_logp":
+        monkeypatch.setattr(trainer.old, "logps", lambda batch, now: (column, batch.sampled))
+    with pytest.raises(
+        NonFinite, match=f"{name} is nan at token 6 of sequence 9, sampled by version 1"
+    ):
+        trainer.prepare(batch)
+
+
+def test_a_model_that_breaks_is_named_and_no_step_is_taken() -> None:
+    trainer = make(tiny_policy())
+    (part,) = trainer.prepare(a_batch()).parts
+    with torch.no_grad():
+        next(trainer.policy.model.parameters())[:] = math.nan
+    with pytest.raises(NonFinite, match="logp is nan at token"):
+        trainer.backward(part)
+    assert trainer.steps == 0
+
+
+def test_a_loss_or_gradient_that_is_not_finite_stops_before_the_step() -> None:
+    trainer = make(tiny_policy())
+    before = weights(trainer.policy)
+    (part,) = trainer.prepare(collate([episode(0, [3, (4, 1)], advantage=math.inf)])).parts
+    with pytest.raises(FloatingPointError, match="the loss of optimizer step 1 is -inf"):
+        trainer.backward(part)
+    (part,) = trainer.prepare(a_batch()).parts
+    trainer.backward(part)
+    next(trainer.policy.model.parameters()).grad[0, 0] = math.inf
+    with pytest.raises(
+        FloatingPointError, match="the gradient norm of optimizer step 1 is inf; no step was taken"
+    ):
+        trainer.step()
+    assert torch.equal(before, weights(trainer.policy))
+
+
+def test_metrics_say_what_happened_by_lag() -> None:
+    policy, batch = tiny_policy(), a_batch()
+    version_0 = policy.twin()
+    trainer = make(policy, objective=ObjectiveConfig(kind="kl_penalty"))
+    metrics = learn(trainer, batch)
+    assert metrics["old_logps/exact_fraction"] == 1.0
+    assert metrics["by_lag/log_s_abs/0"] < 1e-5 < metrics["by_lag/log_s_abs/1"]
+    assert (
+        metrics["trainer/lr"] == 1.0
+        and metrics["trainer/tokens_per_s"] > 0
+        and metrics["old_logps/seconds"] > 0
+    )
+    assert metrics["old_logps/forward_tokens"] == (10 + 11) + (
+        15 + 8 + 13 + 8
+    )  # version 0 in 0 and 2, 1 in 0, 1, 3, 5
+    assert metrics["trainer/run_tokens"] == metrics["trainer/tokens"] == len(batch.tokens) - 3
+    points = trainer.points()
+    assert len(points) == 29 and {point["lag"] for point in points} == {0, 1}
+    then = version_0.logps(batch, temperature=1.0)[batch.sampled & (batch.version == 0)].detach()
+    behavior = batch.behavior_logp[batch.sampled & (batch.version == 0)]
+    at_lag_1 = sorted(point["log_d"] for point in points if point["lag"] == 1)
+    assert at_lag_1 == pytest.approx(sorted((then - behavior).tolist()), abs=1e-4)
+    learn(trainer, collate([episode(i, [2, (60, 1)]) for i in range(10)]))
+    assert len(trainer.points()) == 256
+
+
+def test_the_current_policy_is_run_only_for_a_route_that_asks() -> None:
+    batch = a_batch()
+    assert learn(make(tiny_policy(), route="rollout"), batch)["old_logps/forward_tokens"] == 0
+    every = ObjectiveConfig(kind="kl_penalty")  # runs sequences without advantage, too
+    asked = learn(make(tiny_policy(), route="current_recompute", objective=every), batch)
+    assert (
+        asked["old_logps/forward_tokens"] == len(batch.tokens) - 3 - 3
+    )  # cut after the last action token
+    assert (
+        asked["objective/log_s_abs_mean"] < 1e-5
+    )  # one step: the ratio is 1, and all staleness is in D
+
+
+def test_schedules() -> None:
+    cosine = TrainerConfig(lr_schedule="cosine", warmup_steps=4)
+    assert [lr_factor(step, cosine, num_steps=8) for step in range(9)] == pytest.approx(
+        [0.25, 0.5, 0.75, 1.0, 1.0, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125), 0.0]
+    )
+    constant = TrainerConfig(warmup_steps=2)
+    assert [lr_factor(step, constant, num_steps=3) for step in range(5)] == [
+        0.5,
+        1.0,
+        1.0,
+        1.0,
+        1.0,
+    ]
+    trainer = make(tiny_policy(), lr=0.1, lr_schedule="linear")
+    rates = [learn(trainer, a_batch())["trainer/lr"] for _ in range(3)]
+    assert rates == pytest.approx([0.1, 0.09, 0.08])
+
+
+def test_optimizers_go_by_their_torch_names() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    adam = make_optimizer(TrainerConfig(optimizer="AdamW", weight_decay=0.1, lr=0.5), [parameter])
+    assert isinstance(adam, torch.optim.AdamW)
+    assert adam.param_groups[0]["weight_decay"] == 0.1 and adam.param_groups[0]["lr"] == 0.5
+    assert (
+        make_optimizer(TrainerConfig(), [parameter]).param_groups[0]["weight_decay"] == 0.0
+    )  # not torch's 0.01
+    assert make_optimizer(
+        TrainerConfig(optimizer="Adam", weight_decay=0.1), [parameter]
+    ).param_groups[0]["decoupled_weight_decay"]
+    for config, message in (
+        (TrainerConfig(optimizer="AdamV"), "got 'AdamV'; nearest: .*AdamW"),
+        (TrainerConfig(optimizer="Optimizer"), "must be a class of torch.optim"),
+        (TrainerConfig(optimizer="lr_scheduler"), "must be a class of torch.optim"),
+        (TrainerConfig(optimizer="LBFGS"), "must not be LBFGS"),
+        (TrainerConfig(optimizer="Rprop", weight_decay=0.1), "weight_decay must be 0 with Rprop"),
+        (TrainerConfig(optimizer="Muon"), "Muon cannot train this model"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_optimizer(config, [parameter])
+
+
+def test_bfloat16_forward_weights_are_a_copy_of_float32_ones() -> None:
+    trainer = make(tiny_policy(dtype="bfloat16"), lr=1e-4, grad_clip=1.0)
+    before = weights(trainer.policy)
+    learn(trainer, a_batch())
+    assert weights(trainer.policy).dtype == torch.bfloat16
+    masters = trainer.state()["weights"]
+    assert {tensor.dtype for tensor in masters.values()} == {torch.float32}
+    moved = torch.cat([tensor.flatten() for tensor in masters.values()])
+    assert torch.equal(moved.bfloat16(), weights(trainer.policy))
+    assert (moved != before.float()).float().mean() > 0.5  # small steps are kept ...
+    assert (
+        weights(trainer.policy) != before
+    ).float().mean() < 0.2  # ... which most bfloat16 words do not show yet
+
+
+def test_bfloat16_gradients_are_summed_in_float32() -> None:
+    found = []
+    for micro_tokens in (1, 10_000):
+        trainer = make(tiny_policy(dtype="bfloat16"), micro_tokens=micro_tokens)
+        (part,) = trainer.prepare(a_batch()).parts
+        trainer.backward(part)
+        assert all(parameter.grad is None for parameter in trainer.policy.model.parameters())
+        found.append(torch.cat([master.grad.flatten() for master in trainer._master.values()]))
+    assert found[0].dtype == torch.float32
+    assert (found[0] - found[1]).norm() / found[1].norm() < 0.02
+
+
+def test_a_restored_trainer_goes_on_as_if_it_had_never_stopped() -> None:
+    options = {"optimizer": "AdamW", "lr": 0.01, "lr_schedule": "cosine", "warmup_steps": 2}
+    one = make(tiny_policy(), route="rollout", **options)
+    learn(one, a_batch())
+    state = one.state()
+    other = make(tiny_policy(seed=5), route="rollout", **options)
+    other.restore(state)
+    assert (other.steps, other.policy.version, other.policy.at_version) == (1, 1, False)
+    for trainer in (one, other):
+        for _ in range(2):
+            learn(trainer, a_batch())
+    assert torch.equal(weights(one.policy), weights(other.policy))
+    assert one.metrics()["trainer/lr"] == other.metrics()["trainer/lr"]
+    assert state["steps"] == 1  # a state does not move with its trainer
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adafactor", "SGD"])
+def test_a_state_that_was_written_down_has_every_bit(optimizer: str) -> None:
+    one, other = (
+        make(tiny_policy(seed=seed), route="rollout", optimizer=optimizer, lr=0.01)
+        for seed in (0, 5)
+    )
+    one.policy.assign_new_version(4)
+    learn(one, a_batch())
+    other.restore(written_down(one.state()))
+    assert other.policy.version_gaps == one.policy.version_gaps == ((4, 3),)
+    for trainer in (one, other):
+        learn(trainer, a_batch())
+    assert torch.equal(weights(one.policy), weights(other.policy))
+
+
+def test_lag_is_counted_in_batches_after_a_resume() -> None:
+    trainer = make(tiny_policy(), route="rollout")
+    trainer.policy.assign_new_version(4)
+    assert trainer.policy.version == 4
+    batch = collate([episode(0, [3, (4, 0), (2, 1), (1, 3), (1, 4)])])
+    (part,) = trainer.prepare(batch).parts
+    assert part.lag.tolist() == [-1] * 3 + [1] * 4 + [0] * 4
+
+
+@pytest.mark.parametrize("micro_tokens", [1, 10_000])
+def test_an_inline_route_is_asked_in_every_pass_with_that_pass_s_own_values(
+    micro_tokens: int,
+) -> None:
+    """Between two optimizer steps the policy moves, and so does the proxy; no forward pass is spent on it."""
+    trainer = make(
+        tiny_policy(),
+        route="interp_prox_loglinear",
+        steps_per_batch=2,
+        micro_tokens=micro_tokens,
+        lr=1e-2,
+    )
+    asked: list[Tensor] = []
+    answer = trainer.old.logps
+
+    def listen(batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
+        plain = [
+            plain_logps(trainer.policy, batch.tokens[a:b].tolist()).float()
+            for a, b in batch.spans()
+        ]
+        error = (now - torch.cat(plain))[batch.sampled].abs().max()
+        assert error < 1e-5 and not now.requires_grad
+        asked.append(batch.sampled)
+        return answer(batch, now)
+
+    trainer.old.logps = listen  # type: ignore[method-assign]
+    figures = learn(trainer, a_batch())
+    assert sum(int(sampled.sum()) for sampled in asked) == figures["trainer/busy_tokens"]
+    assert figures["old_logps/forward_tokens"] == 0 and figures["old_logps/exact_fraction"] == 0
+    assert figures["correction/kept_share"] == 1
+
+
+def test_an_inline_proxy_of_weight_one_gives_the_gradient_of_recomputing_it() -> None:
+    recomputed, inline = (make(tiny_policy(), route="current_recompute") for _ in range(2))
+    whole = OldLogpsConfig(route="interp_prox_loglinear", alpha=1.0)
+    inline.old = build_old_logps(whole, inline.policy, Scoring(1.0, 64))
+    for trainer in (recomputed, inline):
+        trainer.backward(trainer.prepare(a_batch()).parts[0])
+    torch.testing.assert_close(gradient(recomputed), gradient(inline), atol=1e-6, rtol=1e-5)
+
+
+def test_a_route_hears_of_every_step_and_what_the_control_kept() -> None:
+    """A band around D = 1 that no token is in keeps none of them."""
+    narrow = CorrectionConfig(control="mask", low=0.0, high=1.0)
+    trainer = make(tiny_policy(), correction=narrow, steps_per_batch=2)
+    heard: list[float] = []
+    trainer.old.trained = lambda policy, kept: heard.append(kept)  # type: ignore[method-assign]
+    figures = learn(trainer, a_batch())
+    assert heard == [figures["correction/kept_share"]] * 2
+    assert 0 <= figures["correction/kept_share"] < 1
+
+
+def test_the_audit_sees_the_batch_before_anything_moves() -> None:
+    trainer = make(tiny_policy())
+    seen: list[tuple[Batch, Tensor]] = []
+
+    def audit(batch: Batch, old_logp: Tensor) -> Mapping[str, float]:
+        assert trainer.policy.at_version
+        seen.append((batch, old_logp))
+        return {"audit/seen": 1.0}
+
+    trainer.rules = Rules(
+        correction=trainer.rules.correction,
+        objective=trainer.rules.objective,
+        temperature=1.0,
+        audit=audit,
+    )
+    assert learn(trainer, a_batch())["audit/seen"] == 1
+    ((batch, old_logp),) = seen
+    assert old_logp.shape == batch.sampled.shape
+
+
+@pytest.mark.parametrize("route", ["interp_prox_loglinear", "snapshot_old"])
+def test_a_batch_without_any_advantage_is_a_step_like_any_other(route: str) -> None:
+    """Siblings that all did as well as each other: nothing to learn, and nothing an inline route is asked about."""
+    trainer = make(tiny_policy(), route=route)
+    before = weights(trainer.policy)
+    figures = learn(trainer, collate([episode(i, [4, (3, 1)], advantage=0.0) for i in range(3)]))
+    assert torch.equal(weights(trainer.policy), before)
+    assert figures["trainer/action_tokens"] == 9 and figures["objective/loss"] == 0
+    assert trainer.points() == []
+
+
+def test_a_trainer_says_how_its_policy_is_run() -> None:
+    trainer = make(tiny_policy(), share_prompts=False, recompute=True)
+    assert trainer.policy.passes == ForwardOptions(share_prompts=False, recompute=True)
+    siblings = collate([episode(0, [(20, 0), 3, (2, 1)]) for _ in range(2)])
+    for share in (False, True):
+        metrics = learn(make(tiny_policy(), share_prompts=share), siblings)
+        assert (metrics["trainer/run_tokens"] < metrics["trainer/tokens"]) == share
+
+
+def test_an_optimizer_is_fused_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    assert make_optimizer(TrainerConfig(), [weight]).defaults["fused"]
+
+    def lacking(*given: Any, **options: Any) -> None:
+        raise RuntimeError("no such kernel here")
+
+    monkeypatch.setattr(torch, "_fused_adamw_", lacking)
+    optimizer = make_optimizer(TrainerConfig(), [weight])
+    assert not optimizer.defaults["fused"]
+    weight.grad = torch.ones(2)
+    optimizer.step()

@@ -1,0 +1,90 @@
+"""A child process is heard while it works, however hard, and is told from one that has stopped."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from unstale.weights import wire
+from unstale.weights.wire import Child, ChildFrozen
+
+_PROGRAM = """
+import socket
+
+def main(descriptor, options):
+    with socket.socket(fileno=descriptor) as connection:
+        while asked := connection.recv(1):
+            if asked == b"h":
+                sum(range(2 * 10**8))  # one call: no other thread of the interpreter runs until it is done
+            connection.sendall(asked)
+"""
+
+Start = Callable[[], Child]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    (tmp_path / "echo_of_a_child.py").write_text(_PROGRAM)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(wire, "FROZEN_S", 1.5)
+    children: list[Child] = []
+
+    def begin() -> Child:
+        children.append(Child("echo", "echo_of_a_child", {}, threads=1))
+        children[-1].sendall(b"a")
+        assert children[-1].recv(1) == b"a"
+        return children[-1]
+
+    yield begin
+    for child in children:
+        child.kill()
+        child.wait()
+
+
+@contextmanager
+def _stopped(child: Child) -> Iterator[None]:
+    os.kill(child.pid, signal.SIGSTOP)
+    yield
+    os.kill(child.pid, signal.SIGCONT)
+
+
+def test_a_busy_process_is_heard_and_a_stopped_one_is_killed(start: Start) -> None:
+    child = start()
+    child.sendall(b"h")
+    assert child.recv(1) == b"h"
+    os.kill(child.pid, signal.SIGSTOP)
+    with pytest.raises(
+        ChildFrozen, match=rf"the echo process \(pid {child.pid}\) did not answer for 2 s"
+    ):
+        child.recv(1)
+    assert "signal 9" in child.last_words()
+
+
+def test_what_a_stopped_process_does_not_read_is_not_waited_for(start: Start) -> None:
+    child = start()
+    os.kill(child.pid, signal.SIGSTOP)
+    with pytest.raises(ChildFrozen):
+        child.sendall(bytes(10**7))
+
+
+def test_a_pause_in_which_nobody_looks_is_nobodys_fault(start: Start) -> None:
+    child = start()
+    with _stopped(child):
+        time.sleep(2.0)
+        child.check()
+        child.check()
+    child.sendall(b"b")
+    assert child.recv(1) == b"b"
+
+
+def test_the_end_of_a_process_is_an_empty_read(start: Start) -> None:
+    child = start()
+    os.kill(child.pid, signal.SIGKILL)
+    assert child.recv(1) == b""
+    assert "ended with signal 9" in child.last_words()
+    with pytest.raises((BrokenPipeError, ConnectionResetError)):
+        child.sendall(b"c")

@@ -1,0 +1,41 @@
+"""`python -m tools.base_policy`: make the shipped base policy again, or a short form of it."""
+
+import argparse
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import unstale
+from tools.base_policy.make import SHIPPED, make, shortened
+from tools.base_policy.measure import play, table
+from unstale.envs.retail import RetailTasks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.base_policy", description=__doc__)
+    shipped = Path(unstale.__file__).parent / "recipes" / "base_policy"
+    parser.add_argument("--out", type=Path, help="folder to write (default: the shipped one)")
+    parser.add_argument(
+        "--steps", type=int, default=0, help="steps a stage, for a try; 0 runs the whole recipe"
+    )
+    options = parser.parse_args()
+    if options.steps and not options.out:
+        parser.error("--steps makes a toy: say with --out where to put it")
+    out: Path = options.out or shipped
+    start = time.perf_counter()
+    recipe = shortened(SHIPPED, options.steps) if options.steps else SHIPPED
+    with tempfile.TemporaryDirectory() as made:  # an interrupted run leaves what was there before
+        make(recipe, Path(made))
+        shutil.copytree(made, out, dirs_exist_ok=True)
+    print(f"made in {(time.perf_counter() - start) / 60:.1f} min: {out}")  # noqa: T201
+    model = AutoModelForCausalLM.from_pretrained(out, dtype="float32")
+    tokenizer, tasks = AutoTokenizer.from_pretrained(out), RetailTasks(level=1).held_out(256)
+    for temperature in (1.0, 0.0):
+        print(table(play(model, tokenizer, tasks, temperature=temperature)))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Asynchronous RL for language-model agents in which off-policy correction means what it says.
+
+`unstale.train(unstale.recipes.retail())` is the short way in; the data path is in `unstale/loop.py`. Names are
+imported when first used, so that `import unstale` and the command line's `--help` stay quick.
+"""
+
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+# Before torch loads: threads of two processes that spin while they wait slow each other down 15 to 30 times. They spin
+# for as long as it takes to wake one, which is longer than most products of a small model.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+# Pages of 2 MB for large tensors: a pass makes and frees so many that faults of small pages took a good part of it.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+if TYPE_CHECKING:
+    from unstale import recipes
+    from unstale.cli.session import Run, RunFailed, evaluate, train
+    from unstale.config import ConfigError, RunConfig
+    from unstale.envs.external import ExternalAgent
+    from unstale.model.policy import Policy
+    from unstale.records import (
+        Batch,
+        ContextPiece,
+        Group,
+        Provenance,
+        Sampled,
+        ScoredTrajectory,
+        Task,
+        Trajectory,
+        collate,
+    )
+
+_HOMES = {
+    "unstale.config": ("ConfigError", "RunConfig"),
+    "unstale.envs.external": ("ExternalAgent",),
+    "unstale.cli.session": ("Run", "RunFailed", "evaluate", "train"),
+    "unstale.model.policy": ("Policy",),
+    "unstale.recipes": ("recipes",),
+    "unstale.records": (
+        "Batch", "ScoredTrajectory", "ContextPiece", "Group", "Provenance", "Sampled", "Task", "Trajectory", "collate",
+    ),
+}  # fmt: skip
+
+__all__ = [
+    "Batch",
+    "ConfigError",
+    "ContextPiece",
+    "ExternalAgent",
+    "Group",
+    "Policy",
+    "Provenance",
+    "Run",
+    "RunConfig",
+    "RunFailed",
+    "Sampled",
+    "ScoredTrajectory",
+    "Task",
+    "Trajectory",
+    "collate",
+    "evaluate",
+    "recipes",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = next((home for home, names in _HOMES.items() if name in names), None)
+    if home is None:
+        raise AttributeError(f"module 'unstale' has no attribute {name!r}")
+    return import_module(home) if name == "recipes" else getattr(import_module(home), name)

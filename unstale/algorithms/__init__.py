@@ -1,0 +1,1 @@
+"""Advantages, corrections, objectives, proximal approximations and audit figures: pure functions of tensors."""

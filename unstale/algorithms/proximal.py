@@ -1,0 +1,98 @@
+"""Approximate old logits as plain functions: what stands in for pi_old when nobody kept it.
+
+Plain functions of tensors of any one shape, packed `[T]` or padded `[B, T]`, and of numbers; no model, no device. What
+a stand-in moves between D = prox / mu and S = pi / prox is in docs/old-logps.md.
+"""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+def weight_of_now(lag: Int[Tensor, "*shape"], *, fresh: float = 1.0) -> Float[Tensor, "*shape"]:
+    """alpha = (d - 1) / d at lag d >= 1, `fresh` at lag 0: the proximal policy is taken as one version before pi.
+
+    The schedule of arXiv 2512.06547; AReaL's has `fresh` = 0. Lags under 0 (no action token) get `fresh`.
+
+    >>> weight_of_now(torch.tensor([0, 1, 2, 4])).tolist()
+    [1.0, 0.0, 0.5, 0.75]
+    """
+    d = lag.clamp(min=1).float()
+    return torch.where(lag >= 1, (d - 1) / d, fresh)
+
+
+def loglinear(
+    behavior_logp: Float[Tensor, "*shape"],
+    logp: Float[Tensor, "*shape"],
+    alpha: Float[Tensor, "*shape"] | float,
+    *,
+    sampled: Bool[Tensor, "*shape"],
+) -> Float[Tensor, "*shape"]:
+    """log mu + alpha (log pi - log mu), detached; 0 off the mask (arXiv 2512.06547).
+
+    Then log D = alpha r and log S = (1 - alpha) r with r = log pi - log mu: both factors are powers of one ratio, and a
+    band on either is a band on r. Nothing is told apart (arXiv 2605.12070, Proposition 1).
+    """
+    mu, pi = behavior_logp.detach(), logp.detach()
+    return torch.where(sampled, mu + alpha * (pi - mu), 0.0)
+
+
+def linear(
+    behavior_logp: Float[Tensor, "*shape"],
+    logp: Float[Tensor, "*shape"],
+    alpha: Float[Tensor, "*shape"] | float,
+    *,
+    sampled: Bool[Tensor, "*shape"],
+) -> Float[Tensor, "*shape"]:
+    """log((1 - alpha) mu + alpha pi), detached; 0 off the mask: the mixture of the two policies.
+
+    >>> mu, pi, one = torch.tensor([0.2]), torch.tensor([0.6]), torch.ones(1, dtype=torch.bool)
+    >>> linear(mu.log(), pi.log(), 0.5, sampled=one).exp()
+    tensor([0.4000])
+    """
+    weight = torch.as_tensor(alpha, dtype=logp.dtype, device=logp.device)
+    mixed = torch.logaddexp(
+        (1 - weight).log() + behavior_logp.detach(), weight.log() + logp.detach()
+    )
+    return torch.where(sampled, mixed, 0.0)
+
+
+def averaged(weight: float, age: float, *, beta: float) -> tuple[float, float]:
+    """`(weight, age)` of a bias-corrected average after one more update (arXiv 2110.00641).
+
+        w_k = beta w_{k-1} + 1 ;   a_k = beta w_{k-1} (a_{k-1} + 1) / w_k
+
+    The average itself moves by `(theta_k - ewma) / w_k`. It begins with weight 1 and age 0. `age` is the mean age, in
+    updates, of what it holds, and tends to beta / (1 - beta).
+
+    >>> averaged(1.0, 0.0, beta=0.5)
+    (1.5, 0.3333333333333333)
+    """
+    after = beta * weight + 1
+    return after, beta * weight * (age + 1) / after
+
+
+def beta_for_age(weight: float, age: float, *, target: float, beta_max: float) -> float:
+    """The decay with which one more update leaves an average of age `target`, as near as `beta_max` < 1 allows.
+
+    An age gains less than 1 an update, so a target of `age + 1` or more takes `beta_max`. In the long run
+    beta = d / (1 + d) holds the age at d.
+
+    >>> averaged(2.0, 1.0, beta=beta_for_age(2.0, 1.0, target=1.0, beta_max=0.9))
+    (2.0, 1.0)
+    """
+    if not 0 <= beta_max < 1:
+        raise ValueError(f"beta_max must be at least 0 and under 1, got {beta_max}")
+    if target >= age + 1:
+        return beta_max
+    return min(beta_max, max(0.0, target) / (weight * (age + 1 - target)))
+
+
+def nearest_age(lag: Int[Tensor, "*shape"], ages: list[float]) -> Int[Tensor, "*shape"]:
+    """Index of the age nearest to each token's lag; the younger one of two equally near.
+
+    >>> nearest_age(torch.tensor([0, 1, 2, 5]), [0.5, 3.0]).tolist()
+    [0, 0, 1, 1]
+    """
+    far = torch.stack([(lag - age).abs() for age in ages])
+    return far.argmin(0)

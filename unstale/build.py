@@ -1,0 +1,530 @@
+"""Configuration -> objects: the one file that knows every concrete class."""
+
+import importlib
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unstale.algorithms import advantages, corrections, objectives
+from unstale.algorithms.corrections import Control
+from unstale.algorithms.objectives import Surrogate
+from unstale.components import RunComponents
+from unstale.config import (
+    EWMA_BETA,
+    ConfigError,
+    CorrectionConfig,
+    CreditConfig,
+    ObjectiveConfig,
+    OldLogpsConfig,
+    RunConfig,
+    ScheduleConfig,
+    TaskConfig,
+    Unit,
+    install,
+)
+from unstale.durability.checkpoint import Checkpoints, Progress, Stateful
+from unstale.durability.journal import JOURNAL, Journal
+from unstale.engines import Engine
+from unstale.engines.embedded.engine import EmbeddedEngine
+from unstale.engines.servers.sglang import SglangEngine
+from unstale.engines.servers.vllm import VllmEngine
+from unstale.engines.several import EnginePool
+from unstale.engines.supervised import RestartingEngine
+from unstale.envs import Taskset
+from unstale.envs.calculator import CalculatorTasks
+from unstale.envs.chat import Chat
+from unstale.envs.external import ExternalAgent
+from unstale.envs.python_tool import PythonTasks
+from unstale.envs.retail import RetailTasks
+from unstale.model.lora import Lora, Merging
+from unstale.model.policy import DTYPES, ForwardOptions, Policy
+from unstale.observe.metrics import RunLog, Sink, TensorBoardSink, require_tensorboard
+from unstale.observe.recorder import Recorder, Watcher
+from unstale.old_logps import OldLogps, Scoring
+from unstale.old_logps.current_recompute import CurrentRecompute
+from unstale.old_logps.eager import Eager
+from unstale.old_logps.ewma_prox import EwmaProx
+from unstale.old_logps.interp_prox_linear import InterpProxLinear
+from unstale.old_logps.interp_prox_loglinear import InterpProxLoglinear
+from unstale.old_logps.interrupt_sync import InterruptSync
+from unstale.old_logps.old_logit_model import OldLogitModel
+from unstale.old_logps.ppo_ewma_async import PpoEwmaAsync, Reset
+from unstale.old_logps.rollout import Rollout as RolloutRoute
+from unstale.old_logps.snapshot_old import SnapshotOld
+from unstale.records import Batch, Failure, Group, GroupRequest, PendingPiece, ScoredTrajectory
+from unstale.rollout.episode import Generator, Rollout
+from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
+from unstale.trainer.auditor import Auditor, Thresholds
+from unstale.trainer.local import Correction, Objective, Rules, Trainer
+from unstale.weights.publish import DirectPublisher
+from unstale.weights.recording import RECORDED, Recording
+from unstale.weights.store import VersionStore
+from unstale.weights.wire import cores
+
+MAX_SKIPPED = 100_000
+"""Tasks in a row that could not be finished before: then there are no others."""
+
+
+ADAPTERS = {
+    "gymnasium": ("unstale.envs.adapters.gymnasium", "GymnasiumTasks"),
+    "openenv": ("unstale.envs.adapters.openenv", "OpenEnvTasks"),
+    "reasoning-gym": ("unstale.envs.adapters.reasoning_gym", "ReasoningGymTasks"),
+    "tau2": ("unstale.envs.adapters.tau2", "Tau2Tasks"),
+    "textarena": ("unstale.envs.adapters.textarena", "TextArenaTasks"),
+    "verifiers": ("unstale.envs.adapters.verifiers", "VerifiersTasks"),
+}
+"""Task sets of other libraries, each an extra of that name: what stands behind the colon is theirs to read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Components:
+    """What generates and what learns. Making it refuses whatever is wrong, before there is a run folder."""
+
+    policy: Policy
+    taskset: Taskset
+    speaker: Generator
+    old: OldLogps
+    auditor: Auditor
+    trainer: Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeState:
+    """What a run goes on from: where it stands, and what its journal has of the episodes."""
+
+    stand: Progress = field(default_factory=Progress)
+    handouts: tuple[GroupRequest, ...] = ()
+    """Groups that no checkpoint holds the effect of, in order."""
+    admitted: int = 0
+    """Groups handed out so far, and where the next task is looked for."""
+    place: int = 0
+    episodes: int = 0
+    quarantined: frozenset[str] = frozenset()
+    outcomes: tuple[bool, ...] = ()
+    """Of the last episodes: finished, or given up."""
+
+
+def build_machine(config: RunConfig, engine: Engine | None = None) -> Components:
+    """Raises `ConfigError` for anything that can be known to be wrong without starting the engine.
+
+    `engine` is one that is there already, of the same configuration.
+    """
+    policy, taskset, speaker = build_sampler(config, engine)
+    trainer, auditor = build_trainer(config, policy)
+    if config.tensorboard:
+        require_tensorboard()
+    return Components(policy, taskset, speaker, trainer.old, auditor, trainer)
+
+
+def build_sampler(
+    config: RunConfig, engine: Engine | None = None
+) -> tuple[Policy, Taskset, Generator]:
+    """What generates, with nothing of what learns. Else as `build_machine`."""
+    policy, taskset = load_policy(config), build_taskset(config.task)
+    build_rollout(config, taskset)  # refuses what it needs and has not
+    return policy, taskset, build_speaker(config, policy, taskset, engine)
+
+
+def build_trainer(config: RunConfig, policy: Policy) -> tuple[Trainer, Auditor]:
+    """What learns, and its audit. The trainer's route is to be closed."""
+    scoring = Scoring(config.engine.temperature, config.trainer.micro_tokens)
+    old = build_old_logps(config.old_logps, policy, scoring, lockstep=config.deterministic)
+    correction, objective = build_correction(config.correction), build_objective(config.objective)
+    judge = Thresholds(correction, objective.surrogate)
+    auditor = Auditor(policy, old, judge, scoring=scoring, share=config.audit.share)
+    rules = Rules(
+        correction=correction,
+        objective=objective,
+        temperature=config.engine.temperature,
+        audit=auditor.look,
+    )
+    num_steps = config.steps * config.trainer.steps_per_batch
+    return Trainer(policy, config.trainer, rules, old, num_steps=num_steps), auditor
+
+
+def load_policy(config: RunConfig) -> Policy:
+    """The policy that a run begins with."""
+    options = config.trainer
+    lora = (
+        Lora(options.lora_rank, options.lora_alpha, options.lora_targets, config.seed)
+        if options.lora_rank
+        else None
+    )
+    policy = Policy.load(config.policy_folder, dtype=options.dtype, lora=lora)
+    policy.set_forward_options(ForwardOptions.of(options))
+    return policy
+
+
+def build(
+    config: RunConfig, machine: Components, log: RunLog, watcher: Watcher, life: ResumeState
+) -> RunComponents:
+    """Everything the loop touches, as it stands in this life of the run."""
+    policy, taskset, old = machine.policy, machine.taskset, machine.old
+    ledger, line = PendingPieces(), build_line(config.schedule, life)
+    journal, checkpoints = Journal(log.path / JOURNAL), build_checkpoints(config, machine, log.path)
+    sinks: list[Sink] = [journal]
+    if config.tensorboard:
+        sinks.append(TensorBoardSink(log.path / "tensorboard"))
+    recorder = Recorder(log, watcher, partial(_decode, policy), sinks=sinks, told=journal.event)
+    if config.audit.record:
+        machine.auditor.recording = Recording(log.path / RECORDED, base=policy.base)
+    restarts = config.engine.restarts
+    if isinstance(machine.speaker.engine, EnginePool):
+        machine.speaker.engine.told = recorder.event
+    engine = RestartingEngine(
+        machine.speaker.engine, checkpoints.weights, restarts=restarts, told=recorder.event
+    )
+    speaker = replace(machine.speaker, engine=engine)
+
+    def arrived(piece: PendingPiece) -> None:
+        ledger.arrived(piece)
+        old.arrived(piece)
+
+    def gave_up(episode: int, failure: Failure, final: bool) -> None:
+        ledger.settle([episode])
+        recorder.failure(episode, failure, final)
+
+    def restarted(episode: int, failure: Failure) -> None:
+        ledger.settle([episode])
+        recorder.restarted(episode, failure)
+
+    make_rollout = build_rollout(config, taskset, told=recorder.event)
+    rollout = make_rollout(
+        speaker, taskset, config.rollout, arrived=arrived, gave_up=gave_up, restarted=restarted
+    )
+    rollout.restore(life.episodes, life.quarantined, life.outcomes)
+    for piece in (piece for handout in life.handouts for piece in handout.opens()):
+        ledger.arrived(piece)
+    return RunComponents(
+        config=config,
+        stand=life.stand,
+        begun=life.handouts,
+        handouts=hand_out(taskset, config.seed, life, skipped=rollout.quarantined),
+        held_out=taskset.held_out(config.eval.tasks),
+        engine=engine,
+        rollout=rollout,
+        examination=make_rollout(speaker, taskset, config.rollout, gave_up=recorder.failure),
+        line=line,
+        ledger=ledger,
+        credit=build_credit(config.credit),
+        policy=policy,
+        old=old,
+        auditor=machine.auditor,
+        trainer=machine.trainer,
+        publisher=DirectPublisher(
+            engine,
+            dtype=DTYPES[config.engine.dtype],
+            store=_store(old) if shares_deltas(config) else None,
+            put=checkpoints.put,
+        ),
+        journal=journal,
+        checkpoints=checkpoints,
+        log=recorder,
+        worker=ThreadPoolExecutor(1, "trainer", _own_threads, (trainer_threads(config),)),
+        disk=ThreadPoolExecutor(1, thread_name_prefix="disk"),
+    )
+
+
+def trainer_threads(config: RunConfig) -> int:
+    """The cores are divided among the processes of a run: with more threads than cores all run many times slower."""
+    others = config.engine.threads * config.engine.processes + (
+        config.old_logps.route == "old_logit_model"
+    )
+    return config.trainer.threads or (1 if config.deterministic else max(1, cores() - others))
+
+
+def _own_threads(count: int) -> None:
+    """For products of this thread alone: torch gives every later one the number that was last asked for."""
+    torch.set_num_threads(count)
+    torch.get_num_threads()  # which settles it here
+    ThreadPoolExecutor(1).submit(torch.set_num_threads, 1).result()
+
+
+def build_checkpoints(config: RunConfig, machine: Components, run: Path) -> Checkpoints:
+    """They hold every part that has a state of its own."""
+    parts: dict[str, Stateful] = {
+        "trainer": machine.trainer,
+        "old": machine.old,
+        "auditor": machine.auditor,
+    }
+    return Checkpoints(run, parts, keep=config.checkpoint.keep)
+
+
+def build_line(config: ScheduleConfig, life: ResumeState) -> StalenessQueue:
+    """The line, with what an earlier life of the run has in it."""
+    line = StalenessQueue(
+        max_staleness=config.max_staleness,
+        groups_per_step=config.groups_per_step,
+        window=config.window,
+    )
+    line.restore(life.admitted, [handout.number for handout in life.handouts])
+    return line
+
+
+def hand_out(
+    taskset: Taskset, seed: int, life: ResumeState, *, skipped: Collection[str]
+) -> Iterator[GroupRequest]:
+    """The training tasks from where the run stands, but for those `skipped` by then; none if it would skip for ever."""
+    number, since = life.admitted, 0
+    for place, task in enumerate(islice(taskset.train(seed), life.place, None), life.place):
+        since += 1
+        if task.key not in skipped:
+            yield GroupRequest(number, task, seed, place)
+            number, since = number + 1, 0
+        elif since > MAX_SKIPPED:
+            return
+
+
+def _decode(policy: Policy, tokens: Sequence[int]) -> str:
+    return str(policy.tokenizer.decode(list(tokens)))
+
+
+def shares_deltas(config: RunConfig) -> bool:
+    """Whether what the route keeps is what the engine loads: differences in one precision, or of adapters."""
+    old, same = (
+        config.old_logps,
+        config.engine.dtype == config.trainer.dtype or config.trainer.lora_rank > 0,
+    )
+    return old.underlying == "snapshot_old" and old.storage == "delta" and same
+
+
+def _store(old: OldLogps) -> VersionStore | None:
+    """The version store of a route, or of the route that it falls back on."""
+    match old:
+        case SnapshotOld():
+            return old.store
+        case Eager():
+            return _store(old.fallback)
+    return None
+
+
+def build_speaker(
+    config: RunConfig, policy: Policy, taskset: Taskset, engine: Engine | None = None
+) -> Generator:
+    """The engine, and the conversation format of the policy's tokenizer with the task set's tools."""
+    try:
+        engine = engine or build_engine(config, policy.merging)
+        chat = Chat(policy.tokenizer, taskset.tools, ends=policy.ends)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return Generator(engine, chat, config.engine)
+
+
+def build_engine(config: RunConfig, merging: Merging | None) -> Engine:
+    """The program that samples, or several processes or servers as one; with `merging` it is given adapters."""
+    folder, engine = config.policy_folder, config.engine
+    urls, share = (
+        engine.urls.split() or [""] * engine.processes,
+        -(-engine.max_running // engine.processes),
+    )
+    common: dict[str, Any] = {
+        "dtype": engine.dtype,
+        "max_context": engine.max_context,
+        "keep_cache": engine.keep_cache,
+    }
+    alone = len(urls) == 1 and (merging is None or engine.kind == "embedded")
+    common |= {
+        "deltas": shares_deltas(config) and alone,
+        "merging": merging,
+    }  # several: one that comes back has none
+    engines: list[Engine] = []
+    if engine.kind == "sglang":
+        engines = [SglangEngine(folder, url=url, **common) for url in urls]
+    elif engine.kind == "vllm":
+        engines = [
+            VllmEngine(folder, url=url, threads=engine.threads, max_running=share, **common)
+            for url in urls
+        ]
+    else:
+        common |= {"threads": engine.threads, "max_slots": share, "lockstep": config.deterministic}
+        engines = [EmbeddedEngine(folder, **common) for _ in urls]
+    return (
+        EnginePool(engines, room=share, keep_cache=engine.keep_cache)
+        if len(engines) > 1
+        else engines[0]
+    )
+
+
+def build_taskset(config: TaskConfig) -> Taskset:
+    """A shipped task set, one of a library (`reasoning-gym:countdown`), or whatever `module:factory` makes."""
+    match config.env:
+        case "retail":
+            return RetailTasks(
+                level=int(config.level),
+                latency_s=config.latency_s,
+                latency_sigma=config.latency_sigma,
+            )
+        case "calculator":
+            return CalculatorTasks()
+        case "python":
+            return PythonTasks()
+    module, _, name = config.env.partition(":")
+    file, adapter = ADAPTERS.get(module, ("", ""))
+    try:
+        factory = getattr(importlib.import_module(file or module), adapter or name)
+    except (ImportError, AttributeError) as error:
+        hint = f" ({install(module)})" if adapter and isinstance(error, ModuleNotFoundError) else ""
+        raise ConfigError(f"task.env {config.env!r} cannot be made: {error}{hint}") from error
+    made: Taskset = factory(name) if adapter else factory()
+    return made
+
+
+def build_rollout(
+    config: RunConfig, taskset: Taskset, *, told: Callable[..., None] = lambda kind, **_: None
+) -> Callable[..., Rollout]:
+    """What makes rollouts of this task set; those of agents that ask by themselves share one endpoint."""
+    if not isinstance(taskset, ExternalAgent):
+        return Rollout
+    if config.deterministic:
+        raise ConfigError(
+            "deterministic must be false with an ExternalAgent: a virtual clock does not wait for sockets"
+        )
+    try:
+        from unstale.rollout.endpoint.agents import AgentRollout
+        from unstale.rollout.endpoint.server import Endpoint
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"an ExternalAgent needs {error.name}: {install('endpoint')}") from error
+    return partial(AgentRollout, endpoint=Endpoint(), told=told)
+
+
+def build_credit(config: CreditConfig) -> Callable[[Sequence[Group]], list[ScoredTrajectory]]:
+    """The advantage estimator, a function of the groups of one batch."""
+    match config.estimator:
+        case "grpo":
+            return advantages.grpo
+        case "grpo_no_std":
+            return advantages.grpo_no_std
+        case "rloo":
+            return advantages.rloo
+        case "dr_grpo":
+            return advantages.dr_grpo
+        case "reinforce_batch":
+            return advantages.reinforce_batch
+        case "turn_level":
+            return advantages.turn_level
+
+
+def build_correction(config: CorrectionConfig) -> Correction:
+    """What is done about D: the veto first, then the control on the aggregated ratio."""
+
+    def judge(old_logp: Tensor, batch: Batch) -> Control:
+        log_d = corrections.log_discrepancy(old_logp, batch.behavior_logp, sampled=batch.sampled)
+        verdict = corrections.start(batch.sampled)
+        if config.veto_below:
+            verdict = corrections.veto(
+                log_d, verdict, sequence=batch.sequence, below=config.veto_below
+            )
+        of_unit = corrections.aggregate(
+            log_d, _units(config.unit, batch), sampled=batch.sampled, how=config.aggregate
+        )
+        match config.control:
+            case "none":
+                return corrections.none(of_unit, verdict)
+            case "mask":
+                return corrections.mask(of_unit, verdict, low=config.low, high=config.high)
+            case "truncate":
+                return corrections.truncate(of_unit, verdict, high=config.high)
+            case "mask_weight":
+                return corrections.mask_weight(of_unit, verdict, low=config.low, high=config.high)
+
+    return judge
+
+
+def build_objective(config: ObjectiveConfig) -> Objective:
+    """The loss of the trust region on S, its denominator, and the terms beside it."""
+    of_ratio = _surrogate(config)
+    unit: Unit = "sequence" if config.kind == "gspo" else config.unit
+    how = "mean" if config.kind == "gspo" else config.aggregate
+
+    def surrogate(logp: Tensor, old_logp: Tensor, batch: Batch) -> Surrogate:
+        ids = _units(unit, batch)
+        log_s = corrections.log_staleness(logp, old_logp, unit=ids, sampled=batch.sampled, how=how)
+        return of_ratio(log_s, batch.advantage)
+
+    def norm(sampled: Tensor, keep: Tensor, sequence: Tensor) -> Tensor:
+        return objectives.token_norm(
+            sampled, keep, sequence=sequence, how=config.normalise, constant=config.constant
+        )
+
+    return Objective(
+        surrogate=surrogate,
+        norm=norm,
+        reference_kl=config.reference_kl,
+        entropy=config.entropy,
+        idle_at_zero=not (
+            config.kind == "kl_penalty"
+            or config.normalise == "kept"
+            or config.reference_kl
+            or config.entropy
+        ),
+    )
+
+
+def build_old_logps(
+    config: OldLogpsConfig, policy: Policy, scoring: Scoring, *, lockstep: bool = False
+) -> OldLogps:
+    """The route. With `lockstep` no process of its own answers at its own pace."""
+    match config.route:
+        case "rollout":
+            return RolloutRoute()
+        case "current_recompute":
+            return CurrentRecompute()
+        case "snapshot_old":
+            folder = Path(tempfile.gettempdir()) if config.spill else None
+            store = partial(
+                VersionStore, storage=config.storage, memory_gb=config.memory_gb, folder=folder
+            )
+            return SnapshotOld(policy, scoring=scoring, make_store=store)
+        case "old_logit_model":
+            return OldLogitModel(policy, scoring=scoring, lockstep=lockstep)
+        case "interrupt_sync":
+            return InterruptSync(policy, scoring=scoring)
+        case "eager":
+            rest = replace(config, route=config.fallback, fallback="snapshot_old")
+            return Eager(policy, scoring=scoring, fallback=build_old_logps(rest, policy, scoring))
+        case "ewma_prox":
+            beta = EWMA_BETA if config.beta is None else config.beta
+            return EwmaProx(
+                policy, beta=beta, scoring=scoring, every_step=config.update_every == "step"
+            )
+        case "ppo_ewma_async":
+            reset = Reset(config.reset_below, config.reset_patience, config.reset_cooldown)
+            return PpoEwmaAsync(
+                policy, scoring=scoring, averages=config.averages, beta=config.beta, reset=reset
+            )
+        case "interp_prox_loglinear" | "interp_prox_linear":
+            kind = (
+                InterpProxLoglinear if config.route == "interp_prox_loglinear" else InterpProxLinear
+            )
+            return kind(policy, alpha=config.alpha, fresh=1.0 if config.fresh == "trainer" else 0.0)
+
+
+def _surrogate(config: ObjectiveConfig) -> Callable[[Tensor, Tensor], Surrogate]:
+    low, high = config.clip_low, config.clip_high
+    match config.kind:
+        case "ppo_clip":
+            return partial(objectives.ppo_clip, low=low, high=high)
+        case "dual_clip":
+            return partial(objectives.dual_clip, low=low, high=high, cap=config.dual_clip)
+        case "gspo":
+            return partial(objectives.gspo, low=low, high=high)
+        case "cispo":
+            return partial(objectives.cispo, low=low, high=high)
+        case "kl_penalty":
+            return partial(objectives.kl_penalty, coefficient=config.kl_penalty)
+        case "none":
+            return objectives.none
+
+
+def _units(unit: Unit, batch: Batch) -> Tensor:
+    return corrections.unit_ids(
+        unit, sequence=batch.sequence, turn=batch.turn, version=batch.version, sampled=batch.sampled
+    )

@@ -1,0 +1,427 @@
+"""Every route on the trajectories of one recorded run: the same tokens, the same weights, only the old logit differs.
+
+Versions are replayed in order. For each, the policy holds its weights, the route hears what it would have heard in the
+run (publication, pieces, idle time, closing, optimizer steps), and answers for the batch that was trained at it. The
+truth is scored by the recorded weights themselves. What a replay cannot have: the weights between the optimizer steps
+of one batch, and the times at which pieces arrived, so that `eager` gets all the idle time it can use.
+"""
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import torch
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+
+from unstale.algorithms import audit as pure
+from unstale.build import build_correction, build_objective, build_old_logps, load_policy
+from unstale.config import ConfigError, OldLogpsConfig, Route, RunConfig, nearest
+from unstale.model.policy import Policy
+from unstale.observe.metrics import AUDIT, CONFIG, Row, RunFolder, dumps, write_whole
+from unstale.observe.report.audited import COLUMNS, cells
+from unstale.observe.report.page import write_report
+from unstale.old_logps import OldLogps, Scoring, has_clean_behavior
+from unstale.records import Batch, PendingPiece, Provenance, Sampled
+from unstale.trainer.auditor import (
+    Audited,
+    Thresholds,
+    Truth,
+    figures,
+    join,
+    packing_noise,
+    score_truth,
+    spread,
+    with_error,
+)
+from unstale.weights.recording import RECORDED, Recorded
+
+ROUTES: tuple[Route, ...] = get_args(Route)
+_EXACT = 1 << 53
+"""Whole numbers up to here are numbers of the type float too."""
+POINTS = 400
+"""(log D, log S) points kept of each route."""
+
+
+def audit(
+    run: Path,
+    *,
+    routes: Sequence[str] = (),
+    alphas: Sequence[float] = (0.5,),
+    console: Console | None = None,
+) -> Row:
+    """Audit `routes` (none: all) on a run that was recorded; `alphas` add rows with a constant alpha.
+
+    Leaves `audit.json` and `audit.md` in the run folder, writes its report again, and returns what `audit.json` holds.
+    Raises `ConfigError` for what is no recorded run, naming what is missing.
+    """
+    console = console or Console(soft_wrap=True)
+    config = stored_config(RunFolder(run).config())
+    try:
+        recorded = Recorded(run / RECORDED)
+    except FileNotFoundError as error:
+        raise ConfigError(str(error)) from error
+    judge = Thresholds(
+        build_correction(config.correction), build_objective(config.objective).surrogate
+    )
+    scoring = Scoring(config.engine.temperature, config.trainer.micro_tokens)
+    tried = variants(config.old_logps, routes or ROUTES, alphas)
+    rows: list[Row] = []
+    refused: dict[str, str] = {}
+    with Progress(console=console, transient=True) as progress:
+        doing = progress.add_task("the truth", total=len(recorded.steps) * (1 + len(tried)))
+        advance = partial(progress.advance, doing)
+        policy = load_policy(config)
+        policy.require_base(recorded.base)
+        replay = Replay.of(recorded, policy, judge=judge, scoring=scoring, advance=advance)
+        for option in tried:
+            progress.update(doing, description=label(option))
+            try:
+                old = build_old_logps(option, policy, scoring)
+            except ConfigError as error:
+                refused[label(option)] = str(error)
+                progress.advance(doing, len(recorded.steps))
+            else:
+                rows.append({"route": label(option), **replay.play(old, advance=advance)})
+    found = {**replay.facts(), "run": run.resolve().name, "routes": rows, "not_built": refused}
+    write_whole(run / AUDIT, dumps(found) + "\n")
+    write_whole((run / AUDIT).with_suffix(".md"), _markdown(found))
+    console.print(_table(found))
+    console.print(f"{_about(found)}\nreport     {write_report(run)}", highlight=False)
+    return found
+
+
+def variants(
+    own: OldLogpsConfig, routes: Sequence[str], alphas: Sequence[float]
+) -> list[OldLogpsConfig]:
+    """The run's route with the run's options, the others with their defaults.
+
+    Interpolations at each alpha too, and two averages beside the one.
+    """
+    for name in routes:
+        if name not in ROUTES:
+            raise ConfigError(f"there is no route {name!r}{nearest(name, ROUTES)}")
+    tried: list[OldLogpsConfig] = []
+    for route in ROUTES:
+        if route in routes:
+            tried.append(own if route == own.route else OldLogpsConfig(route=route))
+            if route.startswith("interp_prox"):
+                tried += [OldLogpsConfig(route=route, alpha=alpha) for alpha in alphas]
+            if route == "ppo_ewma_async":
+                tried.append(OldLogpsConfig(route=route, averages=2))
+    return list(dict.fromkeys(tried))
+
+
+def label(option: OldLogpsConfig) -> str:
+    """
+    >>> label(OldLogpsConfig(route="ewma_prox", beta=0.75))
+    'ewma_prox beta=0.75'
+    """
+    changed = [
+        f for f in fields(option) if f.name != "route" and getattr(option, f.name) != f.default
+    ]
+    return " ".join([option.route, *(f"{f.name}={getattr(option, f.name)}" for f in changed)])
+
+
+def stored_config(row: Row) -> RunConfig:
+    """The configuration that a run folder holds. `ConfigError` names knobs that are not there any more."""
+    made: RunConfig = _made(RunConfig, row, CONFIG)
+    return made
+
+
+def _made(kind: Any, row: Any, where: str) -> Any:
+    hints = get_type_hints(kind)
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where} is not a section of a configuration")
+    if unknown := sorted(row.keys() - hints.keys()):
+        raise ConfigError(f"{where} holds knobs that are not known: {', '.join(unknown)}")
+    made = {name: _made if is_dataclass(hints[name]) else _value for name in row}
+    given = {
+        name: made[name](hints[name], value, f"{where}, {name}") for name, value in row.items()
+    }
+    try:
+        return kind(**given)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _value(kind: Any, value: Any, where: str) -> Any:
+    """A knob's value from JSON, in which a path is a string, infinity null and 1.0 may be 1; nothing else is read."""
+    kinds = (
+        {type(word) for word in get_args(kind)}
+        if get_origin(kind) is Literal
+        else {*(get_args(kind) or (kind,))}
+    )
+    if kind is float and value is None:
+        return math.inf
+    if type(value) is str and Path in kinds:
+        return Path(value)
+    if type(value) in kinds or (type(value) is int and float in kinds and abs(value) <= _EXACT):
+        return value
+    raise ConfigError(
+        f"{where} cannot be {value!r}: that is no {' or '.join(sorted(each.__name__ for each in kinds))}"
+    )
+
+
+def segments(batch: Batch) -> Iterator[PendingPiece]:
+    """The sampled pieces of a batch: maximal runs of one version inside a turn, each with all that precedes it."""
+    keys = torch.stack([batch.turn, batch.version, batch.clean.long(), batch.provenance])
+    for episode, (start, end) in zip(batch.episodes, batch.spans(), strict=True):
+        own = keys[:, start:end]
+        cuts = [
+            0,
+            *((own[:, 1:] != own[:, :-1]).any(0).nonzero().squeeze(1) + 1).tolist(),
+            end - start,
+        ]
+        for first, last in pairwise(cuts):
+            at = slice(start + first, start + last)
+            if batch.sampled[start + first]:
+                piece = Sampled(
+                    tuple(batch.tokens[at].tolist()), tuple(batch.behavior_logp[at].tolist()),
+                    version=int(own[1, first]), clean=bool(own[2, first]), provenance=Provenance(int(own[3, first])),
+                )  # fmt: skip
+                yield PendingPiece(
+                    episode, tuple(batch.tokens[start : start + last].tolist()), first, piece
+                )
+
+
+@dataclass(slots=True)
+class Spent:
+    """What a route cost, as it says itself, and the time its calls took."""
+
+    seconds: float = 0.0
+    summed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    held: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def clock(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - began
+
+    def add(self, old: OldLogps) -> None:
+        for name, value in old.costs().items():
+            if name.endswith(("_s", "forward_tokens")):
+                self.summed[name] += value
+            else:  # a level: bytes at most, ages and shares as they were last
+                self.held[name] = max(value, self.held.get(name, 0.0)) if "bytes" in name else value
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A recorded run, to be played in front of one route after the other. `policy` is moved along."""
+
+    recorded: Recorded
+    policy: Policy
+    judge: Thresholds
+    truths: dict[int, list[Truth]]
+    """The batches by the version that they were trained at."""
+    now: dict[int, tuple[float, int]]
+    """By version: seconds and forward tokens of the policy's own log-probabilities of its batches."""
+    pieces: dict[int, list[PendingPiece]]
+    noise: float
+
+    @classmethod
+    def of(
+        cls,
+        recorded: Recorded,
+        policy: Policy,
+        *,
+        judge: Thresholds,
+        scoring: Scoring,
+        advance: Callable[[], None],
+    ) -> "Replay":
+        """Scores the truth, once for all routes."""
+        movable, noise = policy.twin(), 0.0
+        truths: dict[int, list[Truth]] = defaultdict(list)
+        now: dict[int, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
+        pieces: dict[int, list[PendingPiece]] = defaultdict(list)
+        for step in recorded.steps:
+            trained = recorded.batch(step)
+            batch = trained.batch
+            true = score_truth(movable, batch, recorded.weights, scoring=scoring)
+            movable.load_weights(recorded.weights(trained.version))
+            began = time.perf_counter()
+            scored = scoring(movable, batch, batch.sampled)
+            seconds, tokens = now[trained.version]
+            now[trained.version] = (
+                seconds + time.perf_counter() - began,
+                tokens + scored.forward_tokens,
+            )
+            noise = max(noise, packing_noise(movable, batch, scored.logp, scoring=scoring))
+            truths[trained.version].append(
+                Truth(batch, trained.version, true.logp, scored.logp, trained.version_gaps)
+            )
+            policy.version_gaps = max(policy.version_gaps, trained.version_gaps, key=len)
+            for piece in segments(batch):
+                pieces[piece.piece.version].append(piece)
+            advance()
+        return cls(recorded, policy, judge, dict(truths), dict(now), dict(pieces), noise)
+
+    @property
+    def in_order(self) -> list[Truth]:
+        """The batches as they were trained on."""
+        return [truth for version in sorted(self.truths) for truth in self.truths[version]]
+
+    @property
+    def path(self) -> list[int]:
+        """The versions up to the last that a batch was trained at."""
+        return [version for version in self.recorded.versions if version <= max(self.truths)]
+
+    def play(self, old: OldLogps, *, advance: Callable[[], None]) -> Row:
+        """Figures and costs of a route. Closes it."""
+        spent, audited, claims = Spent(), list[Audited](), list[Tensor]()
+        try:
+            for version, following in zip(self.path, [*self.path[1:], None], strict=True):
+                self._arrive(old, version, spent)
+                kept = 1.0
+                for truth in self.truths.get(version, ()):
+                    values, exact = self._ask(old, truth, spent)
+                    audited.append(truth.compare(values, self.judge))
+                    claims.append(exact)
+                    keep = self.judge.correction(values, truth.batch).keep
+                    kept = keep[truth.batch.sampled].double().mean().item()
+                    advance()
+                spent.add(old)
+                if following is not None:
+                    self.policy.load_weights(self.recorded.weights(following))
+                    with spent.clock():
+                        old.trained(self.policy, kept)
+        finally:
+            old.close()
+        return self._row(join(audited), claims, spent)
+
+    def _arrive(self, old: OldLogps, version: int, spent: Spent) -> None:
+        """The policy is published as `version`, and all that is sampled from it arrives."""
+        self.policy.load_weights(self.recorded.weights(version))
+        self.policy.version = version
+        later = [
+            truth.batch for at, truths in self.truths.items() if at >= version for truth in truths
+        ]
+        live = {
+            held
+            for batch in later
+            for held in batch.version[batch.sampled].unique().tolist()
+            if held <= version
+        }
+        with spent.clock():
+            old.publishing(self.policy)
+            old.published(self.policy, live | {version})
+            for piece in self.pieces.get(version, ()):
+                old.arrived(piece)
+            while old.idle(self.policy):
+                pass
+
+    def _ask(self, old: OldLogps, truth: Truth, spent: Spent) -> tuple[Tensor, Tensor]:
+        reads = old.needs.now or old.needs.inline
+        with spent.clock():
+            answer = old.logps(truth.batch, truth.logp if reads else torch.empty(0))
+            if old.needs.closing:
+                passed = frozenset(truth.batch.episodes)
+                held = self.pieces.get(truth.version, [])
+                old.closing(self.policy, [piece for piece in held if piece.episode not in passed])
+        if old.needs.now:
+            seconds, tokens = self.now[truth.version]
+            spent.seconds += seconds
+            spent.summed["forward_tokens"] += tokens
+        return answer
+
+    def _row(self, audited: Audited, claims: Sequence[Tensor], spent: Spent) -> Row:
+        tokens = audited.tokens
+        batches = [truth.batch for truth in self.in_order]
+        claimed = torch.cat(
+            [exact[batch.sampled] for exact, batch in zip(claims, batches, strict=True)]
+        )
+        checked = torch.cat(
+            [exact[has_clean_behavior(batch)] for exact, batch in zip(claims, batches, strict=True)]
+        )
+        wrong = tokens.error.abs()[checked]
+        by_lag = {
+            lag: {**with_error("error", estimate), "tokens": estimate.tokens}
+            for lag, estimate in pure.error_by_lag(tokens).items()
+        }
+        chosen = spread(len(tokens), POINTS, turn=0.0)
+        return {
+            **figures(audited, self.noise),
+            **with_error(
+                "error_ratio", pure.error_ratio(tokens, replace(tokens, prox=tokens.logp))
+            ),
+            "exact_fraction": pure.exact_fraction(claimed, sampled=torch.ones_like(claimed)),
+            "claimed_error_max": wrong.max().item() if len(wrong) else None,
+            "seconds": spent.seconds,
+            "costs": {**spent.summed, **spent.held},
+            "by_lag": by_lag,
+            "points": _points(log_d=tokens.log_d_hat[chosen], log_s=tokens.log_s_hat[chosen]),
+        }
+
+    def facts(self) -> Row:
+        """What holds for every route."""
+        truths = self.in_order
+        tokens = join([truth.compare(truth.old_logp, self.judge) for truth in truths]).tokens
+        chosen = spread(len(tokens), POINTS, turn=0.0)
+        return {
+            "steps": len(truths),
+            "sequences": sum(truth.batch.num_sequences for truth in truths),
+            "tokens": len(tokens),
+            "tokens_by_lag": {
+                str(lag): int((tokens.lag == lag).sum()) for lag in tokens.lag.unique().tolist()
+            },
+            "noise": self.noise,
+            "dtype": str(self.policy.dtype).removeprefix("torch."),
+            "points": _points(
+                lag=tokens.lag[chosen], log_d=tokens.log_d[chosen], log_s=tokens.log_s[chosen]
+            ),
+        }
+
+
+def _points(**columns: Tensor) -> dict[str, list[float]]:
+    return {
+        name: [float(f"{value:.5g}") for value in column.tolist()]
+        for name, column in columns.items()
+    }
+
+
+def _about(found: Row) -> str:
+    lags = ", ".join(f"{count} of lag {lag}" for lag, count in found["tokens_by_lag"].items())
+    text = f"{found['tokens']} action tokens of {found['steps']} batches ({lags}), {found['dtype']} forward weights; "
+    text += f"the same tokens in another packing differ by {found['noise']:.1g}."
+    return text + "".join(
+        f" {route} was not built: {why}." for route, why in found["not_built"].items()
+    )
+
+
+def _table(found: Row) -> Table:
+    """What fits a terminal; `audit.md` has the rest, and the standard errors."""
+    table = Table(
+        title=f"old logits of {found['run']} against full copies", box=SIMPLE, padding=(0, 1, 0, 0)
+    )
+    shown = [i for i, column in enumerate(COLUMNS) if column.brief]
+    for i in shown:
+        table.add_column(COLUMNS[i].name, overflow="fold", justify="right" if i else "left")
+    for row in found["routes"]:
+        written = cells(row)
+        table.add_row(*(written[i].split(" ±")[0] for i in shown))
+    return table
+
+
+def _markdown(found: Row) -> str:
+    rows = [
+        [column.name for column in COLUMNS],
+        ["---"] * len(COLUMNS),
+        *map(cells, found["routes"]),
+    ]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    told = [f"* {column.name}: {column.about}" for column in COLUMNS if column.about]
+    return "\n".join(
+        [f"# Old logits of {found['run']}", "", _about(found), "", *lines, "", *told, ""]
+    )

@@ -1,0 +1,102 @@
+"""Held-out success over several attempts at each task: avg@k and pass@k, with 95% intervals over tasks.
+
+Tasks are what was drawn; attempts at one task are alike. So a task is one number between 0 and 1, and an interval is
+Wilson's where each is 0 or 1, and where all are equal (a bootstrap would have no width); else the bootstrap over tasks.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy
+
+RESAMPLES = 10_000
+CHUNK = 100
+"""Resamples at a time, for memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over tasks, and how its interval was made."""
+
+    value: float
+    low: float
+    high: float
+    interval: Literal["Wilson", "bootstrap"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """How many of the `attempts` at each held-out task succeeded, and how many of all `failed`, without a verdict."""
+
+    successes: tuple[int, ...]
+    attempts: int = 1
+    failed: int = 0
+
+    @classmethod
+    def of(cls, graded: Sequence[bool | None], attempts: int) -> "Grade":
+        """Of what `examine` found, the attempts at a task side by side."""
+        successes = (
+            graded[at : at + attempts].count(True) for at in range(0, len(graded), attempts)
+        )
+        return cls(tuple(successes), attempts, graded.count(None))
+
+    def __str__(self) -> str:
+        broken = (
+            f"\n{self.failed} of {self.tasks * self.attempts} failed, which is no success"
+            if self.failed
+            else ""
+        )
+        return f"{self.tasks} tasks, {self.attempts} attempts each{broken}"
+
+    @property
+    def tasks(self) -> int:
+        return len(self.successes)
+
+    @property
+    def success(self) -> float:
+        return self.average.value
+
+    @property
+    def average(self) -> Estimate:
+        """avg@k, k being all attempts: the mean success of an attempt."""
+        return estimate([count / self.attempts for count in self.successes])
+
+    def passed(self, k: int) -> Estimate:
+        """pass@k: the chance that at least one of k attempts at a task succeeds."""
+        return estimate(
+            [pass_at(k, attempts=self.attempts, successes=count) for count in self.successes]
+        )
+
+
+def pass_at(k: int, *, attempts: int, successes: int) -> float:
+    """The unbiased estimate 1 - C(n - c, k) / C(n, k) from n attempts, c of them successes (arXiv 2107.03374, eq. 1).
+
+    >>> pass_at(2, attempts=4, successes=1)
+    0.5
+    """
+    if not 1 <= k <= attempts or not 0 <= successes <= attempts:
+        raise ValueError(
+            f"pass@{k} needs at least {k} attempts and 1 <= k; {successes} of {attempts} succeeded"
+        )
+    return 1 - math.comb(attempts - successes, k) / math.comb(attempts, k)
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The mean of one number per task, each between 0 and 1."""
+    value = sum(values) / len(values)
+    if len(set(values)) == 1 or set(values) <= {0.0, 1.0}:
+        return Estimate(value, *wilson(value, len(values)), "Wilson")
+    column, random = numpy.array(values), numpy.random.default_rng(0)
+    draws = [random.choice(column, (CHUNK, len(values))).mean(1) for _ in range(RESAMPLES // CHUNK)]
+    low, high = numpy.quantile(numpy.concatenate(draws), [0.025, 0.975])
+    return Estimate(value, float(low), float(high), "bootstrap")
+
+
+def wilson(share: float, number: int) -> tuple[float, float]:
+    """The 95% interval of a share of successes (Wilson 1927). For numbers between 0 and 1 of that mean, a wider one."""
+    z2 = 1.96**2
+    spread = math.sqrt(z2 * (share * (1 - share) / number + z2 / (4 * number * number)))
+    centre, scale = share + z2 / (2 * number), 1 + z2 / number
+    return (centre - spread) / scale, (centre + spread) / scale

@@ -1,0 +1,93 @@
+"""A policy behind the recording endpoint, for agents that are run by hand, until it is stopped."""
+
+import asyncio
+from collections import OrderedDict
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from unstale.build import build_sampler
+from unstale.cli.session import POLICY, limit_threads, running_generator, under_one_parent
+from unstale.config import ConfigError, RunConfig
+from unstale.rollout.endpoint.agents import AgentGenerator, AgentRollout
+from unstale.rollout.endpoint.server import Endpoint
+from unstale.rollout.endpoint.session import Session
+from unstale.rollout.episode import NullWriter, _Script, derive_seed
+
+KEPT = 1000
+"""Episodes that are remembered; of more, those are forgotten that were quiet longest."""
+
+
+class Visitors:
+    """Episodes of whoever comes: a new name is a new one, and so is every call without a name."""
+
+    def __init__(self, rollout: AgentRollout, calls: asyncio.TaskGroup, seed: int) -> None:
+        self._rollout, self._calls, self._seed = rollout, calls, seed
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
+
+    def find(self, key: str) -> Session:
+        session = self._sessions.get(key) or self._begin()
+        if key:
+            self._sessions[key] = session
+            self._sessions.move_to_end(key)
+        if len(self._sessions) > KEPT:
+            self._sessions.popitem(last=False)
+        return session
+
+    def _begin(self) -> Session:
+        episode = self._rollout.number_episode()
+        seed = derive_seed(self._seed, "visit", episode)
+        voice = AgentGenerator(
+            self._rollout, _Script(episode, NullWriter(episode=episode, seed=seed)), seed
+        )
+        return Session(voice, self._calls, voice.recorded(), idle_s=0.0)
+
+
+def serve(
+    trained: Path,
+    config: RunConfig,
+    *,
+    token: str | None = None,
+    port: int = 0,
+    console: Console | None = None,
+) -> None:
+    """Serve a run's policy, or any model folder, until Ctrl-C. Says where, and for whom.
+
+    Raises `ConfigError` for what is wrong beforehand and `RunFailed` when the engine fails.
+    """
+    folder = trained / POLICY if (trained / POLICY).is_dir() else trained
+    config = replace(config, policy=str(folder), rollout=replace(config.rollout, max_turns=1 << 30))
+    limit_threads()
+    policy, taskset, speaker = build_sampler(config)
+    console = console or Console(soft_wrap=True)
+
+    def restarted(*, cause: str, **_: Any) -> None:
+        console.print(f"the engine is started again: {cause}", markup=False, highlight=False)
+
+    async def work() -> None:
+        async with (
+            running_generator(config, policy, speaker, told=restarted) as voice,
+            asyncio.TaskGroup() as calls,
+        ):
+            endpoint = Endpoint(token=token, port=port, find=lambda key: visitors.find(key))
+            visitors = Visitors(
+                AgentRollout(voice, taskset, config.rollout, endpoint=endpoint), calls, config.seed
+            )
+            async with AsyncExitStack() as serving:
+                try:
+                    await serving.enter_async_context(endpoint)
+                except OSError as error:
+                    raise ConfigError(f"port {port} cannot be had: {error}") from error
+                console.print(
+                    f"base URL  {endpoint.url}/v1\nAPI key   {endpoint.token}", highlight=False
+                )
+                console.print(
+                    f"an episode of its own: {endpoint.url}/e/<any name>/v1; Ctrl-C ends it",
+                    style="dim",
+                )
+                await asyncio.Event().wait()
+
+    under_one_parent(work())

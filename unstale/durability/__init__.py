@@ -1,0 +1,1 @@
+"""What a run writes so that it can resume: journal, checkpoints, virtual clock."""

@@ -1,0 +1,289 @@
+"""Continuous batching: requests join and leave between steps, and every step is one forward pass of all.
+
+A slot is a row of the KV cache together with the tokens it holds. When a reply ends its slot is kept, so that the
+episode's next turn only computes what is new; a request whose opening another slot already holds copies it. Slots are
+given up oldest first.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from time import perf_counter, process_time
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from unstale.engines import ReplyStop
+from unstale.engines.embedded.runner import Chunk, Runner, Step
+from unstale.engines.embedded.sampling import draw, uniforms
+
+MAX_CHUNK_TOKENS = 512
+"""Context tokens computed in one step, so that an interrupt never waits for more than one such step."""
+MIN_COPY = 8
+"""Shorter common openings are computed again: that is as cheap as looking after them."""
+IDLE_STEPS = 512
+"""A slot unused for so many steps most likely belongs to an episode that has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One `sample`."""
+
+    id: int
+    tokens: tuple[int, ...]
+    max_tokens: int
+    stop_tokens: tuple[int, ...]
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What came of a request."""
+
+    id: int
+    tokens: list[int]
+    behavior_logp: list[float]
+    stop: ReplyStop
+    clean: bool = True
+    """False if it was sampled over keys and values of an older version."""
+
+
+class Batcher:
+    """Slots, queue and sampling around a `Runner`. Not thread-safe: one loop owns it.
+
+    `keep_cache` goes on with what is cached when weights change. Replies over such a context are not clean.
+    """
+
+    def __init__(
+        self, runner: Runner, *, max_slots: int, max_context: int, keep_cache: bool = False
+    ) -> None:
+        self.runner = runner
+        self._keep_cache = keep_cache
+        self._queue: deque[Request] = deque()
+        self._active: dict[int, Request] = {}
+        self._tokens = np.full((max_slots, max_context), -1, dtype=np.int32)
+        self._logp = np.zeros((max_slots, max_context), dtype=np.float32)
+        self._length = np.zeros(max_slots, dtype=np.int64)
+        self._cached = np.zeros(max_slots, dtype=np.int64)
+        """Tokens of the slot whose keys and values are in the cache."""
+        self._older = np.zeros(max_slots, dtype=np.int64)
+        """Of these, how many (the first ones) were cached under older weights. Later ones were computed over them."""
+        self._limit = np.zeros(max_slots, dtype=np.int64)
+        self._temperature = np.ones(max_slots, dtype=np.float32)
+        self._seed = np.zeros(max_slots, dtype=np.uint64)
+        self._used = np.zeros(max_slots, dtype=np.int64)
+        self._stops = np.zeros((max_slots, runner.vocab_size), dtype=np.bool_)
+        self._stale = np.zeros(max_slots, dtype=np.int64)
+        """Like `_cached`, for the tokens in `_stale_tokens` whose cache the last load dropped."""
+        self._stale_tokens = self._tokens[:, :0]
+        self._reprefill: dict[int, int] = {}
+        """Slot -> end of the context tokens that were in the cache before the last load."""
+        self._steps = 0
+        self.counters: dict[str, float] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._active or self._queue)
+
+    def submit(self, request: Request) -> None:
+        self._queue.append(request)
+
+    def cancel(self, request_id: int) -> None:
+        """Forget a request. Its slot keeps what it has computed."""
+        self._queue = deque(request for request in self._queue if request.id != request_id)
+        for slot, request in list(self._active.items()):
+            if request.id == request_id:
+                del self._active[slot]
+
+    def interrupt(self) -> list[Finished]:
+        """End every request with what it has."""
+        finished = [self._finish(slot, "interrupted") for slot in sorted(self._active)]
+        finished += [Finished(request.id, [], [], "interrupted") for request in self._queue]
+        self._queue.clear()
+        return finished
+
+    def load(self, update: Mapping[str, Tensor]) -> None:
+        """Take new weights. Unless it is kept, what was cached under the old ones is computed again when needed."""
+        if self._active:
+            raise RuntimeError(f"{len(self._active)} replies are being sampled; interrupt first")
+        self.runner.load(update)
+        if self._keep_cache:
+            self._older[:] = self._cached
+            return
+        kept = max(int(self._cached.max()), 0)
+        self._stale, self._stale_tokens = self._cached.copy(), self._tokens[:, :kept].copy()
+        self._cached[:] = 0
+        for slot in range(len(self._cached)):
+            self.runner.keep(slot, 0)
+
+    def step(self) -> list[Finished]:
+        """One forward pass: admit, compute, sample. Returns the requests that ended with it."""
+        start, spent = perf_counter(), process_time()
+        self._admit()
+        step, sampling = self._plan()
+        logits = self.runner.forward(step)
+        slots = np.concatenate([step.rows.numpy(), [chunk.slot for chunk in step.chunks]]).astype(
+            np.int64
+        )
+        self._cached[slots[: len(step.rows)]] += 1
+        reprefilled = 0
+        for chunk in step.chunks:
+            self._cached[chunk.slot] = chunk.end
+            reprefilled += max(0, min(chunk.end, self._reprefill.get(chunk.slot, 0)) - chunk.start)
+        self._sample(logits, slots, sampling)
+        self._steps += 1
+        self._used[slots] = self._steps
+        took = perf_counter() - start
+        self._count("steps", 1)
+        self._count("busy_s", took)
+        self._count("processor_s", process_time() - spent)
+        self._count("rows", len(slots))
+        self._count("sampled_tokens", int(sampling.sum()))
+        self._count("prefill_tokens", len(step.tokens) - len(step.rows))
+        self._count("reprefill_tokens", reprefilled)
+        self._count("reprefill_s", took * reprefilled / len(step.tokens))
+        return self._ended(slots[sampling])
+
+    def _count(self, name: str, amount: float) -> None:
+        self.counters[name] = self.counters.get(name, 0.0) + amount
+
+    def _admit(self) -> None:
+        """Give waiting requests a slot, in order. One whose opening is being computed for another waits for that."""
+        idle = np.ones(len(self._length), dtype=np.bool_)
+        idle[list(self._active)] = False
+        waiting: deque[Request] = deque()
+        while self._queue and idle.any():
+            request = self._queue.popleft()
+            slot = self._place(request, idle)
+            if slot is None:
+                waiting.append(request)
+                continue
+            idle[slot] = False
+            self._active[slot] = request
+        self._queue.extendleft(reversed(waiting))
+
+    def _place(self, request: Request, idle: NDArray[np.bool_]) -> int | None:
+        """A slot with as much of the request's context as can be had, or None while more of it is being computed."""
+        tokens = np.array(request.tokens, dtype=np.int32)
+        common = np.minimum(_common_prefix(self._tokens, tokens), len(tokens) - 1)
+        cached = np.minimum(common, self._cached)
+        best = int(cached.argmax())
+        computing = ~idle & (self._cached + 1 < self._length)
+        if bool((common[computing] > cached[best] + MIN_COPY).any()):
+            return None
+        extends = idle & (cached == self._cached) & (cached > 0)
+        slot = int(np.where(extends, cached, -1).argmax()) if extends.any() else self._victim(idle)
+        source, have = slot, int(cached[slot]) if extends[slot] or slot == best else 0
+        if cached[best] >= have + MIN_COPY:
+            source, have = best, int(cached[best])
+            self.runner.copy_prefix(best, slot, have)
+        else:
+            self.runner.keep(slot, have)
+        self._cached[slot] = have
+        self._older[slot] = min(int(self._older[source]), have)
+        self._open(slot, request, tokens)
+        return slot
+
+    def _victim(self, idle: NDArray[np.bool_]) -> int:
+        """The idle slot to give up: the lowest empty or long unused one, which keeps the batch small, or the oldest."""
+        spare = idle & ((self._cached == 0) | (self._used < self._steps - IDLE_STEPS))
+        if spare.any():
+            return int(spare.argmax())
+        return int(np.where(idle, self._used, np.iinfo(np.int64).max).argmin())
+
+    def _open(self, slot: int, request: Request, tokens: NDArray[np.int32]) -> None:
+        count = len(tokens)
+        self._tokens[slot, :count] = tokens
+        self._tokens[slot, count:] = -1
+        self._length[slot] = count
+        self._limit[slot] = min(count + request.max_tokens, self._tokens.shape[1])
+        self._temperature[slot] = request.temperature
+        self._seed[slot] = np.uint64(request.seed & 0xFFFFFFFFFFFFFFFF)
+        self._stops[slot] = False
+        self._stops[slot, list(request.stop_tokens)] = True
+        self._used[slot] = self._steps
+        self._count("cached_tokens", int(self._cached[slot]))
+        self._reprefill[slot] = self._stale_prefix(tokens)
+
+    def _stale_prefix(self, tokens: NDArray[np.int32]) -> int:
+        """How much of `tokens` was in the cache before the last load. Each dropped context counts once."""
+        if not self._stale.any():
+            return 0
+        common = np.minimum(_common_prefix(self._stale_tokens, tokens), self._stale)
+        best = int(common.argmax())
+        if common[best] == self._stale[best]:
+            self._stale[best] = 0
+        return int(common[best])
+
+    def _plan(self) -> tuple[Step, NDArray[np.bool_]]:
+        """The next forward pass, and which of its rows and chunks end where a token is to be sampled."""
+        slots = np.array(sorted(self._active), dtype=np.int64)
+        due = self._length[slots] - self._cached[slots]
+        rows = slots[due == 1]
+        chunks, budget = [], MAX_CHUNK_TOKENS
+        for slot in [slot for slot in self._active if self._length[slot] - self._cached[slot] > 1]:
+            start, length = int(self._cached[slot]), int(self._length[slot])
+            if budget <= 0:
+                break
+            chunks.append(Chunk(slot, start, min(length, start + budget)))
+            budget -= chunks[-1].end - start
+        at = self._cached[rows]
+        tokens = [
+            self._tokens[rows, at],
+            *(self._tokens[chunk.slot, chunk.start : chunk.end] for chunk in chunks),
+        ]
+        positions = [at, *(np.arange(chunk.start, chunk.end) for chunk in chunks)]
+        step = Step(
+            rows=torch.from_numpy(rows),
+            chunks=tuple(chunks),
+            tokens=torch.from_numpy(np.concatenate(tokens).astype(np.int64)),
+            positions=torch.from_numpy(np.concatenate(positions)),
+        )
+        complete = [chunk.end == self._length[chunk.slot] for chunk in chunks]
+        return step, np.array([True] * len(rows) + complete, dtype=np.bool_)
+
+    def _sample(
+        self, logits: Tensor, slots: NDArray[np.int64], sampling: NDArray[np.bool_]
+    ) -> None:
+        if not sampling.all():
+            logits, slots = logits[torch.from_numpy(sampling).to(logits.device)], slots[sampling]
+        if not len(slots):
+            return
+        at = self._length[slots]
+        noise = uniforms(self._seed[slots], at)
+        tokens, logp = draw(
+            logits, torch.from_numpy(self._temperature[slots]), torch.from_numpy(noise)
+        )
+        self._tokens[slots, at] = tokens.numpy()
+        self._logp[slots, at] = logp.numpy()
+        self._length[slots] += 1
+
+    def _ended(self, slots: NDArray[np.int64]) -> list[Finished]:
+        stopped = self._stops[slots, self._tokens[slots, self._length[slots] - 1]]
+        full = self._length[slots] >= self._limit[slots]
+        finished = []
+        for index in np.flatnonzero(stopped | full):
+            finished.append(self._finish(int(slots[index]), "stop" if stopped[index] else "length"))
+        return finished
+
+    def _finish(self, slot: int, stop: ReplyStop) -> Finished:
+        request = self._active.pop(slot)
+        reply = slice(len(request.tokens), int(self._length[slot]))
+        tokens, logp = self._tokens[slot, reply].tolist(), self._logp[slot, reply].tolist()
+        return Finished(request.id, tokens, logp, stop, clean=not self._older[slot])
+
+
+def _common_prefix(held: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.int64]:
+    """`[slots]`, how many leading tokens each row of `held` shares with `tokens`.
+
+    >>> _common_prefix(np.array([[1, 2, 3], [1, 5, 3], [4, 2, 3]], np.int32), np.array([1, 2], np.int32)).tolist()
+    [2, 1, 0]
+    """
+    width = min(held.shape[1], len(tokens))
+    if not width:
+        return np.zeros(len(held), dtype=np.int64)
+    same = held[:, :width] == tokens[:width]
+    return np.where(same.all(1), width, same.argmin(1))

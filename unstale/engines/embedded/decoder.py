@@ -1,0 +1,441 @@
+"""Our own decoder for the Qwen3 architecture: few, large operations, because at these sizes overhead is the cost.
+
+Query, key and value are one matrix, gate and up another. On a processor all else is `kernels.c`, over pages of the
+cache that siblings share. Elsewhere it is torch: rows of one token are one batched attention over the pages as they
+lie, each page with its row's query, summed up per row afterwards; chunks are one over their blocks; and on a CUDA
+device a step of rows alone is replayed from a graph. Within a head the two halves of the rotary embedding are
+interleaved at load time, which turns the rotation into one complex multiplication and leaves every inner product as
+it was.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from unstale.engines.embedded.graphs import Graphs
+from unstale.engines.embedded.kernels import Kernels
+from unstale.engines.embedded.pages import PAGE, Inputs, Pages, Shape, placed, plan, runs, tiled
+from unstale.engines.embedded.runner import Step, check_update
+from unstale.model import linear
+
+RUN = 8
+"""Tokens of a chunk that are attended together."""
+ROWS_A_THREAD = 16
+"""Fewer are not worth waking one."""
+_USUAL_ROWS = 64
+"""Weights are laid out for products with so many rows; others give the same, a little slower."""
+_FIRST_PAGES = 64
+"""The pool begins with so many, and doubles when they are used up, as far as there are pages."""
+
+
+def supports(config: Mapping[str, Any]) -> bool:
+    """Whether this decoder computes exactly the model that this `config.json` describes."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return (
+        config.get("model_type") == "qwen3"
+        and config.get("hidden_act", "silu") == "silu"
+        and not config.get("attention_bias", False)
+        and not config.get("use_sliding_window", False)
+        and set(config.get("layer_types") or ["full_attention"]) == {"full_attention"}
+        and rope.get("rope_type", "default") == "default"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The numbers of a `config.json` that this decoder needs."""
+
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    theta: float
+    eps: float
+    tied: bool
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> "Sizes":
+        rope = config.get("rope_parameters") or {}
+        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+        return cls(
+            layers=int(config["num_hidden_layers"]),
+            hidden=hidden,
+            inner=int(config["intermediate_size"]),
+            heads=heads,
+            kv_heads=int(config["num_key_value_heads"]),
+            head_dim=int(config.get("head_dim") or hidden // heads),
+            vocab=int(config["vocab_size"]),
+            theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
+            eps=float(config.get("rms_norm_eps", 1e-6)),
+            tied=bool(config.get("tie_word_embeddings", False)),
+        )
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter by the name that transformers gives it."""
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        layer = {
+            "input_layernorm": (self.hidden,),
+            "post_attention_layernorm": (self.hidden,),
+            "self_attn.q_proj": (query, self.hidden),
+            "self_attn.k_proj": (key, self.hidden),
+            "self_attn.v_proj": (key, self.hidden),
+            "self_attn.o_proj": (self.hidden, query),
+            "self_attn.q_norm": (self.head_dim,),
+            "self_attn.k_norm": (self.head_dim,),
+            "mlp.gate_proj": (self.inner, self.hidden),
+            "mlp.up_proj": (self.inner, self.hidden),
+            "mlp.down_proj": (self.hidden, self.inner),
+        }
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (self.vocab, self.hidden)
+        }
+        for index in range(self.layers):
+            shapes |= {
+                f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()
+            }
+        shapes["model.norm.weight"] = (self.hidden,)
+        if not self.tied:
+            shapes["lm_head.weight"] = (self.vocab, self.hidden)
+        return shapes
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    norm_1: Tensor
+    qkv: Tensor
+    qk_norm: Tensor
+    """`[heads + kv_heads, head_dim]` float32; the query part carries the softmax scale."""
+    out: Tensor
+    norm_2: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What a step's attention adds to scores, the same in every layer: 0 where a token is seen, -inf elsewhere."""
+
+    rows: Tensor
+    """`[pages, 1, PAGE]`"""
+    blocks: Tensor
+    """`[blocks, 1, rep * BLOCK, reach * PAGE]`"""
+
+
+class Qwen3Runner:
+    """`Runner` for Qwen3. The cache grows as sequences do, up to `max_context` for each of `max_slots`."""
+
+    name = "qwen3 decoder"
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        *,
+        dtype: torch.dtype,
+        max_slots: int,
+        max_context: int,
+        device: str = "cpu",
+    ) -> None:
+        self.sizes = sizes = Sizes.read(config)
+        self.vocab_size = sizes.vocab
+        self._dtype, self._device = dtype, torch.device(device)
+        self._linear, self._packed = _linear_for(self._device, dtype)
+        self._kernels, self.warning = _kernels_for(self._device, dtype, sizes)
+        self._helpers = ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1))
+        self._layers: list[_Layer] = []
+        frequencies = 1.0 / sizes.theta ** (
+            torch.arange(0, sizes.head_dim, 2, dtype=torch.float32) / sizes.head_dim
+        )
+        angles = torch.arange(max_context, dtype=torch.float32)[:, None] * frequencies
+        self._rotations = torch.polar(torch.ones_like(angles), angles).to(self._device)
+        self._pages = Pages(max_slots, max_context)
+        self._graphs = Graphs(self._device, self._run)
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._room = 0
+        self._reserve(1)
+
+    def _reserve(self, pages: int) -> None:
+        """Make room for so many pages. Keys lie `[pages * kv, head_dim, PAGE]`, values `[pages * kv, PAGE, head_dim]`:
+        both products then go along what they do not sum over."""
+        if pages <= self._room:
+            return
+        sizes, old = self.sizes, self._room * self.sizes.kv_heads
+        self._room = max(min(max(_FIRST_PAGES, 2 * self._room), len(self._pages.owner)), pages)
+        self._graphs.clear()
+        for pool, page in (
+            (self._keys, (sizes.head_dim, PAGE)),
+            (self._values, (PAGE, sizes.head_dim)),
+        ):
+            pool += [torch.empty(0, *page)] * (sizes.layers - len(pool))
+            for layer, before in enumerate(pool):
+                grown = torch.zeros(
+                    self._room * sizes.kv_heads, *page, dtype=self._dtype, device=self._device
+                )
+                grown[:old] = before
+                pool[layer] = grown
+
+    def load(self, update: Mapping[str, Tensor]) -> None:
+        sizes = self.sizes
+        tied = {"lm_head.weight": "model.embed_tokens.weight"} if sizes.tied else {}
+        check_update(update, sizes.shapes(), tied)
+        weights = {
+            name: update[name].to(self._device, self._dtype, copy=True) for name in sizes.shapes()
+        }
+        self._embed = weights["model.embed_tokens.weight"]
+        self._head = self._packed(self._embed if sizes.tied else weights["lm_head.weight"])
+        self._norm = weights["model.norm.weight"]
+        self._layers = [
+            self._layer(weights, f"model.layers.{index}.") for index in range(sizes.layers)
+        ]
+        self._graphs.clear()
+
+    def _layer(self, weights: Mapping[str, Tensor], prefix: str) -> _Layer:
+        sizes = self.sizes
+        half = sizes.head_dim // 2
+        order = torch.arange(sizes.head_dim).view(2, half).t().flatten()
+
+        def weight(name: str) -> Tensor:
+            return weights[f"{prefix}{name}.weight"]
+
+        def interleaved(name: str) -> Tensor:
+            return (
+                weight(name)
+                .view(-1, sizes.head_dim, sizes.hidden)[:, order]
+                .reshape(-1, sizes.hidden)
+            )
+
+        query_norm = weight("self_attn.q_norm").float()[order] * sizes.head_dim**-0.5
+        key_norm = weight("self_attn.k_norm").float()[order]
+        qkv = [
+            interleaved("self_attn.q_proj"),
+            interleaved("self_attn.k_proj"),
+            weight("self_attn.v_proj"),
+        ]
+        return _Layer(
+            norm_1=weight("input_layernorm"),
+            qkv=self._packed(torch.cat(qkv)),
+            qk_norm=torch.stack([query_norm] * sizes.heads + [key_norm] * sizes.kv_heads),
+            out=self._packed(weight("self_attn.o_proj")),
+            norm_2=weight("post_attention_layernorm"),
+            gate_up=self._packed(torch.cat([weight("mlp.gate_proj"), weight("mlp.up_proj")])),
+            down=self._packed(weight("mlp.down_proj")),
+        )
+
+    def keep(self, slot: int, count: int) -> None:
+        self._copy(self._pages.hold(slot, count))
+
+    def copy_prefix(self, source: int, target: int, count: int) -> None:
+        if self._kernels is not None:
+            return self._copy(self._pages.share(source, target, count))
+        self._pages.hold(target, count)
+        pages = int(self._pages.count[target])
+        return self._copy((self._pages.of[source, :pages], self._pages.of[target, :pages]))
+
+    def _copy(self, moved: tuple[Any, Any] | None) -> None:
+        """Pages from where to where, if any."""
+        self._reserve(self._pages.span)
+        if moved is not None:
+            old, new = (torch.as_tensor(pages).to(self._device) for pages in moved)
+            for pool in (*self._keys, *self._values):
+                whole = pool.view(self._room, -1)
+                whole[new] = whole[old]
+
+    def forward(self, step: Step) -> Tensor:
+        if self._kernels is not None:
+            return self._by_kernels(self._kernels, step)
+        shape, flat = plan(step, self._pages)
+        self._reserve(max(self._pages.span, shape.pages))
+        if shape.tokens:
+            return self._run(Inputs.of(flat.to(self._device), shape), shape)
+        return self._graphs(flat, shape)[: len(step.rows)]
+
+    def _by_kernels(self, kernels: Kernels, step: Step) -> Tensor:
+        """`_run` on a processor: the products by oneDNN, all between them by `kernels.c`, rows and chunks alike."""
+        sizes, eps = self.sizes, self.sizes.eps
+        cells = torch.from_numpy(placed(step, self._pages))
+        self._reserve(self._pages.span)
+        of, (begins, counts, slots, held) = (
+            torch.from_numpy(self._pages.of),
+            runs(step, self._pages, RUN),
+        )
+        count, wide = len(step.tokens), tiled(len(step.tokens))
+        x = F.embedding(F.pad(step.tokens, (0, wide - count)), self._embed)
+        query = torch.empty(count, sizes.heads, sizes.head_dim, dtype=torch.float32)
+        h, mixed = torch.empty_like(x), x.new_zeros(wide, sizes.heads * sizes.head_dim)
+        gated, more = x.new_empty(wide, sizes.inner), torch.zeros_like(x)
+        for layer, keys, values in zip(self._layers, self._keys, self._values, strict=True):
+            kernels.norm(x, more, layer.norm_1, h, wide, sizes.hidden, eps)
+            qkv = self._linear(h, layer.qkv)
+            placing = (layer.qk_norm, self._rotations, step.positions, cells)
+            kernels.turn(qkv, *placing, query, keys, values, count, eps)
+            attention = (query, keys, values, of, of.shape[1], begins, counts, slots, held, mixed)
+            self._each_thread(partial(kernels.attend, *attention), len(begins))
+            kernels.norm(
+                x, self._linear(mixed, layer.out), layer.norm_2, h, wide, sizes.hidden, eps
+            )
+            kernels.gated(self._linear(h, layer.gate_up), gated, wide, sizes.inner)
+            more = self._linear(gated, layer.down)
+        ends = [*range(len(step.rows)), *(span.stop - 1 for _, span in step.spans())]
+        if step.chunks:
+            x, more = (
+                each[ends + ends[-1:] * (tiled(len(ends)) - len(ends))] for each in (x, more)
+            )
+        h = torch.empty_like(x)
+        kernels.norm(x, more, self._norm, h, len(x), sizes.hidden, eps)
+        return self._linear(h, self._head).float()[: len(ends)]
+
+    def _each_thread(self, work: Callable[[int, int], None], count: int) -> None:
+        """`work(first, last)`, which lets other threads run, over equal parts of `count` on as many as torch has."""
+        parts = min(torch.get_num_threads(), -(-count // ROWS_A_THREAD))
+        cuts = [count * part // parts for part in range(parts + 1)]
+        others = [self._helpers.submit(work, *cut) for cut in pairwise(cuts[1:])]
+        work(*cuts[:2])
+        for other in others:
+            other.result()
+
+    def _run(self, inputs: Inputs, shape: Shape) -> Tensor:
+        """Float32 logits after every row, or where there are chunks, after `ends`."""
+        sizes = self.sizes
+        rotations = self._rotations[inputs.positions][:, None]
+        seen = self._seen(inputs, shape)
+        heads = torch.arange(sizes.kv_heads, device=self._device)
+        cells = (
+            (inputs.cells // PAGE)[:, None] * sizes.kv_heads + heads,
+            (inputs.cells % PAGE)[:, None],
+        )
+        x = F.embedding(inputs.tokens, self._embed)
+        for index, layer in enumerate(self._layers):
+            h = F.rms_norm(x, (sizes.hidden,), layer.norm_1, sizes.eps)
+            qkv = self._linear(h, layer.qkv).view(
+                len(x), sizes.heads + 2 * sizes.kv_heads, sizes.head_dim
+            )
+            qk, value = qkv[:, : -sizes.kv_heads].float(), qkv[:, -sizes.kv_heads :]
+            qk = F.rms_norm(qk, (sizes.head_dim,), None, sizes.eps) * layer.qk_norm
+            turned = torch.view_as_complex(qk.view(*qk.shape[:2], -1, 2)) * rotations
+            qk = torch.view_as_real(turned).flatten(2).to(self._dtype)
+            self._keys[index].transpose(1, 2)[cells[0], cells[1]] = qk[:, sizes.heads :]
+            self._values[index][cells[0], cells[1]] = value
+            mixed = self._attend(index, qk[:, : sizes.heads], inputs, seen=seen)
+            x = x + self._linear(mixed, layer.out)
+            h = F.rms_norm(x, (sizes.hidden,), layer.norm_2, sizes.eps)
+            gate, up = self._linear(h, layer.gate_up).chunk(2, dim=-1)
+            x = x + self._linear(F.silu(gate) * up, layer.down)
+        if shape.ends:
+            x = x[inputs.ends]
+        x = F.rms_norm(x, (sizes.hidden,), self._norm, sizes.eps)
+        return self._linear(x, self._head).float()
+
+    def _seen(self, inputs: Inputs, shape: Shape) -> _Seen:
+        within = torch.arange(PAGE, device=self._device)
+        rows = _hidden(within >= inputs.visible[:, None], torch.float32)
+        at = inputs.positions[inputs.lanes].repeat(1, self.sizes.heads // self.sizes.kv_heads)
+        blocks = torch.arange(shape.reach * PAGE, device=self._device) > at[..., None]
+        return _Seen(rows[:, None], _hidden(blocks, self._dtype)[:, None])
+
+    def _attend(self, index: int, query: Tensor, inputs: Inputs, *, seen: _Seen) -> Tensor:
+        """`[T, heads * head_dim]` of one layer, whose cache already holds this step."""
+        mixed, num_rows = [], len(inputs.bags) - 1
+        if num_rows:
+            mixed.append(self._attend_rows(index, query[:num_rows], inputs, seen=seen.rows))
+        if len(inputs.lanes):
+            mixed.append(self._attend_blocks(index, query, inputs, seen=seen.blocks))
+        return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
+
+    def _attend_rows(self, index: int, query: Tensor, inputs: Inputs, *, seen: Tensor) -> Tensor:
+        """One query per row: every page by itself, then the pages of a row together (as in arXiv:2311.01282)."""
+        sizes, pages = self.sizes, len(inputs.page_rows)
+        keys, values = (self._paged(pool[index], inputs) for pool in (self._keys, self._values))
+        asked = query[inputs.page_rows].view(pages * sizes.kv_heads, -1, sizes.head_dim)
+        scores = torch.bmm(asked, keys).view(pages, sizes.heads, PAGE) + seen
+        top = _per_row(scores.amax(-1), inputs, mode="max")
+        weights = (scores - top[inputs.page_rows][..., None]).exp_()
+        total = _per_row(weights.sum(-1), inputs, mode="sum")
+        weights = weights.to(self._dtype).view(pages * sizes.kv_heads, -1, PAGE)
+        mixed = torch.bmm(weights, values).view(pages, -1).float()
+        mixed = _per_row(mixed, inputs, mode="sum").view(-1, sizes.heads, sizes.head_dim)
+        return (
+            (mixed / total[..., None].clamp_min(1e-30)).flatten(1).to(self._dtype)
+        )  # no pages: a row that pads
+
+    def _paged(self, pool: Tensor, inputs: Inputs) -> Tensor:
+        """The pages that are attended, `[pages * kv, ...]`."""
+        kv_heads = self.sizes.kv_heads
+        if len(inputs.page_ids):
+            return pool.view(self._room, kv_heads, *pool.shape[1:])[inputs.page_ids].flatten(0, 1)
+        return pool[: len(inputs.page_rows) * kv_heads]
+
+    def _attend_blocks(self, index: int, query: Tensor, inputs: Inputs, *, seen: Tensor) -> Tensor:
+        """Each block of a chunk over its sequence so far, copied together."""
+        sizes, blocks = self.sizes, len(inputs.lanes)
+        heads = torch.arange(sizes.kv_heads, device=self._device)[:, None]
+        reached = inputs.reached[:, None] * sizes.kv_heads + heads
+        keys = self._keys[index][reached].transpose(3, 4).flatten(2, 3)
+        values = self._values[index][reached].flatten(2, 3)
+        asked = (
+            query[inputs.lanes].transpose(1, 2).reshape(blocks, sizes.kv_heads, -1, sizes.head_dim)
+        )
+        mixed = F.scaled_dot_product_attention(asked, keys, values, attn_mask=seen, scale=1.0)
+        mixed = mixed.view(blocks, sizes.heads, -1, sizes.head_dim).transpose(1, 2)
+        return mixed.reshape(-1, sizes.heads * sizes.head_dim)[inputs.spots]
+
+
+def _linear_for(
+    device: torch.device, dtype: torch.dtype
+) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """The product with a weight `[out, in]`, and how that must lie: on a processor by oneDNN, see `linear.py`."""
+    if device.type != "cpu" or not linear.supported(dtype):
+        return F.linear, lambda weight: weight
+    product, pack = torch.ops.mkldnn._linear_pointwise, torch.ops.mkldnn._reorder_linear_weight
+    return (
+        lambda x, weight: product(x, weight, None, "none", [], ""),
+        lambda weight: pack(weight.contiguous(), _USUAL_ROWS),
+    )
+
+
+def _kernels_for(
+    device: torch.device, dtype: torch.dtype, sizes: Sizes
+) -> tuple[Kernels | None, str]:
+    """None off the processor; and with a warning for heads that are no multiple of four, or without a compiler."""
+    lanes, slower = (
+        math.gcd(16, sizes.head_dim),
+        "the engine decodes by torch, several times slower, because",
+    )
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        return None, ""
+    if lanes < 4:
+        return None, f"{slower} heads of {sizes.head_dim} are no multiple of four"
+    shape = {
+        "HEADS": sizes.heads,
+        "KV_HEADS": sizes.kv_heads,
+        "HEAD_DIM": sizes.head_dim,
+        "PAGE": PAGE,
+        "RUN": RUN,
+    }
+    try:
+        return Kernels(
+            **shape, LANES=lanes, **({"BFLOAT16": 1} if dtype == torch.bfloat16 else {})
+        ), ""
+    except OSError as error:
+        return None, f"{slower} its kernels do not compile: {error}"
+
+
+def _per_row(found: Tensor, inputs: Inputs, *, mode: str) -> Tensor:
+    """`[rows, n]` from `[pages, n]`."""
+    return F.embedding_bag(inputs.order, found, inputs.bags, mode=mode)[:-1]
+
+
+def _hidden(where: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(where.shape, dtype=dtype, device=where.device).masked_fill_(
+        where, -torch.inf
+    )

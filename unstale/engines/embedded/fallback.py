@@ -1,0 +1,205 @@
+"""Any causal language model of transformers, by its own forward pass over our slots.
+
+Slower than a decoder of our own and needing nothing from it but ordinary full attention: models that keep another kind
+of state (sliding windows shorter than the context, recurrent layers) are refused when the engine starts, by name where
+the config says so and by a comparison with the model's uncached forward pass where it does not.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from unstale.engines.embedded.runner import Chunk, Step, check_update
+
+_PROBE_TOLERANCE = 1e-3
+
+
+class _Slots:
+    """Which part of every layer's storage the current forward pass reads and writes."""
+
+    def __init__(self, max_slots: int, max_context: int) -> None:
+        self.shape = (max_slots, max_context)
+        self.rows = torch.empty(0, dtype=torch.long)
+        self.positions = torch.empty(0, dtype=torch.long)
+        self.length = 0
+
+
+class _SlotLayer(CacheLayerMixin):
+    """One layer's cache, `[slots, heads, max_context, width]`, allocated when the model first shows its widths."""
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, slots: _Slots) -> None:
+        super().__init__()
+        self._slots = slots
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        max_slots, max_context = self._slots.shape
+        self.keys, self.values = (
+            torch.zeros(
+                max_slots, states.shape[1], max_context, states.shape[3], dtype=states.dtype
+            )
+            for states in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Cache `[rows, heads, n, width]` at this step's positions; return the rows' whole contexts."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        slots, found = self._slots, []
+        for stored, states in ((self.keys, key_states), (self.values, value_states)):
+            stored[slots.rows[:, None], :, slots.positions] = states.transpose(1, 2)
+            found.append(stored[slots.rows, :, : slots.length])
+        return found[0], found[1]
+
+    def get_seq_length(self) -> int:
+        return self._slots.length - self._slots.positions.shape[-1]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._slots.length, 0
+
+    def get_max_length(self) -> int:
+        return self._slots.shape[1]
+
+    def copy_prefix(self, source: int, target: int, count: int) -> None:
+        for stored in (self.keys, self.values):
+            stored[target, :, :count] = stored[source, :, :count]
+
+
+class TransformersRunner:
+    """`Runner` through the model's own forward pass: rows of one token together, longer chunks one by one."""
+
+    def __init__(
+        self, folder: Path, *, dtype: torch.dtype, max_slots: int, max_context: int
+    ) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+        ).eval()
+        config = self._model.config
+        self.name = f"transformers {(kind := type(self._model).__name__)}"
+        self.warning = f"the engine decodes by torch, prompts one by one on a processor: its decoder computes no {kind}"
+        self.vocab_size = int(config.get_text_config().vocab_size)
+        _refuse_other_state(config.get_text_config(), max_context)
+        self._slots = _Slots(max_slots, max_context)
+        self._reset()
+        self._probe(max_context)
+        self._model.to(dtype)
+        self._reset()
+        named = dict(self._model.named_parameters())
+        names = {parameter.data_ptr(): name for name, parameter in named.items()}
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
+        state = self._model.state_dict()
+        self._tied = {
+            alias: names[t.data_ptr()]
+            for alias, t in state.items()
+            if alias not in named and t.data_ptr() in names
+        }
+
+    def _reset(self) -> None:
+        self._layers = [
+            _SlotLayer(self._slots)
+            for _ in range(self._model.config.get_text_config().num_hidden_layers)
+        ]
+        self._cache = Cache(layers=list(self._layers))
+
+    def load(self, update: Mapping[str, Tensor]) -> None:
+        check_update(update, self._shapes, self._tied)
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                parameter.copy_(update[name])
+
+    def keep(self, slot: int, count: int) -> None:
+        """Slots have their place whatever they hold."""
+
+    def copy_prefix(self, source: int, target: int, count: int) -> None:
+        for layer in self._layers:
+            layer.copy_prefix(source, target, count)
+
+    def forward(self, step: Step) -> Tensor:
+        num_rows, found = len(step.rows), []
+        if num_rows:
+            rows, positions = step.rows, step.positions[:num_rows, None]
+            found.append(self._run(rows, positions, step.tokens[:num_rows, None], step.longest))
+        for chunk, span in step.spans():
+            slot = torch.tensor([chunk.slot])
+            found.append(
+                self._run(slot, step.positions[None, span], step.tokens[None, span], chunk.end)
+            )
+        return torch.cat(found)
+
+    def _run(self, rows: Tensor, positions: Tensor, tokens: Tensor, length: int) -> Tensor:
+        """Logits after the last of `tokens [rows, n]`, which stand at `positions [rows, n]`."""
+        slots = self._slots
+        slots.rows, slots.positions, slots.length = rows, positions, length
+        hidden = torch.arange(length) > positions[:, None, :, None]
+        dtype = self._model.dtype
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
+        out = self._model(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        return out.logits[:, -1].float()
+
+    @torch.no_grad()
+    def _probe(self, max_context: int) -> None:
+        """Run a ragged pair of sequences through the slots, and compare with the uncached forward pass."""
+        length = min(24, max_context)
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(self.vocab_size, (2, length), generator=generator)
+        cuts = (length // 2, length - 2)
+        for slot, cut in enumerate(cuts):
+            self.forward(_step(tokens[slot, :cut], Chunk(slot, 0, cut)))
+        rows = torch.arange(2)
+        row_tokens, row_positions = tokens[rows, torch.tensor(cuts)], torch.tensor(cuts)
+        found = self.forward(Step(rows, (), row_tokens, row_positions))
+        for slot, cut in enumerate(cuts):
+            want = (
+                self._model(input_ids=tokens[slot : slot + 1, : cut + 1], use_cache=False)
+                .logits[0, -1]
+                .float()
+            )
+            error = (found[slot].log_softmax(-1) - want.log_softmax(-1)).abs().max().item()
+            if not error < _PROBE_TOLERANCE:
+                raise ValueError(
+                    f"{self.name} does not give the same logits with a cache of ragged sequences as without one "
+                    f"(log-probabilities differ by {error:.1e}); the embedded engine cannot run this architecture"
+                )
+
+
+def _step(tokens: Tensor, chunk: Chunk) -> Step:
+    none = torch.empty(0, dtype=torch.long)
+    return Step(none, (chunk,), tokens, torch.arange(chunk.start, chunk.end))
+
+
+def _refuse_other_state(config: Any, max_context: int) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None)
+    if (
+        (getattr(config, "layer_types", None) is None or "sliding_attention" in kinds)
+        and window
+        and window < max_context
+    ):
+        raise ValueError(
+            f"sliding_window={window} is shorter than max_context={max_context}, and the embedded engine only has full "
+            f"attention; set max_context to at most {window}"
+        )
+    if other := sorted(kinds - {"full_attention", "sliding_attention"}):
+        raise ValueError(
+            f"the embedded engine only has full attention; this model also has {', '.join(other)}"
+        )

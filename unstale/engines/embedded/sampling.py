@@ -1,0 +1,55 @@
+"""Draw tokens: noise that depends on nothing but (seed, position), and the log-probability under what was sampled."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_BITS = 48
+
+
+def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """One number in (0, 1) for each (seed, position): a counter-based generator, so order and batch do not matter.
+
+    The counter is hashed twice with the splitmix64 finaliser. 48 bits are kept, which leaves the result strictly
+    below 1 even after multiplication by a sum of probabilities.
+    """
+    with np.errstate(over="ignore"):
+        stream = _mix(seeds + _GOLDEN)
+        bits = _mix(stream ^ _mix((positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN))
+    return ((bits >> np.uint64(64 - _BITS)).astype(np.float64) + 0.5) / 2.0**_BITS
+
+
+def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    value = (value ^ (value >> np.uint64(30))) * _MIX_1
+    value = (value ^ (value >> np.uint64(27))) * _MIX_2
+    return value ^ (value >> np.uint64(31))
+
+
+def draw(logits: Tensor, temperature: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens `[B]` and their log-probabilities `[B]` from `logits [B, V]`, by inverting the distribution function.
+
+    `temperature` is `[B]` float32; where it is 0 the token is the argmax and its log-probability 0 (a point mass).
+    `noise` is `[B]` float64 in (0, 1). The logits may be on any device; what is drawn comes
+    back to the processor.
+    """
+    temperature, noise = temperature.to(logits.device), noise.to(logits.device)
+    greedy = temperature == 0
+    if bool((temperature != 1).any()):
+        logits = logits / temperature.masked_fill(greedy, 1)[:, None]
+    logp = logits.log_softmax(-1)
+    below = logp.exp().cumsum(-1, dtype=torch.float64)
+    total = below[:, -1:]
+    if not bool(torch.isfinite(total).all()):
+        raise FloatingPointError(
+            "the logits are not finite, so nothing can be sampled: look at the weights"
+        )
+    tokens = torch.searchsorted(below, noise[:, None] * total, right=True)
+    chosen = logp.gather(1, tokens)[:, 0]
+    if bool(greedy.any()):
+        tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
+        chosen = chosen.masked_fill(greedy, 0)
+    return tokens[:, 0].cpu(), chosen.cpu()

@@ -1,0 +1,1 @@
+"""Task sets of other libraries."""

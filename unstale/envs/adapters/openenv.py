@@ -1,0 +1,248 @@
+"""Environments of OpenEnv, behind a server that is running: `--task.env openenv:http://127.0.0.1:8000`.
+
+What the policy says becomes the action that the server's schema asks for: the whole reply where the schema has one
+field of text, else the arguments of a tool call; an MCP environment's own tools, where it has any.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+from urllib.request import ProxyHandler, Request, build_opener
+
+from unstale.config import ConfigError, install
+from unstale.envs import EnvError, Message, Numbered, ToolCall, Turn
+from unstale.records import Task
+
+ACT = "act"
+"""The tool that is an action of several fields."""
+
+_WAIT_S = 10.0
+_REFUSED = "(code: VALIDATION_ERROR)"
+_UNSEEN = frozenset({"done", "metadata", "reward"})
+
+
+class OpenEnvTasks(Numbered):
+    """Episodes on one server, each in a session of its own. Training and held-out ones never begin with one seed.
+
+    The server has to allow as many sessions as there are episodes at a time (its `max_concurrent_envs`).
+    `options` are given to every `reset`, beside the seed. `timeout_s` is for one answer.
+    """
+
+    def __init__(
+        self, url: str, *, instructions: str = "", timeout_s: float = 60.0, **options: Any
+    ) -> None:
+        self.name, self.url, self.options = f"openenv:{url}", url, options
+        self.instructions, self.timeout_s = instructions, timeout_s
+        try:
+            self.session = session_class()
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"{self.name} needs {error.name}: {install('openenv')}") from error
+        try:
+            schema = self._ask("/schema")["action"]
+            listed = self._ask(
+                "/mcp", {"jsonrpc": "2.0", "method": "tools/list", "params": {}, "id": 1}
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"no OpenEnv server answers at {url!r}: {error}") from error
+        self.mcp = (listed.get("result") or {}).get("tools") or []
+        self.field = "" if self.mcp else only_text(schema)
+        self.tools: tuple[Mapping[str, Any], ...] = ()
+        if not self.field:
+            told = self.mcp or [
+                {
+                    "name": ACT,
+                    "description": schema.get("description", ""),
+                    "inputSchema": plain(schema),
+                }
+            ]
+            self.tools = tuple(as_tool(tool) for tool in told)
+
+    def _ask(self, path: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = Request(self.url.rstrip("/") + path, data, {"Content-Type": "application/json"})
+        with build_opener(ProxyHandler({})).open(request, timeout=_WAIT_S) as answer:
+            return json.load(answer)
+
+    def env(self, task: Task, seed: int) -> "OpenEnv":
+        """The task's own number seeds the server's environment: `seed` changes nothing."""
+        return OpenEnv(self, self.seed_of(task))
+
+
+def plain(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """An action's schema without what is no part of what the policy says."""
+    fields = {
+        name: field for name, field in schema.get("properties", {}).items() if name not in _UNSEEN
+    }
+    return {**schema, "properties": fields}
+
+
+def only_text(schema: Mapping[str, Any]) -> str:
+    """The name of the one field, if that is text and may be any; else nothing.
+
+    >>> only_text({"properties": {"message": {"type": "string"}, "metadata": {"type": "object"}}})
+    'message'
+    >>> only_text({"properties": {"move": {"type": "string", "enum": ["up", "down"]}}})
+    ''
+    """
+    fields = plain(schema)["properties"]
+    ((name, field),) = fields.items() if len(fields) == 1 else [("", {})]
+    free = (
+        field.get("type") == "string" and not {"enum", "const", "pattern", "format"} & field.keys()
+    )
+    return name if free else ""
+
+
+def as_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as chat templates take it; MCP names its schema in one way, OpenEnv in another."""
+    parameters = (
+        tool.get("inputSchema") or tool.get("input_schema") or {"type": "object", "properties": {}}
+    )
+    told = {
+        "name": tool["name"],
+        "description": tool.get("description") or "",
+        "parameters": parameters,
+    }
+    return {"type": "function", "function": told}
+
+
+def seen(observation: Mapping[str, Any]) -> str:
+    """What the policy reads: the one text there is, else JSON without what is empty.
+
+    >>> seen({"echoed": "hello", "metadata": {}})
+    'hello'
+    >>> seen({"board": [0, 1], "note": None, "metadata": {}})
+    '{"board": [0, 1]}'
+    """
+    if "tool_name" in observation and "result" in observation:
+        error, result = observation.get("error"), observation["result"]
+        if error:
+            return f"Error: {error.get('message', error)}"
+        told = result.get("data", result) if isinstance(result, dict) else result
+        return told if isinstance(told, str) else json.dumps(told)
+    told = {
+        name: value
+        for name, value in observation.items()
+        if name not in _UNSEEN and value not in (None, "", [], {})
+    }
+    texts = list(told.values())
+    return texts[0] if len(texts) == 1 and isinstance(texts[0], str) else json.dumps(told)
+
+
+class OpenEnv:
+    """One episode. Its reward is the sum of what the steps gave."""
+
+    def __init__(self, tasks: OpenEnvTasks, seed: int) -> None:
+        self._tasks, self._seed = tasks, seed
+        self._state, self._total = "new", 0.0
+        self._session = tasks.session(
+            tasks.url, connect_timeout_s=_WAIT_S, message_timeout_s=tasks.timeout_s
+        )
+
+    async def begin(self) -> Turn:
+        if self._state != "new":
+            raise EnvError("an episode begins once; make a new environment")
+        self._state = "open"
+        with self._told_apart():
+            found = await self._session.reset(seed=self._seed, **self._tasks.options)
+        if found.done:
+            raise EnvError(f"{self._tasks.url} has nothing to do after reset(seed={self._seed})")
+        told = self._tasks.instructions
+        return Turn(
+            (
+                *((Message("system", told),) if told else ()),
+                Message("user", seen(found.observation)),
+            )
+        )
+
+    async def step(self, reply: Message) -> Turn:
+        if self._state != "open":
+            raise EnvError(f"step() in an episode that is {self._state}")
+        if self._tasks.field:
+            text = reply.content.rpartition("</think>")[2].strip()
+            done, said = await self._act({self._tasks.field: text})
+            return self._turn([Message("user", said)], done)
+        if not reply.tool_calls:
+            return self._turn([Message("user", "Act with a tool call.")], False)
+        answers = []
+        for call in reply.tool_calls:
+            done, said = await self._call(call)
+            answers.append(Message("tool", said))
+            if done:
+                return self._turn([], True)
+        return self._turn(answers, False)
+
+    async def _call(self, call: ToolCall) -> tuple[bool, str]:
+        names = [tool["function"]["name"] for tool in self._tasks.tools]
+        if call.error or call.name not in names:
+            return False, "Error: " + (
+                call.error or f"there is no tool {call.name}, only {', '.join(names)}"
+            )
+        arguments = dict(call.arguments)
+        if self._tasks.mcp:
+            arguments = {"type": "call_tool", "tool_name": call.name, "arguments": arguments}
+        return await self._act(arguments)
+
+    async def _act(self, action: Mapping[str, Any]) -> tuple[bool, str]:
+        """Whether that was the end, and what is seen then. An action that the schema refuses is the policy's fault."""
+        try:
+            with self._told_apart():
+                found = await self._session.step(dict(action))
+        except EnvError as error:
+            if _REFUSED in str(error):
+                return False, f"Error: {error.__cause__}"
+            raise
+        self._total += float(found.reward or 0.0)
+        if not math.isfinite(self._total):
+            raise EnvError(f"{self._tasks.url} gave {found.reward} as a reward")
+        return bool(found.done), seen(found.observation)
+
+    def _turn(self, messages: list[Message], done: bool) -> Turn:
+        if not done:
+            return Turn(tuple(messages))
+        self._state = "over"
+        return Turn((), done=True, rewards=MappingProxyType({"return": self._total}))
+
+    @contextmanager
+    def _told_apart(self) -> Iterator[None]:
+        """What the server or the way to it does is the environment's fault."""
+        try:
+            yield
+        except (OSError, RuntimeError, ValueError) as error:
+            raise EnvError(f"{self._tasks.url}: {str(error) or type(error).__name__}") from error
+
+    async def close(self) -> None:
+        """The server is told that its session is over, so that another can begin. One that is gone need not be."""
+        with suppress(EnvError), self._told_apart():
+            await self._session.close()
+
+
+@cache
+def session_class() -> Any:
+    """OpenEnv's client, imported when it is needed: what stands above has to be there without it."""
+    from openenv.core import GenericEnvClient
+    from websockets.exceptions import WebSocketException
+
+    class Session(GenericEnvClient):
+        """One connection. A lost one is not made again: its environment is gone with it."""
+
+        _begun = False
+
+        async def _connect_async(self) -> Any:
+            before = self._ws
+            await super()._connect_async()
+            if self._begun and self._ws is not before:
+                raise ConnectionError("the connection was lost, and the session with it")
+            self._begun = True
+            return self
+
+        async def _send_and_receive(self, message: Any) -> Any:
+            try:
+                return await super()._send_and_receive(message)
+            except WebSocketException as error:
+                raise ConnectionError(str(error)) from error
+
+    return Session

@@ -1,0 +1,100 @@
+"""Games of TextArena for one player: `--task.env textarena:GuessTheNumber-v0`.
+
+They draw from Python's one global random generator; here each episode has a state of it of its own, so that episodes
+that take turns do not disturb each other. Moves run in the event loop.
+"""
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import textarena
+from textarena.envs.registration import ENV_REGISTRY
+
+from unstale.config import ConfigError, nearest
+from unstale.envs import EnvError, Message, Numbered, Turn
+from unstale.records import Task
+
+
+class TextArenaTasks(Numbered):
+    """One game, with options of its own. Training and held-out episodes never begin with one seed."""
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+    def __init__(self, game: str, **options: Any) -> None:
+        if game not in ENV_REGISTRY:
+            raise ConfigError(f"textarena has no {game!r}{nearest(game, sorted(ENV_REGISTRY))}")
+        self.name, self.game, self.options = f"textarena:{game}", game, options
+        try:
+            GameEnv(self, 0).reset()
+        except (
+            AssertionError,
+            ImportError,
+            LookupError,
+            OSError,
+            SyntaxError,
+            TypeError,
+            ValueError,
+        ) as error:
+            why = " ".join(str(error).split())[:200]
+            raise ConfigError(
+                f"task.env {self.name!r} cannot be played by one player here: {why}"
+            ) from error
+
+    def env(self, task: Task, seed: int) -> "GameEnv":
+        """Everything random comes from the task: `seed` changes nothing."""
+        return GameEnv(self, self.seed_of(task))
+
+
+class GameEnv:
+    """One game. Its reward is what the game gives in the end."""
+
+    def __init__(self, tasks: TextArenaTasks, seed: int) -> None:
+        self._tasks, self._seed = tasks, seed
+        self._random = random.Random(seed).getstate()
+        self._state = "new"
+
+    def reset(self) -> str:
+        """Begin the game: what the player reads first."""
+        with self._own_random():
+            self._game = textarena.make(self._tasks.game, **self._tasks.options)
+            self._game.reset(num_players=1, seed=self._seed)
+            if not isinstance(self._game.state, textarena.SinglePlayerState):
+                raise ValueError(f"it is played with a {type(self._game.state).__name__}")
+            return self._seen()
+
+    async def begin(self) -> Turn:
+        if self._state != "new":
+            raise EnvError("an episode begins once; make a new environment")
+        self._state = "open"
+        return Turn((Message("user", self.reset()),))
+
+    async def step(self, reply: Message) -> Turn:
+        if self._state != "open":
+            raise EnvError(f"step() in an episode that is {self._state}")
+        with self._own_random():
+            done, _ = self._game.step(reply.content)
+            if not done:
+                return Turn((Message("user", self._seen()),))
+            rewards, told = self._game.close()
+        self._state = "over"
+        facts = MappingProxyType({"invalid_move": float(told[0]["invalid_move"])})
+        return Turn(
+            (), done=True, rewards=MappingProxyType({"game": float(rewards[0])}), facts=facts
+        )
+
+    def _seen(self) -> str:
+        _, observation = self._game.get_observation()
+        return str(observation).strip() or "(nothing)"
+
+    @contextmanager
+    def _own_random(self) -> Iterator[None]:
+        outside = random.getstate()
+        random.setstate(self._random)
+        try:
+            yield
+        finally:
+            self._random = random.getstate()
+            random.setstate(outside)

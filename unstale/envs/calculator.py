@@ -1,0 +1,108 @@
+"""A small second environment: a sum to work out, one tool that works it out, and an answer to give as text."""
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import Any
+
+from unstale.envs import Numbered, ToolCall
+from unstale.envs.question import Question
+from unstale.records import Task
+
+TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "calculate",
+        "description": "Work out an expression of whole numbers with + - * and parentheses.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "expression": {"type": "string", "description": "For example (12 + 7) * 3."}
+            },
+            "required": ["expression"],
+        },
+    },
+}
+
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
+_CHARACTERS = frozenset("0123456789+-*() ")
+MAX_LENGTH = 100
+
+
+class CalculatorTasks(Numbered):
+    """Sums of `terms` numbers. Reward is 1 when the final text holds the result as a number of its own."""
+
+    name = "calculator"
+    tools: tuple[Mapping[str, Any], ...] = (TOOL,)
+
+    def __init__(self, *, terms: int = 3) -> None:
+        if terms < 2:
+            raise ValueError(f"terms must be >= 2, got {terms}")
+        self.terms = terms
+
+    def expression(self, task: Task) -> str:
+        """The sum a task asks for.
+
+        >>> tasks = CalculatorTasks(terms=2)
+        >>> tasks.expression(Task("calculator", "train", 1)) == tasks.expression(Task("calculator", "train", 1))
+        True
+        """
+        random = Random(f"{task.key}/{self.terms}")
+        parts = [str(random.randrange(10, 100))]
+        for _ in range(self.terms - 1):
+            parts += [random.choice("+-*"), str(random.randrange(10, 100))]
+        return " ".join(parts)
+
+    def env(self, task: Task, seed: int) -> Question:
+        """Nothing here is random beyond the task, so `seed` changes nothing."""
+        expression = self.expression(task)
+        system = "Work it out with the tool, then give the number."
+        return Question(system, f"What is {expression}?", str(calculate(expression)), _tool)
+
+
+async def _tool(call: ToolCall) -> str:
+    if call.error:
+        raise ValueError(call.error)
+    if call.name != "calculate":
+        raise ValueError(f"unknown tool {call.name!r}; the tool is calculate")
+    if set(call.arguments) != {"expression"}:
+        raise ValueError("calculate takes expression")
+    expression = call.arguments["expression"]
+    if not isinstance(expression, str):
+        raise ValueError("expression must be a string")
+    return str(calculate(expression))
+
+
+def calculate(expression: str) -> int:
+    """The value of an expression of whole numbers; `ValueError` says what is wrong with any other text.
+
+    >>> calculate("(12 + 7) * -3")
+    -57
+    """
+    if len(expression) > MAX_LENGTH:
+        raise ValueError(
+            f"an expression may have {MAX_LENGTH} characters, this has {len(expression)}"
+        )
+    if set(expression) - _CHARACTERS:
+        raise ValueError("only whole numbers, + - * and parentheses")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise ValueError(f"cannot read {expression!r}") from None
+    return _value(tree.body)
+
+
+def _value(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int() as value) if not isinstance(value, bool):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_value(left), _value(right))
+    raise ValueError("only whole numbers, + - * and parentheses")

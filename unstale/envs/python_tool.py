@@ -1,0 +1,79 @@
+"""Puzzles that are hard in the head and easy in Python, and one tool: it runs what the policy wrote, in the sandbox."""
+
+from collections.abc import Mapping
+from random import Random
+from typing import Any
+
+from unstale.envs import Numbered, ToolCall, sandbox
+from unstale.envs.question import Question
+from unstale.records import Task
+
+TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "python",
+        "description": "Run a Python program. What it prints is the answer.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "code": {"type": "string", "description": "For example print(2 ** 100)."}
+            },
+            "required": ["code"],
+        },
+    },
+}
+LIMITS = sandbox.Limits(seconds=5.0, memory_mb=256, file_mb=1, processes=4, output_kb=1)
+MAX_CODE = 4000
+WORDS = ("copper", "lantern", "orchard", "pebble", "saddle", "thimble", "walnut", "zephyr")
+
+
+class PythonTasks(Numbered):
+    """Powers, digits and letters. Reward is 1 when the final text holds the result as a word of its own."""
+
+    name = "python"
+    tools: tuple[Mapping[str, Any], ...] = (TOOL,)
+
+    def puzzle(self, task: Task) -> tuple[str, str]:
+        """A question and its answer.
+
+        >>> PythonTasks().puzzle(Task("python", "train", 0))
+        ('What is the remainder of 48 ** 22 divided by 97?', '93')
+        """
+        random = Random(task.key)
+        base, power = random.randrange(12, 99), random.randrange(9, 30)
+        words = random.sample(WORDS, 4)
+        questions = (
+            (
+                f"What is the sum of the digits of {base} ** {power}?",
+                sum(map(int, str(base**power))),
+            ),
+            (f"What is the remainder of {base} ** {power} divided by 97?", base**power % 97),
+            (
+                f"Which letters of {' '.join(words)} are left when every third is kept?",
+                "".join(words)[::3],
+            ),
+            (f"What is {' '.join(words)} without spaces, backwards?", "".join(words)[::-1]),
+        )
+        question, answer = random.choice(questions)
+        return question, str(answer)
+
+    def env(self, task: Task, seed: int) -> Question:
+        """Nothing here is random beyond the task, so `seed` changes nothing."""
+        return Question("Work it out with the tool, then answer.", *self.puzzle(task), _tool)
+
+
+async def _tool(call: ToolCall) -> str:
+    """What the program printed. ValueError says what was wrong."""
+    code = call.arguments.get("code")
+    if call.error:
+        raise ValueError(call.error)
+    if call.name != "python" or not isinstance(code, str) or len(call.arguments) != 1:
+        raise ValueError("the tool is python, and takes code")
+    if len(code) > MAX_CODE:
+        raise ValueError(f"a program may have {MAX_CODE} characters")
+    done = await sandbox.run(code, limits=LIMITS)
+    if done.ended == "timeout":
+        raise ValueError(f"the program took longer than {LIMITS.seconds:g} s")
+    if done.code:
+        raise ValueError((done.stderr.strip().splitlines() or [f"exit code {done.code}"])[-1])
+    return done.stdout.strip() or "The program printed nothing."

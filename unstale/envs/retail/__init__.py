@@ -1,0 +1,164 @@
+"""A help desk: tools, a written policy, a customer who tells what is asked, a verdict on the final database.
+
+It is a task and not a trick: policies that do not understand score (`benchmarks/retail_degenerate.py`, 1000 held-out
+tasks a level; each asks for the order, looks it up, does its blind thing and says it is done)
+
+    policy                                      level 1  level 2  level 3
+    scripted expert                              100.0%   100.0%   100.0%
+    always refuse (status)                         4.7%     4.4%     2.7%
+    always refuse (final)                          6.3%     1.0%     0.8%
+    always refuse (window)                         0.0%     1.5%     1.3%
+    always refuse (stock)                          0.0%     1.7%     1.0%
+    always hand over                               8.8%     9.4%     9.5%
+    always cancel                                 12.2%    12.4%    10.0%
+    return the first item to the first payment     8.1%     6.9%     4.3%
+    return the last item to the last payment       7.9%     7.5%     4.5%
+    return any item to any payment                 7.9%     7.0%     4.2%
+    exchange the first item for its first variant  3.4%     2.7%     2.4%
+    redirect to the last number said              10.4%    11.3%     6.0%
+    copy the last number                           0.0%     0.0%     0.0%
+    any call, any numbers                          2.8%     3.4%     1.7%
+    any call, numbers of the right kind            4.3%     4.0%     2.2%
+    only talk                                      0.0%     0.0%     0.0%
+
+Refusing and handing over are written into the database, so that they are right only where the rules call for them.
+"""
+
+import asyncio
+import math
+from collections.abc import Iterator, Mapping
+from random import Random
+from types import MappingProxyType
+from typing import Any
+
+from unstale.envs import EnvError, Message, ToolCall, Turn
+from unstale.envs.retail.customer import Customer
+from unstale.envs.retail.database import Desk, DeskError
+from unstale.envs.retail.expert import NO_FAULTS, Faults, script
+from unstale.envs.retail.tasks import KINDS, Scenario, right_call, scenario
+from unstale.envs.retail.tools import ARGUMENTS, call_tool
+from unstale.envs.retail.wording import BRIEF, IDENTIFY, POLICY, STOCK, TRUST, WINDOW, schema
+from unstale.records import Task
+
+LEVELS = (1, 2, 3)
+"""1: the demo's; short lines, one request. 2: free wording, JSON records, every rule of the desk, the policy in the
+prompt. 3: also identification by email, and sometimes a second request."""
+
+
+class RetailTasks:
+    """Tasks of the help desk. `latency_s` is the mean of the log-normal time a tool call takes; 0 means none."""
+
+    name = "retail"
+
+    def __init__(
+        self, *, level: int = 1, latency_s: float = 0.0, latency_sigma: float = 1.0
+    ) -> None:
+        if level not in LEVELS:
+            raise ValueError(f"level must be one of {LEVELS}, got {level}")
+        if latency_s < 0 or latency_sigma < 0:
+            raise ValueError(
+                f"latency_s and latency_sigma must be >= 0, got {latency_s} and {latency_sigma}"
+            )
+        self.level, self.latency_s, self.latency_sigma = level, latency_s, latency_sigma
+        names = [name for name in ARGUMENTS if level > 2 or name != "find_user"]
+        self.tools: tuple[Mapping[str, Any], ...] = tuple(schema(name) for name in names)
+
+    def train(self, seed: int) -> Iterator[Task]:
+        """Endless; different seeds give different tasks."""
+        index = seed * 10**9
+        while True:
+            yield Task(self.name, "train", index)
+            index += 1
+
+    def held_out(self, count: int) -> list[Task]:
+        return [Task(self.name, "held_out", index) for index in range(count)]
+
+    def scenario(self, task: Task) -> Scenario:
+        """What the task is about: for experts, tests and tables, never for the policy."""
+        return scenario(self.level, task.split, task.index)
+
+    def env(self, task: Task, seed: int) -> "RetailEnv":
+        delay = Random(f"{task.key}/{seed}/latency") if self.latency_s else None
+        return RetailEnv(self.scenario(task), _Latency(self.latency_s, self.latency_sigma, delay))
+
+
+class _Latency:
+    """Log-normal waiting with a given mean."""
+
+    def __init__(self, mean_s: float, sigma: float, random: Random | None) -> None:
+        self._mean_s, self._sigma, self._random = mean_s, sigma, random
+
+    async def wait(self, *, replaying: bool) -> None:
+        if self._random is None:
+            return
+        seconds = self._mean_s * math.exp(self._random.gauss(0, self._sigma) - self._sigma**2 / 2)
+        if not replaying:
+            await asyncio.sleep(seconds)
+
+
+class RetailEnv:
+    """One episode at the desk."""
+
+    def __init__(self, scenario: Scenario, latency: _Latency) -> None:
+        self.replaying = False
+        self._scenario, self._latency = scenario, latency
+        self._desk = scenario.desk.copy()
+        self._customer = Customer(scenario)
+        self._state = "new"
+        self._counts = {"turns": 0, "tool_calls": 0, "tool_errors": 0}
+
+    async def begin(self) -> Turn:
+        if self._state != "new":
+            raise EnvError("an episode begins once; make a new environment")
+        self._state = "open"
+        system = Message("system", system_text(self._scenario.level))
+        return Turn((system, Message("user", self._customer.opening())))
+
+    async def step(self, reply: Message) -> Turn:
+        if self._state != "open":
+            raise EnvError(f"step() in an episode that is {self._state}")
+        self._counts["turns"] += 1
+        if not reply.tool_calls:
+            said = Message(
+                "user", self._customer.answer(reply.content, writes=len(self._desk.writes))
+            )
+            return self._turn((said,), done=self._customer.gone)
+        answers = []
+        for call in reply.tool_calls:
+            await self._latency.wait(replaying=self.replaying)
+            answers.append(Message("tool", self._carry_out(call)))
+        over = bool(self._desk.writes) and self._desk.writes[-1] == "hand_over"
+        return self._turn(tuple(answers), done=over)
+
+    def _carry_out(self, call: ToolCall) -> str:
+        self._counts["tool_calls"] += 1
+        try:
+            if call.error:
+                raise DeskError(call.error)
+            return call_tool(self._desk, call.name, call.arguments)
+        except DeskError as error:
+            self._counts["tool_errors"] += 1
+            return f"Error: {error}"
+
+    def _turn(self, messages: tuple[Message, ...], *, done: bool) -> Turn:
+        facts = MappingProxyType({name: float(count) for name, count in self._counts.items()})
+        if not done:
+            return Turn(messages, facts=facts)
+        self._state = "over"
+        success = float(self._desk.state() == self._scenario.goal())
+        return Turn(
+            messages, done=True, rewards=MappingProxyType({"success": success}), facts=facts
+        )
+
+
+def system_text(level: int) -> str:
+    """The written policy as this level shows it."""
+    if level == 1:
+        return BRIEF
+    return POLICY.format(identify=IDENTIFY if level > 2 else TRUST, stock=STOCK, window=WINDOW)
+
+
+__all__ = [
+    "KINDS", "LEVELS", "NO_FAULTS", "Customer", "Desk", "DeskError", "Faults", "RetailEnv", "RetailTasks", "Scenario",
+    "call_tool", "right_call", "scenario", "script", "system_text",
+]  # fmt: skip

@@ -1,0 +1,97 @@
+"""The shop's database: users with their payment methods, items, orders."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Status = Literal["pending", "shipped", "delivered", "cancelled"]
+Terms = Literal["regular", "sale", "final"]
+
+REASONS = ("status", "final", "window", "stock")
+"""What a refusal may rest on: each is one rule of the policy."""
+
+
+class DeskError(Exception):
+    """A call the desk cannot carry out; its text goes back to the agent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Payment:
+    id: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    id: str
+    name: str
+    email: str
+    account: Literal["personal", "business"]
+    payments: tuple[Payment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One variant of a product: what an order holds and what an exchange hands out."""
+
+    id: str
+    name: str
+    colour: str
+    terms: Terms
+    in_stock: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    id: str
+    user: str
+    status: Status
+    items: tuple[str, ...]
+    paid_with: str
+    point: str
+    """Where the parcel goes."""
+    days: int
+    """Days since delivery; 0 before it."""
+    returned: tuple[tuple[str, str], ...] = ()
+    """`(item, payment refunded)`."""
+    exchanged: tuple[tuple[str, str], ...] = ()
+    """`(old item, new item)`."""
+    refused: tuple[str, ...] = ()
+    """Reasons of the requests that were refused."""
+    handed_over: bool = False
+
+
+@dataclass(slots=True)
+class Desk:
+    """The database of one episode. `state()` is what the verdict compares."""
+
+    users: dict[str, User]
+    items: dict[str, Item]
+    orders: dict[str, Order]
+    terse: bool = True
+    """Answers as short lines; otherwise as JSON records."""
+    writes: list[str] = field(default_factory=list)
+    """Names of the calls that changed something, in order."""
+
+    def state(self) -> dict[str, Order]:
+        return dict(self.orders)
+
+    def copy(self) -> "Desk":
+        return Desk(self.users, self.items, dict(self.orders), self.terse)
+
+    def order(self, order_id: str) -> Order:
+        if order_id not in self.orders:
+            raise DeskError(f"no order {order_id}")
+        return self.orders[order_id]
+
+    def item_of(self, order: Order, item_id: str) -> Item:
+        gone = {item for item, _ in order.returned + order.exchanged}
+        if item_id not in order.items or item_id in gone:
+            raise DeskError(f"no item {item_id} in order #{order.id}")
+        return self.items[item_id]
+
+    def variants(self, item: Item) -> list[Item]:
+        return [
+            other
+            for other in self.items.values()
+            if other.name == item.name and other.id != item.id
+        ]

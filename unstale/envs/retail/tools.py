@@ -1,0 +1,127 @@
+"""The tools that read and change the shop's database.
+
+They check that what a call names exists and belongs together. They do *not* keep the shop's rules: those are the
+agent's to keep, so that breaking one shows in the database instead of in an error text.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from unstale.envs.retail.database import REASONS, Desk, DeskError
+from unstale.envs.retail.records import order_record, user_record, variants_record
+
+
+def call_tool(desk: Desk, name: str, arguments: Mapping[str, Any]) -> str:
+    """Carry out one call and return the service's answer; `DeskError` says what is wrong with it."""
+    if name not in TOOLS:
+        raise DeskError(f"unknown tool {name!r}; tools are {', '.join(TOOLS)}")
+    wanted = ARGUMENTS[name]
+    if set(arguments) != set(wanted):
+        raise DeskError(
+            f"{name} takes {', '.join(wanted)}; got {', '.join(map(str, arguments)) or 'nothing'}"
+        )
+    given = {key: _read(key, value) for key, value in arguments.items()}
+    answer = TOOLS[name](desk, **given)
+    if name not in READS:
+        desk.writes.append(name)
+    return answer
+
+
+def _read(key: str, value: Any) -> str:
+    """An argument as the database keeps it: numbers are integers in a call, or strings of digits."""
+    if isinstance(value, str) or (
+        isinstance(value, int) and not isinstance(value, bool) and key.endswith("_id")
+    ):
+        return str(value)
+    raise DeskError(f"{key} must be {'an integer' if key.endswith('_id') else 'a string'}")
+
+
+def find_user(desk: Desk, email: str) -> str:
+    for user in desk.users.values():
+        if user.email == email.strip().lower():
+            return user_record(desk, user)
+    raise DeskError(f"no user with email {email}")
+
+
+def get_order(desk: Desk, order_id: str) -> str:
+    return order_record(desk, desk.order(order_id))
+
+
+def list_variants(desk: Desk, item_id: str) -> str:
+    if item_id not in desk.items:
+        raise DeskError(f"no item {item_id}")
+    return variants_record(desk, desk.items[item_id])
+
+
+def cancel_order(desk: Desk, order_id: str) -> str:
+    order = desk.order(order_id)
+    if order.status == "cancelled":
+        raise DeskError(f"order {order_id} is cancelled already")
+    desk.orders[order_id] = replace(order, status="cancelled")
+    return "ok"
+
+
+def return_item(desk: Desk, order_id: str, item_id: str, payment_id: str) -> str:
+    order = desk.order(order_id)
+    item = desk.item_of(order, item_id)
+    if payment_id not in {payment.id for payment in desk.users[order.user].payments}:
+        raise DeskError(f"no payment method {payment_id}")
+    desk.orders[order_id] = replace(order, returned=(*order.returned, (item.id, payment_id)))
+    return "ok"
+
+
+def exchange_item(desk: Desk, order_id: str, item_id: str, new_item_id: str) -> str:
+    order = desk.order(order_id)
+    item = desk.item_of(order, item_id)
+    if new_item_id not in {other.id for other in desk.variants(item)}:
+        raise DeskError(f"{new_item_id} is no variant of {item_id}")
+    desk.orders[order_id] = replace(order, exchanged=(*order.exchanged, (item.id, new_item_id)))
+    return "ok"
+
+
+def redirect_order(desk: Desk, order_id: str, point_id: str) -> str:
+    if not (len(point_id) in (2, 4) and point_id.isascii() and point_id.isdigit()):
+        raise DeskError(f"no pickup point {point_id}")
+    desk.orders[order_id] = replace(desk.order(order_id), point=point_id)
+    return "ok"
+
+
+def refuse(desk: Desk, order_id: str, reason: str) -> str:
+    if reason not in REASONS:
+        raise DeskError(f"reason must be one of {', '.join(REASONS)}")
+    order = desk.order(order_id)
+    desk.orders[order_id] = replace(order, refused=tuple(sorted({*order.refused, reason})))
+    return "noted"
+
+
+def hand_over(desk: Desk, order_id: str) -> str:
+    desk.orders[order_id] = replace(desk.order(order_id), handed_over=True)
+    return "a colleague takes over"
+
+
+TOOLS: dict[str, Callable[..., str]] = {
+    "find_user": find_user,
+    "get_order": get_order,
+    "list_variants": list_variants,
+    "cancel_order": cancel_order,
+    "return_item": return_item,
+    "exchange_item": exchange_item,
+    "redirect_order": redirect_order,
+    "refuse": refuse,
+    "hand_over": hand_over,
+}
+
+READS = frozenset({"find_user", "get_order", "list_variants"})
+
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "find_user": ("email",),
+    "get_order": ("order_id",),
+    "list_variants": ("item_id",),
+    "cancel_order": ("order_id",),
+    "return_item": ("order_id", "item_id", "payment_id"),
+    "exchange_item": ("order_id", "item_id", "new_item_id"),
+    "redirect_order": ("order_id", "point_id"),
+    "refuse": ("order_id", "reason"),
+    "hand_over": ("order_id",),
+}

@@ -1,0 +1,86 @@
+"""A run states its semantics before it starts: what stands in each ratio, what bounds it, on how many versions.
+
+    pi / mu  =  D * S,    D = prox / mu,    S = pi / prox
+
+`prox` is what the route puts in the place of the old logit. `check` says what D and S then mean and refuses, with
+reason and fix, the combinations in which a bound cannot do what its name says.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from unstale.config import ConfigError, RunConfig
+from unstale.lint.rules import REFUSALS, WARNINGS, Finding
+from unstale.lint.semantics import Factor, factors, facts
+
+__all__ = ["Factor", "Finding", "Verdict", "check", "page"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a run means. `facts` are names and sentences, in reading order."""
+
+    recipe: str
+    factors: tuple[Factor, Factor]
+    facts: Mapping[str, str]
+    refusals: tuple[Finding, ...]
+    warnings: tuple[Finding, ...]
+
+    def require(self) -> None:
+        """Raise `ConfigError` with every refusal, one a line."""
+        if self.refusals:
+            raise ConfigError("\n".join(map(str, self.refusals)))
+
+
+def check(config: RunConfig) -> Verdict:
+    """Read the semantics of a run off its configuration.
+
+    >>> [factor.denominator for factor in check(RunConfig(recipe="mine")).factors]
+    ['mu', 'pi_v']
+    """
+    return Verdict(
+        recipe=config.recipe,
+        factors=factors(config),
+        facts=facts(config),
+        refusals=tuple(found for rule in REFUSALS if (found := rule(config))),
+        warnings=tuple(found for rule in WARNINGS if (found := rule(config))),
+    )
+
+
+def page(verdict: Verdict) -> RenderableType:
+    """The verdict for a terminal of 100 columns or more."""
+    table = Table(
+        title=f"{verdict.recipe}: pi / mu = D * S",
+        title_justify="left",
+        title_style="bold",
+        show_lines=True,
+    )
+    for head in ("", "numerator", "denominator", "what it means here", "what bounds it"):
+        table.add_column(head)
+    for factor in verdict.factors:
+        words = (factor.name, factor.numerator, factor.denominator, factor.meaning, factor.bound)
+        table.add_row(*map(Text, words))
+    parts: list[RenderableType] = [
+        table,
+        _rows((Text(name, "bold"), words) for name, words in verdict.facts.items()),
+    ]
+    judged = [(found, "refused", "bold red") for found in verdict.refusals]
+    judged += [(found, "warning", "bold yellow") for found in verdict.warnings]
+    for found, title, style in judged:
+        reason = (Text(title, style), f"{found.wrong}: {found.why}.")
+        parts += ["", _rows([reason, (Text("fix", "cyan"), found.fix)])]
+    if not verdict.refusals:
+        parts += ["", Text("nothing to refuse", "bold green")]
+    return Group(*parts)
+
+
+def _rows(rows: Iterable[tuple[Text, str]]) -> Table:
+    """Names and sentences in two columns; what is in brackets is text, not markup."""
+    grid = Table.grid(padding=(0, 2))
+    for name, words in rows:
+        grid.add_row(name, Text(words))
+    return grid

@@ -1,0 +1,283 @@
+"""What the linter refuses, and what it warns of. One function a rule; each finding has its reason and its fix."""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unstale.config import RunConfig
+from unstale.lint.semantics import (
+    average_age,
+    bounds_s,
+    d_is_one,
+    has_average,
+    live_versions,
+    over,
+    s_is_one,
+)
+
+NOISE = 0.02
+"""Two forward passes of the same weights in bfloat16, packed differently, differ by about so much (log-probability)."""
+GSPO_CLIP = 0.02
+"""A sequence's mean ratio hardly ever leaves a wider band; the paper of `gspo` clips at 3e-4 and 4e-4."""
+LORA_RATE = 1e-5
+"""A usual rate of all weights. Adapters learn best at about ten times theirs (Schulman, LoRA Without Regret, 2025)."""
+_EXACT_ROUTE = "--old_logps.route snapshot_old"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that cannot mean what it says. `fix` are knobs to type."""
+
+    wrong: str
+    why: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.wrong}: {self.why}. Fix: {self.fix}"
+
+
+def _idle_clip(config: RunConfig) -> Finding | None:
+    if not s_is_one(config) or not bounds_s(config) or config.old_logps.baseline:
+        return None
+    kind, recomputed = config.objective.kind, config.old_logps.route == "current_recompute"
+    if recomputed:
+        why = "with one optimizer step per batch pi has not moved since pi_now was computed; staleness is in D alone"
+    else:
+        why = "at this staleness and weight the proxy is the current policy itself; the whole ratio is in D"
+    first = "--trainer.steps_per_batch 2" if recomputed else "--old_logps.alpha 0.5"
+    fix = f"{first}, or {_EXACT_ROUTE}, or --old_logps.baseline true for a baseline to compare with"
+    return Finding(f"S is identically 1, {kind} can never act", why, fix)
+
+
+def _idle_control(config: RunConfig) -> Finding | None:
+    rule = config.correction
+    idle = [rule.control] * (rule.control == "mask") + ["veto_below"] * (rule.veto_below > 0)
+    if not idle or not d_is_one(config) or config.old_logps.baseline:
+        return None
+    why = "the proxy is mu itself, so the discrepancy is in S, where the trust region sees it"
+    fix = f"--correction.control none --correction.veto_below 0, or {_EXACT_ROUTE}, or --old_logps.baseline true"
+    return Finding(f"D is identically 1, {' and '.join(idle)} can never act", why, fix)
+
+
+def _double_count(config: RunConfig) -> Finding | None:
+    control = config.correction.control
+    if (
+        control not in ("truncate", "mask_weight")
+        or not d_is_one(config)
+        or config.old_logps.baseline
+    ):
+        return None
+    why = "S = pi / mu holds the whole ratio: a weight D beside it would count it twice, and behind this proxy it is 1"
+    fix = f"--correction.control none, or {_EXACT_ROUTE}, or --old_logps.baseline true"
+    return Finding(f"a weight on D ({control}) beside a loss that is anchored on mu", why, fix)
+
+
+def _missing_half(config: RunConfig) -> Finding | None:
+    if config.correction.control != "none" or config.old_logps.exact or d_is_one(config):
+        return None
+    if config.schedule.staleness_bound == 0 and not has_average(config):
+        return None
+    half = (
+        "is not bounded from above"
+        if config.correction.veto_below
+        else "is neither bounded nor weighted"
+    )
+    why = f"{config.old_logps.route} leaves staleness in D, where {config.objective.kind} does not see it"
+    return Finding(
+        f"half of pi / mu is missing: D {half}",
+        why,
+        f"--correction.control mask_weight, or {_EXACT_ROUTE}",
+    )
+
+
+def _kept_cache(config: RunConfig) -> Finding | None:
+    if not config.engine.keep_cache or not (
+        config.old_logps.exact or config.old_logps.route == "eager"
+    ):
+        return None
+    why = "tokens sampled from new weights over older keys and values come from no version's policy, so none is exact"
+    fix = "--engine.keep_cache false, or an approximate route such as --old_logps.route ppo_ewma_async"
+    return Finding(f"{config.old_logps.route} is exact, and the engine keeps its cache", why, fix)
+
+
+def _outrun(config: RunConfig) -> Finding | None:
+    """Of full copies it is known beforehand what they take; of differences it is not, and the store watches itself."""
+    old = config.old_logps
+    if old.underlying != "snapshot_old" or old.storage != "full" or old.spill or not old.memory_gb:
+        return None
+    if config.trainer.lora_rank:
+        return None  # adapters are small, and how small only the model can tell
+    copy_gb = (
+        num_weights(config.policy_folder) * (2 if config.trainer.dtype == "bfloat16" else 4) / 1e9
+    )
+    needed = max(2, live_versions(config))  # the newest stays until the next one is kept
+    if needed * copy_gb <= old.memory_gb:
+        return None
+    held = int(old.memory_gb / copy_gb)
+    why = f"tokens of {needed} versions can be waiting ({needed * copy_gb:.3g} GB), and the store may hold {held}"
+    fix = f"--old_logps.memory_gb {math.ceil(needed * copy_gb * 1000) / 1000:g}, or --old_logps.storage delta"
+    return Finding("the staleness bound can outrun the versions that are kept", why, fix)
+
+
+def num_weights(folder: Path) -> int:
+    """Numbers in the safetensors files of a model folder, by their headers; 0 where there are none."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        total += sum(
+            math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"
+        )
+    return total
+
+
+def _idle_window(config: RunConfig) -> Finding | None:
+    schedule = config.schedule
+    if schedule.window == 1 or schedule.max_staleness > 0:
+        return None
+    why = "with max_staleness 0 no group beyond the batch is ever begun"
+    fix = "--schedule.window 1, or --schedule.max_staleness 1"
+    return Finding(
+        f"a window of {schedule.window} positions has nothing to look ahead at", why, fix
+    )
+
+
+def _inline_kept(config: RunConfig) -> Finding | None:
+    if not config.old_logps.route.startswith("interp_") or config.objective.normalise != "kept":
+        return None
+    why = f"{config.old_logps.route} forms its proxy inside the training passes, after the denominator is fixed"
+    return Finding(
+        "how many tokens are kept is not known in time", why, "--objective.normalise action_tokens"
+    )
+
+
+def _idle_reset(config: RunConfig) -> Finding | None:
+    rule = config.correction
+    if (
+        not config.old_logps.reset_below
+        or rule.control not in ("none", "truncate")
+        or rule.veto_below
+    ):
+        return None
+    why = f"correction.control {rule.control} keeps every token, so the kept share never falls"
+    fix = "--correction.control mask_weight, or --old_logps.reset_below 0"
+    return Finding("the average can never be reset", why, fix)
+
+
+def _gspo_unit(config: RunConfig) -> Finding | None:
+    rule = config.objective
+    if rule.kind != "gspo" or (rule.unit in ("token", "sequence") and rule.aggregate == "mean"):
+        return None
+    why = "gspo is the clip on the mean over a sequence"
+    fix = "--objective.unit sequence --objective.aggregate mean, or --objective.kind ppo_clip"
+    return Finding(f"gspo cannot take S as the {over(rule.unit, rule.aggregate)}", why, fix)
+
+
+def _wide_gspo(config: RunConfig) -> Finding | None:
+    rule = config.objective
+    if rule.kind != "gspo" or max(rule.clip_low, rule.clip_high) <= GSPO_CLIP:
+        return None
+    why = "the mean ratio of a sequence hardly ever leaves it"
+    fix = "--objective.clip_low 3e-4 --objective.clip_high 4e-4"
+    return Finding(
+        f"gspo with the band of a single token ({rule.clip_low:g}, {rule.clip_high:g})", why, fix
+    )
+
+
+def _free_staleness(config: RunConfig) -> Finding | None:
+    bound = config.schedule.staleness_bound
+    if bounds_s(config) or s_is_one(config) or bound == 0:
+        return None
+    why = f"data is up to {bound} versions old, and nothing keeps pi near the policy that it came from"
+    return Finding("nothing bounds S", why, "--objective.kind ppo_clip")
+
+
+def _wrong_age(config: RunConfig) -> Finding | None:
+    fixed = config.old_logps.route != "ppo_ewma_async" or config.old_logps.beta is not None
+    bound, age = config.schedule.staleness_bound, average_age(config)
+    if not has_average(config) or not fixed or bound / 2 <= age <= bound:
+        return None
+    steps = config.trainer.steps_per_batch if config.old_logps.update_every == "step" else 1
+    wanted = max(1, 3 * bound / 4) * steps  # near the mean lag of a full line
+    why = "staleness that it does not cover is left in D, with a minus where it is too old"
+    fix = f"--old_logps.beta {wanted / (wanted + 1):.3g}, or --old_logps.route ppo_ewma_async, or {_EXACT_ROUTE}"
+    return Finding(f"the average is {age:.2g} versions old, the tokens 0 to {bound}", why, fix)
+
+
+def _dirty_tokens(config: RunConfig) -> Finding | None:
+    if not config.engine.keep_cache or _kept_cache(config):
+        return None
+    why = "what is sampled over older keys and values comes from no version's policy, and D holds the difference"
+    return Finding("the engine keeps its cache", why, "--engine.keep_cache false")
+
+
+def _under_noise(config: RunConfig) -> Finding | None:
+    on_d = (
+        config.correction.unit == "token" or config.correction.aggregate == "sum"
+    )  # a mean averages it out
+    trainer, engine = config.trainer.dtype == "bfloat16", config.engine.dtype == "bfloat16"
+    noisy = {"D": trainer or (engine and on_d), "S": trainer}
+    narrow = [
+        f"{name} at {size:.2g}"
+        for name, size in _thresholds(config)
+        if noisy[name] and size < NOISE
+    ]
+    if not narrow:
+        return None
+    who = "two passes of the trainer" if trainer else "engine and trainer"
+    why = f"in bfloat16 the same weights give {who} log-probabilities about {NOISE:g} apart (old_logps/noise)"
+    fix = "wider thresholds, or --trainer.dtype float32 --engine.dtype float32, or a mean over a sequence for D"
+    return Finding(
+        f"a threshold is narrower than the noise (log ratio: {', '.join(narrow)})", why, fix
+    )
+
+
+def _thresholds(config: RunConfig) -> Iterator[tuple[str, float]]:
+    """Factor and width, in log-ratio, of every bound that cuts."""
+    d, s = config.correction, config.objective
+    if d.control != "none" and not d_is_one(config):
+        yield "D", math.log(d.high)
+        if d.control != "truncate" and d.low:
+            yield "D", -math.log(d.low)
+    if s.kind in ("ppo_clip", "dual_clip", "gspo", "cispo") and not s_is_one(config):
+        yield "S", math.log1p(s.clip_high)
+        if s.clip_low < 1:
+            yield "S", -math.log1p(-s.clip_low)
+
+
+def _timed(config: RunConfig) -> Finding | None:
+    if not config.deterministic or not config.minutes:
+        return None
+    why = "how many steps fit into minutes depends on the machine, and two runs are to be equal"
+    return Finding(
+        "a deterministic run that ends by the clock", why, "--minutes 0, or --deterministic false"
+    )
+
+
+def _slow_adapters(config: RunConfig) -> Finding | None:
+    if not config.trainer.lora_rank or config.trainer.lr > LORA_RATE:
+        return None
+    rate, why = (
+        config.trainer.lr,
+        "it is one for all weights, and adapters learn best at about ten times the best of those",
+    )
+    return Finding(f"adapters at a learning rate of {rate:g}", why, f"--trainer.lr {10 * rate:g}")
+
+
+Rule = Callable[[RunConfig], Finding | None]
+
+
+REFUSALS: Sequence[Rule] = (
+    _idle_clip, _idle_control, _double_count, _missing_half, _kept_cache, _outrun, _idle_window, _inline_kept,
+    _idle_reset, _gspo_unit, _timed,
+)  # fmt: skip
+WARNINGS: Sequence[Rule] = (
+    _wide_gspo,
+    _free_staleness,
+    _wrong_age,
+    _dirty_tokens,
+    _under_noise,
+    _slow_adapters,
+)

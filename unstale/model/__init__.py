@@ -1,0 +1,1 @@
+"""The model: loading, packed forward passes, the log-probability head, LoRA."""

@@ -1,0 +1,413 @@
+"""The run as it happens: a panel on a terminal, one plain line per step anywhere else."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from unstale.config import RunConfig
+from unstale.observe.report.words import NONE, amount, duration, number, percent, waiting
+
+HISTORY = 400
+RECENT = 5
+"""Steps that "now" is averaged over where one step alone is noisy."""
+WIDE = 100
+"""Columns from which the two blocks stand side by side."""
+ROOMY = 30
+"""Lines from which there are empty ones between the blocks."""
+GENERATION, TRAINING, GOOD, WARN, QUIET = "cyan", "magenta", "green", "yellow", "bright_black"
+_BARS = " ▁▂▃▄▅▆▇█"
+
+
+def sparkline(
+    values: Sequence[float], width: int, low: float | None = None, high: float | None = None
+) -> str:
+    """The values as a row of bars, averaged down to `width`.
+
+    >>> sparkline([0.0, 0.5, 1.0], 8, low=0.0, high=1.0)
+    '▁▅█'
+    >>> sparkline([], 8)
+    ''
+    """
+    if not values:
+        return ""
+    if len(values) > width:
+        cuts = [round(i * len(values) / width) for i in range(width + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    floor, top = min(values) if low is None else low, max(values) if high is None else high
+    span = top - floor or 1.0
+    return "".join(
+        _BARS[1 + round(7 * min(1.0, max(0.0, (value - floor) / span)))] for value in values
+    )
+
+
+class LiveDisplay:
+    """Shows a run. Also a `Sink`. On anything but a terminal it writes plain lines, and is never silent for long.
+
+    `console` and `clock` are for tests and for pictures.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        quiet_s: float = 5.0,
+    ) -> None:
+        self.config = config
+        self.console = console or Console()
+        self._clock, self._quiet_s = clock, quiet_s
+        self._start = self._last_line = self._last_step = clock()
+        self._rows: list[Mapping[str, Any]] = []
+        self._evals: list[tuple[int, float]] = []
+        self._phase: tuple[str, int, int] = ("starting", 0, 0)
+        self._said = ""
+        self._over = threading.Event()
+        self._lock = threading.RLock()
+        self._live: Live | None = None
+        self._heart: threading.Thread | None = None
+        self._spinner = Spinner("dots", style=GENERATION)
+
+    def __enter__(self) -> Self:
+        self._over.clear()
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
+            self._live = Live(
+                console=self.console,
+                get_renderable=self.panel,
+                refresh_per_second=2,
+                vertical_overflow="crop",
+            )
+            self._live.start()
+        else:
+            self._heart = threading.Thread(target=self._beat, name="unstale-display")
+            self._heart.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        if self._heart is not None:
+            self._heart.join()
+            self._heart = None
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """`update`, as a `Sink`."""
+        self.update({"step": step, **metrics})
+
+    def update(self, metrics: Mapping[str, Any]) -> None:
+        """One step is done; the keys are those of `metrics.jsonl`."""
+        with self._lock:
+            self._phase = ("", 0, 0)
+            now = self._clock()
+            self._rows = [*self._rows[-HISTORY:], {"time_s": now - self._start, **metrics}]
+            success = number(metrics.get("eval/success"))
+            if success is not None:
+                self._evals.append((int(number(metrics.get("step")) or 0), success))
+            if self._live is None:
+                self._say(_line(self._rows, self.config, now - self._last_step))
+            self._last_step = now
+
+    def note(self, text: str) -> None:
+        """Something worth a line: it stays above the panel."""
+        with self._lock:
+            live = self._live
+            if live is None:
+                self._say(text)
+        if (
+            live is not None
+        ):  # outside the lock: rich's refresh holds its own while it asks for the panel
+            live.console.print(Text.assemble(("• ", GENERATION), _one_line(text)))
+
+    def phase(self, text: str, done: int = 0, total: int = 0) -> None:
+        """What happens outside a step: "evaluating the base policy", 120 of 256. Cheap to call often."""
+        with self._lock:
+            self._phase = (text, done, total)
+            new, finished = text != self._said, total > 0 and done >= total
+            if (
+                self._live is None
+                and text
+                and (new or finished or self._silent_for() >= self._quiet_s)
+            ):
+                self._said = "" if finished else text
+                self._say(self._phase_text())
+
+    def panel(self) -> RenderableType:
+        """What a terminal shows now."""
+        with self._lock:
+            roomy = self.console.height >= ROOMY
+            gap = [Text()] if roomy else []
+            body: list[RenderableType] = [
+                _progress(self._rows, self.config, self._clock() - self._start)
+            ]
+            if self._rows:
+                body += [
+                    *gap,
+                    _numbers(self._rows, self._evals, self.config, self.console),
+                    *gap,
+                    _pace(self._rows),
+                ]
+            if self._phase[0]:
+                body += [*gap, self._phase_row()]
+            return Panel(
+                Group(*body),
+                title=Text.assemble((" unstale ", "bold"), (f"{_title(self.config)} ", QUIET)),
+                title_align="left",
+                subtitle=Text(" Ctrl-C stops cleanly and saves ", style=QUIET),
+                subtitle_align="right",
+                border_style=QUIET,
+                padding=(1 if roomy else 0, 2),
+                width=min(self.console.width, WIDE),
+            )
+
+    def _phase_row(self) -> RenderableType:
+        text, done, total = self._phase
+        self._spinner.update(text=Text(f"{text} {done}/{total}" if total else text))
+        if not total:
+            return self._spinner
+        row = Table.grid(padding=(0, 2), expand=True)
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1)
+        row.add_row(
+            self._spinner, ProgressBar(total=total, completed=done, complete_style=GENERATION)
+        )
+        return row
+
+    def _phase_text(self) -> str:
+        text, done, total = self._phase
+        return f"{text} {done}/{total}" if total else text
+
+    def _silent_for(self) -> float:
+        return self._clock() - self._last_line
+
+    def _say(self, line: str) -> None:
+        self._last_line = self._clock()
+        line = f"[{duration(self._last_line - self._start):>7}] {_one_line(line)}"
+        self.console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+    def _beat(self) -> None:
+        """Break a silence of `quiet_s`; ends with the display."""
+        while not self._over.wait(max(0.05, self._quiet_s - self._silent_for())):
+            with self._lock:
+                if self._silent_for() >= self._quiet_s:
+                    step = int(number(self._rows[-1].get("step")) or 0) if self._rows else 0
+                    what = self._phase_text() or f"step {step + 1}/{self.config.steps} under way"
+                    self._say(f"... {what}")
+
+
+def _one_line(text: str) -> str:
+    """Without line ends and control characters: an environment's error text must not steer a terminal."""
+    return "".join(
+        " " if char in "\r\n\t" else char for char in text if char.isprintable() or char in "\r\n\t"
+    )
+
+
+def _title(config: RunConfig) -> str:
+    bound = config.schedule.staleness_bound
+    mode = f"up to {bound} versions behind" if bound else "synchronous"
+    return f"{config.recipe} · seed {config.seed} · {config.old_logps.route} · {mode}"
+
+
+def _series(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [value for row in rows if (value := number(row.get(name))) is not None]
+
+
+def _recent(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    values = _series(rows[-RECENT:], name)
+    return sum(values) / len(values) if values else None
+
+
+def _last(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    values = _series(rows, name)
+    return values[-1] if values else None
+
+
+def _progress(
+    rows: Sequence[Mapping[str, Any]], config: RunConfig, elapsed: float
+) -> RenderableType:
+    step = int(_last(rows, "step") or 0)
+    times = _series(rows, "time_s")
+    left = ""
+    if 0 < step < config.steps and len(times) > 1:
+        pace = (times[-1] - times[max(0, len(times) - 20)]) / min(19, len(times) - 1)
+        seconds = pace * (config.steps - step)
+        if config.minutes:
+            seconds = min(seconds, max(0.0, 60 * config.minutes - elapsed))
+        left = f" · about {duration(seconds)} left"
+    grid = Table.grid(padding=(0, 2), expand=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1)
+    grid.add_column(no_wrap=True, justify="right")
+    grid.add_row(
+        Text.assemble("step ", (f"{step}", "bold"), f"/{config.steps}"),
+        ProgressBar(total=config.steps, completed=step, complete_style=GOOD, finished_style=GOOD),
+        Text.assemble((duration(elapsed), "bold"), (left, QUIET)),
+    )
+    return grid
+
+
+def _numbers(
+    rows: Sequence[Mapping[str, Any]],
+    evals: Sequence[tuple[int, float]],
+    config: RunConfig,
+    console: Console,
+) -> RenderableType:
+    blocks = (_learning(rows, evals), _off_policy(rows, config))
+    if console.width < WIDE:
+        return Group(blocks[0], *([Text()] if console.height >= ROOMY else []), blocks[1])
+    grid = Table.grid(padding=(0, 3), expand=True)
+    grid.add_column(ratio=1)
+    grid.add_column(ratio=1)
+    grid.add_row(*blocks)
+    return grid
+
+
+def _block(title: str) -> Table:
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True, style=QUIET, min_width=10)
+    table.add_column(no_wrap=True, justify="right", min_width=7, style="bold")
+    table.add_column(no_wrap=True)
+    table.add_row(Text(title, style="bold default"), "", "")
+    return table
+
+
+def _learning(
+    rows: Sequence[Mapping[str, Any]], evals: Sequence[tuple[int, float]]
+) -> RenderableType:
+    table = _block("Learning")
+    if evals:
+        shares = [share for _, share in evals]
+        beside = Text.assemble((f"{sparkline(shares, 10, 0, 1)} " if len(evals) > 2 else "", GOOD))
+        beside.append(
+            f"was {percent(shares[0], 1)} · step {evals[-1][0]}"
+            if len(evals) > 1
+            else "before training",
+            QUIET,
+        )
+        table.add_row("held-out", Text(percent(shares[-1], 1), style=f"bold {GOOD}"), beside)
+    rollout = sparkline(_series(rows, "rollout/success"), 22, 0, 1)
+    table.add_row(
+        "rollout", percent(_recent(rows, "rollout/success"), 1), Text(rollout, style=GOOD)
+    )
+    reward = _recent(rows, "rollout/reward_mean")
+    rewards = sparkline(_series(rows, "rollout/reward_mean"), 22)
+    table.add_row("reward", NONE if reward is None else f"{reward:.2f}", Text(rewards, style=GOOD))
+    turns, failed = _recent(rows, "rollout/turns_mean"), int(sum(_series(rows, "rollout/failed")))
+    beside = Text(
+        f"{failed} episode{'s' if failed > 1 else ''} failed" if failed else "", style=WARN
+    )
+    table.add_row("turns", NONE if turns is None else f"{turns:.1f}", beside)
+    return table
+
+
+def _off_policy(rows: Sequence[Mapping[str, Any]], config: RunConfig) -> RenderableType:
+    table = _block("Off-policy")
+    newest, bound = _last(rows, "schedule/staleness_max"), _last(rows, "schedule/staleness_bound")
+    mean, mixed = (
+        _recent(rows, "schedule/staleness_mean"),
+        _recent(rows, "schedule/mixed_version_share"),
+    )
+    over = newest is not None and bound is not None and newest > bound
+    facts = Text(f"max {amount(newest)} of {amount(bound)}", style="bold red" if over else QUIET)
+    table.add_row("staleness", NONE if mean is None else f"{mean:.2f}", facts)
+    table.add_row("mixed", percent(mixed), Text("hold several versions", style=QUIET))
+    exact = config.old_logps.exact
+    factors = (
+        ("|log D|", "correction/log_d_abs_mean", GENERATION, "kept", "correction/kept_share"),
+        ("|log S|", "objective/log_s_abs_mean", TRAINING, "clipped", "objective/clipped_share"),
+    )
+    for name, key, colour, word, share in factors:
+        values = _series(rows, key)
+        bars = sparkline(values, 10, low=0.0, high=1.5 * max(values, default=0.0))
+        beside = Text(f"{bars:<10} ", style=colour)
+        beside.append(f"{word} {percent(_recent(rows, share), 1)}", "default")
+        table.add_row(name if exact else f"{name} *", _small(_recent(rows, key)), beside)
+    if not exact:
+        table.add_row("", "", Text(f"* {config.old_logps.route} mixes the two", style=QUIET))
+    return table
+
+
+def _small(value: float | None) -> str:
+    if value is None:
+        return NONE
+    return f"{value:.4f}" if value == 0 or value >= 1e-4 else f"{value:.0e}"
+
+
+def _pace(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Tokens per second, what share of its time each side works, and who is waited for."""
+    wait = waiting(rows[-RECENT - 1 :])
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(no_wrap=True, width=8, style="bold")
+    grid.add_column(no_wrap=True, width=13, justify="right")
+    grid.add_column(ratio=1)
+    grid.add_column(no_wrap=True, width=30)
+    sides = (
+        ("engine", "engine/tokens_per_s", wait.engine, GENERATION, "stands idle"),
+        ("trainer", "trainer/tokens_per_s", wait.trainer, TRAINING, "waits for episodes"),
+    )
+    for name, key, idle, colour, word in sides:
+        rate = _recent(rows, key)
+        bar = ProgressBar(
+            total=100,
+            completed=100 * (1 - (idle or 0.0)),
+            complete_style=colour,
+            finished_style=colour,
+        )
+        grid.add_row(
+            Text(name, style=colour),
+            NONE if rate is None else f"{rate:,.0f} tok/s",
+            "" if idle is None else bar,
+            "" if idle is None else Text(f"{percent(idle):>4} {word}", style=QUIET),
+        )
+    if wait.trainer is None and wait.engine is None:
+        return grid
+    return Group(
+        Text("Pace", style="bold"), grid, Text(wait.sentence.split(":")[0] + ".", style="italic")
+    )
+
+
+def _line(rows: Sequence[Mapping[str, Any]], config: RunConfig, took: float) -> str:
+    """One step, on one line, for logs."""
+    row = rows[-1]
+    step, held_out = int(number(row.get("step")) or 0), number(row.get("eval/success"))
+    parts = [f"step {step}/{config.steps}"]
+    if held_out is not None:
+        parts.append(f"held-out {percent(held_out, 1)}")
+    wanted = (
+        ("success", "rollout/success", lambda v: percent(v, 1)),
+        ("reward", "rollout/reward_mean", lambda v: f"{v:.2f}"),
+        (
+            "staleness",
+            "schedule/staleness_max",
+            lambda v: f"{v:g}/{amount(number(row.get('schedule/staleness_bound')))}",
+        ),
+        ("|log D|", "correction/log_d_abs_mean", _small),
+        ("kept", "correction/kept_share", lambda v: percent(v, 1)),
+        ("|log S|", "objective/log_s_abs_mean", _small),
+        ("clipped", "objective/clipped_share", lambda v: percent(v, 1)),
+        ("engine", "engine/tokens_per_s", lambda v: f"{v:,.0f} tok/s"),
+        ("trainer", "trainer/tokens_per_s", lambda v: f"{v:,.0f} tok/s"),
+        ("waited", "schedule/wait_groups_s", lambda v: f"{v:.1f} s"),
+    )
+    for name, key, show in wanted:
+        value = number(row.get(key))
+        if value is not None:
+            parts.append(f"{name} {show(value)}")
+    return " · ".join(parts) + f" · {duration(took)}"

@@ -1,0 +1,405 @@
+"""What a comparison of arms and seeds came to: read from its run folders, reduced to means with honest intervals.
+
+A run counts once it has finished. Its training time is the time since the first step began, less its evaluations; its
+tokens are the action tokens it trained on.
+Intervals are over seeds, from Student's t; differences are between runs of the same seed. No torch: the page can be
+written again on another machine.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from unstale.config import ConfigError
+from unstale.observe.metrics import CONFIG, EVENTS, METRICS, Row, RunFolder, read_jsonl
+from unstale.observe.report.gather import step_of
+from unstale.observe.report.sections import flatten
+from unstale.observe.report.words import number
+
+PLAN, LAUNCHES = "plan.json", "launches.jsonl"
+EXACT = "snapshot_old"
+"""The arm that the others are compared with, where there is one; otherwise the first."""
+SUCCESS, STALENESS = "rollout/success", "schedule/staleness_mean"
+KEPT, CLIPPED, EXACT_SHARE = (
+    "correction/kept_share",
+    "objective/clipped_share",
+    "old_logps/exact_fraction",
+)
+SERIES = (SUCCESS, STALENESS, KEPT, CLIPPED, EXACT_SHARE)
+TOKENS = "trainer/action_tokens"
+
+T975 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
+"""Student's t, 97.5% quantile, for 1 to 10 degrees of freedom."""
+
+Point = tuple[float, float]
+Unit = Literal["minutes", "tokens"]
+
+
+def t975(freedom: int) -> float:
+    """Student's t, 97.5% quantile: from the table, beyond it by Cornish and Fisher's expansion (error below 2e-4).
+
+    >>> t975(4), round(t975(20), 3), round(t975(120), 3)
+    (2.7764, 2.086, 1.98)
+    """
+    if freedom <= len(T975):
+        return T975[freedom - 1]
+    z, n = 1.959964, freedom
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / n**power for power, term in enumerate(terms, start=1))
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over `n` seeds; `low` and `high` are its 95% interval, None where one seed allows none."""
+
+    n: int
+    mean: float
+    low: float | None
+    high: float | None
+
+    def __str__(self) -> str:
+        between = "" if self.low is None else f" ({self.low:.3f} to {self.high:.3f})"
+        return f"{self.mean:.3g}{between}, n = {self.n}"
+
+
+def estimate(values: Iterable[float | None]) -> Estimate | None:
+    """Of the values that are there.
+
+    >>> print(estimate([0.5, None, 0.75, 1.0]))
+    0.75 (0.129 to 1.371), n = 3
+    """
+    found = [value for value in values if value is not None]
+    if not found:
+        return None
+    n, mean = len(found), sum(found) / len(found)
+    if n == 1:
+        return Estimate(1, mean, None, None)
+    error = math.sqrt(sum((value - mean) ** 2 for value in found) / (n - 1) / n)
+    half = t975(n - 1) * error
+    return Estimate(n, mean, mean - half, mean + half)
+
+
+def ended(folder: Path) -> tuple[str, str]:
+    """`finished`, `failed`, `unfinished` or `not begun`, and the last line of the error if there is one."""
+    log = folder.with_name(f"{folder.name}.log")
+    if not (folder / CONFIG).is_file():
+        said = log.read_text("utf-8", "replace").strip().splitlines() if log.is_file() else []
+        return ("failed", said[-1]) if said else ("not begun", "")
+    run = RunFolder(folder)
+    reasons = [event.get("reason") for event in run.rows(EVENTS) if event.get("kind") == "stopped"]
+    if reasons and reasons[-1] == "finished":
+        return "finished", ""
+    error = run.error().splitlines()
+    return ("failed", error[-1]) if error else ("unfinished", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """So much training, by the clock or in action tokens: where runs of the same number of steps differ."""
+
+    unit: Unit
+    amount: float
+
+
+@dataclass(frozen=True, slots=True)
+class Exam:
+    """Held-out success after `step` steps, `minutes` of training and `tokens` trained on."""
+
+    step: int
+    minutes: float
+    tokens: float
+    success: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One run of an arm."""
+
+    arm: str
+    seed: int
+    folder: str
+    state: str
+    error: str
+    config: Row
+    minutes: float | None
+    """Of training."""
+    tokens: float | None
+    """Action tokens trained on; None where they were not recorded."""
+    exams: tuple[Exam, ...]
+    series: Mapping[str, list[Point]]
+    """`(step, value)` by metric."""
+    launch: Row
+    """What `launches.jsonl` says of its beginning; empty where nothing does."""
+
+    @property
+    def finished(self) -> bool:
+        return self.state == "finished"
+
+    @property
+    def final(self) -> float | None:
+        return self.exams[-1].success if self.exams else None
+
+    @property
+    def best(self) -> float | None:
+        return max((exam.success for exam in self.exams), default=None)
+
+    @property
+    def collapsed(self) -> bool:
+        """Final success under half of the best."""
+        return self.final is not None and self.best is not None and self.final < self.best / 2
+
+    @property
+    def late(self) -> float | None:
+        """Mean success of the last quarter of the training rollouts."""
+        values = [value for _, value in self.series[SUCCESS]]
+        return _mean(values[-max(1, len(values) // 4) :])
+
+    def mean(self, name: str) -> float | None:
+        return _mean([value for _, value in self.series[name]])
+
+    def all(self, unit: Unit) -> Budget | None:
+        """What the run took to its end."""
+        total = self.minutes if unit == "minutes" else self.tokens
+        return None if total is None else Budget(unit, total)
+
+    def after(self, budget: Budget) -> float | None:
+        """Held-out success after so much training: on the line between two evaluations.
+
+        None outside of what was measured.
+        """
+        return between(
+            [(getattr(exam, budget.unit), exam.success) for exam in self.exams], budget.amount
+        )
+
+
+def between(points: Sequence[Point], x: float) -> float | None:
+    """
+    >>> between([(0.0, 0.25), (2.0, 0.5), (4.0, 0.75)], 3.0), between([(0.0, 0.25)], 1.0)
+    (0.625, None)
+    """
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if x0 <= x <= x1:
+            return y0 + (y1 - y0) * ((x - x0) / (x1 - x0) if x1 > x0 else 1.0)
+    return None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def read_trial(folder: Path, arm: str, seed: int, launch: Row) -> Trial:
+    """A run as far as it got. Only the small files are read."""
+    state, error = ended(folder)
+    held = (folder / CONFIG).is_file()
+    run = RunFolder(folder) if held else None
+    rows = sorted(run.rows(METRICS) if run else (), key=step_of)
+    events = list(run.rows(EVENTS)) if run else []
+    at, trained = _training_minutes(rows, events), _trained_tokens(rows)
+    pairs = {name: [(step_of(row), number(row.get(name))) for row in rows] for name in SERIES}
+    exams = [(step_of(row), number(row.get("eval/success"))) for row in rows]
+    return Trial(
+        arm=arm,
+        seed=seed,
+        folder=folder.name,
+        state=state,
+        error=error,
+        config=run.config() if run else {},
+        minutes=max(at.values(), default=None),
+        tokens=max(trained.values(), default=0.0) or None,
+        exams=tuple(
+            Exam(step, at.get(step, 0.0), trained[step], value)
+            for step, value in exams
+            if value is not None
+        ),
+        series={name: [(x, y) for x, y in found if y is not None] for name, found in pairs.items()},
+        launch=launch,
+    )
+
+
+def _training_minutes(rows: Sequence[Row], events: Sequence[Row]) -> dict[int, float]:
+    """By step: since the evaluation before the first step (without one, since the first wait), less evaluations."""
+    timed = [
+        (step_of(row), time) for row in rows if (time := number(row.get("time_s"))) is not None
+    ]
+    spans = [
+        (event.get("lane"), event["start"], event["end"])
+        for event in events
+        if event.get("kind") == "span"
+    ]
+    waits = [start for lane, start, _ in spans if lane == "wait"]
+    begin = next((time for step, time in timed if step == 0), min(waits, default=0.0))
+    exams = [(start, end) for lane, start, end in spans if lane == "eval" and start >= begin]
+    return {
+        step: (time - begin - sum(min(end, time) - start for start, end in exams if start < time))
+        / 60
+        for step, time in timed
+    }
+
+
+def _trained_tokens(rows: Sequence[Row]) -> dict[int, float]:
+    """By step: all up to it."""
+    return dict(
+        zip(
+            map(step_of, rows),
+            accumulate(number(row.get(TOKENS)) or 0.0 for row in rows),
+            strict=True,
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ArmResult:
+    """An arm's runs, in the order of their seeds."""
+
+    name: str
+    trials: tuple[Trial, ...]
+
+    @property
+    def finished(self) -> tuple[Trial, ...]:
+        return tuple(trial for trial in self.trials if trial.finished)
+
+    @property
+    def collapsed(self) -> int:
+        return sum(trial.collapsed for trial in self.finished)
+
+    def mean(self, name: str) -> Estimate | None:
+        return estimate(trial.mean(name) for trial in self.finished)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A comparison, read from its folder."""
+
+    name: str
+    arms: tuple[ArmResult, ...]
+    commands: tuple[str, ...]
+    warnings: Mapping[str, Sequence[str]]
+    """What the linter said of an arm, before it ran; an arm is missing where nobody asked."""
+
+    @property
+    def trials(self) -> list[Trial]:
+        return [trial for arm in self.arms for trial in arm.trials]
+
+    @property
+    def finished(self) -> list[Trial]:
+        return [trial for trial in self.trials if trial.finished]
+
+    @property
+    def reference(self) -> ArmResult:
+        return next((arm for arm in self.arms if arm.name == EXACT), self.arms[0])
+
+    def smallest(self, unit: Unit) -> Budget | None:
+        """What every finished run has reached: all that the one with the least of it took."""
+        totals = [total for trial in self.finished if (total := trial.all(unit))]
+        return min(totals, key=lambda total: total.amount, default=None)
+
+    @property
+    def shared_machine(self) -> str:
+        """Why times cannot be compared; empty if they can."""
+        jobs = [number(trial.launch.get("jobs")) for trial in self.finished]
+        if not jobs:
+            return "No run has finished."
+        if None in jobs:
+            return "Left out: of some runs it is not known that they were alone on the machine."
+        if len(machines := self.launched("machine")) > 1:
+            return f"Left out: the runs were made on different machines ({'; '.join(machines)})."
+        beside = max(job for job in jobs if job is not None)
+        return (
+            f"Left out: up to {beside:g} runs shared the machine, so their times say nothing."
+            if beside > 1
+            else ""
+        )
+
+    def launched(self, name: str) -> list[str]:
+        """What `launches.jsonl` says under this name, of all runs."""
+        return sorted({str(trial.launch[name]) for trial in self.trials if trial.launch.get(name)})
+
+    def versus(self, arm: ArmResult, budget: Budget | None = None) -> Estimate | None:
+        """Held-out success of `arm` less that of the reference, by seed: at the end, or after so much training."""
+        if arm is self.reference:
+            return None
+        theirs = {trial.seed: _success(trial, budget) for trial in self.reference.finished}
+        pairs = [(_success(trial, budget), theirs.get(trial.seed)) for trial in arm.finished]
+        return estimate(
+            ours - other for ours, other in pairs if ours is not None and other is not None
+        )
+
+    def success(self, arm: ArmResult, budget: Budget | None = None) -> Estimate | None:
+        """Held-out success, at the end, or after so much training."""
+        return estimate(_success(trial, budget) for trial in arm.finished)
+
+    def settings(self, name: str) -> list[Any]:
+        """The values that a knob has in the runs."""
+        values = [flatten(trial.config).get(name) for trial in self.trials if trial.config]
+        return list(dict.fromkeys(values))
+
+    def differences(self, arm: ArmResult) -> dict[str, Any]:
+        """The knobs in which arms differ, as this one has them."""
+        found = [flatten(trial.config) for trial in self.trials if trial.config]
+        own = next((flatten(trial.config) for trial in arm.trials if trial.config), {})
+        names = [name for name in own if name not in ("seed", "name", "runs")]
+        return {
+            name: own[name]
+            for name in names
+            if any(other.get(name) != own[name] for other in found)
+        }
+
+
+def _success(trial: Trial, budget: Budget | None) -> float | None:
+    return trial.final if budget is None else trial.after(budget)
+
+
+def grouped(warnings: Mapping[str, Sequence[str]]) -> list[str]:
+    """Every warning once, after the arms that it is of.
+
+    >>> grouped({"a": ["nothing bounds S"], "b": [], "c": ["nothing bounds S"]})
+    ['a, c: nothing bounds S']
+    """
+    arms: dict[str, list[str]] = {}
+    for arm, told in warnings.items():
+        for warning in told:
+            arms.setdefault(warning, []).append(arm)
+    return [f"{', '.join(names)}: {warning}" for warning, names in arms.items()]
+
+
+def read_comparison(folder: Path) -> Comparison:
+    """ConfigError when the folder holds no runs of arms."""
+    path = folder / PLAN
+    plan: Row = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    runs = {run["folder"]: (str(run["arm"]), int(run["seed"])) for run in plan.get("runs", [])}
+    for config in sorted(folder.glob(f"*-seed*/{CONFIG}")):
+        if config.parent.name not in runs and (
+            match := re.fullmatch(r"(.+)-seed(\d+)", config.parent.name)
+        ):
+            runs[config.parent.name] = match[1], int(match[2])
+    if not runs:
+        raise ConfigError(
+            f"{folder} is not a comparison: it has no {PLAN} and no folders <arm>-seed<k>"
+        )
+    begun = {
+        str(row.get("run")): row
+        for row in read_jsonl(folder / LAUNCHES)
+        if row.get("kind") == "began"
+    }
+    trials = [
+        read_trial(folder / name, arm, seed, begun.get(name, {}))
+        for name, (arm, seed) in runs.items()
+    ]
+    arms: dict[str, list[Trial]] = {}
+    for trial in sorted(trials, key=lambda trial: trial.seed):
+        arms.setdefault(trial.arm, []).append(trial)
+    return Comparison(
+        name=folder.resolve().name,
+        arms=tuple(ArmResult(name, tuple(found)) for name, found in arms.items()),
+        commands=tuple(plan.get("commands", [])),
+        warnings=plan.get("warnings", {}),
+    )

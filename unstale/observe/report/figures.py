@@ -1,0 +1,396 @@
+"""The plots of a report: what is drawn, from which numbers, and in which words."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+from unstale.observe.report.gather import Gathered, histogram, lag_values, step_of
+from unstale.observe.report.markup import Markup, el
+from unstale.observe.report.plots import (
+    FULL,
+    SOME,
+    Axis,
+    Bar,
+    BarAxis,
+    Guides,
+    Line,
+    bar_plot,
+    hex_plot,
+    legend,
+    line_plot,
+    smooth,
+    stack_plot,
+    thin,
+)
+from unstale.observe.report.sections import section
+from unstale.observe.report.words import amount, factor_names, number, percent
+
+SHOWN_LAGS = 6
+FACETS = 4
+
+
+def figure(title: str, about: str, *content: Markup | None, class_: str = "") -> Markup:
+    """A card: what is drawn, and how to read it."""
+    head = el("figcaption", el("h3", title), el("p", about))
+    return el("figure", head, content, class_=f"card {class_}".strip())
+
+
+def gap(title: str, missing: str) -> Markup:
+    """A card that says why there is no plot."""
+    return el(
+        "figure",
+        el("figcaption", el("h3", title)),
+        el("p", missing, class_="gap"),
+        class_="card empty",
+    )
+
+
+def steps_axis(run: Gathered, first: float = 0) -> Axis:
+    """Optimizer steps, as far as the run went."""
+    return Axis(
+        label="optimizer step",
+        low=first,
+        high=max(run.steps, first + 1),
+        show=lambda v: f"{v:g}",
+        whole=True,
+    )
+
+
+def _share_axis(low: float = 0.0, high: float = 1.0) -> Axis:
+    digits = 0 if high - low > 0.08 else 1
+    return Axis(label="", low=low, high=high, show=lambda v: f"{100 * v:.{digits}f}%")
+
+
+def _top(values: Sequence[float], least: float = 1e-9) -> float:
+    return max([*values, least]) * 1.12
+
+
+def learning(run: Gathered) -> Markup:
+    """Held-out and rollout success over the steps."""
+    rollout = thin(run.series("rollout/success"))
+    lines: list[Line] = []
+    keys: list[tuple[str, str]] = []
+    if rollout:
+        lines += [
+            Line(name="rollout success", colour="engine", points=rollout, faint=True, show=percent),
+            Line(name="mean of the last 5", colour="engine", points=smooth(rollout), show=percent),
+        ]
+        keys += [
+            ("engine faint", "rollouts, each step"),
+            ("engine", "rollouts, mean of the last 5 steps"),
+        ]
+    if run.exams:
+        exams = [(float(exam.step), exam.success) for exam in run.exams]
+        between = (
+            [exam.interval for exam in run.exams] if all(exam.tasks for exam in run.exams) else []
+        )
+        about = f"held out, {run.exams[-1].tasks} tasks, 95% interval" if between else "held out"
+        lines.append(
+            Line(
+                name="held-out",
+                colour="good",
+                points=exams,
+                intervals=between,
+                dots=True,
+                show=partial(percent, digits=1),
+            )
+        )
+        keys.append(("good", about))
+    title = "Learning curve"
+    if not lines:
+        return section(
+            "learning",
+            "Did it learn?",
+            None,
+            gap(title, "No success was recorded, in rollouts or held out."),
+        )
+    label = f"Success over {run.steps} optimizer steps"
+    plot = line_plot(lines, steps_axis(run), _share_axis(), label=label, width=FULL)
+    told = "Share of tasks solved. Rollouts are the training tasks of a step; held-out tasks are never trained on."
+    return section(
+        "learning", "Did it learn?", None, figure(title, told, legend(*keys), plot, class_="full")
+    )
+
+
+def staleness(run: Gathered) -> Markup:
+    """How old the tokens were, in all and over the steps."""
+    lags: dict[int, float] = {}
+    for row in run.rows:
+        for lag, count in histogram(row).items():
+            lags[lag] = lags.get(lag, 0) + max(count, 0)
+    total = sum(lags.values())
+    title = "How stale was the data?"
+    if not total:
+        missing = "No staleness histogram was recorded."
+        return section(
+            "stale",
+            title,
+            None,
+            gap("Staleness histogram", missing),
+            gap("Staleness over steps", missing),
+        )
+    bound = run.bound
+    last = max(int(min(bound or 0, 20)), *lags)
+    bars = [
+        Bar(
+            f"{lag}",
+            lags.get(lag, 0) / total,
+            f"lag-{min(lag, 5)}",
+            percent(lags.get(lag, 0) / total),
+        )
+        for lag in range(last + 1)
+    ]
+    axis = _share_axis(0, min(1.25, 1.2 * max(bar.value for bar in bars)))
+    told = "Action tokens by age: versions published between sampling a token and training on it."
+    kept = (
+        ""
+        if bound is None
+        else f" Nothing lies beyond the bound of {bound:g}."
+        if max(lags) <= bound
+        else ""
+    )
+    broken = bound is not None and max(lags) > bound
+    warning = el(
+        "p",
+        f"Tokens of lag {max(lags)} were trained on, beyond the bound of {bound:g}.",
+        class_="warning",
+    )
+    plot = bar_plot(
+        bars,
+        axis,
+        BarAxis(label="lag", bound=bound, width=SOME),
+        label="Share of action tokens by lag",
+    )
+    shown = min(last, SHOWN_LAGS - 1)
+    columns = [
+        (float(step_of(row)), _shares(histogram(row), shown)) for row in run.rows if histogram(row)
+    ]
+    names = [
+        f"lag {lag}" if lag < shown or shown == last else f"lag {lag} and more"
+        for lag in range(shown + 1)
+    ]
+    keys = legend(*((f"lag-{lag}", name) for lag, name in enumerate(names)))
+    over = stack_plot(
+        _every(columns, 240),
+        Axis(
+            label="optimizer step",
+            low=0.5,
+            high=run.steps + 0.5,
+            show=lambda v: f"{v:g}",
+            whole=True,
+        ),
+        names=names,
+        label="Share of action tokens by lag, per step",
+    )
+    return section(
+        "stale",
+        title,
+        f"On average, an action token was {_weighted(lags):.2f} versions old when it was trained on.",
+        el(
+            "div",
+            figure("Staleness histogram", told + kept, plot, warning if broken else None),
+            figure(
+                "Staleness over steps", "The same shares, step by step.", keys, over, class_="wider"
+            ),
+            class_="grid-1-2",
+        ),
+    )
+
+
+def _weighted(lags: dict[int, float]) -> float:
+    return sum(lag * count for lag, count in lags.items()) / sum(lags.values())
+
+
+def _shares(lags: dict[int, float], last: int) -> list[float]:
+    total = sum(lags.values()) or 1.0
+    shares = [0.0] * (last + 1)
+    for lag, count in lags.items():
+        shares[min(lag, last)] += max(count, 0) / total
+    return shares
+
+
+def _every(
+    columns: Sequence[tuple[float, list[float]]], limit: int
+) -> list[tuple[float, list[float]]]:
+    stride = math.ceil(len(columns) / limit) if columns else 1
+    return list(columns[::stride])
+
+
+def two_factors(run: Gathered) -> Markup:
+    """log D and log S by lag, together, and over the steps."""
+    title = "Two factors, two meanings" if run.exact else "Two factors, and what is in each"
+    return section(
+        "factors",
+        title,
+        " ".join(factor_names(run.route, exact=run.exact)),
+        el("div", _by_lag(run, "d"), _by_lag(run, "s"), class_="grid-2"),
+        _clouds(run),
+        el("div", _over_steps(run), _acted_on(run), class_="grid-2"),
+    )
+
+
+def _by_lag(run: Gathered, factor: str) -> Markup:
+    title = f"|log {factor.upper()}| by lag"
+    means = average_lag(run, f"by_lag/log_{factor}_abs/")
+    source = "mean over all tokens with an advantage"
+    if not means:
+        found: dict[int, list[float]] = {}
+        for point in run.points:
+            found.setdefault(point.lag, []).append(
+                abs(point.log_d if factor == "d" else point.log_s)
+            )
+        means = {lag: sum(values) / len(values) for lag, values in sorted(found.items())}
+        source = f"mean over {len(run.points):,} sampled tokens"
+    if not means:
+        return gap(title, "No values by lag were recorded.")
+    colour = "d" if factor == "d" else "s"
+    bars = [Bar(f"{lag}", value, colour, amount(value)) for lag, value in list(means.items())[:12]]
+    axis = Axis(label="", low=0, high=_top(list(means.values()), 1e-6))
+    label = f"Mean absolute log {factor.upper()} by lag: " + ", ".join(
+        f"lag {b.name} {b.written}" for b in bars
+    )
+    return figure(
+        title,
+        f"The {source}. The two plots have scales of their own.",
+        bar_plot(bars, axis, BarAxis(label="lag"), label=label),
+    )
+
+
+def average_lag(run: Gathered, prefix: str) -> dict[int, float]:
+    """Means over the run by lag: a step's mean counts by its tokens of that lag, where their number is known."""
+    sums: dict[int, tuple[float, float]] = {}
+    for row in run.rows:
+        tokens = histogram(row)
+        for lag, value in lag_values(row, prefix).items():
+            weight = tokens.get(lag, 0.0) if tokens else 1.0
+            total, weights = sums.get(lag, (0.0, 0.0))
+            sums[lag] = total + weight * value, weights + weight
+    return {lag: total / weights for lag, (total, weights) in sorted(sums.items()) if weights > 0}
+
+
+def _clouds(run: Gathered) -> Markup:
+    title = "log D against log S, token by token"
+    if len(run.points) < 10:
+        return gap(title, "No sample of tokens was recorded.")
+    reach_d, reach_s = map(reach, _columns(run))
+    x = Axis(label="log D", low=-reach_d, high=reach_d)
+    y = Axis(label="log S", low=-reach_s, high=reach_s)
+    band = [number(run.setting(f"correction.{end}")) for end in ("low", "high")]
+    drops = run.setting("correction.control") in ("mask", "mask_weight")
+    clip = [number(run.setting(f"objective.clip_{end}")) for end in ("low", "high")]
+    vertical = (
+        [math.log(value) for value in band if value is not None and value > 0] if drops else []
+    )
+    clips = str(run.setting("objective.kind")) in ("ppo_clip", "dual_clip", "gspo", "cispo")
+    low, high = clip
+    horizontal = (
+        [math.log(1 - low), math.log(1 + high)]
+        if clips and low is not None and high is not None and low < 1
+        else []
+    )
+    lags = sorted({point.lag for point in run.points})
+    drawn = []
+    for position, lag in enumerate(lags[:FACETS]):
+        rest = position == FACETS - 1 and len(lags) > FACETS
+        points = [(p.log_d, p.log_s) for p in run.points if p.lag == lag or (rest and p.lag > lag)]
+        name = f"lag {lag}{' and more' if rest else ''}"
+        plot = hex_plot(
+            points,
+            x,
+            y,
+            label=f"log D and log S of {name}",
+            guides=Guides(x=vertical, y=horizontal),
+        )
+        drawn.append(el("div", el("h4", f"{name} · {len(points):,} tokens"), plot))
+    outside = sum(abs(p.log_d) > reach_d or abs(p.log_s) > reach_s for p in run.points)
+    told = f"{len(run.points):,} sampled tokens; darker is more, on a log scale. {_thresholds(vertical, horizontal, x, y)}"
+    if run.points_seen > len(run.points):
+        told += f" (An even sample of {run.points_seen:,}.)"
+    if outside:
+        told += f" {outside} lie outside the axes."
+    return figure(title, told, el("div", drawn, class_="facets"), class_="full")
+
+
+def _columns(run: Gathered) -> tuple[list[float], list[float]]:
+    return [abs(point.log_d) for point in run.points], [abs(point.log_s) for point in run.points]
+
+
+def reach(sizes: list[float]) -> float:
+    """Half the width of an axis: it holds 99.5% of the points."""
+    ordered = sorted(sizes)
+    return max(1.15 * ordered[min(len(ordered) - 1, int(0.995 * len(ordered)))], 1e-4)
+
+
+def _thresholds(vertical: Sequence[float], horizontal: Sequence[float], x: Axis, y: Axis) -> str:
+    words = []
+    for name, what, values, axis in (
+        ("dropped", "left and right of the band on D", vertical, x),
+        ("clipped", "above and below the clip on S", horizontal, y),
+    ):
+        if values:
+            inside = any(axis.low < value < axis.high for value in values)
+            ends = " and ".join(f"{value:.3g}" for value in values)
+            words.append(
+                f"Tokens are {name} {what}, {ends}{' (dashed)' if inside else ' (outside these axes)'}."
+            )
+    return " ".join(words)
+
+
+def _over_steps(run: Gathered) -> Markup:
+    title = "The two factors over the run"
+    d, s = (
+        thin(run.series(name)) for name in ("correction/log_d_abs_mean", "objective/log_s_abs_mean")
+    )
+    if not d and not s:
+        return gap(title, "Neither log D nor log S was recorded.")
+    lines = [Line(name="|log D|", colour="d", points=d), Line(name="|log S|", colour="s", points=s)]
+    axis = Axis(label="", low=0, high=_top([value for _, value in [*d, *s]], 1e-6))
+    keys = legend(("d", "mean |log D|"), ("s", "mean |log S|"))
+    drawn = [line for line in lines if line.points]
+    return figure(
+        title,
+        "Means over the tokens of a step that had an advantage.",
+        keys,
+        line_plot(drawn, steps_axis(run), axis, label=title),
+    )
+
+
+def _acted_on(run: Gathered) -> Markup:
+    title = "What was kept, what was clipped"
+    kept, clipped = (
+        thin(run.series(name)) for name in ("correction/kept_share", "objective/clipped_share")
+    )
+    if not kept and not clipped:
+        return gap(title, "Neither the kept nor the clipped share was recorded.")
+    dropped = [(step, max(0.0, 1 - share)) for step, share in kept]
+    lines = [
+        Line(name="dropped", colour="d", points=dropped, show=partial(percent, digits=2)),
+        Line(name="clipped", colour="s", points=clipped, show=partial(percent, digits=2)),
+    ]
+    axis = _share_axis(0, min(1.0, _top([value for _, value in [*dropped, *clipped]], 0.004)))
+    mean = (
+        f"kept {percent(sum(v for _, v in kept) / len(kept), 2)} of all"
+        if kept
+        else "kept: not recorded"
+    )
+    keys = legend(("d", f"dropped ({mean})"), ("s", "clipped"))
+    told = "Shares of a step's tokens with an advantage that the two thresholds acted on. Dropped: not kept."
+    drawn = [line for line in lines if line.points]
+    return figure(title, told, keys, line_plot(drawn, steps_axis(run), axis, label=title))
+
+
+def throughput(run: Gathered) -> Markup:
+    """Tokens per second of both sides."""
+    title = "Throughput"
+    engine, trainer = (thin(run.series(f"{side}/tokens_per_s")) for side in ("engine", "trainer"))
+    if not engine and not trainer:
+        return gap(title, "No throughput was recorded.")
+    lines = [
+        Line(name="engine", colour="engine", points=engine, show=lambda v: f"{v:,.0f} tok/s"),
+        Line(name="trainer", colour="trainer", points=trainer, show=lambda v: f"{v:,.0f} tok/s"),
+    ]
+    axis = Axis(label="", low=0, high=_top([value for _, value in [*engine, *trainer]]))
+    told = "Tokens per second: sampled, over all of a step's time (engine); trained on, over working time (trainer)."
+    keys = legend(("engine", "engine"), ("trainer", "trainer"))
+    drawn = [line for line in lines if line.points]
+    return figure(title, told, keys, line_plot(drawn, steps_axis(run), axis, label=title))

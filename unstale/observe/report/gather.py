@@ -1,0 +1,325 @@
+"""Everything a report needs from a run folder, read once, bounded in size, and trusted in nothing."""
+
+import math
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from unstale.observe.metrics import EVENTS, METRICS, SAMPLES, TRAJECTORIES, Row, RunFolder
+from unstale.observe.report.words import is_exact, number
+
+MAX_POINTS, MAX_SPANS, MAX_FAILURES, MAX_LAG = 20_000, 4_000, 20, 99
+Z95 = 1.959964
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Exam:
+    """Held-out success after `step` steps, on `tasks` tasks (0: unknown)."""
+
+    step: int
+    success: float
+    tasks: int
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson's 95% interval of a binomial share.
+
+        >>> low, high = Exam(0, 0.5, 256).interval
+        >>> round(low, 4), round(high, 4)
+        (0.4392, 0.5608)
+        """
+        if not self.tasks:
+            return self.success, self.success
+        n, p = self.tasks, min(1.0, max(0.0, self.success))
+        middle, scale = p + Z95**2 / (2 * n), 1 + Z95**2 / n
+        spread = Z95 * math.sqrt(p * (1 - p) / n + Z95**2 / (4 * n * n))
+        return (middle - spread) / scale, (middle + spread) / scale
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that lasted, in seconds since the run began."""
+
+    lane: str
+    start: float
+    end: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One sampled token's two factors."""
+
+    lag: int
+    log_d: float
+    log_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """One audited token: the two factors by the route, and in truth."""
+
+    said: Point
+    true: Point
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A conversation for the page, and why this one."""
+
+    why: str
+    record: Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathered:
+    """A run, as far as it could be read."""
+
+    name: str
+    config: Row
+    rows: list[Row]
+    """Rows of `metrics.jsonl` of steps that trained, in order; an evaluation before the first is not one of them."""
+    begin_s: float
+    """When the first step began."""
+    exams: list[Exam]
+    spans: list[Span]
+    spans_left_out: int
+    points: list[Point]
+    points_seen: int
+    audited: list[Audited]
+    audit: Row
+    """What `unstale audit` found; empty if it was not asked."""
+    survivors: Row
+    """How the journal says that groups and attempts at episodes ended; empty if nobody asked it."""
+    conversations: list[Chosen]
+    failures: list[Row]
+    num_failures: int
+    forks: list[Row]
+    started: Row
+    stopped: Row
+    error: str
+    gaps: list[str]
+
+    def setting(self, name: str, default: Any = None) -> Any:
+        """A knob by its dotted name."""
+        value: Any = self.config
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return default if value is None else value
+
+    def series(self, name: str) -> list[tuple[float, float]]:
+        """`(step, value)` wherever there is a value."""
+        pairs = ((step_of(row), number(row.get(name))) for row in self.rows)
+        return [(step, value) for step, value in pairs if value is not None]
+
+    @property
+    def route(self) -> str:
+        return str(self.setting("old_logps.route", "unknown"))
+
+    @property
+    def exact(self) -> bool:
+        return is_exact(self.setting)
+
+    @property
+    def steps(self) -> int:
+        return step_of(self.rows[-1]) if self.rows else 0
+
+    @property
+    def planned(self) -> int:
+        return int(number(self.setting("steps")) or 0)
+
+    @property
+    def seconds(self) -> float | None:
+        times = [time for row in self.rows if (time := number(row.get("time_s"))) is not None]
+        return times[-1] if times else None
+
+    @property
+    def bound(self) -> float | None:
+        """The derived bound on staleness."""
+        bounds = self.series("schedule/staleness_bound")
+        return bounds[-1][1] if bounds else number(self.setting("schedule.max_staleness"))
+
+
+def gather(path: Path) -> Gathered:
+    """Read a run folder. What is missing or broken is named in `gaps`, and nothing of it is an error."""
+    folder = RunFolder(path)
+    config = folder.config()
+    rows = sorted(
+        (row for row in folder.rows(METRICS) if number(row.get("step")) is not None), key=step_of
+    )
+    trained = [row for row in rows if step_of(row) > 0]
+    before = [
+        time
+        for row in rows
+        if step_of(row) <= 0 and (time := number(row.get("time_s"))) is not None
+    ]
+    events = _Events(folder.rows(EVENTS))
+    last = step_of(trained[-1]) if trained else 0
+    points, audited, seen = _points(folder.rows(SAMPLES))
+    conversations = _conversations(folder.rows(TRAJECTORIES), last)
+    tasks = config.get("eval", {}).get("tasks") if isinstance(config.get("eval"), dict) else None
+    return Gathered(
+        name=path.resolve().name,
+        config=config,
+        rows=trained,
+        begin_s=before[-1]
+        if before
+        else min((s.start for s in events.spans if s.lane == "wait"), default=0.0),
+        exams=_exams(rows, events.exams, int(number(tasks) or 0)),
+        spans=events.spans[-MAX_SPANS:],
+        spans_left_out=max(0, len(events.spans) - MAX_SPANS),
+        points=points,
+        points_seen=seen,
+        audited=audited,
+        audit=folder.audit(),
+        survivors=folder.survivors(),
+        conversations=conversations,
+        failures=events.failures[:MAX_FAILURES],
+        num_failures=len(events.failures),
+        forks=events.forks,
+        started=events.started,
+        stopped=events.stopped,
+        error=folder.error(),
+        gaps=folder.gaps,
+    )
+
+
+def step_of(row: Mapping[str, Any]) -> int:
+    return int(number(row.get("step")) or 0)
+
+
+def histogram(row: Mapping[str, Any]) -> dict[int, float]:
+    """Tokens by lag of one step, whatever the file holds."""
+    found = row.get("schedule/staleness_histogram")
+    return by_lag(found.items()) if isinstance(found, Mapping) else {}
+
+
+def lag_values(row: Mapping[str, Any], prefix: str) -> dict[int, float]:
+    """The metrics `prefix/<lag>` of one step."""
+    return by_lag(
+        (name.removeprefix(prefix), value) for name, value in row.items() if name.startswith(prefix)
+    )
+
+
+def by_lag(pairs: Iterable[tuple[Any, Any]]) -> dict[int, float]:
+    """Pairs whose key is a lag and whose value is a number; others are not data.
+
+    >>> by_lag([("0", 3), ("x", 1), ("2", None), (1, 4.5)])
+    {0: 3.0, 1: 4.5}
+    """
+    lags: dict[int, float] = {}
+    for key, value in pairs:
+        text, amount = str(key), number(value)
+        if amount is not None and text.isascii() and text.isdigit() and len(text) <= 2:
+            lags[int(text)] = amount
+    return dict(sorted(lags.items()))
+
+
+class _Events:
+    """The events by kind."""
+
+    def __init__(self, events: Iterable[Row]) -> None:
+        self.spans: list[Span] = []
+        self.exams: list[Row] = []
+        self.failures: list[Row] = []
+        self.forks: list[Row] = []
+        self.started: Row = {}
+        self.stopped: Row = {}
+        for event in events:
+            match event.get("kind"):
+                case "span":
+                    start, end = number(event.get("start")), number(event.get("end"))
+                    if start is not None and end is not None and 0 <= start <= end:
+                        self.spans.append(
+                            Span(str(event.get("lane")), start, end, str(event.get("label") or ""))
+                        )
+                case "eval":
+                    self.exams.append(event)
+                case "episode_failed" if event.get("final", True):
+                    self.failures.append(event)
+                case "forked":
+                    self.forks.append(event)
+                case "started":
+                    self.started = event
+                case "stopped":
+                    self.stopped = event
+
+
+def _exams(rows: Iterable[Row], events: Iterable[Row], tasks: int) -> list[Exam]:
+    exams: dict[int, Exam] = {}
+    for row in rows:
+        success = number(row.get("eval/success"))
+        if success is not None:
+            exams[step_of(row)] = Exam(step_of(row), success, tasks)
+    for event in events:
+        success = number(event.get("success"))
+        if success is not None:
+            exams[step_of(event)] = Exam(
+                step_of(event), success, int(number(event.get("tasks")) or tasks)
+            )
+    return [exams[step] for step in sorted(exams)]
+
+
+def _points(rows: Iterable[Row]) -> tuple[list[Point], list[Audited], int]:
+    """Even samples of at most `MAX_POINTS`, plain and audited, the same for a file; how many plain ones there were."""
+    rng, kept, audited, seen = random.Random(0), list[Point](), list[Audited](), 0
+    seen_audited = 0
+    for row in rows:
+        lag, log_d, log_s = (number(row.get(name)) for name in ("lag", "log_d", "log_s"))
+        if lag is None or log_d is None or log_s is None or not 0 <= lag <= MAX_LAG:
+            continue
+        point = Point(int(lag), log_d, log_s)
+        true_d, true_s = number(row.get("true_log_d")), number(row.get("true_log_s"))
+        if true_d is not None and true_s is not None:
+            seen_audited += 1
+            _sample(audited, Audited(point, Point(int(lag), true_d, true_s)), seen_audited, rng)
+            continue
+        seen += 1
+        _sample(kept, point, seen, rng)
+    return kept, audited, seen
+
+
+def _sample(kept: list[T], item: T, seen: int, rng: random.Random) -> None:
+    """Reservoir sampling: of `seen` items so far, this one the last, each is among the kept ones as likely."""
+    if len(kept) < MAX_POINTS:
+        kept.append(item)
+    elif (place := rng.randrange(seen)) < MAX_POINTS:
+        kept[place] = item
+
+
+def succeeded(record: Mapping[str, Any]) -> bool:
+    """The record's own word, or a reward above one half."""
+    success = record.get("success")
+    return bool(success) if success is not None else (number(record.get("reward")) or 0.0) > 0.5
+
+
+def _conversations(rows: Iterable[Row], last: int) -> list[Chosen]:
+    """By rule, not by hand: of the first and of the last quarter of the steps, one success and one failure.
+
+    Preferred are those that lived through a weight update, then the earliest (latest) step.
+    """
+    best: dict[tuple[bool, bool], tuple[tuple[int, int], Row]] = {}
+    quarter = max(1, last // 4)
+    for row in rows:
+        step = step_of(row)
+        versions = row.get("versions")
+        mixed = min(2, len(versions)) if isinstance(versions, list) else 0
+        for late in (False, True):
+            if step > quarter if not late else step <= last - quarter:
+                continue
+            slot, rank = (late, succeeded(row)), (mixed, step if late else -step)
+            if slot not in best or rank > best[slot][0]:
+                best[slot] = (rank, row)
+    chosen, shown = [], set[int]()
+    for late, won in ((False, True), (False, False), (True, True), (True, False)):
+        if (late, won) in best and id(best[late, won][1]) not in shown:
+            record = best[late, won][1]
+            shown.add(id(record))
+            chosen.append(
+                Chosen(f"{'late' if late else 'early'} {'success' if won else 'failure'}", record)
+            )
+    return chosen

@@ -1,0 +1,117 @@
+"""`eager`: tokens are scored while their version still is the trainer's, in time it would spend waiting for data."""
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unstale.model.policy import Policy
+from unstale.old_logps import OldLogps, Passive, Scoring, Weights, has_clean_behavior
+from unstale.old_logps.scored import LogpCache, ScoreQueue, key_of
+from unstale.records import Batch, PendingPiece
+
+
+class Eager(Passive):
+    """Exact for what arrived in time and for what the trainer still is at; `fallback` answers the rest.
+
+    Finished turns stream in. What is sampled after the first optimizer step of a batch never is in time. Which share
+    of the tokens asked about was, is reported as `eager/exact_fraction`; a trainer that never waits covers those of lag
+    0, which it scores when it is asked, and about none beside.
+    """
+
+    def __init__(self, policy: Policy, *, scoring: Scoring, fallback: OldLogps) -> None:
+        self.fallback = fallback
+        self.needs = replace(fallback.needs, idle=True)
+        self._policy = policy
+        self._answers = LogpCache(scoring)
+        self._arrived: deque[PendingPiece] = deque()
+        self._waiting: dict[int, ScoreQueue] = {}
+        """By version."""
+        self._asked = self._covered = 0
+
+    def publishing(self, policy: Policy) -> None:
+        self.fallback.publishing(policy)
+
+    def published(self, policy: Policy, live: Collection[int]) -> None:
+        self._policy = policy
+        self._answers.keep(live, policy.version)
+        self._sort()
+        self._waiting = {
+            version: waiting
+            for version, waiting in self._waiting.items()
+            if version >= policy.version
+        }
+        self.fallback.published(policy, live)
+
+    def arrived(self, piece: PendingPiece) -> None:
+        self._arrived.append(piece)
+        self.fallback.arrived(piece)
+
+    def idle(self, policy: Policy) -> bool:
+        self._sort()
+        waiting = self._waiting.get(policy.version)
+        if not policy.at_version or not waiting:
+            return self.fallback.idle(policy)
+        self._answers.score(policy, waiting.take(self._answers.scoring.micro_tokens))
+        return True
+
+    def closing(self, policy: Policy, unscored: Sequence[PendingPiece]) -> None:
+        self.fallback.closing(policy, self._answers.lacking(unscored))
+
+    def trained(self, policy: Policy, kept: float) -> None:
+        self.fallback.trained(policy, kept)
+
+    def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
+        values, covered = self._answers.ask(self._policy, batch)
+        exact = covered & has_clean_behavior(batch)
+        rest = batch.sampled & ~covered
+        self._asked += int(batch.sampled.sum())
+        self._covered += int(exact.sum())
+        left = [i for i, (start, end) in enumerate(batch.spans()) if rest[start:end].any()]
+        if left:
+            part, index = replace(batch, sampled=rest).select(left)
+            theirs, claims = self.fallback.logps(part, now[index] if len(now) else now)
+            values = values.index_put((index,), torch.where(part.sampled, theirs, values[index]))
+            exact = exact.index_put((index,), torch.where(part.sampled, claims, exact[index]))
+        return values, exact
+
+    def costs(self) -> Mapping[str, float]:
+        theirs = self.fallback.costs()
+        spent = {
+            **theirs,
+            "forward_tokens": theirs.get("forward_tokens", 0.0) + self._answers.spent(),
+            "eager/exact_fraction": self._covered / max(1, self._asked),
+        }
+        self._asked = self._covered = 0
+        return spent
+
+    def events(self) -> list[dict[str, Any]]:
+        return self.fallback.events()
+
+    def state(self) -> Mapping[str, Any]:
+        return {"answers": self._answers.state(), "fallback": self.fallback.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._answers.restore(state["answers"])
+        self.fallback.restore(state["fallback"])
+
+    def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
+        """What it has no answer to itself is the fallback's, as it is when a version is closed."""
+        lacking = {version: self._answers.lacking(pieces) for version, pieces in past.items()}
+        self.fallback.recover(
+            {version: pieces for version, pieces in lacking.items() if pieces}, weights
+        )
+
+    def close(self) -> None:
+        self.fallback.close()
+
+    def _sort(self) -> None:
+        """What the event loop has handed over, by version."""
+        while self._arrived:
+            piece = self._arrived.popleft()
+            self._waiting.setdefault(piece.piece.version, ScoreQueue()).put(
+                key_of(piece), piece.tokens
+            )

@@ -1,0 +1,75 @@
+"""What the difference of two versions comes to: words that change, bytes they take, seconds to form and apply it.
+
+Measured with 20,193,600 bfloat16 weights under AdamW, on one core (benchmarks/results/2026-11-21-routes.md).
+"""
+
+import math
+from bisect import bisect
+from typing import NamedTuple
+
+from unstale.planner.models import WORD
+
+_WORDS = 20_193_600
+
+
+class Measured(NamedTuple):
+    """One row of the table: middles of its ranges."""
+
+    rate: float
+    changed: float
+    """Share of the words that one optimizer step changes."""
+    encode_s: float
+    walk_s: float
+
+
+TABLE = (
+    Measured(1e-6, 0.012, 0.05, 0.01),
+    Measured(3e-6, 0.033, 0.06, 0.01),
+    Measured(1e-5, 0.104, 0.09, 0.02),
+    Measured(1e-4, 0.502, 0.26, 0.07),
+)
+
+
+def delta_bytes(words: float, rate: float) -> float:
+    """Of the delta between neighbouring versions at a learning rate: positions and values of the changed words.
+
+    Positions take the entropy of their gaps, which the codec's bytes come to once they are compressed. Values (XORs of
+    mostly neighbouring numbers) take 3.3 bits and, where steps are larger, more: fitted, within 3% of the table.
+
+    >>> [round(4 * delta_bytes(1, row.rate) / 2, 3) for row in TABLE]  # model copies of five versions
+    [0.033, 0.08, 0.212, 0.79]
+    """
+    share = changed_share(rate)
+    if share == 1:
+        return WORD * words
+    entropy = -share * math.log2(share) - (1 - share) * math.log2(1 - share)
+    return min(WORD * words, words * (entropy + share * (3.3 + 2 * share)) / 8)
+
+
+def changed_share(rate: float) -> float:
+    """Of bfloat16 words, by one step at this learning rate. Below the table in proportion to it.
+
+    >>> [round(changed_share(rate), 4) for rate in (1e-7, 1e-6, 2e-6, 1.0)]
+    [0.0012, 0.012, 0.0227, 1.0]
+    """
+    if rate <= TABLE[0].rate:
+        return TABLE[0].changed * rate / TABLE[0].rate
+    return min(1.0, _between(rate, "changed"))
+
+
+def encode_s(words: float, rate: float) -> float:
+    """Seconds of one core to form a delta."""
+    return words / _WORDS * _between(max(rate, TABLE[0].rate), "encode_s")
+
+
+def walk_s(words: float, rate: float) -> float:
+    """Seconds of one core to apply a delta."""
+    return words / _WORDS * _between(max(rate, TABLE[0].rate), "walk_s")
+
+
+def _between(rate: float, column: str) -> float:
+    """Along straight lines through the table on logarithmic scales, the last one being continued."""
+    place = min(max(bisect([row.rate for row in TABLE], rate), 1), len(TABLE) - 1)
+    low, high = TABLE[place - 1], TABLE[place]
+    part = math.log(rate / low.rate) / math.log(high.rate / low.rate)
+    return float(getattr(low, column) ** (1 - part) * getattr(high, column) ** part)

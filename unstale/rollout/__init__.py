@@ -1,0 +1,1 @@
+"""Episodes: engine and environment make trajectories, a queue bounds their staleness."""

@@ -1,0 +1,18 @@
+"""Public fakes and conformance suites. What passes a suite keeps its room's contract (architecture.md, section 4)."""
+
+from unstale.testing.engines import check_engine
+from unstale.testing.envs import NOISE, check_env
+from unstale.testing.models import episode, nudge, plain_logps, tiny_policy, written_down
+from unstale.testing.old_logps import check_old_logps
+
+__all__ = [
+    "NOISE",
+    "check_engine",
+    "check_env",
+    "check_old_logps",
+    "episode",
+    "nudge",
+    "plain_logps",
+    "tiny_policy",
+    "written_down",
+]

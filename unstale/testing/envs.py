@@ -1,0 +1,76 @@
+"""What every task set keeps."""
+
+import asyncio
+import math
+from itertools import islice
+
+from unstale.envs import Closing, Message, Taskset, ToolCall, Turn, combined
+from unstale.records import Task
+
+NOISE = (
+    Message("assistant", ""),
+    Message("assistant", "hello"),
+    Message("assistant", "", (ToolCall("", {}, error="the call is not JSON"),)),
+    Message("assistant", "", (ToolCall("no_such_tool", {"x": 1}),)),
+    Message(
+        "assistant",
+        "bye",
+        (ToolCall("no_such_tool", {}), ToolCall("", {}, error="the call is not JSON")),
+    ),
+)
+"""Replies that any policy may give; an environment answers all of them."""
+
+
+def check_env(taskset: Taskset, *, episodes: int = 20, max_turns: int = 30) -> None:
+    """Whether a task set and its environments keep their contract: AssertionError says what breaks it, and why.
+
+    Plays `episodes` episodes of noise twice: the same task, seed and replies must give the same answers.
+    """
+    held_out = taskset.held_out(8)
+    drawn = list(islice(taskset.train(0), 200))
+    assert drawn == list(islice(taskset.train(0), 200)), (
+        "train(0) gives other tasks the second time: seed all randomness"
+    )
+    both = {task.key for task in held_out} & {task.key for task in drawn}
+    assert not both, f"held-out tasks are among the training tasks: {sorted(both)[:3]}"
+    assert held_out == taskset.held_out(8), (
+        "held_out gives other tasks the second time: it must be a fixed set"
+    )
+    for tool in taskset.tools:
+        assert tool.get("function", {}).get("name"), (
+            f"a tool without function.name, as chat templates need it: {tool}"
+        )
+    for number, task in enumerate(drawn[:episodes]):
+        first, again = (asyncio.run(_play(taskset, task, number, max_turns)) for _ in range(2))
+        assert first == again, (
+            f"{task.key} with seed {number} went differently the second time: seed all randomness"
+        )
+
+
+async def _play(taskset: Taskset, task: Task, seed: int, max_turns: int) -> list[Turn]:
+    env = taskset.env(task, seed)
+    turns = [await env.begin()]
+    assert turns[0].messages and not turns[0].done, (
+        f"{task.key} begins with nothing to answer: begin() poses the task"
+    )
+    for number in range(max_turns):
+        if turns[-1].done:
+            break
+        turns.append(combined(taskset, await env.step(NOISE[(seed + number) % len(NOISE)])))
+    if isinstance(env, Closing):
+        await env.close()
+    for turn in turns:
+        assert turn.done or turn.messages, (
+            f"{task.key}: a turn without messages that is not done leaves nothing to say"
+        )
+        roles = {message.role for message in turn.messages}
+        assert roles <= {"system", "user", "tool"}, (
+            f"{task.key}: an environment cannot speak as {roles}"
+        )
+        assert all(map(math.isfinite, (turn.reward, *turn.rewards.values()))), (
+            f"{task.key}: rewards must be finite"
+        )
+        assert not turn.rewards or turn.done, (
+            f"{task.key}: rewards count only with done=True; use reward for one reply"
+        )
+    return turns

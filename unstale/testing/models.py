@@ -1,0 +1,101 @@
+"""Small policies and what is made of them, for tests."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch import Tensor
+from torch.nn import Module
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from unstale.durability.checkpoint import Checkpoints, Progress
+from unstale.model.lora import Lora
+from unstale.model.policy import DTYPES, Policy
+from unstale.records import ContextPiece, Piece, Sampled, ScoredTrajectory, Task, Trajectory
+
+
+def tiny_policy(*, seed: int = 0, dtype: str = "float32", lora: Lora | None = None) -> Policy:
+    """A random Qwen3 with 64 words, on the CPU: small enough for a test, and far enough from uniform to tell apart."""
+    words = {f"w{i}": i for i in range(64)}
+    inner = Tokenizer(WordLevel(words, unk_token="w0"))
+    inner.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="w1")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    Module.to(model, DTYPES[dtype])
+    return Policy(model, tokenizer, lora=lora)
+
+
+def plain_logps(policy: Policy, tokens: Sequence[int], *, temperature: float = 1.0) -> Tensor:
+    """`[T]` of one sequence by an ordinary forward pass of the model, unpacked: the slow reference."""
+    row = torch.tensor([tokens], device=policy.device)
+    with torch.no_grad():
+        logits = policy.model(input_ids=row, use_cache=False).logits[0, :-1]
+    logp = (
+        torch.log_softmax(logits.double() / temperature, -1).gather(1, row[0, 1:, None]).squeeze(1)
+    )
+    return torch.cat([logp.new_zeros(1), logp])
+
+
+def episode(
+    number: int, plan: Sequence[int | tuple[int, int] | tuple[int, int, bool]], **rest: float
+) -> ScoredTrajectory:
+    """A random episode: `n` is n given tokens, `(n, version)` or `(n, version, clean)` n sampled ones.
+
+    `rest`: `advantage` (1.0). Tokens and `behavior_logp` follow from `number` alone.
+    """
+    noise = torch.Generator().manual_seed(number)
+    pieces: list[Piece] = []
+    for item in plan:
+        count, *how = (item,) if isinstance(item, int) else item
+        tokens = tuple(torch.randint(2, 64, (count,), generator=noise).tolist())
+        if how:
+            behavior_logp = tuple((-1 - torch.rand(count, generator=noise) * 4).tolist())
+            pieces.append(
+                Sampled(tokens, behavior_logp, how[0], clean=bool(how[1]) if len(how) > 1 else True)
+            )
+        else:
+            pieces.append(ContextPiece(tokens))
+    task = Task("random", "train", number)
+    trajectory = Trajectory(
+        tuple(pieces), {"reward": 1.0}, "done", task, seed=number, episode=number
+    )
+    return ScoredTrajectory(trajectory, (rest.get("advantage", 1.0),))
+
+
+def nudge(policy: Policy, *, seed: int, size: float = 0.02) -> None:
+    """Move the weights as an optimizer step would: the policy is no longer at its version."""
+    noise = torch.Generator().manual_seed(seed)
+    moved = {
+        name: tensor + size * torch.randn(tensor.shape, generator=noise).to(tensor)
+        for name, tensor in policy.weights().items()
+    }
+    policy.load_weights(moved)
+
+
+def written_down(state: Any) -> Any:
+    """What comes back of a part's state that a checkpoint held. TypeError for what no checkpoint can hold."""
+    with TemporaryDirectory() as folder:
+        checkpoints = Checkpoints(
+            Path(folder), {"part": cast(Any, SimpleNamespace(state=lambda: state))}
+        )
+        return checkpoints.load(checkpoints.save(Progress(), tiny_policy())).states["part"]

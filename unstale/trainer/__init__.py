@@ -1,0 +1,1 @@
+"""The trainer, its optimizer and its metrics."""

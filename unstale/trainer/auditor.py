@@ -1,0 +1,293 @@
+"""The audit inside training: a share of every batch is scored again by full copies of the versions that sampled it.
+
+The copies are the auditor's own, so that what is measured is not the route's view of itself.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unstale.algorithms import audit
+from unstale.algorithms.audit import Estimate, Tokens
+from unstale.algorithms.corrections import Control
+from unstale.algorithms.objectives import Surrogate
+from unstale.model.policy import Policy, Scored, VersionGaps, lag_of
+from unstale.old_logps import OldLogps, Scoring, Weights, has_clean_behavior
+from unstale.records import Batch, PendingPiece
+from unstale.weights.recording import Recording, TrainedOn
+
+WINDOW = 4096
+"""Audited tokens that leaks, correlation and agreement are taken over: one step's sample is too small for them."""
+MAX_POINTS = 64
+"""(log D, log S) points kept of one step, evenly spread over its audited tokens."""
+NOISE_SEQUENCES = 4
+"""Sequences that are scored in another packing to measure the noise."""
+TURN = 0.6180339887
+"""The golden ratio: multiples of it, modulo 1, spread evenly however many there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """The run's own thresholds: what they do with `prox` is compared with what they do with the truth."""
+
+    correction: Callable[[Tensor, Batch], Control]
+    surrogate: Callable[[Tensor, Tensor, Batch], Surrogate]
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """Action tokens under audit, and the verdicts on them: `[2, N]`, taken with `prox` and with the truth."""
+
+    tokens: Tokens
+    dropped: Tensor
+    clipped: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """A batch with its true old logits, and the policy's log-probabilities before the step's first update."""
+
+    batch: Batch
+    version: int
+    old_logp: Tensor
+    logp: Tensor
+    version_gaps: VersionGaps = ()
+
+    def compare(self, prox: Tensor, judge: Thresholds) -> Audited:
+        """With what a route says, `[T]`.
+
+        Tokens of no version's policy have no truth: they are left out, and where they share a unit with others the
+        verdict on these is taken with the route's value for them both times.
+        """
+        batch, where = self.batch, has_clean_behavior(self.batch)
+        both = (prox, torch.where(where, self.old_logp, prox))
+        dropped = [~judge.correction(old_logp, batch).keep for old_logp in both]
+        clipped = [judge.surrogate(self.logp, old_logp, batch).clipped for old_logp in both]
+        lag = lag_of(batch.version, at=self.version, version_gaps=self.version_gaps)
+        tokens = Tokens(
+            prox, self.old_logp, self.logp, batch.behavior_logp, lag, batch.sequence, where
+        )
+        return Audited(
+            tokens.flat(), torch.stack(dropped)[:, where], torch.stack(clipped)[:, where]
+        )
+
+
+def join(parts: Sequence[Audited]) -> Audited:
+    """Several batches as one."""
+    return Audited(
+        audit.join([part.tokens for part in parts]),
+        torch.cat([part.dropped for part in parts], 1),
+        torch.cat([part.clipped for part in parts], 1),
+    )
+
+
+def figures(audited: Audited, noise: float) -> dict[str, float | None]:
+    """The figures of algorithm.md, section 5, with standard errors, by name. None where the data cannot tell."""
+    tokens = audited.tokens
+    leaks = audit.leaks(tokens, noise=noise)
+    return {
+        **with_error("decomposition_error", audit.decomposition_error(tokens)),
+        **with_error("staleness_leak", leaks.staleness),
+        **with_error("discrepancy_leak", leaks.discrepancy),
+        "factor_correlation": audit.factor_correlation(tokens, noise=noise),
+        "mask_agreement": audit.agreement(*audited.dropped, sampled=tokens.sampled),
+        "clip_agreement": audit.agreement(*audited.clipped, sampled=tokens.sampled),
+    }
+
+
+def with_error(name: str, estimate: Estimate | None) -> dict[str, float | None]:
+    """An estimate as two figures."""
+    return {
+        name: estimate.value if estimate else None,
+        f"{name}_se": estimate.se if estimate else None,
+    }
+
+
+def score_truth(
+    movable: Policy,
+    batch: Batch,
+    weights: Callable[[int], Mapping[str, Tensor]],
+    *,
+    scoring: Scoring,
+) -> Scored:
+    """Each clean action token by a model that holds, in full, the weights of the version that sampled it."""
+    clean, forward_tokens = has_clean_behavior(batch), 0
+    logp = torch.zeros(len(batch.tokens))
+    for version in batch.version[clean].unique().tolist():
+        where = clean & (batch.version == version)
+        movable.load_weights(weights(version))
+        scored = scoring(movable, batch, where)
+        logp = torch.where(where, scored.logp, logp)
+        forward_tokens += scored.forward_tokens
+    return Scored(logp, forward_tokens)
+
+
+def packing_noise(policy: Policy, batch: Batch, logp: Tensor, *, scoring: Scoring) -> float:
+    """Root mean square by which a log-probability depends on what it is packed with and where it is cut.
+
+    `logp` is `policy`'s own, of `batch`. Some sequences are scored again, each alone and cut in the middle. Never less
+    than the resolution of the numbers.
+    """
+    some, index = batch.select(spread(batch.num_sequences, NOISE_SEQUENCES, turn=0.0))
+    where = some.sampled.clone()
+    for start, end in some.spans():
+        own = start + where[start:end].nonzero().squeeze(1)
+        where[own[(len(own) + 1) // 2 :]] = False
+    again = Scoring(scoring.temperature, micro_tokens=1)(policy, some, where).logp
+    apart = (again - logp[index])[where].double()
+    return max(
+        torch.finfo(logp.dtype).eps, apart.square().mean().sqrt().item() if len(apart) else 0.0
+    )
+
+
+def spread(count: int, wanted: int, *, turn: float) -> list[int]:
+    """`wanted` of `count` positions at even distances, from an offset that `turn` (0 to 1) shifts.
+
+    >>> spread(10, 3, turn=0.0), spread(10, 3, turn=0.9), spread(2, 5, turn=0.5)
+    ([0, 3, 6], [3, 6, 9], [0, 1])
+    """
+    wanted = min(wanted, count)
+    return [int((i + turn) * count / wanted) for i in range(wanted)]
+
+
+class Auditor:
+    """Measures the route on `share` of every batch's sequences, and writes the `recording` if there is one."""
+
+    def __init__(
+        self, policy: Policy, old: OldLogps, judge: Thresholds, *, scoring: Scoring, share: float
+    ) -> None:
+        self.recording: Recording | None = None
+        self._policy, self._old, self._judge, self._scoring, self._share = (
+            policy,
+            old,
+            judge,
+            scoring,
+            share,
+        )
+        self._movable = policy.twin() if share else None
+        self._copies: dict[int, dict[str, Tensor]] = {}
+        self._window: deque[Audited] = deque()
+        self._steps = 0
+        self._seconds = 0.0
+
+    def published(self, policy: Policy, live: Collection[int]) -> None:
+        """Keep a copy of the weights, and those of the versions that somebody still needs."""
+        if self.recording:
+            self.recording.version(policy.version, policy.weights())
+        if self._share:
+            began = time.perf_counter()
+            self._copies = {
+                version: held for version, held in self._copies.items() if version in live
+            }
+            self._copies[policy.version] = {
+                name: tensor.clone() for name, tensor in policy.weights().items()
+            }
+            self._seconds += time.perf_counter() - began
+
+    def look(self, batch: Batch, old_logp: Tensor) -> dict[str, float]:
+        """Figures of how wrong `old_logp` is (empty: the route answers inline, and is asked), as metrics.
+
+        Called before the first optimizer step on a batch. A figure that the data cannot tell is not among them.
+        """
+        self._steps += 1
+        if self.recording:
+            self.recording.batch(
+                TrainedOn(self._steps, self._policy.version, batch, self._policy.version_gaps)
+            )
+        if self._movable is None:
+            return {}
+        began = time.perf_counter()
+        wanted = max(1, round(self._share * batch.num_sequences))
+        some, index = batch.select(spread(batch.num_sequences, wanted, turn=self._steps * TURN % 1))
+        true = score_truth(self._movable, some, self._copy, scoring=self._scoring)
+        now = self._scoring(self._policy, some, some.sampled)
+        noise = packing_noise(self._policy, some, now.logp, scoring=self._scoring)
+        prox = old_logp[index] if len(old_logp) else self._old.logps(some, now.logp)[0]
+        truth = Truth(some, self._policy.version, true.logp, now.logp, self._policy.version_gaps)
+        audited = truth.compare(prox, self._judge)
+        found = self._figures(audited, noise)
+        seconds, self._seconds = self._seconds + time.perf_counter() - began, 0.0
+        return found | {
+            "old_logps/noise": noise,
+            "audit/tokens": float(len(audited.tokens)),
+            "audit/forward_tokens": float(true.forward_tokens + now.forward_tokens),
+            "audit/resident_bytes": float(self._resident_bytes),
+            "audit/seconds": seconds,
+        }
+
+    def points(self) -> list[dict[str, float]]:
+        """`log_d`, `log_s` by the route and in truth, and `lag`, of some tokens last audited, for plots."""
+        if not self._window:
+            return []
+        tokens = self._window[-1].tokens
+        chosen = spread(len(tokens), MAX_POINTS, turn=0.0)
+        columns = {
+            "log_d": tokens.log_d_hat, "log_s": tokens.log_s_hat,
+            "true_log_d": tokens.log_d, "true_log_s": tokens.log_s, "lag": tokens.lag,
+        }  # fmt: skip
+        return [{name: column[i].item() for name, column in columns.items()} for i in chosen]
+
+    def state(self) -> Mapping[str, Any]:
+        return {
+            "copies": {version: dict(held) for version, held in self._copies.items()},
+            "steps": self._steps,
+            "window": [
+                {"tokens": _columns(part.tokens), "dropped": part.dropped, "clipped": part.clipped}
+                for part in self._window
+            ],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._copies = {int(version): dict(held) for version, held in state["copies"].items()}
+        self._steps = state["steps"]
+        self._window = deque(
+            Audited(Tokens(**held["tokens"]), held["dropped"], held["clipped"])
+            for held in state["window"]
+        )
+
+    def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
+        """After `restore`: copies of the versions that unconsumed pieces need and its state has not, from the disk."""
+        if self._share:
+            for version in sorted(past.keys() - self._copies.keys()):
+                self._copies[version] = dict(weights(version))
+
+    def _figures(self, audited: Audited, noise: float) -> dict[str, float]:
+        """The error of this step's tokens; the rest over the window that they are added to."""
+        self._window.append(audited)
+        while (
+            sum(len(part.tokens) for part in self._window) - len(self._window[0].tokens) >= WINDOW
+        ):
+            self._window.popleft()
+        pooled = figures(join(self._window), noise)
+        fresh = with_error("decomposition_error", audit.decomposition_error(audited.tokens))
+        found = {
+            f"audit/{name}": value
+            for name, value in {**pooled, **fresh}.items()
+            if value is not None
+        }
+        by_lag = audit.error_by_lag(audited.tokens)
+        return found | {
+            f"by_lag/audit_error/{lag}": estimate.value for lag, estimate in by_lag.items()
+        }
+
+    def _copy(self, version: int) -> Mapping[str, Tensor]:
+        if version not in self._copies:
+            raise LookupError(
+                f"the audit has no copy of version {version}: it was in no `live` since its publication"
+            )
+        return self._copies[version]
+
+    @property
+    def _resident_bytes(self) -> int:
+        assert self._movable is not None
+        held = [*self._copies.values(), self._movable.weights()]
+        return sum(tensor.nbytes for tensors in held for tensor in tensors.values())
+
+
+def _columns(tokens: Tokens) -> dict[str, Tensor]:
+    return {field.name: getattr(tokens, field.name) for field in fields(tokens)}

@@ -1,0 +1,532 @@
+"""The trainer: one batch becomes optimizer steps.
+
+    prepare(batch) -> Work    old log-probabilities, corrections, denominators: once, before anything moves
+    backward(part)            the gradient of one optimizer step, in micro-batches
+    step()                    clip, schedule, optimizer
+
+All of it is synchronous and meant for a worker thread. The model runs on its device; what is made of its
+log-probabilities, `[T]` numbers, is formed on the CPU.
+"""
+
+import copy
+import difflib
+import inspect
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from unstale.algorithms.corrections import Control, NonFinite, bounded_exp, check_finite, start
+from unstale.algorithms.objectives import Surrogate, reference_kl
+from unstale.config import ConfigError, TrainerConfig
+from unstale.model.policy import ForwardOptions, Policy, Scored
+from unstale.old_logps import OldLogps
+from unstale.records import Batch
+
+MAX_POINTS = 256
+"""(log D, log S, lag) points kept of one batch, evenly spread over its action tokens."""
+
+NOT_FINITE = (FloatingPointError, NonFinite)
+"""What is raised, before the optimizer step, when a loss, a gradient or a log-probability is not finite."""
+
+Correction = Callable[[Tensor, Batch], Control]
+"""`(old_logp [T], batch)` -> what the discrepancy control says of each token."""
+
+Audit = Callable[[Batch, Tensor], Mapping[str, float]]
+"""`(batch, old_logp [T])` -> figures of how wrong the route is; `old_logp` is empty if the route answers inline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """The loss: `surrogate` per token, what it is divided by, and the two terms beside it."""
+
+    surrogate: Callable[[Tensor, Tensor, Batch], Surrogate]
+    """`(logp [T], old_logp [T], batch)`."""
+    norm: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """`(sampled [T], keep [T], sequence [T])` -> what each token's loss is multiplied by."""
+    reference_kl: float = 0.0
+    """Coefficient of the KL to the policy that the run began with."""
+    entropy: float = 0.0
+    """Coefficient of the entropy bonus."""
+    idle_at_zero: bool = False
+    """A token whose advantage is 0 has no gradient. Then sequences of such tokens alone are not run at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """From three log-probabilities to a loss: what `build` made of the configuration."""
+
+    correction: Correction
+    objective: Objective
+    temperature: float
+    """The sampling temperature: it is part of mu, so it is part of pi."""
+    audit: Audit = lambda batch, old_logp: {}
+    """Called before the first optimizer step on a batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Minibatch:
+    """The sequences of one optimizer step; every tensor is `[T]` and needs no gradient."""
+
+    batch: Batch
+    old_logp: Tensor
+    """Empty if the route answers inline: it is then asked with each pass's own log-probabilities."""
+    factor: Tensor
+    """Correction weight, 0 where dropped; ones while that is not known."""
+    norm: Tensor
+    """Shares of the step's one denominator, before masking."""
+    reference_logp: Tensor
+    """Of the policy that the run began with; empty unless the objective has a reference KL."""
+    lag: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FailedBatch:
+    """What the trainer is at work on, to be kept beside the error if a number goes wrong."""
+
+    stage: Literal["old_logps", "step"]
+    """`old_logps`: the route's answers for a batch. `step`: the loss and the gradient of one optimizer step."""
+    part: Minibatch
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """A batch cut into its optimizer steps."""
+
+    parts: tuple[Minibatch, ...]
+
+
+class Trainer:
+    """Owns the optimizer and its float32 weights.
+
+    Under float32 these are the policy's own. Under bfloat16 the policy holds the forward weights, a bfloat16 copy made
+    after every step: what the forward pass uses is then exactly what is published. Gradients are summed in float32.
+    """
+
+    def __init__(
+        self, policy: Policy, config: TrainerConfig, rules: Rules, old: OldLogps, *, num_steps: int
+    ) -> None:
+        """`num_steps`: optimizer steps of the whole run, over which the learning rate falls."""
+        self.policy, self.config, self.rules, self.old = policy, config, rules, old
+        self.num_steps = num_steps
+        policy.set_forward_options(ForwardOptions.of(config))
+        self.steps = 0
+        self._forward = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
+        self._master = {name: _master(parameter) for name, parameter in self._forward.items()}
+        self.optimizer = make_optimizer(config, list(self._master.values()))
+        self._reference = policy.twin() if rules.objective.reference_kl else None
+        self._tally = StepMetrics()
+        self.suspect: FailedBatch | None = None
+
+    def prepare(self, batch: Batch) -> PreparedBatch:
+        """Everything that is fixed before the first optimizer step on this batch.
+
+        Sequences whose advantage is 0 have no gradient: they count in the denominators and are not run, nor scored.
+        """
+        began = time.perf_counter()
+        self._tally = tally = StepMetrics()
+        rules, whole, steps = self.rules, batch, _split(batch, self.config.steps_per_batch)
+        busy = self._busy(whole, torch.ones_like(whole.advantage)) or list(
+            range(whole.num_sequences)
+        )
+        batch, where = whole.select(busy)
+        lag = torch.where(batch.sampled, self.policy.lag(batch.version), -1)
+        old_logp, control = torch.empty(0), start(batch.sampled)
+        if not self.old.needs.inline:
+            old_logp, control = self._judge(batch, self._now(batch), lag)
+        reference = self._score(self._reference, batch).logp if self._reference else torch.empty(0)
+        tally.figures["trainer/action_tokens"] = float(whole.sampled.sum())
+        keep = whole.sampled.index_put((where,), control.keep)
+        place = {sequence: i for i, sequence in enumerate(busy)}
+        parts = []
+        for members in steps:
+            counted, index = whole.select(members)
+            share = rules.objective.norm(counted.sampled, keep[index], counted.sequence)
+            norm = share.new_zeros(len(whole.tokens)).index_put((index,), share)
+            own, index = batch.select([place[i] for i in members if i in place])
+            parts.append(
+                Minibatch(own, _rows(old_logp, index), control.factor[index], norm[where][index],
+                     _rows(reference, index), lag[index])
+            )  # fmt: skip
+        tally.prepare_s = time.perf_counter() - began
+        tally.figures |= rules.audit(batch, old_logp)
+        return PreparedBatch(tuple(parts))
+
+    def backward(self, part: Minibatch) -> None:
+        """Add the gradient of this part's loss, whatever the micro-batches it is cut into."""
+        began = time.perf_counter()
+        self.suspect = FailedBatch("step", part)
+        self._tally.num_parts += 1
+        busy = self._busy(part.batch, part.factor * part.norm)
+        spans = part.batch.spans()
+        chosen, asked = [spans[i] for i in busy], part.batch.sampled
+        for members in self.policy.pack(part.batch, chosen, self.config.micro_tokens, where=asked):
+            micro, index = part.batch.select([busy[i] for i in members])
+            loss = self._loss(part, micro, index)
+            if not math.isfinite(loss.item()):
+                raise FloatingPointError(
+                    f"the loss of optimizer step {self.steps + 1} is {loss.item()}; no step was taken"
+                )
+            loss.backward()
+            self._gather_gradients()
+            self._tally.micro_batches += 1
+            self._tally.tokens += len(micro.tokens)
+        self._tally.seconds += time.perf_counter() - began
+
+    def step(self) -> None:
+        """One optimizer step on the gradients gathered since the last. Raises before it if they are not finite."""
+        began = time.perf_counter()
+        for master in self._master.values():
+            if (
+                master.grad is None
+            ):  # every sequence was idle: the gradient is 0, which is not the same as none
+                master.grad = torch.zeros_like(master)
+        norm = float(nn.utils.clip_grad_norm_(self._master.values(), self.config.grad_clip))
+        if not math.isfinite(norm):
+            raise FloatingPointError(
+                f"the gradient norm of optimizer step {self.steps + 1} is {norm}; no step was taken. "
+                "A lower trainer.lr, or a narrower correction band, keeps it finite"
+            )
+        rate = self.config.lr * lr_factor(self.steps, self.config, num_steps=self.num_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._cast()
+        self.policy.at_version = False
+        self.steps += 1
+        self.old.trained(self.policy, self._tally.kept_share)
+        self._tally.grad_norms.append(norm)
+        self._tally.lr = rate
+        self._tally.seconds += time.perf_counter() - began
+
+    def metrics(self) -> Mapping[str, float]:
+        """Of the batch last prepared, once all its parts are done."""
+        costs = dict(self.old.costs())
+        costs["forward_tokens"] = costs.get("forward_tokens", 0.0) + self._tally.now_tokens
+        named = {
+            name if "/" in name else f"old_logps/{name}": value for name, value in costs.items()
+        }
+        return self._tally.metrics() | named
+
+    def points(self) -> list[dict[str, float]]:
+        """`log_d`, `log_s` and `lag` of some action tokens of that batch, for plots."""
+        return self._tally.points()
+
+    def state(self) -> Mapping[str, Any]:
+        """Weights, optimizer, position in the schedule, version. The tensors are the live ones."""
+        return {
+            "weights": {name: tensor.detach() for name, tensor in self._master.items()},
+            "optimizer": self.optimizer.state_dict(),
+            "steps": self.steps,
+            "version": self.policy.version,
+            "at_version": self.policy.at_version,
+            "jumps": self.policy.version_gaps,
+            "base": self.policy.base,
+        }
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state()`. The policy gets its weights and its version. ConfigError if its base is another."""
+        self.policy.require_base(state.get("base", 0))
+        for name, tensor in self._master.items():
+            tensor.copy_(state["weights"][name])
+        self._cast()
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        self.steps = state["steps"]
+        self.policy.version = state["version"]
+        self.policy.at_version = state["at_version"]
+        self.policy.version_gaps = tuple((first, skipped) for first, skipped in state["jumps"])
+
+    def _loss(self, part: Minibatch, micro: Batch, index: Tensor) -> Tensor:
+        objective, run = self.rules.objective, self.policy.prefix_tree(micro)
+        asked: dict[str, Any] = {"temperature": self.rules.temperature, "where": micro.sampled}
+        entropy = torch.empty(0)
+        if objective.entropy:
+            logp, entropy = self.policy.logps_and_entropy(run, **asked)
+        else:
+            logp = self.policy.logps(run, **asked)
+        self._tally.run_tokens += run.num_tokens
+        logp, entropy = logp.cpu(), entropy.cpu()
+        check_finite(
+            {"logp": logp.detach()}, micro.sampled, sequence=_episode(micro), version=micro.version
+        )
+        old_logp, factor, norm = _rows(part.old_logp, index), part.factor[index], part.norm[index]
+        if self.old.needs.inline:
+            old_logp, control = self._judge(micro, logp.detach(), part.lag[index])
+            factor = control.factor
+        surrogate = objective.surrogate(logp, old_logp, micro)
+        loss = (factor * norm * surrogate.loss).sum()
+        if objective.reference_kl:
+            # Tokens are drawn from mu, the divergence is of pi: D * S carries over, whatever the controls say.
+            ratio = bounded_exp(logp.detach() - micro.behavior_logp)
+            divergence = reference_kl(logp, part.reference_logp[index], sampled=micro.sampled)
+            loss = loss + objective.reference_kl * (norm * ratio * divergence).sum()
+            self._tally.add("objective/reference_kl", float((norm * divergence.detach()).sum()))
+        if objective.entropy:
+            loss = loss - objective.entropy * (norm * entropy).sum()
+            self._tally.add("objective/entropy", float((norm * entropy.detach()).sum()))
+        log_s = logp.detach() - old_logp
+        self._tally.learn(
+            micro, old_logp, log_s=log_s, lag=part.lag[index], clipped=surrogate.clipped
+        )
+        self._tally.add("objective/loss", loss.item())
+        return loss
+
+    def _now(self, batch: Batch) -> Tensor:
+        """The current log-probabilities, if the route reads them."""
+        if not self.old.needs.now:
+            return torch.empty(0)
+        scored = self._score(self.policy, batch)
+        self._tally.now_tokens += scored.forward_tokens
+        return scored.logp
+
+    def _judge(self, batch: Batch, now: Tensor, lag: Tensor) -> tuple[Tensor, Control]:
+        """Old log-probabilities from the route, and what the discrepancy control says of them."""
+        old_logp, exact = self.old.logps(batch, now)
+        if not self.old.needs.inline:
+            ones = torch.ones_like(old_logp)
+            self.suspect = FailedBatch(
+                "old_logps", Minibatch(batch, old_logp, ones, ones, torch.empty(0), lag)
+            )
+        logps = {"behavior_logp": batch.behavior_logp, "old_logp": old_logp}
+        check_finite(logps, batch.sampled, sequence=_episode(batch), version=batch.version)
+        control = self.rules.correction(old_logp, batch)
+        self._tally.judge(batch, old_logp, control, exact=exact, lag=lag)
+        return old_logp, control
+
+    def _busy(self, batch: Batch, factor: Tensor) -> list[int]:
+        """Sequences that can have a gradient, given what their tokens' losses are multiplied by."""
+        alive = batch.sampled
+        if self.rules.objective.idle_at_zero:
+            alive = alive & (factor != 0) & (batch.advantage != 0)
+        return [i for i, (start, end) in enumerate(batch.spans()) if alive[start:end].any()]
+
+    def _score(self, policy: Policy, batch: Batch) -> Scored:
+        return policy.score(
+            batch,
+            batch.sampled,
+            temperature=self.rules.temperature,
+            micro_tokens=self.config.micro_tokens,
+        )
+
+    def _gather_gradients(self) -> None:
+        """From forward weights that are a copy, into float32. One tensor at a time, after every micro-batch."""
+        for name, parameter in self._forward.items():
+            master = self._master[name]
+            if master is parameter or parameter.grad is None:
+                continue
+            gradient = parameter.grad.to(master.dtype)
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            parameter.grad = None
+
+    @torch.no_grad()
+    def _cast(self) -> None:
+        for name, parameter in self._forward.items():
+            if parameter is not self._master[name]:
+                parameter.copy_(self._master[name])
+
+
+class StepMetrics:
+    """What one batch came to. Action tokens only."""
+
+    def __init__(self) -> None:
+        self.figures: dict[str, float] = {}
+        self.now_tokens = self.tokens = self.run_tokens = self.micro_batches = 0
+        self.prepare_s = self.seconds = self.lr = 0.0
+        self.num_parts = 0
+        self._summed = {"objective/loss": 0.0}
+        self.grad_norms: list[float] = []
+        self._judged: list[dict[str, Tensor]] = []
+        self._rows: list[dict[str, Tensor]] = []
+
+    def add(self, name: str, value: float) -> None:
+        """To a sum over the sequences of one optimizer step; reported as the mean over the steps of the batch."""
+        self._summed[name] = self._summed.get(name, 0.0) + value
+
+    def judge(
+        self, batch: Batch, old_logp: Tensor, control: Control, *, exact: Tensor, lag: Tensor
+    ) -> None:
+        """What the route and the discrepancy control said, of every action token that has a gradient."""
+        own = batch.sampled
+        log_d = (old_logp - batch.behavior_logp)[own]
+        row = {"log_d": log_d, "lag": lag[own], "keep": control.keep[own].double()}
+        self._judged.append(
+            row | {"weight": control.factor[own].double(), "exact": exact[own].double()}
+        )
+
+    def learn(
+        self, batch: Batch, old_logp: Tensor, *, log_s: Tensor, lag: Tensor, clipped: Tensor
+    ) -> None:
+        """Of one micro-batch, when its loss was formed: the tokens that were run."""
+        own = batch.sampled
+        row = {"log_d": (old_logp - batch.behavior_logp)[own], "log_s": log_s[own]}
+        self._rows.append(row | {"lag": lag[own], "clipped": clipped[own].double()})
+
+    @property
+    def kept_share(self) -> float:
+        """Share of the action tokens judged so far that the discrepancy control kept."""
+        return (
+            torch.cat([row["keep"] for row in self._judged]).mean().item() if self._judged else 1.0
+        )
+
+    def metrics(self) -> dict[str, float]:
+        figures = self.figures | {
+            name: value / max(1, self.num_parts) for name, value in self._summed.items()
+        }
+        figures |= {
+            "trainer/busy_tokens": 0.0,
+            "objective/clipped_share": 0.0,
+            "old_logps/seconds": self.prepare_s,
+            "trainer/grad_norm": sum(self.grad_norms) / max(1, len(self.grad_norms)),
+            "trainer/lr": self.lr,
+            "trainer/micro_batches": float(self.micro_batches),
+            "trainer/tokens": float(self.tokens),
+            "trainer/run_tokens": float(self.run_tokens),  # what siblings share counts once a pass
+            "trainer/seconds": self.seconds,
+            "trainer/tokens_per_s": self.tokens / self.seconds if self.seconds else 0.0,
+        }
+        if self._judged:  # an inline route is asked about nothing when every sequence is idle
+            judged = _columns(self._judged)
+            figures |= {
+                "trainer/busy_tokens": float(len(judged["lag"])),
+                "old_logps/exact_fraction": judged["exact"].mean().item(),
+                "correction/kept_share": judged["keep"].mean().item(),
+                "correction/weight_mean": judged["weight"].mean().item(),
+                **_sizes("correction/log_d", judged["log_d"], judged["lag"]),
+            }
+        if self._rows:
+            column = _columns(self._rows)
+            figures["objective/clipped_share"] = (
+                column["clipped"].sum().item() / figures["trainer/busy_tokens"]
+            )
+            figures |= _sizes("objective/log_s", column["log_s"], column["lag"])
+        return figures
+
+    def points(self) -> list[dict[str, float]]:
+        if not self._rows:
+            return []
+        column = _columns(self._rows)
+        chosen = torch.linspace(
+            0, len(column["lag"]) - 1, min(MAX_POINTS, len(column["lag"]))
+        ).long()
+        rows = zip(
+            *(column[name][chosen].tolist() for name in ("log_d", "log_s", "lag")), strict=True
+        )
+        return [{"log_d": d, "log_s": s, "lag": lag} for d, s, lag in rows]
+
+
+def _columns(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+
+def _rows(values: Tensor, index: Tensor) -> Tensor:
+    """`values[index]`, or nothing of nothing."""
+    return values[index] if len(values) else values
+
+
+def _sizes(name: str, log_ratio: Tensor, lag: Tensor) -> dict[str, float]:
+    """Mean, mean size and its 99th percentile (nearest rank), and the mean size of each lag."""
+    _, short = name.split("/")
+    size = log_ratio.double().abs()
+    figures = {
+        f"{name}_mean": log_ratio.double().mean().item(),
+        f"{name}_abs_mean": size.mean().item(),
+        f"{name}_p99": size.sort().values[round(0.99 * (len(size) - 1))].item(),
+    }
+    return figures | {
+        f"by_lag/{short}_abs/{age}": size[lag == age].mean().item() for age in lag.unique().tolist()
+    }
+
+
+def make_optimizer(config: TrainerConfig, parameters: list[Tensor]) -> torch.optim.Optimizer:
+    """Any class of torch.optim by its name. ConfigError names the nearest for a name that is none."""
+    known = [
+        name for name, kind in vars(torch.optim).items()
+        if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    ]  # fmt: skip
+    if config.optimizer not in known:
+        near = difflib.get_close_matches(config.optimizer, known, n=5, cutoff=0.4) or sorted(known)
+        raise ConfigError(
+            f"trainer.optimizer must be a class of torch.optim, got {config.optimizer!r}; nearest: {', '.join(near)}"
+        )
+    kind = getattr(torch.optim, config.optimizer)
+    options: dict[str, Any] = {"lr": config.lr}
+    takes = inspect.signature(kind).parameters
+    if "weight_decay" in takes:
+        options["weight_decay"] = config.weight_decay
+    elif config.weight_decay:
+        raise ConfigError(
+            f"trainer.weight_decay must be 0 with {config.optimizer}, which has none; got {config.weight_decay}"
+        )
+    if "decoupled_weight_decay" in takes and config.weight_decay:
+        options["decoupled_weight_decay"] = True
+    if "fused" in takes and parameters and _fuses(kind, parameters[0]):
+        options["fused"] = True
+    if kind is torch.optim.LBFGS:
+        raise ConfigError(
+            "trainer.optimizer must not be LBFGS: it evaluates the loss again within a step"
+        )
+    try:
+        return kind(parameters, **options)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"trainer.optimizer: {config.optimizer} cannot train this model: {error}"
+        ) from error
+
+
+def _fuses(kind: Any, parameter: Tensor) -> bool:
+    """Whether this class has one kernel for a step on the parameter's device, which only a step tells."""
+    one = nn.Parameter(torch.zeros_like(parameter.detach().flatten()[:1]))
+    one.grad = torch.zeros_like(one)
+    try:
+        kind([one], fused=True).step()
+    except (RuntimeError, ValueError, TypeError):
+        return False
+    return True
+
+
+def lr_factor(step: int, config: TrainerConfig, *, num_steps: int) -> float:
+    """What the learning rate is multiplied by at optimizer step `step`, counted from 0.
+
+    Warm-up rises linearly and reaches 1 at its last step; then the schedule falls towards 0 at `num_steps`.
+
+    >>> [lr_factor(step, TrainerConfig(lr_schedule="linear", warmup_steps=2), num_steps=6) for step in range(6)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    done = min(1.0, (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps))
+    match config.lr_schedule:
+        case "constant":
+            return 1.0
+        case "linear":
+            return 1 - done
+        case "cosine":
+            return (1 + math.cos(math.pi * done)) / 2
+
+
+def _master(parameter: nn.Parameter) -> Tensor:
+    """The optimizer's tensor for this forward weight: the weight itself, unless it is narrower than float32."""
+    if parameter.dtype in (torch.float32, torch.float64):
+        return parameter
+    return nn.Parameter(parameter.detach().float())
+
+
+def _episode(batch: Batch) -> Tensor:
+    """`[T]`, for error messages: the episode that a token belongs to."""
+    return torch.tensor(batch.episodes)[batch.sequence]
+
+
+def _split(batch: Batch, num_parts: int) -> list[list[int]]:
+    """Sequences with an action token, dealt out in turn, so that siblings are spread over the optimizer steps."""
+    holding = [i for i, (start, end) in enumerate(batch.spans()) if batch.sampled[start:end].any()]
+    if not holding:
+        raise ValueError(
+            f"none of the {batch.num_sequences} sequences of this batch has an action token"
+        )
+    return [holding[k::num_parts] for k in range(num_parts) if holding[k::num_parts]]

@@ -1,0 +1,1 @@
+"""Published weights: version store, codec, publication to engines."""
