@@ -30,11 +30,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:  # an interrupted run leaves what was there before
         make(recipe, Path(made))
         shutil.copytree(made, out, dirs_exist_ok=True)
-    print(f"made in {(time.perf_counter() - start) / 60:.1f} min: {out}")  # noqa: T201
+    print(f"made in {(time.perf_counter() - start) / 60:.1f} min: {out}")
     model = AutoModelForCausalLM.from_pretrained(out, dtype="float32")
     tokenizer, tasks = AutoTokenizer.from_pretrained(out), RetailTasks(level=1).held_out(256)
     for temperature in (1.0, 0.0):
-        print(table(play(model, tokenizer, tasks, temperature=temperature)))  # noqa: T201
+        print(table(play(model, tokenizer, tasks, temperature=temperature)))
 
 
 if __name__ == "__main__":

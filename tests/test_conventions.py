@@ -1,0 +1,64 @@
+"""Conventions of the package that a machine can check."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import unstale
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "unstale").rglob("*.py"))
+
+
+def is_broad(handler: ast.ExceptHandler) -> bool:
+    """Return True for `except:`, `except Exception` and `except BaseException`."""
+    if handler.type is None:
+        return True
+    return isinstance(handler.type, ast.Name) and handler.type.id in ("Exception", "BaseException")
+
+
+def test_only_the_rollout_catches_every_exception() -> None:
+    broad = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ExceptHandler) and is_broad(node):
+                broad.append(path.relative_to(ROOT / "unstale").as_posix())
+    assert broad == ["rollout/episode.py"]
+
+
+def test_scheduling_code_does_not_poll() -> None:
+    """`asyncio.sleep(0)` yields to other tasks; every other wait is on an event or has a time-out."""
+    timers = re.compile(r"sleep\((?!0\))|call_later|call_at|Timer\(|LOOK_S|BEAT_S")
+    files = [ROOT / "unstale" / "loop.py", ROOT / "unstale" / "weights" / "publish.py"]
+    for package in ("rollout", "trainer"):
+        files.extend((ROOT / "unstale" / package).glob("*.py"))
+    assert not [path.name for path in files if timers.search(path.read_text())]
+
+
+def test_no_source_file_has_an_open_task() -> None:
+    words = ("TO" + "DO", "FIX" + "ME", "XX" + "X")
+    assert not [str(path) for path in SOURCES if any(word in path.read_text() for word in words)]
+
+
+def test_public_names_are_sorted_and_importable() -> None:
+    assert unstale.__all__ == sorted(unstale.__all__)
+    for name in unstale.__all__:
+        assert getattr(unstale, name) is not None
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import unstale.cli.main",
+        "import unstale.observe.report.page",
+        "from unstale import recipes",
+    ],
+)
+def test_light_modules_do_not_import_torch(statement: str) -> None:
+    heavy = "{'torch', 'transformers', 'ray', 'vllm'}"
+    code = f"{statement}\nimport sys\nassert not {heavy} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
