@@ -50,7 +50,7 @@ class Ours:
 
     def __init__(self, folder: Path, dtype: Any, threads: int) -> None:
         from unstale.engines.embedded.engine import EmbeddedEngine
-        from unstale.engines.several import EnginePool
+        from unstale.engines.pool import EnginePool
 
         self._loop = asyncio.new_event_loop()
         processes = threads if self.divided else 1

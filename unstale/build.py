@@ -34,9 +34,9 @@ from unstale.durability.checkpoint import Checkpoints, Progress, Stateful
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.engines import Engine
 from unstale.engines.embedded.engine import EmbeddedEngine
+from unstale.engines.pool import EnginePool
 from unstale.engines.servers.sglang import SglangEngine
 from unstale.engines.servers.vllm import VllmEngine
-from unstale.engines.several import EnginePool
 from unstale.engines.supervised import RestartingEngine
 from unstale.envs import Taskset
 from unstale.envs.calculator import CalculatorTasks

@@ -26,7 +26,7 @@ from unstale.old_logps.old_logit_model import OldLogitModel
 from unstale.old_logps.rollout import Rollout
 from unstale.old_logps.snapshot_old import SnapshotOld
 from unstale.records import PendingPiece, collate
-from unstale.testing import check_old_logps, episode, nudge, tiny_policy, written_down
+from unstale.testing import check_old_logps, checkpoint_round_trip, episode, nudge, tiny_policy
 from unstale.trainer.auditor import Auditor, Truth
 from unstale.weights.recording import Recorded, Recording, TrainedOn
 from unstale.weights.store import StoreFull
@@ -121,7 +121,7 @@ def resumed(
     policy.version = 2
     route = build_old_logps(ROUTES[name], policy, SCORING)
     if state is not None:
-        route.restore(written_down(state))
+        route.restore(checkpoint_round_trip(state))
     policy.assign_new_version(published + 1)
     route.recover({version: pieces_of(version) for version in range(5)}, disk)
     return route, policy
@@ -133,7 +133,7 @@ def test_killed_twice_after_the_same_checkpoint_and_resumed_from_no_state_at_all
     with closing(build_old_logps(ROUTES[name], policy, SCORING)) as route:
         copies = play(route, policy, versions=2)
         route.closing(policy, pieces_of(1))
-        state = written_down(route.state())
+        state = checkpoint_round_trip(route.state())
     for version in (2, 3, 4):
         nudge(policy, seed=version)
         copies.append(policy.twin())
@@ -181,7 +181,7 @@ def test_snapshots_read_no_version_twice_and_keep_their_memory_limit() -> None:
         policy.version = version
         copies.append(policy.twin())
         route.published(policy, live=range(3))
-    state = written_down(route.state())
+    state = checkpoint_round_trip(route.state())
     route, disk = build_old_logps(config, policy, SCORING), Disk([*copies, *copies])
     assert isinstance(route, SnapshotOld)
     route.restore(state)
@@ -224,7 +224,7 @@ def test_the_audit_goes_on_with_the_same_figures() -> None:
         again = copies[2].twin()
         again.version = 2
         auditor = Auditor(again, old, JUDGE, scoring=Scoring(1.0, 64), share=0.5)
-        auditor.restore(written_down(state) if jumped else state)
+        auditor.restore(checkpoint_round_trip(state) if jumped else state)
         auditor.recover({1: (), 3: ()}, disk := Disk(copies))
         assert disk.read == [3]
         again.assign_new_version(4)

@@ -16,13 +16,13 @@ from tests.support.fake_sglang import FakeSglang
 from tests.support.fake_vllm import FakeVllm
 from unstale import config
 from unstale.engines import Engine, EngineDied, Reply, SamplingParams, rates
+from unstale.engines.pool import CACHED_TOKENS_PER_REPLY, MAX_EXTRA_REPLIES, EnginePool
 from unstale.engines.scripted import ScriptedEngine
 from unstale.engines.servers import remote
 from unstale.engines.servers.http import Http
 from unstale.engines.servers.remote import ProbeFailed, RemoteEngine
 from unstale.engines.servers.sglang import SglangEngine
 from unstale.engines.servers.vllm import VllmEngine
-from unstale.engines.several import MAX_AHEAD, WORTH, EnginePool
 from unstale.engines.supervised import RestartingEngine
 from unstale.testing import check_engine, nudge, plain_logps, tiny_policy
 from unstale.weights.store import VersionStore
@@ -510,10 +510,10 @@ def test_an_episode_goes_where_its_prefix_is(keep_cache: bool) -> None:
 @pytest.mark.parametrize(
     ("length", "together"),
     [
-        (WORTH - 16, 1),
-        (3 * WORTH, 3),
-        (WORTH * (MAX_AHEAD + 1), MAX_AHEAD + 1),
-        (WORTH * 2 * MAX_AHEAD, MAX_AHEAD + 1),
+        (CACHED_TOKENS_PER_REPLY - 16, 1),
+        (3 * CACHED_TOKENS_PER_REPLY, 3),
+        (CACHED_TOKENS_PER_REPLY * (MAX_EXTRA_REPLIES + 1), MAX_EXTRA_REPLIES + 1),
+        (CACHED_TOKENS_PER_REPLY * 2 * MAX_EXTRA_REPLIES, MAX_EXTRA_REPLIES + 1),
     ],
 )
 def test_siblings_begin_together_as_far_as_their_opening_is_worth_it(
@@ -526,7 +526,7 @@ def test_siblings_begin_together_as_far_as_their_opening_is_worth_it(
 
     async def story() -> None:
         await cramped.start()
-        where = await asked.siblings(engine, 2 * MAX_AHEAD + 2, length=length)
+        where = await asked.siblings(engine, 2 * MAX_EXTRA_REPLIES + 2, length=length)
         assert where.index(1) == together and abs(where.count(0) - where.count(1)) <= together
         assert sorted((await asked.siblings(cramped, 5, length=length))[:4]) == [0, 0, 1, 1]
 

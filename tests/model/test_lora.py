@@ -62,7 +62,7 @@ from unstale.model.lora import Base, Lora
 from unstale.model.policy import Policy
 from unstale.old_logps import Scoring
 from unstale.old_logps.rollout import Rollout
-from unstale.testing import check_old_logps, nudge, plain_logps, tiny_policy, written_down
+from unstale.testing import check_old_logps, checkpoint_round_trip, nudge, plain_logps, tiny_policy
 from unstale.trainer.local import Rules, Trainer
 from unstale.weights.publish import DirectPublisher
 from unstale.weights.store import VersionStore
@@ -487,7 +487,7 @@ def test_what_a_run_with_adapters_has_to_keep() -> None:
 
 def test_a_checkpoint_goes_on_over_its_own_base_alone(folder: Path, other: Path) -> None:
     one, same_base, another = (make(Policy.load(at, lora=LORA)) for at in (folder, folder, other))
-    same_base.restore(written_down(one.state()))
+    same_base.restore(checkpoint_round_trip(one.state()))
     with pytest.raises(ConfigError, match="adapters were trained on other weights than those in"):
         another.restore(one.state())
 

@@ -41,7 +41,7 @@ from unstale.old_logps.old_logit_model import OldLogitModel, OldLogitModelDied
 from unstale.old_logps.scored import key_of, score_pieces
 from unstale.records import Batch, PendingPiece, Sampled, collate, walk
 from unstale.rollout.episode import Rollout
-from unstale.testing import episode, nudge, plain_logps, tiny_policy, written_down
+from unstale.testing import checkpoint_round_trip, episode, nudge, plain_logps, tiny_policy
 from unstale.trainer.local import Trainer
 from unstale.weights import wire
 
@@ -426,7 +426,7 @@ def test_a_resumed_route_starts_its_process_at_the_first_publication_and_hears_o
     policy = tiny_policy()
     with built("old_logit_model", policy) as route:
         copies = play(route, policy, versions=3)
-        state = written_down(route.state())
+        state = checkpoint_round_trip(route.state())
     nudge(policy, seed=3)
     policy.version = 3
     copies.append(policy.twin())

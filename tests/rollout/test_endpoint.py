@@ -851,7 +851,7 @@ def test_a_text_that_ends_a_reply_is_found_in_few_looks_where_it_first_stands(
         asked = wire.read_chat(body, temperature=1.0)
         manner = Session._manner(SimpleNamespace(voice=voice), asked, lambda text: None)
         read.clear()
-        found, looks = manner.look(tokens), len(read)
+        found, looks = manner.find_end(tokens), len(read)
         ends = (
             k
             for k in range(len(tokens) + 1)

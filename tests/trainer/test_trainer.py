@@ -34,7 +34,7 @@ from unstale.records import (
     Trajectory,
     collate,
 )
-from unstale.testing import episode, nudge, plain_logps, tiny_policy, written_down
+from unstale.testing import checkpoint_round_trip, episode, nudge, plain_logps, tiny_policy
 from unstale.trainer.local import Rules, Trainer, lr_factor, make_optimizer
 
 WIDE = CorrectionConfig(control="truncate", high=1e6)
@@ -438,7 +438,7 @@ def test_a_state_that_was_written_down_has_every_bit(optimizer: str) -> None:
     )
     one.policy.assign_new_version(4)
     learn(one, a_batch())
-    other.restore(written_down(one.state()))
+    other.restore(checkpoint_round_trip(one.state()))
     assert other.policy.version_gaps == one.policy.version_gaps == ((4, 3),)
     for trainer in (one, other):
         learn(trainer, a_batch())

@@ -79,15 +79,15 @@ class GenerationOptions:
     max_tokens: int = 1 << 30
     chunk: int = 1 << 30
     """Tokens after which it is looked at."""
-    look: Callable[[Sequence[int]], int | None] = lambda tokens: None
+    find_end: Callable[[Sequence[int]], int | None] = lambda tokens: None
     """Gets all of its tokens so far; says how many of them it has, if it is to end there."""
 
     def is_over(self, said: Sequence[int]) -> bool:
-        return self.look(said) is not None
+        return self.find_end(said) is not None
 
     def cut(self, said: Sequence[int], piece: Sampled) -> Sampled:
         """What belongs to the reply of a piece that comes after `said`: where a reply ends depends on nothing later."""
-        kept = self.look((*said, *piece.tokens))
+        kept = self.find_end((*said, *piece.tokens))
         if kept is None:
             return piece
         kept -= len(said)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from unstale.engines.several import MAX_AHEAD, WORTH
+from unstale.engines.pool import CACHED_TOKENS_PER_REPLY, MAX_EXTRA_REPLIES
 from unstale.planner.costs import Costs
 from unstale.planner.world import World
 
@@ -333,7 +333,8 @@ class Engines:
         elif (
             at is not None
             and at.up
-            and at.busy - idlest.busy <= min(MAX_AHEAD, reply.cached / WORTH)
+            and at.busy - idlest.busy
+            <= min(MAX_EXTRA_REPLIES, reply.cached / CACHED_TOKENS_PER_REPLY)
         ):
             at.take(reply)
         else:

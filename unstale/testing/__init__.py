@@ -2,7 +2,7 @@
 
 from unstale.testing.engines import check_engine
 from unstale.testing.envs import NOISE, check_env
-from unstale.testing.models import episode, nudge, plain_logps, tiny_policy, written_down
+from unstale.testing.models import checkpoint_round_trip, episode, nudge, plain_logps, tiny_policy
 from unstale.testing.old_logps import check_old_logps
 
 __all__ = [
@@ -10,9 +10,9 @@ __all__ = [
     "check_engine",
     "check_env",
     "check_old_logps",
+    "checkpoint_round_trip",
     "episode",
     "nudge",
     "plain_logps",
     "tiny_policy",
-    "written_down",
 ]

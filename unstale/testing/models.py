@@ -92,7 +92,7 @@ def nudge(policy: Policy, *, seed: int, size: float = 0.02) -> None:
     policy.load_weights(moved)
 
 
-def written_down(state: Any) -> Any:
+def checkpoint_round_trip(state: Any) -> Any:
     """What comes back of a part's state that a checkpoint held. TypeError for what no checkpoint can hold."""
     with TemporaryDirectory() as folder:
         checkpoints = Checkpoints(

@@ -11,7 +11,7 @@ from unstale.model.lora import Lora
 from unstale.model.policy import Policy
 from unstale.old_logps import Needs, OldLogps, has_clean_behavior
 from unstale.records import Batch, PendingPiece, Sampled, collate, walk
-from unstale.testing.models import episode, nudge, plain_logps, tiny_policy, written_down
+from unstale.testing.models import checkpoint_round_trip, episode, nudge, plain_logps, tiny_policy
 
 
 def check_old_logps(make: Callable[[Policy], OldLogps], *, lora: Lora | None = None) -> None:
@@ -55,7 +55,7 @@ def _check_route(route: OldLogps, restored: OldLogps, policy: Policy) -> bool:
     assert all(math.isfinite(cost) and cost >= 0 for cost in costs.values()), (
         f"costs are finite and >= 0: {costs}"
     )
-    restored.restore(written_down(route.state()))
+    restored.restore(checkpoint_round_trip(route.state()))
     restored.published(policy, live={0, 1, 2})
     for one, other in zip(_ask(restored, policy, batch), (values, exact), strict=True):
         assert torch.equal(one, other), "restored from its state, it answers the same"
@@ -78,7 +78,7 @@ def _check_recovery(
                 route.arrived(piece)
             route.closing(policy, _pieces_of(version, _INTERRUPTED))
             nudge(policy, seed=version + 1)
-    state = written_down(state)
+    state = checkpoint_round_trip(state)
     past = {version: _pieces_of(version, _INTERRUPTED) for version in range(5)}
     batch = collate([episode(number, plan) for number, plan in enumerate(_INTERRUPTED)])
     again = copies[3].twin()

@@ -7,9 +7,9 @@ from unstale.engines import Engine, EngineDied, Reply, SamplingParams, Update
 from unstale.engines.prefixes import Prefixes
 from unstale.records import Sampled
 
-MAX_AHEAD = 8
+MAX_EXTRA_REPLIES = 8
 """So many more replies than the least busy engine one may be sampling, for the sake of what it has cached."""
-WORTH = 128
+CACHED_TOKENS_PER_REPLY = 128
 """Cached tokens for each of them: in a small model, to compute them takes as long as one more reply holds up others."""
 
 
@@ -121,15 +121,18 @@ class EnginePool:
         return [member for member in self._members if member.up]
 
     def _route(self, tokens: Sequence[int]) -> _Member:
-        """Where what is cached of it is most worth being busier than others, which ends at `MAX_AHEAD`."""
+        """Where what is cached of it is most worth being busier than others, which ends at `MAX_EXTRA_REPLIES`."""
         if not self._up:
             raise self._died
         least = min(member.busy for member in self._up)
-        most = min(least + MAX_AHEAD, max(least, self._room - 1))
+        most = min(least + MAX_EXTRA_REPLIES, max(least, self._room - 1))
         near = [member for member in self._up if member.busy <= most]
         return max(
             near,
-            key=lambda member: (member.seen.length(tokens) - WORTH * member.busy, -member.busy),
+            key=lambda member: (
+                member.seen.length(tokens) - CACHED_TOKENS_PER_REPLY * member.busy,
+                -member.busy,
+            ),
         )
 
     async def _each(self, call: Callable[[Engine], Awaitable[None]]) -> None:
