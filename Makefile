@@ -1,4 +1,4 @@
-# The verbs: setup demo test check base-policy bench report. `make demo` and `make test` work on a fresh clone.
+# Main targets: setup demo test check bench report. `make demo` and `make test` work on a fresh clone.
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
@@ -10,7 +10,7 @@ export GOMP_SPINCOUNT := 10000
 
 setup: .venv/.ready
 
-# torch first and pinned: any looser request brings gigabytes of CUDA packages along.
+# Install torch first and pinned. A looser request would download gigabytes of CUDA packages.
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
@@ -23,7 +23,7 @@ demo: setup
 test: setup
 	$(BIN)/pytest -n 2 --dist loadfile
 
-# Minutes, and 3 GB on the disk: real inference servers have an environment of their own.
+# Test against a real vLLM server, in its own environment (minutes, 3 GB of disk).
 test-engines: .venv-engines/.ready
 	.venv-engines/bin/pytest tests/engines
 
@@ -33,8 +33,8 @@ test-engines: .venv-engines/.ready
 	.venv-engines/bin/pip install --quiet --disable-pip-version-check --no-deps -r constraints-engines.txt
 	touch $@
 
-# Minutes, and 1 GB on the disk: libraries that want environments of their own, each with .venv behind it. tau2-bench is no
-# package: make test-adapters TAU2=<folder of its source>.
+# Test the adapters whose libraries need their own environments, each on top of .venv (minutes, 1 GB of disk).
+# tau2-bench is not in the registry: make test-adapters TAU2=<folder of its source>.
 ADAPTERS := openenv verifiers $(if $(TAU2),tau2)
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 test-adapters: $(ADAPTERS:%=.venv-adapters/%/.ready)
@@ -51,7 +51,7 @@ test-adapters: $(ADAPTERS:%=.venv-adapters/%/.ready)
 	test $* != tau2 || .venv-adapters/tau2/bin/pip install --quiet --no-deps --ignore-requires-python $(TAU2)
 	touch $@
 
-# Minutes: 10,000 generated conversations with each chat template, where the suite has 150.
+# Check each chat template with 10,000 generated conversations instead of 150 (minutes).
 conversations: setup
 	CONVERSATIONS=10000 $(BIN)/pytest -n 2 tests/rollout/test_endpoint.py -k whatever
 
@@ -64,8 +64,8 @@ check: setup
 base-policy: setup
 	$(BIN)/python -m tools.base_policy
 
-# How fast it is, question by question (docs/speed.md): under 40 minutes on two cores, with fewer repeats and models than the
-# verb of a question has by itself, to benchmarks/results/short. Where one fails the others go on, and it is named at the end.
+# Run all benchmarks with fewer repeats and models (about 40 minutes on two cores; docs/speed.md). The tables go to
+# benchmarks/results/short. If one fails, the others still run, and its name is printed at the end.
 QUESTIONS := generate train memory schedule async routes publish simulate
 SHORT_generate := --repeats 2 --sizes 1M
 SHORT_train := --repeats 2 --models 1M
@@ -84,7 +84,7 @@ bench: bench-peers .venv/.bench
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	touch $@
 
-# Whom it is measured against, each in an environment of its own: minutes, and 4 GB on the disk.
+# Install the peers, each in its own environment (minutes, 4 GB of disk).
 bench-peers: .venv-peers/.ready .venv-engines/.ready
 
 .venv-peers/.ready: constraints.txt
@@ -93,56 +93,57 @@ bench-peers: .venv-peers/.ready .venv-engines/.ready
 	.venv-peers/bin/pip install --quiet --disable-pip-version-check -c constraints.txt transformers trl
 	touch $@
 
-# A quarter of an hour: sampled tokens a second, beside transformers and vLLM's CPU build.
+# Sampled tokens per second against transformers and vLLM's CPU build (15 minutes).
 bench-generate: bench-peers .venv/.bench
 	$(BIN)/python -m benchmarks.generate $(ARGS)
 
-# Twelve minutes: trained tokens a second, and whole steps, beside TRL.
+# Trained tokens per second and whole steps against TRL (12 minutes).
 bench-train: bench-peers .venv/.bench
 	$(BIN)/python -m benchmarks.train $(ARGS)
 
-# Ten minutes: the peak of scoring and training by size of the vocabulary.
+# Peak memory of scoring and training by vocabulary size (10 minutes).
 bench-memory: .venv/.bench
 	$(BIN)/python -m benchmarks.memory $(ARGS)
 
-# Ten minutes: what a turn costs, and an episode takes, with 10 to 100,000 alive.
+# Cost of a turn and memory of an episode with 10 to 100,000 live episodes (10 minutes).
 bench-schedule: .venv/.bench
 	$(BIN)/python -m benchmarks.schedule $(ARGS)
 
-# 25 minutes: asynchronous against synchronous over the share of tool time, the staleness bound and the window. 35: success.
+# Asynchronous against synchronous by share of tool time, staleness bound and window (25 minutes).
 bench-async: .venv/.bench
 	$(BIN)/python -m benchmarks.asynchrony $(ARGS)
 
+# Held-out success of asynchronous and synchronous training (35 minutes).
 bench-async-learning: .venv/.bench
 	$(BIN)/python -m benchmarks.asynchrony --learning $(ARGS)
 
-# Ten minutes: what each route costs, alone and of a real step, and how wrong it is.
+# Cost and error of each route (10 minutes).
 bench-routes: .venv/.bench
 	$(BIN)/python -m benchmarks.routes $(ARGS)
 
-# Four minutes: bytes and seconds of a published version, whole and as a delta.
+# Bytes and seconds of a publication, whole and as a delta (4 minutes).
 bench-publish: .venv/.bench
 	$(BIN)/python -m benchmarks.publish $(ARGS)
 
-# A quarter of an hour: the planner's predictions beside measured runs, and beside published ones.
+# The planner's predictions against measured and published runs (15 minutes).
 bench-simulate: .venv/.bench
 	$(BIN)/python -m benchmarks.simulate $(ARGS)
 
-# 25 minutes on a machine with a GPU, in the environment that has its torch: make bench-gpu BIN=/usr/bin
+# All GPU measurements (25 minutes), in the environment that has a CUDA torch: make bench-gpu BIN=/usr/bin
 bench-gpu:
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 bench-demo: setup
 	$(BIN)/python benchmarks/demo.py
 
-# An agent of the OpenAI SDK through the endpoint, beside the desk's own environment: half an hour.
+# An OpenAI-SDK agent through the endpoint against the built-in environment (30 minutes).
 bench-agent: setup
 	$(BIN)/python benchmarks/agent.py
 
 bench-retail: setup
 	$(BIN)/python benchmarks/retail_degenerate.py
 
-# The routes against each other where staleness hurts, timed without the audit: hours. What was cut short goes on.
+# Compare the routes at high staleness, without the audit (hours). An interrupted comparison resumes.
 bench-compare: setup
 	$(BIN)/unstale compare retail --name compare-routes --seeds 5 \
 		--routes rollout current_recompute interp_prox_loglinear ppo_ewma_async snapshot_old \
@@ -150,24 +151,24 @@ bench-compare: setup
 		--schedule.max_staleness 6 --schedule.groups_per_step 8 --trainer.lr_schedule constant \
 		--steps 60 --eval.tasks 128 --eval.every 20
 
-# Minutes: every route replayed on one recorded run, against the theory.
+# Replay every route on one recorded run and compare with the theory (minutes).
 bench-audit: setup
 	$(BIN)/python benchmarks/audit.py
 
-# Minutes: what the journal and checkpoints cost, and how soon a killed run trains again.
+# Cost of the journal and checkpoints, and the time to resume (minutes).
 bench-resume: setup
 	$(BIN)/python benchmarks/resume.py
 
-# Five minutes: 64 streaming episodes at once behind the endpoint, while the weights change.
+# 64 streaming episodes at the endpoint during weight updates (5 minutes).
 bench-endpoint: setup
 	$(BIN)/python benchmarks/endpoint.py
 
-# Runs and engines killed, N times and twice N / 2 times: make chaos N=10 takes minutes.
+# Kill runs N times and engines twice N / 2 times, and check that nothing is lost. make chaos N=10 takes minutes.
 N ?= 100
 chaos: setup
 	$(BIN)/python benchmarks/chaos.py --kills $(N)
 
-# Minutes: inputs from a disk, a user or a model, made wrong. Without atheris it says so and draws them at random.
+# Fuzz all readers of untrusted input (minutes). Without atheris the inputs are random.
 fuzz: setup
 	-$(BIN)/python -c 'import atheris' || $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt atheris
 	$(BIN)/python -m fuzz.run $(ARGS)
@@ -175,6 +176,6 @@ fuzz: setup
 report: setup
 	$(BIN)/unstale report $(RUN)
 
-# The table of sizes: lines, files, functions, parameters, options.
+# Print the sizes of the package: lines, files, functions, parameters.
 sizes: setup
 	$(BIN)/python -m tools.sizes
