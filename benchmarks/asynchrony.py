@@ -85,7 +85,7 @@ class Workload:
     latency_s: float
     latency_sigma: float
     max_staleness: int
-    window: int
+    lookahead_window: int
     groups_per_step: int
     group_size: int
     synchronous: bool = True
@@ -103,7 +103,7 @@ class Workload:
             ),
             schedule=ScheduleConfig(
                 max_staleness=0 if synchronous else self.max_staleness,
-                window=1 if synchronous else self.window,
+                lookahead_window=1 if synchronous else self.lookahead_window,
                 groups_per_step=self.groups_per_step,
                 group_size=self.group_size,
             ),
@@ -303,7 +303,7 @@ def tables(results: Sequence[Result]) -> list[str]:
         work, runs = result.work, result.found[ASYNC]
         lines.append(
             row(
-                work.name, f"{result.tools:.0%}", f"{work.max_staleness}, {work.window}", len(runs),
+                work.name, f"{result.tools:.0%}", f"{work.max_staleness}, {work.lookahead_window}", len(runs),
                 f"{result.step_s(SYNC):.2f}", f"{result.step_s(ASYNC):.2f}", spread(result.faster),
                 f"{result.ideal_s:.2f}", _most(runs),
                 spread([100 * share for share in result.near], "{:.0f}%"),
@@ -347,7 +347,7 @@ def _curve(results: Sequence[Result]) -> list[str]:
         work, runs = result.work, result.found[ASYNC]
         lines.append(
             row(
-                work.max_staleness, work.window, len(runs), spread([one.step_s for one in runs]),
+                work.max_staleness, work.lookahead_window, len(runs), spread([one.step_s for one in runs]),
                 f"{base.step_s(SYNC) / result.step_s(ASYNC):.2f}", f"{result.ideal_s:.2f}",
                 f"{median(result.near):.0%}", f"{result.of_bounded:.0%}",
             )
@@ -399,7 +399,7 @@ def shown(
         [base] if base else []
     )
     curve = [
-        (one.work.window, one.work.max_staleness, base.step_s(SYNC) / one.step_s(ASYNC))
+        (one.work.lookahead_window, one.work.max_staleness, base.step_s(SYNC) / one.step_s(ASYNC))
         for one in points
         if base
     ]

@@ -67,7 +67,7 @@ class Big(Size):
     heads: int
     kv_heads: int
     head_dim: int
-    micro_tokens: int
+    max_tokens_per_microbatch: int
     more: dict[str, Any] = field(default_factory=dict)
 
     def make(self) -> None:
@@ -95,7 +95,7 @@ class Big(Size):
 
     @property
     def scoring(self) -> Scoring:
-        return Scoring(1.0, self.micro_tokens)
+        return Scoring(1.0, self.max_tokens_per_microbatch)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -343,7 +343,7 @@ def main(words: Sequence[str] | None = None) -> Path:
             layers, hidden, inner = (getattr(chosen, key) or default for key, default in own)
             size = Big(
                 Path(folder) / name, layers, hidden, chosen.vocab, chosen.sequences, chosen.length, chosen.warm_steps,
-                chosen.device, inner, chosen.heads, chosen.kv_heads, chosen.head_dim, chosen.micro_tokens,
+                chosen.device, inner, chosen.heads, chosen.kv_heads, chosen.head_dim, chosen.max_tokens_per_microbatch,
                 chosen.trainer,
             )  # fmt: skip
             size.make()
@@ -354,7 +354,7 @@ def main(words: Sequence[str] | None = None) -> Path:
         f" {chip.bandwidth / 1e9:,.0f} GB/s in a large copy, both seen in this run."
         f" {(time.monotonic() - began) / 60:.1f} minutes.",
         f"Random weights, {chosen.vocab:,} words; {chosen.sequences} trajectories of {chosen.length} tokens a step,",
-        f"passes of {chosen.micro_tokens:,} tokens, learning rate {RATE:g}.",
+        f"passes of {chosen.max_tokens_per_microbatch:,} tokens, learning rate {RATE:g}.",
     ]
     question = "gpu" if set(chosen.parts) == set(PARTS) else f"gpu-{'-'.join(chosen.parts)}"
     return write(question, "What one GPU gives", [*head, *lines])

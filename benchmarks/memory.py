@@ -43,7 +43,7 @@ def grown_mb(what: str, vocabulary: int, tokens: int) -> float:
         num_attention_heads=4, num_key_value_heads=2, head_dim=HIDDEN // 4, tie_word_embeddings=True,
     )  # fmt: skip
     policy = Policy(Qwen3ForCausalLM(config), None)
-    policy.set_forward_options(ForwardOptions(recompute="recompute" in what))
+    policy.set_forward_options(ForwardOptions(gradient_checkpointing="recompute" in what))
     optimizer = torch.optim.AdamW(policy.model.parameters(), fused=True)
     length = tokens // 4
     packed = Packed(
@@ -53,7 +53,12 @@ def grown_mb(what: str, vocabulary: int, tokens: int) -> float:
     for weight in policy.model.parameters():
         weight.grad = torch.zeros_like(weight)
     optimizer.step()  # its moments are there, and every page of them has been written to
-    policy.score(Packed(packed.tokens[:64], (0, 64)), every[:64], temperature=1.0, micro_tokens=64)
+    policy.score(
+        Packed(packed.tokens[:64], (0, 64)),
+        every[:64],
+        temperature=1.0,
+        max_tokens_per_microbatch=64,
+    )
     before = _now_mb()
     _reset_peak()
     if "all logits" in what:
@@ -67,7 +72,7 @@ def grown_mb(what: str, vocabulary: int, tokens: int) -> float:
             if "training" in what:
                 logps.sum().backward()
     elif what == "scoring":
-        policy.score(packed, every, temperature=1.0, micro_tokens=tokens)
+        policy.score(packed, every, temperature=1.0, max_tokens_per_microbatch=tokens)
     else:
         policy.logps(packed, temperature=1.0).sum().backward()
     return _peak_mb() - before

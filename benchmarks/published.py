@@ -92,7 +92,7 @@ class Row:
     """It is no asynchronous run: engines and trainer share their GPUs, and more episodes are begun than are needed."""
     scored: bool = True
     """Whether the asynchronous run computes old log-probabilities."""
-    recompute: bool = False
+    gradient_checkpointing: bool = False
     """Activations, in the backward pass."""
     assumed: str
     unclaimed: str = ""
@@ -193,7 +193,7 @@ def priced(row: Row, trainer_gpus: int, *, scored: bool = True) -> Priced:
     )
     lengths = drawn + row.answers
     setting = Setting(
-        model=row.model, device=row.device, shares=Shares(), lr=1e-6, recompute=row.recompute,
+        model=row.model, device=row.device, shares=Shares(), lr=1e-6, gradient_checkpointing=row.gradient_checkpointing,
         episodes=Episodes(tokens=episode, seen=seen_in(lengths.tolist()), longest=row.most, prompt=PROMPT),
     )  # fmt: skip
     return Priced(
@@ -230,7 +230,11 @@ def fleet(row: Row, gpus: int, *, colocated: bool = False) -> Fleet:
 def schedule(row: Row, staleness: float, parts: int = 1) -> ScheduleConfig:
     """Whatever is finished is taken."""
     groups, lives = row.groups // row.scale // parts, round((staleness + 1) * parts)
-    sizes = {"groups_per_step": groups, "group_size": row.group_size, "window": lives * groups}
+    sizes = {
+        "groups_per_step": groups,
+        "group_size": row.group_size,
+        "lookahead_window": lives * groups,
+    }
     return ScheduleConfig(max_staleness=lives - 1, **sizes)
 
 
@@ -352,7 +356,7 @@ ROWS = (
         "(steps: 97.7 s against 74.6 s)",
         published=(97.7 / 74.6, 1.38),
         model=LLAMA_8B, device=DEVICES["H100"], gpus=16, engine_gpus=8, trainer_gpus=8,
-        groups=64, group_size=32, most=4_096, mean=1_060, staleness=1, recompute=True,
+        groups=64, group_size=32, most=4_096, mean=1_060, staleness=1, gradient_checkpointing=True,
         assumed="nothing of the settings, which are those of the recipes of the same names; no reference model",
     ),
 )  # fmt: skip
@@ -366,7 +370,7 @@ APRIL = Row(
     source="arXiv 2509.18521: rollout throughput, mean and largest gain",
     published=(1.225, 1.44),
     model=PRESETS["4B"], device=DEVICES["H100"], gpus=8, engine_gpus=8, trainer_gpus=8, tensor=2,
-    groups=32, group_size=8, most=16_384, mean=8_192, staleness=1, partial=True, recompute=True,
+    groups=32, group_size=8, most=16_384, mean=8_192, staleness=1, partial=True, gradient_checkpointing=True,
     assumed="H100s, and half of the longest in the mean; model, 32 prompts of 8 samples, 16k tokens, engines of 2 and "
     "twice as many begun as are needed are its scripts'",
     unclaimed="lengths are not published, and decide: with 4,096 to 12,288 tokens in the mean the ratio is 1.8 to 1.2",

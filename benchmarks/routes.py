@@ -112,7 +112,7 @@ class Size:
 
     @property
     def scoring(self) -> Scoring:
-        return Scoring(1.0, TrainerConfig().micro_tokens)
+        return Scoring(1.0, TrainerConfig().max_tokens_per_microbatch)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -137,7 +137,10 @@ def make_trainer(size: Size, rate: float, num_steps: int) -> Trainer:
         temperature=1.0,
     )
     config = TrainerConfig(
-        dtype="bfloat16", lr=rate, micro_tokens=size.scoring.micro_tokens, **size.options
+        dtype="bfloat16",
+        lr=rate,
+        max_tokens_per_microbatch=size.scoring.max_tokens_per_microbatch,
+        **size.options,
     )
     return Trainer(size.policy(), config, rules, Rollout(), num_steps=num_steps)
 

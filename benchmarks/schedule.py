@@ -165,7 +165,7 @@ class Scene:
         schedule = ScheduleConfig(
             max_staleness=STALENESS, groups_per_step=groups, group_size=SIBLINGS
         )
-        room = EngineConfig(max_reply_tokens=REPLY, max_context=1 << 16)
+        room = EngineConfig(max_completion_tokens=REPLY, max_context=1 << 16)
         self.live, self.version, self.oldest = live, 0, 0
         self.world, self.ledger, self.scripted = World(groups), PendingPieces(), Counting()
         self.engine = RestartingEngine(self.scripted, lambda version: {}, restarts=0)

@@ -50,7 +50,7 @@ def arms(groups: int, siblings: int) -> tuple[Arm, tuple[Arm, ...]]:
     """The one that is fitted, and the others."""
 
     def arm(name: str, staleness: int, window: int = 1) -> Arm:
-        sizes = {"groups_per_step": groups, "group_size": siblings, "window": window}
+        sizes = {"groups_per_step": groups, "group_size": siblings, "lookahead_window": window}
         return Arm(name, ScheduleConfig(max_staleness=staleness, **sizes))
 
     fitted = arm("staleness 2 (fitted)", 2)
@@ -197,7 +197,7 @@ def of_others(found: Sequence[Compared]) -> list[str]:
     return [*lines, "", *reasons, "", NOT_SIMULATED]
 
 
-LARGE = ScheduleConfig(max_staleness=4, groups_per_step=512, group_size=16, window=512)
+LARGE = ScheduleConfig(max_staleness=4, groups_per_step=512, group_size=16, lookahead_window=512)
 
 
 def of_size(steps: int) -> list[str]:
@@ -237,7 +237,9 @@ def of_size(steps: int) -> list[str]:
     for gpus in (8, 512, 3000):
         engines, scale = max(1, gpus // 3), gpus / 3000
         schedule = replace(
-            LARGE, groups_per_step=max(1, round(512 * scale)), window=max(1, round(512 * scale))
+            LARGE,
+            groups_per_step=max(1, round(512 * scale)),
+            lookahead_window=max(1, round(512 * scale)),
         )
         CONSOLE.print(f"simulating {gpus} GPUs")
         began = time.process_time()

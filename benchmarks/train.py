@@ -169,11 +169,11 @@ def ours(chosen: argparse.Namespace) -> None:
     """The child that trains on the batch by our trainer, a step whenever a line arrives."""
     torch.set_num_threads(chosen.threads)
     options = TrainerConfig(
-        dtype=chosen.dtype, share_prompts=chosen.share, recompute=chosen.recompute, compile=chosen.compile,
-        micro_tokens=chosen.micro,
+        dtype=chosen.dtype, share_prompts=chosen.share, gradient_checkpointing=chosen.recompute, compile=chosen.compile,
+        max_tokens_per_microbatch=chosen.micro,
     )  # fmt: skip
     policy = Policy.load(chosen.model, dtype=chosen.dtype)
-    scoring = Scoring(1.0, options.micro_tokens)
+    scoring = Scoring(1.0, options.max_tokens_per_microbatch)
     old = build_old_logps(OldLogpsConfig(route=chosen.route), policy, scoring)
     rules = Rules(
         correction=build_correction(CorrectionConfig(control="none")),
@@ -189,7 +189,10 @@ def ours(chosen: argparse.Namespace) -> None:
     ):  # what an engine of the same numbers would have said: S is 1, as it is in TRL
         batch = collate(given)
         said = policy.score(
-            batch, batch.sampled, temperature=1.0, micro_tokens=options.micro_tokens
+            batch,
+            batch.sampled,
+            temperature=1.0,
+            max_tokens_per_microbatch=options.max_tokens_per_microbatch,
         ).logp
     while sys.stdin.readline():
         began = time.perf_counter()
@@ -270,7 +273,7 @@ def whole(chosen: argparse.Namespace) -> None:
             rollout=RolloutConfig(max_turns=1),
             engine=EngineConfig(
                 dtype="float32", threads=1 if apart else share, processes=chosen.threads if apart else 1,
-                max_context=64, max_running=chosen.prompts * SIBLINGS, max_reply_tokens=chosen.tokens,
+                max_context=64, max_running=chosen.prompts * SIBLINGS, max_completion_tokens=chosen.tokens,
             ),
             old_logps=OldLogpsConfig(route="rollout" if apart else "snapshot_old"),
             correction=CorrectionConfig(control="none") if apart else CorrectionConfig(),
@@ -564,7 +567,7 @@ def options() -> argparse.ArgumentParser:
     inner.add_argument("--gradient", type=Path)
     inner.add_argument("--route", default="rollout")
     inner.add_argument("--dtype", default="float32")
-    inner.add_argument("--micro", type=int, default=TrainerConfig().micro_tokens)
+    inner.add_argument("--micro", type=int, default=TrainerConfig().max_tokens_per_microbatch)
     inner.add_argument("--share", action=argparse.BooleanOptionalAction, default=True)
     inner.add_argument("--recompute", action="store_true")
     inner.add_argument("--compile", action="store_true")

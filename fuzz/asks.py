@@ -116,7 +116,7 @@ class _World:
         await engine.start()
         await engine.load({}, version=0)
         await engine.resume()
-        speaker = Generator(engine, chat, EngineConfig(max_context=512, max_reply_tokens=24))
+        speaker = Generator(engine, chat, EngineConfig(max_context=512, max_completion_tokens=24))
         try:
             async with asyncio.TaskGroup() as calls:
 

@@ -172,7 +172,7 @@ def configure(
         schedule=ScheduleConfig(
             **{"max_staleness": 1, "groups_per_step": 2, "group_size": 3, **schedule}
         ),
-        engine=EngineConfig(max_reply_tokens=REPLY, max_context=64, restarts=0),
+        engine=EngineConfig(max_completion_tokens=REPLY, max_context=64, restarts=0),
         rollout=RolloutConfig(retries=0),
         checkpoint=CheckpointConfig(every=every),
         eval=EvalConfig(tasks=0),

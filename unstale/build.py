@@ -19,9 +19,9 @@ from unstale.algorithms.objectives import Surrogate
 from unstale.components import RunComponents
 from unstale.config import (
     EWMA_BETA,
+    AdvantageConfig,
     ConfigError,
     CorrectionConfig,
-    CreditConfig,
     ObjectiveConfig,
     OldLogpsConfig,
     RunConfig,
@@ -135,7 +135,7 @@ def build_sampler(
 
 def build_trainer(config: RunConfig, policy: Policy) -> tuple[Trainer, Auditor]:
     """What learns, and its audit. The trainer's route is to be closed."""
-    scoring = Scoring(config.engine.temperature, config.trainer.micro_tokens)
+    scoring = Scoring(config.engine.temperature, config.trainer.max_tokens_per_microbatch)
     old = build_old_logps(config.old_logps, policy, scoring, lockstep=config.deterministic)
     correction, objective = build_correction(config.correction), build_objective(config.objective)
     judge = Thresholds(correction, objective.surrogate)
@@ -146,7 +146,7 @@ def build_trainer(config: RunConfig, policy: Policy) -> tuple[Trainer, Auditor]:
         temperature=config.engine.temperature,
         audit=auditor.look,
     )
-    num_steps = config.steps * config.trainer.steps_per_batch
+    num_steps = config.steps * config.trainer.minibatches_per_batch
     return Trainer(policy, config.trainer, rules, old, num_steps=num_steps), auditor
 
 
@@ -214,7 +214,7 @@ def build(
         examination=make_rollout(speaker, taskset, config.rollout, gave_up=recorder.failure),
         line=line,
         ledger=ledger,
-        credit=build_credit(config.credit),
+        advantage=build_advantage(config.advantage),
         policy=policy,
         old=old,
         auditor=machine.auditor,
@@ -263,7 +263,7 @@ def build_line(config: ScheduleConfig, life: ResumeState) -> StalenessQueue:
     line = StalenessQueue(
         max_staleness=config.max_staleness,
         groups_per_step=config.groups_per_step,
-        window=config.window,
+        lookahead_window=config.lookahead_window,
     )
     line.restore(life.admitted, [handout.number for handout in life.handouts])
     return line
@@ -330,15 +330,15 @@ def build_engine(config: RunConfig, merging: Merging | None) -> Engine:
         "max_context": engine.max_context,
         "keep_cache": engine.keep_cache,
     }
-    alone = len(urls) == 1 and (merging is None or engine.kind == "embedded")
+    alone = len(urls) == 1 and (merging is None or engine.backend == "embedded")
     common |= {
         "deltas": shares_deltas(config) and alone,
         "merging": merging,
     }  # several: one that comes back has none
     engines: list[Engine] = []
-    if engine.kind == "sglang":
+    if engine.backend == "sglang":
         engines = [SglangEngine(folder, url=url, **common) for url in urls]
-    elif engine.kind == "vllm":
+    elif engine.backend == "vllm":
         engines = [
             VllmEngine(folder, url=url, threads=engine.threads, max_running=share, **common)
             for url in urls
@@ -395,7 +395,7 @@ def build_rollout(
     return partial(AgentRollout, endpoint=Endpoint(), told=told)
 
 
-def build_credit(config: CreditConfig) -> Callable[[Sequence[Group]], list[ScoredTrajectory]]:
+def build_advantage(config: AdvantageConfig) -> Callable[[Sequence[Group]], list[ScoredTrajectory]]:
     """The advantage estimator, a function of the groups of one batch."""
     match config.estimator:
         case "grpo":
@@ -418,9 +418,9 @@ def build_correction(config: CorrectionConfig) -> Correction:
     def judge(old_logp: Tensor, batch: Batch) -> Control:
         log_d = corrections.log_discrepancy(old_logp, batch.behavior_logp, sampled=batch.sampled)
         verdict = corrections.start(batch.sampled)
-        if config.veto_below:
+        if config.token_veto_threshold:
             verdict = corrections.veto(
-                log_d, verdict, sequence=batch.sequence, below=config.veto_below
+                log_d, verdict, sequence=batch.sequence, below=config.token_veto_threshold
             )
         of_unit = corrections.aggregate(
             log_d, _units(config.unit, batch), sampled=batch.sampled, how=config.aggregate
@@ -451,19 +451,19 @@ def build_objective(config: ObjectiveConfig) -> Objective:
 
     def norm(sampled: Tensor, keep: Tensor, sequence: Tensor) -> Tensor:
         return objectives.token_norm(
-            sampled, keep, sequence=sequence, how=config.normalise, constant=config.constant
+            sampled, keep, sequence=sequence, how=config.loss_aggregation, constant=config.constant
         )
 
     return Objective(
         surrogate=surrogate,
         norm=norm,
-        reference_kl=config.reference_kl,
-        entropy=config.entropy,
+        kl_coef=config.kl_coef,
+        entropy_coef=config.entropy_coef,
         idle_at_zero=not (
             config.kind == "kl_penalty"
-            or config.normalise == "kept"
-            or config.reference_kl
-            or config.entropy
+            or config.loss_aggregation == "kept"
+            or config.kl_coef
+            or config.entropy_coef
         ),
     )
 

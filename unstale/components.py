@@ -37,7 +37,7 @@ class RunComponents:
     examination: Rollout
     line: StalenessQueue
     ledger: PendingPieces
-    credit: Callable[[Sequence[Group]], list[ScoredTrajectory]]
+    advantage: Callable[[Sequence[Group]], list[ScoredTrajectory]]
     policy: Policy
     old: OldLogps
     auditor: Auditor

@@ -1,4 +1,4 @@
-"""THE DATA PATH: tasks -> groups -> credit -> batch -> old log-probabilities -> loss -> weights -> engines.
+"""THE DATA PATH: tasks -> groups -> advantage -> batch -> old log-probabilities -> loss -> weights -> engines.
 
     produce()   admits groups      waits for a ticket             release() in settle() unblocks it
     rollout     runs episodes      waits for engine, environment  resume() in publish() unblocks it
@@ -96,7 +96,7 @@ async def advance(
     with parts.log.span("wait", f"for the groups of step {step}"):
         groups = require_finished(await take(parts))
     waits = {"schedule/wait_groups_s": time.monotonic() - began, **parts.line.metrics()}
-    batch = collate(parts.credit(groups))
+    batch = collate(parts.advantage(groups))
     ages = measure_staleness(
         batch, groups, lag=parts.policy.lag(batch.version), bound=parts.line.bound
     )

@@ -20,7 +20,7 @@ from unstale.algorithms.audit import Tokens
 from unstale.build import build_correction, build_objective, build_old_logps
 from unstale.cli import session
 from unstale.cli.audit import audit as audit_run
-from unstale.cli.audit import label, segments, stored_config
+from unstale.cli.audit import label, segments
 from unstale.cli.main import main
 from unstale.config import (
     AuditConfig,
@@ -35,6 +35,7 @@ from unstale.config import (
     TaskConfig,
     TrainerConfig,
 )
+from unstale.config.stored import stored_config
 from unstale.model.policy import Policy
 from unstale.observe.metrics import plain
 from unstale.old_logps import Needs, OldLogps, Passive, Scoring
@@ -365,8 +366,13 @@ def test_a_stored_configuration_is_read_again() -> None:
     stored = json.loads(json.dumps(plain(config)))
     assert stored_config(stored) == config
     assert label(config.old_logps) == "ewma_prox beta=0.75"
-    with pytest.raises(ConfigError, match="not known: colour"):
+    with pytest.raises(ConfigError, match="unknown options: colour"):
         stored_config({**stored, "colour": "red"})
+    renamed = {**stored, "schedule": {"window": 4}}
+    with pytest.raises(ConfigError, match=r"schedule\.window is now schedule\.lookahead_window"):
+        stored_config(renamed)
+    with pytest.raises(ConfigError, match=r"config\.json: credit is now advantage"):
+        stored_config({**stored, "credit": {"estimator": "rloo"}})
     with pytest.raises(ConfigError, match=r"config\.json"):
         stored_config({})
     for knob, value in {
@@ -391,9 +397,9 @@ def recorded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         steps=4,
         task=TaskConfig(env="tests.support.toy:ToyTasks"),
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=2, group_size=4),
-        engine=EngineConfig(max_reply_tokens=8, max_context=128, max_running=16),
+        engine=EngineConfig(max_completion_tokens=8, max_context=128, max_running=16),
         trainer=TrainerConfig(lr=1e-3),
-        objective=ObjectiveConfig(entropy=0.05),  # so that every sequence has a gradient
+        objective=ObjectiveConfig(entropy_coef=0.05),  # so that every sequence has a gradient
         audit=AuditConfig(share=0.5, record=True),
         eval=EvalConfig(tasks=0),
     )

@@ -33,7 +33,7 @@ def test_synchronous_runs_differ_in_the_schedule_and_have_all_cores_by_turns(
     )
     points = [work for work in held if not work.synchronous]
     assert {work.max_staleness for work in points} == {1, 2, 4} and {
-        work.window for work in points
+        work.lookahead_window for work in points
     } == {1, 4, 16}
     assert len({(work.latency_s, work.latency_sigma) for work in points}) == 1
     for work in both:
@@ -71,7 +71,7 @@ def result(
     name: str, seconds: float, *, synchronous: bool = True, window: int = 4, tools: float = 0.6
 ) -> Result:
     work = Workload(
-        name=name, latency_s=0.5, latency_sigma=0.5, max_staleness=2, window=window, groups_per_step=4, group_size=8,
+        name=name, latency_s=0.5, latency_sigma=0.5, max_staleness=2, lookahead_window=window, groups_per_step=4, group_size=8,
         synchronous=synchronous,
     )  # fmt: skip
     limits = {"engine": 0.9, "trainer": 1.0, "episodes": 0.4, "processor": 0.8}

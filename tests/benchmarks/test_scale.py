@@ -97,7 +97,7 @@ def test_a_group_runs_as_many_lines_of_the_line_in_a_batch_of_ten_times_as_many(
 ) -> None:
     def per_group(batch: int) -> float:
         numbers = list(range(2 * batch))
-        line = StalenessQueue(max_staleness=1, groups_per_step=batch, window=window)
+        line = StalenessQueue(max_staleness=1, groups_per_step=batch, lookahead_window=window)
         return lines_run(
             lambda: finish_in(numbers if order == "oldest first" else numbers[::-1], line, 2)
         ) / len(numbers)
@@ -195,7 +195,9 @@ def test_a_batch_is_taken_when_the_rule_allows_it_and_is_what_the_rule_says(
     order: list[int], window: int, batch: int
 ) -> None:
     async def main() -> None:
-        line = StalenessQueue(max_staleness=16 // batch - 1, groups_per_step=batch, window=window)
+        line = StalenessQueue(
+            max_staleness=16 // batch - 1, groups_per_step=batch, lookahead_window=window
+        )
         gates = [asyncio.Event() for _ in order]
         finished, taken = set[int](), set[int]()
 

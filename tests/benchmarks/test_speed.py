@@ -66,7 +66,7 @@ def big(**changes: Any) -> gpu.Big:
         "heads": 4,
         "kv_heads": 2,
         "head_dim": 4,
-        "micro_tokens": 64,
+        "max_tokens_per_microbatch": 64,
         "device": "cpu",
     }
     return gpu.Big(folder=Path(), **sizes | changes)

@@ -59,6 +59,14 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("lint", "retial"), "unknown recipe 'retial'; did you mean retail?"),
         (("train",), "train what? Name a recipe (calculator, retail"),
         (("trian", "retail"), "invalid choice: 'trian'"),
+        (
+            ("train", "retail", "--schedule.window", "3"),
+            "schedule.window is now schedule.lookahead_window",
+        ),
+        (
+            ("train", "retail", "--credit.estimator=rloo"),
+            "credit.estimator is now advantage.estimator",
+        ),
         (("report", "no-such-run"), "no-such-run is not a run folder"),
     ],
 )
@@ -135,7 +143,10 @@ def test_help_is_the_docstring_under_the_field(capsys: pytest.CaptureFixture[str
     assert end.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "--schedule.max_staleness" in text
-    assert "Versions a token may lag behind the policy that trains on it (window 1)." in text
+    assert (
+        "Versions a token may lag behind the policy that trains on it (with lookahead_window 1)."
+        in text
+    )
 
 
 def test_every_knob_has_a_docstring() -> None:

@@ -103,7 +103,7 @@ def test_a_run_that_stops_on_a_number_says_how_to_see_it_again(
     def blind(groups: Sequence[Group]) -> list[ScoredTrajectory]:
         return [replace(item, advantage=(HUGE,)) for item in advantages.grpo(groups)]
 
-    monkeypatch.setattr("unstale.build.build_credit", lambda config: blind)
+    monkeypatch.setattr("unstale.build.build_advantage", lambda config: blind)
     out = StringIO()
     with pytest.raises(RunFailed, match="the gradient norm of optimizer step 1 is"):
         train(config(tmp_path), console=Console(file=out, width=500))

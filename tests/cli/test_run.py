@@ -49,7 +49,7 @@ def small(folder: Path, **changes: object) -> RunConfig:
         steps=3,
         task=TaskConfig(env="tests.support.toy:ToyTasks"),
         schedule=ScheduleConfig(max_staleness=1, groups_per_step=2, group_size=2),
-        engine=EngineConfig(max_reply_tokens=8, max_context=128, max_running=8),
+        engine=EngineConfig(max_completion_tokens=8, max_context=128, max_running=8),
         eval=EvalConfig(tasks=4),
     )
     return replace(config, **changes)
@@ -145,7 +145,7 @@ def started(folder: Path, steps: int, *knobs: str) -> Iterator[subprocess.Popen[
     arguments = [
         "train", "retail", "--task.env", "tests.support.toy:ToyTasks", "--runs", str(folder), "--name", "run",
         "--steps", str(steps), "--eval.tasks", "0", "--schedule.groups_per_step", "2", "--schedule.group_size", "2",
-        "--engine.max_reply_tokens", "8", "--engine.max_running", "8", *knobs,
+        "--engine.max_completion_tokens", "8", "--engine.max_running", "8", *knobs,
     ]  # fmt: skip
     with subprocess.Popen(
         [sys.executable, "-m", "unstale.cli.main", *arguments],

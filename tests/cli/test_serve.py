@@ -26,7 +26,7 @@ from unstale.engines.scripted import ScriptedEngine
 CONFIG = RunConfig(
     recipe="toy",
     task=TaskConfig(env="calculator"),
-    engine=EngineConfig(max_reply_tokens=4),
+    engine=EngineConfig(max_completion_tokens=4),
     eval=EvalConfig(tasks=2),
 )
 
@@ -41,7 +41,7 @@ def test_a_server_that_is_not_there_is_one_message_and_exit_code_1(
                 verb,
                 str(SHIPPED_POLICY),
                 "calculator",
-                "--engine.kind=vllm",
+                "--engine.backend=vllm",
                 "--engine.urls=http://127.0.0.1:1",
             ]
         )

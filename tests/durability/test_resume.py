@@ -253,7 +253,12 @@ def finished(folder: Path) -> dict[int, Any]:
         }
 
 
-SCHEDULES: list[dict[str, int]] = [{}, {"window": 4}, {"max_staleness": 2}, {"max_staleness": 0}]
+SCHEDULES: list[dict[str, int]] = [
+    {},
+    {"lookahead_window": 4},
+    {"max_staleness": 2},
+    {"max_staleness": 0},
+]
 
 
 @pytest.mark.parametrize(
@@ -495,7 +500,7 @@ def test_a_quarantined_task_is_not_handed_out_again_in_any_life(tmp_path: Path) 
 
 
 def changed(**changes: Any) -> RunConfig:
-    """`schedule__window=3` is the knob `schedule.window`."""
+    """`schedule__lookahead_window=3` is the knob `schedule.lookahead_window`."""
     made = configure()
     for name, value in changes.items():
         section, _, knob = name.rpartition("__")
@@ -529,14 +534,20 @@ def changed(**changes: Any) -> RunConfig:
             {"schedule__max_staleness": 3},
             r"schedule\.max_staleness cannot change from 1 to 3 .* staleness bound of the groups",
         ),
-        ({"schedule__window": 3}, r"schedule\.window cannot change from 1 to 3"),
+        (
+            {"schedule__lookahead_window": 3},
+            r"schedule\.lookahead_window cannot change from 1 to 3",
+        ),
         ({"schedule__group_size": 4}, r"schedule\.group_size cannot change from 3 to 4"),
         ({"schedule__max_staleness": 3}, r"schedule\.max_staleness cannot change from 1 to 3"),
         ({"schedule__groups_per_step": 3}, r"schedule\.groups_per_step cannot change"),
-        ({"schedule__window": 3}, r"schedule\.window cannot change from 1 to 3"),
+        (
+            {"schedule__lookahead_window": 3},
+            r"schedule\.lookahead_window cannot change from 1 to 3",
+        ),
         ({"trainer__weight_decay": 0.5}, r"trainer\.weight_decay cannot change"),
         ({"engine__max_context": 128}, r"engine\.max_context cannot change"),
-        ({"engine__max_reply_tokens": 7}, r"engine\.max_reply_tokens cannot change"),
+        ({"engine__max_reply_tokens": 7}, r"engine\.max_completion_tokens cannot change"),
         ({"engine__temperature": 0.5}, r"engine\.temperature cannot change"),
         ({"rollout__max_turns": 3}, r"rollout\.max_turns cannot change"),
         (
@@ -573,7 +584,7 @@ def test_what_a_run_has_to_keep_is_refused_with_the_reason(
         ),
         (
             {"trainer__steps_per_batch": 2},
-            ["trainer.steps_per_batch is 2, it was 1: the learning-rate schedule counts"],
+            ["trainer.minibatches_per_batch is 2, it was 1: the learning-rate schedule counts"],
         ),
         ({"checkpoint__keep": 3}, ["checkpoint.keep is 3, it was 2: holds from here on"]),
         (
@@ -651,7 +662,7 @@ def test_code_that_a_run_folder_names_is_not_imported_unless_it_is_named_again(
 KNOBS = [
     "--deterministic", "true", "--minutes", "0", "--steps", "3", "--checkpoint.every", "2", "--eval.tasks", "0",
     "--schedule.groups_per_step", "2", "--schedule.group_size", "2", "--schedule.max_staleness", "1",
-    "--engine.max_reply_tokens", "8", "--engine.max_context", "512", "--engine.max_running", "8",
+    "--engine.max_completion_tokens", "8", "--engine.max_context", "512", "--engine.max_running", "8",
     "--rollout.max_turns", "3",
 ]  # fmt: skip
 

@@ -57,7 +57,7 @@ def test_several_are_not_deterministic() -> None:
 
 
 def configured(folder: Path | str, **engine: Any) -> RunConfig:
-    options = {"dtype": "float32", "max_context": 512, "max_reply_tokens": 8, **engine}
+    options = {"dtype": "float32", "max_context": 512, "max_completion_tokens": 8, **engine}
     return RunConfig(
         recipe="toy",
         name="run",

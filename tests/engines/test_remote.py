@@ -682,7 +682,7 @@ def test_options_that_do_not_go_together(wrong: dict[str, Any]) -> None:
 
 def test_a_server_is_not_deterministic() -> None:
     with pytest.raises(config.ConfigError, match="deterministic"):
-        config.RunConfig(recipe="x", deterministic=True, engine=config.EngineConfig(kind="vllm"))
+        config.RunConfig(recipe="x", deterministic=True, engine=config.EngineConfig(backend="vllm"))
 
 
 @pytest.mark.parametrize(

@@ -196,11 +196,11 @@ def test_an_asynchronous_run(tmp_path: Path) -> None:
             name="run",
             steps=4,
             engine=EngineConfig(
-                kind="sglang",
+                backend="sglang",
                 urls=f"{first.url} {second.url}",
                 dtype="float32",
                 max_context=256,
-                max_reply_tokens=16,
+                max_completion_tokens=16,
             ),
             task=TaskConfig(env="tests.support.toy:ToyTasks"),
             schedule=ScheduleConfig(max_staleness=2, groups_per_step=2, group_size=2),

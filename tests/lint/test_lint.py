@@ -134,12 +134,12 @@ REFUSED = [
     ("--old_logps.route current_recompute --objective.kind cispo", "cispo can never act"),
     ("--old_logps.route current_recompute --objective.kind kl_penalty", "kl_penalty can never act"),
     ("--old_logps.route interp_prox_loglinear --old_logps.alpha 1", "S is identically 1"),
-    ("--old_logps.route interp_prox_linear --old_logps.alpha 1 --trainer.steps_per_batch 4", "S is identically 1"),
+    ("--old_logps.route interp_prox_linear --old_logps.alpha 1 --trainer.minibatches_per_batch 4", "S is identically 1"),
     ("--old_logps.route interp_prox_linear --schedule.max_staleness 0", "S is identically 1"),
     ("--old_logps.route rollout --correction.control mask", "D is identically 1, mask can never act"),
     (
-        "--old_logps.route rollout --correction.control none --correction.veto_below 0.1",
-        "D is identically 1, veto_below can never act",
+        "--old_logps.route rollout --correction.control none --correction.token_veto_threshold 0.1",
+        "D is identically 1, token_veto_threshold can never act",
     ),
     ("--old_logps.route rollout", "a weight on D (mask_weight) beside a loss"),
     ("--old_logps.route rollout --correction.control truncate", "a weight on D (truncate) beside"),
@@ -148,7 +148,7 @@ REFUSED = [
         (f"--old_logps.route {route} --correction.control none", "D is neither bounded nor weighted")
         for route in (
             "current_recompute --old_logps.baseline true",
-            "current_recompute --trainer.steps_per_batch 2",
+            "current_recompute --trainer.minibatches_per_batch 2",
             "interp_prox_loglinear",
             "interp_prox_linear --old_logps.alpha 0.5",
             "ewma_prox",
@@ -157,15 +157,15 @@ REFUSED = [
             "eager --old_logps.fallback ewma_prox",
         )
     ),
-    ("--old_logps.route ewma_prox --correction.control none --correction.veto_below 0.1", "not bounded from above"),
+    ("--old_logps.route ewma_prox --correction.control none --correction.token_veto_threshold 0.1", "not bounded from above"),
     *(
         (f"--old_logps.route {route} --engine.keep_cache true", "the engine keeps its cache")
         for route in (*EXACT, "eager --old_logps.fallback ewma_prox")
     ),
     (f"{_FULL} 0.01", "the staleness bound can outrun the versions that are kept"),
     (f"{_FULL} 0.02 --old_logps.route eager --schedule.max_staleness 5", "can outrun the versions"),
-    ("--schedule.max_staleness 0 --schedule.window 4", "a window of 4 positions has nothing to look ahead at"),
-    ("--old_logps.route interp_prox_loglinear --objective.normalise kept", "is not known in time"),
+    ("--schedule.max_staleness 0 --schedule.lookahead_window 4", "a window of 4 positions has nothing to look ahead at"),
+    ("--old_logps.route interp_prox_loglinear --objective.loss_aggregation kept", "is not known in time"),
     (f"{_RESET} --correction.control truncate", "the average can never be reset"),
     ("--objective.kind gspo --objective.unit turn", "gspo cannot take S as the geometric mean over a turn"),
     ("--objective.kind gspo --objective.unit sequence --objective.aggregate sum", "as the product over a sequence"),
@@ -193,20 +193,20 @@ def test_truncated_sampling_without_its_support_is_refused_before_the_linter_see
 
 
 ALLOWED = [
-    "--old_logps.route current_recompute --trainer.steps_per_batch 2",
+    "--old_logps.route current_recompute --trainer.minibatches_per_batch 2",
     "--old_logps.route current_recompute --old_logps.baseline true",
     "--old_logps.route current_recompute --objective.kind none",
     "--old_logps.route rollout --correction.control none",
     "--old_logps.route rollout --old_logps.baseline true",
     "--old_logps.route interp_prox_loglinear --old_logps.alpha 1 --old_logps.baseline true",
-    "--old_logps.route current_recompute --schedule.max_staleness 0 --trainer.steps_per_batch 2"
+    "--old_logps.route current_recompute --schedule.max_staleness 0 --trainer.minibatches_per_batch 2"
     " --correction.control none",
     "--correction.control none",
-    "--schedule.max_staleness 2 --schedule.window 400",
+    "--schedule.max_staleness 2 --schedule.lookahead_window 400",
     "--old_logps.route ewma_prox --engine.keep_cache true",
     f"{_FULL} 0.01 --old_logps.spill true",
     "--old_logps.storage delta --old_logps.memory_gb 0.01",
-    f"{_RESET} --correction.control truncate --correction.veto_below 0.1",
+    f"{_RESET} --correction.control truncate --correction.token_veto_threshold 0.1",
 ]
 
 
@@ -270,7 +270,7 @@ def test_every_shipped_recipe_passes_without_a_warning(name: str) -> None:
 def test_there_is_a_recipe_for_every_route_and_only_the_route_differs() -> None:
     made = {route: RECIPES[f"route_{route}"]() for route in get_args(Route)}
     shared = {
-        (config.task, config.rollout, config.engine, config.schedule, config.credit, config.objective, config.trainer,
+        (config.task, config.rollout, config.engine, config.schedule, config.advantage, config.objective, config.trainer,
          config.audit, config.eval, config.steps, config.minutes)
         for config in made.values()
     }  # fmt: skip
@@ -286,8 +286,8 @@ def test_there_is_a_recipe_for_every_route_and_only_the_route_differs() -> None:
 
 def test_bounds_and_versions_are_told_with_their_numbers() -> None:
     knobs = (
-        "--schedule.max_staleness 3 --schedule.window 20 --trainer.steps_per_batch 2 --correction.unit turn "
-        "--correction.veto_below 0.01 --objective.kind dual_clip"
+        "--schedule.max_staleness 3 --schedule.lookahead_window 20 --trainer.minibatches_per_batch 2 --correction.unit turn "
+        "--correction.token_veto_threshold 0.01 --objective.kind dual_clip"
     )
     verdict = check(configured(knobs))
     d, s = verdict.factors
@@ -321,13 +321,13 @@ def test_the_page_fits_100_columns_and_shows_brackets_as_they_are() -> None:
     assert max(map(len, text.splitlines())) <= 100
     words = " ".join(text.replace("│", " ").split())
     assert "[0.5," in words
-    assert "S is identically 1" in words and "--trainer.steps_per_batch 2" in words
+    assert "S is identically 1" in words and "--trainer.minibatches_per_batch 2" in words
     assert "nothing to refuse" in shown(configured())
 
 
 def test_train_refuses_before_anything_is_made(tmp_path: Path) -> None:
     config = configured(
-        f"--old_logps.route rollout --schedule.max_staleness 0 --schedule.window 2 --runs {tmp_path}/runs"
+        f"--old_logps.route rollout --schedule.max_staleness 0 --schedule.lookahead_window 2 --runs {tmp_path}/runs"
     )
     with pytest.raises(ConfigError) as refusal:
         session.train(config, console=Console(file=StringIO()))

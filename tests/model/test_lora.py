@@ -68,7 +68,7 @@ from unstale.weights.publish import DirectPublisher
 from unstale.weights.store import VersionStore
 
 LORA = Lora(rank=4, seed=5)
-KL = build_objective(ObjectiveConfig(reference_kl=0.1))
+KL = build_objective(ObjectiveConfig(kl_coef=0.1))
 RULES = Rules(correction=build_correction(WIDE), objective=KL, temperature=1.0)
 TOKENS = list(range(2, 40))
 
@@ -156,7 +156,7 @@ def test_the_old_logit_process_has_the_base_and_follows_the_adapters() -> None:
 def test_the_optimizer_moves_the_adapters_and_nothing_else(dtype: str) -> None:
     policy = tiny_policy(dtype=dtype, lora=LORA)
     base = {name: p.clone() for name, p in policy.model.named_parameters() if "lora_" not in name}
-    trainer = make(policy, objective=ObjectiveConfig(reference_kl=0.1), lr=1e-2, optimizer="AdamW")
+    trainer = make(policy, objective=ObjectiveConfig(kl_coef=0.1), lr=1e-2, optimizer="AdamW")
     assert trainer._reference is not None
     untrained = plain_logps(trainer._reference, TOKENS)
     before = {name: tensor.clone() for name, tensor in policy.weights().items()}

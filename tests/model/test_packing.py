@@ -203,9 +203,9 @@ def test_passes_count_what_they_run_and_keep_siblings_together() -> None:
 def test_scoring_forwards_what_siblings_share_once() -> None:
     policy, packed = tiny_policy(), siblings()
     everything = torch.ones(len(packed.tokens), dtype=torch.bool)
-    shared = policy.score(packed, everything, temperature=1.0, micro_tokens=1000)
+    shared = policy.score(packed, everything, temperature=1.0, max_tokens_per_microbatch=1000)
     policy.set_forward_options(ForwardOptions(share_prompts=False))
-    apart = policy.score(packed, everything, temperature=1.0, micro_tokens=1000)
+    apart = policy.score(packed, everything, temperature=1.0, max_tokens_per_microbatch=1000)
     assert (shared.forward_tokens, apart.forward_tokens) == (133, len(packed.tokens))
     torch.testing.assert_close(shared.logp, apart.logp, atol=1e-5, rtol=0)
 
@@ -280,7 +280,12 @@ def test_no_more_logits_exist_than_a_tile_of_them(vocabulary: int) -> None:
     )  # fmt: skip
     policy, packed = Policy(Qwen3ForCausalLM(config), None), put(*text(60, 90))
     with Largest(vocabulary) as seen:
-        policy.score(packed, torch.ones(150, dtype=torch.bool), temperature=1.0, micro_tokens=1000)
+        policy.score(
+            packed,
+            torch.ones(150, dtype=torch.bool),
+            temperature=1.0,
+            max_tokens_per_microbatch=1000,
+        )
         policy.logps(packed, temperature=1.0).sum().backward()
     assert (
         148 * min(vocabulary, head_module.TILE["cpu"])
@@ -308,7 +313,7 @@ def kept() -> Iterator[list[int]]:
 @pytest.mark.parametrize("lora", [None, Lora(4)])
 def test_running_layers_again_keeps_less_and_changes_nothing(lora: Lora | None) -> None:
     found, sizes = [], []
-    for passes in (ForwardOptions(), ForwardOptions(recompute=True)):
+    for passes in (ForwardOptions(), ForwardOptions(gradient_checkpointing=True)):
         policy, packed = tiny_policy(lora=lora), siblings()
         nudge(policy, seed=1)
         policy.set_forward_options(passes)
@@ -325,7 +330,7 @@ def test_running_layers_again_keeps_less_and_changes_nothing(lora: Lora | None) 
 
 def test_a_twin_of_a_policy_that_runs_again_runs_its_own_layers() -> None:
     policy = tiny_policy()
-    policy.set_forward_options(ForwardOptions(recompute=True))
+    policy.set_forward_options(ForwardOptions(gradient_checkpointing=True))
     twin = policy.twin()
     before = twin.logps(siblings(), temperature=1.0)
     nudge(policy, seed=1)
@@ -335,7 +340,8 @@ def test_a_twin_of_a_policy_that_runs_again_runs_its_own_layers() -> None:
 
 def test_a_model_without_layers_to_run_again_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"trainer\.recompute: Linear has no layers that can be run again"
+        ConfigError,
+        match=r"trainer\.gradient_checkpointing: Linear has no layers that can be run again",
     ):
         recompute_layers(nn.Linear(2, 2))
 
@@ -575,11 +581,11 @@ def test_a_pass_asks_for_a_few_times_as_many_log_probabilities_as_it_runs() -> N
     assert [len(group) for group in pack_shared(packed, 400, [100] * 64)] == [16] * 4
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
-def test_a_compiled_policy_is_compiled_once_for_all_forests(recompute: bool) -> None:
+def test_a_compiled_policy_is_compiled_once_for_all_forests(gradient_checkpointing: bool) -> None:
     plain, policy = tiny_policy(), tiny_policy()
-    policy.set_forward_options(ForwardOptions(recompute=recompute))
+    policy.set_forward_options(ForwardOptions(gradient_checkpointing=gradient_checkpointing))
     torch._dynamo.reset()
     built = CompileCounter()
     policy._body = torch.compile(policy._whole, dynamic=True, backend=built)

@@ -188,7 +188,7 @@ def test_score_runs_what_is_asked_for_and_no_token_beyond() -> None:
         [episode(0, [4, (3, 0), 5, (2, 1), 6]), episode(1, [3, (4, 1)]), episode(2, [2, (2, 0), 9])]
     )
     where = batch.sampled & (batch.version == 0)
-    scored = policy.score(batch, where, temperature=1.0, micro_tokens=8)
+    scored = policy.score(batch, where, temperature=1.0, max_tokens_per_microbatch=8)
     assert scored.forward_tokens == (4 + 3) + (
         2 + 2
     )  # cut after the last of version 0; episode 1 is not run

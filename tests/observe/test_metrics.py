@@ -60,7 +60,7 @@ def test_the_configuration_is_written_whole(tmp_path: Path) -> None:
         "max_staleness": 2,
         "groups_per_step": 16,
         "group_size": 8,
-        "window": 1,
+        "lookahead_window": 1,
     }
     assert config["runs"] == "runs"
 

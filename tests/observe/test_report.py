@@ -324,7 +324,7 @@ LINE = {"schedule/groups_live": 8, "schedule/groups_finished": 1, "schedule/stal
         ({"schedule/wait_groups_s": 6.0, **TOOLS, **LINE}, "Waiting for tools", "80% of theirs", "max_staleness"),
         (
             {"schedule/wait_groups_s": 6.0, **TOOLS, **LINE, "schedule/groups_finished": 6},
-            "The staleness budget", "75% of the live groups were finished", "schedule.window",
+            "The staleness budget", "75% of the live groups were finished", "schedule.lookahead_window",
         ),
         ({"schedule/wait_groups_s": 6.0, "schedule/staleness_bound": 0}, "Taking turns", "idle 50%", "above 0"),
         ({"trainer/seconds": 6.0, "schedule/wait_groups_s": 0.1}, "Training", "it took 60%", "trainer.threads"),

@@ -111,8 +111,10 @@ def truth(batch: Batch, copies: Sequence[Policy], *, temperature: float = 1.0) -
 
 
 @contextmanager
-def built(name: str, policy: Policy, *, micro_tokens: int = 48) -> Iterator[OldLogps]:
-    with closing(build_old_logps(ROUTES[name], policy, Scoring(0.7, micro_tokens))) as route:
+def built(name: str, policy: Policy, *, max_tokens_per_microbatch: int = 48) -> Iterator[OldLogps]:
+    with closing(
+        build_old_logps(ROUTES[name], policy, Scoring(0.7, max_tokens_per_microbatch))
+    ) as route:
         yield route
 
 
@@ -505,7 +507,7 @@ class Witness:
 
 
 def routed(
-    parts: RunComponents, old: OldLogps | Witness, *, steps_per_batch: int = 1
+    parts: RunComponents, old: OldLogps | Witness, *, minibatches_per_batch: int = 1
 ) -> RunComponents:
     """The same run with another route, and a learning rate at which versions can be told apart."""
 
@@ -513,7 +515,9 @@ def routed(
         parts.ledger.arrived(piece)
         old.arrived(piece)
 
-    config = replace(parts.config, trainer=TrainerConfig(lr=3e-3, steps_per_batch=steps_per_batch))
+    config = replace(
+        parts.config, trainer=TrainerConfig(lr=3e-3, minibatches_per_batch=minibatches_per_batch)
+    )
     # the script's log-probabilities are far from the policy's: any control of D would drop every token
     rules = replace(
         parts.trainer.rules, correction=build_correction(CorrectionConfig(control="none"))
@@ -526,7 +530,7 @@ def routed(
             parts.rollout.speaker, parts.rollout.taskset, config.rollout, arrived=arrived
         ),
         trainer=Trainer(
-            parts.policy, config.trainer, rules, old, num_steps=config.steps * steps_per_batch
+            parts.policy, config.trainer, rules, old, num_steps=config.steps * minibatches_per_batch
         ),
     )
 
@@ -582,17 +586,17 @@ def pauses() -> Callable[[Sequence[int], SamplingParams], Awaitable[None]]:
     return wait
 
 
-@pytest.mark.parametrize("steps_per_batch", [1, 2])
+@pytest.mark.parametrize("minibatches_per_batch", [1, 2])
 @pytest.mark.parametrize(
     "name", ["old_logit_model", "interrupt_sync", "eager, snapshot_old", "eager, interrupt_sync"]
 )
 def test_in_an_asynchronous_run_every_token_gets_its_own_versions_logp(
-    tmp_path: Path, name: str, steps_per_batch: int
+    tmp_path: Path, name: str, minibatches_per_batch: int
 ) -> None:
     parts = make(tmp_path, count(), budget=2, steps=10)
     witness = Witness(build_old_logps(ROUTES[name], parts.policy, Scoring(1.0, 256)))
     parts.engine._engine._token_delay = pauses()  # type: ignore[attr-defined]
-    parts = routed(parts, witness, steps_per_batch=steps_per_batch)
+    parts = routed(parts, witness, minibatches_per_batch=minibatches_per_batch)
     with closing(witness.route):
         rows = run(parts)
     assert len(rows) == len(witness.answers) == 10 and len(witness.copies) == 11

@@ -55,7 +55,7 @@ def build(route: str, policy: Policy, *, temperature: float = 1.0) -> OldLogps:
 
 
 def ask(route: OldLogps, policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
-    now = policy.score(batch, batch.sampled, temperature=1.0, micro_tokens=48).logp
+    now = policy.score(batch, batch.sampled, temperature=1.0, max_tokens_per_microbatch=48).logp
     return route.logps(batch, now if route.needs.now or route.needs.inline else torch.empty(0))
 
 

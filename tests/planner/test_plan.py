@@ -236,7 +236,7 @@ def test_a_device_takes_the_time_that_its_data_sheet_gives() -> None:
     assert alone.train_s(100_000) == pytest.approx(
         3 * 1e5 * model.forward_flops(1000) / (4 * 989.4e12) + optimizer
     )
-    again = replace(alone, setting=replace(setting, recompute=True))
+    again = replace(alone, setting=replace(setting, gradient_checkpointing=True))
     assert again.train_s(100_000) - alone.train_s(100_000) == pytest.approx(
         alone.forward_s(100_000)
     )
@@ -284,7 +284,7 @@ def test_training_and_engines_take_the_memory_that_is_added_up_by_hand() -> None
     model = PRESETS["30B-A3B"]
     setting = Setting(
         model=model, device=DEVICES["H100"], shares=Shares(), lr=1e-6,
-        episodes=Episodes(tokens=4096, longest=4096, seen=2048, prompt=400), recompute=True,
+        episodes=Episodes(tokens=4096, longest=4096, seen=2048, prompt=400), gradient_checkpointing=True,
     )  # fmt: skip
     layer = 2 * (4 * 2048 + 2 * 36 * 128 + 4 * 8 * 768)
     activations = 4096 * (48 * 2 * 2048 + layer)
@@ -374,7 +374,11 @@ def test_no_token_is_older_than_the_lag_that_was_asked_for() -> None:
     """Past 5 of 8 groups others may be taken: one version more, which max_staleness gives up."""
     found = suggest(asked(windows=(5,), route="snapshot_old"))
     schedule = found.best.candidate.schedule
-    assert (schedule.window, schedule.max_staleness, schedule.staleness_bound) == (5, 1, 2)
+    assert (schedule.lookahead_window, schedule.max_staleness, schedule.staleness_bound) == (
+        5,
+        1,
+        2,
+    )
     with pytest.raises(ConfigError, match="--window 5 with 8 groups a step needs --lag 2"):
         suggest(asked(windows=(5,), lags=(1,)))
 
@@ -405,7 +409,10 @@ def test_what_a_plan_says_has_its_numbers_and_can_be_run(plan: Plan) -> None:
     assert (
         config.engine.max_running == plan.best.candidate.max_running and config.trainer.lr == 1e-6
     )
-    assert config.trainer.recompute == plan.best.candidate.costs.setting.recompute
+    assert (
+        config.trainer.gradient_checkpointing
+        == plan.best.candidate.costs.setting.gradient_checkpointing
+    )
     assert "once a trainer on several GPUs is there" in told["suggestion"]
     rows = {row["route"]: row for row in told["routes"]}
     assert rows["ewma_prox"]["GPU GB"] == pytest.approx(6 * PRESETS["4B"].parameters / 1e9)
@@ -421,7 +428,7 @@ def test_what_cannot_be_done_says_what_would() -> None:
     needed = int(re.findall(r"--gpus (\d+)", str(told.value))[0])
     assert 9 < needed <= 12
     schedule = ScheduleConfig(max_staleness=2, groups_per_step=8, group_size=2)
-    enough = replace(asked(model=PRESETS["30B-A3B"]).setting, recompute=True)
+    enough = replace(asked(model=PRESETS["30B-A3B"]).setting, gradient_checkpointing=True)
     assert list(placements(enough, "snapshot_old", schedule, devices=needed))
     assert not list(placements(enough, "snapshot_old", schedule, devices=needed - 1))
     with pytest.raises(

@@ -235,7 +235,9 @@ def test_a_version_of_several_steps_is_begun_with_its_first_part() -> None:
 
 @pytest.mark.parametrize("window", [2, 5, 16])
 def test_a_window_keeps_its_wider_bound(window: int) -> None:
-    schedule = ScheduleConfig(max_staleness=2, groups_per_step=4, group_size=2, window=window)
+    schedule = ScheduleConfig(
+        max_staleness=2, groups_per_step=4, group_size=2, lookahead_window=window
+    )
     outcome = simulate(
         TAILED, Fleet(max_running=8, engines=2), schedule, COSTS, steps=20
     )  # the loop asserts the bound
@@ -318,7 +320,7 @@ def test_what_cannot_be_is_told_in_one_line(
         "--set workload.tool_s=-1~2": "--set: workload.tool_s must be N",
         "--set costs.decode=1 costs.train=1 workload.turns=2 workload.tool_s=5 workload.timeout_s=1": "unstale: the "
         "simulated run fails: all 128 episodes of a batch failed",
-        "--set schedule.window=2": "nothing says what things cost",
+        "--set schedule.lookahead_window=2": "nothing says what things cost",
         f"--like {tmp_path}": "is not a run folder",
     }.items():
         with pytest.raises(SystemExit) as left:

@@ -114,7 +114,7 @@ def play(
     async def main() -> Trajectory | Failure:
         engine = await awake(ScriptedEngine(say))
         speaker = Generator(
-            engine, LetterChat(), EngineConfig(max_reply_tokens=8, **rooms.pop("engine", {}))
+            engine, LetterChat(), EngineConfig(max_completion_tokens=8, **rooms.pop("engine", {}))
         )
         rollout = Rollout(speaker, tasks, RolloutConfig(**rooms), arrived=arrived.append)
         return await rollout.episode(TASK, env_seed=7, noise_seed=8)
@@ -207,7 +207,7 @@ def test_an_interrupted_reply_continues_from_its_own_tokens_under_the_next_versi
 
     async def main() -> Trajectory | Failure:
         await awake(engine, version=4)
-        speaker = Generator(engine, LetterChat(), EngineConfig(max_reply_tokens=8))
+        speaker = Generator(engine, LetterChat(), EngineConfig(max_completion_tokens=8))
         rollout = Rollout(speaker, Tasks([says("hi"), over()]), RolloutConfig())
         async with asyncio.TaskGroup() as group:
             episode = group.create_task(rollout.episode(TASK, env_seed=1, noise_seed=2))
@@ -427,7 +427,7 @@ def go_on(
     async def main() -> Trajectory | Failure:
         awakened = await awake(ScriptedEngine(say), version=4)
         speaker = Generator(
-            awakened, LetterChat(), EngineConfig(max_reply_tokens=8, **(engine or {}))
+            awakened, LetterChat(), EngineConfig(max_completion_tokens=8, **(engine or {}))
         )
         rollout = Rollout(speaker, tasks, RolloutConfig(retries=retries))
         rollout.restore(20, ())

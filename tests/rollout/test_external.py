@@ -93,7 +93,7 @@ class World:
 
     def rollout(self, tasks: ExternalAgent) -> AgentRollout:
         return AgentRollout(
-            Generator(self.engine, CHAT, EngineConfig(max_reply_tokens=64, **self.room)),
+            Generator(self.engine, CHAT, EngineConfig(max_completion_tokens=64, **self.room)),
             tasks,
             self.config,
             endpoint=self.endpoint,
@@ -629,7 +629,7 @@ def test_what_an_agent_cannot_be_trained_with_is_refused(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("tasks", ["sdk_tasks", "forking_tasks"])
 def test_a_run_trains_on_it(tmp_path: Path, tasks: str) -> None:
-    engine = EngineConfig(max_reply_tokens=24, max_context=256, max_running=8)
+    engine = EngineConfig(max_completion_tokens=24, max_context=256, max_running=8)
     config = small(tmp_path, task=TaskConfig(env=f"tests.support.agents:{tasks}"), engine=engine)
     run = session.train(config, console=quiet())
     assert len(run.metrics) >= 3 and run.report.exists()
@@ -699,7 +699,7 @@ from unstale.config import EngineConfig, EvalConfig, RunConfig, ScheduleConfig, 
 
 unstale.train(RunConfig(
     recipe="sums", name="run", steps=1, task=TaskConfig(env="sums:tasks"), eval=EvalConfig(tasks=2),
-    schedule=ScheduleConfig(groups_per_step=1, group_size=2), engine=EngineConfig(max_reply_tokens=16, max_context=256),
+    schedule=ScheduleConfig(groups_per_step=1, group_size=2), engine=EngineConfig(max_completion_tokens=16, max_context=256),
 ))
 """
     run_python(code, tmp_path)

@@ -97,7 +97,7 @@ class World:
 def simulate(budget: int, groups: int, window: int, *, slow: int, seed: int = 0) -> World:
     async def main() -> World:
         world = World(
-            StalenessQueue(max_staleness=budget, groups_per_step=groups, window=window),
+            StalenessQueue(max_staleness=budget, groups_per_step=groups, lookahead_window=window),
             slow_ticks=slow,
         )
         await world.run(STEPS, seed)
@@ -117,12 +117,13 @@ def test_with_stragglers_the_bound_holds_and_is_reached(budget: int) -> None:
 def test_the_same_budget_with_whatever_is_finished_bounds_nothing() -> None:
     async def main() -> World:
         world = World(
-            StalenessQueue(max_staleness=1, groups_per_step=4, window=10**9), slow_ticks=200
+            StalenessQueue(max_staleness=1, groups_per_step=4, lookahead_window=10**9),
+            slow_ticks=200,
         )
         await world.run(STEPS, seed=0)
         return world
 
-    assert max(asyncio.run(main()).ages) > 4 * staleness_bound(1, 4, window=1)
+    assert max(asyncio.run(main()).ages) > 4 * staleness_bound(1, 4, lookahead_window=1)
 
 
 @given(
@@ -276,11 +277,13 @@ def test_a_line_goes_on_where_it_was_with_its_order_and_its_tickets(
     """Half of a run in one line and the rest in another: nobody is taken twice or left out, and the bound holds."""
 
     async def main() -> tuple[World, World]:
-        line = StalenessQueue(max_staleness=budget, groups_per_step=groups, window=window)
+        line = StalenessQueue(max_staleness=budget, groups_per_step=groups, lookahead_window=window)
         first = World(line, slow_ticks=30)
         await first.run(cut, seed)
         open_groups = sorted(set(range(first.admitted)) - set(first.order))
-        again = StalenessQueue(max_staleness=budget, groups_per_step=groups, window=window)
+        again = StalenessQueue(
+            max_staleness=budget, groups_per_step=groups, lookahead_window=window
+        )
         again.restore(first.admitted, open_groups)
         assert again.num_open == len(open_groups) and again.num_finished == 0
         second = World(

@@ -176,7 +176,10 @@ async def _log_d(engine: VllmEngine, policy: Policy, temperature: float) -> torc
             tokens = torch.tensor(context)
             where = torch.arange(len(context)) >= start
             scored = policy.score(
-                Packed(tokens, (0, len(context))), where, temperature=temperature, micro_tokens=4096
+                Packed(tokens, (0, len(context))),
+                where,
+                temperature=temperature,
+                max_tokens_per_microbatch=4096,
             )
             found.append((scored.logp[where] - torch.tensor(reply.piece.behavior_logp)).abs())
             context.extend([7] * 9)
@@ -207,7 +210,7 @@ def _config(
         name="run",
         steps=20,
         engine=EngineConfig(
-            kind="vllm", urls=urls, dtype="float32", max_running=24, max_context=768
+            backend="vllm", urls=urls, dtype="float32", max_running=24, max_context=768
         ),
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=2, group_size=8),
         task=TaskConfig(env="retail"),

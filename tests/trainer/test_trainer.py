@@ -92,21 +92,21 @@ def learn(trainer: Trainer, batch: Batch) -> Mapping[str, float]:
     return trainer.metrics()
 
 
-@pytest.mark.parametrize("steps_per_batch", [1, 2])
-@pytest.mark.parametrize("normalise", ["action_tokens", "kept", "sequence_mean", "constant"])
+@pytest.mark.parametrize("minibatches_per_batch", [1, 2])
+@pytest.mark.parametrize("loss_aggregation", ["action_tokens", "kept", "sequence_mean", "constant"])
 def test_the_gradient_does_not_depend_on_the_cut_into_micro_batches(
-    normalise: str, steps_per_batch: int
+    loss_aggregation: str, minibatches_per_batch: int
 ) -> None:
     found = []
-    for micro_tokens in (1, 20, 10_000):
+    for max_tokens_per_microbatch in (1, 20, 10_000):
         trainer = make(
             tiny_policy(dtype="float64"),
             correction=CorrectionConfig(control="mask", low=0.05, high=3.0, unit="turn"),
             objective=ObjectiveConfig(
-                normalise=normalise, entropy=0.1, reference_kl=0.2, unit="sequence"
+                loss_aggregation=loss_aggregation, entropy_coef=0.1, kl_coef=0.2, unit="sequence"
             ),
-            micro_tokens=micro_tokens,
-            steps_per_batch=steps_per_batch,
+            max_tokens_per_microbatch=max_tokens_per_microbatch,
+            minibatches_per_batch=minibatches_per_batch,
         )
         gradients = []
         for part in trainer.prepare(a_batch()).parts:
@@ -116,9 +116,13 @@ def test_the_gradient_does_not_depend_on_the_cut_into_micro_batches(
         metrics = trainer.metrics()
         assert 0 < metrics["correction/kept_share"] < 1
         found.append((torch.stack(gradients), metrics))
-    assert [metrics["trainer/micro_batches"] for _, metrics in found] == [5, 4, steps_per_batch]
+    assert [metrics["trainer/micro_batches"] for _, metrics in found] == [
+        5,
+        4,
+        minibatches_per_batch,
+    ]
     for gradients, metrics in found[:2]:
-        assert len(gradients) == steps_per_batch
+        assert len(gradients) == minibatches_per_batch
         torch.testing.assert_close(gradients, found[2][0], atol=1e-12, rtol=1e-9)
         assert metrics["objective/loss"] == pytest.approx(found[2][1]["objective/loss"], abs=1e-9)
 
@@ -157,7 +161,9 @@ def test_the_loss_is_the_formula() -> None:
 
 
 def test_siblings_are_spread_over_the_optimizer_steps_and_each_has_its_own_denominator() -> None:
-    trainer = make(tiny_policy(), steps_per_batch=2, objective=ObjectiveConfig(kind="kl_penalty"))
+    trainer = make(
+        tiny_policy(), minibatches_per_batch=2, objective=ObjectiveConfig(kind="kl_penalty")
+    )
     parts = trainer.prepare(a_batch()).parts
     assert [part.batch.episodes for part in parts] == [(0, 2, 5), (1, 3)]  # 4 has no action token
     assert [part.norm.sum().item() for part in parts] == pytest.approx([1.0, 1.0])
@@ -187,7 +193,7 @@ def test_sequences_without_gradient_are_not_run_and_that_changes_nothing() -> No
         tiny_policy(), objective=ObjectiveConfig(kind="kl_penalty")
     ).rules.objective.idle_at_zero
     assert not make(
-        tiny_policy(), objective=ObjectiveConfig(entropy=0.1)
+        tiny_policy(), objective=ObjectiveConfig(entropy_coef=0.1)
     ).rules.objective.idle_at_zero
 
 
@@ -228,7 +234,7 @@ def test_after_a_step_the_policy_is_no_longer_at_its_version() -> None:
 def test_a_reference_kl_pulls_back_to_where_the_run_began() -> None:
     policy = tiny_policy()
     trainer = make(
-        policy, objective=ObjectiveConfig(kind="none", reference_kl=1.0), route="rollout", lr=0.01
+        policy, objective=ObjectiveConfig(kind="none", kl_coef=1.0), route="rollout", lr=0.01
     )
     nudge(policy, seed=2, size=0.01)
     batch = collate([engine_made(policy, number) for number in range(8)])
@@ -251,7 +257,7 @@ def engine_made(policy: Policy, number: int) -> ScoredTrajectory:
 
 def test_an_entropy_bonus_follows_the_gradient_of_entropy() -> None:
     policy, batch = tiny_policy(dtype="float64"), collate([episode(0, [3, (8, 1)], advantage=0.0)])
-    trainer = make(policy, objective=ObjectiveConfig(entropy=0.5))
+    trainer = make(policy, objective=ObjectiveConfig(entropy_coef=0.5))
     (part,) = trainer.prepare(batch).parts
     trainer.backward(part)
     found = gradient(trainer).clone()
@@ -404,8 +410,10 @@ def test_bfloat16_forward_weights_are_a_copy_of_float32_ones() -> None:
 
 def test_bfloat16_gradients_are_summed_in_float32() -> None:
     found = []
-    for micro_tokens in (1, 10_000):
-        trainer = make(tiny_policy(dtype="bfloat16"), micro_tokens=micro_tokens)
+    for max_tokens_per_microbatch in (1, 10_000):
+        trainer = make(
+            tiny_policy(dtype="bfloat16"), max_tokens_per_microbatch=max_tokens_per_microbatch
+        )
         (part,) = trainer.prepare(a_batch()).parts
         trainer.backward(part)
         assert all(parameter.grad is None for parameter in trainer.policy.model.parameters())
@@ -454,16 +462,16 @@ def test_lag_is_counted_in_batches_after_a_resume() -> None:
     assert part.lag.tolist() == [-1] * 3 + [1] * 4 + [0] * 4
 
 
-@pytest.mark.parametrize("micro_tokens", [1, 10_000])
+@pytest.mark.parametrize("max_tokens_per_microbatch", [1, 10_000])
 def test_an_inline_route_is_asked_in_every_pass_with_that_pass_s_own_values(
-    micro_tokens: int,
+    max_tokens_per_microbatch: int,
 ) -> None:
     """Between two optimizer steps the policy moves, and so does the proxy; no forward pass is spent on it."""
     trainer = make(
         tiny_policy(),
         route="interp_prox_loglinear",
-        steps_per_batch=2,
-        micro_tokens=micro_tokens,
+        minibatches_per_batch=2,
+        max_tokens_per_microbatch=max_tokens_per_microbatch,
         lr=1e-2,
     )
     asked: list[Tensor] = []
@@ -498,7 +506,7 @@ def test_an_inline_proxy_of_weight_one_gives_the_gradient_of_recomputing_it() ->
 def test_a_route_hears_of_every_step_and_what_the_control_kept() -> None:
     """A band around D = 1 that no token is in keeps none of them."""
     narrow = CorrectionConfig(control="mask", low=0.0, high=1.0)
-    trainer = make(tiny_policy(), correction=narrow, steps_per_batch=2)
+    trainer = make(tiny_policy(), correction=narrow, minibatches_per_batch=2)
     heard: list[float] = []
     trainer.old.trained = lambda policy, kept: heard.append(kept)  # type: ignore[method-assign]
     figures = learn(trainer, a_batch())
@@ -538,8 +546,8 @@ def test_a_batch_without_any_advantage_is_a_step_like_any_other(route: str) -> N
 
 
 def test_a_trainer_says_how_its_policy_is_run() -> None:
-    trainer = make(tiny_policy(), share_prompts=False, recompute=True)
-    assert trainer.policy.passes == ForwardOptions(share_prompts=False, recompute=True)
+    trainer = make(tiny_policy(), share_prompts=False, gradient_checkpointing=True)
+    assert trainer.policy.passes == ForwardOptions(share_prompts=False, gradient_checkpointing=True)
     siblings = collate([episode(0, [(20, 0), 3, (2, 1)]) for _ in range(2)])
     for share in (False, True):
         metrics = learn(make(tiny_policy(), share_prompts=share), siblings)

@@ -6,16 +6,15 @@ truth is scored by the recorded weights themselves. What a replay cannot have: t
 of one batch, and the times at which pieces arrived, so that `eager` gets all the idle time it can use.
 """
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import get_args
 
 import torch
 from rich.box import SIMPLE
@@ -26,9 +25,10 @@ from torch import Tensor
 
 from unstale.algorithms import audit as pure
 from unstale.build import build_correction, build_objective, build_old_logps, load_policy
-from unstale.config import ConfigError, OldLogpsConfig, Route, RunConfig, nearest
+from unstale.config import ConfigError, OldLogpsConfig, Route, nearest
+from unstale.config.stored import stored_config
 from unstale.model.policy import Policy
-from unstale.observe.metrics import AUDIT, CONFIG, Row, RunFolder, dumps, write_whole
+from unstale.observe.metrics import AUDIT, Row, RunFolder, dumps, write_whole
 from unstale.observe.report.audited import COLUMNS, cells
 from unstale.observe.report.page import write_report
 from unstale.old_logps import OldLogps, Scoring, has_clean_behavior
@@ -47,8 +47,6 @@ from unstale.trainer.auditor import (
 from unstale.weights.recording import RECORDED, Recorded
 
 ROUTES: tuple[Route, ...] = get_args(Route)
-_EXACT = 1 << 53
-"""Whole numbers up to here are numbers of the type float too."""
 POINTS = 400
 """(log D, log S) points kept of each route."""
 
@@ -74,7 +72,7 @@ def audit(
     judge = Thresholds(
         build_correction(config.correction), build_objective(config.objective).surrogate
     )
-    scoring = Scoring(config.engine.temperature, config.trainer.micro_tokens)
+    scoring = Scoring(config.engine.temperature, config.trainer.max_tokens_per_microbatch)
     tried = variants(config.old_logps, routes or ROUTES, alphas)
     rows: list[Row] = []
     refused: dict[str, str] = {}
@@ -131,46 +129,6 @@ def label(option: OldLogpsConfig) -> str:
         f for f in fields(option) if f.name != "route" and getattr(option, f.name) != f.default
     ]
     return " ".join([option.route, *(f"{f.name}={getattr(option, f.name)}" for f in changed)])
-
-
-def stored_config(row: Row) -> RunConfig:
-    """The configuration that a run folder holds. `ConfigError` names knobs that are not there any more."""
-    made: RunConfig = _made(RunConfig, row, CONFIG)
-    return made
-
-
-def _made(kind: Any, row: Any, where: str) -> Any:
-    hints = get_type_hints(kind)
-    if not isinstance(row, dict):
-        raise ConfigError(f"{where} is not a section of a configuration")
-    if unknown := sorted(row.keys() - hints.keys()):
-        raise ConfigError(f"{where} holds knobs that are not known: {', '.join(unknown)}")
-    made = {name: _made if is_dataclass(hints[name]) else _value for name in row}
-    given = {
-        name: made[name](hints[name], value, f"{where}, {name}") for name, value in row.items()
-    }
-    try:
-        return kind(**given)
-    except TypeError as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
-def _value(kind: Any, value: Any, where: str) -> Any:
-    """A knob's value from JSON, in which a path is a string, infinity null and 1.0 may be 1; nothing else is read."""
-    kinds = (
-        {type(word) for word in get_args(kind)}
-        if get_origin(kind) is Literal
-        else {*(get_args(kind) or (kind,))}
-    )
-    if kind is float and value is None:
-        return math.inf
-    if type(value) is str and Path in kinds:
-        return Path(value)
-    if type(value) in kinds or (type(value) is int and float in kinds and abs(value) <= _EXACT):
-        return value
-    raise ConfigError(
-        f"{where} cannot be {value!r}: that is no {' or '.join(sorted(each.__name__ for each in kinds))}"
-    )
 
 
 def segments(batch: Batch) -> Iterator[PendingPiece]:

@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from unstale.config import ConfigError, RunConfig, install, nearest
+from unstale.config.renamed import refuse_renamed
 from unstale.planner.command import add as planned
 from unstale.recipes import RECIPES
 
@@ -60,6 +61,7 @@ class _Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
+            refuse_renamed(unknown[0].split("=")[0].removeprefix("--"), "command line")
             options = getattr(found, "knobs", self.known)
             raise ConfigError(
                 f"unknown argument {unknown[0]}{nearest(unknown[0].split('=')[0], options)}"

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from unstale.algorithms.corrections import check_finite
 from unstale.build import build_trainer, load_policy
-from unstale.cli.audit import stored_config
 from unstale.config import AuditConfig, ConfigError, RunConfig
+from unstale.config.stored import stored_config
 from unstale.observe.metrics import RunFolder
 from unstale.trainer.local import NOT_FINITE, Minibatch
 from unstale.weights.recording import WENT_WRONG, WentWrong

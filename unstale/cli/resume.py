@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from unstale.build import Components, ResumeState, build_checkpoints
-from unstale.cli.audit import stored_config
 from unstale.config import ConfigError, RunConfig
+from unstale.config.stored import stored_config
 from unstale.durability.checkpoint import Checkpoint, CheckpointError, Checkpoints, Progress
 from unstale.durability.journal import JOURNAL, Journal, JournalError, Marked
 from unstale.observe.metrics import CONFIG, RunFolder, plain
@@ -28,9 +28,9 @@ FIXED = {
     "schedule.group_size": "the open groups have that many episodes",
     "schedule.max_staleness": "the staleness bound of the groups in line was derived for it",
     "schedule.groups_per_step": "the staleness bound of the groups in line was derived for it",
-    "schedule.window": "the staleness bound of the groups in line was derived for it",
+    "schedule.lookahead_window": "the staleness bound of the groups in line was derived for it",
     "engine.max_context": "the open episodes were begun with that much room",
-    "engine.max_reply_tokens": "the open replies were begun with that much room",
+    "engine.max_completion_tokens": "the open replies were begun with that much room",
     "engine.temperature": "the open replies were sampled at it",
     "rollout.max_turns": "the open episodes were begun with that many turns",
     "old_logps.route": "the checkpoint holds the state of that route",
@@ -50,7 +50,7 @@ FIXED = {
 MEANING = {
     "steps": "the learning-rate schedule ends there, and is another one from here on",
     "trainer.lr": "holds from the next step; the optimizer's moments are of the old one",
-    "trainer.steps_per_batch": "the learning-rate schedule counts optimizer steps, so its position moves",
+    "trainer.minibatches_per_batch": "the learning-rate schedule counts optimizer steps, so its position moves",
 }
 """What a change means, where it is more than that it holds from here on."""
 

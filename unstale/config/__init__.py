@@ -20,19 +20,19 @@ def install(extra: str) -> str:
     return f".venv/bin/pip install -c {tested} -e '.[{extra}]'"
 
 
-def staleness_bound(max_staleness: int, groups_per_step: int, window: int) -> int:
+def staleness_bound(max_staleness: int, groups_per_step: int, lookahead_window: int) -> int:
     """The largest staleness a token can have when its batch is taken, one version being published per batch.
 
     Derived in docs/staleness.md.
 
-    >>> staleness_bound(2, 16, window=1)
+    >>> staleness_bound(2, 16, lookahead_window=1)
     2
-    >>> staleness_bound(2, 16, window=4)
+    >>> staleness_bound(2, 16, lookahead_window=4)
     3
     """
     if max_staleness == 0:
         return 0  # the whole budget is one batch: nothing can be left behind
-    return max_staleness + math.ceil((window - 1) / groups_per_step)
+    return max_staleness + math.ceil((lookahead_window - 1) / groups_per_step)
 
 
 Dtype = Literal["float32", "bfloat16"]
@@ -81,7 +81,7 @@ class TaskConfig:
 class EngineConfig:
     """The program that samples."""
 
-    kind: Literal["embedded", "vllm", "sglang"] = "embedded"
+    backend: Literal["embedded", "vllm", "sglang"] = "embedded"
     """A process of our own, or servers. See docs/engines.md."""
     urls: str = ""
     """Servers on this host to attach to, separated by spaces; without any, `vllm` starts one."""
@@ -99,7 +99,7 @@ class EngineConfig:
     """Sampling temperature. It is part of the behaviour policy, so the trainer applies it too."""
     top_p: float = 1.0
     """Refused below 1: the embedded engine does not record the truncated support."""
-    max_reply_tokens: int = 96
+    max_completion_tokens: int = 96
     """Tokens of one reply."""
     keep_cache: bool = False
     """Go on with the KV cache of the version before: quicker, but such tokens come from no version's policy."""
@@ -115,22 +115,22 @@ class EngineConfig:
             1,
             threads=self.threads,
             processes=self.processes,
-            max_reply_tokens=self.max_reply_tokens,
+            max_completion_tokens=self.max_completion_tokens,
         )
         at_least("engine", self.processes, max_running=self.max_running)
         at_least("engine", 0, restarts=self.restarts)
         at_least("engine", 16, max_context=self.max_context)
         if not self.temperature > 0:
             raise ConfigError(f"engine.temperature must be > 0, got {self.temperature}")
-        if self.kind == "embedded" and self.urls:
-            raise ConfigError("engine.urls is an option of engine.kind = vllm and sglang")
-        if self.kind != "embedded" and self.processes > 1:
+        if self.backend == "embedded" and self.urls:
+            raise ConfigError("engine.urls is an option of engine.backend = vllm and sglang")
+        if self.backend != "embedded" and self.processes > 1:
             raise ConfigError(
-                "engine.processes is an option of engine.kind = embedded: name servers by engine.urls"
+                "engine.processes is an option of engine.backend = embedded: name servers by engine.urls"
             )
-        if self.kind == "sglang" and not self.urls.split():
+        if self.backend == "sglang" and not self.urls.split():
             raise ConfigError(
-                "engine.kind = sglang needs engine.urls: SGLang servers that run on this host"
+                "engine.backend = sglang needs engine.urls: SGLang servers that run on this host"
             )
         if self.top_p != 1.0:
             raise ConfigError(
@@ -164,13 +164,13 @@ class ScheduleConfig:
     """Who may begin, and in which order results are taken. See docs/staleness.md."""
 
     max_staleness: int = 2
-    """Versions a token may lag behind the policy that trains on it (window 1). 0 is synchronous training."""
+    """Versions a token may lag behind the policy that trains on it (with lookahead_window 1). 0 is synchronous training."""
     groups_per_step: int = 16
     """Tasks per batch."""
     group_size: int = 8
     """Episodes per task."""
-    window: int = 1
-    """Look-ahead: each group of a batch may come from the `window` oldest positions in line. 1 is strict order."""
+    lookahead_window: int = 1
+    """Look-ahead: each group of a batch may come from the `lookahead_window` oldest positions in line. 1 is strict order."""
 
     def __post_init__(self) -> None:
         at_least("schedule", 0, max_staleness=self.max_staleness)
@@ -179,17 +179,17 @@ class ScheduleConfig:
             1,
             groups_per_step=self.groups_per_step,
             group_size=self.group_size,
-            window=self.window,
+            lookahead_window=self.lookahead_window,
         )
 
     @property
     def staleness_bound(self) -> int:
         """Versions that no token of a batch is ever older than."""
-        return staleness_bound(self.max_staleness, self.groups_per_step, self.window)
+        return staleness_bound(self.max_staleness, self.groups_per_step, self.lookahead_window)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CreditConfig:
+class AdvantageConfig:
     """From rewards to advantages."""
 
     estimator: Literal[
@@ -198,7 +198,7 @@ class CreditConfig:
     """How siblings are compared."""
 
     def __post_init__(self) -> None:
-        among_choices("credit", self)
+        among_choices("advantage", self)
 
 
 Route = Literal[
@@ -336,12 +336,12 @@ class CorrectionConfig:
     """What D is aggregated over."""
     aggregate: Literal["mean", "sum"] = "mean"
     """Geometric mean of the ratios in a unit, or their product."""
-    veto_below: float = 0.0
+    token_veto_threshold: float = 0.0
     """Drop a whole sequence with any token whose D is below this; 0 never does."""
 
     def __post_init__(self) -> None:
         among_choices("correction", self)
-        within("correction", 0, 1, low=self.low, veto_below=self.veto_below)
+        within("correction", 0, 1, low=self.low, token_veto_threshold=self.token_veto_threshold)
         at_least("correction", 1, high=self.high)
 
 
@@ -363,20 +363,22 @@ class ObjectiveConfig:
     """What S is aggregated over."""
     aggregate: Literal["mean", "sum"] = "mean"
     """Geometric mean of the ratios in a unit, or their product."""
-    normalise: Literal["action_tokens", "kept", "sequence_mean", "constant"] = "action_tokens"
+    loss_aggregation: Literal["action_tokens", "kept", "sequence_mean", "constant"] = (
+        "action_tokens"
+    )
     """What the loss is divided by; `action_tokens` counts them before masking."""
     constant: float = 1000.0
-    """`normalise = "constant"`: tokens per sequence that the sum is divided by (Dr. GRPO)."""
-    reference_kl: float = 0.0
+    """`loss_aggregation = "constant"`: tokens per sequence that the sum is divided by (Dr. GRPO)."""
+    kl_coef: float = 0.0
     """Coefficient of the KL to the policy that the run began with."""
-    entropy: float = 0.0
+    entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
 
     def __post_init__(self) -> None:
         among_choices("objective", self)
         within("objective", 0, 1, clip_low=self.clip_low)
         at_least("objective", 0, clip_high=self.clip_high, kl_penalty=self.kl_penalty)
-        at_least("objective", 0, reference_kl=self.reference_kl, entropy=self.entropy)
+        at_least("objective", 0, kl_coef=self.kl_coef, entropy_coef=self.entropy_coef)
         at_least("objective", 1, constant=self.constant)
         if not self.dual_clip > 1:
             raise ConfigError(
@@ -402,7 +404,7 @@ class TrainerConfig:
     """Decoupled weight decay, for optimizers that have it."""
     grad_clip: float = 1.0
     """Norm that the gradient is clipped to."""
-    steps_per_batch: int = 1
+    minibatches_per_batch: int = 1
     """Optimizer steps per batch; each takes an equal share of its sequences."""
     lora_rank: int = 0
     """Train adapters of this rank instead of all weights; 0 trains all. See docs/lora.md."""
@@ -410,11 +412,11 @@ class TrainerConfig:
     """Adapters count alpha / rank times."""
     lora_targets: str = "all-linear"
     """Layers with an adapter: all linear ones but the head, or ends of module names, separated by spaces."""
-    micro_tokens: int = 4096
+    max_tokens_per_microbatch: int = 4096
     """Tokens per forward and backward pass."""
     share_prompts: bool = True
     """Run what sequences of a pass have in common at their beginning once. The gradient is the same."""
-    recompute: bool = False
+    gradient_checkpointing: bool = False
     """Run every layer again for the gradient instead of keeping what is inside it: less memory, more time."""
     compile: bool = False
     """Fuse the model by torch.compile: half a minute at the start, then faster passes."""
@@ -423,7 +425,12 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         among_choices("trainer", self)
-        at_least("trainer", 1, steps_per_batch=self.steps_per_batch, micro_tokens=self.micro_tokens)
+        at_least(
+            "trainer",
+            1,
+            minibatches_per_batch=self.minibatches_per_batch,
+            max_tokens_per_microbatch=self.max_tokens_per_microbatch,
+        )
         at_least(
             "trainer",
             0,
@@ -500,7 +507,7 @@ class RunConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    credit: CreditConfig = field(default_factory=CreditConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     old_logps: OldLogpsConfig = field(default_factory=OldLogpsConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -518,12 +525,15 @@ class RunConfig:
         at_least("run", 1, steps=self.steps)
         at_least("run", 0, minutes=self.minutes)
         within("run", 0, MAX_SEED, seed=self.seed)
-        if self.deterministic and (self.engine.kind, self.engine.processes) != ("embedded", 1):
+        if self.deterministic and (self.engine.backend, self.engine.processes) != ("embedded", 1):
             raise ConfigError(
-                "deterministic needs engine.kind = embedded and processes = 1: only that can be repeated"
+                "deterministic needs engine.backend = embedded and processes = 1: only that can be repeated"
             )
-        if self.trainer.steps_per_batch > self.schedule.groups_per_step * self.schedule.group_size:
+        if (
+            self.trainer.minibatches_per_batch
+            > self.schedule.groups_per_step * self.schedule.group_size
+        ):
             raise ConfigError(
-                f"trainer.steps_per_batch must be <= {self.schedule.groups_per_step * self.schedule.group_size} "
-                f"(the sequences of a batch), got {self.trainer.steps_per_batch}"
+                f"trainer.minibatches_per_batch must be <= {self.schedule.groups_per_step * self.schedule.group_size} "
+                f"(the sequences of a batch), got {self.trainer.minibatches_per_batch}"
             )

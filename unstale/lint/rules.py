@@ -46,18 +46,20 @@ def _idle_clip(config: RunConfig) -> Finding | None:
         why = "with one optimizer step per batch pi has not moved since pi_now was computed; staleness is in D alone"
     else:
         why = "at this staleness and weight the proxy is the current policy itself; the whole ratio is in D"
-    first = "--trainer.steps_per_batch 2" if recomputed else "--old_logps.alpha 0.5"
+    first = "--trainer.minibatches_per_batch 2" if recomputed else "--old_logps.alpha 0.5"
     fix = f"{first}, or {_EXACT_ROUTE}, or --old_logps.baseline true for a baseline to compare with"
     return Finding(f"S is identically 1, {kind} can never act", why, fix)
 
 
 def _idle_control(config: RunConfig) -> Finding | None:
     rule = config.correction
-    idle = [rule.control] * (rule.control == "mask") + ["veto_below"] * (rule.veto_below > 0)
+    idle = [rule.control] * (rule.control == "mask") + ["token_veto_threshold"] * (
+        rule.token_veto_threshold > 0
+    )
     if not idle or not d_is_one(config) or config.old_logps.baseline:
         return None
     why = "the proxy is mu itself, so the discrepancy is in S, where the trust region sees it"
-    fix = f"--correction.control none --correction.veto_below 0, or {_EXACT_ROUTE}, or --old_logps.baseline true"
+    fix = f"--correction.control none --correction.token_veto_threshold 0, or {_EXACT_ROUTE}, or --old_logps.baseline true"
     return Finding(f"D is identically 1, {' and '.join(idle)} can never act", why, fix)
 
 
@@ -81,7 +83,7 @@ def _missing_half(config: RunConfig) -> Finding | None:
         return None
     half = (
         "is not bounded from above"
-        if config.correction.veto_below
+        if config.correction.token_veto_threshold
         else "is neither bounded nor weighted"
     )
     why = f"{config.old_logps.route} leaves staleness in D, where {config.objective.kind} does not see it"
@@ -135,21 +137,26 @@ def num_weights(folder: Path) -> int:
 
 def _idle_window(config: RunConfig) -> Finding | None:
     schedule = config.schedule
-    if schedule.window == 1 or schedule.max_staleness > 0:
+    if schedule.lookahead_window == 1 or schedule.max_staleness > 0:
         return None
     why = "with max_staleness 0 no group beyond the batch is ever begun"
-    fix = "--schedule.window 1, or --schedule.max_staleness 1"
+    fix = "--schedule.lookahead_window 1, or --schedule.max_staleness 1"
     return Finding(
-        f"a window of {schedule.window} positions has nothing to look ahead at", why, fix
+        f"a window of {schedule.lookahead_window} positions has nothing to look ahead at", why, fix
     )
 
 
 def _inline_kept(config: RunConfig) -> Finding | None:
-    if not config.old_logps.route.startswith("interp_") or config.objective.normalise != "kept":
+    if (
+        not config.old_logps.route.startswith("interp_")
+        or config.objective.loss_aggregation != "kept"
+    ):
         return None
     why = f"{config.old_logps.route} forms its proxy inside the training passes, after the denominator is fixed"
     return Finding(
-        "how many tokens are kept is not known in time", why, "--objective.normalise action_tokens"
+        "how many tokens are kept is not known in time",
+        why,
+        "--objective.loss_aggregation action_tokens",
     )
 
 
@@ -158,7 +165,7 @@ def _idle_reset(config: RunConfig) -> Finding | None:
     if (
         not config.old_logps.reset_below
         or rule.control not in ("none", "truncate")
-        or rule.veto_below
+        or rule.token_veto_threshold
     ):
         return None
     why = f"correction.control {rule.control} keeps every token, so the kept share never falls"
@@ -199,7 +206,7 @@ def _wrong_age(config: RunConfig) -> Finding | None:
     bound, age = config.schedule.staleness_bound, average_age(config)
     if not has_average(config) or not fixed or bound / 2 <= age <= bound:
         return None
-    steps = config.trainer.steps_per_batch if config.old_logps.update_every == "step" else 1
+    steps = config.trainer.minibatches_per_batch if config.old_logps.update_every == "step" else 1
     wanted = max(1, 3 * bound / 4) * steps  # near the mean lag of a full line
     why = "staleness that it does not cover is left in D, with a minus where it is too old"
     fix = f"--old_logps.beta {wanted / (wanted + 1):.3g}, or --old_logps.route ppo_ewma_async, or {_EXACT_ROUTE}"

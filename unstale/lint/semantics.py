@@ -110,7 +110,7 @@ def _exact(config: RunConfig) -> _Proxy:
         if old.route == "eager"
         else costs[old.route]
     )
-    fresh = config.schedule.staleness_bound == 0 and config.trainer.steps_per_batch == 1
+    fresh = config.schedule.staleness_bound == 0 and config.trainer.minibatches_per_batch == 1
     s = (
         "learning alone: 1 here, because nothing is stale"
         if fresh
@@ -163,7 +163,7 @@ def d_is_one(config: RunConfig) -> bool:
 def s_is_one(config: RunConfig) -> bool:
     """Whether S is 1 by construction. An interpolated proxy moves along; a recomputed one stays where it was."""
     moves_away = (
-        config.old_logps.route == "current_recompute" and config.trainer.steps_per_batch > 1
+        config.old_logps.route == "current_recompute" and config.trainer.minibatches_per_batch > 1
     )
     return weight_of_now(config) == 1 and not moves_away
 
@@ -182,7 +182,7 @@ def has_average(config: RunConfig) -> bool:
 def average_age(config: RunConfig) -> float:
     """Versions that an average of fixed decay lags behind in the long run."""
     beta = EWMA_BETA if config.old_logps.beta is None else config.old_logps.beta
-    steps = config.trainer.steps_per_batch if config.old_logps.update_every == "step" else 1
+    steps = config.trainer.minibatches_per_batch if config.old_logps.update_every == "step" else 1
     return beta / (1 - beta) / steps
 
 
@@ -211,8 +211,8 @@ def _bound_on_d(config: RunConfig) -> str:
         "truncate": f"truncate: a weight of at most {rule.high:g}, {of}",
         "mask_weight": f"mask_weight: a weight inside {band}, dropped outside, {of}",
     }[rule.control]
-    if rule.veto_below:
-        words += f"; a sequence with a token under {rule.veto_below:g} is dropped"
+    if rule.token_veto_threshold:
+        words += f"; a sequence with a token under {rule.token_veto_threshold:g} is dropped"
     idle = d_is_one(config) and words != "nothing: it has no part in the loss"
     return f"idle: {words}" if idle else words
 
@@ -252,10 +252,12 @@ def _unbounded(config: RunConfig) -> str:
 def _versions(config: RunConfig) -> str:
     schedule, bound = config.schedule, config.schedule.staleness_bound
     words = f"a token is at most {bound} old when its batch is taken (max_staleness {schedule.max_staleness}"
-    if schedule.window > 1:
-        words += f", and {bound - schedule.max_staleness} for a window of {schedule.window}"
+    if schedule.lookahead_window > 1:
+        words += (
+            f", and {bound - schedule.max_staleness} for a window of {schedule.lookahead_window}"
+        )
     words += f"); an episode may hold tokens of {bound + 1}"
-    if (steps := config.trainer.steps_per_batch) > 1:
+    if (steps := config.trainer.minibatches_per_batch) > 1:
         words += f"; counted in optimizer steps a token is at most {(bound + 1) * steps - 1} old"
     return words
 
@@ -289,4 +291,4 @@ def _denominator(config: RunConfig) -> str:
         "kept": "divided by the tokens that the controls kept: dropping one inflates the others",
         "sequence_mean": "the mean over each sequence's action tokens, then over sequences",
         "constant": f"divided by {config.objective.constant:g} for each sequence, whatever its length",
-    }[config.objective.normalise]
+    }[config.objective.loss_aggregation]

@@ -443,7 +443,7 @@ def recompute_layers(model: nn.Module) -> None:
     ]
     if not layers:
         raise ConfigError(
-            f"trainer.recompute: {type(model).__name__} has no layers that can be run again"
+            f"trainer.gradient_checkpointing: {type(model).__name__} has no layers that can be run again"
         )
     for layer in layers:
         layer.forward = partial(_again, layer.forward)

@@ -55,14 +55,14 @@ class ForwardOptions:
 
     share_prompts: bool = True
     """What sequences of a pass have in common at their beginning is run once."""
-    recompute: bool = False
+    gradient_checkpointing: bool = False
     """The layers keep their inputs alone for the gradient, and run again for it."""
     compile: bool = False
     """By torch.compile."""
 
     @classmethod
     def of(cls, config: TrainerConfig) -> "ForwardOptions":
-        return cls(config.share_prompts, config.recompute, config.compile)
+        return cls(config.share_prompts, config.gradient_checkpointing, config.compile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class Policy:
         """From here on; twins made later too. ConfigError for what the model cannot do."""
         if passes == self.passes:
             return
-        if passes.recompute and not self.passes.recompute:
+        if passes.gradient_checkpointing and not self.passes.gradient_checkpointing:
             recompute_layers(self.model)
         self._take(passes)
 
@@ -272,15 +272,20 @@ class Policy:
 
     @torch.no_grad()
     def score(
-        self, batch: Batch | Packed, where: Tensor, *, temperature: float, micro_tokens: int
+        self,
+        batch: Batch | Packed,
+        where: Tensor,
+        *,
+        temperature: float,
+        max_tokens_per_microbatch: int,
     ) -> Scored:
-        """`logps` on `where` without gradient, in passes of at most `micro_tokens` (one sequence may be longer).
+        """`logps` on `where` without gradient, in passes of at most `max_tokens_per_microbatch` (one sequence may be longer).
 
         Runs only the sequences that hold a wanted token, each cut after its last wanted one.
         """
         logp = torch.zeros(len(batch.tokens), dtype=wide(self.dtype))
         spans, forwarded = wanted_spans(batch.spans(), where), 0
-        for members in self.pack(batch, spans, micro_tokens, where=where):
+        for members in self.pack(batch, spans, max_tokens_per_microbatch, where=where):
             packed, index = cut(batch.tokens, [spans[i] for i in members])
             run = self.prefix_tree(packed)
             logp[index] = self._forward(run, where[index], temperature, with_entropy=False)[0].cpu()
@@ -291,18 +296,18 @@ class Policy:
         self,
         batch: Batch | Packed,
         spans: Sequence[tuple[int, int]],
-        micro_tokens: int,
+        max_tokens_per_microbatch: int,
         *,
         where: Tensor,
     ) -> list[list[int]]:
-        """Which of these spans each pass runs: at most `micro_tokens`, unless one span alone is longer.
+        """Which of these spans each pass runs: at most `max_tokens_per_microbatch`, unless one span alone is longer.
 
         `where` (`[T]` bool) are the tokens that are asked about.
         """
         if self.passes.share_prompts:
             wanted = [int(where[start:end].sum()) for start, end in spans]
-            return pack_shared(cut(batch.tokens, spans)[0], micro_tokens, wanted)
-        return pack([end - start for start, end in spans], micro_tokens)
+            return pack_shared(cut(batch.tokens, spans)[0], max_tokens_per_microbatch, wanted)
+        return pack([end - start for start, end in spans], max_tokens_per_microbatch)
 
     def prefix_tree(self, batch: Batch | Packed | PrefixTree) -> PrefixTree:
         """What one pass over these sequences runs."""

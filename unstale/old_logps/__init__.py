@@ -22,14 +22,17 @@ def has_clean_behavior(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How every route asks a model: at the sampling temperature, in passes of at most `micro_tokens`."""
+    """How every route asks a model: at the sampling temperature, in passes of at most `max_tokens_per_microbatch`."""
 
     temperature: float
-    micro_tokens: int
+    max_tokens_per_microbatch: int
 
     def __call__(self, policy: Policy, batch: Batch | Packed, where: Tensor) -> Scored:
         return policy.score(
-            batch, where, temperature=self.temperature, micro_tokens=self.micro_tokens
+            batch,
+            where,
+            temperature=self.temperature,
+            max_tokens_per_microbatch=self.max_tokens_per_microbatch,
         )
 
 

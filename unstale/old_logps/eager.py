@@ -55,7 +55,7 @@ class Eager(Passive):
         waiting = self._waiting.get(policy.version)
         if not policy.at_version or not waiting:
             return self.fallback.idle(policy)
-        self._answers.score(policy, waiting.take(self._answers.scoring.micro_tokens))
+        self._answers.score(policy, waiting.take(self._answers.scoring.max_tokens_per_microbatch))
         return True
 
     def closing(self, policy: Policy, unscored: Sequence[PendingPiece]) -> None:

@@ -92,7 +92,7 @@ class _Worker:
 
     def _score(self, backlog: ScoreQueue) -> None:
         """About one pass over pieces of the loaded version."""
-        pieces = backlog.take(self._scoring.micro_tokens)
+        pieces = backlog.take(self._scoring.max_tokens_per_microbatch)
         answers, forward_tokens = score_pieces(self._policy, pieces, self._scoring)
         said = [[place, values.tolist()] for place, values in answers.items()]
         self._say({"op": "answers", "answers": said, "forward_tokens": forward_tokens})

@@ -68,15 +68,15 @@ class ScoreQueue:
     def put(self, place: PieceKey, tokens: Sequence[int]) -> None:
         self._episodes.setdefault(place.episode, {})[place] = tokens
 
-    def take(self, micro_tokens: int) -> dict[PieceKey, Sequence[int]]:
+    def take(self, max_tokens_per_microbatch: int) -> dict[PieceKey, Sequence[int]]:
         """Remove about one forward pass: all pieces of the episodes that have waited longest."""
         taken: dict[PieceKey, Sequence[int]] = {}
         for episode, pieces in list(self._episodes.items()):
             length = max(map(len, pieces.values()))
-            if taken and length > micro_tokens:
+            if taken and length > max_tokens_per_microbatch:
                 break
             taken |= self._episodes.pop(episode)
-            micro_tokens -= length
+            max_tokens_per_microbatch -= length
         return taken
 
 

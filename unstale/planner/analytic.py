@@ -23,7 +23,7 @@ HANDED_S = 0.034 / 40_387_200
 """Of one core, a byte of the weights that another process is handed through main memory: `old_logit_model`'s 3.4% of a
 step of 1.00 s (benchmarks/results/2026-11-21-routes.md)."""
 MICRO_TOKENS = 4096
-"""Tokens of a training pass, unless an episode is longer: the default of `trainer.micro_tokens`."""
+"""Tokens of a training pass, unless an episode is longer: the default of `trainer.max_tokens_per_microbatch`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Setting:
     shares: Shares
     lr: float
     episodes: Episodes
-    recompute: bool = False
+    gradient_checkpointing: bool = False
     """Activations are computed again in the backward pass."""
 
     @property
@@ -59,7 +59,7 @@ class Setting:
     @property
     def pass_bytes(self) -> float:
         """Of the activations of one training pass. Of a token: what backward reads of each layer (its input and the
-        norms', queries, keys, values and their product, four of the MLP's width), or with `recompute` the layers'
+        norms', queries, keys, values and their product, four of the MLP's width), or with `gradient_checkpointing` the layers'
         inputs and one layer's."""
         model = self.model
         width = model.active * model.expert_ffn if model.experts else model.ffn
@@ -67,7 +67,9 @@ class Setting:
             4 * model.hidden + 2 * (model.heads + model.kv_heads) * model.head_dim + 4 * width
         )
         token = (
-            model.layers * WORD * model.hidden + layer if self.recompute else model.layers * layer
+            model.layers * WORD * model.hidden + layer
+            if self.gradient_checkpointing
+            else model.layers * layer
         )
         return token * max(MICRO_TOKENS, self.episodes.longest)
 
@@ -133,8 +135,10 @@ class Analytic:
         return computed / (self.place.tp * self.setting.flops) + self._reduce_s(tokens)
 
     def train_s(self, tokens: int) -> float:
-        """Forward, backward of twice that (three times with `recompute`), and the optimizer."""
-        return (4 if self.setting.recompute else 3) * self.forward_s(tokens) + self.optimizer_s
+        """Forward, backward of twice that (three times with `gradient_checkpointing`), and the optimizer."""
+        return (4 if self.setting.gradient_checkpointing else 3) * self.forward_s(
+            tokens
+        ) + self.optimizer_s
 
     def old_logps_s(self, tokens: int, versions: float) -> float:
         """The trainer's time for the route. One that scores apart costs what it falls behind, and packing.

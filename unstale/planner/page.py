@@ -39,14 +39,20 @@ def page(plan: Plan) -> Group:
 def told(rated: Rated) -> str:
     """A configuration and its throughput."""
     candidate, schedule, place = rated.candidate, rated.candidate.schedule, rated.candidate.place
-    window = f", taken from the {schedule.window} oldest in line" if schedule.window > 1 else ""
+    window = (
+        f", taken from the {schedule.lookahead_window} oldest in line"
+        if schedule.lookahead_window > 1
+        else ""
+    )
     sharded = place.trainers > 1 and not candidate.costs.setting.device.name.startswith("core")
     later = (
         " once a trainer on several GPUs is there (today's is on one, and trains fewer)"
         if sharded
         else ""
     )
-    again = "; activations are computed again" if candidate.costs.setting.recompute else ""
+    again = (
+        "; activations are computed again" if candidate.costs.setting.gradient_checkpointing else ""
+    )
     return (
         f"{place.told}{again}; old logits by {candidate.name}; {schedule.groups_per_step} groups of "
         f"{schedule.group_size} a step{window}, at most {schedule.staleness_bound} versions old. {rated.rate:,.0f} "
@@ -120,11 +126,11 @@ def command(candidate: Candidate) -> str:
     schedule, setting = candidate.schedule, candidate.costs.setting
     given = {
         "schedule.max_staleness": schedule.max_staleness, "schedule.groups_per_step": schedule.groups_per_step,
-        "schedule.group_size": schedule.group_size, "schedule.window": schedule.window,
+        "schedule.group_size": schedule.group_size, "schedule.lookahead_window": schedule.lookahead_window,
         "old_logps.route": candidate.name, "engine.max_running": candidate.max_running,
         "engine.max_context": max(16, round(setting.episodes.longest)),
         **({} if setting.device.name.startswith("core") else {"trainer.dtype": "bfloat16"}),
-        "trainer.lr": setting.lr, "trainer.recompute": str(setting.recompute).lower(),
+        "trainer.lr": setting.lr, "trainer.gradient_checkpointing": str(setting.gradient_checkpointing).lower(),
     }  # fmt: skip
     return "unstale train retail " + " ".join(f"--{name} {value}" for name, value in given.items())
 
@@ -137,7 +143,7 @@ def missing(candidate: Candidate) -> Iterator[str]:
         return
     yield (
         f"yours to start: {place.engines} server{'s' * (place.engines > 1)} with tensor parallelism {place.tp}, each "
-        'told by --engine.kind vllm --engine.urls "URL ..." (docs/engines.md); without, a small engine samples'
+        'told by --engine.backend vllm --engine.urls "URL ..." (docs/engines.md); without, a small engine samples'
     )
 
 
@@ -167,7 +173,7 @@ def _route(plan: Plan, candidate: Candidate) -> Row:
 def _choice(rated: Rated) -> Row:
     schedule, outcome, place = rated.candidate.schedule, rated.outcome, rated.candidate.place
     return {
-        "max_staleness": schedule.max_staleness, "groups": schedule.groups_per_step, "window": schedule.window,
+        "max_staleness": schedule.max_staleness, "groups": schedule.groups_per_step, "lookahead_window": schedule.lookahead_window,
         "trainers": place.trainers, "engines": place.engines, "tp": place.tp,
         "tokens_per_s": rated.rate, "spread": rated.spread, "step_s": outcome.mean_step_s,
         "engines_busy": outcome.engine_busy_share, "trainer_busy": outcome.trainer_busy_share,

@@ -56,7 +56,8 @@ class Held(StalenessQueue):
 
     def __init__(self, schedule: ScheduleConfig, every: int) -> None:
         sizes = {
-            name: getattr(schedule, name) for name in ("max_staleness", "groups_per_step", "window")
+            name: getattr(schedule, name)
+            for name in ("max_staleness", "groups_per_step", "lookahead_window")
         }
         super().__init__(**sizes)
         self.bound //= every

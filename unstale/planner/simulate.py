@@ -98,7 +98,7 @@ def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how 
     )  # fmt: skip
     idle = Idle()
 
-    def credit(groups: Sequence[Group]) -> list[ScoredTrajectory]:
+    def advantage(groups: Sequence[Group]) -> list[ScoredTrajectory]:
         return [ScoredTrajectory(one, (0.0,)) for group in groups for one in group.trajectories]
 
     handouts = (
@@ -109,7 +109,7 @@ def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how 
         if fleet.failures_per_hour:
             engines.fail(np.random.default_rng([seed, 1]), fleet.failures_per_hour)
         parts: dict[str, Any] = {
-            "config": config, "stand": Progress(), "begun": (), "handouts": handouts, "held_out": (), "credit": credit,
+            "config": config, "stand": Progress(), "begun": (), "handouts": handouts, "held_out": (), "advantage": advantage,
             "line": Held(schedule, every), "ledger": ledger, "engine": publisher, "publisher": publisher,
             "rollout": rollout, "examination": rollout, "policy": Counted(every), "old": SimulatedRoute(needs, trainer),
             "trainer": trainer, "auditor": idle, "journal": idle, "checkpoints": idle, "log": lanes, "worker": world,

@@ -259,7 +259,7 @@ def suggest(request: Request) -> Plan:
     ]
     rated = {each.name: simulated(each) for each in tried} | {name: central}
     best = _smallest([central, *(rated[each.name] for each in exact if each.name in rated)])
-    in_turns = replace(schedule, max_staleness=0, window=1)
+    in_turns = replace(schedule, max_staleness=0, lookahead_window=1)
     synchronous = max(
         candidates(request, "current_recompute", in_turns, colocated=True),
         key=lambda each: each.rate,
@@ -292,7 +292,7 @@ class _Simulated(dict[tuple[Analytic, ScheduleConfig], Outcome]):
 
 
 def sizes_of(schedule: ScheduleConfig) -> str:
-    return f"max_staleness {schedule.max_staleness}, {schedule.groups_per_step} groups, window {schedule.window}"
+    return f"max_staleness {schedule.max_staleness}, {schedule.groups_per_step} groups, window {schedule.lookahead_window}"
 
 
 def _schedule(request: Request, lag: int, groups: int, window: int) -> ScheduleConfig:
@@ -304,7 +304,10 @@ def _schedule(request: Request, lag: int, groups: int, window: int) -> ScheduleC
         )
     lag -= (least - 1) * (lag > 0)
     return ScheduleConfig(
-        max_staleness=lag, groups_per_step=groups, group_size=request.group_size, window=window
+        max_staleness=lag,
+        groups_per_step=groups,
+        group_size=request.group_size,
+        lookahead_window=window,
     )
 
 
@@ -313,7 +316,10 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Every split of the devices that fits, with and without computing activations again."""
     batch = schedule.groups_per_step * schedule.group_size * request.setting.episodes.tokens
-    for setting in (replace(request.setting, recompute=recompute) for recompute in (False, True)):
+    for setting in (
+        replace(request.setting, gradient_checkpointing=gradient_checkpointing)
+        for gradient_checkpointing in (False, True)
+    ):
         places = _taking_turns if colocated else placements
         for place in places(setting, name, schedule, devices=request.devices):
             live = schedule.staleness_bound + 1
@@ -380,7 +386,7 @@ def _best(request: Request, name: Route, schedule: ScheduleConfig) -> Candidate:
 
 
 def _too_few(request: Request, name: Route, schedule: ScheduleConfig) -> str:
-    setting, gb = replace(request.setting, recompute=True), 1e9
+    setting, gb = replace(request.setting, gradient_checkpointing=True), 1e9
     model, limit, passes = (
         setting.model,
         setting.device.memory * setting.shares.memory,
@@ -424,7 +430,10 @@ def _splits(candidate: Candidate) -> list[Candidate]:
 def _suited(candidate: Candidate, name: Route) -> Candidate | None:
     """Another route on the same devices, with activations computed again if it must be, or else where it fits best."""
     place, route = candidate.place, ROUTES[name]
-    for setting in (candidate.costs.setting, replace(candidate.costs.setting, recompute=True)):
+    for setting in (
+        candidate.costs.setting,
+        replace(candidate.costs.setting, gradient_checkpointing=True),
+    ):
         if route.apart == bool(place.scorers) and setting.fits(place.trainers, route):
             return replace(candidate, costs=replace(candidate.costs, setting=setting)).with_route(
                 name
@@ -436,5 +445,7 @@ def _smallest(rated: Sequence[Rated]) -> Rated:
     """With the smallest staleness, then batch, then window, of those near the best."""
     near = [each for each in rated if each.rate >= NEAR * max(other.rate for other in rated)]
     schedules = [each.candidate.schedule for each in near]
-    sizes = [(each.staleness_bound, each.groups_per_step, each.window) for each in schedules]
+    sizes = [
+        (each.staleness_bound, each.groups_per_step, each.lookahead_window) for each in schedules
+    ]
     return near[sizes.index(min(sizes))]

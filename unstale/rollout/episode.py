@@ -83,7 +83,7 @@ class Generator:
 
     def room(self, length: int) -> int:
         """Tokens the next reply may have after a context of `length`."""
-        return min(self.config.max_reply_tokens, self.config.max_context - length)
+        return min(self.config.max_completion_tokens, self.config.max_context - length)
 
 
 GaveUp = Callable[[int, Failure, bool], None]

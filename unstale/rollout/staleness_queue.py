@@ -26,17 +26,19 @@ class StalenessQueue:
     """Groups in admission order, at most `(max_staleness + 1) * groups_per_step` of them live.
 
     A ticket is taken before a group's work begins and comes back with `release`, which the loop calls when every
-    engine holds the version that the batch led to. `take` hands out groups one by one from the `window` oldest
-    positions, the oldest finished first; `window=1` is strict admission order.
+    engine holds the version that the batch led to. `take` hands out groups one by one from the `lookahead_window` oldest
+    positions, the oldest finished first; `lookahead_window=1` is strict admission order.
 
     `admit` waits for a ticket: `release` unblocks it. `take` waits for finished groups: their work unblocks it. A group
     costs O(log live) in all, however many others are live.
     """
 
-    def __init__(self, *, max_staleness: int, groups_per_step: int, window: int = 1) -> None:
+    def __init__(
+        self, *, max_staleness: int, groups_per_step: int, lookahead_window: int = 1
+    ) -> None:
         self.groups_per_step = groups_per_step
-        self.window = window
-        self.bound = staleness_bound(max_staleness, groups_per_step, window)
+        self.lookahead_window = lookahead_window
+        self.bound = staleness_bound(max_staleness, groups_per_step, lookahead_window)
         self._tickets = (max_staleness + 1) * groups_per_step
         self._live = 0
         self._free = asyncio.Event()
@@ -103,7 +105,7 @@ class StalenessQueue:
         group = await work()
         del self._unfinished[position]
         heappush(self._beyond, (position, group))
-        reach = next(iter(self._unfinished), self._admitted) + self.window
+        reach = next(iter(self._unfinished), self._admitted) + self.lookahead_window
         while self._beyond and self._beyond[0][0] < reach:
             heappush(self._within, heappop(self._beyond))
         if len(self._within) >= self.groups_per_step:

@@ -169,7 +169,7 @@ def _pieces_of(
 def _ask(route: OldLogps, policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
     now = torch.empty(0)
     if route.needs.now or route.needs.inline:
-        now = policy.score(batch, batch.sampled, temperature=1.0, micro_tokens=64).logp
+        now = policy.score(batch, batch.sampled, temperature=1.0, max_tokens_per_microbatch=64).logp
     return route.logps(batch, now)
 
 

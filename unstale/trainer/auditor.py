@@ -138,7 +138,7 @@ def packing_noise(policy: Policy, batch: Batch, logp: Tensor, *, scoring: Scorin
     for start, end in some.spans():
         own = start + where[start:end].nonzero().squeeze(1)
         where[own[(len(own) + 1) // 2 :]] = False
-    again = Scoring(scoring.temperature, micro_tokens=1)(policy, some, where).logp
+    again = Scoring(scoring.temperature, max_tokens_per_microbatch=1)(policy, some, where).logp
     apart = (again - logp[index])[where].double()
     return max(
         torch.finfo(logp.dtype).eps, apart.square().mean().sqrt().item() if len(apart) else 0.0

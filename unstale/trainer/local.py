@@ -48,9 +48,9 @@ class Objective:
     """`(logp [T], old_logp [T], batch)`."""
     norm: Callable[[Tensor, Tensor, Tensor], Tensor]
     """`(sampled [T], keep [T], sequence [T])` -> what each token's loss is multiplied by."""
-    reference_kl: float = 0.0
+    kl_coef: float = 0.0
     """Coefficient of the KL to the policy that the run began with."""
-    entropy: float = 0.0
+    entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
     idle_at_zero: bool = False
     """A token whose advantage is 0 has no gradient. Then sequences of such tokens alone are not run at all."""
@@ -118,7 +118,7 @@ class Trainer:
         self._forward = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
         self._master = {name: _master(parameter) for name, parameter in self._forward.items()}
         self.optimizer = make_optimizer(config, list(self._master.values()))
-        self._reference = policy.twin() if rules.objective.reference_kl else None
+        self._reference = policy.twin() if rules.objective.kl_coef else None
         self._tally = StepMetrics()
         self.suspect: FailedBatch | None = None
 
@@ -129,7 +129,7 @@ class Trainer:
         """
         began = time.perf_counter()
         self._tally = tally = StepMetrics()
-        rules, whole, steps = self.rules, batch, _split(batch, self.config.steps_per_batch)
+        rules, whole, steps = self.rules, batch, _split(batch, self.config.minibatches_per_batch)
         busy = self._busy(whole, torch.ones_like(whole.advantage)) or list(
             range(whole.num_sequences)
         )
@@ -164,7 +164,9 @@ class Trainer:
         busy = self._busy(part.batch, part.factor * part.norm)
         spans = part.batch.spans()
         chosen, asked = [spans[i] for i in busy], part.batch.sampled
-        for members in self.policy.pack(part.batch, chosen, self.config.micro_tokens, where=asked):
+        for members in self.policy.pack(
+            part.batch, chosen, self.config.max_tokens_per_microbatch, where=asked
+        ):
             micro, index = part.batch.select([busy[i] for i in members])
             loss = self._loss(part, micro, index)
             if not math.isfinite(loss.item()):
@@ -246,7 +248,7 @@ class Trainer:
         objective, run = self.rules.objective, self.policy.prefix_tree(micro)
         asked: dict[str, Any] = {"temperature": self.rules.temperature, "where": micro.sampled}
         entropy = torch.empty(0)
-        if objective.entropy:
+        if objective.entropy_coef:
             logp, entropy = self.policy.logps_and_entropy(run, **asked)
         else:
             logp = self.policy.logps(run, **asked)
@@ -261,14 +263,14 @@ class Trainer:
             factor = control.factor
         surrogate = objective.surrogate(logp, old_logp, micro)
         loss = (factor * norm * surrogate.loss).sum()
-        if objective.reference_kl:
+        if objective.kl_coef:
             # Tokens are drawn from mu, the divergence is of pi: D * S carries over, whatever the controls say.
             ratio = bounded_exp(logp.detach() - micro.behavior_logp)
             divergence = reference_kl(logp, part.reference_logp[index], sampled=micro.sampled)
-            loss = loss + objective.reference_kl * (norm * ratio * divergence).sum()
+            loss = loss + objective.kl_coef * (norm * ratio * divergence).sum()
             self._tally.add("objective/reference_kl", float((norm * divergence.detach()).sum()))
-        if objective.entropy:
-            loss = loss - objective.entropy * (norm * entropy).sum()
+        if objective.entropy_coef:
+            loss = loss - objective.entropy_coef * (norm * entropy).sum()
             self._tally.add("objective/entropy", float((norm * entropy.detach()).sum()))
         log_s = logp.detach() - old_logp
         self._tally.learn(
@@ -311,7 +313,7 @@ class Trainer:
             batch,
             batch.sampled,
             temperature=self.rules.temperature,
-            micro_tokens=self.config.micro_tokens,
+            max_tokens_per_microbatch=self.config.max_tokens_per_microbatch,
         )
 
     def _gather_gradients(self) -> None:

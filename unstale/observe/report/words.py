@@ -120,9 +120,9 @@ tools, or finished groups that wait for older ones, are what is waited for."""
 
 BOTTLENECKS = {
     "Generation": "give the engine more (engine.processes, engine.threads, servers: docs/engines.md) or less to say "
-    "(engine.dtype, engine.max_reply_tokens)",
+    "(engine.dtype, engine.max_completion_tokens)",
     "Waiting for tools": "let more groups be live (schedule.max_staleness), or make the tools quicker",
-    "The staleness budget": "let finished groups overtake (schedule.window), or more be live (schedule.max_staleness)",
+    "The staleness budget": "let finished groups overtake (schedule.lookahead_window), or more be live (schedule.max_staleness)",
     "Taking turns": "let groups be live while the trainer works (schedule.max_staleness above 0)",
     "Training": "give the trainer more (trainer.threads, a bfloat16 trainer.dtype) or take smaller batches",
     "Scoring old log-probabilities": "give the trainer more (trainer.threads), or score in time that is idle or in a "
@@ -363,7 +363,10 @@ def semantics(setting: Any, exact_share: float | None) -> list[tuple[str, str]]:
 
 
 def _bound(setting: Any) -> str:
-    knobs = [setting(f"schedule.{name}") for name in ("max_staleness", "groups_per_step", "window")]
+    knobs = [
+        setting(f"schedule.{name}")
+        for name in ("max_staleness", "groups_per_step", "lookahead_window")
+    ]
     return (
         str(staleness_bound(*knobs))
         if all(isinstance(knob, int) for knob in knobs)

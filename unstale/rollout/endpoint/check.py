@@ -49,7 +49,9 @@ async def _check(tasks: ExternalAgent, replies: Sequence[str], seed: int) -> Non
         return reply[len(tokens) - ends[-1] :]
 
     engine, endpoint = ScriptedEngine(say), Endpoint()
-    speaker = Generator(engine, chat, EngineConfig(max_context=1 << 16, max_reply_tokens=1 << 12))
+    speaker = Generator(
+        engine, chat, EngineConfig(max_context=1 << 16, max_completion_tokens=1 << 12)
+    )
     await engine.start()
     await engine.load({}, 0)
     await engine.resume()

@@ -1,0 +1,33 @@
+"""Options that were renamed: an old name is refused with an error that gives the new one."""
+
+from unstale.config.checks import ConfigError
+
+RENAMED = {
+    "credit": "advantage",
+    "credit.estimator": "advantage.estimator",
+    "correction.veto_below": "correction.token_veto_threshold",
+    "engine.kind": "engine.backend",
+    "engine.max_reply_tokens": "engine.max_completion_tokens",
+    "objective.entropy": "objective.entropy_coef",
+    "objective.normalise": "objective.loss_aggregation",
+    "objective.reference_kl": "objective.kl_coef",
+    "schedule.window": "schedule.lookahead_window",
+    "trainer.micro_tokens": "trainer.max_tokens_per_microbatch",
+    "trainer.recompute": "trainer.gradient_checkpointing",
+    "trainer.steps_per_batch": "trainer.minibatches_per_batch",
+}
+"""Old name of an option or a section -> its name now."""
+
+
+def refuse_renamed(name: str, source: str) -> None:
+    """Raise `ConfigError` if `name` is the old name of an option or a section.
+
+    `source` is the place of the option, such as a file name.
+
+    >>> refuse_renamed("trainer.lr", "run.toml")
+    >>> refuse_renamed("schedule.window", "run.toml")
+    Traceback (most recent call last):
+    unstale.config.checks.ConfigError: run.toml: schedule.window is now schedule.lookahead_window
+    """
+    if name in RENAMED:
+        raise ConfigError(f"{source}: {name} is now {RENAMED[name]}")
