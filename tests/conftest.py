@@ -1,5 +1,4 @@
-"""For every test: one torch thread (tiny models, shared machines), and the shapes in the signatures of the plain
-functions checked at every call."""
+"""Settings of every test: one torch thread, and shape checks of the functions in `unstale.algorithms`."""
 
 import os
 import signal
@@ -20,8 +19,8 @@ install_import_hook(
     "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )
 
-# A shell's background jobs ignore it, and so would every process that a test starts and wants to interrupt.
+# Background jobs of a shell ignore SIGINT, and so would the processes that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-settings.register_profile("house", deadline=None)  # tests time nothing
-settings.load_profile("house")
+settings.register_profile("unstale", deadline=None)  # tests do not measure time
+settings.load_profile("unstale")

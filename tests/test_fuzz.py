@@ -1,7 +1,7 @@
-"""Whatever is read from a disk, a user or a model gives what was written or one clear error, and nothing else.
+"""Readers of untrusted input return what was written or raise one clear error.
 
-Pinned: the promises at the head of `fuzz/targets.py`, for inputs that are the same in every run. `make fuzz` looks
-further, guided by coverage.
+The promises are in `fuzz/targets.py`. The inputs here are the same in every run; `make fuzz` searches further,
+guided by coverage.
 """
 
 import random
@@ -30,7 +30,7 @@ def test_the_command_knows_every_target() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def an_endpoint_that_ends() -> Iterator[None]:
+def close_endpoint() -> Iterator[None]:
     yield
     if asks.world.cache_info().currsize:
         asks.world().close()
@@ -39,7 +39,7 @@ def an_endpoint_that_ends() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_no_input_breaks_a_promise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit in ("BODY_S", "MAX_BODY"):  # the target makes them small
+    for limit in ("BODY_S", "MAX_BODY"):  # the targets lower them
         monkeypatch.setattr(server, limit, getattr(server, limit))
     limits = settings(
         derandomize=True,
