@@ -31,7 +31,7 @@ from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.model.policy import Policy
 from unstale.old_logps.snapshot_old import SnapshotOld
 from unstale.rollout import episode
-from unstale.trainer.local import Trainer
+from unstale.trainer.local import LocalTrainer
 from unstale.weights import wire
 from unstale.weights.codec import checksum
 from unstale.weights.publish import DirectPublisher
@@ -124,8 +124,8 @@ TARGETS: dict[str, tuple[Place, ...]] = {
     ),
     "scoring": (Place(SnapshotOld, "logps", 4, 0.2), Place(SnapshotOld, "published", 4, 0.02)),
     "optimizer step": (
-        Place(Trainer, "backward", 4, 0.3),
-        Place(Trainer, "step", 4, 0.03),
+        Place(LocalTrainer, "backward", 4, 0.3),
+        Place(LocalTrainer, "step", 4, 0.03),
         Place(Journal, "consume", 4),
     ),
     "journal commit": (
@@ -213,7 +213,7 @@ class Witness:
         prepare, assign_new_version, step, told = (
             DirectPublisher.prepare,
             Policy.assign_new_version,
-            Trainer.step,
+            LocalTrainer.step,
             False,
         )
 
@@ -225,7 +225,7 @@ class Witness:
             self.tell("renumbered", lost=version - 1 - policy.version)
             assign_new_version(policy, version)
 
-        def stepped(trainer: Trainer) -> None:
+        def stepped(trainer: LocalTrainer) -> None:
             nonlocal told
             step(trainer)
             if not told:
@@ -234,7 +234,7 @@ class Witness:
 
         DirectPublisher.prepare = prepared  # type: ignore[method-assign]
         Policy.assign_new_version = renumbered  # type: ignore[method-assign]
-        Trainer.step = stepped  # type: ignore[method-assign]
+        LocalTrainer.step = stepped  # type: ignore[method-assign]
 
 
 def live(order: Order) -> None:

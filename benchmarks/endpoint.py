@@ -35,7 +35,7 @@ from unstale.config import SHIPPED_POLICY
 from unstale.durability.machine import commit, machine, versions
 from unstale.envs.external import ExternalAgent
 from unstale.envs.retail import RetailTasks
-from unstale.model.policy import DTYPES
+from unstale.model.loading import DTYPES
 from unstale.records import Sampled, Task, Trajectory
 from unstale.rollout.endpoint.agents import AgentRollout
 from unstale.rollout.endpoint.server import Endpoint

@@ -42,7 +42,8 @@ from benchmarks.tables import CONSOLE, columns, row, spread, verdict, write
 from unstale.config import Route
 from unstale.engines import SamplingParams
 from unstale.engines.embedded.engine import EmbeddedEngine
-from unstale.model.policy import DTYPES, Policy
+from unstale.model.loading import DTYPES
+from unstale.model.policy import Policy
 from unstale.old_logps import Scoring
 from unstale.records import collate
 from unstale.testing import tiny_policy

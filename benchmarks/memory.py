@@ -18,8 +18,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.tables import CONSOLE, columns, picture, row, write
-from unstale.model.packing import Packed
-from unstale.model.policy import ForwardOptions, Policy
+from unstale.model.forward import ForwardOptions
+from unstale.model.policy import Policy
+from unstale.model.prefix_tree import Packed
 
 ROOT = Path(__file__).parent.parent
 HIDDEN = 256

@@ -34,7 +34,7 @@ from unstale.durability.journal import Journal
 from unstale.durability.journal import writer as journal_writer
 from unstale.durability.machine import commit, machine, versions
 from unstale.observe.recorder import Recorder
-from unstale.trainer.local import Trainer
+from unstale.trainer.local import LocalTrainer
 
 RESULTS = Path(__file__).parent / "results"
 CONSOLE = Console(soft_wrap=True, highlight=False)
@@ -119,16 +119,16 @@ class Meter:
 
 def after_steps(count: int, act: Callable[[], object]) -> None:
     """Act once the process has trained so many steps."""
-    step, done = Trainer.step, 0
+    step, done = LocalTrainer.step, 0
 
-    def stepped(trainer: Trainer) -> None:
+    def stepped(trainer: LocalTrainer) -> None:
         nonlocal done
         step(trainer)
         done += 1
         if done == count:
             act()
 
-    Trainer.step = stepped  # type: ignore[method-assign]
+    LocalTrainer.step = stepped  # type: ignore[method-assign]
 
 
 def without_journal() -> None:

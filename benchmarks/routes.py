@@ -30,8 +30,8 @@ from benchmarks.tables import CONSOLE, columns, picture, row, spread, write
 from unstale.algorithms import audit
 from unstale.build import build_correction, build_objective, build_old_logps
 from unstale.config import CorrectionConfig, ObjectiveConfig, OldLogpsConfig, Route, TrainerConfig
-from unstale.model.packing import Packed
 from unstale.model.policy import Policy
+from unstale.model.prefix_tree import Packed
 from unstale.old_logps import Scoring
 from unstale.old_logps.rollout import Rollout
 from unstale.records import (
@@ -47,7 +47,8 @@ from unstale.records import (
     walk,
 )
 from unstale.testing import tiny_policy
-from unstale.trainer.local import Rules, Trainer
+from unstale.trainer.local import LocalTrainer
+from unstale.trainer.records import Rules
 from unstale.weights.codec import words
 from unstale.weights.store import VersionStore
 
@@ -129,7 +130,7 @@ class History:
     step_s: list[float]
 
 
-def make_trainer(size: Size, rate: float, num_steps: int) -> Trainer:
+def make_trainer(size: Size, rate: float, num_steps: int) -> LocalTrainer:
     """The project's own, with nothing beside the loss: float32 masters behind bfloat16 forward weights."""
     rules = Rules(
         correction=build_correction(CorrectionConfig(control="none")),
@@ -142,7 +143,7 @@ def make_trainer(size: Size, rate: float, num_steps: int) -> Trainer:
         max_tokens_per_microbatch=size.scoring.max_tokens_per_microbatch,
         **size.options,
     )
-    return Trainer(size.policy(), config, rules, Rollout(), num_steps=num_steps)
+    return LocalTrainer(size.policy(), config, rules, Rollout(), num_steps=num_steps)
 
 
 def train(size: Size, rate: float, versions: int) -> History:

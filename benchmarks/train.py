@@ -64,7 +64,8 @@ from unstale.envs import Message, Turn
 from unstale.model.policy import Policy
 from unstale.old_logps import Scoring
 from unstale.records import ContextPiece, Sampled, ScoredTrajectory, Task, Trajectory, collate
-from unstale.trainer.local import Rules, Trainer
+from unstale.trainer.local import LocalTrainer
+from unstale.trainer.records import Rules
 
 ROOT = Path(__file__).parent.parent
 SIBLINGS = 8
@@ -182,7 +183,7 @@ def ours(chosen: argparse.Namespace) -> None:
         ),
         temperature=1.0,
     )
-    trainer = Trainer(policy, options, rules, old, num_steps=100_000)
+    trainer = LocalTrainer(policy, options, rules, old, num_steps=100_000)
     given = credited(json.loads(chosen.batch.read_text()))
     if (
         chosen.route == "rollout"

@@ -24,7 +24,6 @@ from unstale import loop
 from unstale.build import Components, build, build_correction, build_objective
 from unstale.cli.resume import begin
 from unstale.cli.session import first_leaf
-from unstale.components import RunComponents
 from unstale.config import (
     CheckpointConfig,
     EngineConfig,
@@ -38,6 +37,7 @@ from unstale.durability.journal import Journal
 from unstale.engines import SamplingParams
 from unstale.engines.scripted import Delay, ScriptedEngine
 from unstale.envs import Message, Taskset, Turn
+from unstale.loop import RunComponents
 from unstale.model.policy import Policy
 from unstale.observe.metrics import RunLog
 from unstale.old_logps import Needs, OldLogps, Passive, Scoring
@@ -45,7 +45,8 @@ from unstale.records import Batch, Group, PendingPiece, Task
 from unstale.rollout.episode import Generator
 from unstale.testing import tiny_policy
 from unstale.trainer.auditor import Auditor, Thresholds
-from unstale.trainer.local import Rules, Trainer
+from unstale.trainer.local import LocalTrainer
+from unstale.trainer.records import Rules
 
 Route = Callable[[Policy, ScriptedEngine], OldLogps]
 
@@ -201,7 +202,7 @@ def toy_machine(
     judge, scoring = Thresholds(correction, objective.surrogate), Scoring(1.0, 4096)
     auditor = Auditor(policy, old, judge, scoring=scoring, share=config.audit.share)
     rules = Rules(correction=correction, objective=objective, temperature=1.0, audit=auditor.look)
-    trainer = Trainer(policy, config.trainer, rules, old, num_steps=config.steps)
+    trainer = LocalTrainer(policy, config.trainer, rules, old, num_steps=config.steps)
     speaker = Generator(engine, NumberChat(), config.engine)  # type: ignore[arg-type]
     return Components(policy, taskset, speaker, old, auditor, trainer)
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from unstale.algorithms import advantages, corrections, objectives
 from unstale.algorithms.corrections import Control
 from unstale.algorithms.objectives import Surrogate
-from unstale.components import RunComponents
 from unstale.config import (
     EWMA_BETA,
     AdvantageConfig,
@@ -44,8 +43,11 @@ from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
 from unstale.envs.python_tool import PythonTasks
 from unstale.envs.retail import RetailTasks
+from unstale.loop import RunComponents
+from unstale.model.forward import ForwardOptions
+from unstale.model.loading import DTYPES
 from unstale.model.lora import Lora, Merging
-from unstale.model.policy import DTYPES, ForwardOptions, Policy
+from unstale.model.policy import Policy
 from unstale.observe.metrics import RunLog, Sink, TensorBoardSink, require_tensorboard
 from unstale.observe.recorder import Recorder, Watcher
 from unstale.old_logps import OldLogps, Scoring
@@ -63,7 +65,8 @@ from unstale.records import Batch, Failure, Group, GroupRequest, PendingPiece, S
 from unstale.rollout.episode import Generator, Rollout
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
 from unstale.trainer.auditor import Auditor, Thresholds
-from unstale.trainer.local import Correction, Objective, Rules, Trainer
+from unstale.trainer.local import LocalTrainer
+from unstale.trainer.records import Correction, Objective, Rules
 from unstale.weights.publish import DirectPublisher
 from unstale.weights.recording import RECORDED, Recording
 from unstale.weights.store import VersionStore
@@ -93,7 +96,7 @@ class Components:
     speaker: Generator
     old: OldLogps
     auditor: Auditor
-    trainer: Trainer
+    trainer: LocalTrainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +136,7 @@ def build_sampler(
     return policy, taskset, build_speaker(config, policy, taskset, engine)
 
 
-def build_trainer(config: RunConfig, policy: Policy) -> tuple[Trainer, Auditor]:
+def build_trainer(config: RunConfig, policy: Policy) -> tuple[LocalTrainer, Auditor]:
     """What learns, and its audit. The trainer's route is to be closed."""
     scoring = Scoring(config.engine.temperature, config.trainer.max_tokens_per_microbatch)
     old = build_old_logps(config.old_logps, policy, scoring, lockstep=config.deterministic)
@@ -147,7 +150,7 @@ def build_trainer(config: RunConfig, policy: Policy) -> tuple[Trainer, Auditor]:
         audit=auditor.look,
     )
     num_steps = config.steps * config.trainer.minibatches_per_batch
-    return Trainer(policy, config.trainer, rules, old, num_steps=num_steps), auditor
+    return LocalTrainer(policy, config.trainer, rules, old, num_steps=num_steps), auditor
 
 
 def load_policy(config: RunConfig) -> Policy:

@@ -9,17 +9,73 @@ When `train` returns, all else is cancelled. A failure of the machinery ends the
 
 import asyncio
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from unstale.components import RunComponents
-from unstale.durability.checkpoint import Checkpoint, Progress
-from unstale.engines import rates
-from unstale.records import Batch, Group, GroupRequest, collate
-from unstale.rollout.episode import describe, examine, require_finished
-from unstale.rollout.staleness_queue import measure_staleness
+from unstale.config import RunConfig
+from unstale.durability.checkpoint import Checkpoint, Checkpoints, Progress
+from unstale.durability.journal import Journal
+from unstale.engines import Engine, rates
+from unstale.model.policy import Policy
+from unstale.observe.recorder import Recorder
+from unstale.old_logps import OldLogps
+from unstale.records import Batch, Group, GroupRequest, ScoredTrajectory, Task, collate
+from unstale.rollout.episode import Rollout, describe, examine, require_finished
+from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue, measure_staleness
 from unstale.rollout.timeouts import reraise_after, to_its_end
+from unstale.trainer.auditor import Auditor
+from unstale.trainer.local import LocalTrainer
+from unstale.weights.publish import Publisher
+
+
+@dataclass(frozen=True, slots=True)
+class RunComponents:
+    """Made by `build.py`; it never leaves the loop, which gives each room what that needs."""
+
+    config: RunConfig
+    stand: Progress
+    begun: Sequence[GroupRequest]
+    """What an earlier life of the run has handed out and not consumed, in order."""
+    handouts: Iterator[GroupRequest]
+    held_out: Sequence[Task]
+    engine: Engine
+    rollout: Rollout
+    examination: Rollout
+    line: StalenessQueue
+    ledger: PendingPieces
+    advantage: Callable[[Sequence[Group]], list[ScoredTrajectory]]
+    policy: Policy
+    old: OldLogps
+    auditor: Auditor
+    trainer: LocalTrainer
+    publisher: Publisher
+    journal: Journal
+    checkpoints: Checkpoints
+    log: Recorder
+    worker: Executor
+    """The trainer's thread."""
+    disk: Executor
+    """The thread that writes checkpoints: environments may keep every other one busy."""
+
+    def close(self) -> None:
+        """End the threads, when what they are at is done."""
+        self.worker.shutdown()
+        self.disk.shutdown()
+
+    async def beside(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Run trainer code in its own thread, so that episodes go on meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self.worker, partial(function, *arguments)
+        )
+
+    async def aside(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Run what waits for the disk in its own thread."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self.disk, partial(function, *arguments)
+        )
 
 
 async def run(parts: RunComponents) -> bool:

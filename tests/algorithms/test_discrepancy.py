@@ -14,7 +14,8 @@ from unstale.config import SHIPPED_POLICY, EngineConfig, OldLogpsConfig, Rollout
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.envs.chat import Chat
 from unstale.envs.retail import RetailTasks
-from unstale.model.policy import DTYPES, Policy
+from unstale.model.loading import DTYPES
+from unstale.model.policy import Policy
 from unstale.old_logps import Scoring
 from unstale.records import Batch, ScoredTrajectory, Trajectory, collate
 from unstale.rollout.episode import Generator, Rollout

@@ -22,7 +22,7 @@ from unstale.observe.metrics import RunLog
 from unstale.old_logps.snapshot_old import SnapshotOld
 from unstale.records import Batch, Group, ScoredTrajectory, collate
 from unstale.testing import episode
-from unstale.trainer.local import NOT_FINITE
+from unstale.trainer.records import NOT_FINITE
 from unstale.weights.recording import WENT_WRONG, WentWrong
 
 HUGE = 3e38

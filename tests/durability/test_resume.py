@@ -40,7 +40,7 @@ from unstale.model.policy import Policy
 from unstale.observe.metrics import RunLog, read_jsonl
 from unstale.old_logps import OldLogps, Scoring
 from unstale.records import Task
-from unstale.trainer.local import Trainer
+from unstale.trainer.local import LocalTrainer
 
 STEPS = 4
 
@@ -104,9 +104,9 @@ class Killed(BaseException):
 
 MOMENTS: tuple[tuple[Any, str], ...] = (
     (Journal, "transaction"), (Journal, "flush"), (checkpoint, "_write"), (checkpoint, "_to_disk"),
-    (Checkpoints, "prune"), (Checkpoints, "put"), (Trainer, "prepare"), (Trainer, "step"),
+    (Checkpoints, "prune"), (Checkpoints, "put"), (LocalTrainer, "prepare"), (LocalTrainer, "step"),
     (ScriptedEngine, "load"), (ScriptedEngine, "resume"), (RunLog, "write"),
-    (Checkpoints, "hold"), (Trainer, "backward"),
+    (Checkpoints, "hold"), (LocalTrainer, "backward"),
 )  # fmt: skip
 """Calls before which a run is killed: something changes for good in each, or goes on beside what does."""
 

@@ -63,7 +63,8 @@ from unstale.model.policy import Policy
 from unstale.old_logps import Scoring
 from unstale.old_logps.rollout import Rollout
 from unstale.testing import check_old_logps, checkpoint_round_trip, nudge, plain_logps, tiny_policy
-from unstale.trainer.local import Rules, Trainer
+from unstale.trainer.local import LocalTrainer
+from unstale.trainer.records import Rules
 from unstale.weights.publish import DirectPublisher
 from unstale.weights.store import VersionStore
 
@@ -175,7 +176,8 @@ def test_the_optimizer_moves_the_adapters_and_nothing_else(dtype: str) -> None:
 def test_the_reference_is_the_base_also_when_a_run_goes_on() -> None:
     policy, again = tiny_policy(lora=LORA), tiny_policy(lora=LORA)
     trainer, after = (
-        Trainer(each, TrainerConfig(), RULES, Rollout(), num_steps=2) for each in (policy, again)
+        LocalTrainer(each, TrainerConfig(), RULES, Rollout(), num_steps=2)
+        for each in (policy, again)
     )
     nudge(policy, seed=1)
     after.restore(trainer.state())

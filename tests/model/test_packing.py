@@ -27,20 +27,14 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from tests.model.test_policy import gpt2, llama, sliding
 from unstale.config import ConfigError
+from unstale.model import attention, linear
 from unstale.model import head as head_module
-from unstale.model import linear, packing
+from unstale.model.forward import ForwardOptions, recompute_layers
 from unstale.model.head import token_logps
 from unstale.model.lora import Lora
-from unstale.model.packing import (
-    MIN_SHARED,
-    Packed,
-    Segment,
-    build_prefix_tree,
-    pack,
-    pack_shared,
-    recompute_layers,
-)
-from unstale.model.policy import ForwardOptions, Policy
+from unstale.model.packing import cut, pack, pack_shared
+from unstale.model.policy import Policy
+from unstale.model.prefix_tree import MIN_SHARED, ROUND, Packed, Segment, build_prefix_tree
 from unstale.testing import nudge, plain_logps, tiny_policy
 
 
@@ -73,10 +67,7 @@ def siblings() -> Packed:
 def test_what_is_shared_is_run_once_and_lies_before_all_that_follows_it() -> None:
     packed = siblings()
     run = build_prefix_tree(packed, share=True)
-    assert (
-        run.num_tokens == 40 + 9 + 20 + 12 + 3 + 25 + 7 + 8 + 9
-        and len(run.tokens) % packing.ROUND == 0
-    )
+    assert run.num_tokens == 40 + 9 + 20 + 12 + 3 + 25 + 7 + 8 + 9 and len(run.tokens) % ROUND == 0
     assert torch.equal(run.tokens[run.place], packed.tokens)
     assert run.positions[run.place].tolist() == [
         at for length in packed.lengths for at in range(length)
@@ -194,7 +185,7 @@ def test_passes_count_what_they_run_and_keep_siblings_together() -> None:
         groups = pack_shared(packed, budget, packed.lengths)
         assert sorted(i for group in groups for i in group) == list(range(7))
         for group in groups:
-            part, _ = packing.cut(packed.tokens, [packed.spans()[i] for i in group])
+            part, _ = cut(packed.tokens, [packed.spans()[i] for i in group])
             assert len(group) == 1 or build_prefix_tree(part, share=True).num_tokens <= budget
     assert sorted(map(sorted, pack_shared(packed, 84, packed.lengths))) == [[0, 2, 3, 5], [1, 4, 6]]
     assert pack_shared(put(), 10, ()) == []
@@ -501,8 +492,8 @@ def test_the_gradient_of_many_blocks_is_that_of_sdpa(
 
     def ours(*qkv: Tensor) -> Tensor:
         if by_segment:
-            return packing._attend_by_segment(*qkv, run, (None, None))
-        return packing._Attend.apply(*qkv, (run.segments, None))
+            return attention._attend_by_segment(*qkv, run, (None, None))
+        return attention._Attend.apply(*qkv, (run.segments, None))
 
     plain = learnt(
         partial(F.scaled_dot_product_attention, attn_mask=seen, enable_gqa=True), torch.float64
@@ -540,15 +531,15 @@ def test_attention_gives_every_tree_what_it_gets_alone_to_the_bit(
     run = build_prefix_tree(put(*(row for tree in trees for row in tree)), share=True)
     noise = torch.Generator().manual_seed(0)
     given = [torch.randn(1, each, len(run.tokens), 64, generator=noise).to(dtype) for each in heads]
-    together = packing._Attend.apply(*given, (run.segments, None))
-    parts = packing._parts(run.segments, True)
+    together = attention._Attend.apply(*given, (run.segments, None))
+    parts = attention._parts(run.segments, True)
     assert any(isinstance(queries, Tensor) for queries, *_ in parts) and any(
         num > 3 for _, _, num, _ in parts
     )
     start = 0
     for tree in alone:
         own = [tensor[:, :, start : start + len(tree.tokens)] for tensor in given]
-        said = packing._Attend.apply(*own, (tree.segments, None))[:, :, : tree.num_tokens]
+        said = attention._Attend.apply(*own, (tree.segments, None))[:, :, : tree.num_tokens]
         assert torch.equal(said, together[:, :, start : start + tree.num_tokens])
         start += tree.num_tokens
 
@@ -558,7 +549,7 @@ def test_a_torch_without_the_processor_s_flash_attention_says_the_same(
 ) -> None:
     policy = tiny_policy()
     fused = policy.logps(siblings(), temperature=1.0)
-    monkeypatch.setattr(packing, "_flash", lambda: ())
+    monkeypatch.setattr(attention, "_flash", lambda: ())
     torch.testing.assert_close(policy.logps(siblings(), temperature=1.0), fused, atol=1e-5, rtol=0)
 
 

@@ -32,8 +32,8 @@ from transformers import (
 
 from unstale.config import ConfigError
 from unstale.model import policy as policy_module
-from unstale.model.packing import Packed
 from unstale.model.policy import Policy
+from unstale.model.prefix_tree import Packed
 from unstale.records import collate
 from unstale.testing import episode, nudge, plain_logps, tiny_policy
 

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from tests.test_loop import make, run
 from unstale.build import build_correction, build_old_logps
-from unstale.components import RunComponents
 from unstale.config import CorrectionConfig, OldLogpsConfig, TrainerConfig
 from unstale.engines import SamplingParams, Update
+from unstale.loop import RunComponents
 from unstale.model.policy import Policy
 from unstale.old_logps import OldLogps, Passive, Scoring, interrupt_sync
 from unstale.old_logps.eager import Eager
@@ -42,7 +42,7 @@ from unstale.old_logps.scored import key_of, score_pieces
 from unstale.records import Batch, PendingPiece, Sampled, collate, walk
 from unstale.rollout.episode import Rollout
 from unstale.testing import checkpoint_round_trip, episode, nudge, plain_logps, tiny_policy
-from unstale.trainer.local import Trainer
+from unstale.trainer.local import LocalTrainer
 from unstale.weights import wire
 
 ROUTES = {
@@ -529,7 +529,7 @@ def routed(
         rollout=Rollout(
             parts.rollout.speaker, parts.rollout.taskset, config.rollout, arrived=arrived
         ),
-        trainer=Trainer(
+        trainer=LocalTrainer(
             parts.policy, config.trainer, rules, old, num_steps=config.steps * minibatches_per_batch
         ),
     )

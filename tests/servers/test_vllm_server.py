@@ -47,8 +47,8 @@ from unstale.engines.servers.remote import Answer, ProbeFailed
 from unstale.engines.servers.vllm import VllmEngine
 from unstale.engines.servers.vllm_server import EXTENSION, Server
 from unstale.model.lora import Base, Merging, base_checksum
-from unstale.model.packing import Packed
 from unstale.model.policy import Policy
+from unstale.model.prefix_tree import Packed
 from unstale.observe.metrics import EVENTS, RunFolder
 from unstale.old_logps import Scoring, has_clean_behavior
 from unstale.records import Sampled

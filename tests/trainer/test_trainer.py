@@ -23,7 +23,8 @@ from unstale.config import (
     OldLogpsConfig,
     TrainerConfig,
 )
-from unstale.model.policy import ForwardOptions, Policy
+from unstale.model.forward import ForwardOptions
+from unstale.model.policy import Policy
 from unstale.old_logps import Scoring
 from unstale.records import (
     Batch,
@@ -35,7 +36,9 @@ from unstale.records import (
     collate,
 )
 from unstale.testing import checkpoint_round_trip, episode, nudge, plain_logps, tiny_policy
-from unstale.trainer.local import Rules, Trainer, lr_factor, make_optimizer
+from unstale.trainer.local import LocalTrainer
+from unstale.trainer.optimizer import lr_factor, make_optimizer
+from unstale.trainer.records import Rules
 
 WIDE = CorrectionConfig(control="truncate", high=1e6)
 PLANS: tuple[tuple[list, float], ...] = (
@@ -61,7 +64,7 @@ def make(
     correction: CorrectionConfig = WIDE,
     objective: ObjectiveConfig | None = None,
     **trainer: Any,
-) -> Trainer:
+) -> LocalTrainer:
     """A trainer whose route knows versions 0 and 1; the policy is at 1."""
     config = TrainerConfig(**{"optimizer": "SGD", "lr": 1.0, "grad_clip": 1e9} | trainer)
     old = build_old_logps(OldLogpsConfig(route=route), policy, Scoring(1.0, 64))
@@ -74,10 +77,10 @@ def make(
     nudge(policy, seed=1)
     policy.version = 1
     old.published(policy, live={0, 1})
-    return Trainer(policy, config, rules, old, num_steps=10)
+    return LocalTrainer(policy, config, rules, old, num_steps=10)
 
 
-def gradient(trainer: Trainer) -> Tensor:
+def gradient(trainer: LocalTrainer) -> Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in trainer.policy.model.parameters()])
 
 
@@ -85,7 +88,7 @@ def weights(policy: Policy) -> Tensor:
     return torch.cat([tensor.flatten().clone() for tensor in policy.weights().values()])
 
 
-def learn(trainer: Trainer, batch: Batch) -> Mapping[str, float]:
+def learn(trainer: LocalTrainer, batch: Batch) -> Mapping[str, float]:
     for part in trainer.prepare(batch).parts:
         trainer.backward(part)
         trainer.step()

@@ -19,7 +19,7 @@ from rich.table import Table
 from unstale.config import ConfigError
 from unstale.envs import Message, ToolCall
 from unstale.envs.chat import DAY, Chat
-from unstale.model.policy import load_tokenizer
+from unstale.model.loading import load_tokenizer
 from unstale.records import Sampled
 from unstale.rollout.endpoint import wire
 from unstale.rollout.endpoint.conversation import Conversation, hand_out

@@ -28,7 +28,6 @@ from unstale.build import (
 from unstale.cli.grades import Grade
 from unstale.cli.resume import begin, differences, load_resume_state, revive, stored
 from unstale.cli.survivors import write_survivors
-from unstale.components import RunComponents
 from unstale.config import ConfigError, RunConfig
 from unstale.durability import virtual_clock
 from unstale.durability.checkpoint import CHECKPOINTS, CheckpointError
@@ -36,13 +35,16 @@ from unstale.durability.journal import JOURNAL, Journal, JournalError, Marked
 from unstale.durability.machine import alone
 from unstale.engines.supervised import RestartingEngine
 from unstale.lint import check
-from unstale.model.policy import DTYPES, Policy
+from unstale.loop import RunComponents
+from unstale.model.loading import DTYPES
+from unstale.model.policy import Policy
 from unstale.observe.live import LiveDisplay
 from unstale.observe.metrics import EVENTS, BrokenFile, RunFolder, RunLog
 from unstale.observe.report.page import write_report
 from unstale.rollout.episode import Generator, examine
 from unstale.rollout.timeouts import first_leaf
-from unstale.trainer.local import NOT_FINITE, Trainer
+from unstale.trainer.local import LocalTrainer
+from unstale.trainer.records import NOT_FINITE
 from unstale.weights.publish import DirectPublisher
 from unstale.weights.recording import WENT_WRONG, WentWrong
 from unstale.weights.wire import cores
@@ -236,7 +238,7 @@ class RunSession:
             asyncio.run(self.machine.speaker.engine.close())
 
 
-def save_failed_batch(trainer: Trainer, folder: Path) -> str:
+def save_failed_batch(trainer: LocalTrainer, folder: Path) -> str:
     """Write down what the trainer was at work on when it raised. What became of it, for whoever looks on."""
     suspect = trainer.suspect
     if suspect is None:

@@ -4,73 +4,29 @@ Sequences are packed end to end without padding, and run by `packing`.
 """
 
 import copy
-import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 
-from unstale.config import ConfigError, TrainerConfig
+from unstale.config import ConfigError
 from unstale.model import linear
 from unstale.model import lora as adapters
+from unstale.model.attention import ATTENTION
+from unstale.model.forward import ForwardOptions, Scored, recompute_layers, run_model
 from unstale.model.head import token_logps, wide
+from unstale.model.loading import DTYPES, load_model, load_tokenizer, no_progress_bars, vocab_size
 from unstale.model.lora import Lora, Merging
-from unstale.model.packing import (
-    ATTENTION,
-    MIN_SHARED,
-    Packed,
-    PrefixTree,
-    build_prefix_tree,
-    cut,
-    pack,
-    pack_shared,
-    recompute_layers,
-    running,
-    wanted_spans,
-)
+from unstale.model.packing import cut, pack, pack_shared, wanted_spans
+from unstale.model.packing_check import check_packing
+from unstale.model.prefix_tree import Packed, PrefixTree, build_prefix_tree
+from unstale.model.versions import VersionGaps, lag_of, schedule_positions
 from unstale.records import Batch
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-"""Precisions of a forward pass; float64 is for tests."""
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-"""One of these must be there: without any, transformers makes an empty tokenizer and says nothing."""
-
-VersionGaps = tuple[tuple[int, int], ...]
-"""Where the numbers of versions jumped: the first number after it, and all that were skipped up to there."""
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardOptions:
-    """How a pass is run. None of it changes what is computed, beyond the rounding of sums."""
-
-    share_prompts: bool = True
-    """What sequences of a pass have in common at their beginning is run once."""
-    gradient_checkpointing: bool = False
-    """The layers keep their inputs alone for the gradient, and run again for it."""
-    compile: bool = False
-    """By torch.compile."""
-
-    @classmethod
-    def of(cls, config: TrainerConfig) -> "ForwardOptions":
-        return cls(config.share_prompts, config.gradient_checkpointing, config.compile)
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """`logp` is `[T]` on the CPU, 0 where nobody asked; `forward_tokens` were computed for it."""
-
-    logp: Tensor
-    forward_tokens: int
 
 
 class Policy:
@@ -100,7 +56,7 @@ class Policy:
         self._version = 0
         self.at_version = True
         self.version_gaps: VersionGaps = ()
-        self._plain_head = _check_packing(model)
+        self._plain_head = check_packing(model)
         if not self._plain_head:
             kind = "a pass holds all logits [tokens, vocabulary]: more than a linear map makes those of"
             warnings.warn(f"{kind} {type(model).__name__}", RuntimeWarning, stacklevel=2)
@@ -125,8 +81,8 @@ class Policy:
                 f"policy: {folder} is not a Hugging Face model folder: it has no config.json"
             )
         tokenizer = load_tokenizer(folder)
-        model = _load_model(folder, DTYPES[dtype])
-        held = _rows(model.get_input_embeddings())
+        model = load_model(folder, DTYPES[dtype])
+        held = vocab_size(model.get_input_embeddings())
         if len(tokenizer) > held:
             raise ConfigError(
                 f"policy: the tokenizer in {folder} has {len(tokenizer)} tokens, "
@@ -185,7 +141,7 @@ class Policy:
             raise ValueError(
                 f"version {version} is not higher than {highest}: numbers never repeat"
             )
-        place = int(_places(torch.tensor(self._version), self.version_gaps))
+        place = int(schedule_positions(torch.tensor(self._version), self.version_gaps))
         self.version_gaps = (*self.version_gaps, (version, version - place))
         self._version = version
 
@@ -326,7 +282,7 @@ class Policy:
         entropy = torch.zeros_like(logp)
         if not len(index):
             return logp, entropy
-        rows = _run(self._body, run, run.place[index - 1].to(self.device), self._plain_head)
+        rows = run_model(self._body, run, run.place[index - 1].to(self.device), self._plain_head)
         head = self.model.get_output_embeddings() if self._plain_head else nn.Identity()
         targets, index = run.tokens[run.place[index]].to(self.device), index.to(self.device)
         found, spread = token_logps(
@@ -335,154 +291,3 @@ class Policy:
         return logp.index_put((index,), found), entropy.index_put(
             (index,), spread
         ) if with_entropy else entropy
-
-
-def lag_of(version: Tensor, *, at: int, version_gaps: VersionGaps) -> Tensor:
-    """How stale, counted in batches, what `version` sampled is for the policy `at` a version. Below 0 if newer.
-
-    Every batch leads to one version, so without jumps it is `at - version`. After a resume the weights of version 4 may
-    be called 7, because 5 and 6 were published before their training was lost: 7 then has the place of 4 in the
-    schedule. A lost version keeps its own place, and is of lag 0 until the policy gets there; what its tokens were
-    sampled from, the exact routes know all the same.
-
-    >>> lag_of(torch.tensor([3, 4, 5, 6, 7, 8]), at=9, version_gaps=((7, 3),)).tolist()
-    [3, 2, 1, 0, 2, 1]
-    >>> lag_of(torch.tensor([4, 6, 8, 11, 12]), at=12, version_gaps=((7, 3), (11, 5))).tolist()
-    [3, 1, 2, 1, 0]
-    """
-    behind = _places(torch.tensor(at), version_gaps) - _places(version, version_gaps)
-    return torch.where(version <= at, behind.clamp(min=0), behind)
-
-
-def _places(version: Tensor, version_gaps: VersionGaps) -> Tensor:
-    """Batches that led to each version: its number, less all that was skipped before it."""
-    firsts = torch.tensor([first for first, _ in version_gaps], dtype=torch.long)
-    skipped = torch.tensor([0, *(skipped for _, skipped in version_gaps)])
-    return version - skipped[torch.bucketize(version, firsts, right=True)]
-
-
-def _run(body: Callable[..., Any], run: PrefixTree, rows: Tensor, plain_head: bool) -> Tensor:
-    """Final hidden states `[rows, H]`, or logits `[rows, V]` of a model whose head is more than one linear map."""
-    token = running.set(run)
-    try:
-        given = {
-            "input_ids": run.tokens[None].to(rows.device),
-            "position_ids": run.positions[None].to(rows.device),
-        }
-        out = body(**given, use_cache=False)
-        return (out.last_hidden_state if plain_head else out.logits)[0, rows]
-    finally:
-        running.reset(token)
-
-
-@torch.no_grad()
-def _check_packing(model: PreTrainedModel) -> bool:
-    """Whether logits are the head applied to the last hidden state. Refuses a model that mixes packed sequences.
-
-    Not every architecture asks the attention function that it was given, or reads `position_ids`; a model that does
-    not would see its neighbours, so this is measured, on short sequences and on siblings, and never assumed.
-    """
-    device, size = next(model.parameters()).device, _rows(model.get_input_embeddings())
-    trunk = torch.arange(MIN_SHARED) % size
-    one, two, left, right = (
-        trunk[:3],
-        (5 - trunk[:5]) % size,
-        *(torch.cat([trunk, trunk[:n] * 0 + n]) for n in (2, 3)),
-    )
-    other, elsewhere = one * 0 + 7 % size, torch.cat([trunk, right[MIN_SHARED:] * 0 + 1])
-
-    def run(*sequences: Tensor, hidden: bool = False) -> tuple[Tensor, list[Tensor]]:
-        """All that the pass made, and what each sequence gets of it."""
-        lengths = [len(sequence) for sequence in sequences]
-        grown = build_prefix_tree(
-            Packed(torch.cat(sequences), tuple(accumulate(lengths, initial=0))), share=True
-        )
-        every = torch.arange(len(grown.tokens), device=device)
-        made = _run(model.base_model if hidden else model, grown, every, hidden)
-        return made, list(made[grown.place.to(device)].split(lengths))
-
-    try:
-        logits, together = run(one, two, left, right)
-        _, beside = run(other, two, left, elsewhere)
-    except NotImplementedError as error:
-        raise ConfigError(f"policy: {type(model).__name__} cannot be packed: {error}") from error
-    near = True
-    for found, sequence in zip(together, (one, two, left, right), strict=True):
-        alone = model(input_ids=sequence[None].to(device), use_cache=False).logits[0]
-        tolerance = (0.03 if model.dtype == torch.bfloat16 else 1e-4) * float(alone.abs().max())
-        near = near and float((found - alone).abs().max()) <= tolerance
-    if not near or not all(torch.equal(together[i], beside[i]) for i in (1, 2)):
-        raise ConfigError(
-            f"policy: {type(model).__name__} does not keep packed sequences apart: it does not use transformers' "
-            "attention interface, or ignores position_ids"
-        )
-    hidden, _ = run(one, two, left, right, hidden=True)
-    head = (
-        model.get_output_embeddings()
-    )  # on as many rows as in the model: other shapes round otherwise
-    return hidden.shape[-1] == head.weight.shape[1] and torch.equal(head(hidden[None])[0], logits)
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """From disk only. Raises `ConfigError` for none, and for one without a chat template."""
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ConfigError(
-            f"policy: {folder} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there"
-        )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"policy: the tokenizer in {folder} cannot be read: {_one_line(error)}"
-        ) from error
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            f"policy: the tokenizer in {folder} has no chat template (chat_template.jinja)"
-        )
-    return tokenizer
-
-
-def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    try:
-        with no_progress_bars():
-            read: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=dtype,
-                local_files_only=True,
-                output_loading_info=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-            )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(
-            f"policy: the model in {folder} cannot be read: {_one_line(error)}"
-        ) from error
-    model, info = read
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise ConfigError(
-            f"policy: {folder} lacks {len(missing)} weights of its architecture, {missing[0]} among them"
-        )
-    return cast(PreTrainedModel, model)
-
-
-def _rows(embedding: nn.Module) -> int:
-    """Size of the vocabulary that a table or a head holds."""
-    return int(cast(Tensor, embedding.weight).shape[0])
-
-
-def _one_line(error: Exception) -> str:
-    return re.sub(r"\s+", " ", str(error))[:200]
-
-
-@contextmanager
-def no_progress_bars() -> Iterator[None]:
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()

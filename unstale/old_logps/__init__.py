@@ -10,8 +10,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from unstale.algorithms.corrections import has_behavior
-from unstale.model.packing import Packed
-from unstale.model.policy import Policy, Scored
+from unstale.model.forward import Scored
+from unstale.model.policy import Policy
+from unstale.model.prefix_tree import Packed
 from unstale.records import Batch, PendingPiece
 
 

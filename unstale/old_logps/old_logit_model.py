@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unstale.model.policy import DTYPES, Policy
+from unstale.model.loading import DTYPES
+from unstale.model.policy import Policy
 from unstale.old_logps import Needs, Passive, Scoring, Weights, has_clean_behavior
 from unstale.old_logps.scored import LogpCache, PieceKey, key_of, require_answers
 from unstale.records import Batch, PendingPiece

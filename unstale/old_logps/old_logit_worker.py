@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load as unpack_tensors
 
+from unstale.model.forward import ForwardOptions
 from unstale.model.lora import Lora
-from unstale.model.policy import ForwardOptions, Policy
+from unstale.model.policy import Policy
 from unstale.old_logps import Scoring
 from unstale.old_logps.scored import PieceKey, ScoreQueue, score_pieces
 from unstale.weights.wire import Frames, Header, pack

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unstale.model.packing import Packed
 from unstale.model.policy import Policy
+from unstale.model.prefix_tree import Packed
 from unstale.old_logps import Scoring, Weights
 from unstale.records import Batch, PendingPiece
 

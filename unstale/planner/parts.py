@@ -9,9 +9,9 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from unstale.components import RunComponents
 from unstale.config import ScheduleConfig
 from unstale.durability.checkpoint import Checkpoint, Progress
+from unstale.loop import RunComponents
 from unstale.old_logps import Needs
 from unstale.planner.costs import Costs
 from unstale.planner.engines import Engines

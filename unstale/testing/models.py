@@ -15,8 +15,9 @@ from torch.nn import Module
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from unstale.durability.checkpoint import Checkpoints, Progress
+from unstale.model.loading import DTYPES
 from unstale.model.lora import Lora
-from unstale.model.policy import DTYPES, Policy
+from unstale.model.policy import Policy
 from unstale.records import ContextPiece, Piece, Sampled, ScoredTrajectory, Task, Trajectory
 
 

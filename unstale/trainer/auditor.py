@@ -16,7 +16,9 @@ from unstale.algorithms import audit
 from unstale.algorithms.audit import Estimate, Tokens
 from unstale.algorithms.corrections import Control
 from unstale.algorithms.objectives import Surrogate
-from unstale.model.policy import Policy, Scored, VersionGaps, lag_of
+from unstale.model.forward import Scored
+from unstale.model.policy import Policy
+from unstale.model.versions import VersionGaps, lag_of
 from unstale.old_logps import OldLogps, Scoring, Weights, has_clean_behavior
 from unstale.records import Batch, PendingPiece
 from unstale.weights.recording import Recording, TrainedOn

@@ -9,98 +9,27 @@ log-probabilities, `[T]` numbers, is formed on the CPU.
 """
 
 import copy
-import difflib
-import inspect
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unstale.algorithms.corrections import Control, NonFinite, bounded_exp, check_finite, start
-from unstale.algorithms.objectives import Surrogate, reference_kl
-from unstale.config import ConfigError, TrainerConfig
-from unstale.model.policy import ForwardOptions, Policy, Scored
+from unstale.algorithms.corrections import Control, bounded_exp, check_finite, start
+from unstale.algorithms.objectives import reference_kl
+from unstale.config import TrainerConfig
+from unstale.model.forward import ForwardOptions, Scored
+from unstale.model.policy import Policy
 from unstale.old_logps import OldLogps
 from unstale.records import Batch
-
-MAX_POINTS = 256
-"""(log D, log S, lag) points kept of one batch, evenly spread over its action tokens."""
-
-NOT_FINITE = (FloatingPointError, NonFinite)
-"""What is raised, before the optimizer step, when a loss, a gradient or a log-probability is not finite."""
-
-Correction = Callable[[Tensor, Batch], Control]
-"""`(old_logp [T], batch)` -> what the discrepancy control says of each token."""
-
-Audit = Callable[[Batch, Tensor], Mapping[str, float]]
-"""`(batch, old_logp [T])` -> figures of how wrong the route is; `old_logp` is empty if the route answers inline."""
+from unstale.trainer.metrics import StepMetrics
+from unstale.trainer.optimizer import lr_factor, make_optimizer
+from unstale.trainer.records import FailedBatch, Minibatch, PreparedBatch, Rules
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Objective:
-    """The loss: `surrogate` per token, what it is divided by, and the two terms beside it."""
-
-    surrogate: Callable[[Tensor, Tensor, Batch], Surrogate]
-    """`(logp [T], old_logp [T], batch)`."""
-    norm: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """`(sampled [T], keep [T], sequence [T])` -> what each token's loss is multiplied by."""
-    kl_coef: float = 0.0
-    """Coefficient of the KL to the policy that the run began with."""
-    entropy_coef: float = 0.0
-    """Coefficient of the entropy bonus."""
-    idle_at_zero: bool = False
-    """A token whose advantage is 0 has no gradient. Then sequences of such tokens alone are not run at all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
-    """From three log-probabilities to a loss: what `build` made of the configuration."""
-
-    correction: Correction
-    objective: Objective
-    temperature: float
-    """The sampling temperature: it is part of mu, so it is part of pi."""
-    audit: Audit = lambda batch, old_logp: {}
-    """Called before the first optimizer step on a batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Minibatch:
-    """The sequences of one optimizer step; every tensor is `[T]` and needs no gradient."""
-
-    batch: Batch
-    old_logp: Tensor
-    """Empty if the route answers inline: it is then asked with each pass's own log-probabilities."""
-    factor: Tensor
-    """Correction weight, 0 where dropped; ones while that is not known."""
-    norm: Tensor
-    """Shares of the step's one denominator, before masking."""
-    reference_logp: Tensor
-    """Of the policy that the run began with; empty unless the objective has a reference KL."""
-    lag: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class FailedBatch:
-    """What the trainer is at work on, to be kept beside the error if a number goes wrong."""
-
-    stage: Literal["old_logps", "step"]
-    """`old_logps`: the route's answers for a batch. `step`: the loss and the gradient of one optimizer step."""
-    part: Minibatch
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedBatch:
-    """A batch cut into its optimizer steps."""
-
-    parts: tuple[Minibatch, ...]
-
-
-class Trainer:
+class LocalTrainer:
     """Owns the optimizer and its float32 weights.
 
     Under float32 these are the policy's own. Under bfloat16 the policy holds the forward weights, a bfloat16 copy made
@@ -333,190 +262,16 @@ class Trainer:
                 parameter.copy_(self._master[name])
 
 
-class StepMetrics:
-    """What one batch came to. Action tokens only."""
-
-    def __init__(self) -> None:
-        self.figures: dict[str, float] = {}
-        self.now_tokens = self.tokens = self.run_tokens = self.micro_batches = 0
-        self.prepare_s = self.seconds = self.lr = 0.0
-        self.num_parts = 0
-        self._summed = {"objective/loss": 0.0}
-        self.grad_norms: list[float] = []
-        self._judged: list[dict[str, Tensor]] = []
-        self._rows: list[dict[str, Tensor]] = []
-
-    def add(self, name: str, value: float) -> None:
-        """To a sum over the sequences of one optimizer step; reported as the mean over the steps of the batch."""
-        self._summed[name] = self._summed.get(name, 0.0) + value
-
-    def judge(
-        self, batch: Batch, old_logp: Tensor, control: Control, *, exact: Tensor, lag: Tensor
-    ) -> None:
-        """What the route and the discrepancy control said, of every action token that has a gradient."""
-        own = batch.sampled
-        log_d = (old_logp - batch.behavior_logp)[own]
-        row = {"log_d": log_d, "lag": lag[own], "keep": control.keep[own].double()}
-        self._judged.append(
-            row | {"weight": control.factor[own].double(), "exact": exact[own].double()}
-        )
-
-    def learn(
-        self, batch: Batch, old_logp: Tensor, *, log_s: Tensor, lag: Tensor, clipped: Tensor
-    ) -> None:
-        """Of one micro-batch, when its loss was formed: the tokens that were run."""
-        own = batch.sampled
-        row = {"log_d": (old_logp - batch.behavior_logp)[own], "log_s": log_s[own]}
-        self._rows.append(row | {"lag": lag[own], "clipped": clipped[own].double()})
-
-    @property
-    def kept_share(self) -> float:
-        """Share of the action tokens judged so far that the discrepancy control kept."""
-        return (
-            torch.cat([row["keep"] for row in self._judged]).mean().item() if self._judged else 1.0
-        )
-
-    def metrics(self) -> dict[str, float]:
-        figures = self.figures | {
-            name: value / max(1, self.num_parts) for name, value in self._summed.items()
-        }
-        figures |= {
-            "trainer/busy_tokens": 0.0,
-            "objective/clipped_share": 0.0,
-            "old_logps/seconds": self.prepare_s,
-            "trainer/grad_norm": sum(self.grad_norms) / max(1, len(self.grad_norms)),
-            "trainer/lr": self.lr,
-            "trainer/micro_batches": float(self.micro_batches),
-            "trainer/tokens": float(self.tokens),
-            "trainer/run_tokens": float(self.run_tokens),  # what siblings share counts once a pass
-            "trainer/seconds": self.seconds,
-            "trainer/tokens_per_s": self.tokens / self.seconds if self.seconds else 0.0,
-        }
-        if self._judged:  # an inline route is asked about nothing when every sequence is idle
-            judged = _columns(self._judged)
-            figures |= {
-                "trainer/busy_tokens": float(len(judged["lag"])),
-                "old_logps/exact_fraction": judged["exact"].mean().item(),
-                "correction/kept_share": judged["keep"].mean().item(),
-                "correction/weight_mean": judged["weight"].mean().item(),
-                **_sizes("correction/log_d", judged["log_d"], judged["lag"]),
-            }
-        if self._rows:
-            column = _columns(self._rows)
-            figures["objective/clipped_share"] = (
-                column["clipped"].sum().item() / figures["trainer/busy_tokens"]
-            )
-            figures |= _sizes("objective/log_s", column["log_s"], column["lag"])
-        return figures
-
-    def points(self) -> list[dict[str, float]]:
-        if not self._rows:
-            return []
-        column = _columns(self._rows)
-        chosen = torch.linspace(
-            0, len(column["lag"]) - 1, min(MAX_POINTS, len(column["lag"]))
-        ).long()
-        rows = zip(
-            *(column[name][chosen].tolist() for name in ("log_d", "log_s", "lag")), strict=True
-        )
-        return [{"log_d": d, "log_s": s, "lag": lag} for d, s, lag in rows]
-
-
-def _columns(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
-
-
-def _rows(values: Tensor, index: Tensor) -> Tensor:
-    """`values[index]`, or nothing of nothing."""
-    return values[index] if len(values) else values
-
-
-def _sizes(name: str, log_ratio: Tensor, lag: Tensor) -> dict[str, float]:
-    """Mean, mean size and its 99th percentile (nearest rank), and the mean size of each lag."""
-    _, short = name.split("/")
-    size = log_ratio.double().abs()
-    figures = {
-        f"{name}_mean": log_ratio.double().mean().item(),
-        f"{name}_abs_mean": size.mean().item(),
-        f"{name}_p99": size.sort().values[round(0.99 * (len(size) - 1))].item(),
-    }
-    return figures | {
-        f"by_lag/{short}_abs/{age}": size[lag == age].mean().item() for age in lag.unique().tolist()
-    }
-
-
-def make_optimizer(config: TrainerConfig, parameters: list[Tensor]) -> torch.optim.Optimizer:
-    """Any class of torch.optim by its name. ConfigError names the nearest for a name that is none."""
-    known = [
-        name for name, kind in vars(torch.optim).items()
-        if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
-    ]  # fmt: skip
-    if config.optimizer not in known:
-        near = difflib.get_close_matches(config.optimizer, known, n=5, cutoff=0.4) or sorted(known)
-        raise ConfigError(
-            f"trainer.optimizer must be a class of torch.optim, got {config.optimizer!r}; nearest: {', '.join(near)}"
-        )
-    kind = getattr(torch.optim, config.optimizer)
-    options: dict[str, Any] = {"lr": config.lr}
-    takes = inspect.signature(kind).parameters
-    if "weight_decay" in takes:
-        options["weight_decay"] = config.weight_decay
-    elif config.weight_decay:
-        raise ConfigError(
-            f"trainer.weight_decay must be 0 with {config.optimizer}, which has none; got {config.weight_decay}"
-        )
-    if "decoupled_weight_decay" in takes and config.weight_decay:
-        options["decoupled_weight_decay"] = True
-    if "fused" in takes and parameters and _fuses(kind, parameters[0]):
-        options["fused"] = True
-    if kind is torch.optim.LBFGS:
-        raise ConfigError(
-            "trainer.optimizer must not be LBFGS: it evaluates the loss again within a step"
-        )
-    try:
-        return kind(parameters, **options)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(
-            f"trainer.optimizer: {config.optimizer} cannot train this model: {error}"
-        ) from error
-
-
-def _fuses(kind: Any, parameter: Tensor) -> bool:
-    """Whether this class has one kernel for a step on the parameter's device, which only a step tells."""
-    one = nn.Parameter(torch.zeros_like(parameter.detach().flatten()[:1]))
-    one.grad = torch.zeros_like(one)
-    try:
-        kind([one], fused=True).step()
-    except (RuntimeError, ValueError, TypeError):
-        return False
-    return True
-
-
-def lr_factor(step: int, config: TrainerConfig, *, num_steps: int) -> float:
-    """What the learning rate is multiplied by at optimizer step `step`, counted from 0.
-
-    Warm-up rises linearly and reaches 1 at its last step; then the schedule falls towards 0 at `num_steps`.
-
-    >>> [lr_factor(step, TrainerConfig(lr_schedule="linear", warmup_steps=2), num_steps=6) for step in range(6)]
-    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
-    """
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    done = min(1.0, (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps))
-    match config.lr_schedule:
-        case "constant":
-            return 1.0
-        case "linear":
-            return 1 - done
-        case "cosine":
-            return (1 + math.cos(math.pi * done)) / 2
-
-
 def _master(parameter: nn.Parameter) -> Tensor:
     """The optimizer's tensor for this forward weight: the weight itself, unless it is narrower than float32."""
     if parameter.dtype in (torch.float32, torch.float64):
         return parameter
     return nn.Parameter(parameter.detach().float())
+
+
+def _rows(values: Tensor, index: Tensor) -> Tensor:
+    """`values[index]`, or nothing of nothing."""
+    return values[index] if len(values) else values
 
 
 def _episode(batch: Batch) -> Tensor:

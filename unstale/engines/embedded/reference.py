@@ -9,8 +9,8 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from unstale.engines.embedded.runner import check_update
+from unstale.model.loading import no_progress_bars
 from unstale.model.lora import Base, Merging
-from unstale.model.policy import no_progress_bars
 
 
 class Reference:

@@ -10,7 +10,7 @@ from unstale.engines import SamplingParams
 from unstale.engines.scripted import ScriptedEngine
 from unstale.envs.chat import Chat
 from unstale.envs.external import Agent, ExternalAgent
-from unstale.model.policy import load_tokenizer
+from unstale.model.loading import load_tokenizer
 from unstale.records import Task, Trajectory
 from unstale.rollout.endpoint.agents import AgentRollout
 from unstale.rollout.endpoint.server import Endpoint

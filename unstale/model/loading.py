@@ -1,0 +1,86 @@
+"""Loading."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from unstale.config import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+"""Precisions of a forward pass; float64 is for tests."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+"""One of these must be there: without any, transformers makes an empty tokenizer and says nothing."""
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """From disk only. Raises `ConfigError` for none, and for one without a chat template."""
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(
+            f"policy: {folder} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"policy: the tokenizer in {folder} cannot be read: {_one_line(error)}"
+        ) from error
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"policy: the tokenizer in {folder} has no chat template (chat_template.jinja)"
+        )
+    return tokenizer
+
+
+def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        with no_progress_bars():
+            read: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                local_files_only=True,
+                output_loading_info=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(
+            f"policy: the model in {folder} cannot be read: {_one_line(error)}"
+        ) from error
+    model, info = read
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"policy: {folder} lacks {len(missing)} weights of its architecture, {missing[0]} among them"
+        )
+    return cast(PreTrainedModel, model)
+
+
+def vocab_size(embedding: nn.Module) -> int:
+    """Size of the vocabulary that a table or a head holds."""
+    return int(cast(Tensor, embedding.weight).shape[0])
+
+
+def _one_line(error: Exception) -> str:
+    return re.sub(r"\s+", " ", str(error))[:200]
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
