@@ -110,7 +110,9 @@ def recorded(runs: Path, seeds: list[int]) -> list[str]:
         calls, broken = sum(one.num_turns for one in trained), 0
         for one in trained:
             said = [chat.text(piece.tokens) for piece in one.sampled]
-            broken += sum(any(call.error for call in chat.read(text).tool_calls) for text in said)
+            broken += sum(
+                any(call.error for call in chat.parse_content(text).tool_calls) for text in said
+            )
         lines.append(
             f"| {seed} | {len(trained):,} | {again} | {calls:,} | {sum(one.num_sampled for one in trained):,} | "
             f"{exact:.0%} | {sum(len(one.branches) for one in trained)} | {broken} | {wrong} |"

@@ -15,12 +15,19 @@ from functools import cache
 import numpy as np
 
 from unstale.config import ScheduleConfig
-from unstale.planner.analytic import Analytic, Placement, Setting
+from unstale.planner.analytic import AnalyticCosts, Placement, TrainingSetup
 from unstale.planner.hardware import DEVICES, Device, Shares
 from unstale.planner.models import PRESETS, Model
 from unstale.planner.route_costs import ROUTES
-from unstale.planner.simulate import Constant, Fleet, LogNormal, Outcome, Workload, simulate
-from unstale.planner.workload import Episodes, seen_in
+from unstale.planner.simulate import (
+    Constant,
+    Fleet,
+    LogNormal,
+    SimulationResult,
+    Workload,
+    simulate,
+)
+from unstale.planner.workload import EpisodeStats, seen_in
 
 SIGMA = 0.9
 """Of the log-normal lengths: assumed, as their mean is where neither it nor the time of training is published."""
@@ -164,8 +171,8 @@ def _meeting(wanted: float, of: Callable[[float], float], first: float, second: 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Priced(Analytic):
-    """`Analytic`, and what is known better."""
+class Priced(AnalyticCosts):
+    """`AnalyticCosts`, and what is known better."""
 
     step_more_s: float = 0.0
     trained: float = 1.0
@@ -192,9 +199,9 @@ def priced(row: Row, trainer_gpus: int, *, scored: bool = True) -> Priced:
         np.random.default_rng(0), 10_000
     )
     lengths = drawn + row.answers
-    setting = Setting(
+    setting = TrainingSetup(
         model=row.model, device=row.device, shares=Shares(), lr=1e-6, gradient_checkpointing=row.gradient_checkpointing,
-        episodes=Episodes(tokens=episode, seen=seen_in(lengths.tolist()), longest=row.most, prompt=PROMPT),
+        episodes=EpisodeStats(tokens=episode, seen=seen_in(lengths.tolist()), longest=row.most, prompt=PROMPT),
     )  # fmt: skip
     return Priced(
         setting=setting,
@@ -239,7 +246,7 @@ def schedule(row: Row, staleness: float, parts: int = 1) -> ScheduleConfig:
 
 
 @cache
-def synchronous(row: Row, steps: int) -> tuple[Outcome, float]:
+def synchronous(row: Row, steps: int) -> tuple[SimulationResult, float]:
     """And what a decoding step takes longer than is computed."""
     costs = priced(row, row.gpus)
     setting = workload(row), fleet(row, row.gpus), schedule(row, 0)
@@ -260,7 +267,7 @@ def synchronous(row: Row, steps: int) -> tuple[Outcome, float]:
     return simulate(*setting, costs, steps=max(3, steps)), costs.step_more_s
 
 
-def asynchronous(row: Row, turnovers: int) -> Outcome:
+def asynchronous(row: Row, turnovers: int) -> SimulationResult:
     """For so many times that all episodes in flight are others."""
     costs = priced(row, row.trainer_gpus, scored=row.scored)
     if row.async_train_s:
@@ -273,7 +280,7 @@ def asynchronous(row: Row, turnovers: int) -> Outcome:
     return simulate(workload(row), at, schedule(row, row.staleness, row.parts), costs, steps=steps)
 
 
-def generation_s_of(outcome: Outcome) -> float:
+def generation_s_of(outcome: SimulationResult) -> float:
     """Of a step, what is not the trainer's."""
     return outcome.mean_step_s * (1 - outcome.trainer_busy_share)
 
@@ -383,7 +390,7 @@ class Compared:
 
     row: Row
     ratio: float
-    sync: Outcome
+    sync: SimulationResult
 
     @property
     def deviation(self) -> float:

@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 
 from unstale.envs import Message, ToolCall
-from unstale.envs.retail import LEVELS, RetailEnv, RetailTasks, script
+from unstale.envs.retail import LEVELS, RetailEnv, RetailTasks, expert_replies
 from unstale.envs.retail.database import REASONS
 from unstale.envs.retail.tools import ARGUMENTS, READS
 from unstale.records import Task
@@ -179,7 +179,7 @@ async def expert(tasks: RetailTasks, index: int) -> float:
     task = Task(tasks.name, "held_out", index)
     env = tasks.env(task, 0)
     turn = await env.begin()
-    for reply in script(tasks.scenario(task)):
+    for reply in expert_replies(tasks.scenario(task)):
         turn = await env.step(reply)
     return turn.rewards.get("success", 0.0)
 

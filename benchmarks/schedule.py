@@ -53,10 +53,10 @@ class NumberChat:
 
     stop_tokens = (1,)
 
-    def opening(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def encode_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return tuple(range(1000, 1000 + OPENING))
 
-    def following(self, messages: Sequence[Message], *, ended: bool) -> tuple[int, ...]:
+    def encode_continuation(self, messages: Sequence[Message], *, ended: bool) -> tuple[int, ...]:
         return tuple(range(2000, 2000 + ANSWER))
 
     def parse(self, tokens: Sequence[int]) -> Message:

@@ -27,8 +27,8 @@ from unstale.config import (
     TrainerConfig,
 )
 from unstale.observe.metrics import RunFolder
-from unstale.planner.costs import Proportional
-from unstale.planner.measured import Setting, like
+from unstale.planner.costs import LinearCosts
+from unstale.planner.measured import SimulationSetup, like
 from unstale.planner.simulate import Constant, Fleet, LogNormal, Workload, simulate
 from unstale.recipes import RECIPES
 
@@ -85,7 +85,7 @@ def measured(run: Path, filling: int) -> list[float]:
     return [after - before for before, after in pairwise(times)][filling:]
 
 
-def predicted(setting: Setting, schedule: ScheduleConfig) -> float:
+def predicted(setting: SimulationSetup, schedule: ScheduleConfig) -> float:
     parts = setting.workload, setting.fleet, schedule, setting.costs
     return simulate(*parts, steps=SIMULATED, needs=setting.needs).mean_step_s
 
@@ -202,7 +202,7 @@ LARGE = ScheduleConfig(max_staleness=4, groups_per_step=512, group_size=16, look
 
 def of_size(steps: int) -> list[str]:
     """What nobody here can run, and how long it takes to simulate."""
-    costs = Proportional(
+    costs = LinearCosts(
         decode=0.008,
         decode_reply=1e-4,
         decode_context=2e-8,

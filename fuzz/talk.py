@@ -100,7 +100,7 @@ def tool_call(data: bytes) -> None:
                 all(type(message.content) is str for message in turn.messages),
                 "an answer that is no text",
             )
-            chat.following(turn.messages, ended=True)
+            chat.encode_continuation(turn.messages, ended=True)
             if turn.done:
                 return
 
@@ -134,11 +134,11 @@ def chat_text(data: bytes) -> None:
     first = [said("system"), said("user")]
     more = [said("tool") for _ in range(1 + draws.number(2))] if draws.number(2) else [said("user")]
     reply = Message("assistant", "Well.")
-    tokens = chat.opening(first)
+    tokens = chat.encode_prompt(first)
     _require_text(chat, first, tokens)
     spoken = (*tokenizer.encode("Well.", add_special_tokens=False), *chat.stop_tokens)
-    grown = (*tokens, *spoken, *chat.following(more, ended=True))
-    whole = chat.opening([*first, reply, *more])
+    grown = (*tokens, *spoken, *chat.encode_continuation(more, ended=True))
+    whole = chat.encode_prompt([*first, reply, *more])
     require(grown == whole, "a grown conversation is not the rendered whole")
     _require_text(chat, [*first, reply, *more], whole)
 

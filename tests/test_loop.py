@@ -57,10 +57,10 @@ REPLY = 6
 class NumberChat:
     stop_tokens = (1,)
 
-    def opening(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def encode_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return (5, 2 + int(messages[0].content) % 7)
 
-    def following(self, messages: Sequence[Message], *, ended: bool) -> tuple[int, ...]:
+    def encode_continuation(self, messages: Sequence[Message], *, ended: bool) -> tuple[int, ...]:
         return (4,)
 
     def parse(self, tokens: Sequence[int]) -> Message:

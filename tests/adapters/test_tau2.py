@@ -40,7 +40,7 @@ def solution(taskset: Any, task: Task) -> list[Message]:
         Message("assistant", f"Please use {action.name} now.")
         if action.requestor == "user"
         else Message("assistant", "<think>so</think>", (ToolCall(action.name, action.arguments),))
-        for action in taskset.posed_by(task).evaluation_criteria.actions or ()
+        for action in taskset.data_of(task).evaluation_criteria.actions or ()
     ]
 
 
@@ -57,13 +57,13 @@ async def episode(env: Any, replies: Sequence[Message], *, begun: bool = False) 
 @pytest.mark.parametrize("domain", DOMAINS)
 def test_its_own_solutions_are_worth_1(domain: str) -> None:
     taskset = tasks(domain)
-    assert tuple(map(len, (taskset.posed["train"], taskset.posed["held_out"]))) == DOMAINS[domain]
+    assert tuple(map(len, (taskset.data["train"], taskset.data["held_out"]))) == DOMAINS[domain]
     for task in [*taskset.held_out(3), *[next(taskset.train(seed)) for seed in range(3)]]:
         begin, *_, end = asyncio.run(episode(taskset.env(task, 0), solution(taskset, task)))
-        assert end.rewards == {"state": 1.0}, taskset.posed_by(task).id
+        assert end.rewards == {"state": 1.0}, taskset.data_of(task).id
         assert [message.role for message in begin.messages] == ["system", "user"]
         assert (
-            taskset.posed_by(task).user_scenario.instructions.reason_for_call.split()[0]
+            taskset.data_of(task).user_scenario.instructions.reason_for_call.split()[0]
             in begin.messages[1].content
         )
 
@@ -90,7 +90,7 @@ def test_doing_nothing_is_worth_0_where_something_has_to_be_done(domain: str) ->
         for task in taskset.held_out(40)
         if any(
             action.name.startswith(writes)
-            for action in taskset.posed_by(task).evaluation_criteria.actions
+            for action in taskset.data_of(task).evaluation_criteria.actions
         )
     )
     turns = asyncio.run(episode(taskset.env(task, 0), []))
@@ -196,7 +196,7 @@ def test_a_user_who_is_a_model_is_asked_at_its_endpoint_and_not_again(model: Mod
     assert len(model.asked) == 3 and model.keys == ["Bearer secret"] * 3
     assert model.asked[0]["model"] == "any" and model.asked[0]["temperature"] == 1.0
     assert (
-        taskset.posed_by(task).user_scenario.instructions.reason_for_call
+        taskset.data_of(task).user_scenario.instructions.reason_for_call
         in model.asked[0]["messages"][0]["content"]
     )
     assert all("<think>" not in str(asked["messages"]) for asked in model.asked)

@@ -101,8 +101,8 @@ def test_what_its_rewards_cannot_judge_is_a_failed_episode() -> None:
 
 def test_training_and_held_out_tasks_are_different_rows() -> None:
     tasks = build_taskset(TaskConfig(env="verifiers:tiny_sums"))
-    assert [task.data.answer for task in tasks.posed["held_out"]] == [1, 2]  # type: ignore[attr-defined]
-    assert [task.data.answer for task in tasks.posed["train"]] == [*range(3, 11)]  # type: ignore[attr-defined]
+    assert [task.data.answer for task in tasks.data["held_out"]] == [1, 2]  # type: ignore[attr-defined]
+    assert [task.data.answer for task in tasks.data["train"]] == [*range(3, 11)]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

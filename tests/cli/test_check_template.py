@@ -40,7 +40,7 @@ def spoken(chat: Chat, text: str) -> list[int]:
 
 def test_qwen3_drops_thoughts_of_earlier_turns_and_keeps_those_since_the_last_question() -> None:
     call = '<tool_call>\n{"name": "look_up", "arguments": {"key": "x"}}\n</tool_call>'
-    assert chat_of("qwen3").written(THOUGHT) == (
+    assert chat_of("qwen3").render(THOUGHT) == (
         "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\nfirst<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n"
         f"<|im_start|>assistant\n<think>\nso\n</think>\n\n{call}<|im_end|>\n"
         "<|im_start|>user\n<tool_response>\na\nb\n</tool_response>\n<tool_response>\nc\n</tool_response><|im_end|>\n"
@@ -49,7 +49,7 @@ def test_qwen3_drops_thoughts_of_earlier_turns_and_keeps_those_since_the_last_qu
 
 
 def test_qwen25_has_a_system_prompt_of_its_own_and_no_thoughts() -> None:
-    text = chat_of("qwen2.5").written(THOUGHT)
+    text = chat_of("qwen2.5").render(THOUGHT)
     assert text.startswith(
         "<|im_start|>system\nHelp as well as you can.<|im_end|>\n<|im_start|>user\none<|im_end|>\n"
     )
@@ -63,15 +63,15 @@ def test_llama_has_headers_a_day_that_never_changes_and_bare_calls(dialect: str)
 
     chat = chat_of(dialect)
     day = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
-    assert chat.written(THOUGHT) == (
+    assert chat.render(THOUGHT) == (
         "<|begin_of_text|>" + turn("system", day) + turn("user", "one") + turn("assistant", "first")
         + turn("user", "two") + turn("assistant", '{"name": "look_up", "parameters": {"key": "x"}}')
         + turn("ipython", '"a\\nb"') + turn("ipython", '"c"') + "<|start_header_id|>assistant<|end_header_id|>\n\n"
     )  # fmt: skip
-    assert [chat.opening(THOUGHT).count(token) for token in spoken(chat, "<|begin_of_text|>")] == [
-        1
-    ]
-    with_tools = chat_of(dialect, tools=TOOLS).written([Message("system", " Be brief. "), *THOUGHT])
+    assert [
+        chat.encode_prompt(THOUGHT).count(token) for token in spoken(chat, "<|begin_of_text|>")
+    ] == [1]
+    with_tools = chat_of(dialect, tools=TOOLS).render([Message("system", " Be brief. "), *THOUGHT])
     assert f"Environment: ipython\n{day}Be brief.<|eot_id|>" in with_tools
     assert with_tools.index('"name": "look_up"') < with_tools.index("one<|eot_id|>"), (
         "in the first question"
@@ -181,7 +181,7 @@ def test_thoughts_are_apart_and_hold_no_calls() -> None:
         "qwen3",
         QWEN3.replace("assistant\\n' }}{%- endif %}", "assistant\\n<think>\\n' }}{%- endif %}"),
     )
-    assert begun.written([Message("user", "?")]).endswith("<think>\n")
+    assert begun.render([Message("user", "?")]).endswith("<think>\n")
     assert begun.parse(spoken(begun, f"perhaps {call}")).tool_calls == ()
     assert begun.parse(spoken(begun, f"perhaps\n</think>\n\n{call}")).thoughts == "perhaps"
 
@@ -204,10 +204,10 @@ def test_what_a_tool_is_described_as_is_text() -> None:
     plain = {"type": "function", "function": {"name": "f", "description": "x"}}
     chats = [chat_of("qwen3", tools=(one,)) for one in (tool, plain)]
     forged, honest = (
-        [t for t in c.opening([Message("user", "?")]) if t in c.controls] for c in chats
+        [t for t in c.encode_prompt([Message("user", "?")]) if t in c.control_tokens] for c in chats
     )
     assert forged == honest and "Obey." in decoded(
-        chats[0], chats[0].opening([Message("user", "?")])
+        chats[0], chats[0].encode_prompt([Message("user", "?")])
     )
 
 
@@ -329,7 +329,7 @@ def test_generated_conversations_have_everything_in_them() -> None:
     assert any(message.thoughts for message in told) and any(
         len(message.content) > 2000 for message in told
     )
-    assert all(any(mark in message.content for message in told) for mark in chat.marks)
+    assert all(any(mark in message.content for message in told) for mark in chat.control_texts)
 
 
 def saved(folder: Path, dialect: str, template: str = "") -> Path:

@@ -1,6 +1,6 @@
 """Messages to tokens and back: what was said is never tokenised again, and no reply can raise.
 
-Pinned: a conversation grown by `following` has exactly the tokens of the rendered whole; a cut-off reply is closed;
+Pinned: a conversation grown by `encode_continuation` has exactly the tokens of the rendered whole; a cut-off reply is closed;
 malformed calls say why; what a message says is text, also where it looks like control tokens; templates that cannot
 be continued are refused.
 """
@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 import unstale
 from unstale.envs import Message, ToolCall
 from unstale.envs.chat import Chat
-from unstale.envs.retail import RetailTasks, script
+from unstale.envs.retail import RetailTasks, expert_replies
 
 SHIPPED = Path(unstale.__file__).parent / "recipes" / "base_policy"
 TASKS = RetailTasks()
@@ -57,13 +57,13 @@ def test_a_grown_conversation_is_the_rendered_whole(tokenizer: Any, chat: Chat) 
         task = TASKS.held_out(40)[index]
         env = TASKS.env(task, 0)
         turn = await env.begin()
-        said, tokens = list(turn.messages), list(chat.opening(turn.messages))
-        for reply in script(TASKS.scenario(task)):
+        said, tokens = list(turn.messages), list(chat.encode_prompt(turn.messages))
+        for reply in expert_replies(TASKS.scenario(task)):
             spoken = _spoken(tokenizer, reply)
             turn = await env.step(chat.parse(spoken))
             said += [reply, *turn.messages]
-            tokens += [*spoken, *chat.following(turn.messages, ended=True)]
-        assert tuple(tokens) == chat.opening(said)
+            tokens += [*spoken, *chat.encode_continuation(turn.messages, ended=True)]
+        assert tuple(tokens) == chat.encode_prompt(said)
 
     for index in range(40):
         asyncio.run(grow(index))
@@ -71,26 +71,26 @@ def test_a_grown_conversation_is_the_rendered_whole(tokenizer: Any, chat: Chat) 
 
 def _spoken(tokenizer: Any, reply: Message) -> list[int]:
     """A reply as the policy would sample it."""
-    whole = Chat(tokenizer, ()).opening([Message("user", "?"), reply])
-    ask = Chat(tokenizer, ()).opening([Message("user", "?")])
+    whole = Chat(tokenizer, ()).encode_prompt([Message("user", "?"), reply])
+    ask = Chat(tokenizer, ()).encode_prompt([Message("user", "?")])
     end = whole.index(tokenizer.eos_token_id, len(ask))
     return list(whole[len(ask) : end + 1])
 
 
 def test_a_reply_that_was_cut_off_is_closed(tokenizer: Any, chat: Chat) -> None:
     new = [Message("user", "Order 42.")]
-    assert chat.following(new, ended=False) == (
+    assert chat.encode_continuation(new, ended=False) == (
         tokenizer.eos_token_id,
-        *chat.following(new, ended=True),
+        *chat.encode_continuation(new, ended=True),
     )
-    assert tokenizer.decode(chat.following(new, ended=True)) == (
+    assert tokenizer.decode(chat.encode_continuation(new, ended=True)) == (
         "\n<|im_start|>user\nOrder 42.<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
 def test_several_tool_answers_come_in_one_turn(tokenizer: Any, chat: Chat) -> None:
     text = tokenizer.decode(
-        chat.following([Message("tool", "a"), Message("tool", "b")], ended=True)
+        chat.encode_continuation([Message("tool", "a"), Message("tool", "b")], ended=True)
     )
     assert text.count("<|im_start|>user") == 1
     assert text.count("<tool_response>") == 2
@@ -163,12 +163,12 @@ def test_what_a_message_says_cannot_end_a_turn_or_open_another(role: Any, templa
     controls = set(tokenizer.added_tokens_decoder)
 
     def following(text: str) -> tuple[int, ...]:
-        return chat.following([Message(role, text)], ended=True)
+        return chat.encode_continuation([Message(role, text)], ended=True)
 
     forged = following(FORGED)
     assert [t for t in forged if t in controls] == [t for t in following("ok") if t in controls]
     assert tokenizer.decode(forged) == tokenizer.decode(following("@")).replace("@", FORGED)
-    opening = chat.opening([Message("system", FORGED), Message("user", FORGED)])
+    opening = chat.encode_prompt([Message("system", FORGED), Message("user", FORGED)])
     assert opening.count(tokenizer.eos_token_id) == 2
     seams = following("\ue000 <|im_end|>\ue000\ue000")
     assert tokenizer.decode(seams) == tokenizer.decode(following("@")).replace(
@@ -182,22 +182,24 @@ def test_ordinary_text_has_the_tokens_of_the_whole_rendering(tokenizer: Any, cha
     text = tokenizer.apply_chat_template(
         records, tools=TASKS.tools, add_generation_prompt=True, tokenize=False
     )
-    assert list(chat.opening(said)) == tokenizer.encode(text, add_special_tokens=False)
+    assert list(chat.encode_prompt(said)) == tokenizer.encode(text, add_special_tokens=False)
 
 
 def test_half_a_surrogate_pair_is_said_as_a_question_mark(chat: Chat) -> None:
-    assert chat.following([Message("tool", "a\ud800b")], ended=True) == chat.following(
-        [Message("tool", "a?b")], ended=True
-    )
+    assert chat.encode_continuation(
+        [Message("tool", "a\ud800b")], ended=True
+    ) == chat.encode_continuation([Message("tool", "a?b")], ended=True)
 
 
 def test_a_large_template_with_schemas_and_thoughts_can_be_continued(tokenizer: Any) -> None:
     other = AutoTokenizer.from_pretrained(SHIPPED)
     other.chat_template = QWEN
     chat = Chat(other, RetailTasks(level=3).tools)
-    opening = other.decode(chat.opening([Message("system", "Rules."), Message("user", "Hello.")]))
+    opening = other.decode(
+        chat.encode_prompt([Message("system", "Rules."), Message("user", "Hello.")])
+    )
     assert '"description"' in opening and opening.endswith("<|im_start|>assistant\n")
-    text = other.decode(chat.following([Message("tool", "ok")], ended=False))
+    text = other.decode(chat.encode_continuation([Message("tool", "ok")], ended=False))
     assert text == (
         "<|im_end|>\n<|im_start|>user\n<tool_response>\nok\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
@@ -210,4 +212,4 @@ def test_a_tokenizer_that_cannot_talk_is_refused() -> None:
         Chat(silent, ())
     silent.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(ValueError, match="cannot be continued"):
-        Chat(silent, ()).following([Message("user", "x")], ended=True)
+        Chat(silent, ()).encode_continuation([Message("user", "x")], ended=True)

@@ -94,7 +94,7 @@ def test_a_library_that_is_missing_is_named_with_what_installs_it(
     library = name.partition(":")[0]
     monkeypatch.setitem(sys.modules, library.replace("-", "_"), None)
     monkeypatch.delitem(sys.modules, ADAPTERS[library][0], raising=False)
-    openenv.session_class.cache_clear()
+    openenv.connection_class.cache_clear()
     with pytest.raises(ConfigError, match=re.escape(install(library))):
         build_taskset(TaskConfig(env=name))
 
@@ -201,9 +201,9 @@ def test_what_could_act_is_never_evaluated(monkeypatch: pytest.MonkeyPatch) -> N
     assert taskset.evaluates and not tasks("reasoning-gym:chain_sum").evaluates
     asked: list[str] = []
 
-    async def spy(command: object, *, stdin: str, limits: object) -> sandbox.Outcome:
+    async def spy(command: object, *, stdin: str, limits: object) -> sandbox.ProgramResult:
         asked.append(stdin)
-        return sandbox.Outcome("0.5", "", 0, "exited")
+        return sandbox.ProgramResult("0.5", "", 0, "exited")
 
     monkeypatch.setattr(sandbox, "run", spy)
     for attack in ATTACKS:

@@ -15,7 +15,15 @@ from types import ModuleType
 import pytest
 
 from unstale.envs import EnvError, Message, ToolCall, Turn
-from unstale.envs.retail import KINDS, LEVELS, Faults, RetailTasks, right_call, script, system_text
+from unstale.envs.retail import (
+    KINDS,
+    LEVELS,
+    Faults,
+    RetailTasks,
+    correct_call,
+    expert_replies,
+    system_text,
+)
 from unstale.envs.retail.tools import ARGUMENTS
 from unstale.records import Task
 
@@ -52,7 +60,7 @@ def task_of(kind: str, level: int = 1) -> Task:
 def test_the_expert_always_succeeds_and_never_errs(level: int) -> None:
     tasks = RetailTasks(level=level)
     for task in tasks.held_out(200):
-        last = episode(tasks, task, script(tasks.scenario(task)))[-1]
+        last = episode(tasks, task, expert_replies(tasks.scenario(task)))[-1]
         assert last.done
         assert dict(last.rewards) == {"success": 1.0}
         assert last.facts["tool_errors"] == 0.0
@@ -94,7 +102,7 @@ def test_every_fault_costs_success_where_its_rule_decides() -> None:
     }  # fmt: skip
     for fault, kind in decides.items():
         task = task_of(kind)
-        wrong = script(tasks.scenario(task), Faults(**{fault: 1.0}))
+        wrong = expert_replies(tasks.scenario(task), Faults(**{fault: 1.0}))
         assert episode(tasks, task, wrong)[-1].rewards["success"] == 0.0, fault
 
 
@@ -108,7 +116,7 @@ def test_kinds_come_in_the_shares_that_are_promised() -> None:
 
 def test_no_single_outcome_is_right_in_more_than_fifteen_percent() -> None:
     tasks = RetailTasks()
-    names = [right_call(s, s.requests[0])[0] for s in map(tasks.scenario, tasks.held_out(1000))]
+    names = [correct_call(s, s.requests[0])[0] for s in map(tasks.scenario, tasks.held_out(1000))]
     for name in ("refuse", "hand_over", "cancel_order"):
         assert 0.05 < names.count(name) / 1000 <= 0.15
 
@@ -169,7 +177,7 @@ def test_wrong_calls_get_an_error_text_and_the_episode_goes_on(reply: Message, t
 
 def test_an_error_can_be_made_good() -> None:
     tasks, task = RetailTasks(), task_of("cancel")
-    replies = script(tasks.scenario(task))
+    replies = expert_replies(tasks.scenario(task))
     wrong = [call("cancel_order", order_id=7), *replies]
     assert episode(tasks, task, wrong)[-1].rewards["success"] == 1.0
 

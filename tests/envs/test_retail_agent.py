@@ -137,12 +137,12 @@ def assert_said(episode: Trajectory, calls: Sequence[tuple[list[Any], Any]]) -> 
     told, replies = turns(episode.pieces)
     assert len(calls) == len(replies) == len(told) == episode.num_turns
     assert [read(reply) for _, reply in calls] == [handed_out(reply) for reply in replies]
-    assert told[0] == CHAT.opening([read(message) for message in calls[0][0]])
+    assert told[0] == CHAT.encode_prompt([read(message) for message in calls[0][0]])
     for (before, after), new, reply in zip(
         pairwise(sent for sent, _ in calls), told[1:], replies[:-1], strict=True
     ):
         added = [read(message) for message in after[len(before) + 1 :]]
-        assert new == CHAT.following(added, ended=reply[-1] in CHAT.stop_tokens)
+        assert new == CHAT.encode_continuation(added, ended=reply[-1] in CHAT.stop_tokens)
         assert after[: len(before)] == before
 
 
@@ -177,7 +177,7 @@ def read(message: Any) -> Message:
         f'<tool_call>{{"name": {json.dumps(call["name"])}, "arguments": {call["arguments"]}}}</tool_call>'
         for call in calls
     )
-    return Message(record["role"], record["content"] or "", CHAT.read(written).tool_calls)
+    return Message(record["role"], record["content"] or "", CHAT.parse_content(written).tool_calls)
 
 
 def tokens_of(pieces: Sequence[Piece]) -> tuple[int, ...]:

@@ -28,16 +28,24 @@ from unstale.old_logps import (
 )
 from unstale.old_logps.ppo_ewma_async import PpoEwmaAsync
 from unstale.planner import deltas
-from unstale.planner.analytic import REDUCE_S, Analytic, Placement, Setting
-from unstale.planner.costs import Proportional
+from unstale.planner.analytic import REDUCE_S, AnalyticCosts, Placement, TrainingSetup
+from unstale.planner.costs import LinearCosts
 from unstale.planner.hardware import DEVICES, Device, Shares
 from unstale.planner.measured import as_device
 from unstale.planner.models import PRESETS, Model
 from unstale.planner.page import as_json
 from unstale.planner.route_costs import ROUTES
-from unstale.planner.simulate import Constant, LogNormal, Shape, Spoken, Workload
-from unstale.planner.suggest import AVERAGE, NEAR, Plan, Rated, Request, placements, suggest
-from unstale.planner.workload import Episodes
+from unstale.planner.simulate import Constant, EpisodeShape, LogNormal, TurnShape, Workload
+from unstale.planner.suggest import (
+    AVERAGE,
+    NEAR,
+    PlanRequest,
+    SimulatedCandidate,
+    Suggestion,
+    placements,
+    suggest,
+)
+from unstale.planner.workload import EpisodeStats
 from unstale.weights.codec import encode
 
 ROOT = Path(__file__).parents[2]
@@ -135,7 +143,7 @@ def table_of_routes() -> dict[str, list[str]]:
     return {row[0].strip("`"): row[1:] for row in rows}
 
 
-def costs(route: str) -> Analytic:
+def costs(route: str) -> AnalyticCosts:
     """A core that runs the table's model as it did: forward passes 0.267 of a step, a second; it copies 10 GB/s."""
     hand = Model.parse(
         "layers=8,hidden=448,ffn=1344,heads=8,kv_heads=4,head_dim=56,vocab=2048,tied=true"
@@ -151,12 +159,12 @@ def costs(route: str) -> Analytic:
         host_link=1e10,
         network=1e10,
     )
-    setting = Setting(
+    setting = TrainingSetup(
         model=hand, device=core, shares=Shares(matmul=1, bandwidth=1, link=1), lr=1e-6,
-        episodes=Episodes(tokens=320, longest=320, seen=160, prompt=64),
+        episodes=EpisodeStats(tokens=320, longest=320, seen=160, prompt=64),
     )  # fmt: skip
     place = Placement(1, 1, 1, scorers=1)
-    return Analytic(setting=setting, place=place, route=ROUTES[route], batch=batch, live=5)  # type: ignore[index]
+    return AnalyticCosts(setting=setting, place=place, route=ROUTES[route], batch=batch, live=5)  # type: ignore[index]
 
 
 @pytest.mark.parametrize("name", ROUTES)
@@ -205,7 +213,7 @@ def test_trajectories_are_run_up_to_the_last_token_of_each_version() -> None:
 
 
 @pytest.mark.parametrize("row", deltas.TABLE, ids=lambda row: f"{row.rate:g}")
-def test_deltas_are_as_long_as_the_codec_writes_them(row: deltas.Measured) -> None:
+def test_deltas_are_as_long_as_the_codec_writes_them(row: deltas.DeltaMeasurement) -> None:
     """Words change here and there, by a XOR of few bits: as an optimizer step leaves them."""
     random, count = np.random.default_rng(0), 1_000_000
     bits = (
@@ -221,11 +229,11 @@ def test_deltas_are_as_long_as_the_codec_writes_them(row: deltas.Measured) -> No
 def test_a_device_takes_the_time_that_its_data_sheet_gives() -> None:
     """Qwen3-4B on an H100 at all of its figures: 2.4 ms to read 8.04 GB of weights, and 16,000 tokens of context."""
     model = PRESETS["4B"]
-    setting = Setting(
+    setting = TrainingSetup(
         model=model, device=DEVICES["H100"], shares=Shares(matmul=1, decode=1, bandwidth=1, link=1, step_s=0), lr=1e-6,
-        episodes=Episodes(tokens=2000, longest=2000, seen=1000, prompt=200),
+        episodes=EpisodeStats(tokens=2000, longest=2000, seen=1000, prompt=200),
     )  # fmt: skip
-    alone = Analytic(
+    alone = AnalyticCosts(
         setting=setting, place=Placement(4, 4, 1), route=ROUTES["rollout"], batch=1e5, live=3
     )
     assert alone.step_s(16, 16_000) == pytest.approx((8.044936192e9 + 147456 * 16_000) / 3.35e12)
@@ -249,11 +257,11 @@ def test_a_version_travels_whole_or_as_a_delta_whichever_is_quicker() -> None:
     """16 devices: 8.04 GB over 50 GB/s are 0.16 s. A delta of 9 MB or so is there at once; one core of each trainer
     applies it, which is 12 times as long for 12 engines' worth of weights a trainer."""
     model = PRESETS["4B"]
-    setting = Setting(
+    setting = TrainingSetup(
         model=model, device=DEVICES["H100"], shares=Shares(link=1), lr=1e-6,
-        episodes=Episodes(tokens=2000, longest=2000, seen=1000, prompt=200),
+        episodes=EpisodeStats(tokens=2000, longest=2000, seen=1000, prompt=200),
     )  # fmt: skip
-    alone = Analytic(
+    alone = AnalyticCosts(
         setting=setting, place=Placement(4, 4, 1), route=ROUTES["snapshot_old"], batch=1e5, live=3
     )
     loaded = 8.044936192e9 / 64e9
@@ -271,8 +279,8 @@ def test_a_version_travels_whole_or_as_a_delta_whichever_is_quicker() -> None:
 
 def test_a_token_sees_more_than_half_of_the_mean_episode() -> None:
     """Episodes of 100 and 900 tokens: (100^2 + 900^2) / (100 + 900) / 2 = 410, where half of the mean is 250."""
-    recorded = tuple((Shape(tokens - 10, (Spoken(10, 0, 0),)),) for tokens in (100, 900))
-    found = Episodes.of(Workload(recorded=recorded), group_size=1)
+    recorded = tuple((EpisodeShape(tokens - 10, (TurnShape(10, 0, 0),)),) for tokens in (100, 900))
+    found = EpisodeStats.of(Workload(recorded=recorded), group_size=1)
     share = (found.tokens - 100) / 800  # of long ones among those drawn
     assert (
         found.seen == pytest.approx((1e4 * (1 - share) + 81e4 * share) / found.tokens / 2)
@@ -282,9 +290,9 @@ def test_a_token_sees_more_than_half_of_the_mean_episode() -> None:
 
 def test_training_and_engines_take_the_memory_that_is_added_up_by_hand() -> None:
     model = PRESETS["30B-A3B"]
-    setting = Setting(
+    setting = TrainingSetup(
         model=model, device=DEVICES["H100"], shares=Shares(), lr=1e-6,
-        episodes=Episodes(tokens=4096, longest=4096, seen=2048, prompt=400), gradient_checkpointing=True,
+        episodes=EpisodeStats(tokens=4096, longest=4096, seen=2048, prompt=400), gradient_checkpointing=True,
     )  # fmt: skip
     layer = 2 * (4 * 2048 + 2 * 36 * 128 + 4 * 8 * 768)
     activations = 4096 * (48 * 2 * 2048 + layer)
@@ -303,27 +311,27 @@ def test_training_and_engines_take_the_memory_that_is_added_up_by_hand() -> None
     )  # 4 heads, 8 devices
 
 
-def asked(**rest: Any) -> Request:
+def asked(**rest: Any) -> PlanRequest:
     """Qwen3-4B on a node of H100s, with episodes of two short turns."""
     work = Workload(
         prompt_tokens=Constant(500), turns=Constant(2), reply_tokens=LogNormal(100, 0.5), tool_tokens=Constant(50),
         tool_s=Constant(1), max_tokens=4096,
     )  # fmt: skip
-    episodes = Episodes.of(work, group_size=2)
-    setting = Setting(
+    episodes = EpisodeStats.of(work, group_size=2)
+    setting = TrainingSetup(
         model=rest.pop("model", PRESETS["4B"]), device=rest.pop("device", DEVICES["H100"]), shares=Shares(), lr=1e-6,
         episodes=episodes,
     )  # fmt: skip
     given = {"devices": 8, "lags": (2,), "groups": (8,), "group_size": 2, "rounds": 2} | rest
-    return Request(setting=setting, workload=work, **given)
+    return PlanRequest(setting=setting, workload=work, **given)
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan() -> Suggestion:
     return suggest(asked())
 
 
-def test_a_suggestion_fits_and_keeps_to_what_was_asked(plan: Plan) -> None:
+def test_a_suggestion_fits_and_keeps_to_what_was_asked(plan: Suggestion) -> None:
     best = plan.best.candidate
     assert (
         best.place.devices == 8
@@ -343,7 +351,7 @@ def test_a_suggestion_fits_and_keeps_to_what_was_asked(plan: Plan) -> None:
     assert plan.rated["snapshot_old"].outcome == plan.rated["eager"].outcome
 
 
-def test_synchronous_training_has_every_device_for_both(plan: Plan) -> None:
+def test_synchronous_training_has_every_device_for_both(plan: Suggestion) -> None:
     """A step of it: 16 episodes one after the other could not take less than all devices take for their tokens."""
     place, costs = plan.synchronous.candidate.place, plan.synchronous.candidate.costs
     assert (place.trainers, place.engines * place.tp, place.devices, place.colocated) == (
@@ -359,10 +367,12 @@ def test_synchronous_training_has_every_device_for_both(plan: Plan) -> None:
     )
 
 
-def test_a_rate_is_of_groups_and_has_a_spread(plan: Plan) -> None:
+def test_a_rate_is_of_groups_and_has_a_spread(plan: Suggestion) -> None:
     """Steps of 1, 1, 3, 1, 2, 1 after filling are rounds of 5 and 4 s: 4.5 +- 0.5 (0.707 / sqrt 2)."""
     steps = (9.0, 9.0, 9.0, 1.0, 1.0, 3.0, 1.0, 2.0, 1.0)
-    rated = Rated(plan.best.candidate, replace(plan.best.outcome, steps_s=steps, filling=3))
+    rated = SimulatedCandidate(
+        plan.best.candidate, replace(plan.best.outcome, steps_s=steps, filling=3)
+    )
     assert rated.candidate.schedule.max_staleness == 2
     assert rated.spread == pytest.approx(0.5 / 4.5)
     assert rated.rate == pytest.approx(
@@ -383,7 +393,7 @@ def test_no_token_is_older_than_the_lag_that_was_asked_for() -> None:
         suggest(asked(windows=(5,), lags=(1,)))
 
 
-def test_generation_that_stands_to_be_scored_is_counted(plan: Plan) -> None:
+def test_generation_that_stands_to_be_scored_is_counted(plan: Suggestion) -> None:
     """Where generation is what limits, scoring and the optimizer's step come on top; nothing of it is in `load_s`."""
     best = plan.best.candidate
     narrow = replace(best, costs=replace(best.costs, place=Placement(7, 1, 1)))
@@ -396,7 +406,7 @@ def test_generation_that_stands_to_be_scored_is_counted(plan: Plan) -> None:
     assert more == pytest.approx(stands + closing.costs.optimizer_s, rel=0.1) and stands > 0.05
 
 
-def test_what_a_plan_says_has_its_numbers_and_can_be_run(plan: Plan) -> None:
+def test_what_a_plan_says_has_its_numbers_and_can_be_run(plan: Suggestion) -> None:
     told = as_json(plan)
     name = plan.best.candidate.name
     exactness = next(reason for reason in told["reasons"] if reason.startswith(f"{name} is exact"))
@@ -498,8 +508,8 @@ def test_a_run_is_read_as_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """10 us a trained token are 3 forward passes of it, 2 us a reply in a decoding step are one."""
     model = Model.parse("layers=2,hidden=8,ffn=16,heads=2,kv_heads=1,head_dim=4,vocab=10,tied=true")
     ran = SimpleNamespace(
-        workload=Workload(recorded=((Shape(10, (Spoken(30, 0, 0),)),),)),
-        costs=Proportional(train_token=1e-5, decode=1e-3, decode_reply=2e-6),
+        workload=Workload(recorded=((EpisodeShape(10, (TurnShape(30, 0, 0),)),),)),
+        costs=LinearCosts(train_token=1e-5, decode=1e-3, decode_reply=2e-6),
     )
     monkeypatch.setattr("unstale.planner.measured.like", lambda run: ran)
     device, shares = as_device(tmp_path, model)

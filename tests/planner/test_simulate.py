@@ -21,26 +21,31 @@ from unstale.durability import virtual_clock
 from unstale.observe.metrics import RunFolder, RunLog
 from unstale.old_logps import Needs
 from unstale.planner import measured
-from unstale.planner.costs import Proportional
-from unstale.planner.engines import Engine, Engines, Places, Reply
+from unstale.planner.clock import SimulatedClock
+from unstale.planner.costs import LinearCosts
+from unstale.planner.engines import (
+    EngineCapacity,
+    SimulatedEngine,
+    SimulatedEnginePool,
+    SimulatedReply,
+)
 from unstale.planner.simulate import (
     Constant,
+    EpisodeShape,
     Fleet,
     LogNormal,
-    Outcome,
-    Shape,
-    Spoken,
+    SimulationResult,
+    TurnShape,
     Workload,
     simulate,
 )
-from unstale.planner.world import World
 from unstale.records import ContextPiece, Sampled, Task, Trajectory
 from unstale.testing.models import episode
 
-COSTS = Proportional(decode=0.01, decode_reply=1e-4, prefill_token=1e-4, train_token=1e-3)
+COSTS = LinearCosts(decode=0.01, decode_reply=1e-4, prefill_token=1e-4, train_token=1e-3)
 LENGTHS = Workload(prompt_tokens=Constant(100), reply_tokens=Constant(50))
 SCHEDULE = ScheduleConfig(max_staleness=0, groups_per_step=4, group_size=4)
-PLACES = Places(8)
+PLACES = EngineCapacity(8)
 TAILED = Workload(
     prompt_tokens=Constant(60),
     turns=LogNormal(3, 0.6, 8),
@@ -54,54 +59,58 @@ TAILED = Workload(
 class Seen:
     """What came of replies: (when, tokens, whether it was complete)."""
 
-    world: World
+    clock: SimulatedClock
 
     def __post_init__(self) -> None:
         self.pieces: dict[int, list[tuple[float, int, bool]]] = {}
 
-    def reply(self, number: int, *, context: int, tokens: int) -> Reply:
+    def reply(self, number: int, *, context: int, tokens: int) -> SimulatedReply:
         def done(count: int, complete: bool) -> None:
-            self.pieces.setdefault(number, []).append((round(self.world.now, 6), count, complete))
+            self.pieces.setdefault(number, []).append((round(self.clock.now, 6), count, complete))
 
-        reply = Reply(number, number, context, done)
+        reply = SimulatedReply(number, number, context, done)
         reply.left = tokens
         return reply
 
 
 def watch(
-    costs: Proportional, script: Callable[[World, Engines, Seen], None], places: Places = PLACES
+    costs: LinearCosts,
+    script: Callable[[SimulatedClock, SimulatedEnginePool, Seen], None],
+    places: EngineCapacity = PLACES,
 ) -> Seen:
     """What one engine does with what the script asks of it."""
 
     async def play() -> Seen:
-        world = World()
-        seen = Seen(world)
-        engines = Engines(world, [Engine(world, costs, places, 0)], keep_cache=False, restart_s=1.0)
+        clock = SimulatedClock()
+        seen = Seen(clock)
+        engines = SimulatedEnginePool(
+            clock, [SimulatedEngine(clock, costs, places, 0)], keep_cache=False, restart_s=1.0
+        )
         engines.resume(0)
-        script(world, engines, seen)
-        await world.sleep(100)
+        script(clock, engines, seen)
+        await clock.sleep(100)
         return seen
 
     return virtual_clock.run(play(), virtual=True)
 
 
 def test_two_replies_share_the_steps_of_an_engine() -> None:
-    def script(world: World, engines: Engines, seen: Seen) -> None:
+    def script(clock: SimulatedClock, engines: SimulatedEnginePool, seen: Seen) -> None:
         engines.sample(seen.reply(0, context=0, tokens=10))
         engines.sample(seen.reply(1, context=0, tokens=30))
 
     seen = watch(
-        Proportional(decode_reply=0.1), script
+        LinearCosts(decode_reply=0.1), script
     )  # ten steps of two replies, then twenty of one
     assert seen.pieces == {0: [(2.0, 10, True)], 1: [(4.0, 30, True)]}
 
 
 def test_a_growing_context_makes_each_step_longer() -> None:
-    def script(world: World, engines: Engines, seen: Seen) -> None:
+    def script(clock: SimulatedClock, engines: SimulatedEnginePool, seen: Seen) -> None:
         engines.sample(seen.reply(0, context=100, tokens=10))
         engines.sample(seen.reply(1, context=50, tokens=30))
 
-    seen = watch(Proportional(decode_context=0.001), script)
+    seen = watch(LinearCosts(decode_context=0.001), script)
     first = sum(150 + 2 * i for i in range(10)) / 1000
     then = sum(60 + i for i in range(20)) / 1000
     assert seen.pieces == {
@@ -111,44 +120,44 @@ def test_a_growing_context_makes_each_step_longer() -> None:
 
 
 def test_who_comes_in_the_middle_of_a_step_joins_at_its_end() -> None:
-    def script(world: World, engines: Engines, seen: Seen) -> None:
+    def script(clock: SimulatedClock, engines: SimulatedEnginePool, seen: Seen) -> None:
         engines.sample(seen.reply(0, context=0, tokens=10))
-        world.at(0.25, lambda: engines.sample(seen.reply(1, context=0, tokens=5)))
+        clock.at(0.25, lambda: engines.sample(seen.reply(1, context=0, tokens=5)))
 
     # three steps of 0.1 alone, five of 0.2 together, two of 0.1 alone
-    assert watch(Proportional(decode_reply=0.1), script).pieces == {
+    assert watch(LinearCosts(decode_reply=0.1), script).pieces == {
         1: [(1.3, 5, True)],
         0: [(1.5, 10, True)],
     }
 
 
 def test_an_interrupted_reply_goes_on_and_its_context_is_computed_again() -> None:
-    def script(world: World, engines: Engines, seen: Seen) -> None:
+    def script(clock: SimulatedClock, engines: SimulatedEnginePool, seen: Seen) -> None:
         engines.sample(seen.reply(0, context=100, tokens=10))
-        world.at(1.35, lambda: seen.pieces.update({9: [(round(engines.stand(), 6), 0, False)]}))
-        world.at(2.0, lambda: engines.resume(1))
+        clock.at(1.35, lambda: seen.pieces.update({9: [(round(engines.interrupt(), 6), 0, False)]}))
+        clock.at(2.0, lambda: engines.resume(1))
 
     # prefill to 1.0, four steps to 1.4; 104 tokens again from 2.0 to 3.04, six steps
-    seen = watch(Proportional(decode=0.1, prefill_token=0.01), script)
+    seen = watch(LinearCosts(decode=0.1, prefill_token=0.01), script)
     assert seen.pieces == {0: [(1.35, 4, False), (3.64, 6, True)], 9: [(1.4, 0, False)]}
 
 
 def test_who_is_complete_in_the_step_of_a_newcomer_is_told_before_its_context_is_computed() -> None:
-    def script(world: World, engines: Engines, seen: Seen) -> None:
+    def script(clock: SimulatedClock, engines: SimulatedEnginePool, seen: Seen) -> None:
         engines.sample(seen.reply(0, context=0, tokens=3))
-        world.at(0.25, lambda: engines.sample(seen.reply(1, context=100, tokens=5)))
+        clock.at(0.25, lambda: engines.sample(seen.reply(1, context=100, tokens=5)))
 
-    seen = watch(Proportional(decode=0.1, prefill_token=0.01), script)
+    seen = watch(LinearCosts(decode=0.1, prefill_token=0.01), script)
     assert seen.pieces == {0: [(0.3, 3, True)], 1: [(1.8, 5, True)]}
 
 
 def test_without_memory_for_both_the_newer_waits_and_is_computed_again() -> None:
-    def script(world: World, engines: Engines, seen: Seen) -> None:
+    def script(clock: SimulatedClock, engines: SimulatedEnginePool, seen: Seen) -> None:
         engines.sample(seen.reply(0, context=40, tokens=30))
         engines.sample(seen.reply(1, context=40, tokens=30))
 
     # contexts to 0.8, then ten steps fill 100 tokens; the older one's other twenty, ten tokens again, twenty more
-    seen = watch(Proportional(decode=0.1, prefill_token=0.01), script, Places(8, 100))
+    seen = watch(LinearCosts(decode=0.1, prefill_token=0.01), script, EngineCapacity(8, 100))
     assert seen.pieces == {1: [(1.8, 10, False), (5.9, 20, True)], 0: [(3.8, 30, True)]}
 
 
@@ -180,7 +189,7 @@ def test_colocated_engines_stand_still_while_the_trainer_works() -> None:
         replace(SCHEDULE, max_staleness=3),
         Fleet(max_running=16, keep_cache=True, colocated=True),
     )
-    costs = Proportional(decode=0.01, old=0.4, train=0.7, optimizer_s=0.2, load=0.3)
+    costs = LinearCosts(decode=0.01, old=0.4, train=0.7, optimizer_s=0.2, load=0.3)
     generation, stands = 50 * 0.01, 0.4 + 0.7 + 0.3  # a batch fills 16 places
     for needs in (Needs(), Needs(snapshots=True)):
         outcome = simulate(LENGTHS, fleet, schedule, costs, steps=12, needs=needs)
@@ -198,7 +207,7 @@ def test_colocated_engines_stand_still_while_the_trainer_works() -> None:
 
 def test_a_route_that_closes_scores_what_is_open_while_generation_stands() -> None:
     schedule = ScheduleConfig(max_staleness=1, groups_per_step=1, group_size=1)
-    costs = Proportional(decode=0.01, old_token=0.01, train=0.5, optimizer_s=0.2, load=0.3)
+    costs = LinearCosts(decode=0.01, old_token=0.01, train=0.5, optimizer_s=0.2, load=0.3)
     outcome = simulate(
         LENGTHS, Fleet(max_running=1), schedule, costs, steps=12, needs=Needs(closing=True)
     )
@@ -213,10 +222,11 @@ def test_a_route_that_closes_scores_what_is_open_while_generation_stands() -> No
 @pytest.mark.parametrize("staleness", [1, 2, 3])
 def test_with_stragglers_the_oldest_token_is_as_old_as_the_bound(staleness: int) -> None:
     slow = tuple(
-        tuple(Shape(10, (Spoken(400 if n == 3 else 20, 0, 0),)) for _ in range(2)) for n in range(7)
+        tuple(EpisodeShape(10, (TurnShape(400 if n == 3 else 20, 0, 0),)) for _ in range(2))
+        for n in range(7)
     )
     schedule = ScheduleConfig(max_staleness=staleness, groups_per_step=4, group_size=2)
-    fast = Proportional(decode=0.01, train=0.05)
+    fast = LinearCosts(decode=0.01, train=0.05)
     outcome = simulate(Workload(recorded=slow), Fleet(max_running=64), schedule, fast, steps=20)
     assert outcome.staleness_max == outcome.staleness_bound == staleness
 
@@ -226,7 +236,7 @@ def test_a_version_of_several_steps_is_begun_with_its_first_part() -> None:
         replace(SCHEDULE, max_staleness=1, groups_per_step=2),
         Fleet(max_running=8, steps_per_version=2),
     )
-    costs = Proportional(decode=0.01, train=0.3, load=0.1)  # 8 of the 16 episodes at a time
+    costs = LinearCosts(decode=0.01, train=0.3, load=0.1)  # 8 of the 16 episodes at a time
     outcome = simulate(LENGTHS, fleet, schedule, costs, steps=9)
     # the second half is generated while the first is trained on; the engines then wait for the version
     assert sum(outcome.steps_s[-2:]) == pytest.approx(0.5 + 0.5 + 0.3 + 0.1)
@@ -244,7 +254,7 @@ def test_a_window_keeps_its_wider_bound(window: int) -> None:
     assert outcome.staleness_max <= outcome.staleness_bound
 
 
-def whole(outcome: Outcome) -> int:
+def whole(outcome: SimulationResult) -> int:
     return sum(outcome.staleness_histogram.values())
 
 
@@ -290,7 +300,7 @@ def test_a_distribution_is_cut_with_its_mean_kept_and_recorded_groups_are_drawn_
     random = np.random.default_rng(0)
     drawn = LogNormal.cut(4000, 1.2, 32000).draw(random, 200_000)
     assert drawn.mean() == pytest.approx(4000, rel=0.02) and drawn.max() == 32000
-    group = (Shape(5, (Spoken(1, 2, 1), Spoken(3, 0, 0))),) * 3
+    group = (EpisodeShape(5, (TurnShape(1, 2, 1), TurnShape(3, 0, 0))),) * 3
     assert Workload(recorded=(group,)).group(random, 3) == list(group)
     assert (
         sum(shape.tokens <= 90 for shape in replace(TAILED, max_tokens=90).group(random, 20)) == 20
@@ -306,7 +316,7 @@ def test_a_trajectory_is_measured_by_turn() -> None:
         Sampled((4,), (0.0,), 4),
     ]
     one = Trajectory(tuple(said), {}, "done", Task("t", "train", 0), 0, facts={"tool_calls": 3.0})
-    assert measured.shape(one) == Shape(7, (Spoken(3, 5, 2), Spoken(1, 0, 1)))
+    assert measured.shape(one) == EpisodeShape(7, (TurnShape(3, 5, 2), TurnShape(1, 0, 1)))
     assert measured.shape(one).tokens == len(one)
 
 
@@ -391,7 +401,7 @@ def test_a_tool_s_time_is_over_all_calls(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_a_run_cost_is_found_again_in_its_records(tmp_path: Path) -> None:
-    true = Proportional(
+    true = LinearCosts(
         decode=0.01, decode_reply=1e-4, prefill_token=2e-5, train=0.3, train_token=1e-4,
         old=0.4, old_version_token=5e-5, optimizer_s=0.2, publish=0.15, load=0.25,
     )  # fmt: skip
@@ -431,7 +441,7 @@ def test_what_a_run_cost_is_found_again_in_its_records(tmp_path: Path) -> None:
                     clock[0] += seconds
                 clock[0] += 0.7  # somebody else's turn
     found = measured._costs(rows, measured._spent(RunFolder(tmp_path)), versions, 1)
-    for field in fields(Proportional):  # times in the records are rounded to a millisecond
+    for field in fields(LinearCosts):  # times in the records are rounded to a millisecond
         assert getattr(found, field.name) == pytest.approx(
             getattr(true, field.name), rel=0.02, abs=1e-7
         ), field.name

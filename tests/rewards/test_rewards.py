@@ -249,7 +249,7 @@ def test_what_is_expected_is_not_where_the_program_runs(monkeypatch: pytest.Monk
     sent: list[str] = []
     run = sandbox.run
 
-    async def spy(command: Sequence[str], **rest: Any) -> sandbox.Outcome:
+    async def spy(command: Sequence[str], **rest: Any) -> sandbox.ProgramResult:
         sent.append(f"{command} {rest}")
         return await run(command, **rest)
 

@@ -248,7 +248,9 @@ class Harness:
                 waiting.append(replace(one.message, thoughts=one.thoughts or ""))
                 continue
             tokens += (
-                chat.opening(waiting) if ended is None else chat.following(waiting, ended=ended)
+                chat.encode_prompt(waiting)
+                if ended is None
+                else chat.encode_continuation(waiting, ended=ended)
             )
             if spoken:
                 tokens, ended, waiting = tokens + spoken[0], spoken[1], []
@@ -769,8 +771,8 @@ def test_what_no_context_can_hold_is_refused_before_it_becomes_tokens(
 ) -> None:
     made, encode = [], Chat._encode
     monkeypatch.setattr(Chat, "_encode", lambda *said: made.append(1) or encode(*said))
-    assert not CHAT.tells_tools and chat_of(QWEN).tells_tools
-    monkeypatch.setattr(Chat, "tells_tools", True)
+    assert not CHAT.renders_tools and chat_of(QWEN).renders_tools
+    monkeypatch.setattr(Chat, "renders_tools", True)
     long = "x" * (
         28 * 511 + 1
     )  # the longest token has 28 characters, the context 512 tokens, one of them said

@@ -44,10 +44,10 @@ class LetterChat:
 
     stop_tokens = (END,)
 
-    def opening(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def encode_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return tuple(map(ord, messages[0].content))
 
-    def following(self, messages: Sequence[Message], *, ended: bool) -> tuple[int, ...]:
+    def encode_continuation(self, messages: Sequence[Message], *, ended: bool) -> tuple[int, ...]:
         return tuple(map(ord, ("" if ended else ".") + messages[0].content))
 
     def parse(self, tokens: Sequence[int]) -> Message:

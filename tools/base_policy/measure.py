@@ -44,7 +44,7 @@ async def _play(
     envs = [taskset.env(task, 0) for task in tasks]
     turns = [await env.begin() for env in envs]
     said = [list(turn.messages) for turn in turns]
-    context = [list(chat.opening(turn.messages)) for turn in turns]
+    context = [list(chat.encode_prompt(turn.messages)) for turn in turns]
     open_ = list(range(len(tasks)))
     for _ in range(14):
         replies = _reply(model, tokenizer, [context[i] for i in open_], how[0])
@@ -56,7 +56,7 @@ async def _play(
                 open_.remove(i)
                 continue
             ended = reply[-1:] == list(chat.stop_tokens)
-            context[i] += [*reply, *chat.following(turns[i].messages, ended=ended)]
+            context[i] += [*reply, *chat.encode_continuation(turns[i].messages, ended=ended)]
         if not open_:
             break
     played = []

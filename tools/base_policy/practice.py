@@ -18,8 +18,8 @@ from unstale.envs.retail import (
     Faults,
     RetailTasks,
     Scenario,
+    expert_replies,
     scenario,
-    script,
     system_text,
 )
 from unstale.envs.retail.customer import Customer
@@ -45,7 +45,7 @@ def transcript(level: int, split: str, index: int, faults: Faults = NO_FAULTS) -
     facts = scenario(level, split, index)
     desk, customer = facts.desk.copy(), Customer(facts)
     messages = [Message("system", system_text(level)), Message("user", customer.opening())]
-    for reply in script(facts, faults, index):
+    for reply in expert_replies(facts, faults, index):
         messages.append(reply)
         for call in reply.tool_calls:
             messages.append(Message("tool", call_tool(desk, call.name, call.arguments)))

@@ -205,7 +205,9 @@ def _sound(told: Told) -> bool:
 
 def generate(chat: Chat, draw: random.Random) -> Told:
     """A conversation that waits for a reply: with odd text, and with calls and thoughts where the template has them."""
-    marks = [form.format(mark) for mark in chat.marks for form in ("{}", "ok{}\nuser\n", " {} ")]
+    marks = [
+        form.format(mark) for mark in chat.control_texts for form in ("{}", "ok{}\nuser\n", " {} ")
+    ]
 
     def text() -> str:
         odd = draw.choice(_PLAIN[:-1]) if draw.random() < 0.995 else _PLAIN[-1]
@@ -226,7 +228,7 @@ def generate(chat: Chat, draw: random.Random) -> Told:
 
 
 def _written(chat: Chat, told: Told) -> Break | None:
-    chat.written(told)
+    chat.render(told)
     return None
 
 
@@ -244,7 +246,7 @@ def _refusal(told: Told, error: Exception) -> Break:
 
 
 def _asks(chat: Chat, told: Told) -> Break | None:
-    silent, asking = chat.written(told, asks=False), chat.written(told)
+    silent, asking = chat.render(told, add_generation_prompt=False), chat.render(told)
     if asking == silent:
         return Break(
             "nothing asks for a reply: the policy would have to open its own turn", silent[-_SHOWN:]
@@ -257,7 +259,10 @@ def _asks(chat: Chat, told: Told) -> Break | None:
 def _stays(chat: Chat, told: Told) -> Break | None:
     if not (at := _last_reply(told)):
         return None
-    before, whole = chat.written(told[:at], asks=False, cut=True), chat.written(told, cut=True)
+    before, whole = (
+        chat.render(told[:at], add_generation_prompt=False, marked=True),
+        chat.render(told, marked=True),
+    )
     if whole.startswith(before):
         return None
     if "</think>" in before and _THOUGHTS.sub("", whole).startswith(_THOUGHTS.sub("", before)):
@@ -275,8 +280,8 @@ def _stays(chat: Chat, told: Told) -> Break | None:
 
 
 def _goes_on(chat: Chat, told: Told) -> Break | None:
-    at, whole = _last_reply(told), chat.opening(told)
-    given = (chat.stop_tokens[0], *chat.following(told[at:], ended=True)) if at else ()
+    at, whole = _last_reply(told), chat.encode_prompt(told)
+    given = (chat.stop_tokens[0], *chat.encode_continuation(told[at:], ended=True)) if at else ()
     if (came := whole[len(whole) - len(given) :]) == given:
         return None
     return Break(
@@ -318,7 +323,10 @@ def _is_known(chat: Chat, told: Told) -> Break | None:
 
 def _spoken(chat: Chat, reply: Message) -> tuple[int, ...]:
     """A reply's tokens as the template writes them, with its end. Raises `ValueError` where it cannot be found."""
-    head, whole = chat.opening([_ASKED]), chat.opening([_ASKED, reply], asks=False)
+    head, whole = (
+        chat.encode_prompt([_ASKED]),
+        chat.encode_prompt([_ASKED, reply], add_generation_prompt=False),
+    )
     if whole[: len(head)] != head:
         raise ValueError("a reply does not begin as it is asked for")
     return whole[len(head) : whole.index(chat.stop_tokens[0], len(head)) + 1]
@@ -328,18 +336,18 @@ def _is_text(chat: Chat, told: Told) -> Break | None:
     def harmless(message: Message) -> Message:
         return replace(message, content="x" if message.content.strip() else message.content)
 
-    mine = [token for token in chat.opening(told) if token in chat.controls]
+    mine = [token for token in chat.encode_prompt(told) if token in chat.control_tokens]
     plain = [
         token
-        for token in chat.opening([harmless(message) for message in told])
-        if token in chat.controls
+        for token in chat.encode_prompt([harmless(message) for message in told])
+        if token in chat.control_tokens
     ]
     if mine == plain:
         return None
     more = [token for token in mine if mine.count(token) != plain.count(token)] or mine
     return Break(
         "what a message says becomes control tokens: whoever is quoted in it can end a turn, or speak in another role",
-        f"{chat.controls[more[0]]!r} stands there as a control token",
+        f"{chat.control_tokens[more[0]]!r} stands there as a control token",
     )
 
 
@@ -390,7 +398,7 @@ def _facts(chat: Chat) -> Iterator[tuple[str, str]]:
             f"is asked for, and is always {DAY:%d %b %Y}: prompts are the same after midnight",
         )
     system = [Message("system", "x"), _ASKED]
-    if chat.written(system) == chat.with_tools(TOOLS).written(system):
+    if chat.render(system) == chat.with_tools(TOOLS).render(system):
         yield "tools", "are not written: the policy only hears of them if the prompt tells it"
 
 

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from unstale.config import ConfigError, RunConfig, install, nearest
 from unstale.config.renamed import refuse_renamed
-from unstale.planner.command import add as planned
+from unstale.planner.simulate_command import add as planned
 from unstale.recipes import RECIPES
 
 if TYPE_CHECKING:  # the journal brings torch along

@@ -37,7 +37,7 @@ class Message:
 class Turn:
     """What the environment says: new messages, and at the end the verdict.
 
-    `rewards` are named channels and only count when `done`; they are added up, unless the task set is `Combining`.
+    `rewards` are named channels and only count when `done`; they are added up, unless the task set is `RewardCombiner`.
     `reward` is for the last reply alone, in addition; only the credit estimator `turn_level` reads it.
     """
 
@@ -81,14 +81,14 @@ class Resumable(Protocol):
 
 
 @runtime_checkable
-class Pretending(Protocol):
+class HasSimulatedDelays(Protocol):
     """An environment whose waiting is pretended, so that it can leave it out while it is `replaying`."""
 
     replaying: bool
 
 
 @runtime_checkable
-class Closing(Protocol):
+class Closable(Protocol):
     """An environment that holds something outside of it, to be let go however its episode ends."""
 
     async def close(self) -> None:
@@ -116,7 +116,7 @@ class Taskset(Protocol):
         ...
 
 
-class Numbered:
+class NumberedTasks:
     """The tasks of a task set that makes each from its number alone."""
 
     name: str
@@ -133,15 +133,15 @@ class Numbered:
         return 2 * Random(task.key).getrandbits(30) + (task.split == "train")
 
 
-class Listed:
+class ListedTasks:
     """The tasks of a task set that has a list of what it poses, for each split."""
 
     name: str
-    posed: Mapping[str, Sequence[Any]]
+    data: Mapping[str, Sequence[Any]]
 
     def train(self, seed: int) -> Iterator[Task]:
         """All tasks in another order each time round; each time under other numbers."""
-        number = len(self.posed["train"])
+        number = len(self.data["train"])
         for begin in range(0, _A_SEED - number, number):
             order = Random(f"{self.name}/{seed}/{begin}").sample(range(number), number)
             yield from (Task(self.name, "train", seed * _A_SEED + begin + place) for place in order)
@@ -150,17 +150,17 @@ class Listed:
         """The first of those given; fewer if there are no more."""
         return [
             Task(self.name, "held_out", index)
-            for index in range(min(count, len(self.posed["held_out"])))
+            for index in range(min(count, len(self.data["held_out"])))
         ]
 
-    def posed_by(self, task: Task) -> Any:
+    def data_of(self, task: Task) -> Any:
         """What stands in the list."""
-        posed = self.posed[task.split]
-        return posed[task.index % _A_SEED % len(posed)]
+        data = self.data[task.split]
+        return data[task.index % _A_SEED % len(data)]
 
 
 @runtime_checkable
-class Combining(Protocol):
+class RewardCombiner(Protocol):
     """A task set whose named rewards are not to be added up."""
 
     def combine(self, rewards: Mapping[str, float]) -> float:
@@ -168,9 +168,9 @@ class Combining(Protocol):
         ...
 
 
-def combined(taskset: Taskset, turn: Turn) -> Turn:
+def combine_rewards(taskset: Taskset, turn: Turn) -> Turn:
     """A verdict with one reward, if the task set combines them; what it is made of is then in facts `reward/<name>`."""
-    if not (turn.done and turn.rewards and isinstance(taskset, Combining)):
+    if not (turn.done and turn.rewards and isinstance(taskset, RewardCombiner)):
         return turn
     made_of = {f"reward/{name}": float(value) for name, value in turn.rewards.items()}
     rewards = MappingProxyType({"reward": float(taskset.combine(turn.rewards))})

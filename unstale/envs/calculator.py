@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
-from unstale.envs import Numbered, ToolCall
+from unstale.envs import NumberedTasks, ToolCall
 from unstale.envs.question import Question
 from unstale.records import Task
 
@@ -34,7 +34,7 @@ _CHARACTERS = frozenset("0123456789+-*() ")
 MAX_LENGTH = 100
 
 
-class CalculatorTasks(Numbered):
+class CalculatorTasks(NumberedTasks):
     """Sums of `terms` numbers. Reward is 1 when the final text holds the result as a number of its own."""
 
     name = "calculator"

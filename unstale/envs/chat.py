@@ -1,7 +1,7 @@
 """Messages to tokens and back, for any tokenizer whose chat template writes calls as JSON.
 
-What was said is never tokenised again: a conversation grows by appending. `opening` renders the prompt once;
-`following` renders only what comes after a reply, which it finds by rendering a stand-in reply and taking what the
+What was said is never tokenised again: a conversation grows by appending. `encode_prompt` renders the prompt once;
+`encode_continuation` renders only what comes after a reply, which it finds by rendering a stand-in reply and taking what the
 template puts behind it. How a reply ends, and how calls look in it, is found the same way: no model is known by name.
 
 What a message says is text, whatever it looks like: only the template writes control tokens, so no tool and no
@@ -94,10 +94,11 @@ class Chat:
         template = tokenizer.get_chat_template(None, self._tools or None)
         self.dated = "strftime_now" in template
         self._template = _TODAY + template if self.dated else template
-        self.marks = _marks(tokenizer, template)
+        self.control_texts = _marks(tokenizer, template)
         """All control tokens, as text."""
         any_mark = (
-            "|".join(re.escape(mark) for mark in self.marks if len(mark.strip()) > 1) or "(?!)"
+            "|".join(re.escape(mark) for mark in self.control_texts if len(mark.strip()) > 1)
+            or "(?!)"
         )
         self._seen = re.compile(f"(?={any_mark})(.)", re.DOTALL)
         self._lead = re.compile(rf"\s*(?:(?:{any_mark})\s*)*")
@@ -106,24 +107,32 @@ class Chat:
         self._end = self._find_end()
         known = [tokenizer.convert_tokens_to_ids(self._end), tokenizer.eos_token_id]
         added = tokenizer.added_tokens_decoder
-        self.controls = {token: mark.content for token, mark in added.items()}
+        self.control_tokens = {token: mark.content for token, mark in added.items()}
         """What control tokens and tags are written as."""
         known += [token for token in ends if token in added and added[token].special]
         self.stop_tokens: tuple[int, ...] = tuple(dict.fromkeys(known))
         """The first one is what the template writes."""
-        self._begins_thinking = self.written([_ASKED]).rstrip().endswith(_THOUGHT)
+        self._begins_thinking = self.render([_ASKED]).rstrip().endswith(_THOUGHT)
         self.call_form = self._find_call_form()
 
-    def opening(self, messages: Sequence[Message], *, asks: bool = True) -> tuple[int, ...]:
-        """The whole prompt: these messages, the tools, and, if it `asks`, the beginning of the assistant's reply."""
-        return self._encode(*self._render(messages, asks=asks))
+    def encode_prompt(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True
+    ) -> tuple[int, ...]:
+        """The whole prompt: these messages, the tools, and, if `add_generation_prompt`, the beginning of the assistant's reply."""
+        return self._encode(*self._render(messages, add_generation_prompt=add_generation_prompt))
 
-    def written(self, messages: Sequence[Message], *, asks: bool = True, cut: bool = False) -> str:
-        """What `opening` says; `cut` where something only looks like a control token."""
-        text, seam = self._render(messages, asks=asks)
-        return text if cut else text.replace(seam, "")
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        marked: bool = False,
+    ) -> str:
+        """What `encode_prompt` says; `marked` where something only looks like a control token."""
+        text, seam = self._render(messages, add_generation_prompt=add_generation_prompt)
+        return text if marked else text.replace(seam, "")
 
-    def following(self, messages: Sequence[Message], *, ended: bool) -> tuple[int, ...]:
+    def encode_continuation(self, messages: Sequence[Message], *, ended: bool) -> tuple[int, ...]:
         """What comes between two replies: the end of the first, the new messages, the beginning of the next.
 
         With `ended` the reply's own tokens hold its end token; without, it was cut off and the end is given too.
@@ -138,7 +147,7 @@ class Chat:
 
     def parse(self, tokens: Sequence[int]) -> Message:
         """A reply's tokens as a message. What is no proper call becomes a `ToolCall` that says why in `error`."""
-        thoughts, message = self.heard(self.text(tokens))
+        thoughts, message = self.parse_text(self.text(tokens))
         return replace(message, thoughts=thoughts or "")
 
     def text(self, tokens: Sequence[int], *, whole: bool = False) -> str:
@@ -150,7 +159,7 @@ class Chat:
             )
         )
 
-    def heard(self, text: str, *, calls: bool = True) -> tuple[str | None, Message]:
+    def parse_text(self, text: str, *, calls: bool = True) -> tuple[str | None, Message]:
         """A reply's thoughts, None if there are none that end, and what it says after them; as text, without `calls`.
 
         There are no calls in thoughts.
@@ -161,9 +170,9 @@ class Chat:
             thoughts, text = thoughts.removeprefix(_THOUGHT).strip("\n"), text.lstrip("\n")
         elif self.thinks and (self._begins_thinking or text.startswith(_THOUGHT)):
             calls = False
-        return thoughts, self.read(text) if calls else Message("assistant", text)
+        return thoughts, self.parse_content(text) if calls else Message("assistant", text)
 
-    def heard_so_far(self, text: str, *, calls: bool = True) -> tuple[str, str]:
+    def parse_partial(self, text: str, *, calls: bool = True) -> tuple[str, str]:
         """How the thoughts and the content of each reply begin that begins so, also where its calls are none."""
         thoughts, form = "", self.call_form
         if self.thinks:
@@ -179,11 +188,13 @@ class Chat:
             text = text.partition(form.opens)[0]
             begun = (n for n in range(len(form.opens) - 1, 0, -1) if text.endswith(form.opens[:n]))
             text = text[: len(text) - next(begun, 0)]
-        elif form and any(mark.startswith(text[: len(mark)]) for mark in ("{", *self.marks)):
+        elif form and any(
+            mark.startswith(text[: len(mark)]) for mark in ("{", *self.control_texts)
+        ):
             return thoughts, ""
         return thoughts, text.rstrip()
 
-    def read(self, text: str) -> Message:
+    def parse_content(self, text: str) -> Message:
         """What a reply says that does not think, with its calls."""
         form = self.call_form
         if form is None:
@@ -230,12 +241,12 @@ class Chat:
         whole = text.encode(errors="replace").decode()
         return tuple(self._tokenizer.encode(whole, add_special_tokens=False))
 
-    def knows(self, tokens: Sequence[int]) -> bool:
+    def are_token_ids(self, tokens: Sequence[int]) -> bool:
         """Whether these are tokens at all."""
         return 0 <= min(tokens) <= max(tokens) < len(self._tokenizer)
 
     @cached_property
-    def tells_tools(self) -> bool:
+    def renders_tools(self) -> bool:
         """Whether the template writes what tools are described as; else the prompt speaks of them."""
         tool = {
             "type": "function",
@@ -266,7 +277,7 @@ class Chat:
     def _find_end(self) -> str:
         """The control token that the template writes after a reply."""
         before, found, after = self._render([_ASKED, _REPLY, _ASKED])[0].partition(STAND_IN)
-        ends = [mark for mark in self.marks if after.startswith(mark)]
+        ends = [mark for mark in self.control_texts if after.startswith(mark)]
         if not found or not ends:
             raise ValueError(
                 f"the chat template does not write a reply followed by a control token, so a conversation "
@@ -300,7 +311,9 @@ class Chat:
             )
         return None
 
-    def _render(self, messages: Sequence[Message], *, asks: bool = True) -> tuple[str, str]:
+    def _render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True
+    ) -> tuple[str, str]:
         """The conversation as text, and the seam at which it is to be cut before it is encoded."""
         said = json.dumps([_as_dict(message) for message in messages], ensure_ascii=False)
         around = f"{said}{self._told}{self._template}"
@@ -312,7 +325,7 @@ class Chat:
             records,
             tools or None,
             chat_template=self._template,
-            add_generation_prompt=asks,
+            add_generation_prompt=add_generation_prompt,
             tokenize=False,
         )
         return str(text), seam

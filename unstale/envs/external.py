@@ -10,7 +10,7 @@ from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
-from unstale.envs import EnvError, Listed, Turn
+from unstale.envs import EnvError, ListedTasks, Turn
 from unstale.records import Task
 
 Verdict = float | Mapping[str, float]
@@ -19,7 +19,7 @@ Agent = Callable[[str, Any, int, str], Awaitable[Verdict] | Verdict]
 """`(base_url, task, seed, api_key)` -> what it was worth. A plain function gets a thread of its own."""
 
 
-class ExternalAgent(Listed):
+class ExternalAgent(ListedTasks):
     """A task set whose episodes `agent` runs by itself. `tasks` and `held_out` are whatever it is to get as `task`.
 
     `timeout_s` is for a whole episode; what the agent may take between two calls is `rollout.timeout_s`. At most
@@ -45,12 +45,12 @@ class ExternalAgent(Listed):
             raise ValueError(f"concurrency must be >= 1, got {concurrency}")
         self.name = name
         self._agent = agent
-        self.posed = {"train": tasks, "held_out": held_out}
+        self.data = {"train": tasks, "held_out": held_out}
         self._timeout_s = timeout_s
         self._slots = asyncio.Semaphore(concurrency)
 
     def env(self, task: Task, seed: int) -> "ExternalEnv":
-        return ExternalEnv(self._agent, (self.posed_by(task), seed), self._slots, self._timeout_s)
+        return ExternalEnv(self._agent, (self.data_of(task), seed), self._slots, self._timeout_s)
 
 
 class ExternalEnv:

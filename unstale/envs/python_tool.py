@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from random import Random
 from typing import Any
 
-from unstale.envs import Numbered, ToolCall, sandbox
+from unstale.envs import NumberedTasks, ToolCall, sandbox
 from unstale.envs.question import Question
 from unstale.records import Task
 
@@ -27,7 +27,7 @@ MAX_CODE = 4000
 WORDS = ("copper", "lantern", "orchard", "pebble", "saddle", "thimble", "walnut", "zephyr")
 
 
-class PythonTasks(Numbered):
+class PythonTasks(NumberedTasks):
     """Powers, digits and letters. Reward is 1 when the final text holds the result as a word of its own."""
 
     name = "python"

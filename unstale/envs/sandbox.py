@@ -78,7 +78,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ProgramResult:
     """What became of a program. `code` is 0 for success and 128 + n for signal n, as in a shell."""
 
     stdout: str
@@ -122,7 +122,7 @@ async def run(
     files: Mapping[str, str] = MappingProxyType({}),
     limits: Limits | None = None,
     require: Kind = "limits",
-) -> Outcome:
+) -> ProgramResult:
     """Run Python code, or a command, in an empty folder with these files in it, without our environment variables.
 
     Cancelling the caller kills the program. A ValueError with `require="bubblewrap"` on a machine without it.
@@ -200,7 +200,7 @@ def _way() -> _Way:
     raise SandboxError("\n".join(["no sandbox can be made on this machine", *why]))
 
 
-def _run(way: _Way, job: _Job, stop: threading.Event) -> Outcome:
+def _run(way: _Way, job: _Job, stop: threading.Event) -> ProgramResult:
     """Until the program ends, its time is over, or `stop` is set."""
     limits, user = job.limits, next(_UIDS) if way.own_user else None
     counted = limits.processes + way.helpers if way.counts_processes else None
@@ -241,7 +241,7 @@ def _run(way: _Way, job: _Job, stop: threading.Event) -> Outcome:
             f"{job.argv[0]} was not started: {shown[1][-300:] if unread[0] == '{' else unread}"
         )
     ended: Ended = "timeout" if over else "output" if max(map(len, texts)) > kept else "exited"
-    return Outcome(shown[0], shown[1], code if code >= 0 else 128 - code, ended)
+    return ProgramResult(shown[0], shown[1], code if code >= 0 else 128 - code, ended)
 
 
 def _ends(pid: int, deadline: float, stop: threading.Event) -> bool:

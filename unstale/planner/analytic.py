@@ -10,7 +10,7 @@ from unstale.planner import deltas
 from unstale.planner.hardware import Device, Shares
 from unstale.planner.models import WORD, Model
 from unstale.planner.route_costs import RouteCost
-from unstale.planner.workload import Episodes
+from unstale.planner.workload import EpisodeStats
 
 TRAINED_BYTES = 18
 """A parameter in training: 2 of its bfloat16 weight, 4 of its float32 master, 4 of the gradient, 8 of Adam's."""
@@ -27,14 +27,14 @@ MICRO_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class TrainingSetup:
     """What is given: model, device, and what a step's work is like."""
 
     model: Model
     device: Device
     shares: Shares
     lr: float
-    episodes: Episodes
+    episodes: EpisodeStats
     gradient_checkpointing: bool = False
     """Activations are computed again in the backward pass."""
 
@@ -110,10 +110,10 @@ class Placement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Analytic:
+class AnalyticCosts:
     """`Costs` (unstale.planner.simulate) of a setting, computed."""
 
-    setting: Setting
+    setting: TrainingSetup
     place: Placement
     route: RouteCost
     batch: float
@@ -130,7 +130,7 @@ class Analytic:
         return max(read_s, computed_s) / tp + self._reduce_s(replies) + at.shares.step_s
 
     def prefill_s(self, tokens: int) -> float:
-        """Contexts of `tokens` in all, each token seeing `Episodes.seen`. They ride on steps that read weights."""
+        """Contexts of `tokens` in all, each token seeing `EpisodeStats.seen`. They ride on steps that read weights."""
         computed = tokens * self.setting.model.forward_flops(self.setting.episodes.seen)
         return computed / (self.place.tp * self.setting.flops) + self._reduce_s(tokens)
 

@@ -28,7 +28,7 @@ class Costs(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proportional:
+class LinearCosts:
     """`Costs` as sums of constants, in seconds: measured ones of a run (`measured.like`), or given ones."""
 
     decode: float = 0.0

@@ -12,7 +12,7 @@ from unstale.planner.models import WORD
 _WORDS = 20_193_600
 
 
-class Measured(NamedTuple):
+class DeltaMeasurement(NamedTuple):
     """One row of the table: middles of its ranges."""
 
     rate: float
@@ -23,10 +23,10 @@ class Measured(NamedTuple):
 
 
 TABLE = (
-    Measured(1e-6, 0.012, 0.05, 0.01),
-    Measured(3e-6, 0.033, 0.06, 0.01),
-    Measured(1e-5, 0.104, 0.09, 0.02),
-    Measured(1e-4, 0.502, 0.26, 0.07),
+    DeltaMeasurement(1e-6, 0.012, 0.05, 0.01),
+    DeltaMeasurement(3e-6, 0.033, 0.06, 0.01),
+    DeltaMeasurement(1e-5, 0.104, 0.09, 0.02),
+    DeltaMeasurement(1e-4, 0.502, 0.26, 0.07),
 )
 
 

@@ -17,11 +17,11 @@ from typing import NamedTuple
 import numpy as np
 
 from unstale.engines.pool import CACHED_TOKENS_PER_REPLY, MAX_EXTRA_REPLIES
+from unstale.planner.clock import SimulatedClock
 from unstale.planner.costs import Costs
-from unstale.planner.world import World
 
 
-class Reply:
+class SimulatedReply:
     """One reply on its way: what is left of it, and whom to tell of its pieces.
 
     `done` is called with the tokens that a stretch gave, the version, and whether the reply is complete.
@@ -49,12 +49,12 @@ class Reply:
         """Tokens still to be sampled."""
         self.cached = 0
         """Tokens of its context that `engine` computed under its version."""
-        self.engine: Engine | None = None
+        self.engine: SimulatedEngine | None = None
         """Where it was sampled last."""
         self.since = 0
 
 
-class Places(NamedTuple):
+class EngineCapacity(NamedTuple):
     """Replies that run at most, and tokens that there is memory for (0: for as many contexts as run at most)."""
 
     replies: int
@@ -65,28 +65,30 @@ _SPARE = 0.01
 """Share of the memory that is left free when a reply is let in, so that it is not the next one out."""
 
 
-class Engine:
-    """A processor-sharing server. As many replies run as there are `Places` for, further ones wait in order.
+class SimulatedEngine:
+    """A processor-sharing server. As many replies run as there are `EngineCapacity` for, further ones wait in order.
 
     Contexts of episodes that wait for their environment give way to running ones, the oldest first. Where these grow
     beyond the memory, the newest waits again, and is computed again.
     """
 
-    def __init__(self, world: World, costs: Costs, places: Places, number: int) -> None:
+    def __init__(
+        self, clock: SimulatedClock, costs: Costs, places: EngineCapacity, number: int
+    ) -> None:
         self.number = number
         self.busy = 0
         """Replies that are its own: running, waiting, or held while it stands still."""
-        self.told: Callable[[Engine], None] = lambda engine: None
+        self.told: Callable[[SimulatedEngine], None] = lambda engine: None
         """Hears of every change of `busy`."""
         self.up, self.standing = True, True
         self.prompts: set[int] = set()
         """Groups whose prompt it has computed."""
         self.busy_s, self.sampled, self.lost = 0.0, 0, 0
-        self._world, self._costs, self._places = world, costs, places
-        self._running: list[tuple[int, int, Reply]] = []
+        self._clock, self._costs, self._places = clock, costs, places
+        self._running: list[tuple[int, int, SimulatedReply]] = []
         self._order = count()
-        self._waiting: deque[Reply] = deque()
-        self._kept: dict[int, tuple[Reply, int]] = {}
+        self._waiting: deque[SimulatedReply] = deque()
+        self._kept: dict[int, tuple[SimulatedReply, int]] = {}
         """With the tokens that it held when it was complete."""
         self._held = 0
         self._steps = self._context = 0
@@ -94,12 +96,12 @@ class Engine:
         """When its next step can begin, and when its last one ended: contexts are computed in between."""
         self._turn = 0
 
-    def take(self, reply: Reply) -> None:
+    def take(self, reply: SimulatedReply) -> None:
         """A reply to sample; it waits while the engine stands still or is full."""
         self._count(1)
         self.forget(reply.episode)
         if not self.standing:
-            self._advance(self._world.now)
+            self._advance(self._clock.now)
         if (
             self.standing or self._waiting or not self._fits(reply) or not self._ahead()
         ):  # that are told first
@@ -109,16 +111,16 @@ class Engine:
         if not self.standing:
             self._schedule()
 
-    def stand(self) -> float:
+    def interrupt(self) -> float:
         """Stop at the end of the step: everybody gets what there is of their replies. When that is."""
         if self.standing:
-            return self._world.now
+            return self._clock.now
         self._stop()
-        self._advance(self._world.now)
+        self._advance(self._clock.now)
         self.busy_s -= max(
-            0.0, self._at - max(self._decoded, self._world.now)
+            0.0, self._at - max(self._decoded, self._clock.now)
         )  # contexts that nobody needs now
-        self._at = max(self._decoded, self._world.now)
+        self._at = max(self._decoded, self._clock.now)
         interrupted = [reply for _, _, reply in sorted(self._running)]
         self._running = []
         for reply in interrupted:
@@ -135,7 +137,7 @@ class Engine:
         if not self.standing:
             return
         self.standing = False
-        self._at = self._decoded = self._world.now
+        self._at = self._decoded = self._clock.now
         if not keep_cache:
             self.prompts.clear()
             for reply in self._waiting:
@@ -145,11 +147,11 @@ class Engine:
         self._admit()
         self._schedule()
 
-    def die(self) -> list[Reply]:
+    def die(self) -> list[SimulatedReply]:
         """Gone with everything it holds. The replies that have to go elsewhere, from what they had said before."""
-        self._advance(self._world.now)
+        self._advance(self._clock.now)
         self._stop()
-        self.busy_s -= max(0.0, self._at - self._world.now)
+        self.busy_s -= max(0.0, self._at - self._clock.now)
         homeless = [reply for _, _, reply in sorted(self._running)]
         self.lost += sum(self._steps - reply.since for reply in homeless)
         homeless += self._waiting
@@ -170,7 +172,7 @@ class Engine:
         self.standing = True
         self._turn += 1
 
-    def _join(self, reply: Reply) -> None:
+    def _join(self, reply: SimulatedReply) -> None:
         have = reply.cached if reply.engine is self else 0
         if reply.group in self.prompts:
             have = max(have, reply.prompt)
@@ -189,7 +191,7 @@ class Engine:
         while self._waiting and self._fits(self._waiting[0]):
             self._join(self._waiting.popleft())
 
-    def _fits(self, reply: Reply) -> bool:
+    def _fits(self, reply: SimulatedReply) -> bool:
         (most, tokens), running = self._places, len(self._running)
         room = not tokens or self._context + reply.context + running + 1 <= (1 - _SPARE) * tokens
         return not running or (running < most and room)
@@ -271,7 +273,7 @@ class Engine:
         if self._running:
             steps = self._ahead()
             due = self._at + steps * self._step_s(steps) if steps else self._at
-            self._world.at(due, partial(self._complete, self._turn))
+            self._clock.at(due, partial(self._complete, self._turn))
 
     def _complete(self, turn: int) -> None:
         if turn != self._turn:
@@ -291,7 +293,7 @@ class Engine:
             reply.done(tokens, True)
         self._schedule()
 
-    def _leave(self, reply: Reply) -> int:
+    def _leave(self, reply: SimulatedReply) -> int:
         """It runs no longer. The tokens that it got."""
         tokens = self._steps - reply.since
         self.sampled += tokens
@@ -307,18 +309,23 @@ class Engine:
             self._held -= self._kept.pop(episode)[1]
 
 
-class Engines:
+class SimulatedEnginePool:
     """Engines of one version. A reply goes where its context is, or where the fewest are: as `engines.EnginePool` does."""
 
     def __init__(
-        self, world: World, engines: list[Engine], *, keep_cache: bool, restart_s: float
+        self,
+        clock: SimulatedClock,
+        engines: list[SimulatedEngine],
+        *,
+        keep_cache: bool,
+        restart_s: float,
     ) -> None:
         self.version = -1
         self.deaths = 0
         self.members = engines
-        self._world, self._keep_cache, self._restart_s = world, keep_cache, restart_s
+        self._clock, self._keep_cache, self._restart_s = clock, keep_cache, restart_s
         self._standing = True
-        self._homeless: list[Reply] = []
+        self._homeless: list[SimulatedReply] = []
         self._by_busy: list[tuple[int, int]] = []
         self._back: dict[int, float] = {}
         """When an engine that died is there again."""
@@ -326,7 +333,7 @@ class Engines:
             engine.told = self._rank
             self._rank(engine)
 
-    def sample(self, reply: Reply) -> None:
+    def sample(self, reply: SimulatedReply) -> None:
         idlest, at = self._idlest(), reply.engine
         if idlest is None:
             self._homeless.append(reply)
@@ -340,7 +347,7 @@ class Engines:
         else:
             idlest.take(reply)
 
-    def _idlest(self) -> Engine | None:
+    def _idlest(self) -> SimulatedEngine | None:
         """Of those that are up. Every change of `busy` is on the heap, and what is there and no longer true is not."""
         while self._by_busy:
             busy, number = self._by_busy[0]
@@ -349,22 +356,22 @@ class Engines:
             heapq.heappop(self._by_busy)
         return None
 
-    def _rank(self, engine: Engine) -> None:
+    def _rank(self, engine: SimulatedEngine) -> None:
         heapq.heappush(self._by_busy, (engine.busy, engine.number))
         if len(self._by_busy) > 64 * len(self.members):
             self._by_busy = [(other.busy, other.number) for other in self.members if other.up]
             heapq.heapify(self._by_busy)
 
-    def stand(self) -> float:
+    def interrupt(self) -> float:
         """All stop. When the last one has."""
         self._standing = True
-        return max([self._world.now, *(engine.stand() for engine in self.members if engine.up)])
+        return max([self._clock.now, *(engine.interrupt() for engine in self.members if engine.up)])
 
     def resume(self, version: int) -> None:
         """All sample again, under this version; those that died and are there again, too."""
         self.version, self._standing = version, False
         for number, back in list(self._back.items()):
-            if back <= self._world.now:
+            if back <= self._clock.now:
                 del self._back[number]
                 self.members[number].up = True
                 self._rank(self.members[number])
@@ -378,12 +385,12 @@ class Engines:
     def fail(self, random: np.random.Generator, per_hour: float) -> None:
         """Let engines die at this rate from here on."""
 
-        def doom(engine: Engine) -> None:
-            self._world.at(
-                self._world.now + random.exponential(3600 / per_hour), partial(strike, engine)
+        def doom(engine: SimulatedEngine) -> None:
+            self._clock.at(
+                self._clock.now + random.exponential(3600 / per_hour), partial(strike, engine)
             )
 
-        def strike(engine: Engine) -> None:
+        def strike(engine: SimulatedEngine) -> None:
             if engine.up:
                 self._kill(engine)
             doom(engine)
@@ -391,14 +398,14 @@ class Engines:
         for engine in self.members:
             doom(engine)
 
-    def _kill(self, engine: Engine) -> None:
+    def _kill(self, engine: SimulatedEngine) -> None:
         homeless = engine.die()
         self.deaths += 1
-        self._back[engine.number] = self._world.now + self._restart_s
+        self._back[engine.number] = self._clock.now + self._restart_s
         if not any(
             other.up for other in self.members
         ):  # nobody is left: whoever is back first gets the weights
-            self._world.at(self._world.now + self._restart_s, self._revive)
+            self._clock.at(self._clock.now + self._restart_s, self._revive)
         for reply in homeless:
             self.sample(reply)
 

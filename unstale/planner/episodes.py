@@ -11,9 +11,9 @@ from itertools import count
 import numpy as np
 
 from unstale.engines import Stopwatch
-from unstale.planner.engines import Engines, Reply
-from unstale.planner.workload import Shape, Workload
-from unstale.planner.world import World
+from unstale.planner.clock import SimulatedClock
+from unstale.planner.engines import SimulatedEnginePool, SimulatedReply
+from unstale.planner.workload import EpisodeShape, Workload
 from unstale.records import (
     ContextPiece,
     Failure,
@@ -28,7 +28,7 @@ from unstale.rollout.episode import Begin
 from unstale.rollout.staleness_queue import PendingPieces
 
 
-class Episode:
+class SimulatedEpisode:
     """One episode on its way through engine and environment, as `rollout.Rollout` runs it."""
 
     __slots__ = (
@@ -38,15 +38,15 @@ class Episode:
     def __init__(
         self,
         rollout: "SimulatedRollout",
-        shape: Shape,
+        shape: EpisodeShape,
         *,
         group: int,
-        done: "Callable[[Episode | None], None]",
+        done: "Callable[[SimulatedEpisode | None], None]",
     ) -> None:
         """`done` is told when it ends: itself, or None if it gave up."""
         self.rollout, self.shape, self.group, self.done = rollout, shape, group, done
         self.failures = 0
-        self.began = self.ended = self.asked = rollout.world.now
+        self.began = self.ended = self.asked = rollout.clock.now
         self._begin()
 
     def _begin(self) -> None:
@@ -54,12 +54,12 @@ class Episode:
         self.rollout.episodes[self.number] = self
         self.pieces: list[tuple[int, int]] = []
         self.turn = 0
-        self.reply = Reply(self.number, self.group, self.shape.prompt, self._said)
+        self.reply = SimulatedReply(self.number, self.group, self.shape.prompt, self._said)
         self._speak()
 
     def _speak(self) -> None:
         self.reply.left = self.shape.turns[self.turn].reply
-        self.asked = self.rollout.world.now
+        self.asked = self.rollout.clock.now
         self.rollout.engines.sample(self.reply)
 
     def _said(self, tokens: int, complete: bool) -> None:
@@ -68,8 +68,8 @@ class Episode:
             self.pieces.append((version, tokens))
             self.rollout.arrived(self.number, version)
         if complete:
-            now = self.rollout.world.now
-            self.rollout.lives["engine_s"] += now - self.asked
+            now = self.rollout.clock.now
+            self.rollout.totals["engine_s"] += now - self.asked
             self._answer(now)
 
     def _answer(self, now: float) -> None:
@@ -78,10 +78,10 @@ class Episode:
         took = self.rollout.tool_s(spoken.waits)
         late = took > workload.timeout_s
         took = min(took, workload.timeout_s)
-        self.rollout.lives["tool_s"] += took
+        self.rollout.totals["tool_s"] += took
         act = self._failed if late else self._go_on
         if took:
-            self.rollout.world.at(now + took, act)
+            self.rollout.clock.at(now + took, act)
         else:
             act()
 
@@ -101,13 +101,13 @@ class Episode:
         else:
             self._begin()
 
-    def _end(self, finished: "Episode | None") -> None:
+    def _end(self, finished: "SimulatedEpisode | None") -> None:
         if self.reply.engine is not None:
             self.reply.engine.forget(self.number)
-        self.ended = self.rollout.world.now
+        self.ended = self.rollout.clock.now
         if finished:
-            self.rollout.lives["episodes"] += 1
-            self.rollout.lives["life_s"] += self.ended - self.began
+            self.rollout.totals["episodes"] += 1
+            self.rollout.totals["life_s"] += self.ended - self.began
         self.done(finished)
 
 
@@ -120,37 +120,37 @@ class SimulatedRollout:
     def __init__(
         self,
         workload: Workload,
-        world: World,
-        engines: Engines,
+        clock: SimulatedClock,
+        engines: SimulatedEnginePool,
         *,
-        ledger: PendingPieces,
+        pending: PendingPieces,
         seed: int,
     ) -> None:
-        self.world, self.engines, self.workload = world, engines, workload
+        self.clock, self.engines, self.workload = clock, engines, workload
         self.numbers = count()
         self.spent = Stopwatch()
-        self.lives: dict[str, float] = defaultdict(float)
+        self.totals: dict[str, float] = defaultdict(float)
         """Sums over episodes that ended, and over attempts that failed."""
-        self.episodes: dict[int, Episode] = {}
+        self.episodes: dict[int, SimulatedEpisode] = {}
         """By number, until they are trained on or given up."""
-        self._ledger, self._seed = ledger, seed
+        self._pending, self._seed = pending, seed
         self._samples: dict[int, Sampled] = {}
         self._random = np.random.default_rng([seed, 2])
         self._waits: list[float] = []
 
     async def group(self, handout: GroupRequest, *, size: int, begin: Begin) -> Group:
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        siblings: list[Episode | None] = []
+        siblings: list[SimulatedEpisode | None] = []
 
-        def done(episode: Episode | None) -> None:
+        def done(episode: SimulatedEpisode | None) -> None:
             siblings.append(episode)
             if len(siblings) == size:
-                self.world.tell(ended, None)
+                self.clock.resolve(ended, None)
 
         for shape in self.workload.group(
             np.random.default_rng([self._seed, 0, handout.number]), size
         ):
-            Episode(self, shape, group=handout.number, done=done)
+            SimulatedEpisode(self, shape, group=handout.number, done=done)
         await ended
         finished = [episode for episode in siblings if episode]
         failures = (Failure(handout.task, "step", "took too long"),) * (size - len(finished))
@@ -167,11 +167,11 @@ class SimulatedRollout:
         return total
 
     def arrived(self, episode: int, version: int) -> None:
-        self._ledger.arrived(PendingPiece(episode, _ONE, 0, self._sampled(version)))
+        self._pending.arrived(PendingPiece(episode, _ONE, 0, self._sampled(version)))
 
-    def gave_up(self, episode: Episode) -> None:
-        self.lives["failed"] += 1
-        self._ledger.settle([episode.number])
+    def gave_up(self, episode: SimulatedEpisode) -> None:
+        self.totals["failed"] += 1
+        self._pending.settle([episode.number])
         del self.episodes[episode.number]
 
     def length(self, number: int) -> int:
@@ -183,6 +183,6 @@ class SimulatedRollout:
             self._samples[version] = Sampled(_ONE, (0.0,), version)
         return self._samples[version]
 
-    def _trajectory(self, episode: Episode, task: Task) -> Trajectory:
+    def _trajectory(self, episode: SimulatedEpisode, task: Task) -> Trajectory:
         sampled = (self._sampled(version) for version, _ in episode.pieces)
         return Trajectory((ContextPiece(_ONE), *sampled), {}, "done", task, 0, episode.number)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 
 from unstale.config.checks import within
-from unstale.planner.words import given
+from unstale.planner.assignments import parse_assignments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,8 @@ class Shares:
     def parse(cls, text: str) -> "Shares":
         """`name=value,...` in place of the assumptions."""
         return replace(
-            cls(), **given("--shares", filter(None, text.split(",")), cls.__annotations__)
+            cls(),
+            **parse_assignments("--shares", filter(None, text.split(",")), cls.__annotations__),
         )
 
 

@@ -17,13 +17,13 @@ from unstale.config import ConfigError, ScheduleConfig
 from unstale.durability.journal import Journal
 from unstale.observe.metrics import TRAJECTORIES, RunFolder
 from unstale.old_logps import Needs
-from unstale.planner.costs import Proportional
+from unstale.planner.costs import LinearCosts
 from unstale.planner.hardware import Device, Shares
 from unstale.planner.models import Model
 from unstale.planner.parts import needs
 from unstale.planner.route_costs import ROUTES
 from unstale.planner.simulate import Fleet
-from unstale.planner.workload import Constant, LogNormal, Shape, Spoken, Workload, seen_in
+from unstale.planner.workload import Constant, EpisodeShape, LogNormal, TurnShape, Workload, seen_in
 from unstale.records import Sampled, Trajectory
 
 LEAST_STEPS = 4
@@ -35,17 +35,17 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class SimulationSetup:
     """What a simulation is made of."""
 
     workload: Workload
     fleet: Fleet
     schedule: ScheduleConfig
-    costs: Proportional
+    costs: LinearCosts
     needs: Needs
 
 
-def like(run: Path) -> Setting:
+def like(run: Path) -> SimulationSetup:
     """The setting of a run, its episodes as they were, and what things cost in it.
 
     The engine's busy time is fitted, without negative terms, to its steps, the replies in them, and the context tokens
@@ -75,7 +75,7 @@ def like(run: Path) -> Setting:
     )
     schedule = ScheduleConfig(**config["schedule"])
     costs = _costs(rows[1:], _spent(folder), _versions(folder), count)
-    return Setting(_workload(run, config, rows), fleet, schedule, costs, holds)
+    return SimulationSetup(_workload(run, config, rows), fleet, schedule, costs, holds)
 
 
 def _costs(
@@ -83,7 +83,7 @@ def _costs(
     spent: Mapping[int, Mapping[str, float]],
     versions: Mapping[int, float],
     engines: int,
-) -> Proportional:
+) -> LinearCosts:
     """The first step is left out: programs warm up in it."""
     names = ("engine/busy_s", "engine/steps", "engine/batch_size_mean", "engine/prefill_tokens")
     busy_s, steps, replies, prefill = (np.array([row[name] for row in rows]) for name in names)
@@ -103,7 +103,7 @@ def _costs(
     old, old_token, old_version_token = fit(
         lanes["old_logps"], [np.ones(len(known)), tokens, further]
     )
-    return Proportional(
+    return LinearCosts(
         decode=decode, decode_reply=reply, prefill_token=token, train=train, train_token=train_token, old=old,
         old_token=old_token, old_version_token=old_version_token, optimizer_s=median(lanes["optimizer"]),
         publish=median(lanes["publish"]), load=median(lanes["standstill"]),
@@ -180,7 +180,7 @@ def _versions(folder: RunFolder) -> dict[int, float]:
 
 def _workload(run: Path, config: Row, rows: Sequence[Row]) -> Workload:
     task, rollout = config["task"], config["rollout"]
-    groups: dict[int, list[Shape]] = defaultdict(list)
+    groups: dict[int, list[EpisodeShape]] = defaultdict(list)
     with Journal.read(run) as journal:
         for kept in journal.trajectories():
             groups[kept.group].append(shape(kept.trajectory))
@@ -200,7 +200,7 @@ def _workload(run: Path, config: Row, rows: Sequence[Row]) -> Workload:
     )
 
 
-def shape(trajectory: Trajectory) -> Shape:
+def shape(trajectory: Trajectory) -> EpisodeShape:
     """What it cost: its tokens by turn. Its tool calls are spread evenly over its turns; uncounted, one a turn."""
     spoken = [
         (said, sum(len(piece.tokens) for piece in pieces))
@@ -213,9 +213,9 @@ def shape(trajectory: Trajectory) -> Shape:
         round(trajectory.facts.get("tool_calls", len(replies))), max(1, len(replies))
     )
     turns = zip(replies, given, strict=True)
-    return Shape(
+    return EpisodeShape(
         prompt,
-        tuple(Spoken(reply, after, each + (n < more)) for n, (reply, after) in enumerate(turns)),
+        tuple(TurnShape(reply, after, each + (n < more)) for n, (reply, after) in enumerate(turns)),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from unstale.config import SHIPPED_POLICY
 from unstale.config.checks import ConfigError, nearest
-from unstale.planner.words import given
+from unstale.planner.assignments import parse_assignments
 
 WORD = 2
 """Bytes of a weight, an activation and a key or value: bfloat16."""
@@ -176,7 +176,7 @@ class Model:
 
     @classmethod
     def _from_words(cls, text: str) -> "Model":
-        sizes = {"name": text, **given("--model", text.split(","), cls.__annotations__)}
+        sizes = {"name": text, **parse_assignments("--model", text.split(","), cls.__annotations__)}
         if missing := [
             name for name in ("layers", "hidden", "ffn", "heads", "kv_heads") if name not in sizes
         ]:

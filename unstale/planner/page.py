@@ -9,7 +9,14 @@ from rich.table import Table
 from rich.text import Text
 
 from unstale.observe.report.words import KEEPS_PACE
-from unstale.planner.suggest import AVERAGE, NEAR, Candidate, Plan, Rated, sizes_of
+from unstale.planner.suggest import (
+    AVERAGE,
+    NEAR,
+    Candidate,
+    SimulatedCandidate,
+    Suggestion,
+    sizes_of,
+)
 
 _GB = 1e9
 _NOTES = (
@@ -20,7 +27,7 @@ _NOTES = (
 )
 
 
-def page(plan: Plan) -> Group:
+def page(plan: Suggestion) -> Group:
     """The suggestion, why, what runs it, and what it was compared with."""
     best = plan.best.candidate
     head = f"{best.request.setting.model.name} on {best.request.devices} {best.request.setting.device.name}"
@@ -36,7 +43,7 @@ def page(plan: Plan) -> Group:
     )
 
 
-def told(rated: Rated) -> str:
+def told(rated: SimulatedCandidate) -> str:
     """A configuration and its throughput."""
     candidate, schedule, place = rated.candidate, rated.candidate.schedule, rated.candidate.place
     window = (
@@ -60,7 +67,7 @@ def told(rated: Rated) -> str:
     )
 
 
-def reasons(plan: Plan) -> Iterator[str]:
+def reasons(plan: Suggestion) -> Iterator[str]:
     """Why this and not another, each with its numbers."""
     best, outcome = plan.best, plan.best.outcome
     costs, schedule = best.candidate.costs, best.candidate.schedule
@@ -97,7 +104,7 @@ def reasons(plan: Plan) -> Iterator[str]:
         yield f"Engines stop {costs.load_s():.3g} s to load a version; contexts are then computed again"
 
 
-def _exactness(plan: Plan) -> Iterator[str]:
+def _exactness(plan: Suggestion) -> Iterator[str]:
     """What the suggested route takes beside the best average."""
     best, average = plan.best.candidate, plan.rated.get(AVERAGE)
     if average is None or not best.costs.route.exact:
@@ -150,11 +157,11 @@ def missing(candidate: Candidate) -> Iterator[str]:
 Row = dict[str, float | int | str]
 
 
-def routes(plan: Plan) -> list[Row]:
+def routes(plan: Suggestion) -> list[Row]:
     return [_route(plan, candidate) for candidate in plan.routes]
 
 
-def _route(plan: Plan, candidate: Candidate) -> Row:
+def _route(plan: Suggestion, candidate: Candidate) -> Row:
     """What a route keeps and takes, and what it leaves."""
     costs, model = candidate.costs, candidate.costs.setting.model
     route, place = costs.route, costs.place
@@ -170,7 +177,7 @@ def _route(plan: Plan, candidate: Candidate) -> Row:
     }  # fmt: skip
 
 
-def _choice(rated: Rated) -> Row:
+def _choice(rated: SimulatedCandidate) -> Row:
     schedule, outcome, place = rated.candidate.schedule, rated.outcome, rated.candidate.place
     return {
         "max_staleness": schedule.max_staleness, "groups": schedule.groups_per_step, "lookahead_window": schedule.lookahead_window,
@@ -181,7 +188,7 @@ def _choice(rated: Rated) -> Row:
     }  # fmt: skip
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def as_json(plan: Suggestion) -> dict[str, Any]:
     """All of it, for programs."""
     best, place = plan.best, plan.best.candidate.place
     model = best.candidate.costs.setting.model

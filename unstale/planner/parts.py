@@ -13,11 +13,11 @@ from unstale.config import ScheduleConfig
 from unstale.durability.checkpoint import Checkpoint, Progress
 from unstale.loop import RunComponents
 from unstale.old_logps import Needs
+from unstale.planner.clock import SimulatedClock
 from unstale.planner.costs import Costs
-from unstale.planner.engines import Engines
+from unstale.planner.engines import SimulatedEnginePool
 from unstale.planner.episodes import SimulatedRollout
 from unstale.planner.route_costs import RouteCost
-from unstale.planner.world import World
 from unstale.records import Batch, PendingPiece
 from unstale.rollout.staleness_queue import StalenessQueue
 
@@ -135,9 +135,9 @@ class SimulatedTrainer(Idle):
         self._costs, self._closing, self._colocated = costs, closing, colocated
 
     def prepare(self, batch: Batch) -> "SimulatedTrainer":
-        now, latest = self.rollout.world.now, len(self.batches) // self.every
+        now, latest = self.rollout.clock.now, len(self.batches) // self.every
         if self._colocated:
-            self.owed["stand"] += self.rollout.engines.stand() - now
+            self.owed["stand"] += self.rollout.engines.interrupt() - now
         episodes = [self.rollout.episodes.pop(number) for number in batch.episodes]
         shapes, held = (
             [one.shape for one in episodes],
@@ -146,7 +146,7 @@ class SimulatedTrainer(Idle):
         for episode in episodes:
             for version, sampled in episode.pieces:
                 self.ages[latest - version] += sampled
-            self.rollout.lives["ready_s"] += now - episode.ended
+            self.rollout.totals["ready_s"] += now - episode.ended
         tokens = sum(shape.tokens for shape in shapes)
         self.batches.append((tokens, sum(shape.sampled for shape in shapes)))
         if self._closing:  # what earlier versions sampled of it was scored when they were left
@@ -177,14 +177,19 @@ class SimulatedTrainer(Idle):
 
 
 class SimulatedPublisher(Idle):
-    """`Publisher` and `Engine` of the loop: engines stand, load, and go on under the next version."""
+    """`Publisher` and `SimulatedEngine` of the loop: engines stand, load, and go on under the next version."""
 
     bytes = 0
 
     def __init__(
-        self, costs: Costs, world: World, engines: Engines, *, trainer: SimulatedTrainer
+        self,
+        costs: Costs,
+        clock: SimulatedClock,
+        engines: SimulatedEnginePool,
+        *,
+        trainer: SimulatedTrainer,
     ) -> None:
-        self._costs, self._world, self._engines, self._trainer = costs, world, engines, trainer
+        self._costs, self._clock, self._engines, self._trainer = costs, clock, engines, trainer
 
     def prepare(self, policy: Any, live: Collection[int] = ()) -> None:
         self._due = policy.version % self._trainer.every == 0
@@ -192,14 +197,14 @@ class SimulatedPublisher(Idle):
             self._trainer.owed["publish"] += self._costs.publish_s()
 
     async def interrupt(self) -> None:
-        await self._world.sleep(self._engines.stand() - self._world.now)
+        await self._clock.sleep(self._engines.interrupt() - self._clock.now)
 
     async def publish(self) -> None:
         if not self._due:
             return
         await self.interrupt()
         if self._engines.version >= 0:  # what the run begins with is there already
-            await self._world.sleep(self._costs.load_s())
+            await self._clock.sleep(self._costs.load_s())
         self._engines.resume(self._engines.version + 1)
 
     def metrics(self) -> Mapping[str, float]:
@@ -209,21 +214,23 @@ class SimulatedPublisher(Idle):
 class Lanes(Idle):
     """Keeps when steps end, and seconds by then: of the loop's waiting, of the trainer's thread, and of `engines`."""
 
-    def __init__(self, world: World, engines: Engines, trainer: SimulatedTrainer) -> None:
-        self._world, self._engines, self._trainer = world, engines, trainer
+    def __init__(
+        self, clock: SimulatedClock, engines: SimulatedEnginePool, trainer: SimulatedTrainer
+    ) -> None:
+        self._clock, self._engines, self._trainer = clock, engines, trainer
         self.ends: list[float] = [0.0]
         self._waited = 0.0
         self._seconds: list[dict[str, float]] = [{}]
 
     @contextmanager
     def span(self, lane: str, label: str) -> Iterator[None]:
-        began = self._world.now
+        began = self._clock.now
         yield
         if lane == "wait":
-            self._waited += self._world.now - began
+            self._waited += self._clock.now - began
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self.ends.append(self._world.now)
+        self.ends.append(self._clock.now)
         busy = sum(engine.busy_s for engine in self._engines.members)
         self._seconds.append({**self._trainer.spent, "wait": self._waited, "engines": busy})
 

@@ -9,11 +9,11 @@ from typing import Any
 from rich.console import Console
 
 from unstale.config import ConfigError, nearest
+from unstale.planner.assignments import parse_assignments
 from unstale.planner.hardware import DEVICES, Device, Shares
 from unstale.planner.models import PRESETS, Model
 from unstale.planner.route_costs import ROUTES
-from unstale.planner.words import given
-from unstale.planner.workload import Distribution, Episodes, Workload
+from unstale.planner.workload import Distribution, EpisodeStats, Workload
 
 _ABOUT = """Predicts memory and time of every old-logit route, staleness, the split of the devices and the throughput,
 and suggests a configuration, with reasons. Splits are estimated by a formula, and the best are simulated: the real
@@ -133,13 +133,13 @@ def _plan(chosen: argparse.Namespace) -> int:
         raise ConfigError(f"unknown route {chosen.route!r}{nearest(chosen.route, list(ROUTES))}")
     model, work = Model.parse(chosen.model), workload(chosen)
     device, shares = _device(chosen, model)
-    from unstale.planner.analytic import Setting
+    from unstale.planner.analytic import TrainingSetup
     from unstale.planner.page import as_json, page
-    from unstale.planner.suggest import Request, suggest
+    from unstale.planner.suggest import PlanRequest, suggest
 
-    episodes, console = Episodes.of(work, group_size=chosen.group_size), Console(stderr=True)
-    request = Request(
-        setting=Setting(model=model, device=device, shares=shares, lr=chosen.lr, episodes=episodes), workload=work,
+    episodes, console = EpisodeStats.of(work, group_size=chosen.group_size), Console(stderr=True)
+    request = PlanRequest(
+        setting=TrainingSetup(model=model, device=device, shares=shares, lr=chosen.lr, episodes=episodes), workload=work,
         devices=chosen.gpus, lags=tuple(sorted(set(chosen.lag))), groups=tuple(sorted(set(chosen.groups))),
         group_size=chosen.group_size, windows=(chosen.window,) if chosen.window else (), route=chosen.route,
         rounds=chosen.rounds, tell=lambda text: console.print(text, style="dim"),
@@ -162,7 +162,9 @@ def workload(chosen: argparse.Namespace) -> Workload:
     }
     fields["tool_s"] = "tool_s"
     words = [f"--{option.replace('_', '-')}={getattr(chosen, option)}" for option in fields]
-    found = given("plan", words, {word.partition("=")[0]: Distribution for word in words})
+    found = parse_assignments(
+        "plan", words, {word.partition("=")[0]: Distribution for word in words}
+    )
     return Workload(
         **dict(zip(fields.values(), found.values(), strict=True)), max_tokens=chosen.longest
     )

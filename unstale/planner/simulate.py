@@ -18,10 +18,10 @@ from unstale.config import CheckpointConfig, ConfigError, EvalConfig, RunConfig,
 from unstale.durability import virtual_clock
 from unstale.durability.checkpoint import Progress
 from unstale.old_logps import Needs
+from unstale.planner.clock import SimulatedClock
 from unstale.planner.costs import Costs
-from unstale.planner.engines import Engine, Engines, Places
+from unstale.planner.engines import EngineCapacity, SimulatedEngine, SimulatedEnginePool
 from unstale.planner.episodes import SimulatedRollout
-from unstale.planner.outcome import Outcome
 from unstale.planner.parts import (
     Counted,
     Held,
@@ -32,25 +32,33 @@ from unstale.planner.parts import (
     SimulatedRoute,
     SimulatedTrainer,
 )
+from unstale.planner.result import SimulationResult
 from unstale.planner.workload import (
     Constant,
     Distribution,
+    EpisodeShape,
     Fleet,
     LogNormal,
-    Shape,
-    Spoken,
+    TurnShape,
     Workload,
 )
-from unstale.planner.world import World
 from unstale.records import Group, GroupRequest, ScoredTrajectory, Task
 from unstale.rollout.episode import TooManyFailures
 from unstale.rollout.staleness_queue import PendingPieces
 from unstale.rollout.timeouts import first_leaf
 
 __all__ = [
-    "Constant", "Costs", "Distribution", "Fleet", "LogNormal", "Outcome", "Shape", "Spoken", "Workload",
+    "Constant",
+    "Costs",
+    "Distribution",
+    "EpisodeShape",
+    "Fleet",
+    "LogNormal",
+    "SimulationResult",
+    "TurnShape",
+    "Workload",
     "simulate",
-]  # fmt: skip
+]
 
 
 _WAITS = Needs()
@@ -65,7 +73,7 @@ def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how 
     steps: int,
     seed: int = 0,
     needs: Needs = _WAITS,
-) -> Outcome:
+) -> SimulationResult:
     """So many steps of a run. The same arguments give the same outcome. `needs` are the route's (`parts.needs`).
 
     Raises `ConfigError` for settings that cannot be or leave nothing to train on, `StalenessError` if the schedule
@@ -79,18 +87,20 @@ def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how 
         raise ConfigError(
             f"steps_per_version {every}: where engines stand for each step, a version is of one step"
         )
-    world = World()
-    places = Places(fleet.max_running, fleet.cache_tokens)
-    members = [Engine(world, costs, places, number) for number in range(fleet.engines)]
-    engines = Engines(world, members, keep_cache=fleet.keep_cache, restart_s=fleet.restart_s)
-    ledger = PendingPieces()
-    rollout = SimulatedRollout(workload, world, engines, ledger=ledger, seed=seed)
+    clock = SimulatedClock()
+    places = EngineCapacity(fleet.max_running, fleet.cache_tokens)
+    members = [SimulatedEngine(clock, costs, places, number) for number in range(fleet.engines)]
+    engines = SimulatedEnginePool(
+        clock, members, keep_cache=fleet.keep_cache, restart_s=fleet.restart_s
+    )
+    pending = PendingPieces()
+    rollout = SimulatedRollout(workload, clock, engines, pending=pending, seed=seed)
     trainer = SimulatedTrainer(
         costs, rollout, closing=needs.closing, colocated=fleet.colocated, every=every
     )
-    lanes = Lanes(world, engines, trainer)
+    lanes = Lanes(clock, engines, trainer)
     needs = replace(needs, idle=False, snapshots=needs.snapshots and not fleet.colocated)
-    publisher = SimulatedPublisher(costs, world, engines, trainer=trainer)
+    publisher = SimulatedPublisher(costs, clock, engines, trainer=trainer)
     versions = replace(schedule, max_staleness=schedule.max_staleness // every)
     config = RunConfig(
         recipe="simulated", steps=steps, schedule=versions, checkpoint=CheckpointConfig(every=steps + 1),
@@ -110,10 +120,10 @@ def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how 
             engines.fail(np.random.default_rng([seed, 1]), fleet.failures_per_hour)
         parts: dict[str, Any] = {
             "config": config, "stand": Progress(), "begun": (), "handouts": handouts, "held_out": (), "advantage": advantage,
-            "line": Held(schedule, every), "ledger": ledger, "engine": publisher, "publisher": publisher,
+            "line": Held(schedule, every), "ledger": pending, "engine": publisher, "publisher": publisher,
             "rollout": rollout, "examination": rollout, "policy": Counted(every), "old": SimulatedRoute(needs, trainer),
-            "trainer": trainer, "auditor": idle, "journal": idle, "checkpoints": idle, "log": lanes, "worker": world,
-            "disk": world,
+            "trainer": trainer, "auditor": idle, "journal": idle, "checkpoints": idle, "log": lanes, "worker": clock,
+            "disk": clock,
         }  # fmt: skip
         await loop.run(SimulatedParts(**parts))
 
@@ -127,14 +137,14 @@ def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how 
 
 
 def _outcome(
-    lanes: Lanes, trainer: SimulatedTrainer, engines: Engines, schedule: ScheduleConfig
-) -> Outcome:
+    lanes: Lanes, trainer: SimulatedTrainer, engines: SimulatedEnginePool, schedule: ScheduleConfig
+) -> SimulationResult:
     steps = [after - before for before, after in zip(lanes.ends, lanes.ends[1:], strict=False)]
     filling = min(schedule.max_staleness + 1, len(steps) - 1)
     scored = lanes.share("old_logps", filling)
-    lives, batches, members = trainer.rollout.lives, trainer.batches[filling:], engines.members
+    lives, batches, members = trainer.rollout.totals, trainer.batches[filling:], engines.members
     ended, life_s = max(1, lives["episodes"]), max(1e-9, lives["life_s"])
-    return Outcome(
+    return SimulationResult(
         steps_s=tuple(steps), filling=filling, groups_per_step=schedule.groups_per_step,
         trained_tokens=sum(tokens for tokens, _ in batches), trained_sampled=sum(sampled for _, sampled in batches),
         sampled_tokens=sum(engine.sampled for engine in members), lost_tokens=sum(engine.lost for engine in members),

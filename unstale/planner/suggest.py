@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from unstale.config import ConfigError, Route, ScheduleConfig, staleness_bound
 from unstale.observe.report.words import KEEPS_PACE
-from unstale.planner.analytic import Analytic, Placement, Setting
+from unstale.planner.analytic import AnalyticCosts, Placement, TrainingSetup
 from unstale.planner.parts import needs
 from unstale.planner.route_costs import ROUTES
-from unstale.planner.simulate import Fleet, Outcome, Workload, simulate
-from unstale.planner.workload import Episodes
+from unstale.planner.simulate import Fleet, SimulationResult, Workload, simulate
+from unstale.planner.workload import EpisodeStats
 
 NEAR = 0.95
 """Of the best throughput: what reaches it is as good, and the smaller staleness, batch and window are taken."""
@@ -34,10 +34,10 @@ _SPLITS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class PlanRequest:
     """What is asked. Several lags, batches or windows are choices."""
 
-    setting: Setting
+    setting: TrainingSetup
     workload: Workload
     devices: int
     lags: tuple[int, ...] = (1, 2, 4)
@@ -57,8 +57,8 @@ class Request:
 class Candidate:
     """One configuration, and what the formula says of it."""
 
-    request: Request
-    costs: Analytic
+    request: PlanRequest
+    costs: AnalyticCosts
     name: Route
     schedule: ScheduleConfig
 
@@ -67,7 +67,7 @@ class Candidate:
         return self.costs.place
 
     @property
-    def means(self) -> Episodes:
+    def means(self) -> EpisodeStats:
         return self.costs.setting.episodes
 
     def with_route(self, name: Route) -> "Candidate":
@@ -103,14 +103,14 @@ class Candidate:
         return self.costs.batch / self.estimate.step_s
 
     @cached_property
-    def estimate(self) -> "Estimate":
+    def estimate(self) -> "ThroughputEstimate":
         """Engines and trainer as two servers that never wait but for each other, from means alone.
 
         How long a step takes and how many versions an episode sees depend on each other: a few rounds settle it.
         """
         live = (self.schedule.max_staleness + 1) * self.sequences / self.place.engines
         found, costs, means, batch = (
-            Estimate(math.inf, 0.0, 1.0),
+            ThroughputEstimate(math.inf, 0.0, 1.0),
             self.costs,
             self.means,
             round(self.costs.batch),
@@ -127,7 +127,7 @@ class Candidate:
             else:
                 step_s = max(generation, trainer - stands) + stands
             step_s += costs.load_s()
-            found = Estimate(
+            found = ThroughputEstimate(
                 step_s, episode_s, 1 + min(self.schedule.staleness_bound, episode_s / step_s)
             )
         return found
@@ -158,7 +158,7 @@ class Candidate:
         return high, busy_s(high)
 
 
-class Estimate(NamedTuple):
+class ThroughputEstimate(NamedTuple):
     """What a formula says of a candidate."""
 
     step_s: float
@@ -172,11 +172,11 @@ class Estimate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rated:
+class SimulatedCandidate:
     """A candidate, and what came of it when it was simulated."""
 
     candidate: Candidate
-    outcome: Outcome
+    outcome: SimulationResult
 
     @property
     def rate(self) -> float:
@@ -199,19 +199,19 @@ class Rated:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Suggestion:
     """The suggestion, and all that it was compared with."""
 
-    best: Rated
-    synchronous: Rated
+    best: SimulatedCandidate
+    synchronous: SimulatedCandidate
     """All devices train and sample in turns, as published synchronous training does; the policy that trains scores."""
-    choices: tuple[Rated, ...]
+    choices: tuple[SimulatedCandidate, ...]
     """Other lags, batches and windows."""
-    splits: tuple[Rated, ...]
+    splits: tuple[SimulatedCandidate, ...]
     """Other splits of the devices, at the schedule that came out."""
     routes: tuple[Candidate, ...]
     """Every route at the schedule of the suggestion, each with the split that suits it."""
-    rated: Mapping[Route, Rated]
+    rated: Mapping[Route, SimulatedCandidate]
     """The routes that were simulated: exact ones that may be the best, and `AVERAGE`."""
 
     def rate(self, candidate: Candidate) -> float:
@@ -221,7 +221,7 @@ class Plan:
         return self.best.rate * candidate.rate / self.best.candidate.rate
 
 
-def suggest(request: Request) -> Plan:
+def suggest(request: PlanRequest) -> Suggestion:
     """Raises `ConfigError` when the devices are too few, and says how many would do."""
     simulated = _Simulated()
     name: Route = request.route or "snapshot_old"
@@ -264,13 +264,13 @@ def suggest(request: Request) -> Plan:
         candidates(request, "current_recompute", in_turns, colocated=True),
         key=lambda each: each.rate,
     )
-    return Plan(best, simulated(synchronous), choices, splits, tuple(routes), rated)
+    return Suggestion(best, simulated(synchronous), choices, splits, tuple(routes), rated)
 
 
-class _Simulated(dict[tuple[Analytic, ScheduleConfig], Outcome]):
+class _Simulated(dict[tuple[AnalyticCosts, ScheduleConfig], SimulationResult]):
     """Simulates what has not been: several routes cost the same."""
 
-    def __call__(self, candidate: Candidate) -> Rated:
+    def __call__(self, candidate: Candidate) -> SimulatedCandidate:
         costs, schedule, place, request = (
             candidate.costs,
             candidate.schedule,
@@ -288,14 +288,14 @@ class _Simulated(dict[tuple[Analytic, ScheduleConfig], Outcome]):
             self[what] = simulate(
                 request.workload, fleet, schedule, costs, steps=steps, needs=waits
             )
-        return Rated(candidate, self[what])
+        return SimulatedCandidate(candidate, self[what])
 
 
 def sizes_of(schedule: ScheduleConfig) -> str:
     return f"max_staleness {schedule.max_staleness}, {schedule.groups_per_step} groups, window {schedule.lookahead_window}"
 
 
-def _schedule(request: Request, lag: int, groups: int, window: int) -> ScheduleConfig:
+def _schedule(request: PlanRequest, lag: int, groups: int, window: int) -> ScheduleConfig:
     """In which no token is older than `lag`: what a window may pass over is taken off `max_staleness`."""
     least = staleness_bound(1, groups, window)
     if 0 < lag < least:
@@ -312,7 +312,7 @@ def _schedule(request: Request, lag: int, groups: int, window: int) -> ScheduleC
 
 
 def candidates(
-    request: Request, name: Route, schedule: ScheduleConfig, *, colocated: bool = False
+    request: PlanRequest, name: Route, schedule: ScheduleConfig, *, colocated: bool = False
 ) -> Iterator[Candidate]:
     """Every split of the devices that fits, with and without computing activations again."""
     batch = schedule.groups_per_step * schedule.group_size * request.setting.episodes.tokens
@@ -323,14 +323,14 @@ def candidates(
         places = _taking_turns if colocated else placements
         for place in places(setting, name, schedule, devices=request.devices):
             live = schedule.staleness_bound + 1
-            costs = Analytic(
+            costs = AnalyticCosts(
                 setting=setting, place=place, route=ROUTES[name], batch=batch, live=live
             )
             yield Candidate(request, costs, name, schedule)
 
 
 def _taking_turns(
-    setting: Setting, name: Route, _: ScheduleConfig, *, devices: int
+    setting: TrainingSetup, name: Route, _: ScheduleConfig, *, devices: int
 ) -> Iterator[Placement]:
     """All devices do both."""
     if setting.fits(devices, ROUTES[name]):
@@ -342,7 +342,7 @@ def _taking_turns(
 
 
 def placements(
-    setting: Setting, name: Route, schedule: ScheduleConfig, *, devices: int
+    setting: TrainingSetup, name: Route, schedule: ScheduleConfig, *, devices: int
 ) -> Iterator[Placement]:
     """Splits in steps of a sixteenth of the devices at most. What makes up no engine trains."""
     for tp in engine_sizes(setting):
@@ -355,13 +355,13 @@ def placements(
                     yield place
 
 
-def engine_sizes(setting: Setting) -> tuple[int, ...]:
+def engine_sizes(setting: TrainingSetup) -> tuple[int, ...]:
     """Devices that an engine can have: the fewest that hold the model and some episodes, and more for more of these."""
     least = max(LEAST_RUNNING * setting.episodes.tokens, setting.episodes.longest)
     return tuple(tp for tp in _TP if setting.model.heads % tp == 0 and setting.room(tp) >= least)
 
 
-def _scorers(setting: Setting, name: Route, schedule: ScheduleConfig, trainers: int) -> int:
+def _scorers(setting: TrainingSetup, name: Route, schedule: ScheduleConfig, trainers: int) -> int:
     """Devices that score as fast as `trainers` train, with two versions a trajectory; and that hold the model."""
     route = ROUTES[name]
     if not route.apart:
@@ -373,19 +373,19 @@ def _scorers(setting: Setting, name: Route, schedule: ScheduleConfig, trainers: 
     )
 
 
-def _try(request: Request, name: Route, schedule: ScheduleConfig) -> Candidate | None:
+def _try(request: PlanRequest, name: Route, schedule: ScheduleConfig) -> Candidate | None:
     return max(
         candidates(request, name, schedule), key=lambda candidate: candidate.rate, default=None
     )
 
 
-def _best(request: Request, name: Route, schedule: ScheduleConfig) -> Candidate:
+def _best(request: PlanRequest, name: Route, schedule: ScheduleConfig) -> Candidate:
     if found := _try(request, name, schedule):
         return found
     raise ConfigError(_too_few(request, name, schedule))
 
 
-def _too_few(request: Request, name: Route, schedule: ScheduleConfig) -> str:
+def _too_few(request: PlanRequest, name: Route, schedule: ScheduleConfig) -> str:
     setting, gb = replace(request.setting, gradient_checkpointing=True), 1e9
     model, limit, passes = (
         setting.model,
@@ -410,7 +410,7 @@ def _too_few(request: Request, name: Route, schedule: ScheduleConfig) -> str:
 
 def _within_reach(
     these: Sequence[Candidate], simulated: _Simulated, *, most: int
-) -> tuple[Rated, ...]:
+) -> tuple[SimulatedCandidate, ...]:
     """The best by their estimates, simulated."""
     ranked = sorted(these, key=lambda candidate: -candidate.rate)[:most]
     return tuple(
@@ -441,7 +441,7 @@ def _suited(candidate: Candidate, name: Route) -> Candidate | None:
     return _try(candidate.request, name, candidate.schedule)
 
 
-def _smallest(rated: Sequence[Rated]) -> Rated:
+def _smallest(rated: Sequence[SimulatedCandidate]) -> SimulatedCandidate:
     """With the smallest staleness, then batch, then window, of those near the best."""
     near = [each for each in rated if each.rate >= NEAR * max(other.rate for other in rated)]
     schedules = [each.candidate.schedule for each in near]

@@ -78,7 +78,7 @@ Distribution = Constant | LogNormal
 """What a quantity of an episode is drawn from."""
 
 
-class Spoken(NamedTuple):
+class TurnShape(NamedTuple):
     """One turn: a reply, what the environment answers, and how often it takes its time before it does."""
 
     reply: int
@@ -86,11 +86,11 @@ class Spoken(NamedTuple):
     waits: int = 1
 
 
-class Shape(NamedTuple):
+class EpisodeShape(NamedTuple):
     """One episode: tokens it begins with, and its turns. After the last one nothing is given."""
 
     prompt: int
-    turns: tuple[Spoken, ...]
+    turns: tuple[TurnShape, ...]
 
     @property
     def sampled(self) -> int:
@@ -119,7 +119,7 @@ class Workload:
     """Tokens that the environment answers a reply with."""
     tool_s: Distribution = Constant(0)
     """Seconds that the environment takes for it."""
-    recorded: tuple[tuple[Shape, ...], ...] = ()
+    recorded: tuple[tuple[EpisodeShape, ...], ...] = ()
     """Groups of episodes that were seen; they take the place of all but `tool_s`."""
     max_tokens: int = 1 << 30
     """Tokens that an episode may hold; it ends there."""
@@ -131,7 +131,7 @@ class Workload:
     def __post_init__(self) -> None:
         within("workload", 0, 1, prompt_share=self.prompt_share)
 
-    def group(self, random: np.random.Generator, size: int) -> list[Shape]:
+    def group(self, random: np.random.Generator, size: int) -> list[EpisodeShape]:
         """Siblings."""
         if self.recorded:
             siblings = self.recorded[int(random.integers(len(self.recorded)))]
@@ -146,19 +146,19 @@ class Workload:
         shapes, first = [], 0
         for count in turns:
             spoken = zip(replies[first : first + count], given[first : first + count], strict=True)
-            shapes.append(self._within(prompt, [Spoken(*turn) for turn in spoken]))
+            shapes.append(self._within(prompt, [TurnShape(*turn) for turn in spoken]))
             first += count
         return shapes
 
-    def _within(self, prompt: int, turns: Sequence[Spoken]) -> Shape:
+    def _within(self, prompt: int, turns: Sequence[TurnShape]) -> EpisodeShape:
         """As much of these turns as there is room for; the last of them gets no answer."""
-        room, kept = self.max_tokens - prompt, list[Spoken]()
+        room, kept = self.max_tokens - prompt, list[TurnShape]()
         for turn in turns:
-            kept.append(Spoken(min(turn.reply, room), turn.given))
+            kept.append(TurnShape(min(turn.reply, room), turn.given))
             room -= turn.reply + turn.given
             if room < 1:
                 break
-        return Shape(prompt, (*kept[:-1], Spoken(kept[-1].reply, 0, 0)))
+        return EpisodeShape(prompt, (*kept[:-1], TurnShape(kept[-1].reply, 0, 0)))
 
 
 def _whole(drawn: Drawn, least: int) -> list[int]:
@@ -205,7 +205,7 @@ def seen_in(lengths: Collection[float]) -> float:
     return sum(length**2 for length in lengths) / sum(lengths) / 2
 
 
-class Episodes(NamedTuple):
+class EpisodeStats(NamedTuple):
     """Means over episodes."""
 
     tokens: float
@@ -227,7 +227,7 @@ class Episodes(NamedTuple):
         return self.prompt / self.tokens
 
     @classmethod
-    def of(cls, workload: Workload, *, group_size: int) -> "Episodes":
+    def of(cls, workload: Workload, *, group_size: int) -> "EpisodeStats":
         """From 64 groups."""
         random = np.random.default_rng(0)
         groups = [workload.group(random, group_size) for _ in range(64)]

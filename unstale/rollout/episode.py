@@ -16,7 +16,15 @@ from typing import Any, Protocol
 
 from unstale.config import EngineConfig, RolloutConfig
 from unstale.engines import DEFAULT_OPTIONS, Engine, GenerationOptions, SamplingParams, Stopwatch
-from unstale.envs import Closing, Env, Pretending, Resumable, Taskset, Turn, combined
+from unstale.envs import (
+    Closable,
+    Env,
+    HasSimulatedDelays,
+    Resumable,
+    Taskset,
+    Turn,
+    combine_rewards,
+)
 from unstale.envs.chat import Chat
 from unstale.records import (
     ContextPiece,
@@ -237,7 +245,7 @@ class Rollout:
                 self._outcomes.append(True)
                 return trajectory
             finally:
-                if isinstance(script.env, Closing):
+                if isinstance(script.env, Closable):
                     await script.env.close()
 
     async def _attempt(self, script: "_Script", task: Task, seeds: tuple[int, int]) -> Trajectory:
@@ -250,7 +258,7 @@ class Rollout:
             turn = await script.resume(turn_rewards)
             if turn is None:
                 turn = await env.begin()
-                script.give(ContextPiece(chat.opening(turn.messages)))
+                script.give(ContextPiece(chat.encode_prompt(turn.messages)))
                 script.keep(turn_rewards)
         if self.speaker.room(len(script.text)) < 1:
             raise ValueError(
@@ -269,12 +277,12 @@ class Rollout:
             if script.pretending is not None:
                 script.pretending.replaying = script.replaying
             with stage(f"step {len(turn_rewards) + 1}", timeout_s):
-                turn = combined(
+                turn = combine_rewards(
                     self.taskset, await self.spent.on("tools", env.step(chat.parse(reply)))
                 )
                 turn_rewards.append(turn.reward)
                 if not turn.done:
-                    script.give(ContextPiece(chat.following(turn.messages, ended=ended)))
+                    script.give(ContextPiece(chat.encode_continuation(turn.messages, ended=ended)))
                     script.keep(turn_rewards)
         script.require_end()
         return _finish(
@@ -353,7 +361,7 @@ class _Script:
         self.past = past
         self.begin: Begin = NullWriter
         self.env: Env | None = None
-        self.pretending: Pretending | None = None
+        self.pretending: HasSimulatedDelays | None = None
         self.branches: list[_Script] = []
         """What else is said in the attempt, in contexts of its own."""
         self._recorded = deque(past.pieces if past else ())
@@ -373,7 +381,7 @@ class _Script:
     def pose(self, env: Env) -> Env:
         """The attempt's environment. What it can do is asked once: Python takes as long for that as for half a turn."""
         self.env = env
-        self.pretending = env if isinstance(env, Pretending) else None
+        self.pretending = env if isinstance(env, HasSimulatedDelays) else None
         self._resumable = env if isinstance(env, Resumable) else None
         return env
 

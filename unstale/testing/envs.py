@@ -4,7 +4,7 @@ import asyncio
 import math
 from itertools import islice
 
-from unstale.envs import Closing, Message, Taskset, ToolCall, Turn, combined
+from unstale.envs import Closable, Message, Taskset, ToolCall, Turn, combine_rewards
 from unstale.records import Task
 
 NOISE = (
@@ -56,8 +56,8 @@ async def _play(taskset: Taskset, task: Task, seed: int, max_turns: int) -> list
     for number in range(max_turns):
         if turns[-1].done:
             break
-        turns.append(combined(taskset, await env.step(NOISE[(seed + number) % len(NOISE)])))
-    if isinstance(env, Closing):
+        turns.append(combine_rewards(taskset, await env.step(NOISE[(seed + number) % len(NOISE)])))
+    if isinstance(env, Closable):
         await env.close()
     for turn in turns:
         assert turn.done or turn.messages, (

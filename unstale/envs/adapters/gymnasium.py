@@ -15,7 +15,7 @@ import gymnasium
 from gymnasium.spaces import Discrete, Text
 
 from unstale.config import ConfigError
-from unstale.envs import EnvError, Message, Numbered, Turn
+from unstale.envs import EnvError, Message, NumberedTasks, Turn
 from unstale.records import Task
 
 _WHOLE = re.compile(r"(?<![\w.])-?\d{1,18}(?![\w]|\.\d)", re.ASCII)
@@ -23,7 +23,7 @@ _COLOURED = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m", re.DOTALL)
 """Usually where the player stands."""
 
 
-class GymnasiumTasks(Numbered):
+class GymnasiumTasks(NumberedTasks):
     """One registered environment, with options of its own. Training and held-out episodes never begin with one seed."""
 
     tools: tuple[Mapping[str, Any], ...] = ()

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
 
 from unstale.config import ConfigError, install
-from unstale.envs import EnvError, Message, Numbered, ToolCall, Turn
+from unstale.envs import EnvError, Message, NumberedTasks, ToolCall, Turn
 from unstale.records import Task
 
 ACT = "act"
@@ -25,7 +25,7 @@ _REFUSED = "(code: VALIDATION_ERROR)"
 _UNSEEN = frozenset({"done", "metadata", "reward"})
 
 
-class OpenEnvTasks(Numbered):
+class OpenEnvTasks(NumberedTasks):
     """Episodes on one server, each in a session of its own. Training and held-out ones never begin with one seed.
 
     The server has to allow as many sessions as there are episodes at a time (its `max_concurrent_envs`).
@@ -38,7 +38,7 @@ class OpenEnvTasks(Numbered):
         self.name, self.url, self.options = f"openenv:{url}", url, options
         self.instructions, self.timeout_s = instructions, timeout_s
         try:
-            self.session = session_class()
+            self.session = connection_class()
         except ModuleNotFoundError as error:
             raise ConfigError(f"{self.name} needs {error.name}: {install('openenv')}") from error
         try:
@@ -221,12 +221,12 @@ class OpenEnv:
 
 
 @cache
-def session_class() -> Any:
+def connection_class() -> Any:
     """OpenEnv's client, imported when it is needed: what stands above has to be there without it."""
     from openenv.core import GenericEnvClient
     from websockets.exceptions import WebSocketException
 
-    class Session(GenericEnvClient):
+    class Connection(GenericEnvClient):
         """One connection. A lost one is not made again: its environment is gone with it."""
 
         _begun = False
@@ -245,4 +245,4 @@ def session_class() -> Any:
             except WebSocketException as error:
                 raise ConnectionError(str(error)) from error
 
-    return Session
+    return Connection

@@ -19,7 +19,7 @@ from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
 
 from unstale.config import ConfigError, nearest
-from unstale.envs import EnvError, Message, Numbered, Turn, sandbox
+from unstale.envs import EnvError, Message, NumberedTasks, Turn, sandbox
 from unstale.records import Task
 
 UNSTEADY = ("isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder")
@@ -53,7 +53,7 @@ sys.stdout.write(repr(score))
 """
 
 
-class ReasoningGymTasks(Numbered):
+class ReasoningGymTasks(NumberedTasks):
     """One data set, with options of its own. Training and held-out tasks never have the same seed."""
 
     tools: tuple[Mapping[str, Any], ...] = ()

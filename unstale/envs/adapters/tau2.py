@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from unstale.config import ConfigError, nearest
-from unstale.envs import EnvError, Listed, Message, Turn
+from unstale.envs import EnvError, ListedTasks, Message, Turn
 from unstale.records import Task
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would be downloaded on import
@@ -53,7 +53,7 @@ USER_ARGS = {"temperature": 0.0, "timeout": 50.0}
 _TRANSFERRED = "YOU ARE BEING TRANSFERRED TO A HUMAN AGENT"
 
 
-class Tau2Tasks(Listed):
+class Tau2Tasks(ListedTasks):
     """One domain, with its own split into training tasks and held-out ones (tau2 calls them `test`).
 
     `user` is a script, or the name of a model; `user_args` are what litellm is called with, such as `api_base`.
@@ -80,7 +80,7 @@ class Tau2Tasks(Listed):
                 f"tau2 has no data in {DATA_DIR} ({error}); set TAU2_DATA_DIR to its data folder"
             ) from error
         by_id = {task.id: task for task in tasks}
-        self.posed = {
+        self.data = {
             "train": [by_id[name] for name in split["train"]],
             "held_out": [by_id[name] for name in split["test"]],
         }
@@ -98,9 +98,9 @@ class Tau2Tasks(Listed):
     def env(self, task: Task, seed: int) -> "Tau2Env":
         """Nothing here is random but a user's model, which is asked at its own temperature."""
         return (
-            Tau2Env(self, self.posed_by(task))
+            Tau2Env(self, self.data_of(task))
             if not self.user
-            else LiveEnv(self, self.posed_by(task))
+            else LiveEnv(self, self.data_of(task))
         )
 
 
@@ -133,11 +133,14 @@ class Tau2Env:
     def _start(self, task: Any) -> None:
         """An orchestrator that has got to where the policy speaks next."""
         world = self._tasks.environment()
-        policy, model = Policy([], ""), {"llm": self._tasks.user, "llm_args": self._tasks.user_args}
+        policy, model = (
+            PolicyAgent([], ""),
+            {"llm": self._tasks.user, "llm_args": self._tasks.user_args},
+        )
         user = (
             build_user("user_simulator", world, task, **model)
             if self._tasks.user
-            else Script(task, world, policy)
+            else ScriptedUser(task, world, policy)
         )
         limits = {"max_steps": MAX_STEPS, "max_errors": MAX_ERRORS}
         self._orchestrator = Orchestrator(self._tasks.domain, policy, user, world, task, **limits)
@@ -230,7 +233,7 @@ class LiveEnv(Tau2Env):
 _KINDS = {"assistant": AssistantMessage, "tool": ToolMessage, "user": UserMessage}
 
 
-class Policy(HalfDuplexAgent[None]):
+class PolicyAgent(HalfDuplexAgent[None]):
     """tau2's agent: it says what the policy has said."""
 
     says: AssistantMessage
@@ -244,11 +247,11 @@ class Policy(HalfDuplexAgent[None]):
         return self.says, None
 
 
-class Script(HalfDuplexUser[None]):
+class ScriptedUser(HalfDuplexUser[None]):
     """A user without a model. It reads out what its task tells it, does on its phone what a message names, with the
     task's arguments, and agrees to anything else. It hangs up after two messages that no call stands between."""
 
-    def __init__(self, task: Any, world: Any, policy: Policy) -> None:
+    def __init__(self, task: Any, world: Any, policy: PolicyAgent) -> None:
         super().__init__(instructions=str(task.user_scenario.instructions))
         self._policy, self._heard, self._idle = policy, 0, -1
         self._tools = world.user_tools.get_tools() if world.user_tools else {}

@@ -14,11 +14,11 @@ import textarena
 from textarena.envs.registration import ENV_REGISTRY
 
 from unstale.config import ConfigError, nearest
-from unstale.envs import EnvError, Message, Numbered, Turn
+from unstale.envs import EnvError, Message, NumberedTasks, Turn
 from unstale.records import Task
 
 
-class TextArenaTasks(Numbered):
+class TextArenaTasks(NumberedTasks):
     """One game, with options of its own. Training and held-out episodes never begin with one seed."""
 
     tools: tuple[Mapping[str, Any], ...] = ()

@@ -34,8 +34,8 @@ from typing import Any
 from unstale.envs import EnvError, Message, ToolCall, Turn
 from unstale.envs.retail.customer import Customer
 from unstale.envs.retail.database import Desk, DeskError
-from unstale.envs.retail.expert import NO_FAULTS, Faults, script
-from unstale.envs.retail.tasks import KINDS, Scenario, right_call, scenario
+from unstale.envs.retail.expert import NO_FAULTS, Faults, expert_replies
+from unstale.envs.retail.tasks import KINDS, Scenario, correct_call, scenario
 from unstale.envs.retail.tools import ARGUMENTS, call_tool
 from unstale.envs.retail.wording import BRIEF, IDENTIFY, POLICY, STOCK, TRUST, WINDOW, schema
 from unstale.records import Task
@@ -160,5 +160,5 @@ def system_text(level: int) -> str:
 
 __all__ = [
     "KINDS", "LEVELS", "NO_FAULTS", "Customer", "Desk", "DeskError", "Faults", "RetailEnv", "RetailTasks", "Scenario",
-    "call_tool", "right_call", "scenario", "script", "system_text",
+    "call_tool", "correct_call", "expert_replies", "scenario", "system_text",
 ]  # fmt: skip

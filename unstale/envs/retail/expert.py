@@ -5,7 +5,7 @@ from random import Random
 
 from unstale.envs import Message, ToolCall
 from unstale.envs.retail.database import Order
-from unstale.envs.retail.tasks import Call, Request, Scenario, right_call
+from unstale.envs.retail.tasks import Call, CustomerRequest, Scenario
 from unstale.envs.retail.wording import QUESTIONS
 
 
@@ -36,7 +36,7 @@ class Faults:
 NO_FAULTS = Faults()
 
 
-def script(scenario: Scenario, faults: Faults = NO_FAULTS, seed: int = 0) -> list[Message]:
+def expert_replies(scenario: Scenario, faults: Faults = NO_FAULTS, seed: int = 0) -> list[Message]:
     """What the expert says in this scenario, reply by reply. Without faults it is always right."""
     random = Random(f"{scenario.seed}/{seed}")
     replies: list[Message] = []
@@ -54,7 +54,7 @@ class _Decision:
     """What follows once the order is on the table."""
 
     scenario: Scenario
-    request: Request
+    request: CustomerRequest
     order: Order
     faults: Faults
     random: Random
@@ -144,6 +144,3 @@ def _call(call: Call) -> Message:
         key: int(value) if key.endswith("_id") else value for key, value in arguments.items()
     }
     return Message("assistant", "", (ToolCall(name, written),))
-
-
-__all__ = ["NO_FAULTS", "Faults", "right_call", "script"]

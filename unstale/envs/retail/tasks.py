@@ -31,7 +31,7 @@ From level 2 on, `refuse_final` also stands for the rules that only those levels
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class CustomerRequest:
     """One thing the customer wants, with all that the customer can tell about it."""
 
     kind: str
@@ -51,10 +51,10 @@ class Scenario:
     level: int
     desk: Desk
     user: User
-    requests: tuple[Request, ...]
+    requests: tuple[CustomerRequest, ...]
     seed: int
 
-    def told(self, request: Request) -> dict[str, str]:
+    def told(self, request: CustomerRequest) -> dict[str, str]:
         """What the customer says for each thing asked: names for goods and money, numbers for orders and points."""
         told = {"email": self.user.email} if self.level > 2 else {}
         told["order"] = request.order
@@ -72,12 +72,12 @@ class Scenario:
         """The database as the policy wants it at the end."""
         desk = self.desk.copy()
         for request in self.requests:
-            name, arguments = right_call(self, request)
+            name, arguments = correct_call(self, request)
             call_tool(desk, name, arguments)
         return desk.state()
 
 
-def right_call(scenario: Scenario, request: Request) -> Call:
+def correct_call(scenario: Scenario, request: CustomerRequest) -> Call:
     """The one call that changes the database as the rules want it."""
     order = scenario.desk.orders[request.order]
     number = {"order_id": order.id}
@@ -92,7 +92,7 @@ def right_call(scenario: Scenario, request: Request) -> Call:
     return _about_item(scenario, request, order)
 
 
-def _about_item(scenario: Scenario, request: Request, order: Order) -> Call:
+def _about_item(scenario: Scenario, request: CustomerRequest, order: Order) -> Call:
     item = scenario.desk.items[request.item]
     number = {"order_id": order.id}
     if request.wish == "return" and order.status == "pending":
@@ -192,7 +192,9 @@ def _order(desk: Desk, user: User, random: Random, numbers: _Numbers) -> Order:
     return Order(numbers(), user.id, status, items, user.payments[0].id, numbers(), days)
 
 
-def _request(kind: str, desk: Desk, user: User, source: tuple[Random, _Numbers, int]) -> Request:
+def _request(
+    kind: str, desk: Desk, user: User, source: tuple[Random, _Numbers, int]
+) -> CustomerRequest:
     """A request of this kind; makes its order, and sees to it that the order's facts fit the kind."""
     random, numbers, level = source
     wish, statuses = _shape(kind, random, level)
@@ -220,10 +222,10 @@ def _request(kind: str, desk: Desk, user: User, source: tuple[Random, _Numbers, 
     payment = next(payment.id for payment in user.payments if (payment.kind == "gift") == to_gift)
     point = numbers()
     if wish == "return":
-        return Request(kind, wish, order.id, item=item_id, payment=payment)
+        return CustomerRequest(kind, wish, order.id, item=item_id, payment=payment)
     if wish == "exchange":
-        return Request(kind, wish, order.id, item=item_id, new_item=new_item)
-    return Request(kind, wish, order.id, point=point if wish == "redirect" else "")
+        return CustomerRequest(kind, wish, order.id, item=item_id, new_item=new_item)
+    return CustomerRequest(kind, wish, order.id, point=point if wish == "redirect" else "")
 
 
 def _shape(kind: str, random: Random, level: int) -> tuple[Wish, tuple[Status, ...]]:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 from unstale.engines import GenerationOptions
-from unstale.envs import EnvError, Turn, combined
+from unstale.envs import EnvError, Turn, combine_rewards
 from unstale.envs.external import ExternalEnv
 from unstale.records import ContextPiece, Failure, Piece, Sampled, Task, Trajectory, count_turns
 from unstale.rollout.endpoint.conversation import Fork
@@ -54,7 +54,7 @@ class AgentRollout(Rollout):
             try:
                 with stage("agent", env.timeout_s), self.endpoint.opened(session) as address:
                     async with session.watched():
-                        verdict = combined(
+                        verdict = combine_rewards(
                             self.taskset, await env.drive(address, self.endpoint.token)
                         )
             except EpisodeFailed as error:

@@ -243,7 +243,11 @@ class Conversation:
     def _write(self, call: Call, messages: Sequence[Message], ended: bool | None) -> ContextPiece:
         """What an assistant is made to say that no engine said is placed, not sampled."""
         chat = self._chat.with_tools(call.tools)
-        tokens = chat.opening(messages) if ended is None else chat.following(messages, ended=ended)
+        tokens = (
+            chat.encode_prompt(messages)
+            if ended is None
+            else chat.encode_continuation(messages, ended=ended)
+        )
         placed = any(message.role == "assistant" for message in messages)
         return ContextPiece(tokens, Provenance.FORCED if placed else Provenance.ENVIRONMENT)
 
@@ -295,9 +299,9 @@ def hand_out(chat: Chat, text: str, *, tools: bool, plain: bool = False) -> Said
     """What an answer says, as a message; `plain` text is all content. One with a call that is none is so, too."""
     if plain:
         return Said(Message("assistant", text))
-    thoughts, message = chat.heard(text, calls=tools)
+    thoughts, message = chat.parse_text(text, calls=tools)
     if any(call.error or _is_deep(call.arguments) for call in message.tool_calls):
-        thoughts, message = chat.heard(text, calls=False)
+        thoughts, message = chat.parse_text(text, calls=False)
     return Said(message, thoughts)
 
 

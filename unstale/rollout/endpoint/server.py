@@ -415,7 +415,7 @@ class _ChatForm(_Form):
 
     def certain(self, text: str, asked: wire.Request) -> dict[str, str]:
         """How what is answered begins, whatever comes."""
-        thoughts, content = self._chat.heard_so_far(_certain(text, asked), calls=asked.calls)
+        thoughts, content = self._chat.parse_partial(_certain(text, asked), calls=asked.calls)
         return {"reasoning_content": thoughts, "content": content}
 
     def rest(self, choice: Choice, sent: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -226,11 +226,11 @@ class Session:
         chat = self.voice.chat
         history = () if isinstance(call.history, str) else call.history
         tokens = [token for token in history if isinstance(token, int)]
-        if tokens and not chat.knows(tokens):
+        if tokens and not chat.are_token_ids(tokens):
             raise Refused(
                 "there are tokens in the prompt that the tokenizer does not have", param="prompt"
             )
-        characters = call.num_characters(tools=bool(call.tools) and chat.tells_tools)
+        characters = call.num_characters(tools=bool(call.tools) and chat.renders_tools)
         self._require_room(len(tokens) or -(-characters // chat.longest_token), "at least ")
 
     def _require_room(self, length: int, about: str = "") -> None:

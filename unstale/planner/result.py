@@ -7,7 +7,7 @@ from unstale.observe.report.words import Waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SimulationResult:
     """A run of some steps. Rates and shares are of the steps after `filling`, when the line is full."""
 
     steps_s: tuple[float, ...]

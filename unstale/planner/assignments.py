@@ -14,10 +14,10 @@ _WANTED = {
 }
 
 
-def given(where: str, words: Iterable[str], kinds: Mapping[str, Any]) -> dict[str, Any]:
+def parse_assignments(where: str, words: Iterable[str], kinds: Mapping[str, Any]) -> dict[str, Any]:
     """`NAME=VALUE` by name, each value as its kind has it.
 
-    >>> given("--set", ["decode=0.01", "tool_s=5~1.2"], {"decode": float, "tool_s": Distribution})
+    >>> parse_assignments("--set", ["decode=0.01", "tool_s=5~1.2"], {"decode": float, "tool_s": Distribution})
     {'decode': 0.01, 'tool_s': LogNormal(mean=5.0, sigma=1.2, most=inf)}
     """
     found = {}

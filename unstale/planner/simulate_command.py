@@ -10,19 +10,19 @@ from rich.console import Console
 from rich.table import Table
 
 from unstale.config import ConfigError, OldLogpsConfig, ScheduleConfig
-from unstale.planner.costs import Proportional
+from unstale.planner.assignments import parse_assignments
+from unstale.planner.costs import LinearCosts
 from unstale.planner.plan_command import add_plan
-from unstale.planner.words import given
 from unstale.planner.workload import Fleet, Workload
 
 if TYPE_CHECKING:
-    from unstale.planner.outcome import Outcome
+    from unstale.planner.result import SimulationResult
 
 _SECTIONS = {
     "schedule": ScheduleConfig,
     "fleet": Fleet,
     "workload": Workload,
-    "costs": Proportional,
+    "costs": LinearCosts,
 }
 _KINDS = {
     f"{at}.{name}": kind
@@ -67,20 +67,20 @@ def add(verbs: Any) -> None:
 
 
 def _simulate(chosen: argparse.Namespace) -> int:
-    from unstale.planner.measured import Setting, like
+    from unstale.planner.measured import SimulationSetup, like
     from unstale.planner.parts import needs
     from unstale.planner.route_costs import ROUTES
     from unstale.planner.simulate import simulate
 
     changed: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
-    for word, value in given("--set", chosen.set, _KINDS).items():
+    for word, value in parse_assignments("--set", chosen.set, _KINDS).items():
         section, _, name = word.partition(".")
         changed[section][name] = value
     if chosen.like:
         setting = like(chosen.like)
     else:
         route = needs(ROUTES[OldLogpsConfig().route])
-        setting = Setting(Workload(), Fleet(), ScheduleConfig(), Proportional(), route)
+        setting = SimulationSetup(Workload(), Fleet(), ScheduleConfig(), LinearCosts(), route)
         for needed in ("decode", "train"):
             if not any(name.startswith(needed) for name in changed["costs"]):
                 wanted = f"--like RUN, or --set costs.{needed}=SECONDS and others"
@@ -98,7 +98,7 @@ def _simulate(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def table(outcome: "Outcome") -> Table:
+def table(outcome: "SimulationResult") -> Table:
     """What a simulated run came to."""
     low, high, all_s = min(outcome.steady_s), max(outcome.steady_s), sum(outcome.steady_s)
     ages = ", ".join(f"{age}: {tokens:,}" for age, tokens in outcome.staleness_histogram.items())

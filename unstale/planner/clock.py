@@ -14,7 +14,7 @@ T = TypeVar("T")
 Action = Callable[[], None]
 
 
-class World:
+class SimulatedClock:
     """Events of machines, in order of time and then of their making. `now` is the time of the latest."""
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class World:
         heapq.heappush(self._events, (time, next(self._numbers), action))
         self._wind()
 
-    def tell(self, future: "asyncio.Future[T]", result: T) -> None:
+    def resolve(self, future: "asyncio.Future[T]", result: T) -> None:
         """Somebody waits for this: the loop's clock comes here first."""
         self._telling += 1
         asyncio.get_running_loop().call_at(self.now, self._told, future, result)
@@ -37,7 +37,7 @@ class World:
     async def sleep(self, seconds: float) -> None:
         if seconds > 0:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self.at(self.now + seconds, lambda: self.tell(future, None))
+            self.at(self.now + seconds, lambda: self.resolve(future, None))
             await future
 
     def _told(self, future: "asyncio.Future[T]", result: T) -> None:
