@@ -21,10 +21,10 @@ from demo import CONSOLE, RESULTS, finished, graded, read
 
 from unstale.durability.journal import Journal, check
 from unstale.durability.machine import commit, machine, versions
+from unstale.durability.run_folder import RunFolder
 from unstale.envs.chat import Chat
 from unstale.envs.retail import RetailTasks
 from unstale.model.policy import Policy
-from unstale.observe.metrics import RunFolder
 
 AGENT, NATIVE = "examples.retail_agent:tasks", "retail"
 NAMES = {AGENT: "agent", NATIVE: "native"}

@@ -63,7 +63,7 @@ from unstale.config import (
 )
 from unstale.durability.journal import Journal
 from unstale.durability.machine import cores
-from unstale.observe.metrics import EVENTS, METRICS, RunFolder
+from unstale.durability.run_folder import EVENTS, METRICS, RunFolder
 
 FILE = Path(__file__).parent / "workloads.toml"
 FASTER, NEAR = 2.8, 0.85

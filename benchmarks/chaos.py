@@ -32,10 +32,10 @@ from typing import Any
 from chaos_child import CLOCK, TARGETS
 from rich.console import Console
 
-from unstale.cli.same import differences
+from unstale.durability.compare_runs import differences
 from unstale.durability.journal import JOURNAL, Journal, check
 from unstale.durability.machine import commit, machine, versions
-from unstale.observe.metrics import RunFolder
+from unstale.durability.run_folder import RunFolder
 
 CHILD = Path(__file__).parent / "chaos_child.py"
 RESULTS = Path(__file__).parent / "results"

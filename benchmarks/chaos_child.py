@@ -32,7 +32,7 @@ from unstale.model.policy import Policy
 from unstale.old_logps.snapshot_old import SnapshotOld
 from unstale.rollout import episode
 from unstale.trainer.local import LocalTrainer
-from unstale.weights import wire
+from unstale.weights import child_process
 from unstale.weights.codec import checksum
 from unstale.weights.publish import DirectPublisher
 
@@ -167,9 +167,9 @@ class Hunter:
     _sampling: Event = field(default_factory=Event)
 
     def watch(self) -> None:
-        made, resume = wire.Child.__init__, EmbeddedEngine.resume
+        made, resume = child_process.Child.__init__, EmbeddedEngine.resume
 
-        def born(child: wire.Child, name: str, *arguments: Any, **named: Any) -> None:
+        def born(child: child_process.Child, name: str, *arguments: Any, **named: Any) -> None:
             made(child, name, *arguments, **named)
             self._sampling.clear()
             self.tell("born", pid=child.pid)
@@ -181,7 +181,7 @@ class Hunter:
             await resume(engine)
             self._sampling.set()
 
-        wire.Child.__init__ = born  # type: ignore[method-assign]
+        child_process.Child.__init__ = born  # type: ignore[method-assign]
         EmbeddedEngine.resume = resumed  # type: ignore[method-assign]
 
     def _hunt(self, pid: int) -> None:

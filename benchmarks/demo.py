@@ -30,7 +30,7 @@ from unstale.cli.grades import wilson
 from unstale.cli.session import evaluate
 from unstale.config import SHIPPED_POLICY
 from unstale.durability.machine import commit, cores, machine, versions
-from unstale.observe.metrics import RunFolder
+from unstale.durability.run_folder import RunFolder
 
 CONTROL = "control"
 RESULTS = Path(__file__).parent / "results"

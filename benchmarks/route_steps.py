@@ -22,8 +22,8 @@ from benchmarks.tables import CONSOLE, columns, rotated, row, spread
 from unstale.build import Components, build_machine
 from unstale.cli.session import RunSession, limit_threads
 from unstale.config import AuditConfig, CheckpointConfig, EvalConfig, RunConfig, ScheduleConfig
+from unstale.durability.run_folder import RunFolder, RunLog
 from unstale.observe.live import LiveDisplay
-from unstale.observe.metrics import RunFolder, RunLog
 from unstale.recipes.routes import ROUTES
 
 WARM = 2

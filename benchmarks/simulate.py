@@ -26,7 +26,7 @@ from unstale.config import (
     ScheduleConfig,
     TrainerConfig,
 )
-from unstale.observe.metrics import RunFolder
+from unstale.durability.run_folder import RunFolder
 from unstale.planner.costs import LinearCosts
 from unstale.planner.measured import SimulationSetup, like
 from unstale.planner.simulate import Constant, Fleet, LogNormal, Workload, simulate

@@ -47,7 +47,7 @@ from unstale.durability.journal.tables import (
     piece_row,
     seal,
 )
-from unstale.observe.metrics import CONFIG, RunFolder, plain
+from unstale.durability.run_folder import CONFIG, RunFolder, plain
 from unstale.recipes import RECIPES
 from unstale.records import ContextPiece, Failure, Sampled, Task, Trajectory
 from unstale.weights.codec import Encoded, _seal, advance, checksum, dumps, encode, loads, words

@@ -34,12 +34,12 @@ from unstale.config import (
     TaskConfig,
 )
 from unstale.durability.journal import Journal
+from unstale.durability.run_folder import RunLog
 from unstale.engines import SamplingParams
 from unstale.engines.scripted import Delay, ScriptedEngine
 from unstale.envs import Message, Taskset, Turn
 from unstale.loop import RunComponents
 from unstale.model.policy import Policy
-from unstale.observe.metrics import RunLog
 from unstale.old_logps import Needs, OldLogps, Passive, Scoring
 from unstale.records import Batch, Group, PendingPiece, Task
 from unstale.rollout.episode import Generator

@@ -31,6 +31,7 @@ from unstale.config import (
 )
 from unstale.durability.checkpoint import Checkpoints, Progress, Stateful
 from unstale.durability.journal import JOURNAL, Journal
+from unstale.durability.run_folder import RunLog
 from unstale.engines import Engine
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.pool import EnginePool
@@ -48,7 +49,7 @@ from unstale.model.forward import ForwardOptions
 from unstale.model.loading import DTYPES
 from unstale.model.lora import Lora, Merging
 from unstale.model.policy import Policy
-from unstale.observe.metrics import RunLog, Sink, TensorBoardSink, require_tensorboard
+from unstale.observe.metrics import Sink, TensorBoardSink, require_tensorboard
 from unstale.observe.recorder import Recorder, Watcher
 from unstale.old_logps import OldLogps, Scoring
 from unstale.old_logps.current_recompute import CurrentRecompute
@@ -70,7 +71,6 @@ from unstale.trainer.records import Correction, Objective, Rules
 from unstale.weights.publish import DirectPublisher
 from unstale.weights.recording import RECORDED, Recording
 from unstale.weights.store import VersionStore
-from unstale.weights.wire import cores
 
 MAX_SKIPPED = 100_000
 """Tasks in a row that could not be finished before: then there are no others."""

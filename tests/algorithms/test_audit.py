@@ -36,8 +36,8 @@ from unstale.config import (
     TrainerConfig,
 )
 from unstale.config.stored import stored_config
+from unstale.durability.run_folder import plain
 from unstale.model.policy import Policy
-from unstale.observe.metrics import plain
 from unstale.old_logps import Needs, OldLogps, Passive, Scoring
 from unstale.records import Batch, PendingPiece, collate
 from unstale.testing import episode, nudge, plain_logps, tiny_policy

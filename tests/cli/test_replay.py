@@ -18,7 +18,7 @@ from unstale.cli.main import main
 from unstale.cli.replay import replay
 from unstale.cli.session import RunFailed, save_failed_batch, train
 from unstale.config import ConfigError, EvalConfig, OldLogpsConfig, RunConfig
-from unstale.observe.metrics import RunLog
+from unstale.durability.run_folder import RunLog
 from unstale.old_logps.snapshot_old import SnapshotOld
 from unstale.records import Batch, Group, ScoredTrajectory, collate
 from unstale.testing import episode

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from unstale.cli.main import main
-from unstale.cli.same import differences
+from unstale.durability.compare_runs import differences
 from unstale.durability.journal import JOURNAL
-from unstale.observe.metrics import METRICS
+from unstale.durability.run_folder import METRICS
 
 ROOT = Path(__file__).parents[2]
 

@@ -38,9 +38,9 @@ from unstale.cli.session import RunFailed
 from unstale.config import ConfigError, OldLogpsConfig, RolloutConfig, RunConfig
 from unstale.durability import checkpoint
 from unstale.durability.journal import JOURNAL, Journal, writer
+from unstale.durability.run_folder import read_jsonl
 from unstale.envs import Message, Turn
 from unstale.observe import metrics
-from unstale.observe.metrics import read_jsonl
 from unstale.records import Task
 
 LIMIT_S = 10

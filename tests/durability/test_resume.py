@@ -33,11 +33,11 @@ from unstale.config import AuditConfig, ConfigError, RunConfig, TaskConfig, Trai
 from unstale.durability import checkpoint, virtual_clock
 from unstale.durability.checkpoint import Checkpoints
 from unstale.durability.journal import JOURNAL, Journal, check, writer
+from unstale.durability.run_folder import RunLog, read_jsonl
 from unstale.engines import SamplingParams
 from unstale.engines.scripted import ScriptedEngine
 from unstale.envs import EnvError, Message, Turn
 from unstale.model.policy import Policy
-from unstale.observe.metrics import RunLog, read_jsonl
 from unstale.old_logps import OldLogps, Scoring
 from unstale.records import Task
 from unstale.trainer.local import LocalTrainer

@@ -14,7 +14,7 @@ from unstale.durability import virtual_clock
 from unstale.engines import EngineDied, Reply, SamplingParams
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.testing import nudge, tiny_policy
-from unstale.weights import wire
+from unstale.weights import child_process
 
 Event = tuple[str, int, float, Any]
 """What happened, to which episode, at which virtual time, with which reply."""
@@ -142,7 +142,7 @@ def test_the_end_of_the_process_is_told_in_lockstep_too(
     weights: list[Mapping[str, Tensor]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(wire, "FROZEN_S", 2.0)
+    monkeypatch.setattr(child_process, "FROZEN_S", 2.0)
     why = "ended with signal 9" if how == signal.SIGKILL else "did not answer for 2 s"
 
     async def live() -> None:

@@ -19,7 +19,7 @@ from unstale.engines.scripted import ScriptedEngine
 from unstale.engines.supervised import RestartingEngine
 from unstale.records import Sampled
 from unstale.testing import nudge, tiny_policy
-from unstale.weights import wire
+from unstale.weights import child_process
 from unstale.weights.store import VersionStore
 
 
@@ -344,7 +344,7 @@ def test_replies_of_a_process_that_ends_go_on_token_for_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Five long replies begin under version 0, go on under version 1, and lose their process there."""
-    monkeypatch.setattr(wire, "FROZEN_S", 2.0)
+    monkeypatch.setattr(child_process, "FROZEN_S", 2.0)
     causes: list[str] = []
 
     async def live() -> None:

@@ -22,7 +22,7 @@ from unstale.cli import compare as launcher
 from unstale.cli import main
 from unstale.cli.compare import NEEDS, Arm, Plan, Planned, compare, plan
 from unstale.config import ConfigError, EvalConfig, OldLogpsConfig, RunConfig
-from unstale.observe.metrics import RunLog, dumps
+from unstale.durability.run_folder import RunLog, dumps
 from unstale.observe.report.compare import (
     Budget,
     Comparison,
@@ -352,7 +352,7 @@ FAKE_TRAIN = """
 import os, signal, sys
 from pathlib import Path
 from unstale.cli.main import _parser, configure
-from unstale.observe.metrics import RunLog, dumps
+from unstale.durability.run_folder import RunLog, dumps
 from tests.support.fake_run import fake_run
 config = configure(_parser(sys.argv[1:]).parse_args(sys.argv[1:]))
 folder = config.runs / config.name

@@ -21,14 +21,8 @@ from hypothesis import strategies as st
 
 from tests.support.fake_run import FakeClock, fake_config
 from unstale.config import ConfigError, install
-from unstale.observe.metrics import (
-    BrokenFile,
-    RunFolder,
-    RunLog,
-    TensorBoardSink,
-    dumps,
-    read_jsonl,
-)
+from unstale.durability.run_folder import BrokenFile, RunFolder, RunLog, dumps, read_jsonl
+from unstale.observe.metrics import TensorBoardSink
 
 
 def test_non_finite_numbers_are_null() -> None:

@@ -43,7 +43,7 @@ from unstale.records import Batch, PendingPiece, Sampled, collate, walk
 from unstale.rollout.episode import Rollout
 from unstale.testing import checkpoint_round_trip, episode, nudge, plain_logps, tiny_policy
 from unstale.trainer.local import LocalTrainer
-from unstale.weights import wire
+from unstale.weights import child_process
 
 ROUTES = {
     "snapshot_old, delta": OldLogpsConfig(route="snapshot_old", storage="delta"),
@@ -350,8 +350,8 @@ def test_a_process_that_dies_while_it_is_waited_for_ends_the_wait() -> None:
 def test_a_frozen_process_ends_whoever_waits_for_it_within_five_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert wire.FROZEN_S + wire.BEAT_S < 5
-    monkeypatch.setattr(wire, "FROZEN_S", 1.0)
+    assert child_process.FROZEN_S + child_process.BEAT_S < 5
+    monkeypatch.setattr(child_process, "FROZEN_S", 1.0)
     policy = tiny_policy()
     with old_logit_model(policy) as route:
         route.arrived(pieces_of(0)[0])

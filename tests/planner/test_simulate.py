@@ -18,7 +18,7 @@ import pytest
 from unstale.cli.main import main
 from unstale.config import ConfigError, ScheduleConfig
 from unstale.durability import virtual_clock
-from unstale.observe.metrics import RunFolder, RunLog
+from unstale.durability.run_folder import RunFolder, RunLog
 from unstale.old_logps import Needs
 from unstale.planner import measured
 from unstale.planner.clock import SimulatedClock

@@ -39,6 +39,7 @@ from unstale.config import (
     TrainerConfig,
 )
 from unstale.durability.journal import Journal
+from unstale.durability.run_folder import EVENTS, RunFolder
 from unstale.engines import EngineDied, SamplingParams
 from unstale.engines.embedded.runner import Chunk, Runner, Step
 from unstale.engines.embedded.worker import build_runner
@@ -49,7 +50,6 @@ from unstale.engines.servers.vllm_server import EXTENSION, Server
 from unstale.model.lora import Base, Merging, base_checksum
 from unstale.model.policy import Policy
 from unstale.model.prefix_tree import Packed
-from unstale.observe.metrics import EVENTS, RunFolder
 from unstale.old_logps import Scoring, has_clean_behavior
 from unstale.records import Sampled
 from unstale.testing import check_engine, nudge

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unstale.config import EvalConfig, OldLogpsConfig, RunConfig, ScheduleConfig
-from unstale.observe.metrics import SURVIVORS, RunLog, dumps
+from unstale.durability.run_folder import SURVIVORS, RunLog, dumps
 
 STEP_S = 6.0
 PRODUCTS = ("green kettle", "oak desk", "desk lamp", "wool blanket", "steel bottle", "garden chair")

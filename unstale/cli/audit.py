@@ -27,8 +27,8 @@ from unstale.algorithms import audit as pure
 from unstale.build import build_correction, build_objective, build_old_logps, load_policy
 from unstale.config import ConfigError, OldLogpsConfig, Route, nearest
 from unstale.config.stored import stored_config
+from unstale.durability.run_folder import AUDIT, Row, RunFolder, dumps, write_whole
 from unstale.model.policy import Policy
-from unstale.observe.metrics import AUDIT, Row, RunFolder, dumps, write_whole
 from unstale.observe.report.audited import COLUMNS, cells
 from unstale.observe.report.page import write_report
 from unstale.old_logps import OldLogps, Scoring, has_clean_behavior

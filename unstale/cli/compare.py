@@ -29,13 +29,13 @@ from rich.text import Text
 
 from unstale.config import ConfigError, RunConfig
 from unstale.durability.machine import alone, commit, machine, versions
+from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, RunFolder, dumps, plain
 from unstale.lint import check
-from unstale.observe.metrics import CONFIG, EVENTS, METRICS, RunFolder, dumps, plain
 from unstale.observe.report.compare import LAUNCHES, PLAN, ended, grouped
 from unstale.observe.report.compare_page import write_comparison
 from unstale.observe.report.sections import flatten
 from unstale.observe.report.words import duration, number, percent
-from unstale.weights.wire import cores
+from unstale.weights.child_process import cores
 
 NEEDS = {
     "current_recompute": (

@@ -574,8 +574,8 @@ def _export(chosen: argparse.Namespace) -> int:
 
 def _same(chosen: argparse.Namespace) -> int:
     """1 if they are not, or cannot be read."""
-    from unstale.cli.same import differences
     from unstale.durability.checkpoint import CheckpointError
+    from unstale.durability.compare_runs import differences
     from unstale.durability.journal import JournalError
 
     try:

@@ -11,7 +11,7 @@ from unstale.algorithms.corrections import check_finite
 from unstale.build import build_trainer, load_policy
 from unstale.config import AuditConfig, ConfigError, RunConfig
 from unstale.config.stored import stored_config
-from unstale.observe.metrics import RunFolder
+from unstale.durability.run_folder import RunFolder
 from unstale.trainer.records import NOT_FINITE, Minibatch
 from unstale.weights.recording import WENT_WRONG, WentWrong
 

@@ -13,7 +13,7 @@ from unstale.config import ConfigError, RunConfig
 from unstale.config.stored import stored_config
 from unstale.durability.checkpoint import Checkpoint, CheckpointError, Checkpoints, Progress
 from unstale.durability.journal import JOURNAL, Journal, JournalError, Marked
-from unstale.observe.metrics import CONFIG, RunFolder, plain
+from unstale.durability.run_folder import CONFIG, RunFolder, plain
 from unstale.records import PendingPiece
 from unstale.rollout.episode import FAILED_WINDOW
 

@@ -33,13 +33,13 @@ from unstale.durability import virtual_clock
 from unstale.durability.checkpoint import CHECKPOINTS, CheckpointError
 from unstale.durability.journal import JOURNAL, Journal, JournalError, Marked
 from unstale.durability.machine import alone
+from unstale.durability.run_folder import EVENTS, BrokenFile, RunFolder, RunLog
 from unstale.engines.supervised import RestartingEngine
 from unstale.lint import check
 from unstale.loop import RunComponents
 from unstale.model.loading import DTYPES
 from unstale.model.policy import Policy
 from unstale.observe.live import LiveDisplay
-from unstale.observe.metrics import EVENTS, BrokenFile, RunFolder, RunLog
 from unstale.observe.report.page import write_report
 from unstale.rollout.episode import Generator, examine
 from unstale.rollout.timeouts import first_leaf
@@ -47,7 +47,6 @@ from unstale.trainer.local import LocalTrainer
 from unstale.trainer.records import NOT_FINITE
 from unstale.weights.publish import DirectPublisher
 from unstale.weights.recording import WENT_WRONG, WentWrong
-from unstale.weights.wire import cores
 
 POLICY = "policy"
 """Where a run folder holds the trained model."""

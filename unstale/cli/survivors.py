@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from unstale.durability.journal import JOURNAL, Journal, JournalError, survivors
-from unstale.observe.metrics import SURVIVORS, Row, dumps, write_whole
+from unstale.durability.run_folder import SURVIVORS, Row, dumps, write_whole
 
 
 def write_survivors(folder: Path) -> None:

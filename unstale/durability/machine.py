@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from unstale.config import ConfigError
-from unstale.weights.wire import cores
+from unstale.weights.child_process import cores
 
 
 def machine() -> str:

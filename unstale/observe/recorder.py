@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from unstale.observe.metrics import RunLog, Sink
+from unstale.durability.run_folder import RunLog
+from unstale.observe.metrics import Sink
 
 if TYPE_CHECKING:  # the records bring torch along, and a report must not need it
     from unstale.records import Failure, Group, Piece

@@ -18,8 +18,8 @@ from unstale.model.policy import Policy
 from unstale.old_logps import Needs, Passive, Scoring, Weights, has_clean_behavior
 from unstale.old_logps.scored import LogpCache, PieceKey, key_of, require_answers
 from unstale.records import Batch, PendingPiece
+from unstale.weights.child_process import Bytes, Child, ChildFrozen, Frames, Header, frame
 from unstale.weights.codec import file_of
-from unstale.weights.wire import Bytes, Child, ChildFrozen, Frames, Header, frame
 
 _READ_BYTES = 1 << 20
 

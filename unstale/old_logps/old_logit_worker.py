@@ -20,7 +20,7 @@ from unstale.model.lora import Lora
 from unstale.model.policy import Policy
 from unstale.old_logps import Scoring
 from unstale.old_logps.scored import PieceKey, ScoreQueue, score_pieces
-from unstale.weights.wire import Frames, Header, pack
+from unstale.weights.child_process import Frames, Header, pack
 
 _READ_BYTES = 1 << 20
 

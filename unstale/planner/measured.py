@@ -15,7 +15,7 @@ import torch
 
 from unstale.config import ConfigError, ScheduleConfig
 from unstale.durability.journal import Journal
-from unstale.observe.metrics import TRAJECTORIES, RunFolder
+from unstale.durability.run_folder import TRAJECTORIES, RunFolder
 from unstale.old_logps import Needs
 from unstale.planner.costs import LinearCosts
 from unstale.planner.hardware import Device, Shares

@@ -25,7 +25,7 @@ import torch
 import zstandard
 from torch import Tensor
 
-from unstale.weights.wire import Bytes
+from unstale.weights.child_process import Bytes
 
 SPARSE_BELOW = 2 / 3
 """Share of changed words above which `sparse` is not tried: it would be slow and lose."""

@@ -18,9 +18,9 @@ from typing import Any, Literal
 from unstale.engines import EngineDied, Reply, SamplingParams, Update, check_request
 from unstale.model.lora import Merging
 from unstale.records import Sampled
+from unstale.weights.child_process import BEAT_S, Bytes, Child, ChildFrozen, Frames, Header, frame
 from unstale.weights.codec import dumps, file_of
 from unstale.weights.store import Delta
-from unstale.weights.wire import BEAT_S, Bytes, Child, ChildFrozen, Frames, Header, frame
 
 STEP_S = 0.02
 """From one step to the next in lockstep, on the event loop's clock."""

@@ -21,9 +21,9 @@ from unstale.engines.embedded.batcher import Batcher, Finished, Request
 from unstale.engines.embedded.decoder import Qwen3Runner, supports
 from unstale.engines.embedded.runner import DTYPES, Runner
 from unstale.model.lora import Base, Merging
+from unstale.weights.child_process import Frames, Header, pack
 from unstale.weights.codec import advance, loads
 from unstale.weights.store import Delta
-from unstale.weights.wire import Frames, Header, pack
 
 _READ_BYTES = 1 << 20
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from unstale.observe.metrics import Row
+from unstale.durability.run_folder import Row
 from unstale.observe.report.figures import figure, gap, reach, steps_axis
 from unstale.observe.report.gather import MAX_LAG, Gathered, by_lag
 from unstale.observe.report.markup import Markup, el

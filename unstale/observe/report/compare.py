@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unstale.config import ConfigError
-from unstale.observe.metrics import CONFIG, EVENTS, METRICS, Row, RunFolder, read_jsonl
+from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, Row, RunFolder, read_jsonl
 from unstale.observe.report.gather import step_of
 from unstale.observe.report.sections import flatten
 from unstale.observe.report.words import number

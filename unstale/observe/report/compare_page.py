@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from unstale.observe.metrics import REPORT, dumps, plain, write_whole
+from unstale.durability.run_folder import REPORT, dumps, plain, write_whole
 from unstale.observe.report.compare import (
     CLIPPED,
     EXACT_SHARE,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unstale.observe.metrics import EVENTS, METRICS, SAMPLES, TRAJECTORIES, Row, RunFolder
+from unstale.durability.run_folder import EVENTS, METRICS, SAMPLES, TRAJECTORIES, Row, RunFolder
 from unstale.observe.report.words import is_exact, number
 
 MAX_POINTS, MAX_SPANS, MAX_FAILURES, MAX_LAG = 20_000, 4_000, 20, 99

@@ -5,7 +5,7 @@ import hashlib
 from importlib.resources import files
 from pathlib import Path
 
-from unstale.observe.metrics import REPORT, write_whole
+from unstale.durability.run_folder import REPORT, write_whole
 from unstale.observe.report import audited, figures, sections, survivors
 from unstale.observe.report.gather import Gathered, gather
 from unstale.observe.report.markup import Markup, el, join

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unstale.config import EXACT_ROUTES, RunConfig
-from unstale.observe.metrics import plain
+from unstale.durability.run_folder import plain
 from unstale.observe.report.gather import Exam, Gathered, histogram
 from unstale.observe.report.markup import Markup, el, join
 from unstale.observe.report.transcripts import conversation

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from unstale.observe.metrics import Row
+from unstale.durability.run_folder import Row
 from unstale.observe.report.figures import figure, gap
 from unstale.observe.report.gather import Gathered
 from unstale.observe.report.markup import Markup, el

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from unstale.weights import wire
-from unstale.weights.wire import Child, ChildFrozen
+from unstale.weights import child_process
+from unstale.weights.child_process import Child, ChildFrozen
 
 _PROGRAM = """
 import socket
@@ -30,7 +30,7 @@ Start = Callable[[], Child]
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     (tmp_path / "echo_of_a_child.py").write_text(_PROGRAM)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(wire, "FROZEN_S", 1.5)
+    monkeypatch.setattr(child_process, "FROZEN_S", 1.5)
     children: list[Child] = []
 
     def begin() -> Child:

@@ -13,7 +13,7 @@ from torch import Tensor
 from unstale.durability.checkpoint import Checkpoints
 from unstale.durability.journal import Journal
 from unstale.durability.journal.tables import COLUMNS
-from unstale.observe.metrics import METRICS, SAMPLES, TRAJECTORIES, RunFolder
+from unstale.durability.run_folder import METRICS, SAMPLES, TRAJECTORIES, RunFolder
 from unstale.weights.codec import words
 
 MEASURED = ("_s", "/seconds", "/busy_share")
