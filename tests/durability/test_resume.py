@@ -26,11 +26,11 @@ from rich.console import Console
 from tests.cli.test_run import small
 from tests.test_loop import Numbers, Quiet, TwoTurns, configure, toy_machine
 from unstale.build import Components, build_old_logps
-from unstale.cli import main, same, session
+from unstale.cli import main, session
 from unstale.cli.resume import differences, stored
 from unstale.cli.session import RunSession
 from unstale.config import AuditConfig, ConfigError, RunConfig, TaskConfig, TrainerConfig
-from unstale.durability import checkpoint, virtual_clock
+from unstale.durability import checkpoint, compare_runs, virtual_clock
 from unstale.durability.checkpoint import Checkpoints
 from unstale.durability.journal import JOURNAL, Journal, check, writer
 from unstale.durability.run_folder import RunLog, read_jsonl
@@ -192,7 +192,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_two_deterministic_runs_are_equal_and_sound(toy: Toy, tmp_path: Path, whole: Path) -> None:
     toy.begin(tmp_path / "run", config(deterministic=True))
-    assert same.differences(whole, tmp_path / "run") == []
+    assert compare_runs.differences(whole, tmp_path / "run") == []
     require_sound(tmp_path / "run")
 
 
@@ -216,7 +216,7 @@ def test_a_deterministic_run_ends_equal_wherever_it_is_killed(
     with killed(*AGAIN[number % 3]):
         toy.go_on(folder, made)
     toy.go_on(folder, made)
-    assert same.differences(whole, folder) == []
+    assert compare_runs.differences(whole, folder) == []
     require_sound(folder)
 
 
@@ -234,7 +234,7 @@ def test_a_deterministic_run_ends_equal_cut_off_at_every_checkpoint(
         if done:
             break
         machine, log = None, RunLog.reopen(folder, made)
-    assert lives == 1 + STEPS / 2 and same.differences(whole, folder) == []
+    assert lives == 1 + STEPS / 2 and compare_runs.differences(whole, folder) == []
 
 
 def pieces(folder: Path) -> set[tuple[Any, ...]]:
@@ -340,7 +340,7 @@ def test_from_a_damaged_checkpoint_a_run_falls_back_to_the_one_before(
     ]
     require_sound(folder)
     if deterministic:
-        assert same.differences(whole, folder) == []
+        assert compare_runs.differences(whole, folder) == []
     else:
         assert held <= pieces(folder)
 
@@ -453,7 +453,7 @@ def test_an_environment_with_snapshots_is_not_asked_again(tmp_path: Path) -> Non
             snapshots = reader.rows("SELECT DISTINCT episode FROM snapshots")
         assert snapshots and Snapshotted.asked.count(0) >= len(snapshots)
         toy.go_on(tmp_path / "run", made)
-        assert same.differences(tmp_path / "whole", tmp_path / "run") == []
+        assert compare_runs.differences(tmp_path / "whole", tmp_path / "run") == []
         Snapshotted.asked.clear()
         toy.machines.clear()
         ordinary = config()
@@ -690,6 +690,6 @@ def test_a_run_killed_with_sigkill_and_resumed_is_the_run_that_was_not(tmp_path:
     made = stored(tmp_path / "killed", named_env="retail")
     resumed = session.resume(tmp_path / "killed", made, console=Console(file=StringIO()))
     assert [row["step"] for row in resumed.metrics] == [1, 2, 3]
-    assert same.differences(whole.folder, resumed.folder) == []
+    assert compare_runs.differences(whole.folder, resumed.folder) == []
     with pytest.raises(ConfigError, match="is finished"):
         session.resume(tmp_path / "killed", made, console=Console(file=StringIO()))
