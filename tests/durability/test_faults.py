@@ -33,14 +33,13 @@ from tests.durability.test_resume import (
     require_sound,
 )
 from tests.test_loop import TwoTurns
-from unstale.cli import same, session
+from unstale.cli import session
 from unstale.cli.session import RunFailed
 from unstale.config import ConfigError, OldLogpsConfig, RolloutConfig, RunConfig
-from unstale.durability import checkpoint
+from unstale.durability import checkpoint, compare_runs, run_folder
 from unstale.durability.journal import JOURNAL, Journal, writer
 from unstale.durability.run_folder import read_jsonl
 from unstale.envs import Message, Turn
-from unstale.observe import metrics
 from unstale.records import Task
 
 LIMIT_S = 10
@@ -153,7 +152,7 @@ def test_a_folder_that_cannot_be_written_is_not_gone_on_in(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(metrics, "write_whole", read_only)
+        patch.setattr(run_folder, "write_whole", read_only)
         with pytest.raises(
             ConfigError, match=r"run cannot be gone on with: .*Read-only file system"
         ):
@@ -240,7 +239,9 @@ def test_a_clock_that_jumps_changes_nothing_but_stamps(
         with killed("step", 3):
             toy.begin(tmp_path / "run", made)
         toy.go_on(tmp_path / "run", made)
-    assert next(calls) > 100 and same.differences(tmp_path / "whole", tmp_path / "run") == []
+    assert (
+        next(calls) > 100 and compare_runs.differences(tmp_path / "whole", tmp_path / "run") == []
+    )
     with Journal.read(tmp_path / "run") as reader:
         stamps = [at for (at,) in reader.rows("SELECT at FROM groups ORDER BY number")]
     assert stamps != sorted(stamps)

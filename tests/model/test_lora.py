@@ -37,7 +37,7 @@ from unstale.build import (
     load_policy,
     shares_deltas,
 )
-from unstale.cli import audit, same, session
+from unstale.cli import audit, session
 from unstale.cli.resume import differences
 from unstale.config import (
     SHIPPED_POLICY,
@@ -52,6 +52,7 @@ from unstale.config import (
     ScheduleConfig,
     TrainerConfig,
 )
+from unstale.durability import compare_runs
 from unstale.engines import Engine, SamplingParams
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.embedded.runner import Chunk, Step
@@ -474,7 +475,7 @@ def test_killed_it_goes_on_bit_for_bit(toy: Toy, tmp_path: Path) -> None:
     with killed("step", 3):
         toy.begin(tmp_path / "cut", made)
     toy.go_on(tmp_path / "cut", made)
-    assert same.differences(tmp_path / "whole", tmp_path / "cut") == []
+    assert compare_runs.differences(tmp_path / "whole", tmp_path / "cut") == []
     require_sound(tmp_path / "cut")
     (held, *_) = (tmp_path / "cut").glob("checkpoints/*/policy.safetensors")
     assert load_file(held).keys() == tiny_policy(lora=LORA).weights().keys()
