@@ -68,6 +68,7 @@ from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
 from unstale.trainer.auditor import Auditor, Thresholds
 from unstale.trainer.local import LocalTrainer
 from unstale.trainer.records import Correction, Objective, Rules
+from unstale.weights.child_process import cores
 from unstale.weights.publish import DirectPublisher
 from unstale.weights.recording import RECORDED, Recording
 from unstale.weights.store import VersionStore

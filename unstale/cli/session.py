@@ -45,6 +45,7 @@ from unstale.rollout.episode import Generator, examine
 from unstale.rollout.timeouts import first_leaf
 from unstale.trainer.local import LocalTrainer
 from unstale.trainer.records import NOT_FINITE
+from unstale.weights.child_process import cores
 from unstale.weights.publish import DirectPublisher
 from unstale.weights.recording import WENT_WRONG, WentWrong
 
