@@ -30,7 +30,7 @@ from unstale.durability.journal import Journal
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.model.policy import Policy
 from unstale.old_logps.snapshot_old import SnapshotOld
-from unstale.rollout import episode
+from unstale.rollout.transcript import Transcript
 from unstale.trainer.local import LocalTrainer
 from unstale.weights import child_process
 from unstale.weights.codec import checksum
@@ -118,7 +118,7 @@ TARGETS: dict[str, tuple[Place, ...]] = {
         Place(EmbeddedEngine, "start", 2, 2.0),
     ),
     "generation": (
-        Place(episode._Script, "say", 200),
+        Place(Transcript, "append", 200),
         Place(EmbeddedEngine, "sample", 200, 0.1),
         Place(EmbeddedEngine, "interrupt", 5, 0.05),
     ),

@@ -38,7 +38,7 @@ from unstale.envs.retail import RetailTasks
 from unstale.model.loading import DTYPES
 from unstale.records import Sampled, Task, Trajectory
 from unstale.rollout.endpoint.agents import AgentRollout
-from unstale.rollout.endpoint.server import Endpoint
+from unstale.rollout.endpoint.server import RecordingEndpoint
 from unstale.testing import nudge
 from unstale.weights.publish import DirectPublisher
 
@@ -304,7 +304,7 @@ async def measured(seconds: float, many: int, every_s: float) -> tuple[StepMetri
     )
     limit_threads()
     parts, tally = build_machine(config), StepMetrics()
-    engine, clients = parts.speaker.engine, Agents(tally)
+    engine, clients = parts.generator.engine, Agents(tally)
     bench = Bench(config, parts, tally, clients)
     publisher = DirectPublisher(engine, dtype=DTYPES[config.engine.dtype])
     await engine.start()
@@ -317,8 +317,8 @@ async def measured(seconds: float, many: int, every_s: float) -> tuple[StepMetri
         tasks = ExternalAgent(
             clients.play, [str(n) for n in range(7)], name="bench", concurrency=many
         )
-        async with Endpoint() as endpoint:
-            rollout = AgentRollout(parts.speaker, tasks, config.rollout, endpoint=endpoint)
+        async with RecordingEndpoint() as endpoint:
+            rollout = AgentRollout(parts.generator, tasks, config.rollout, endpoint=endpoint)
             async with asyncio.TaskGroup() as episodes:
                 for _ in range(many):
                     episodes.create_task(bench.work(rollout, time.monotonic() + seconds))

@@ -60,7 +60,7 @@ class Meter:
     def watch(self) -> None:
         page = journal_writer._Page
         for owner, name in (
-            (Journal, "hand_out"), (Journal, "begin"), (Journal, "consume"), (Journal, "event"),
+            (Journal, "add_request"), (Journal, "begin"), (Journal, "consume"), (Journal, "event"),
             (page, "piece"), (page, "snapshot"), (page, "ended"),
         ):  # fmt: skip
             self._time(owner, name, "loop_s", time.thread_time)

@@ -37,8 +37,10 @@ from unstale.envs import Message, Turn
 from unstale.loop import RunComponents, produce, take
 from unstale.old_logps import Passive
 from unstale.records import Group, GroupRequest, Task
-from unstale.rollout.episode import Generator, NullWriter, Rollout
+from unstale.rollout.episode import Rollout
+from unstale.rollout.generator import Generator
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
+from unstale.rollout.transcript import NullWriter
 
 SIBLINGS, STALENESS = 2, 4
 """Ten live episodes are five groups, one for each version that a token may be late by and one more."""
@@ -143,7 +145,7 @@ class Unkept:
 
     begin = NullWriter
 
-    def hand_out(self, handout: GroupRequest) -> None: ...
+    def add_request(self, request: GroupRequest) -> None: ...
 
     async def finish(self, group: Group) -> None: ...
 
@@ -169,7 +171,7 @@ class Scene:
         self.live, self.version, self.oldest = live, 0, 0
         self.world, self.ledger, self.scripted = World(groups), PendingPieces(), Counting()
         self.engine = RestartingEngine(self.scripted, lambda version: {}, restarts=0)
-        speaker = Generator(self.engine, cast(Any, NumberChat()), room)
+        generator = Generator(self.engine, cast(Any, NumberChat()), room)
         self.parts = cast(
             RunComponents,
             SimpleNamespace(
@@ -177,12 +179,12 @@ class Scene:
                     recipe="numbers", task=TaskConfig(env="benchmarks:numbers"), schedule=schedule
                 ),
                 begun=(),
-                handouts=self.world.tasks(),
+                requests=self.world.tasks(),
                 line=StalenessQueue(max_staleness=STALENESS, groups_per_step=groups),
                 ledger=self.ledger,
                 old=Passive(),
                 rollout=Rollout(
-                    speaker, cast(Any, self.world), RolloutConfig(), arrived=self.ledger.arrived
+                    generator, cast(Any, self.world), RolloutConfig(), on_piece=self.ledger.add
                 ),
                 journal=Unkept() if folder is None else Journal(folder / JOURNAL),
             ),
@@ -204,7 +206,7 @@ class Scene:
         self.oldest = max(self.oldest, *ages)
         if self.oldest > self.parts.line.bound or len(consumed) != self.live // (STALENESS + 1):
             raise RuntimeError(f"{len(consumed)} episodes, tokens up to {self.oldest} versions old")
-        self.ledger.settle([trajectory.episode for trajectory in consumed])
+        self.ledger.discard([trajectory.episode for trajectory in consumed])
         self.parts.journal.consume(groups, step=self.version + 1, version=self.version)
         await self.publish(self.version + 1)
         self.parts.line.release()

@@ -17,7 +17,7 @@ from jsonschema import Draft202012Validator
 from transformers import AutoTokenizer
 
 from fuzz.draws import NESTED, Draws, as_json, require
-from unstale.cli.serve import Visitors
+from unstale.cli.serve import SessionPool
 from unstale.config import SHIPPED_POLICY, EngineConfig, RolloutConfig
 from unstale.engines.scripted import ScriptedEngine
 from unstale.envs.calculator import TOOL
@@ -25,9 +25,9 @@ from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
 from unstale.rollout.endpoint import server
 from unstale.rollout.endpoint.agents import AgentRollout
-from unstale.rollout.endpoint.server import Endpoint
-from unstale.rollout.endpoint.session import Session
-from unstale.rollout.episode import Generator
+from unstale.rollout.endpoint.server import RecordingEndpoint
+from unstale.rollout.endpoint.session import AgentSession
+from unstale.rollout.generator import Generator
 
 HANG_S = 20.0
 """An answer that takes longer is a finding."""
@@ -116,19 +116,19 @@ class _World:
         await engine.start()
         await engine.load({}, version=0)
         await engine.resume()
-        speaker = Generator(engine, chat, EngineConfig(max_context=512, max_completion_tokens=24))
+        generator = Generator(engine, chat, EngineConfig(max_context=512, max_completion_tokens=24))
         try:
             async with asyncio.TaskGroup() as calls:
 
-                def find(key: str) -> Session:
+                def find(key: str) -> AgentSession:
                     return server._unknown(key) if key.startswith("-") else visitors.find(key)  # type: ignore
 
-                async with Endpoint(find=find) as endpoint:
+                async with RecordingEndpoint(find=find) as endpoint:
                     tasks = ExternalAgent(lambda *_: 0.0, ["x"])
                     rollout = AgentRollout(
-                        speaker, tasks, RolloutConfig(max_turns=1 << 30), endpoint=endpoint
+                        generator, tasks, RolloutConfig(max_turns=1 << 30), endpoint=endpoint
                     )
-                    visitors = Visitors(rollout, calls, 0)
+                    visitors = SessionPool(rollout, calls, 0)
                     host, _, port = endpoint.url.removeprefix("http://").partition(":")
                     self.address, self.key = (host, int(port)), endpoint.token
                     self._up.set()

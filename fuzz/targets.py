@@ -236,7 +236,7 @@ def _read_journal(path: Path) -> list[Any]:
         write_jsonl(journal, out)
         told = [kept.trajectory.reward for kept in journal.trajectories()]
         return [
-            wrong, repr((handed, groups, pieces, trained, told, journal.handouts(), journal.checkpoints())),
+            wrong, repr((handed, groups, pieces, trained, told, journal.requests(), journal.checkpoints())),
             out.getvalue(), repr((journal.events(), journal.versions())), pieces,
         ]  # fmt: skip
 

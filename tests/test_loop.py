@@ -23,7 +23,7 @@ from torch import Tensor
 from unstale import loop
 from unstale.build import Components, build, build_correction, build_objective
 from unstale.cli.resume import begin
-from unstale.cli.session import first_leaf
+from unstale.cli.session import first_error
 from unstale.config import (
     CheckpointConfig,
     EngineConfig,
@@ -42,7 +42,7 @@ from unstale.loop import RunComponents
 from unstale.model.policy import Policy
 from unstale.old_logps import Needs, OldLogps, Passive, Scoring
 from unstale.records import Batch, Group, PendingPiece, Task
-from unstale.rollout.episode import Generator
+from unstale.rollout.generator import Generator
 from unstale.testing import tiny_policy
 from unstale.trainer.auditor import Auditor, Thresholds
 from unstale.trainer.local import LocalTrainer
@@ -203,8 +203,8 @@ def toy_machine(
     auditor = Auditor(policy, old, judge, scoring=scoring, share=config.audit.share)
     rules = Rules(correction=correction, objective=objective, temperature=1.0, audit=auditor.look)
     trainer = LocalTrainer(policy, config.trainer, rules, old, num_steps=config.steps)
-    speaker = Generator(engine, NumberChat(), config.engine)  # type: ignore[arg-type]
-    return Components(policy, taskset, speaker, old, auditor, trainer)
+    generator = Generator(engine, NumberChat(), config.engine)  # type: ignore[arg-type]
+    return Components(policy, taskset, generator, old, auditor, trainer)
 
 
 def make(folder: Path, tasks: Iterator[int], *, budget: int = 1, steps: int = 12) -> RunComponents:
@@ -246,13 +246,13 @@ def test_staleness_on_the_real_path_keeps_its_bound(tmp_path: Path, budget: int)
 def test_closing_is_given_every_unscored_piece_of_the_version(tmp_path: Path) -> None:
     parts = make(tmp_path, count(), budget=2)
     seen: dict[int, set[tuple[int, int]]] = {}
-    arrived = parts.rollout._arrived
+    arrived = parts.rollout.on_piece
 
     def hear(piece: PendingPiece) -> None:
         arrived(piece)
         seen.setdefault(piece.piece.version, set()).add((piece.episode, piece.start))
 
-    parts.rollout._arrived = hear
+    parts.rollout.on_piece = hear
     run(parts)
     closed = parts.old.closed  # type: ignore[attr-defined]
     assert sorted(closed) == list(range(12))
@@ -423,7 +423,7 @@ def test_a_batch_that_fails_leaves_the_step_before_written_down(
     parts.trainer.backward, parts.checkpoints.write = backward, late  # type: ignore[method-assign]
     with pytest.raises(ExceptionGroup) as failure:
         run(parts)
-    assert str(first_leaf(failure.value)) == (
+    assert str(first_error(failure.value)) == (
         "the disk is full" if disk_fails else "nan in a gradient"
     )
     assert [row["step"] for row in parts.log.rows] == ([1] if disk_fails else [1, 2])  # type: ignore[attr-defined]
@@ -482,7 +482,7 @@ def test_what_cannot_go_on_ends_with_its_own_error(
 ) -> None:
     with pytest.raises(ExceptionGroup) as failure:
         run(make(tmp_path, tasks))
-    assert says in str(first_leaf(failure.value))
+    assert says in str(first_error(failure.value))
 
 
 def test_a_failing_route_ends_the_run(tmp_path: Path) -> None:
@@ -494,4 +494,4 @@ def test_a_failing_route_ends_the_run(tmp_path: Path) -> None:
     parts.old.closing = broken  # type: ignore[method-assign]
     with pytest.raises(ExceptionGroup) as failure:
         run(parts)
-    assert str(first_leaf(failure.value)) == "nan in a score"
+    assert str(first_error(failure.value)) == "nan in a score"

@@ -63,7 +63,8 @@ from unstale.old_logps.ppo_ewma_async import PpoEwmaAsync, Reset
 from unstale.old_logps.rollout import Rollout as RolloutRoute
 from unstale.old_logps.snapshot_old import SnapshotOld
 from unstale.records import Batch, Failure, Group, GroupRequest, PendingPiece, ScoredTrajectory
-from unstale.rollout.episode import Generator, Rollout
+from unstale.rollout.episode import Rollout
+from unstale.rollout.generator import Generator
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
 from unstale.trainer.auditor import Auditor, Thresholds
 from unstale.trainer.local import LocalTrainer
@@ -94,7 +95,7 @@ class Components:
 
     policy: Policy
     taskset: Taskset
-    speaker: Generator
+    generator: Generator
     old: OldLogps
     auditor: Auditor
     trainer: LocalTrainer
@@ -105,7 +106,7 @@ class ResumeState:
     """What a run goes on from: where it stands, and what its journal has of the episodes."""
 
     stand: Progress = field(default_factory=Progress)
-    handouts: tuple[GroupRequest, ...] = ()
+    requests: tuple[GroupRequest, ...] = ()
     """Groups that no checkpoint holds the effect of, in order."""
     admitted: int = 0
     """Groups handed out so far, and where the next task is looked for."""
@@ -121,11 +122,11 @@ def build_machine(config: RunConfig, engine: Engine | None = None) -> Components
 
     `engine` is one that is there already, of the same configuration.
     """
-    policy, taskset, speaker = build_sampler(config, engine)
+    policy, taskset, generator = build_sampler(config, engine)
     trainer, auditor = build_trainer(config, policy)
     if config.tensorboard:
         require_tensorboard()
-    return Components(policy, taskset, speaker, trainer.old, auditor, trainer)
+    return Components(policy, taskset, generator, trainer.old, auditor, trainer)
 
 
 def build_sampler(
@@ -134,7 +135,7 @@ def build_sampler(
     """What generates, with nothing of what learns. Else as `build_machine`."""
     policy, taskset = load_policy(config), build_taskset(config.task)
     build_rollout(config, taskset)  # refuses what it needs and has not
-    return policy, taskset, build_speaker(config, policy, taskset, engine)
+    return policy, taskset, build_generator(config, policy, taskset, engine)
 
 
 def build_trainer(config: RunConfig, policy: Policy) -> tuple[LocalTrainer, Auditor]:
@@ -181,41 +182,46 @@ def build(
     if config.audit.record:
         machine.auditor.recording = Recording(log.path / RECORDED, base=policy.base)
     restarts = config.engine.restarts
-    if isinstance(machine.speaker.engine, EnginePool):
-        machine.speaker.engine.told = recorder.event
+    if isinstance(machine.generator.engine, EnginePool):
+        machine.generator.engine.told = recorder.event
     engine = RestartingEngine(
-        machine.speaker.engine, checkpoints.weights, restarts=restarts, told=recorder.event
+        machine.generator.engine, checkpoints.weights, restarts=restarts, told=recorder.event
     )
-    speaker = replace(machine.speaker, engine=engine)
+    generator = replace(machine.generator, engine=engine)
 
-    def arrived(piece: PendingPiece) -> None:
-        ledger.arrived(piece)
+    def on_piece(piece: PendingPiece) -> None:
+        ledger.add(piece)
         old.arrived(piece)
 
-    def gave_up(episode: int, failure: Failure, final: bool) -> None:
-        ledger.settle([episode])
+    def on_failure(episode: int, failure: Failure, final: bool) -> None:
+        ledger.discard([episode])
         recorder.failure(episode, failure, final)
 
-    def restarted(episode: int, failure: Failure) -> None:
-        ledger.settle([episode])
+    def on_restart(episode: int, failure: Failure) -> None:
+        ledger.discard([episode])
         recorder.restarted(episode, failure)
 
-    make_rollout = build_rollout(config, taskset, told=recorder.event)
+    make_rollout = build_rollout(config, taskset, on_event=recorder.event)
     rollout = make_rollout(
-        speaker, taskset, config.rollout, arrived=arrived, gave_up=gave_up, restarted=restarted
+        generator,
+        taskset,
+        config.rollout,
+        on_piece=on_piece,
+        on_failure=on_failure,
+        on_restart=on_restart,
     )
     rollout.restore(life.episodes, life.quarantined, life.outcomes)
-    for piece in (piece for handout in life.handouts for piece in handout.opens()):
-        ledger.arrived(piece)
+    for piece in (piece for request in life.requests for piece in request.opens()):
+        ledger.add(piece)
     return RunComponents(
         config=config,
         stand=life.stand,
-        begun=life.handouts,
-        handouts=hand_out(taskset, config.seed, life, skipped=rollout.quarantined),
+        begun=life.requests,
+        requests=training_requests(taskset, config.seed, life, skipped=rollout.quarantined),
         held_out=taskset.held_out(config.eval.tasks),
         engine=engine,
         rollout=rollout,
-        examination=make_rollout(speaker, taskset, config.rollout, gave_up=recorder.failure),
+        examination=make_rollout(generator, taskset, config.rollout, on_failure=recorder.failure),
         line=line,
         ledger=ledger,
         advantage=build_advantage(config.advantage),
@@ -269,11 +275,11 @@ def build_line(config: ScheduleConfig, life: ResumeState) -> StalenessQueue:
         groups_per_step=config.groups_per_step,
         lookahead_window=config.lookahead_window,
     )
-    line.restore(life.admitted, [handout.number for handout in life.handouts])
+    line.restore(life.admitted, [request.number for request in life.requests])
     return line
 
 
-def hand_out(
+def training_requests(
     taskset: Taskset, seed: int, life: ResumeState, *, skipped: Collection[str]
 ) -> Iterator[GroupRequest]:
     """The training tasks from where the run stands, but for those `skipped` by then; none if it would skip for ever."""
@@ -310,7 +316,7 @@ def _store(old: OldLogps) -> VersionStore | None:
     return None
 
 
-def build_speaker(
+def build_generator(
     config: RunConfig, policy: Policy, taskset: Taskset, engine: Engine | None = None
 ) -> Generator:
     """The engine, and the conversation format of the policy's tokenizer with the task set's tools."""
@@ -382,7 +388,7 @@ def build_taskset(config: TaskConfig) -> Taskset:
 
 
 def build_rollout(
-    config: RunConfig, taskset: Taskset, *, told: Callable[..., None] = lambda kind, **_: None
+    config: RunConfig, taskset: Taskset, *, on_event: Callable[..., None] = lambda kind, **_: None
 ) -> Callable[..., Rollout]:
     """What makes rollouts of this task set; those of agents that ask by themselves share one endpoint."""
     if not isinstance(taskset, ExternalAgent):
@@ -393,10 +399,10 @@ def build_rollout(
         )
     try:
         from unstale.rollout.endpoint.agents import AgentRollout
-        from unstale.rollout.endpoint.server import Endpoint
+        from unstale.rollout.endpoint.server import RecordingEndpoint
     except ModuleNotFoundError as error:
         raise ConfigError(f"an ExternalAgent needs {error.name}: {install('endpoint')}") from error
-    return partial(AgentRollout, endpoint=Endpoint(), told=told)
+    return partial(AgentRollout, endpoint=RecordingEndpoint(), on_event=on_event)
 
 
 def build_advantage(config: AdvantageConfig) -> Callable[[Sequence[Group]], list[ScoredTrajectory]]:

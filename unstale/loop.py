@@ -23,9 +23,11 @@ from unstale.model.policy import Policy
 from unstale.observe.recorder import Recorder
 from unstale.old_logps import OldLogps
 from unstale.records import Batch, Group, GroupRequest, ScoredTrajectory, Task, collate
-from unstale.rollout.episode import Rollout, describe, examine, require_finished
+from unstale.rollout import evaluation
+from unstale.rollout.episode import Rollout, require_finished
+from unstale.rollout.metrics import describe
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue, measure_staleness
-from unstale.rollout.timeouts import reraise_after, to_its_end
+from unstale.rollout.timeouts import reraise_after, run_to_completion
 from unstale.trainer.auditor import Auditor
 from unstale.trainer.local import LocalTrainer
 from unstale.weights.publish import Publisher
@@ -39,7 +41,7 @@ class RunComponents:
     stand: Progress
     begun: Sequence[GroupRequest]
     """What an earlier life of the run has handed out and not consumed, in order."""
-    handouts: Iterator[GroupRequest]
+    requests: Iterator[GroupRequest]
     held_out: Sequence[Task]
     engine: Engine
     rollout: Rollout
@@ -100,23 +102,23 @@ async def run(parts: RunComponents) -> bool:
 async def produce(parts: RunComponents) -> None:
     """tasks -> groups. Waits for a ticket; settle() returns tickets."""
     async with asyncio.TaskGroup() as in_flight:
-        for handout in parts.begun:
-            await parts.line.readmit(handout.number, partial(roll, parts, handout), in_flight)
-        for handout in parts.handouts:
-            await parts.line.admit(partial(roll, parts, handout), in_flight)
+        for request in parts.begun:
+            await parts.line.readmit(request.number, partial(roll, parts, request), in_flight)
+        for request in parts.requests:
+            await parts.line.admit(partial(roll, parts, request), in_flight)
         parts.line.close(
             f"{parts.config.task.env} ran out of tasks: train() has to be endless, and most of it to work"
         )
 
 
-async def roll(parts: RunComponents, handout: GroupRequest) -> Group:
+async def roll(parts: RunComponents, request: GroupRequest) -> Group:
     """task -> group. It is in the journal before the line has it."""
-    if not handout.begun:
-        parts.journal.hand_out(handout)
+    if not request.begun:
+        parts.journal.add_request(request)
     group = await parts.rollout.group(
-        handout, size=parts.config.schedule.group_size, begin=parts.journal.begin
+        request, size=parts.config.schedule.group_size, open_writer=parts.journal.begin
     )
-    if not handout.finished:
+    if not request.finished:
         await parts.journal.finish(group)
     return group
 
@@ -157,12 +159,12 @@ async def advance(
         batch, groups, lag=parts.policy.lag(batch.version), bound=parts.line.bound
     )
     learnt = await learn(batch, parts, step, settled)
-    parts.ledger.settle(batch.episodes)
+    parts.ledger.discard(batch.episodes)
     parts.journal.consume(groups, step=step, version=parts.policy.version)
     parts.log.trajectories(step, groups)
     trained_on, parts.policy.version = parts.policy.version, parts.policy.version + 1
     parts.ledger.told.clear()
-    spent = {**rates(parts.engine.metrics()), **parts.rollout.spent.read("rollout")}
+    spent = {**rates(parts.engine.metrics()), **parts.rollout.wait_times.read("rollout")}
     spent["trainer/processor_s"] = time.process_time()
     return {**waits, "version": trained_on, **describe(groups), **ages, **learnt, **spent}
 
@@ -179,7 +181,7 @@ async def settle(
         tasks.create_task(tell(parts, parts.ledger.versions))
         parts.line.release()
         if held:
-            took |= await to_its_end(save(parts, held))
+            took |= await run_to_completion(save(parts, held))
         if parts.held_out and (
             last or stand.step % (parts.config.eval.every or parts.config.steps) == 0
         ):
@@ -226,7 +228,7 @@ async def learn(
         await settled
         if number == 0 and parts.old.needs.closing:
             await parts.engine.interrupt()
-            waiting = parts.ledger.of(parts.policy.version, besides=batch.episodes)
+            waiting = parts.ledger.of_version(parts.policy.version, excluding=batch.episodes)
             await parts.beside(parts.old.closing, parts.policy, waiting)
         with parts.log.span("trainer", f"step {step}"):
             await parts.beside(parts.trainer.step)
@@ -272,7 +274,7 @@ async def evaluate(parts: RunComponents, step: int) -> Mapping[str, float]:
     """Held-out success of the version that the engine holds. The next optimizer step waits; episodes go on."""
     began = time.monotonic()
     with parts.log.span("eval", f"step {step}"):
-        graded = await examine(
+        graded = await evaluation.evaluate(
             parts.examination, parts.held_out, seed=parts.config.seed, progress=parts.log.phase
         )
     success, failed = graded.count(True) / len(graded), graded.count(None)

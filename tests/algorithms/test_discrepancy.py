@@ -18,7 +18,8 @@ from unstale.model.loading import DTYPES
 from unstale.model.policy import Policy
 from unstale.old_logps import Scoring
 from unstale.records import Batch, ScoredTrajectory, Trajectory, collate
-from unstale.rollout.episode import Generator, Rollout
+from unstale.rollout.episode import Rollout
+from unstale.rollout.generator import Generator
 from unstale.testing import nudge
 from unstale.weights.publish import DirectPublisher
 
@@ -41,7 +42,7 @@ def look(dtype: str) -> Seen:
 
     async def play() -> list[Trajectory]:
         engine = EmbeddedEngine(SHIPPED_POLICY, dtype=dtype, max_slots=8, max_context=512)  # type: ignore[arg-type]
-        speaker = Generator(engine, Chat(policy.tokenizer, tasks.tools), EngineConfig())
+        generator = Generator(engine, Chat(policy.tokenizer, tasks.tools), EngineConfig())
         arrived = asyncio.Event()
         pieces = []
 
@@ -50,7 +51,7 @@ def look(dtype: str) -> Seen:
             if len(pieces) == 12:  # in the middle of all episodes
                 arrived.set()
 
-        rollout = Rollout(speaker, tasks, RolloutConfig(), arrived=hear)
+        rollout = Rollout(generator, tasks, RolloutConfig(), on_piece=hear)
         publisher = DirectPublisher(engine, dtype=DTYPES[dtype])
         try:
             await engine.start()

@@ -109,12 +109,12 @@ def test_the_ledger_looks_only_at_what_it_answers() -> None:
     def asked(others: int) -> int:
         ledger = PendingPieces()
         for episode in range(others):
-            ledger.arrived(PendingPiece(episode, (1, 2), 1, Sampled((2,), (-0.1,), version=3)))
-        ledger.arrived(PendingPiece(others, (1, 2), 1, Sampled((2,), (-0.1,), version=4)))
+            ledger.add(PendingPiece(episode, (1, 2), 1, Sampled((2,), (-0.1,), version=3)))
+        ledger.add(PendingPiece(others, (1, 2), 1, Sampled((2,), (-0.1,), version=4)))
 
         def ask() -> None:
-            assert len(ledger.of(4)) == 1 and ledger.versions == {3, 4}
-            ledger.settle([others])
+            assert len(ledger.of_version(4)) == 1 and ledger.versions == {3, 4}
+            ledger.discard([others])
             assert ledger.versions == {3}
 
         return lines_run(ask)

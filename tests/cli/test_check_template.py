@@ -16,7 +16,7 @@ from unstale.cli.check_template import TOOLS, check_template, generate, verdicts
 from unstale.cli.main import main
 from unstale.envs import Message, ToolCall
 from unstale.envs.chat import CallForm, Chat
-from unstale.rollout.endpoint.conversation import Call, Conversation, Said, hand_out
+from unstale.rollout.endpoint.conversation import Call, Conversation, HistoryMessage, parse_reply
 
 CALL = ToolCall("look_up", {"key": "x"})
 THOUGHT = [
@@ -134,12 +134,14 @@ def test_a_reply_ends_with_whatever_the_model_names() -> None:
     assert chat.stop_tokens[0] == tokenizer.eos_token_id and set(chat.stop_tokens) == set(ends)
     assert Chat(tokenizer, ()).stop_tokens == (tokenizer.eos_token_id,)
     conversation = Conversation(chat)
-    asked = conversation.ask(Call((Said(Message("user", "q")),)))
-    said = hand_out(chat, '{"name": "a", "parameters": {}}', tools=True)
-    asked.branch.pieces.extend(asked.given)
+    asked = conversation.ask(Call((HistoryMessage(Message("user", "q")),)))
+    said = parse_reply(chat, '{"name": "a", "parameters": {}}', tools=True)
+    asked.branch.pieces.extend(asked.context)
     asked.branch.exchanges[-1].start = len(asked.branch.pieces)
-    conversation.answered(asked.branch, (said,), ended=True)
-    more = conversation.ask(Call((Said(Message("user", "q")), said, Said(Message("tool", "1")))))
+    conversation.add_answer(asked.branch, (said,), ended=True)
+    more = conversation.ask(
+        Call((HistoryMessage(Message("user", "q")), said, HistoryMessage(Message("tool", "1"))))
+    )
     assert decoded(chat, more.given[0].tokens).startswith(
         "<|start_header_id|>ipython<|end_header_id|>\n\n"
     )
@@ -188,9 +190,9 @@ def test_thoughts_are_apart_and_hold_no_calls() -> None:
 
 def test_thoughts_that_an_agent_places_are_written_where_the_template_has_them() -> None:
     placed = [
-        Said(Message("user", "q")),
-        Said(Message("assistant", "a"), "mine"),
-        Said(Message("tool", "t")),
+        HistoryMessage(Message("user", "q")),
+        HistoryMessage(Message("assistant", "a"), "mine"),
+        HistoryMessage(Message("tool", "t")),
     ]
     given = Conversation(chat := chat_of("qwen3")).ask(Call(tuple(placed))).given
     assert "<think>\nmine\n</think>\n\na" in decoded(chat, given[0].tokens)
@@ -310,7 +312,7 @@ def test_an_answer_that_is_not_known_again_is_caught(monkeypatch: pytest.MonkeyP
     """As if what is handed out were not what is remembered."""
     write = check_template_module.wire.message
 
-    def altered(said: Said, made: Any) -> dict[str, Any]:
+    def altered(said: HistoryMessage, made: Any) -> dict[str, Any]:
         return {**write(said, made), "content": f"{said.message.content}."}
 
     monkeypatch.setattr(check_template_module.wire, "message", altered)

@@ -15,7 +15,9 @@ from unstale.cli.grades import Estimate, Grade, estimate, pass_at, wilson
 from unstale.config import EngineConfig, RolloutConfig
 from unstale.engines import SamplingParams
 from unstale.engines.scripted import ScriptedEngine
-from unstale.rollout.episode import Generator, Rollout, examine
+from unstale.rollout.episode import Rollout
+from unstale.rollout.evaluation import evaluate
+from unstale.rollout.generator import Generator
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def test_attempts_at_a_task_differ_in_their_replies_alone() -> None:
                 tasks,
                 RolloutConfig(),
             )
-            return await examine(rollout, [TASK] * times, seed=0, progress=lambda *_, **__: None)
+            return await evaluate(rollout, [TASK] * times, seed=0, progress=lambda *_, **__: None)
 
         return noise, tasks.seeds, asyncio.run(main())
 

@@ -312,7 +312,7 @@ def test_an_environment_that_swallows_its_cancellation_is_cancelled_again(tmp_pa
 
 
 def test_out_of_tasks_is_an_error_that_says_so(tmp_path: Path) -> None:
-    says = r"EmptyLine: a batch takes 2 groups, 1 are open .* ran out of tasks"
+    says = r"QueueExhausted: a batch takes 2 groups, 1 are open .* ran out of tasks"
     with (
         played_with(lambda task, life: TwoTurns(task), lambda: iter(range(5))),
         pytest.raises(RunFailed, match=says),

@@ -28,7 +28,7 @@ from rich.console import Console
 from tests.cli.test_run import small
 from tests.test_loop import make, run
 from unstale.cli import main, session
-from unstale.cli.session import first_leaf
+from unstale.cli.session import first_error
 from unstale.config import ConfigError, install
 from unstale.durability.journal import (
     JOURNAL,
@@ -67,7 +67,7 @@ def trajectory(*pieces: Piece, episode: int = 0, reward: float = 1.0) -> Traject
     return Trajectory(pieces, {"r": reward}, "done", TASK, seed=episode + 70, episode=episode)
 
 
-def handout(number: int) -> GroupRequest:
+def request(number: int) -> GroupRequest:
     return GroupRequest(number, TASK, seed=5, place=number + 3)
 
 
@@ -79,12 +79,12 @@ def train_on(journal: Journal, group: Group, *, step: int, version: int) -> None
 
 def record(journal: Journal, group: Group) -> None:
     """What the loop and the rollout write of one group, up to its end."""
-    journal.hand_out(handout(group.number))
+    journal.add_request(request(group.number))
     for sibling, told in enumerate(group.trajectories):
         page = journal.begin(group.number, sibling, episode=told.episode, seed=told.seed)
         for position, piece in enumerate(told.pieces):
-            page.piece(position, piece)
-        page.ended(told)
+            page.write_piece(position, piece)
+        page.write_outcome(told)
     asyncio.run(journal.finish(group))
 
 
@@ -176,7 +176,7 @@ def test_a_failed_attempt_is_kept_and_the_last_one_of_each_episode_counts(tmp_pa
     broken = Failure(TASK, "step 1", "EnvError: \ud800 gone", turns=1, sampled_tokens=2)
     told = trajectory(ContextPiece((1,)), Sampled((2,), (-0.5,), 0), episode=2)
     with Journal(tmp_path / JOURNAL) as journal:
-        journal.hand_out(handout(0))
+        journal.add_request(request(0))
         for sibling, episode, outcome in (
             (0, 0, broken),
             (1, 1, broken),
@@ -185,8 +185,8 @@ def test_a_failed_attempt_is_kept_and_the_last_one_of_each_episode_counts(tmp_pa
         ):
             page = journal.begin(0, sibling, episode=episode, seed=told.seed)
             for position, piece in enumerate(told.pieces):
-                page.piece(position, piece)
-            page.ended(outcome)
+                page.write_piece(position, piece)
+            page.write_outcome(outcome)
         asyncio.run(journal.finish(Group(TASK, (told,), (broken,))))
     with Journal.read(tmp_path) as read:
         found = read.group(0)
@@ -201,7 +201,7 @@ def test_a_barrier_means_that_another_connection_sees_it(
     monkeypatch.setattr(writer, "WINDOW_S", 30.0)  # nothing but a barrier commits within the test
     with Journal(tmp_path / JOURNAL) as journal:
         record(journal, group(0))
-        journal.hand_out(handout(1))
+        journal.add_request(request(1))
         with Journal.read(tmp_path) as read:
             assert (
                 read.group(0) == group(0)
@@ -217,7 +217,7 @@ def test_a_barrier_means_that_another_connection_sees_it(
 
 def test_what_is_written_is_committed_without_a_barrier_too(tmp_path: Path) -> None:
     with Journal(tmp_path / JOURNAL) as journal:
-        journal.hand_out(handout(0))
+        journal.add_request(request(0))
         deadline = time.monotonic() + 60
         while not _groups(tmp_path):
             assert time.monotonic() < deadline, "nothing was committed"
@@ -252,7 +252,7 @@ def test_consumption_becomes_true_with_the_checkpoint_that_holds_its_effect(tmp_
     with Journal.read(tmp_path) as read:
         assert [handed.ended for handed in read.groups()] == [
             "consumed"
-        ] * 3 and read.handouts() == []
+        ] * 3 and read.requests() == []
         assert read.checkpoints() == [Marked(0, 2, 3, "all")]
 
 
@@ -267,7 +267,7 @@ def test_a_rewind_undoes_what_was_consumed_and_no_more_or_everything(
             journal.write(step, {"loss": step})
             journal.event("eval", step=step)
             train_on(journal, group(step), step=step, version=step)
-        journal.hand_out(handout(3))
+        journal.add_request(request(3))
         journal.rewind(1, everything=everything)
         with Journal.read(tmp_path) as read:
             assert [mark.step for mark in read.checkpoints()] == [0, 1] and check(read) == []
@@ -281,7 +281,7 @@ def test_a_rewind_undoes_what_was_consumed_and_no_more_or_everything(
             ][: 3 - everything]
             assert read.versions() == [0, 1, 2][: 3 - everything]
             assert read.counts() == ((2, 5, 4) if everything else (4, 7, 6))
-            assert [(each.number, each.finished) for each in read.handouts()] == (
+            assert [(each.number, each.finished) for each in read.requests()] == (
                 [] if everything else [(2, True), (3, False)]
             )
         if everything:
@@ -298,27 +298,27 @@ def test_what_is_open_is_handed_out_again_with_all_that_is_known_of_it(tmp_path:
     first, said = ContextPiece((1,)), Sampled((2,), (-0.5,), 0)
     with Journal(tmp_path / JOURNAL) as journal:
         asyncio.run(journal.publishing(0))
-        journal.hand_out(handout(0))
+        journal.add_request(request(0))
         for sibling, episode in ((0, 0), (1, 1), (2, 2), (0, 3)):
             page = journal.begin(0, sibling, episode=episode, seed=7)
             if episode == 0:
-                page.ended(broken)
+                page.write_outcome(broken)
                 continue
-            page.piece(0, first)
+            page.write_piece(0, first)
             if episode == 2:
-                page.restarted("it said something else", turns=1, sampled_tokens=4)
+                page.write_restart("it said something else", turns=1, sampled_tokens=4)
             else:
-                page.snapshot(1, "at the first")
-                page.piece(1, said)
-                page.snapshot(2, "at the second")
+                page.write_snapshot(1, "at the first")
+                page.write_piece(1, said)
+                page.write_snapshot(2, "at the second")
         page = journal.begin(0, 1, episode=1, seed=7, again=True)
         told = trajectory(first, said, episode=1)
-        page.ended(told)
+        page.write_outcome(told)
         told_of = group(2, first, said)
         record(journal, told_of)
-        journal.hand_out(handout(3))
+        journal.add_request(request(3))
     with Journal.read(tmp_path) as read:
-        one, two, three = read.handouts()
+        one, two, three = read.requests()
         assert one.past == (
             EpisodeRecord(3, (first, said), None, failures=1, snapshot=(2, "at the second")),
             EpisodeRecord(1, (first, said), replace(told, seed=7), snapshot=(2, "at the second")),
@@ -392,14 +392,14 @@ def test_the_tables_refuse_what_may_not_be(
 KILLED = """
 import asyncio, os, signal
 from pathlib import Path
-from tests.durability.test_journal import group, handout, record, train_on
+from tests.durability.test_journal import group, request, record, train_on
 from unstale.durability.journal import JOURNAL, Journal
 journal = Journal(Path(os.environ["RUN"]) / JOURNAL).__enter__()
 asyncio.run(journal.publishing(0))
 for number in range(20):
     record(journal, group(number))
     train_on(journal, group(number), step=number, version=0)
-journal.hand_out(handout(20))
+journal.add_request(request(20))
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -468,12 +468,12 @@ def test_a_fault_while_writing_is_told_at_the_barrier_and_to_who_watches(
 def test_results_are_counted_of_finished_and_of_all_episodes(tmp_path: Path) -> None:
     with Journal(tmp_path / JOURNAL) as journal:
         record(journal, group(0))  # two episodes of one result each
-        journal.hand_out(handout(1))
+        journal.add_request(request(1))
         page = journal.begin(1, 0, episode=2, seed=7)
         for position, piece in enumerate(
             [ContextPiece((1,)), Sampled((2,), (-0.5,), 0), ContextPiece((3,)), ContextPiece((4,))]
         ):
-            page.piece(position, piece)
+            page.write_piece(position, piece)
     with Journal.read(tmp_path) as reader:
         assert list(reader.rows(RESULTS)) == [(2, 4)]
 
@@ -701,7 +701,7 @@ def test_a_journal_that_fails_ends_the_run_with_its_error(tmp_path: Path) -> Non
     with pytest.raises(ExceptionGroup) as failure:
         run(parts)
     assert (
-        str(first_leaf(failure.value))
+        str(first_error(failure.value))
         == f"the journal {tmp_path / JOURNAL} failed: database or disk is full"
     )
 
@@ -845,8 +845,8 @@ def test_a_failure_that_nobody_waits_for_ends_the_run_and_is_its_cause(tmp_path:
     parts.journal.consume = spoil  # type: ignore[assignment]
     with pytest.raises(ExceptionGroup) as failures:
         asyncio.run(session._supervise(parts))
-    assert isinstance(first_leaf(failures.value), JournalError) and "no_such_table" in str(
-        first_leaf(failures.value)
+    assert isinstance(first_error(failures.value), JournalError) and "no_such_table" in str(
+        first_error(failures.value)
     )
     assert len(seen) < 100
 

@@ -154,7 +154,7 @@ def killed(name: str = "", number: int = 0) -> Iterator[None]:
             return
         with pytest.raises((Killed, BaseExceptionGroup)) as end:
             yield
-        assert isinstance(session.first_leaf(end.value), Killed), end.value
+        assert isinstance(session.first_error(end.value), Killed), end.value
         assert dead, f"there is no call {number} of {name}"
 
 

@@ -44,8 +44,8 @@ class Run:
         self.journal = journal
         self.groups = self.episodes = 0
 
-    def hand_out(self, task: Task = TASK) -> int:
-        self.journal.hand_out(GroupRequest(self.groups, task, seed=5, place=self.groups))
+    def add_request(self, task: Task = TASK) -> int:
+        self.journal.add_request(GroupRequest(self.groups, task, seed=5, place=self.groups))
         self.groups += 1
         return self.groups - 1
 
@@ -61,14 +61,14 @@ class Run:
         """`ended` is the reward of a finished one, or what became of it."""
         page = self.journal.begin(group, sibling, episode=self.episodes, seed=9)
         for position, piece in enumerate(pieces):
-            page.piece(position, piece)
+            page.write_piece(position, piece)
         if ended == "failed":
-            page.ended(Failure(TASK, "step 1", "EnvError: gone"))
+            page.write_outcome(Failure(TASK, "step 1", "EnvError: gone"))
         elif ended == "restarted":
-            page.restarted("other text", turns=1, sampled_tokens=1)
+            page.write_restart("other text", turns=1, sampled_tokens=1)
         elif not isinstance(ended, str):
             facts = {"success": success} if success >= 0 else {}
-            page.ended(
+            page.write_outcome(
                 Trajectory(tuple(pieces), {"a": ended}, "done", TASK, 9, self.episodes, facts=facts)
             )
         self.episodes += 1
@@ -90,7 +90,7 @@ def found(folder: Path) -> Survivors:
 def test_every_group_and_every_attempt_is_counted_by_how_it_ended(tmp_path: Path) -> None:
     with Journal(tmp_path / JOURNAL) as journal:
         run = Run(journal)
-        first, second, third, fourth = (run.hand_out() for _ in range(4))
+        first, second, third, fourth = (run.add_request() for _ in range(4))
         run.attempt(first, [ASKED, said(9), ASKED, said(4)], "failed")
         run.attempt(
             first, [ASKED, said(2), said(3, version=1), ASKED, said(1)], 1.0
@@ -141,7 +141,7 @@ def lose(folder: Path, chance: dict[int, float]) -> tuple[str, bool]:
     rng = random.Random(4)
     with Journal(folder / JOURNAL) as journal:
         run = Run(journal)
-        groups = [run.hand_out() for _ in range(100)]
+        groups = [run.add_request() for _ in range(100)]
         for group in groups:
             for sibling in range(4):
                 count = rng.choice((10, 20, 30))
@@ -177,7 +177,7 @@ def test_nine_are_too_few() -> None:
 def test_open_ones_are_neither_kept_nor_lost(tmp_path: Path) -> None:
     with Journal(tmp_path / JOURNAL) as journal:
         run = Run(journal)
-        done, going_on = run.hand_out(), run.hand_out()
+        done, going_on = run.add_request(), run.add_request()
         for sibling in range(20):
             run.attempt(done, [ASKED, said(10)], 1.0, sibling=sibling)
             run.attempt(going_on, [ASKED, said(500)], sibling=sibling)
@@ -196,7 +196,7 @@ def test_environments_are_told_apart(tmp_path: Path) -> None:
     with Journal(tmp_path / JOURNAL) as journal:
         run = Run(journal)
         for env in ("desk", "abacus"):
-            run.attempt(run.hand_out(Task(env, "train", 0)), [ASKED, said(len(env))], 1.0)
+            run.attempt(run.add_request(Task(env, "train", 0)), [ASKED, said(len(env))], 1.0)
     places = found(tmp_path).places
     assert [(place.env, place.kinds["waiting"].tokens.mean) for place in places] == [
         ("abacus", 6),
@@ -214,7 +214,7 @@ def a_run(folder: Path) -> Path:
     (folder / "config.json").write_text("{}")
     with Journal(folder / JOURNAL) as journal:
         run = Run(journal)
-        group = run.hand_out()
+        group = run.add_request()
         run.attempt(group, [ASKED, said(12)], 1.0)
         run.finish(group)
     return folder

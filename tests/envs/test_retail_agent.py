@@ -35,9 +35,10 @@ from unstale.envs.retail import RetailTasks
 from unstale.model.policy import Policy
 from unstale.records import ContextPiece, Piece, Sampled, Trajectory
 from unstale.rollout.endpoint.agents import AgentRollout
-from unstale.rollout.endpoint.server import Endpoint
-from unstale.rollout.endpoint.session import Session
-from unstale.rollout.episode import Generator, Rollout
+from unstale.rollout.endpoint.server import RecordingEndpoint
+from unstale.rollout.endpoint.session import AgentSession
+from unstale.rollout.episode import Rollout
+from unstale.rollout.generator import Generator
 
 CHAT = Chat(AutoTokenizer.from_pretrained(SHIPPED_POLICY), RetailTasks(level=1).tools)
 
@@ -70,15 +71,15 @@ class Witness:
         patch.setattr(EmbeddedEngine, "sample", seen)
 
     def _watch_addresses(self, patch: pytest.MonkeyPatch) -> None:
-        opened = Endpoint.opened
+        opened = RecordingEndpoint.opened
 
         @contextmanager
-        def seen(endpoint: Endpoint, session: Session) -> Iterator[str]:
+        def seen(endpoint: RecordingEndpoint, session: AgentSession) -> Iterator[str]:
             with opened(endpoint, session) as address:
                 self._episodes[address] = session.recorded[0].episode
                 yield address
 
-        patch.setattr(Endpoint, "opened", seen)
+        patch.setattr(RecordingEndpoint, "opened", seen)
 
     def _watch_sdk(self, patch: pytest.MonkeyPatch) -> None:
         create = AsyncCompletions.create
@@ -186,12 +187,12 @@ def tokens_of(pieces: Sequence[Piece]) -> tuple[int, ...]:
 
 def test_an_episode_is_the_environments_own_token_for_token() -> None:
     engine = EmbeddedEngine(SHIPPED_POLICY, dtype="float32", max_slots=16, max_context=512)
-    speaker = Generator(engine, CHAT, EngineConfig(max_context=512))
+    generator = Generator(engine, CHAT, EngineConfig(max_context=512))
 
     async def main() -> list[list[Trajectory]]:
-        endpoint, tasks, found = Endpoint(), retail_agent.tasks(), []
-        native = Rollout(speaker, RetailTasks(level=1), RolloutConfig())
-        agents = AgentRollout(speaker, tasks, RolloutConfig(), endpoint=endpoint)
+        endpoint, tasks, found = RecordingEndpoint(), retail_agent.tasks(), []
+        native = Rollout(generator, RetailTasks(level=1), RolloutConfig())
+        agents = AgentRollout(generator, tasks, RolloutConfig(), endpoint=endpoint)
         await engine.start()
         await engine.load(Policy.load(SHIPPED_POLICY).weights(), version=0)
         await engine.resume()

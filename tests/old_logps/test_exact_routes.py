@@ -512,7 +512,7 @@ def routed(
     """The same run with another route, and a learning rate at which versions can be told apart."""
 
     def arrived(piece: PendingPiece) -> None:
-        parts.ledger.arrived(piece)
+        parts.ledger.add(piece)
         old.arrived(piece)
 
     config = replace(
@@ -527,7 +527,7 @@ def routed(
         config=config,
         old=old,
         rollout=Rollout(
-            parts.rollout.speaker, parts.rollout.taskset, config.rollout, arrived=arrived
+            parts.rollout.generator, parts.rollout.taskset, config.rollout, on_piece=arrived
         ),
         trainer=LocalTrainer(
             parts.policy, config.trainer, rules, old, num_steps=config.steps * minibatches_per_batch

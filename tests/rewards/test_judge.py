@@ -29,7 +29,8 @@ from unstale.rewards.judge import (
     Verdict,
     read_verdict,
 )
-from unstale.rollout.episode import Generator, Rollout
+from unstale.rollout.episode import Rollout
+from unstale.rollout.generator import Generator
 
 GOOD = '{"reason": "as it should be", "score": 7}'
 PLENTY = Budget(calls=100, tokens=10**6)
@@ -293,10 +294,10 @@ def test_a_budget_that_is_spent_fails_the_episode_and_is_no_reward(model: Model)
             return env
 
     async def main() -> list[Any]:
-        speaker = Generator(
+        generator = Generator(
             await awake(ScriptedEngine(lambda tokens, params: [END])), LetterChat(), EngineConfig()
         )
-        rollout = Rollout(speaker, JudgedTasks(), RolloutConfig(retries=1))
+        rollout = Rollout(generator, JudgedTasks(), RolloutConfig(retries=1))
         first = await rollout.episode(TASK, env_seed=1, noise_seed=2)
         model.answers = [completion("no verdict")]
         return [first, await rollout.episode(TASK, env_seed=1, noise_seed=3)]

@@ -16,7 +16,8 @@ from unstale.envs.calculator import CalculatorTasks
 from unstale.records import Failure, Trajectory
 from unstale.rewards import exact_match, json_schema, numeric, weighted
 from unstale.rewards.programs import unit_tests
-from unstale.rollout.episode import Generator, Rollout
+from unstale.rollout.episode import Rollout
+from unstale.rollout.generator import Generator
 from unstale.testing import check_env
 
 
@@ -123,10 +124,10 @@ class Weighing(Tasks):
 
 def play(tasks: Tasks) -> Trajectory | Failure:
     async def main() -> Trajectory | Failure:
-        speaker = Generator(
+        generator = Generator(
             await awake(ScriptedEngine(lambda tokens, params: [END])), LetterChat(), EngineConfig()
         )
-        return await Rollout(speaker, tasks, RolloutConfig(retries=0)).episode(
+        return await Rollout(generator, tasks, RolloutConfig(retries=0)).episode(
             TASK, env_seed=1, noise_seed=2
         )
 

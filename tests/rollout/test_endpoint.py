@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from itertools import groupby
-from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
@@ -28,8 +27,15 @@ from unstale.envs.external import ExternalAgent
 from unstale.records import Piece, Provenance, Sampled, Trajectory
 from unstale.rollout.endpoint import conversation as conversation_room
 from unstale.rollout.endpoint import server, wire
-from unstale.rollout.endpoint.conversation import Asked, Branch, Call, Conversation, Said, hand_out
-from unstale.rollout.endpoint.session import Session
+from unstale.rollout.endpoint.conversation import (
+    Branch,
+    Call,
+    Continuation,
+    Conversation,
+    HistoryMessage,
+    parse_reply,
+)
+from unstale.rollout.endpoint.session import AgentSession, generation_options
 
 THINKING = QWEN.replace("<think>\\n\\n</think>\\n\\n", "").replace(
     "{%- if add_generation_prompt %}", "{# </think> ends thoughts #}{%- if add_generation_prompt %}"
@@ -195,7 +201,7 @@ class Harness:
             return
         self.check_fork(asked, before)
         branch = asked.branch
-        branch.pieces.extend(asked.given)
+        branch.pieces.extend(asked.context)
         since = branch.exchanges[-1].start
         assert flat(branch.pieces[:since]) in self.expected(call, tools), (
             "another context than the history stands for"
@@ -203,18 +209,18 @@ class Harness:
         if self.draw.random() < 0.1:
             self.speak(branch, self.sample())
             self.given_up = history, tools
-            return self.conversation.abandoned(branch)
+            return self.conversation.abandon(branch)
         ended = self.draw.random() < 0.7
         self.speak(branch, self.sample() + [self.draw.choice(self.chat.stop_tokens)] * ended)
         tokens = flat(branch.pieces[since:])
-        said = hand_out(self.chat, self.chat.text(tokens), tools=bool(tools))
-        self.conversation.answered(branch, (said,), ended=ended)
+        said = parse_reply(self.chat, self.chat.text(tokens), tools=bool(tools))
+        self.conversation.add_answer(branch, (said,), ended=ended)
         record = wire.message(said, "call_{}".format)
         self.histories.append(([*history, self.again(record)], tools))
         self.known[_said([*call.history, said], tools)].add((flat(branch.pieces), ended))
         self.spoken[_said([said], ())] = tokens, ended
 
-    def check_fork(self, asked: Asked, before: list[list[Piece]]) -> None:
+    def check_fork(self, asked: Continuation, before: list[list[Piece]]) -> None:
         """A branch begins with its parent's tokens, as context; nobody else is touched."""
         assert [branch.pieces for branch in self.conversation.branches[: len(before)]] == before
         if not asked.fork:
@@ -224,7 +230,7 @@ class Harness:
         parent = self.conversation.branches[asked.fork.parent]
         if asked.fork.exchanges:
             shared = flat(parent.pieces[: parent.exchanges[asked.fork.exchanges - 1].end])
-            assert flat(asked.given)[: len(shared)] == shared
+            assert flat(asked.context)[: len(shared)] == shared
 
     def expected(self, call: Call, tools: tuple[Any, ...]) -> set[tuple[int, ...]]:
         """The longest history that is known, and what comes after it."""
@@ -645,7 +651,7 @@ def test_what_is_streamed_is_how_the_answer_begins_wherever_it_is_cut(template: 
         for end in range(len(tokens) + 1):
             text = chat.text(tokens[:end])
             cut = min((text.index(stop) for stop in stops if stop in text), default=None)
-            told = wire.message(hand_out(chat, text[:cut], tools=asked.calls), "call_{}".format)
+            told = wire.message(parse_reply(chat, text[:cut], tools=asked.calls), "call_{}".format)
             for name, known in form.certain(text, asked).items():
                 sent[name] = max(known, sent.get(name, ""), key=len)
                 assert (told.get(name) or "").startswith(sent[name]), (text, told, sent)
@@ -689,9 +695,9 @@ def test_who_hangs_up_ends_the_reply_and_may_ask_again_for_the_rest() -> None:
 def test_who_hangs_up_at_any_moment_may_ask_again_without_a_fork(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    calls, go, start = list[int](), asyncio.Event(), Session.start
+    calls, go, start = list[int](), asyncio.Event(), AgentSession.start
 
-    def hung_up(self: Session, request: wire.Request, heard: Any) -> Any:
+    def hung_up(self: AgentSession, request: wire.CompletionRequest, heard: Any) -> Any:
         """Each call was asked before, by somebody who hung up after as many turns of the loop as there were calls."""
         calls.append(1)
         go.clear()
@@ -707,7 +713,7 @@ def test_who_hangs_up_at_any_moment_may_ask_again_without_a_fork(
 
         return self.calls.create_task(again())
 
-    monkeypatch.setattr(Session, "start", hung_up)
+    monkeypatch.setattr(AgentSession, "start", hung_up)
 
     async def slow(tokens: Sequence[int], params: SamplingParams) -> None:
         await go.wait()
@@ -812,12 +818,12 @@ def test_a_call_that_cannot_be_written_back_is_text() -> None:
     for depth in (1, 50, 98, 150, *range(600, 1000, 10), 5000):
         nested = '{"a": ' + "[" * depth + "]" * depth + "}"
         text = f'<tool_call>\n{{"name": "f", "arguments": {nested}}}\n</tool_call>'
-        said = hand_out(CHAT, text, tools=True)
+        said = parse_reply(CHAT, text, tools=True)
         told = wire.message(said, "call_{}".format)
         assert bool(told.get("tool_calls")) == (depth < 99)
         assert told["content"] == (None if depth < 99 else text)
         (again,) = wire.read_chat({"messages": [told]}, temperature=1.0).call.history
-        assert isinstance(again, Said) and again.key == said.key
+        assert isinstance(again, HistoryMessage) and again.key == said.key
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
@@ -830,7 +836,7 @@ def test_thoughts_are_heard_in_either_field(field: str) -> None:
         field: "edited",
     }
     (said,) = wire.read_chat({"messages": [told]}, temperature=1.0).call.history
-    assert isinstance(said, Said) and said.thoughts == "edited"
+    assert isinstance(said, HistoryMessage) and said.thoughts == "edited"
 
 
 def test_a_text_that_ends_a_reply_is_found_in_few_looks_where_it_first_stands(
@@ -838,7 +844,7 @@ def test_a_text_that_ends_a_reply_is_found_in_few_looks_where_it_first_stands(
 ) -> None:
     read, text = [], Chat.text
     monkeypatch.setattr(Chat, "text", lambda *said, **how: read.append(1) or text(*said, **how))
-    draw, voice = random.Random(0), SimpleNamespace(chat=CHAT)
+    draw = random.Random(0)
     for _ in range(200):
         tokens = says(
             "".join(draw.choice(TEXTS) for _ in range(draw.randrange(1, 30))),
@@ -851,9 +857,9 @@ def test_a_text_that_ends_a_reply_is_found_in_few_looks_where_it_first_stands(
             "stop": [whole_text[at : at + draw.choice((1, 2, 9))] or "never", "<tool_call>"],
         }
         asked = wire.read_chat(body, temperature=1.0)
-        manner = Session._manner(SimpleNamespace(voice=voice), asked, lambda text: None)
+        options = generation_options(CHAT, asked, lambda text: None)
         read.clear()
-        found, looks = manner.find_end(tokens), len(read)
+        found, looks = options.find_end(tokens), len(read)
         ends = (
             k
             for k in range(len(tokens) + 1)
@@ -879,8 +885,10 @@ def test_a_call_is_compared_with_every_branch_and_written_down_once(
                 lambda *said, **how: written.append(1) or dumps(*said, **how),
             )
             asked = conversation.ask(call)
-        asked.branch.pieces += [*asked.given, Sampled((5,), (-0.5,), 0)]
-        conversation.answered(asked.branch, (Said(Message("assistant", f"{step}")),), ended=False)
+        asked.branch.pieces += [*asked.context, Sampled((5,), (-0.5,), 0)]
+        conversation.add_answer(
+            asked.branch, (HistoryMessage(Message("assistant", f"{step}")),), ended=False
+        )
         assert len(conversation.branches) == step and len(written) <= len(history) + 4
 
 

@@ -26,14 +26,11 @@ from unstale.records import (
     Task,
     Trajectory,
 )
-from unstale.rollout.episode import (
-    Generator,
-    Rollout,
-    TooManyFailures,
-    derive_seed,
-    describe,
-    examine,
-)
+from unstale.rollout.episode import Rollout, TooManyFailures
+from unstale.rollout.evaluation import evaluate
+from unstale.rollout.generator import Generator
+from unstale.rollout.metrics import describe
+from unstale.rollout.seeds import derive_seed
 
 END = ord(".")
 TASK = Task("toy", "train", 1)
@@ -113,10 +110,10 @@ def play(
 
     async def main() -> Trajectory | Failure:
         engine = await awake(ScriptedEngine(say))
-        speaker = Generator(
+        generator = Generator(
             engine, LetterChat(), EngineConfig(max_completion_tokens=8, **rooms.pop("engine", {}))
         )
-        rollout = Rollout(speaker, tasks, RolloutConfig(**rooms), arrived=arrived.append)
+        rollout = Rollout(generator, tasks, RolloutConfig(**rooms), on_piece=arrived.append)
         return await rollout.episode(TASK, env_seed=7, noise_seed=8)
 
     return asyncio.run(main()), arrived
@@ -207,8 +204,8 @@ def test_an_interrupted_reply_continues_from_its_own_tokens_under_the_next_versi
 
     async def main() -> Trajectory | Failure:
         await awake(engine, version=4)
-        speaker = Generator(engine, LetterChat(), EngineConfig(max_completion_tokens=8))
-        rollout = Rollout(speaker, Tasks([says("hi"), over()]), RolloutConfig())
+        generator = Generator(engine, LetterChat(), EngineConfig(max_completion_tokens=8))
+        rollout = Rollout(generator, Tasks([says("hi"), over()]), RolloutConfig())
         async with asyncio.TaskGroup() as group:
             episode = group.create_task(rollout.episode(TASK, env_seed=1, noise_seed=2))
             await fourth.wait()
@@ -359,7 +356,7 @@ def test_an_examination_grades_every_task_and_tells_how_far_it_is() -> None:
             Generator(engine, LetterChat(), EngineConfig()), tasks, RolloutConfig(retries=0)
         )
         ask = [Task("toy", "held-out", index) for index in range(3)]
-        return await examine(
+        return await evaluate(
             rollout,
             ask,
             seed=0,
@@ -385,16 +382,16 @@ class Notebook:
         self.told.append(("begin", episode, again))
         return self
 
-    def piece(self, position: int, piece: Piece) -> None:
+    def write_piece(self, position: int, piece: Piece) -> None:
         self.told.append((position, "".join(map(chr, piece.tokens))))
 
-    def snapshot(self, num_pieces: int, state: str) -> None:
+    def write_snapshot(self, num_pieces: int, state: str) -> None:
         self.told.append(("snapshot", num_pieces, state))
 
-    def ended(self, outcome: Trajectory | Failure) -> None:
+    def write_outcome(self, outcome: Trajectory | Failure) -> None:
         self.told.append(("ended", type(outcome).__name__))
 
-    def restarted(self, reason: str, *, turns: int, sampled_tokens: int) -> None:
+    def write_restart(self, reason: str, *, turns: int, sampled_tokens: int) -> None:
         self.told.append(("restarted", reason, turns, sampled_tokens))
 
 
@@ -426,12 +423,12 @@ def go_on(
 
     async def main() -> Trajectory | Failure:
         awakened = await awake(ScriptedEngine(say), version=4)
-        speaker = Generator(
+        generator = Generator(
             awakened, LetterChat(), EngineConfig(max_completion_tokens=8, **(engine or {}))
         )
-        rollout = Rollout(speaker, tasks, RolloutConfig(retries=retries))
+        rollout = Rollout(generator, tasks, RolloutConfig(retries=retries))
         rollout.restore(20, ())
-        return await rollout.episode(TASK, env_seed=7, noise_seed=8, begin=book, past=past)
+        return await rollout.episode(TASK, env_seed=7, noise_seed=8, open_writer=book, record=past)
 
     return asyncio.run(main()), book.told, asked
 

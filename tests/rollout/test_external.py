@@ -50,8 +50,8 @@ from unstale.records import (
 )
 from unstale.rollout.endpoint.agents import AgentRollout
 from unstale.rollout.endpoint.check import check_agent
-from unstale.rollout.endpoint.server import Endpoint
-from unstale.rollout.episode import Generator
+from unstale.rollout.endpoint.server import RecordingEndpoint
+from unstale.rollout.generator import Generator
 
 CHAT = Chat(AutoTokenizer.from_pretrained(SHIPPED_POLICY), ())
 TASK = Task("sums", "train", 0)
@@ -83,7 +83,7 @@ class World:
         self.events: list[dict[str, Any]] = []
         self.arrived: list[Any] = []
         self.failures: list[tuple[int, Failure, bool]] = []
-        self.endpoint = Endpoint()
+        self.endpoint = RecordingEndpoint()
         self.room = {"max_context": 512}
 
     def _say(self, tokens: Sequence[int], params: SamplingParams) -> Sequence[int]:
@@ -97,9 +97,9 @@ class World:
             tasks,
             self.config,
             endpoint=self.endpoint,
-            told=lambda kind, **fields: self.events.append({"kind": kind, **fields}),
-            arrived=self.arrived.append,
-            gave_up=lambda *failure: self.failures.append(failure),
+            on_event=lambda kind, **fields: self.events.append({"kind": kind, **fields}),
+            on_piece=self.arrived.append,
+            on_failure=lambda *failure: self.failures.append(failure),
         )
 
     @asynccontextmanager
@@ -340,7 +340,7 @@ def test_what_an_agent_waits_for_and_its_own_time_are_told_apart() -> None:
                 time.monotonic(),
             )
             whole(await rollout.episode(TASK, env_seed=7, noise_seed=8))
-            return rollout.spent.read("rollout"), time.monotonic() - began
+            return rollout.wait_times.read("rollout"), time.monotonic() - began
 
     spent, took = asyncio.run(main())
     assert spent["rollout/tools_s"] >= 0.59 and spent["rollout/replies_s"] >= 0.1
@@ -443,7 +443,7 @@ def test_an_engines_death_ends_the_run_and_not_the_episode() -> None:
 
     with pytest.raises(ExceptionGroup) as caught:
         World(dies, retries=3).play(with_sdk)
-    error = session.first_leaf(caught.value)
+    error = session.first_error(caught.value)
     assert isinstance(error, EngineDied)
 
 
@@ -487,25 +487,25 @@ def halves(folder: Path, agent: Any, *, after: int) -> tuple[Group, World, World
             try:
                 async with world.open():
                     rollout = world.rollout(ExternalAgent(agent, SUMS, name="sums"))
-                    journal.hand_out(handout)
+                    journal.add_request(request)
                     await journal.publishing(0)
-                    await rollout.group(handout, size=2, begin=journal.begin)
+                    await rollout.group(request, size=2, open_writer=journal.begin)
             finally:
                 journal.flush()
 
     async def go_on(world: World) -> Group:
         with Journal.read(folder) as reader:
-            (past,) = reader.handouts()
+            (past,) = reader.requests()
             counts = reader.counts()
         with Journal(folder / "journal.sqlite") as journal:
             async with world.open():
                 rollout = world.rollout(ExternalAgent(agent, SUMS, name="sums"))
                 rollout.restore(counts[2], ())
-                group = await rollout.group(past, size=2, begin=journal.begin)
+                group = await rollout.group(past, size=2, open_writer=journal.begin)
                 await journal.finish(group)
         return group
 
-    handout = GroupRequest(0, TASK, 0, 0)
+    request = GroupRequest(0, TASK, 0, 0)
     first, second = (
         World(say),
         World(lambda tokens, params: says(f"so {len(tokens)} {params.seed % 1000}")),
@@ -522,7 +522,7 @@ def test_an_episode_with_forks_goes_on_from_its_journal_token_for_token(
     group, first, second = halves(tmp_path, patient, after=after)
     assert len(group.trajectories) == 2 and not group.failures
     assert len(first.sampled) + len(second.sampled) == 4, "what was recorded is not sampled again"
-    assert not any("not_again" in str(event) for event in second.events)
+    assert not any("not_replayed" in str(event) for event in second.events)
     again = World(lambda tokens, params: says(f"so {len(tokens)} {params.seed % 1000}"))
 
     async def undisturbed() -> Group:
@@ -562,12 +562,14 @@ def test_an_episode_whose_first_call_was_never_answered_is_what_its_branches_sai
     async def main(journal: Journal) -> Group:
         async with world.open():
             rollout = world.rollout(ExternalAgent(hangs_up, SUMS, name="sums"))
-            journal.hand_out(GroupRequest(0, TASK, 0, 0))
+            journal.add_request(GroupRequest(0, TASK, 0, 0))
             await journal.publishing(0)
-            group = await rollout.group(GroupRequest(0, TASK, 0, 0), size=1, begin=journal.begin)
+            group = await rollout.group(
+                GroupRequest(0, TASK, 0, 0), size=1, open_writer=journal.begin
+            )
             journal.flush()
             with Journal.read(tmp_path) as reader:
-                assert reader.handouts()[0].past[0].outcome == group.trajectories[0]
+                assert reader.requests()[0].past[0].outcome == group.trajectories[0]
             await journal.finish(group)
             return group
 

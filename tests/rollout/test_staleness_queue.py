@@ -24,8 +24,8 @@ from unstale.records import (
     collate,
 )
 from unstale.rollout.staleness_queue import (
-    EmptyLine,
     PendingPieces,
+    QueueExhausted,
     StalenessError,
     StalenessQueue,
     measure_staleness,
@@ -175,13 +175,13 @@ def piece(episode: int, version: int) -> PendingPiece:
 def test_ledger_pins_a_version_until_its_last_piece_is_settled() -> None:
     ledger = PendingPieces()
     for episode, version in [(1, 0), (1, 1), (2, 1)]:
-        ledger.arrived(piece(episode, version))
+        ledger.add(piece(episode, version))
     assert ledger.versions == {0, 1}
-    assert [item.episode for item in ledger.of(1)] == [1, 2]
-    assert [item.episode for item in ledger.of(1, besides={2, 3})] == [1]
-    ledger.settle([1])
+    assert [item.episode for item in ledger.of_version(1)] == [1, 2]
+    assert [item.episode for item in ledger.of_version(1, excluding={2, 3})] == [1]
+    ledger.discard([1])
     assert ledger.versions == {1}
-    ledger.settle([2, 99])
+    ledger.discard([2, 99])
     assert ledger.versions == frozenset()
 
 
@@ -230,9 +230,11 @@ def line_of(open_groups: int, *, tickets_out: bool = False, closed: str = "") ->
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_line_that_can_never_be_filled_says_why(number: int) -> None:
     short = f"a batch takes 2 groups, {number} are open and no more will come: "
-    with pytest.raises(EmptyLine, match=short + "the shop ran out of tasks"):
+    with pytest.raises(QueueExhausted, match=short + "the shop ran out of tasks"):
         asyncio.run(line_of(number, closed="the shop ran out of tasks").take())
-    with pytest.raises(EmptyLine, match=short + "all 4 tickets are out, 0 of them never released"):
+    with pytest.raises(
+        QueueExhausted, match=short + "all 4 tickets are out, 0 of them never released"
+    ):
         asyncio.run(line_of(number, tickets_out=True).take())
 
 
@@ -244,7 +246,7 @@ def test_a_line_that_is_closed_while_somebody_waits_wakes_them() -> None:
         line.close("the end")
         await taking
 
-    with pytest.raises(EmptyLine, match="the end"):
+    with pytest.raises(QueueExhausted, match="the end"):
         asyncio.run(main())
 
 
@@ -257,7 +259,9 @@ def test_what_was_never_released_is_said() -> None:
                 0, lambda: asyncio.sleep(0, Group(Task("toy", "train", 0), ())), tasks
             )
             await line.take()
-            with pytest.raises(EmptyLine, match="all 1 tickets are out, 1 of them never released"):
+            with pytest.raises(
+                QueueExhausted, match="all 1 tickets are out, 1 of them never released"
+            ):
                 await line.take()
 
     asyncio.run(main())

@@ -22,7 +22,7 @@ from unstale.envs.chat import DAY, Chat
 from unstale.model.loading import load_tokenizer
 from unstale.records import Sampled
 from unstale.rollout.endpoint import wire
-from unstale.rollout.endpoint.conversation import Conversation, hand_out
+from unstale.rollout.endpoint.conversation import Conversation, parse_reply
 
 TOOLS: tuple[dict[str, Any], ...] = (
     {
@@ -310,12 +310,12 @@ def _is_known(chat: Chat, told: Told) -> Break | None:
             return Break(
                 f"an answer that is sent back as it was handed out begins a branch: {found.fork.reason}"
             )
-        found.branch.pieces.extend(found.given)
+        found.branch.pieces.extend(found.context)
         if at < len(told):
             tokens = _spoken(chat, told[at])
             found.branch.pieces.append(Sampled(tokens, (0.0,) * len(tokens), 0))
-            said = hand_out(chat, chat.text(tokens), tools=True)
-            conversation.answered(found.branch, (said,), ended=True)
+            said = parse_reply(chat, chat.text(tokens), tools=True)
+            conversation.add_answer(found.branch, (said,), ended=True)
             history.append(wire.message(said, "call_{}".format))
         at += 1
     return None

@@ -15,7 +15,7 @@ from unstale.durability.checkpoint import Checkpoint, CheckpointError, Checkpoin
 from unstale.durability.journal import JOURNAL, Journal, JournalError, Marked
 from unstale.durability.run_folder import CONFIG, RunFolder, plain
 from unstale.records import PendingPiece
-from unstale.rollout.episode import FAILED_WINDOW
+from unstale.rollout.episode import FAILURE_WINDOW
 
 Told = Callable[..., None]
 """Told of an event: its kind, and fields."""
@@ -111,16 +111,16 @@ def load_resume_state(
         checkpoints.forget(mark.version)
     with Journal.read(run) as reader:
         checkpoints.prune({mark.name for mark in reader.checkpoints()})
-        handouts = tuple(reader.handouts())
+        requests = tuple(reader.requests())
         admitted, place, episodes = reader.counts()
         life = ResumeState(
             stand=checkpoint.stand,
-            handouts=handouts,
+            requests=requests,
             admitted=admitted,
             place=place,
             episodes=episodes,
             quarantined=reader.given_up(config.rollout.retries),
-            outcomes=reader.outcomes(FAILED_WINDOW),
+            outcomes=reader.outcomes(FAILURE_WINDOW),
         )
         return Recalled(
             life, checkpoint, max(reader.versions(), default=-1), _jumps(marks), reader.steps()
@@ -145,7 +145,7 @@ def revive(
     if renumbered := highest > policy.version:
         policy.assign_new_version(highest + 1)
     past: defaultdict[int, list[PendingPiece]] = defaultdict(list)
-    for piece in (piece for handout in recalled.life.handouts for piece in handout.opens()):
+    for piece in (piece for request in recalled.life.requests for piece in request.opens()):
         past[piece.piece.version].append(piece)
     own = past.pop(policy.version, [])
     try:

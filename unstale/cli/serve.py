@@ -12,23 +12,24 @@ from rich.console import Console
 from unstale.build import build_sampler
 from unstale.cli.session import POLICY, limit_threads, running_generator, under_one_parent
 from unstale.config import ConfigError, RunConfig
-from unstale.rollout.endpoint.agents import AgentGenerator, AgentRollout
-from unstale.rollout.endpoint.server import Endpoint
-from unstale.rollout.endpoint.session import Session
-from unstale.rollout.episode import NullWriter, _Script, derive_seed
+from unstale.rollout.endpoint.agents import AgentRollout
+from unstale.rollout.endpoint.server import RecordingEndpoint
+from unstale.rollout.endpoint.session import AgentSession
+from unstale.rollout.seeds import derive_seed
+from unstale.rollout.transcript import Transcript
 
 KEPT = 1000
 """Episodes that are remembered; of more, those are forgotten that were quiet longest."""
 
 
-class Visitors:
+class SessionPool:
     """Episodes of whoever comes: a new name is a new one, and so is every call without a name."""
 
     def __init__(self, rollout: AgentRollout, calls: asyncio.TaskGroup, seed: int) -> None:
         self._rollout, self._calls, self._seed = rollout, calls, seed
-        self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._sessions: OrderedDict[str, AgentSession] = OrderedDict()
 
-    def find(self, key: str) -> Session:
+    def find(self, key: str) -> AgentSession:
         session = self._sessions.get(key) or self._begin()
         if key:
             self._sessions[key] = session
@@ -37,13 +38,10 @@ class Visitors:
             self._sessions.popitem(last=False)
         return session
 
-    def _begin(self) -> Session:
-        episode = self._rollout.number_episode()
+    def _begin(self) -> AgentSession:
+        episode = self._rollout.next_episode()
         seed = derive_seed(self._seed, "visit", episode)
-        voice = AgentGenerator(
-            self._rollout, _Script(episode, NullWriter(episode=episode, seed=seed)), seed
-        )
-        return Session(voice, self._calls, voice.recorded(), idle_s=0.0)
+        return AgentSession(self._rollout, Transcript(episode, seed), self._calls)
 
 
 def serve(
@@ -61,7 +59,7 @@ def serve(
     folder = trained / POLICY if (trained / POLICY).is_dir() else trained
     config = replace(config, policy=str(folder), rollout=replace(config.rollout, max_turns=1 << 30))
     limit_threads()
-    policy, taskset, speaker = build_sampler(config)
+    policy, taskset, generator = build_sampler(config)
     console = console or Console(soft_wrap=True)
 
     def restarted(*, cause: str, **_: Any) -> None:
@@ -69,11 +67,13 @@ def serve(
 
     async def work() -> None:
         async with (
-            running_generator(config, policy, speaker, told=restarted) as voice,
+            running_generator(config, policy, generator, told=restarted) as voice,
             asyncio.TaskGroup() as calls,
         ):
-            endpoint = Endpoint(token=token, port=port, find=lambda key: visitors.find(key))
-            visitors = Visitors(
+            endpoint = RecordingEndpoint(
+                token=token, port=port, find=lambda key: visitors.find(key)
+            )
+            visitors = SessionPool(
                 AgentRollout(voice, taskset, config.rollout, endpoint=endpoint), calls, config.seed
             )
             async with AsyncExitStack() as serving:

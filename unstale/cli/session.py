@@ -41,8 +41,9 @@ from unstale.model.loading import DTYPES
 from unstale.model.policy import Policy
 from unstale.observe.live import LiveDisplay
 from unstale.observe.report.page import write_report
-from unstale.rollout.episode import Generator, examine
-from unstale.rollout.timeouts import first_leaf
+from unstale.rollout import evaluation
+from unstale.rollout.generator import Generator
+from unstale.rollout.timeouts import first_error
 from unstale.trainer.local import LocalTrainer
 from unstale.trainer.records import NOT_FINITE
 from unstale.weights.child_process import cores
@@ -176,7 +177,7 @@ def _finish(lives: "RunSession", log: RunLog, console: Console) -> Run:
                 pass
         reason = "finished"
     except (ExceptionGroup, JournalError, CheckpointError, OSError) as failures:
-        error = first_leaf(failures)
+        error = first_error(failures)
         with suppress(OSError):  # the disk may be what failed
             log.failed("".join(traceback.format_exception(error)))
         if isinstance(error, NOT_FINITE) and lives.machine:
@@ -221,7 +222,7 @@ class RunSession:
         if fresh and self.machine:
             machine, life = self.machine, begin(self.machine, config, folder)
         else:
-            machine = build_machine(config, self.machine.speaker.engine if self.machine else None)
+            machine = build_machine(config, self.machine.generator.engine if self.machine else None)
             checkpoints = build_checkpoints(config, machine, folder)
             first = self.machine is None
             recalled = load_resume_state(folder, checkpoints, config, self._log.event, first=first)
@@ -235,7 +236,7 @@ class RunSession:
     def close(self) -> None:
         """Give the engine back, which a life that was cut short between two others may have left."""
         if self.machine and self.config.deterministic:
-            asyncio.run(self.machine.speaker.engine.close())
+            asyncio.run(self.machine.generator.engine.close())
 
 
 def save_failed_batch(trainer: LocalTrainer, folder: Path) -> str:
@@ -273,7 +274,7 @@ async def _supervise(parts: RunComponents) -> bool:
         async with asyncio.TaskGroup() as tasks:
             with parts.journal:
                 watch = tasks.create_task(parts.journal.watch())
-                async with parts.rollout.door:
+                async with parts.rollout.resources:
                     done = await loop.run(parts)
                 await parts.journal.barrier()
                 watch.cancel()
@@ -300,17 +301,19 @@ def evaluate(
     folder = trained / POLICY if (trained / POLICY).is_dir() else trained
     config = replace(config, policy=str(folder))
     limit_threads()
-    policy, taskset, speaker = build_sampler(config)
+    policy, taskset, generator = build_sampler(config)
     console = console or Console()
 
     async def grade() -> list[bool | None]:
-        async with running_generator(config, policy, speaker) as voice:
+        async with running_generator(config, policy, generator) as voice:
             rollout = build_rollout(config, taskset)(voice, taskset, config.rollout)
             with LiveDisplay(config, console=console) as display:
                 tasks = taskset.held_out(config.eval.tasks)
                 again = [task for task in tasks for _ in range(attempts)]
-                async with rollout.door:
-                    return await examine(rollout, again, seed=config.seed, progress=display.phase)
+                async with rollout.resources:
+                    return await evaluation.evaluate(
+                        rollout, again, seed=config.seed, progress=display.phase
+                    )
 
     return Grade.of(under_one_parent(grade()), attempts)
 
@@ -319,21 +322,21 @@ def evaluate(
 async def running_generator(
     config: RunConfig,
     policy: Policy,
-    speaker: Generator,
+    generator: Generator,
     *,
     told: Callable[..., None] = lambda **_: None,
 ) -> AsyncIterator[Generator]:
-    """The speaker, its engine sampling from the policy and started again when it dies, as in a run."""
+    """The generator, its engine sampling from the policy and started again when it dies, as in a run."""
     restarts = config.engine.restarts
     engine = RestartingEngine(
-        speaker.engine, lambda version: policy.weights(), restarts=restarts, told=told
+        generator.engine, lambda version: policy.weights(), restarts=restarts, told=told
     )
     try:
         await engine.start()
         publisher = DirectPublisher(engine, dtype=DTYPES[config.engine.dtype])
         publisher.prepare(policy)
         await publisher.publish()
-        yield replace(speaker, engine=engine)
+        yield replace(generator, engine=engine)
     finally:
         await engine.close()
 
@@ -349,7 +352,7 @@ def under_one_parent(work: Coroutine[Any, Any, _T]) -> _T:
     try:
         return asyncio.run(parent())
     except ExceptionGroup as failures:
-        error = first_leaf(failures)
+        error = first_error(failures)
         if isinstance(error, ConfigError):
             raise error from error.__cause__
         raise RunFailed(f"{type(error).__name__}: {error}") from error

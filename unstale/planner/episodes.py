@@ -24,8 +24,8 @@ from unstale.records import (
     Task,
     Trajectory,
 )
-from unstale.rollout.episode import Begin
 from unstale.rollout.staleness_queue import PendingPieces
+from unstale.rollout.transcript import OpenWriter
 
 
 class SimulatedEpisode:
@@ -128,7 +128,7 @@ class SimulatedRollout:
     ) -> None:
         self.clock, self.engines, self.workload = clock, engines, workload
         self.numbers = count()
-        self.spent = Stopwatch()
+        self.wait_times = Stopwatch()
         self.totals: dict[str, float] = defaultdict(float)
         """Sums over episodes that ended, and over attempts that failed."""
         self.episodes: dict[int, SimulatedEpisode] = {}
@@ -138,7 +138,7 @@ class SimulatedRollout:
         self._random = np.random.default_rng([seed, 2])
         self._waits: list[float] = []
 
-    async def group(self, handout: GroupRequest, *, size: int, begin: Begin) -> Group:
+    async def group(self, request: GroupRequest, *, size: int, open_writer: OpenWriter) -> Group:
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         siblings: list[SimulatedEpisode | None] = []
 
@@ -148,14 +148,14 @@ class SimulatedRollout:
                 self.clock.resolve(ended, None)
 
         for shape in self.workload.group(
-            np.random.default_rng([self._seed, 0, handout.number]), size
+            np.random.default_rng([self._seed, 0, request.number]), size
         ):
-            SimulatedEpisode(self, shape, group=handout.number, done=done)
+            SimulatedEpisode(self, shape, group=request.number, done=done)
         await ended
         finished = [episode for episode in siblings if episode]
-        failures = (Failure(handout.task, "step", "took too long"),) * (size - len(finished))
-        trajectories = tuple(self._trajectory(episode, handout.task) for episode in finished)
-        return Group(handout.task, trajectories, failures, handout.number)
+        failures = (Failure(request.task, "step", "took too long"),) * (size - len(finished))
+        trajectories = tuple(self._trajectory(episode, request.task) for episode in finished)
+        return Group(request.task, trajectories, failures, request.number)
 
     def tool_s(self, waits: int) -> float:
         """Seconds of so many answers, drawn a thousand at a time."""
@@ -167,11 +167,11 @@ class SimulatedRollout:
         return total
 
     def arrived(self, episode: int, version: int) -> None:
-        self._pending.arrived(PendingPiece(episode, _ONE, 0, self._sampled(version)))
+        self._pending.add(PendingPiece(episode, _ONE, 0, self._sampled(version)))
 
     def gave_up(self, episode: SimulatedEpisode) -> None:
         self.totals["failed"] += 1
-        self._pending.settle([episode.number])
+        self._pending.discard([episode.number])
         del self.episodes[episode.number]
 
     def length(self, number: int) -> int:

@@ -78,7 +78,7 @@ def _nothing(*_: Any, **__: Any) -> Any:
 class Idle:
     """What takes no time here: the journal, checkpoints, the audit."""
 
-    hand_out = begin = consume = write = prune = points = events = published = trajectories = (
+    add_request = begin = consume = write = prune = points = events = published = trajectories = (
         learnt
     ) = _nothing
     start = finish = publishing = checkpoint = _later

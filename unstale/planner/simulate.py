@@ -45,7 +45,7 @@ from unstale.planner.workload import (
 from unstale.records import Group, GroupRequest, ScoredTrajectory, Task
 from unstale.rollout.episode import TooManyFailures
 from unstale.rollout.staleness_queue import PendingPieces
-from unstale.rollout.timeouts import first_leaf
+from unstale.rollout.timeouts import first_error
 
 __all__ = [
     "Constant",
@@ -111,7 +111,7 @@ def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how 
     def advantage(groups: Sequence[Group]) -> list[ScoredTrajectory]:
         return [ScoredTrajectory(one, (0.0,)) for group in groups for one in group.trajectories]
 
-    handouts = (
+    requests = (
         GroupRequest(number, Task("simulated", "train", number), 0, number) for number in count()
     )
 
@@ -119,7 +119,7 @@ def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how 
         if fleet.failures_per_hour:
             engines.fail(np.random.default_rng([seed, 1]), fleet.failures_per_hour)
         parts: dict[str, Any] = {
-            "config": config, "stand": Progress(), "begun": (), "handouts": handouts, "held_out": (), "advantage": advantage,
+            "config": config, "stand": Progress(), "begun": (), "requests": requests, "held_out": (), "advantage": advantage,
             "line": Held(schedule, every), "ledger": pending, "engine": publisher, "publisher": publisher,
             "rollout": rollout, "examination": rollout, "policy": Counted(every), "old": SimulatedRoute(needs, trainer),
             "trainer": trainer, "auditor": idle, "journal": idle, "checkpoints": idle, "log": lanes, "worker": clock,
@@ -130,7 +130,7 @@ def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how 
     try:
         virtual_clock.run(run(), virtual=True)
     except ExceptionGroup as failures:
-        if isinstance(error := first_leaf(failures), TooManyFailures):
+        if isinstance(error := first_error(failures), TooManyFailures):
             raise ConfigError(f"the simulated run fails: {error}") from None
         raise error from None
     return _outcome(lanes, trainer, engines, schedule)

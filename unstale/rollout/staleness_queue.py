@@ -18,7 +18,7 @@ from unstale.records import Batch, Group, PendingPiece
 Work = Callable[[], Awaitable[Group]]
 
 
-class EmptyLine(RuntimeError):
+class QueueExhausted(RuntimeError):
     """Nobody can ever finish the groups that are waited for."""
 
 
@@ -114,7 +114,7 @@ class StalenessQueue:
     async def take(self) -> list[Group]:
         """The next batch of `groups_per_step` groups, in the order in which the window allows them.
 
-        `EmptyLine` if they can never come.
+        `QueueExhausted` if they can never come.
         """
         while len(self._within) < self.groups_per_step:
             self._require_prospects()
@@ -128,9 +128,9 @@ class StalenessQueue:
             return
         short = f"a batch takes {self.groups_per_step} groups, {self.num_open} are open and no more will come: "
         if self._closed:
-            raise EmptyLine(short + self._closed)
+            raise QueueExhausted(short + self._closed)
         if self._live >= self._tickets:
-            raise EmptyLine(
+            raise QueueExhausted(
                 short
                 + f"all {self._tickets} tickets are out, {self._unreleased} of them never released"
             )
@@ -156,11 +156,11 @@ class PendingPieces:
         self.told = asyncio.Event()
         """Set while whoever scores has heard that every engine holds the newest version."""
 
-    def arrived(self, piece: PendingPiece) -> None:
+    def add(self, piece: PendingPiece) -> None:
         self._pieces.setdefault(piece.piece.version, {}).setdefault(piece.episode, []).append(piece)
         self.news.set()
 
-    def settle(self, episodes: Collection[int]) -> None:
+    def discard(self, episodes: Collection[int]) -> None:
         """These episodes were consumed or given up: nothing more will be asked about them."""
         for version in self.versions:
             held = self._pieces[version]
@@ -174,9 +174,9 @@ class PendingPieces:
         """Versions that some unconsumed piece was sampled with."""
         return frozenset(self._pieces)
 
-    def of(self, version: int, *, besides: Collection[int] = ()) -> list[PendingPiece]:
+    def of_version(self, version: int, *, excluding: Collection[int] = ()) -> list[PendingPiece]:
         """The unconsumed pieces of one version, partial, finished and queued, but for those of some episodes."""
-        passed, held = frozenset(besides), self._pieces.get(version, {})
+        passed, held = frozenset(excluding), self._pieces.get(version, {})
         return [
             piece for episode, pieces in held.items() if episode not in passed for piece in pieces
         ]

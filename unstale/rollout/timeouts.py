@@ -62,7 +62,7 @@ class reraise_after:
             await self._work
 
 
-async def to_its_end(work: Coroutine[Any, Any, _T]) -> _T:
+async def run_to_completion(work: Coroutine[Any, Any, _T]) -> _T:
     """Do it; a cancellation is told when it is done. Only a second one leaves it half done."""
     task = asyncio.create_task(work)
     try:
@@ -72,7 +72,7 @@ async def to_its_end(work: Coroutine[Any, Any, _T]) -> _T:
         raise
 
 
-def first_leaf(group: BaseException) -> BaseException:
+def first_error(group: BaseException) -> BaseException:
     """The error that began it: groups nest as tasks do, and the first to fail comes first."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):

@@ -209,7 +209,7 @@ class JournalReader:
         )
         return frozenset(Task(*row).key for row in found)
 
-    def handouts(self) -> list[GroupRequest]:
+    def requests(self) -> list[GroupRequest]:
         """Every group that no checkpoint holds the effect of, in admission order, with all that is known of it."""
         found = self.rows(
             """SELECT g.number, env, split, task, seed, place, f.number IS NOT NULL FROM groups g

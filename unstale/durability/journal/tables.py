@@ -105,9 +105,9 @@ def seal(table: str, *row: Any) -> int:
     return zlib.crc32(repr((table, row)).encode(errors="surrogatepass"))
 
 
-def handed_out(handout: GroupRequest, after: int) -> Record:
-    task = handout.task
-    row = (handout.number, task.env, task.split, int(task.index), handout.seed, handout.place)
+def handed_out(request: GroupRequest, after: int) -> Record:
+    task = request.task
+    row = (request.number, task.env, task.split, int(task.index), request.seed, request.place)
     return insert("groups", *row, time.time(), after)
 
 

@@ -106,9 +106,9 @@ class Journal:
         if not told and self._failure.done():
             self._failure.result()
 
-    def hand_out(self, handout: GroupRequest) -> None:
+    def add_request(self, request: GroupRequest) -> None:
         """A task was admitted as a group."""
-        self.transaction([handed_out(handout, self._after)])
+        self.transaction([handed_out(request, self._after)])
 
     def begin(
         self, number: int, sibling: int, *, episode: int, seed: int, again: bool = False
@@ -268,17 +268,17 @@ class _Page:
     journal: Journal
     episode: int
 
-    def piece(self, position: int, piece: Piece) -> None:
+    def write_piece(self, position: int, piece: Piece) -> None:
         self.journal.transaction([piece_row(self.episode, position, piece, self.journal._after)])
 
-    def snapshot(self, num_pieces: int, state: str) -> None:
+    def write_snapshot(self, num_pieces: int, state: str) -> None:
         """The environment's own, after it had led to so many pieces."""
         self.journal._insert("snapshots", self.episode, num_pieces, plain(state))
 
-    def ended(self, outcome: Trajectory | Failure) -> None:
+    def write_outcome(self, outcome: Trajectory | Failure) -> None:
         self.journal.transaction([outcome_row(self.episode, outcome, self.journal._after)])
 
-    def restarted(self, reason: str, *, turns: int, sampled_tokens: int) -> None:
+    def write_restart(self, reason: str, *, turns: int, sampled_tokens: int) -> None:
         """It could not be gone on with, and is begun again."""
         self.journal._insert("restarts", self.episode, plain(reason), turns, sampled_tokens)
 

@@ -13,8 +13,8 @@ from unstale.envs.external import Agent, ExternalAgent
 from unstale.model.loading import load_tokenizer
 from unstale.records import Task, Trajectory
 from unstale.rollout.endpoint.agents import AgentRollout
-from unstale.rollout.endpoint.server import Endpoint
-from unstale.rollout.episode import Generator
+from unstale.rollout.endpoint.server import RecordingEndpoint
+from unstale.rollout.generator import Generator
 
 _BEGIN = "<|im_start|>assistant\n"
 
@@ -48,8 +48,8 @@ async def _check(tasks: ExternalAgent, replies: Sequence[str], seed: int) -> Non
         reply = [*chat.encode(replies[min(len(ends), len(replies)) - 1]), chat.stop_tokens[0]]
         return reply[len(tokens) - ends[-1] :]
 
-    engine, endpoint = ScriptedEngine(say), Endpoint()
-    speaker = Generator(
+    engine, endpoint = ScriptedEngine(say), RecordingEndpoint()
+    generator = Generator(
         engine, chat, EngineConfig(max_context=1 << 16, max_completion_tokens=1 << 12)
     )
     await engine.start()
@@ -58,7 +58,7 @@ async def _check(tasks: ExternalAgent, replies: Sequence[str], seed: int) -> Non
 
     async def play(max_turns: int) -> Trajectory:
         config = RolloutConfig(retries=0, timeout_s=tasks._timeout_s, max_turns=max_turns)
-        rollout = AgentRollout(speaker, tasks, config, endpoint=endpoint)
+        rollout = AgentRollout(generator, tasks, config, endpoint=endpoint)
         before = asyncio.get_running_loop().time()
         outcome = await rollout.episode(
             Task("external", "train", 0), env_seed=seed, noise_seed=seed
@@ -89,7 +89,7 @@ async def _check(tasks: ExternalAgent, replies: Sequence[str], seed: int) -> Non
         await play(1)
 
 
-async def _held(endpoint: Endpoint) -> dict[str, int]:
+async def _held(endpoint: RecordingEndpoint) -> dict[str, int]:
     """What an agent may have left, a moment after its end."""
     await asyncio.sleep(0.2)
     threads = [thread for thread in threading.enumerate() if not thread.name.startswith("asyncio_")]

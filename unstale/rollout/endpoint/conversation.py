@@ -25,7 +25,7 @@ class Unanswerable(ValueError):
 
 
 @dataclass(frozen=True)
-class Said:
+class HistoryMessage:
     """A message of a history. `thoughts` is None where the history does not speak of them."""
 
     message: Message
@@ -40,7 +40,7 @@ class Said:
         )
 
 
-History = tuple[Said, ...] | str | tuple[int, ...]
+History = tuple[HistoryMessage, ...] | str | tuple[int, ...]
 """Messages; or a prompt that is text or tokens already."""
 
 
@@ -55,20 +55,22 @@ class Call:
     def form(self) -> str:
         """Histories of different forms have nothing in common: the tools stand at the beginning of the tokens."""
         first = self.history[0] if self.history else ""
-        return json.dumps(self.tools) if isinstance(first, Said) else type(first).__name__
+        return json.dumps(self.tools) if isinstance(first, HistoryMessage) else type(first).__name__
 
     def num_characters(self, *, tools: bool) -> int:
         """Of what is written in any case, with `tools`; templates leave out blanks around it, and thoughts."""
         if isinstance(self.history, str):
             return len(self.history.strip())
         said = sum(
-            len(item.message.content.strip()) for item in self.history if isinstance(item, Said)
+            len(item.message.content.strip())
+            for item in self.history
+            if isinstance(item, HistoryMessage)
         )
         return said + len(json.dumps(self.tools, ensure_ascii=False)) * tools
 
     @property
     def is_chat(self) -> bool:
-        return bool(self.history) and isinstance(self.history[0], Said)
+        return bool(self.history) and isinstance(self.history[0], HistoryMessage)
 
 
 @dataclass(slots=True)
@@ -108,13 +110,13 @@ class Fork:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Continuation:
     """Where a call is answered, and what is to be given there first."""
 
     branch: Branch
-    given: tuple[ContextPiece, ...]
+    context: tuple[ContextPiece, ...]
     fork: Fork | None = None
-    again: bool = False
+    resumed: bool = False
     """For the rest of an answer that nobody waited for."""
 
 
@@ -138,28 +140,28 @@ class Conversation:
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
         self.branches: list[Branch] = []
-        self._spoken: dict[str, tuple[Said, tuple[int, ...], bool]] = {}
+        self._spoken: dict[str, tuple[HistoryMessage, tuple[int, ...], bool]] = {}
         """Every answer as it was handed out, its tokens, and whether they end with an end token."""
 
-    def ask(self, call: Call) -> Asked:
-        """Where this call goes on. Until `answered` or `abandoned`, its branch takes no other.
+    def ask(self, call: Call) -> Continuation:
+        """Where this call goes on. Until `add_answer` or `abandon`, its branch takes no other.
 
         Raises `Unanswerable`; nothing is changed then.
         """
         shared, parent = self._nearest(call)
         if parent and shared.again:
             parent.asking = True
-            return Asked(parent, (), again=True)
+            return Continuation(parent, (), resumed=True)
         told = call.history[shared.at :]
         last = call.history[-1]
-        if isinstance(last, Said) and last.message.role == "assistant":
+        if isinstance(last, HistoryMessage) and last.message.role == "assistant":
             raise Unanswerable("the last message is the assistant's: there is nothing to answer")
         before = parent.exchanges[: shared.exchanges] if parent else []
         given = self._render(call, told, ended=before[-1].ended if before else None)
         if parent and not shared.differs:
             parent.exchanges.append(Exchange(told, len(parent.pieces) + len(given)))
             parent.asking = True
-            return Asked(parent, given)
+            return Continuation(parent, given)
         prefix = self._prefix(parent.pieces[: before[-1].end]) if parent and before else ()
         grown = [replace(exchange) for exchange in before]
         branch = Branch(
@@ -172,28 +174,28 @@ class Conversation:
         fork = (
             Fork(parent.number, shared.exchanges, shared.place, shared.differs) if parent else None
         )
-        return Asked(branch, (*prefix, *given), fork)
+        return Continuation(branch, (*prefix, *given), fork)
 
-    def answered(self, branch: Branch, answer: History, *, ended: bool) -> None:
+    def add_answer(self, branch: Branch, answer: History, *, ended: bool) -> None:
         """The pieces that the branch has grown by since `ask` are this answer, as it was handed out."""
         exchange = branch.exchanges[-1]
         exchange.answer, exchange.ended, exchange.end = answer, ended, len(branch.pieces)
         branch.asking = False
         tokens = tuple(token for piece in branch.pieces[exchange.start :] for token in piece.tokens)
         for said in answer:
-            if isinstance(said, Said):
+            if isinstance(said, HistoryMessage):
                 self._spoken[said.key] = said, tokens, ended
 
-    def abandoned(self, branch: Branch) -> None:
+    def abandon(self, branch: Branch) -> None:
         """Nobody waits for the answer any more. Who asks the same again gets it from where it was left."""
         branch.asking = False
 
-    def retract(self, asked: Asked) -> None:
+    def retract(self, asked: Continuation) -> None:
         """As if this had not been asked; nothing of it was given."""
         asked.branch.asking = False
-        if asked.branch.pieces and not asked.again:
+        if asked.branch.pieces and not asked.resumed:
             asked.branch.exchanges.pop()
-        elif not asked.again:
+        elif not asked.resumed:
             self.branches.pop()
 
     def _nearest(self, call: Call) -> tuple[_Shared, Branch | None]:
@@ -227,7 +229,7 @@ class Conversation:
         pieces: list[ContextPiece] = []
         waiting: list[Message] = []
         for item in told:
-            if not isinstance(item, Said):
+            if not isinstance(item, HistoryMessage):
                 return (ContextPiece(tuple(token for token in told if isinstance(token, int))),)
             spoken = self._spoken.get(item.key)
             if spoken and waiting and not _differs((spoken[0],), (item,)):
@@ -279,9 +281,13 @@ def _compare(branch: Branch, call: Call) -> _Shared:
 def _differs(one: History, other: History) -> tuple[int, str] | None:
     """The first place where two histories say different things, and what is different there."""
     low, high = 0, min(len(one), len(other))
-    if high and isinstance(one[0], Said):
+    if high and isinstance(one[0], HistoryMessage):
         for low, (mine, came) in enumerate(zip(one, other, strict=False)):
-            if not isinstance(mine, Said) or not isinstance(came, Said) or mine.key != came.key:
+            if (
+                not isinstance(mine, HistoryMessage)
+                or not isinstance(came, HistoryMessage)
+                or mine.key != came.key
+            ):
                 return low, "the message is"
             if came.thoughts is not None and came.thoughts != (mine.thoughts or ""):
                 return low, "the thoughts are"
@@ -295,14 +301,14 @@ def _differs(one: History, other: History) -> tuple[int, str] | None:
     return None if len(one) == len(other) else (shared, "it is")
 
 
-def hand_out(chat: Chat, text: str, *, tools: bool, plain: bool = False) -> Said:
+def parse_reply(chat: Chat, text: str, *, tools: bool, plain: bool = False) -> HistoryMessage:
     """What an answer says, as a message; `plain` text is all content. One with a call that is none is so, too."""
     if plain:
-        return Said(Message("assistant", text))
+        return HistoryMessage(Message("assistant", text))
     thoughts, message = chat.parse_text(text, calls=tools)
     if any(call.error or _is_deep(call.arguments) for call in message.tool_calls):
         thoughts, message = chat.parse_text(text, calls=False)
-    return Said(message, thoughts)
+    return HistoryMessage(message, thoughts)
 
 
 def _is_deep(value: Any, room: int = MAX_DEPTH) -> bool:

@@ -30,7 +30,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from unstale.envs.chat import Chat
 from unstale.rollout.endpoint import wire
 from unstale.rollout.endpoint.openapi import describe
-from unstale.rollout.endpoint.session import Session
+from unstale.rollout.endpoint.session import AgentSession
 from unstale.rollout.endpoint.wire import Choice, Refused
 
 HOST = "127.0.0.1"
@@ -46,11 +46,11 @@ PATHS = {
 MODEL = "policy"
 """What the policy is called, where nobody calls it anything else."""
 
-Find = Callable[[str], Session]
+Find = Callable[[str], AgentSession]
 """The session of an episode; raises `Refused`."""
 
 
-class Endpoint:
+class RecordingEndpoint:
     """`async with` serves. An episode is known to it while it is `opened`.
 
     `find` looks for the sessions of episodes that are not.
@@ -62,7 +62,7 @@ class Endpoint:
         self.token = token or secrets.token_urlsafe(24)
         self._port = port
         self._find = find or _unknown
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, AgentSession] = {}
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -100,7 +100,7 @@ class Endpoint:
         self._server = None
 
     @contextmanager
-    def opened(self, session: Session) -> Iterator[str]:
+    def opened(self, session: AgentSession) -> Iterator[str]:
         """The base URL of an episode, good until this is left."""
         key = secrets.token_hex(8)
         self._sessions[key] = session
@@ -141,23 +141,21 @@ class Endpoint:
         """What was said so far, as it is recorded."""
         self._admit(request)
         return _json(
-            {"branches": [wire.pieces(script.pieces) for script in self._session(request).scripts]}
+            {"branches": [wire.pieces(each.pieces) for each in self._session(request).transcripts]}
         )
 
-    def _session(self, request: Request) -> Session:
+    def _session(self, request: Request) -> AgentSession:
         key = request.path_params.get("episode") or request.headers.get("x-episode", "")
         return self._sessions.get(key) or self._find(key)
 
     async def _chat(self, request: Request) -> Response:
         session, body = await self._receive(request)
-        asked = wire.read_chat(body, temperature=session.voice.temperature)
-        return _Answering(
-            session, asked, _ChatForm(str(body.get("model") or MODEL), session.voice.chat)
-        )
+        asked = wire.read_chat(body, temperature=session.rollout.generator.config.temperature)
+        return _Answering(session, asked, _ChatForm(str(body.get("model") or MODEL), session.chat))
 
     async def _complete(self, request: Request) -> Response:
         session, body = await self._receive(request)
-        asked = wire.read_completion(body, temperature=session.voice.temperature)
+        asked = wire.read_completion(body, temperature=session.rollout.generator.config.temperature)
         return _Answering(session, asked, _TextForm(str(body.get("model") or MODEL)))
 
     def _admit(self, request: Request) -> None:
@@ -169,7 +167,7 @@ class Endpoint:
                 "a bearer token is needed, and this is not it", status=401, code="invalid_api_key"
             )
 
-    async def _receive(self, request: Request) -> tuple[Session, dict[str, Any]]:
+    async def _receive(self, request: Request) -> tuple[AgentSession, dict[str, Any]]:
         self._admit(request)
         session, data = self._session(request), bytearray()
         try:
@@ -250,7 +248,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _unknown(key: str) -> Session:
+def _unknown(key: str) -> AgentSession:
     raise Refused(
         f"there is no episode {key!r}; its base URL is the one that the agent was given",
         status=404,
@@ -280,7 +278,7 @@ class _Answering(Response):
     """Answers a call; whoever hangs up ends it."""
 
     def __init__(
-        self, session: Session, asked: wire.Request, form: "_ChatForm | _TextForm"
+        self, session: AgentSession, asked: wire.CompletionRequest, form: "_ChatForm | _TextForm"
     ) -> None:
         self._session, self._asked, self._form = session, asked, form
         self.background = None
@@ -413,7 +411,7 @@ class _ChatForm(_Form):
     def begin(self) -> list[dict[str, Any]]:
         return [{"role": "assistant", "content": ""}]
 
-    def certain(self, text: str, asked: wire.Request) -> dict[str, str]:
+    def certain(self, text: str, asked: wire.CompletionRequest) -> dict[str, str]:
         """How what is answered begins, whatever comes."""
         thoughts, content = self._chat.parse_partial(_certain(text, asked), calls=asked.calls)
         return {"reasoning_content": thoughts, "content": content}
@@ -452,7 +450,7 @@ class _TextForm(_Form):
     def begin(self) -> list[dict[str, Any]]:
         return []
 
-    def certain(self, text: str, asked: wire.Request) -> dict[str, str]:
+    def certain(self, text: str, asked: wire.CompletionRequest) -> dict[str, str]:
         return {"text": _certain(text, asked)}
 
     def rest(self, choice: Choice, sent: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -467,7 +465,7 @@ class _TextForm(_Form):
         return {"index": at, "text": "", "finish_reason": choice.finish, "logprobs": told}
 
 
-def _certain(text: str, asked: wire.Request) -> str:
+def _certain(text: str, asked: wire.CompletionRequest) -> str:
     """Without an end that may be half a character, or belong to a text that ends the reply."""
     if any(stop in text for stop in asked.stops):
         return ""

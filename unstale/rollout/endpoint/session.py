@@ -1,4 +1,4 @@
-"""The calls of one episode. Each becomes pieces of one of its branches before it is answered."""
+"""The calls of one agent episode. Each is recorded in one of its branches before it is answered."""
 
 import asyncio
 from bisect import bisect_left
@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from jinja2 import TemplateError
 
@@ -14,189 +13,141 @@ from unstale.engines import GenerationOptions
 from unstale.envs.chat import Chat
 from unstale.records import ContextPiece, Piece, Sampled, Stop
 from unstale.rollout.endpoint.conversation import (
-    Asked,
     Branch,
     Call,
+    Continuation,
     Conversation,
-    Fork,
     History,
     Unanswerable,
-    hand_out,
+    parse_reply,
 )
-from unstale.rollout.endpoint.wire import Choice, Refused, Request
+from unstale.rollout.endpoint.wire import Choice, CompletionRequest, Refused
+from unstale.rollout.episode import Rollout
+from unstale.rollout.transcript import NotReplayed, Transcript
 
-CHUNK = 16
-"""Tokens between two looks at a reply that is streamed, or that a text may end."""
+CHUNK_TOKENS = 16
+"""Tokens per engine request while a reply is streamed or has stop texts."""
 
-
-class Script(Protocol):
-    """What was said in a branch so far."""
-
-    episode: int
-    pieces: list[Piece]
-
-    @property
-    def said(self) -> list[Piece]:
-        """With what is on record and was not said again yet."""
-        ...
-
-
-class EndpointGenerator(Protocol):
-    """Whoever samples, and writes down what was said."""
-
-    chat: Chat
-    temperature: float
-    max_turns: int
-
-    def room(self, length: int) -> int: ...
-
-    def begin(self, number: int) -> Script:
-        """A branch, the `number`-th of the episode."""
-        ...
-
-    def give(self, script: Script, pieces: Sequence[ContextPiece]) -> None:
-        """Raises `NotAgain`."""
-        ...
-
-    async def speak(
-        self, script: Script, number: int, how: GenerationOptions, since: int
-    ) -> tuple[list[int], bool]:
-        """The reply that begins with piece `since`, and whether it ended with an end token. Raises `NotAgain`."""
-        ...
-
-    def forked(self, script: Script, parent: Script, fork: Fork) -> None: ...
-
-
-class NotAgain(Exception):
-    """An agent whose calls are on record calls otherwise. The cause says in what."""
-
-
-Heard = Callable[[int, str], None]
-"""Told of a choice's number and its text so far."""
+OnText = Callable[[int, str], None]
+"""Called with the index of a choice and its text so far."""
 
 
 @dataclass(slots=True)
-class _Held:
-    """A branch's script, and its number."""
+class AgentSession:
+    """The calls of one episode whose agent uses the endpoint.
 
-    number: int
-    script: Script
-
-
-@dataclass(slots=True)
-class Session:
-    """One episode that asks by itself. `recorded` are the scripts of an earlier life, the first one also when new.
-
-    Answers are children of `calls`: what fails in them that is not the agent's fault ends whatever `calls` belongs to.
+    Answers run as tasks of `calls`: an error that is not the agent's fault ends its parent. `on_event`
+    is called with `"forked"` and its fields when an edited history begins a branch.
     """
 
-    voice: EndpointGenerator
+    rollout: Rollout
+    transcript: Transcript
     calls: asyncio.TaskGroup
-    recorded: list[Script]
-    idle_s: float
-    """The agent may take so long for one answer: while none of its calls is pending."""
-    passed: Callable[[str, float], None] = lambda name, seconds: None
-    """Told how many seconds an agent that is watched waited for `replies`, or did not (`tools`), when that turns."""
+    on_event: Callable[..., None] = lambda kind, **_: None
     stop: Stop = "done"
-    """A limit, once a call was refused for it."""
-    broken: BaseException | None = None
-    """Why the episode cannot be gone on with."""
+    """The limit for which a call was refused."""
+    broken: str = ""
+    """The reason why a resumed episode cannot continue."""
     closed: bool = False
-    turns: int = 0
-    _pending: int = 0
-    _since: float | None = None
-    _limit: asyncio.Timeout | None = None
-    _held: dict[int, _Held] = field(default_factory=dict)
-    _free: list[_Held] = field(init=False)
+    num_replies: int = 0
+    _unclaimed: list[Transcript] = field(init=False)
+    _transcripts: dict[int, Transcript] = field(default_factory=dict)
     _conversation: Conversation = field(init=False)
     _running: set[asyncio.Task[list[Choice] | Refused]] = field(default_factory=set)
+    _num_pending: int = 0
+    _changed_at: float | None = None
+    _limit: asyncio.Timeout | None = None
 
     def __post_init__(self) -> None:
-        self._free = [_Held(number, script) for number, script in enumerate(self.recorded)]
-        self._conversation = Conversation(self.voice.chat)
+        self._unclaimed = self.transcripts
+        self._conversation = Conversation(self.chat)
 
     @property
-    def scripts(self) -> list[Script]:
-        """Of all branches, in the order in which they were begun."""
-        return [
-            held.script
-            for held in sorted((*self._held.values(), *self._free), key=lambda held: held.number)
-        ]
+    def chat(self) -> Chat:
+        return self.rollout.generator.chat
 
-    def start(self, request: Request, heard: Heard) -> "asyncio.Task[list[Choice] | Refused]":
-        """Answer a call. Cancel the task when nobody waits for it any more."""
+    @property
+    def transcripts(self) -> list[Transcript]:
+        """The transcripts of all branches, in the order in which they began."""
+        return [self.transcript, *self.transcript.branches]
+
+    def start(
+        self, request: CompletionRequest, on_text: OnText
+    ) -> "asyncio.Task[list[Choice] | Refused]":
+        """Start to answer a call. The caller cancels the task when its client disconnects."""
         if self.closed:
             raise Refused("this episode is over", status=410, code="episode_over")
         if self.broken:
-            raise Refused(
-                f"this episode cannot be gone on with: {self.broken}", status=409, code="not_again"
-            )
-        task = self.calls.create_task(self._answer(request, heard))
+            raise self._cannot_continue()
+        task = self.calls.create_task(self._answer(request, on_text))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """TimeoutError when the agent takes too long between two calls. It is over when this is left."""
-        self._since = asyncio.get_running_loop().time()
+        """Limit the time between two calls to `rollout.timeout_s`. The session is closed on exit."""
+        self._changed_at = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(self.idle_s) as self._limit:
+            async with asyncio.timeout(self.rollout.config.timeout_s) as self._limit:
                 yield
         finally:
-            self._pass()
-            self.closed, self._since = True, None
+            self._count_time()
+            self.closed = True
+            self._changed_at = None
             for task in self._running:
                 task.cancel()
 
-    async def _answer(self, request: Request, heard: Heard) -> list[Choice] | Refused:
-        self._wait(+1)
+    async def _answer(self, request: CompletionRequest, on_text: OnText) -> list[Choice] | Refused:
+        self._add_pending(+1)
         try:
-            asked = self._ask_all(request)
+            places = self._place_all(request)
             async with asyncio.TaskGroup() as choices:
-                said = [
-                    choices.create_task(self._speak(one, request, partial(heard, at)))
-                    for at, one in enumerate(asked)
+                tasks = [
+                    choices.create_task(self._generate(place, request, partial(on_text, index)))
+                    for index, place in enumerate(places)
                 ]
-            found = [one.result() for one in said]
-            refused = [one for one in found if isinstance(one, Refused)]
-            return refused[0] if refused else [one for one in found if isinstance(one, Choice)]
-        except Refused as refused_:
-            return refused_
+            results = [task.result() for task in tasks]
+            refused = [result for result in results if isinstance(result, Refused)]
+            if refused:
+                return refused[0]
+            return [result for result in results if isinstance(result, Choice)]
+        except Refused as error:
+            return error
         finally:
-            self._wait(-1)
+            self._add_pending(-1)
 
-    def _wait(self, change: int) -> None:
-        """The agent's time does not run while it waits for us."""
-        self._pass()
-        self._pending += change
+    def _add_pending(self, change: int) -> None:
+        """Count pending calls. The agent's time limit only runs while there are none."""
+        self._count_time()
+        self._num_pending += change
         if self._limit is not None and not self.closed and not self._limit.expired():
-            idle = not self._pending
-            self._limit.reschedule(
-                asyncio.get_running_loop().time() + self.idle_s if idle else None
-            )
+            deadline = None
+            if not self._num_pending:
+                now = asyncio.get_running_loop().time()
+                deadline = now + self.rollout.config.timeout_s
+            self._limit.reschedule(deadline)
 
-    def _pass(self) -> None:
-        """Time has gone by since the number of pending calls changed, or the agent began."""
-        if self._since is not None:
-            since, self._since = self._since, asyncio.get_running_loop().time()
-            self.passed("replies" if self._pending else "tools", self._since - since)
+    def _count_time(self) -> None:
+        if self._changed_at is not None:
+            began = self._changed_at
+            self._changed_at = asyncio.get_running_loop().time()
+            waited_for = "replies" if self._num_pending else "tools"
+            self.rollout.wait_times.add(waited_for, self._changed_at - began)
 
-    def _ask_all(self, request: Request) -> list[Asked]:
-        """All choices or none: find their branches, and then give them what is new."""
-        call, asked = request.call, list[Asked]()
+    def _place_all(self, request: CompletionRequest) -> list[Continuation]:
+        """Find the branches of all choices and add their context. Refuse all of them or none."""
+        call = request.call
+        places: list[Continuation] = []
         try:
-            self._look_over(call)
+            self._check_size(call)
             for _ in range(request.choices):
-                asked.append(self._conversation.ask(call))
-                if not asked[-1].again:
-                    self._require_room(
-                        sum(
-                            len(piece.tokens)
-                            for piece in (*asked[-1].branch.pieces, *asked[-1].given)
-                        )
-                    )
-            self._count(sum(not one.again for one in asked))
+                place = self._conversation.ask(call)
+                places.append(place)
+                if not place.resumed:
+                    pieces = (*place.branch.pieces, *place.context)
+                    self._require_budget(sum(len(piece.tokens) for piece in pieces))
+            self._count_replies(sum(not place.resumed for place in places))
         except (
             Refused,
             Unanswerable,
@@ -205,142 +156,150 @@ class Session:
             TypeError,
             RecursionError,
         ) as error:
-            for one in reversed(asked):
-                self._conversation.retract(one)
+            for place in reversed(places):
+                self._conversation.retract(place)
             if isinstance(error, Refused):
                 raise
-            words = (
-                "" if isinstance(error, Unanswerable) else "the chat template cannot write this: "
-            )
-            raise Refused(f"{words}{str(error)[:300]}", param="messages") from None
-        for one in asked:
-            held = self._held.get(one.branch.number) or self._claim(one)
+            reason = str(error)[:300]
+            if not isinstance(error, Unanswerable):
+                reason = f"the chat template cannot write these messages: {reason}"
+            raise Refused(reason, param="messages") from None
+        for place in places:
+            transcript = self._transcripts.get(place.branch.number) or self._claim(place)
             try:
-                self.voice.give(held.script, one.given)
-            except NotAgain as error:
+                for piece in place.context:
+                    transcript.add_context(piece)
+            except NotReplayed as error:
                 raise self._break(error) from error
-        return asked
+        return places
 
-    def _look_over(self, call: Call) -> None:
-        """Refuse what no context can hold before tokens are made of it, which takes the event loop's time."""
-        chat = self.voice.chat
+    def _check_size(self, call: Call) -> None:
+        """Refuse a prompt that no context can hold before it is tokenized, which blocks the loop."""
         history = () if isinstance(call.history, str) else call.history
         tokens = [token for token in history if isinstance(token, int)]
-        if tokens and not chat.are_token_ids(tokens):
-            raise Refused(
-                "there are tokens in the prompt that the tokenizer does not have", param="prompt"
-            )
-        characters = call.num_characters(tools=bool(call.tools) and chat.renders_tools)
-        self._require_room(len(tokens) or -(-characters // chat.longest_token), "at least ")
+        if tokens and not self.chat.are_token_ids(tokens):
+            raise Refused("the prompt has token ids that are not in the vocabulary", param="prompt")
+        characters = call.num_characters(tools=bool(call.tools) and self.chat.renders_tools)
+        self._require_budget(len(tokens) or -(-characters // self.chat.longest_token), "at least ")
 
-    def _require_room(self, length: int, about: str = "") -> None:
-        if self.voice.room(length) < 1:
+    def _require_budget(self, num_tokens: int, qualifier: str = "") -> None:
+        if self.rollout.generator.reply_budget(num_tokens) < 1:
             self.stop = "max_tokens"
+            limit = self.rollout.generator.config.max_context
             raise Refused(
-                f"the context has {about}{length} tokens, and engine.max_context leaves no room for a reply to it",
+                f"the context has {qualifier}{num_tokens} tokens; with engine.max_context = {limit} "
+                "no reply fits",
                 code="context_length_exceeded",
                 param="messages",
             )
 
-    def _count(self, replies: int) -> None:
-        """What was begun once and is asked for again counts once."""
-        if replies and self.turns + replies > self.voice.max_turns:
+    def _count_replies(self, replies: int) -> None:
+        limit = self.rollout.config.max_turns
+        if replies and self.num_replies + replies > limit:
             self.stop = "max_turns"
             raise Refused(
-                f"an episode has at most rollout.max_turns = {self.voice.max_turns} replies",
-                code="max_turns",
+                f"an episode has at most rollout.max_turns = {limit} replies", code="max_turns"
             )
-        self.turns += replies
+        self.num_replies += replies
 
-    def _claim(self, asked: Asked) -> _Held:
-        """The script of a new branch: one that is on record with this beginning, else a new one."""
-        held = next((held for held in self._free if _begins(held.script.said, asked.given)), None)
-        if held:
-            self._free.remove(held)
+    def _claim(self, place: Continuation) -> Transcript:
+        """Return the transcript of a new branch: a recorded one that begins like it, or a new one."""
+        matching = [t for t in self._unclaimed if _begins_with(t.all_pieces, place.context)]
+        if matching:
+            transcript = matching[0]
+            self._unclaimed.remove(transcript)
         else:
-            number = len(self._held) + len(self._free)
-            held = _Held(number, self.voice.begin(number))
-        if asked.fork:
-            self.voice.forked(held.script, self._held[asked.fork.parent].script, asked.fork)
-        self._held[asked.branch.number] = held
-        asked.branch.pieces = held.script.pieces
-        return held
-
-    async def _speak(
-        self, asked: Asked, request: Request, heard: Callable[[str], None]
-    ) -> Choice | Refused:
-        branch, held = asked.branch, self._held[asked.branch.number]
-        since = branch.exchanges[-1].start
-        try:
-            tokens, ended = await self.voice.speak(
-                held.script, held.number, self._manner(request, heard), since
+            transcript = self.transcript.add_branch(self.rollout.next_episode())
+        if place.fork and not transcript.replaying:
+            self.on_event(
+                "forked",
+                episode=transcript.episode,
+                parent=self._transcripts[place.fork.parent].episode,
+                at=place.fork.at,
+                shared_replies=place.fork.exchanges,
+                reason=place.fork.reason,
             )
-        except NotAgain as error:
+        self._transcripts[place.branch.number] = transcript
+        place.branch.pieces = transcript.pieces
+        return transcript
+
+    async def _generate(
+        self, place: Continuation, request: CompletionRequest, on_text: Callable[[str], None]
+    ) -> Choice | Refused:
+        branch = place.branch
+        options = generation_options(self.chat, request, on_text)
+        try:
+            tokens, ended = await self.rollout.generator.generate(
+                self._transcripts[branch.number], options, since=branch.exchanges[-1].start
+            )
+        except NotReplayed as error:
             return self._break(error)
         finally:
-            self._conversation.abandoned(branch)
-        return self._hand_out(branch, request, tokens, ended=ended)
+            self._conversation.abandon(branch)
+        return self._choice(branch, request, tokens, ended=ended)
 
-    def _manner(self, request: Request, heard: Callable[[str], None]) -> GenerationOptions:
-        chat = self.voice.chat
-
-        def ends(text: str) -> bool:
-            return any(stop in text for stop in request.stops)
-
-        def look(tokens: Sequence[int]) -> int | None:
-            text = chat.text(tokens)
-            if request.stream:
-                heard(text)
-            if not ends(text):
-                return None
-            return bisect_left(range(len(tokens)), True, key=lambda k: ends(chat.text(tokens[:k])))
-
-        most = GenerationOptions().max_tokens if request.max_tokens is None else request.max_tokens
-        return (
-            GenerationOptions(most, CHUNK, look)
-            if request.stops or request.stream
-            else GenerationOptions(most)
-        )
-
-    def _hand_out(
-        self, branch: Branch, request: Request, tokens: list[int], *, ended: bool
+    def _choice(
+        self, branch: Branch, request: CompletionRequest, tokens: list[int], *, ended: bool
     ) -> Choice:
-        """What the agent gets, and will send back as what was answered."""
-        chat, call = self.voice.chat, request.call
+        """Return the answer, and remember how the agent may send it back."""
+        chat = self.chat
+        call = request.call
         text = chat.text(tokens)
         cut = min((text.index(stop) for stop in request.stops if stop in text), default=None)
-        said = hand_out(chat, text[:cut], tools=request.calls, plain=not call.is_chat)
-        answer: History = (said,)
+        message = parse_reply(chat, text[:cut], tools=request.calls, plain=not call.is_chat)
+        answer: History = (message,)
         if not call.is_chat:
-            answer = (
-                chat.text(tokens, whole=True) if isinstance(call.history, str) else tuple(tokens)
-            )
+            as_text = isinstance(call.history, str)
+            answer = chat.text(tokens, whole=True) if as_text else tuple(tokens)
         start = branch.exchanges[-1].start
-        pieces = [piece for piece in branch.pieces[start:] if isinstance(piece, Sampled)]
         logps = [
             (chat.text([token], whole=True) if request.logprobs else "", logp)
-            for piece in pieces
+            for piece in branch.pieces[start:]
+            if isinstance(piece, Sampled)
             for token, logp in zip(piece.tokens, piece.behavior_logp, strict=True)
         ]
-        self._conversation.answered(branch, answer, ended=ended)
-        finish = (
-            "tool_calls"
-            if said.message.tool_calls
-            else "stop"
-            if ended or cut is not None
-            else "length"
-        )
-        length = sum(len(piece.tokens) for piece in branch.pieces[:start])
-        return Choice(said, finish, tuple(logps), length, branch.number)
+        self._conversation.add_answer(branch, answer, ended=ended)
+        finish = "stop" if ended or cut is not None else "length"
+        if message.message.tool_calls:
+            finish = "tool_calls"
+        num_prompt_tokens = sum(len(piece.tokens) for piece in branch.pieces[:start])
+        return Choice(message, finish, tuple(logps), num_prompt_tokens, branch.number)
 
-    def _break(self, error: NotAgain) -> Refused:
-        self.broken = error.__cause__ or error
+    def _break(self, error: NotReplayed) -> Refused:
+        self.broken = str(error)
+        return self._cannot_continue()
+
+    def _cannot_continue(self) -> Refused:
         return Refused(
-            f"this episode cannot be gone on with: {self.broken}", status=409, code="not_again"
+            f"this episode cannot be resumed: {self.broken}", status=409, code="not_replayed"
         )
 
 
-def _begins(said: Sequence[Piece], given: Sequence[ContextPiece]) -> bool:
-    """Whether a record, as far as it goes, begins so."""
-    known = said[: len(given)]
-    return list(known) == list(given[: len(known)])
+def generation_options(
+    chat: Chat, request: CompletionRequest, on_text: Callable[[str], None]
+) -> GenerationOptions:
+    """Return the options of a request: its length limit, stop texts and streaming callback."""
+
+    def has_stop(text: str) -> bool:
+        return any(stop in text for stop in request.stops)
+
+    def find_end(tokens: Sequence[int]) -> int | None:
+        """Return the number of tokens up to a stop text, or None if there is none yet."""
+        text = chat.text(tokens)
+        if request.stream:
+            on_text(text)
+        if not has_stop(text):
+            return None
+        counts = range(len(tokens))
+        return bisect_left(counts, True, key=lambda count: has_stop(chat.text(tokens[:count])))
+
+    limit = GenerationOptions().max_tokens if request.max_tokens is None else request.max_tokens
+    if request.stops or request.stream:
+        return GenerationOptions(limit, CHUNK_TOKENS, find_end)
+    return GenerationOptions(limit)
+
+
+def _begins_with(pieces: Sequence[Piece], context: Sequence[ContextPiece]) -> bool:
+    """Compare a record, as far as it goes, with the beginning of a new branch."""
+    known = pieces[: len(context)]
+    return list(known) == list(context[: len(known)])

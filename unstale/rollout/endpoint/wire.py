@@ -12,7 +12,7 @@ from typing import Any
 
 from unstale.envs import Message, ToolCall
 from unstale.records import Piece, Sampled
-from unstale.rollout.endpoint.conversation import Call, Said
+from unstale.rollout.endpoint.conversation import Call, HistoryMessage
 
 MAX_CHOICES, MAX_STOPS = 64, 16
 
@@ -175,7 +175,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class CompletionRequest:
     """A call, and how it is to be answered."""
 
     call: Call
@@ -194,7 +194,7 @@ class Request:
 class Choice:
     """One answer as it travels: a message (a text, for a prompt), and its tokens with what they say."""
 
-    said: Said
+    said: HistoryMessage
     finish: str
     tokens: tuple[tuple[str, float], ...]
     num_prompt_tokens: int
@@ -212,7 +212,7 @@ def load(data: bytes) -> dict[str, Any]:
     return body
 
 
-def read_chat(body: Mapping[str, Any], *, temperature: float) -> Request:
+def read_chat(body: Mapping[str, Any], *, temperature: float) -> CompletionRequest:
     """Raises `Refused`."""
     _require(body, CHAT, "")
     history = tuple(
@@ -226,7 +226,7 @@ def read_chat(body: Mapping[str, Any], *, temperature: float) -> Request:
     return _request(body, Call(history, tuple(map(dict, body.get("tools") or ()))), temperature)
 
 
-def read_completion(body: Mapping[str, Any], *, temperature: float) -> Request:
+def read_completion(body: Mapping[str, Any], *, temperature: float) -> CompletionRequest:
     """Raises `Refused`."""
     _require(body, COMPLETION, "")
     prompt = body["prompt"]
@@ -237,7 +237,7 @@ def read_completion(body: Mapping[str, Any], *, temperature: float) -> Request:
     )
 
 
-def _request(body: Mapping[str, Any], call: Call, temperature: float) -> Request:
+def _request(body: Mapping[str, Any], call: Call, temperature: float) -> CompletionRequest:
     asked = body.get("temperature")
     if asked is not None and asked != temperature:
         raise Refused(
@@ -247,7 +247,7 @@ def _request(body: Mapping[str, Any], call: Call, temperature: float) -> Request
         )
     stop = body.get("stop") or ()
     most = (body.get("max_completion_tokens"), body.get("max_tokens"))
-    return Request(
+    return CompletionRequest(
         call=call,
         choices=int(body.get("n") or 1),
         stops=(stop,) if isinstance(stop, str) else tuple(stop),
@@ -323,7 +323,7 @@ def _holds(value: Any, schema: Schema) -> bool:
     return True
 
 
-def _message(record: Any, where: str) -> Said:
+def _message(record: Any, where: str) -> HistoryMessage:
     if not isinstance(record, dict):
         raise Refused(f"{where} is not an object", param=where)
     role = record.get("role")
@@ -339,7 +339,7 @@ def _message(record: Any, where: str) -> Said:
     spoken_of = (record.get("reasoning_content"), record.get("reasoning"))
     thoughts = next((one for one in spoken_of if one is not None), None)
     who: Any = "system" if role == "developer" else role
-    return Said(Message(who, text, made), thoughts)
+    return HistoryMessage(Message(who, text, made), thoughts)
 
 
 def _call(record: Any, where: str) -> ToolCall:
@@ -366,7 +366,7 @@ def _no_number(word: str) -> float:
     raise ValueError(f"{word} is no number")
 
 
-def message(said: Said, made: Callable[[int], str]) -> dict[str, Any]:
+def message(said: HistoryMessage, made: Callable[[int], str]) -> dict[str, Any]:
     """An answer as a record; `made` names its calls."""
     content = said.message.content
     record: dict[str, Any] = {

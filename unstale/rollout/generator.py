@@ -1,0 +1,60 @@
+"""Sampling of one reply: tokens from an engine, appended to a transcript."""
+
+from dataclasses import dataclass
+
+from unstale.config import EngineConfig
+from unstale.engines import DEFAULT_OPTIONS, Engine, GenerationOptions, SamplingParams
+from unstale.envs.chat import Chat
+from unstale.rollout.transcript import Transcript
+
+
+@dataclass(frozen=True, slots=True)
+class Generator:
+    """An engine with its sampling options and the chat format of its tokens."""
+
+    engine: Engine
+    chat: Chat
+    config: EngineConfig
+
+    def reply_budget(self, num_tokens: int) -> int:
+        """Return how many tokens a reply may have after a context of `num_tokens`."""
+        return min(self.config.max_completion_tokens, self.config.max_context - num_tokens)
+
+    async def generate(
+        self,
+        transcript: Transcript,
+        options: GenerationOptions = DEFAULT_OPTIONS,
+        *,
+        since: int | None = None,
+    ) -> tuple[list[int], bool]:
+        """Sample one reply, over as many weight versions as it takes, and append it to `transcript`.
+
+        An interrupted reply continues from its own tokens. `since` is the index of the reply's first
+        piece if an earlier call began it. Returns all tokens of the reply and whether it ended with
+        a stop token. Raises `NotReplayed`.
+        """
+        before = transcript.pieces[since:] if since is not None else ()
+        tokens = [token for piece in before for token in piece.tokens]
+        for piece in transcript.replay_reply():
+            tokens += piece.tokens
+        stop_tokens = self.chat.stop_tokens
+        budget = min(self.reply_budget(len(transcript.tokens) - len(tokens)), options.max_tokens)
+        while True:
+            if tokens:
+                stopped = tokens[-1] in stop_tokens
+                if stopped or len(tokens) >= budget or options.is_over(tokens):
+                    return tokens, stopped
+            transcript.require_replayed()
+            params = SamplingParams(
+                max_tokens=min(budget - len(tokens), options.chunk),
+                stop_tokens=stop_tokens,
+                temperature=self.config.temperature,
+                seed=transcript.seed,
+            )
+            reply = await self.engine.sample(transcript.tokens, params)
+            if reply.piece.tokens:
+                piece = options.cut(tokens, reply.piece)
+                tokens += piece.tokens
+                transcript.append(piece)
+            if reply.stop == "length" and len(reply.piece.tokens) < params.max_tokens:
+                return tokens, False
