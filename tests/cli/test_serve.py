@@ -80,7 +80,7 @@ def speaking(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scripted]:
     def with_engine(*errors: Exception) -> Scripted:
         engine = Scripted(*errors)
         monkeypatch.setattr("unstale.build.build_engine", lambda *_: engine)
-        for unneeded in ("Trainer", "Auditor", "build_old_logps"):
+        for unneeded in ("LocalTrainer", "Auditor", "build_old_logps"):
             monkeypatch.setattr(f"unstale.build.{unneeded}", refused)
         return engine
 
