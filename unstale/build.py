@@ -1,6 +1,5 @@
 """Configuration -> objects: the one file that knows every concrete class."""
 
-import importlib
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,6 @@ from unstale.config import (
     OldLogpsConfig,
     RunConfig,
     ScheduleConfig,
-    TaskConfig,
     Unit,
     install,
 )
@@ -39,11 +37,9 @@ from unstale.engines.servers.sglang import SglangEngine
 from unstale.engines.servers.vllm import VllmEngine
 from unstale.engines.supervised import RestartingEngine
 from unstale.envs import Taskset
-from unstale.envs.calculator import CalculatorTasks
 from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
-from unstale.envs.python_tool import PythonTasks
-from unstale.envs.retail import RetailTasks
+from unstale.envs.registry import build_taskset
 from unstale.loop import RunComponents
 from unstale.model.forward import ForwardOptions
 from unstale.model.loading import DTYPES
@@ -76,17 +72,6 @@ from unstale.weights.store import VersionStore
 
 MAX_SKIPPED = 100_000
 """Tasks in a row that could not be finished before: then there are no others."""
-
-
-ADAPTERS = {
-    "gymnasium": ("unstale.envs.adapters.gymnasium", "GymnasiumTasks"),
-    "openenv": ("unstale.envs.adapters.openenv", "OpenEnvTasks"),
-    "reasoning-gym": ("unstale.envs.adapters.reasoning_gym", "ReasoningGymTasks"),
-    "tau2": ("unstale.envs.adapters.tau2", "Tau2Tasks"),
-    "textarena": ("unstale.envs.adapters.textarena", "TextArenaTasks"),
-    "verifiers": ("unstale.envs.adapters.verifiers", "VerifiersTasks"),
-}
-"""Task sets of other libraries, each an extra of that name: what stands behind the colon is theirs to read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,30 +346,6 @@ def build_engine(config: RunConfig, merging: Merging | None) -> Engine:
         if len(engines) > 1
         else engines[0]
     )
-
-
-def build_taskset(config: TaskConfig) -> Taskset:
-    """A shipped task set, one of a library (`reasoning-gym:countdown`), or whatever `module:factory` makes."""
-    match config.env:
-        case "retail":
-            return RetailTasks(
-                level=int(config.level),
-                latency_s=config.latency_s,
-                latency_sigma=config.latency_sigma,
-            )
-        case "calculator":
-            return CalculatorTasks()
-        case "python":
-            return PythonTasks()
-    module, _, name = config.env.partition(":")
-    file, adapter = ADAPTERS.get(module, ("", ""))
-    try:
-        factory = getattr(importlib.import_module(file or module), adapter or name)
-    except (ImportError, AttributeError) as error:
-        hint = f" ({install(module)})" if adapter and isinstance(error, ModuleNotFoundError) else ""
-        raise ConfigError(f"task.env {config.env!r} cannot be made: {error}{hint}") from error
-    made: Taskset = factory(name) if adapter else factory()
-    return made
 
 
 def build_rollout(

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # environments and the command line import this module without torch
+    from torch import Tensor
 
 
 class Provenance(IntEnum):
@@ -289,16 +289,16 @@ class Batch:
     `turn` are -1.
     """
 
-    tokens: Tensor
+    tokens: "Tensor"
     offsets: tuple[int, ...]
-    sampled: Tensor
+    sampled: "Tensor"
     """True on action tokens: those the policy chose."""
-    behavior_logp: Tensor
-    version: Tensor
-    turn: Tensor
-    provenance: Tensor
-    clean: Tensor
-    advantage: Tensor
+    behavior_logp: "Tensor"
+    version: "Tensor"
+    turn: "Tensor"
+    provenance: "Tensor"
+    clean: "Tensor"
+    advantage: "Tensor"
     episodes: tuple[int, ...]
 
     @property
@@ -306,16 +306,20 @@ class Batch:
         return len(self.offsets) - 1
 
     @property
-    def sequence(self) -> Tensor:
+    def sequence(self) -> "Tensor":
         """`[T]`, the index of the sequence that a token belongs to."""
+        import torch
+
         lengths = torch.tensor([end - start for start, end in self.spans()])
         return torch.repeat_interleave(torch.arange(self.num_sequences), lengths)
 
     def spans(self) -> list[tuple[int, int]]:
         return list(zip(self.offsets[:-1], self.offsets[1:], strict=True))
 
-    def select(self, sequences: Sequence[int]) -> tuple["Batch", Tensor]:
+    def select(self, sequences: Sequence[int]) -> "tuple[Batch, Tensor]":
         """The batch of these sequences, in this order, and the `[T']` index of its tokens in this batch."""
+        import torch
+
         spans = self.spans()
         index = torch.cat(
             [torch.empty(0, dtype=torch.long), *(torch.arange(*spans[i]) for i in sequences)]
@@ -336,6 +340,8 @@ _PER_TOKEN = (
 
 def collate(credited: Sequence[ScoredTrajectory]) -> Batch:
     """Pack judged trajectories into one batch. No padding: sequences lie end to end."""
+    import torch
+
     if not credited:
         raise ValueError("nothing to collate: every group of this step came back empty")
     tokens: list[int] = []

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from tests.adapters.docs import block, run_command
-from unstale.build import build_taskset
 from unstale.config import ConfigError, TaskConfig
 from unstale.envs import EnvError, Message, ToolCall, Turn
 from unstale.envs.adapters.openenv import OpenEnvTasks
+from unstale.envs.registry import build_taskset
 from unstale.testing import check_env
 
 pytest.importorskip("openenv.core", reason="needs openenv: make test-adapters")

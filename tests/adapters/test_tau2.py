@@ -15,9 +15,9 @@ import pytest
 
 from tests.adapters.docs import run_command
 from tests.rewards.test_judge import Model, completion, model
-from unstale.build import build_taskset
 from unstale.config import SHIPPED_POLICY, ConfigError, TaskConfig
 from unstale.envs import Message, Resumable, ToolCall, Turn
+from unstale.envs.registry import build_taskset
 from unstale.records import Task
 from unstale.testing import check_env
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.adapters.docs import block, run_command
-from unstale.build import build_taskset
 from unstale.config import ConfigError, TaskConfig
+from unstale.envs.registry import build_taskset
 from unstale.records import Failure, Trajectory
 
 pytest.importorskip("verifiers.v1", reason="needs verifiers: make test-adapters")

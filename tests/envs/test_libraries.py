@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from tests.rollout.test_episode import play as rolled
-from unstale.build import ADAPTERS, build_taskset
 from unstale.cli import main
 from unstale.config import ConfigError, TaskConfig, install
 from unstale.envs import Message, Taskset, Turn
 from unstale.envs.adapters import openenv
+from unstale.envs.registry import build_taskset, libraries
 from unstale.testing import check_env
 
 NAMES = ("reasoning-gym:chain_sum", "gymnasium:FrozenLake-v1", "textarena:GuessTheNumber-v0")
@@ -93,7 +93,7 @@ def test_a_library_that_is_missing_is_named_with_what_installs_it(
 ) -> None:
     library = name.partition(":")[0]
     monkeypatch.setitem(sys.modules, library.replace("-", "_"), None)
-    monkeypatch.delitem(sys.modules, ADAPTERS[library][0], raising=False)
+    monkeypatch.delitem(sys.modules, libraries()[library], raising=False)
     openenv.connection_class.cache_clear()
     with pytest.raises(ConfigError, match=re.escape(install(library))):
         build_taskset(TaskConfig(env=name))
@@ -102,7 +102,7 @@ def test_a_library_that_is_missing_is_named_with_what_installs_it(
 def test_another_package_called_tau2_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no extra installs it."""
     monkeypatch.setitem(sys.modules, "tau2", ModuleType("tau2"))
-    monkeypatch.delitem(sys.modules, ADAPTERS["tau2"][0], raising=False)
+    monkeypatch.delitem(sys.modules, libraries()["tau2"], raising=False)
     with pytest.raises(
         ConfigError, match=r"from its source .*pip install ./tau2-bench.*is another project$"
     ):

@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 from tests.cli.test_run import quiet, small
 from tests.support.agents import SUMS, in_a_process, patient, with_sdk
 from unstale.algorithms import advantages
-from unstale.build import build_rollout, build_taskset
+from unstale.build import build_rollout
 from unstale.cli import session
 from unstale.config import SHIPPED_POLICY, ConfigError, EngineConfig, RolloutConfig, TaskConfig
 from unstale.durability.journal import Journal, check
@@ -37,6 +37,7 @@ from unstale.engines import EngineDied, SamplingParams
 from unstale.engines.scripted import ScriptedEngine
 from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
+from unstale.envs.registry import build_taskset
 from unstale.records import (
     ContextPiece,
     Failure,

@@ -8,6 +8,7 @@ from typing import Any
 
 from unstale.envs import NumberedTasks, ToolCall
 from unstale.envs.question import Question
+from unstale.envs.registry import EnvSpec
 from unstale.records import Task
 
 TOOL: Mapping[str, Any] = {
@@ -106,3 +107,6 @@ def _value(node: ast.expr) -> int:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             return _OPERATORS[type(op)](_value(left), _value(right))
     raise ValueError("only whole numbers, + - * and parentheses")
+
+
+ENV = EnvSpec("calculator", lambda options: CalculatorTasks())

@@ -6,6 +6,7 @@ from typing import Any
 
 from unstale.envs import NumberedTasks, ToolCall, sandbox
 from unstale.envs.question import Question
+from unstale.envs.registry import EnvSpec
 from unstale.records import Task
 
 TOOL: Mapping[str, Any] = {
@@ -77,3 +78,6 @@ async def _tool(call: ToolCall) -> str:
     if done.code:
         raise ValueError((done.stderr.strip().splitlines() or [f"exit code {done.code}"])[-1])
     return done.stdout.strip() or "The program printed nothing."
+
+
+ENV = EnvSpec("python", lambda options: PythonTasks())

@@ -116,3 +116,6 @@ class GymnasiumEnv:
 
     def _facts(self) -> Mapping[str, float]:
         return MappingProxyType({"refused": float(self._refused)})
+
+
+TASKSET = GymnasiumTasks

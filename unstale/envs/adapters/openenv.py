@@ -246,3 +246,6 @@ def connection_class() -> Any:
                 raise ConnectionError(str(error)) from error
 
     return Connection
+
+
+TASKSET = OpenEnvTasks

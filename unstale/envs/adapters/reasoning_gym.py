@@ -144,3 +144,6 @@ class PuzzleEnv:
         if done.code:
             raise EnvError(f"the scorer of {self._tasks.name} failed: {done.stderr[-300:]}")
         return float(done.stdout)
+
+
+TASKSET = ReasoningGymTasks

@@ -300,3 +300,6 @@ class ScriptedUser(HalfDuplexUser[None]):
         given = self._arguments[name] or deque([{}])
         arguments = given.popleft() if len(given) > 1 else given[0]
         return ToolCall(id=f"user_{place}", name=name, arguments=dict(arguments), requestor="user")
+
+
+TASKSET = Tau2Tasks

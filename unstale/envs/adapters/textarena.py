@@ -98,3 +98,6 @@ class GameEnv:
         finally:
             self._random = random.getstate()
             random.setstate(outside)
+
+
+TASKSET = TextArenaTasks

@@ -87,3 +87,6 @@ class VerifiersTasks(ExternalAgent):
             for name, reward in trace.rewards.items()
             if reward is not None
         }
+
+
+TASKSET = VerifiersTasks

@@ -31,7 +31,9 @@ from random import Random
 from types import MappingProxyType
 from typing import Any
 
+from unstale.config import TaskConfig
 from unstale.envs import EnvError, Message, ToolCall, Turn
+from unstale.envs.registry import EnvSpec
 from unstale.envs.retail.customer import Customer
 from unstale.envs.retail.database import Desk, DeskError
 from unstale.envs.retail.expert import NO_FAULTS, Faults, expert_replies
@@ -156,6 +158,17 @@ def system_text(level: int) -> str:
     if level == 1:
         return BRIEF
     return POLICY.format(identify=IDENTIFY if level > 2 else TRUST, stock=STOCK, window=WINDOW)
+
+
+def _make(options: TaskConfig) -> RetailTasks:
+    return RetailTasks(
+        level=int(options.level),
+        latency_s=options.latency_s,
+        latency_sigma=options.latency_sigma,
+    )
+
+
+ENV = EnvSpec("retail", _make)
 
 
 __all__ = [
