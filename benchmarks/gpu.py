@@ -44,7 +44,7 @@ from unstale.engines import SamplingParams
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.model.loading import DTYPES
 from unstale.model.policy import Policy
-from unstale.old_logps import Scoring
+from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.records import collate
 from unstale.testing import tiny_policy
 
@@ -94,9 +94,8 @@ class Big(Size):
             model = AutoModelForCausalLM.from_config(self.config, dtype=DTYPES[dtype])
         return Policy(model, tiny_policy().tokenizer)
 
-    @property
-    def scoring(self) -> Scoring:
-        return Scoring(1.0, self.max_tokens_per_microbatch)
+    def scorer(self, policy: Policy) -> LocalScorer:
+        return LocalScorer(policy, 1.0, self.max_tokens_per_microbatch)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -245,7 +244,7 @@ def memory(name: str, size: Big) -> list[str]:
             trainer.step()
             torch.cuda.reset_peak_memory_stats()
             held = torch.cuda.memory_allocated()
-            own.scoring(trainer.policy, batch, batch.sampled)
+            own.scorer(trainer.policy).score(batch, batch.sampled)
             if counted:
                 scored = torch.cuda.max_memory_allocated() - held
                 lines.append(

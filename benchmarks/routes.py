@@ -32,8 +32,8 @@ from unstale.build import build_correction, build_objective, build_old_logps
 from unstale.config import CorrectionConfig, ObjectiveConfig, OldLogpsConfig, Route, TrainerConfig
 from unstale.model.policy import Policy
 from unstale.model.prefix_tree import Packed
-from unstale.old_logps import Scoring
 from unstale.old_logps.rollout import Rollout
+from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.records import (
     Batch,
     ContextPiece,
@@ -111,9 +111,8 @@ class Size:
     def policy(self, dtype: str = "bfloat16") -> Policy:
         return Policy.load(self.folder, dtype=dtype)
 
-    @property
-    def scoring(self) -> Scoring:
-        return Scoring(1.0, TrainerConfig().max_tokens_per_microbatch)
+    def scorer(self, policy: Policy) -> LocalScorer:
+        return LocalScorer(policy, 1.0, TrainerConfig().max_tokens_per_microbatch)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -294,32 +293,33 @@ def play(
     """Every version through a route, as the loop would bring it; one batch is asked about at each."""
     policy, played = size.policy(), Played()
     advance(policy, history, 0)
-    route = build_old_logps(OldLogpsConfig(route=name), policy, size.scoring)
+    scorer = size.scorer(policy)
+    route = build_old_logps(OldLogpsConfig(route=name), scorer)
     for version in range(len(history.copies)):
         advance(policy, history, version)
         with timed(played.published_s):
-            route.publishing(policy)
-            route.published(policy, live(version))
+            route.publishing()
+            route.published(live(version))
         own = list(pieces_of(batches[version : version + 1], version))
         waiting = list(pieces_of(batches[version + 1 : version + 3], version))
         for piece in (*own, *waiting):
             route.arrived(piece)
         with timed(played.idle_s):
-            while route.idle(policy):
+            while route.idle():
                 pass
         if name == "old_logit_model":
             time.sleep(median(history.step_s))  # its process works while the trainer does
         batch = collate(batches[version])
         with timed(played.logps_s):
             wanted = route.needs.now or route.needs.inline
-            now = size.scoring(policy, batch, batch.sampled).logp if wanted else torch.empty(0)
+            now = scorer.score(batch, batch.sampled).logp if wanted else torch.empty(0)
             played.values, played.exact = route.logps(batch, now)
         if route.needs.inline:  # a training pass has `now` anyway
             played.logps_s[-1] = 0.0
         with timed(played.closing_s):
             if route.needs.closing:
-                route.closing(policy, waiting)
-        route.trained(policy, 1.0)
+                route.closing(waiting)
+        route.trained(1.0)
         played.costs = route.costs()
     played.models = route.needs.resident_models
     route.close()
@@ -332,7 +332,7 @@ def beside(size: Size, history: History, plan: Plan) -> dict[str, list[float]]:
     advance(policy, history, 0)
     names: tuple[Route, Route] = ("snapshot_old", "ewma_prox")
     routes = {
-        name: build_old_logps(OldLogpsConfig(route=name), policy, size.scoring) for name in names
+        name: build_old_logps(OldLogpsConfig(route=name), size.scorer(policy)) for name in names
     }
     ratios: dict[str, list[float]] = {
         "per forwarded token": [],
@@ -348,7 +348,7 @@ def beside(size: Size, history: History, plan: Plan) -> dict[str, list[float]]:
         forwarded = {}
         for name in names if version % 2 else names[::-1]:
             with timed(published[name]):
-                routes[name].published(policy, live(version))
+                routes[name].published(live(version))
             with timed(asked[name]):
                 routes[name].logps(batch, torch.empty(0))
             forwarded[name] = routes[name].costs()["forward_tokens"]
@@ -419,7 +419,7 @@ def route_lines(size: Size, histories: Sequence[History]) -> dict[str, Line]:
         now = score_alone(size, history, newest, "bfloat16")
         policy = size.policy()
         policy.load_weights(history.copies[last])
-        noise = (size.scoring(policy, batch, batch.sampled).logp - now)[batch.sampled].std().item()
+        noise = (scorer.score(batch, batch.sampled).logp - now)[batch.sampled].std().item()
         for name, line in lines.items():
             CONSOLE.print(f"lr {history.rate:g}: {name}")
             played = play(name, size, history, batches)

@@ -62,7 +62,7 @@ from unstale.config import (
 )
 from unstale.envs import Message, Turn
 from unstale.model.policy import Policy
-from unstale.old_logps import Scoring
+from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.records import ContextPiece, Sampled, ScoredTrajectory, Task, Trajectory, collate
 from unstale.trainer.local import LocalTrainer
 from unstale.trainer.records import Rules
@@ -174,8 +174,8 @@ def ours(chosen: argparse.Namespace) -> None:
         max_tokens_per_microbatch=chosen.micro,
     )  # fmt: skip
     policy = Policy.load(chosen.model, dtype=chosen.dtype)
-    scoring = Scoring(1.0, options.max_tokens_per_microbatch)
-    old = build_old_logps(OldLogpsConfig(route=chosen.route), policy, scoring)
+    scorer = LocalScorer(policy, 1.0, options.max_tokens_per_microbatch)
+    old = build_old_logps(OldLogpsConfig(route=chosen.route), scorer)
     rules = Rules(
         correction=build_correction(CorrectionConfig(control="none")),
         objective=build_objective(
@@ -202,7 +202,7 @@ def ours(chosen: argparse.Namespace) -> None:
             batch.behavior_logp.copy_(said)
         else:  # all of it is of the newest version
             batch.version.masked_fill_(batch.sampled, policy.version)
-            old.published(policy, live={policy.version})
+            old.published(live={policy.version})
         (part,) = trainer.prepare(batch).parts
         trainer.backward(part)
         if chosen.gradient and not trainer.steps:

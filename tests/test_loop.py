@@ -39,8 +39,8 @@ from unstale.engines import SamplingParams
 from unstale.engines.scripted import Delay, ScriptedEngine
 from unstale.envs import Message, Taskset, Turn
 from unstale.loop import RunComponents
-from unstale.model.policy import Policy
-from unstale.old_logps import Needs, OldLogps, Passive, Scoring
+from unstale.old_logps import Needs, OldLogps, Passive
+from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.records import Batch, Group, PendingPiece, Task
 from unstale.rollout.generator import Generator
 from unstale.testing import tiny_policy
@@ -48,7 +48,7 @@ from unstale.trainer.auditor import Auditor, Thresholds
 from unstale.trainer.local import LocalTrainer
 from unstale.trainer.records import Rules
 
-Route = Callable[[Policy, ScriptedEngine], OldLogps]
+Route = Callable[[LocalScorer, ScriptedEngine], OldLogps]
 
 REPLY = 6
 """Tokens of every reply; the last is the stop token 1."""
@@ -138,15 +138,17 @@ class ScoresAtClosing(Passive):
 
     needs = Needs(closing=True)
 
-    def __init__(self, engine: ScriptedEngine) -> None:
+    def __init__(self, scorer: LocalScorer, engine: ScriptedEngine) -> None:
+        self.scorer = scorer
         self.engine = engine
         self.closed: dict[int, set[tuple[int, int]]] = {}
         self.missing: list[int] = []
 
-    def closing(self, policy: Policy, unscored: Sequence[PendingPiece]) -> None:
+    def closing(self, unscored: Sequence[PendingPiece]) -> None:
         assert not self.engine._pending, "generation goes on while the version is being closed"
-        assert all(piece.piece.version == policy.version for piece in unscored)
-        self.closed[policy.version] = {(piece.episode, piece.start) for piece in unscored}
+        version = self.scorer.version
+        assert all(piece.piece.version == version for piece in unscored)
+        self.closed[version] = {(piece.episode, piece.start) for piece in unscored}
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         return batch.behavior_logp.clone(), torch.zeros_like(batch.sampled)
@@ -197,14 +199,15 @@ def toy_machine(
         return [*noise[spoken:], 1]
 
     policy, engine = tiny_policy(), ScriptedEngine(say, token_delay=delay)
-    old = route(policy, engine) if route else ScoresAtClosing(engine)
+    scorer = LocalScorer(policy, 1.0, 4096)
+    old = (route or ScoresAtClosing)(scorer, engine)
     correction, objective = build_correction(config.correction), build_objective(config.objective)
-    judge, scoring = Thresholds(correction, objective.surrogate), Scoring(1.0, 4096)
-    auditor = Auditor(policy, old, judge, scoring=scoring, share=config.audit.share)
+    judge = Thresholds(correction, objective.surrogate)
+    auditor = Auditor(LocalScorer(policy, 1.0, 4096), old, judge, share=config.audit.share)
     rules = Rules(correction=correction, objective=objective, temperature=1.0, audit=auditor.look)
     trainer = LocalTrainer(policy, config.trainer, rules, old, num_steps=config.steps)
     generator = Generator(engine, NumberChat(), config.engine)  # type: ignore[arg-type]
-    return Components(policy, taskset, generator, old, auditor, trainer)
+    return Components(policy, taskset, generator, scorer, old, auditor, trainer)
 
 
 def make(folder: Path, tasks: Iterator[int], *, budget: int = 1, steps: int = 12) -> RunComponents:
@@ -270,9 +273,9 @@ def test_a_route_hears_of_a_version_before_any_engine_has_it_and_when_all_do(
     parts, heard = make(tmp_path, count(), steps=3), list[tuple[str, int, int]]()
     engine, trainers = parts.old.engine, parts.worker.submit(threading.get_ident).result()  # type: ignore[attr-defined]
 
-    def hear(name: str, policy: Policy, *live: object) -> None:
+    def hear(name: str, *live: object) -> None:
         assert threading.get_ident() == trainers
-        heard.append((name, policy.version, engine.version))
+        heard.append((name, parts.policy.version, engine.version))
 
     parts.old.publishing = partial(hear, "publishing")  # type: ignore[method-assign]
     parts.old.published = partial(hear, "published")  # type: ignore[method-assign]
@@ -299,7 +302,7 @@ def test_the_next_batch_is_scored_and_its_gradient_formed_while_a_version_is_pub
     """With the versions kept; else the route hears of a version before it is asked again. The weights wait for both."""
     config = configure(steps=3, max_staleness=2)
     machine = toy_machine(
-        config, Numbers(count()), route=lambda policy, engine: Keeps(snapshots=snapshots)
+        config, Numbers(count()), route=lambda scorer, engine: Keeps(snapshots=snapshots)
     )
     log = RunLog(tmp_path)
     parts = replace(
@@ -350,7 +353,7 @@ def keeping(folder: Path, *, snapshots: bool = True) -> RunComponents:
     """Three steps of a run that is about to begin, a checkpoint after each."""
     config = configure(steps=3, max_staleness=2, every=1)
     machine = toy_machine(
-        config, Numbers(count()), route=lambda policy, engine: Keeps(snapshots=snapshots)
+        config, Numbers(count()), route=lambda scorer, engine: Keeps(snapshots=snapshots)
     )
     log = RunLog(folder)
     return replace(
@@ -488,7 +491,7 @@ def test_what_cannot_go_on_ends_with_its_own_error(
 def test_a_failing_route_ends_the_run(tmp_path: Path) -> None:
     parts = make(tmp_path, count())
 
-    def broken(policy: Policy, unscored: Sequence[PendingPiece]) -> None:
+    def broken(unscored: Sequence[PendingPiece]) -> None:
         raise FloatingPointError("nan in a score")
 
     parts.old.closing = broken  # type: ignore[method-assign]

@@ -47,7 +47,7 @@ from unstale.model.lora import Lora, Merging
 from unstale.model.policy import Policy
 from unstale.observe.metrics import Sink, TensorBoardSink, require_tensorboard
 from unstale.observe.recorder import Recorder, Watcher
-from unstale.old_logps import OldLogps, Scoring
+from unstale.old_logps import OldLogps
 from unstale.old_logps.current_recompute import CurrentRecompute
 from unstale.old_logps.eager import Eager
 from unstale.old_logps.ewma_prox import EwmaProx
@@ -57,6 +57,7 @@ from unstale.old_logps.interrupt_sync import InterruptSync
 from unstale.old_logps.old_logit_model import OldLogitModel
 from unstale.old_logps.ppo_ewma_async import PpoEwmaAsync, Reset
 from unstale.old_logps.rollout import Rollout as RolloutRoute
+from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.old_logps.snapshot_old import SnapshotOld
 from unstale.records import Batch, Failure, Group, GroupRequest, PendingPiece, ScoredTrajectory
 from unstale.rollout.episode import Rollout
@@ -81,6 +82,8 @@ class Components:
     policy: Policy
     taskset: Taskset
     generator: Generator
+    scorer: LocalScorer
+    """The route's own."""
     old: OldLogps
     auditor: Auditor
     trainer: LocalTrainer
@@ -108,10 +111,11 @@ def build_machine(config: RunConfig, engine: Engine | None = None) -> Components
     `engine` is one that is there already, of the same configuration.
     """
     policy, taskset, generator = build_sampler(config, engine)
-    trainer, auditor = build_trainer(config, policy)
+    scorer = build_scorer(config, policy)
+    trainer, auditor = build_trainer(config, policy, scorer)
     if config.tensorboard:
         require_tensorboard()
-    return Components(policy, taskset, generator, trainer.old, auditor, trainer)
+    return Components(policy, taskset, generator, scorer, trainer.old, auditor, trainer)
 
 
 def build_sampler(
@@ -123,13 +127,14 @@ def build_sampler(
     return policy, taskset, build_generator(config, policy, taskset, engine)
 
 
-def build_trainer(config: RunConfig, policy: Policy) -> tuple[LocalTrainer, Auditor]:
-    """What learns, and its audit. The trainer's route is to be closed."""
-    scoring = Scoring(config.engine.temperature, config.trainer.max_tokens_per_microbatch)
-    old = build_old_logps(config.old_logps, policy, scoring, lockstep=config.deterministic)
+def build_trainer(
+    config: RunConfig, policy: Policy, scorer: LocalScorer
+) -> tuple[LocalTrainer, Auditor]:
+    """Make the trainer and its audit; the route uses `scorer`. The trainer's route is to be closed."""
+    old = build_old_logps(config.old_logps, scorer, lockstep=config.deterministic)
     correction, objective = build_correction(config.correction), build_objective(config.objective)
     judge = Thresholds(correction, objective.surrogate)
-    auditor = Auditor(policy, old, judge, scoring=scoring, share=config.audit.share)
+    auditor = Auditor(build_scorer(config, policy), old, judge, share=config.audit.share)
     rules = Rules(
         correction=correction,
         objective=objective,
@@ -138,6 +143,11 @@ def build_trainer(config: RunConfig, policy: Policy) -> tuple[LocalTrainer, Audi
     )
     num_steps = config.steps * config.trainer.minibatches_per_batch
     return LocalTrainer(policy, config.trainer, rules, old, num_steps=num_steps), auditor
+
+
+def build_scorer(config: RunConfig, policy: Policy) -> LocalScorer:
+    """Make a scorer for one consumer."""
+    return LocalScorer(policy, config.engine.temperature, config.trainer.max_tokens_per_microbatch)
 
 
 def load_policy(config: RunConfig) -> Policy:
@@ -217,7 +227,7 @@ def build(
         publisher=DirectPublisher(
             engine,
             dtype=DTYPES[config.engine.dtype],
-            store=_store(old) if shares_deltas(config) else None,
+            store=_store(machine.scorer) if shares_deltas(config) else None,
             put=checkpoints.put,
         ),
         journal=journal,
@@ -291,14 +301,9 @@ def shares_deltas(config: RunConfig) -> bool:
     return old.underlying == "snapshot_old" and old.storage == "delta" and same
 
 
-def _store(old: OldLogps) -> VersionStore | None:
-    """The version store of a route, or of the route that it falls back on."""
-    match old:
-        case SnapshotOld():
-            return old.store
-        case Eager():
-            return _store(old.fallback)
-    return None
+def _store(scorer: LocalScorer) -> VersionStore | None:
+    """The version store of the route, whose deltas publication may send."""
+    return scorer.store if isinstance(scorer.store, VersionStore) else None
 
 
 def build_generator(
@@ -440,42 +445,38 @@ def build_objective(config: ObjectiveConfig) -> Objective:
 
 
 def build_old_logps(
-    config: OldLogpsConfig, policy: Policy, scoring: Scoring, *, lockstep: bool = False
+    config: OldLogpsConfig, scorer: LocalScorer, *, lockstep: bool = False
 ) -> OldLogps:
     """The route. With `lockstep` no process of its own answers at its own pace."""
     match config.route:
         case "rollout":
             return RolloutRoute()
         case "current_recompute":
-            return CurrentRecompute()
+            return CurrentRecompute(scorer)
         case "snapshot_old":
             folder = Path(tempfile.gettempdir()) if config.spill else None
             store = partial(
                 VersionStore, storage=config.storage, memory_gb=config.memory_gb, folder=folder
             )
-            return SnapshotOld(policy, scoring=scoring, make_store=store)
+            return SnapshotOld(scorer, make_store=store)
         case "old_logit_model":
-            return OldLogitModel(policy, scoring=scoring, lockstep=lockstep)
+            return OldLogitModel(scorer, lockstep=lockstep)
         case "interrupt_sync":
-            return InterruptSync(policy, scoring=scoring)
+            return InterruptSync(scorer)
         case "eager":
             rest = replace(config, route=config.fallback, fallback="snapshot_old")
-            return Eager(policy, scoring=scoring, fallback=build_old_logps(rest, policy, scoring))
+            return Eager(scorer, fallback=build_old_logps(rest, scorer))
         case "ewma_prox":
             beta = EWMA_BETA if config.beta is None else config.beta
-            return EwmaProx(
-                policy, beta=beta, scoring=scoring, every_step=config.update_every == "step"
-            )
+            return EwmaProx(scorer, beta=beta, every_step=config.update_every == "step")
         case "ppo_ewma_async":
             reset = Reset(config.reset_below, config.reset_patience, config.reset_cooldown)
-            return PpoEwmaAsync(
-                policy, scoring=scoring, averages=config.averages, beta=config.beta, reset=reset
-            )
+            return PpoEwmaAsync(scorer, averages=config.averages, beta=config.beta, reset=reset)
         case "interp_prox_loglinear" | "interp_prox_linear":
             kind = (
                 InterpProxLoglinear if config.route == "interp_prox_loglinear" else InterpProxLinear
             )
-            return kind(policy, alpha=config.alpha, fresh=1.0 if config.fresh == "trainer" else 0.0)
+            return kind(scorer, alpha=config.alpha, fresh=1.0 if config.fresh == "trainer" else 0.0)
 
 
 def _surrogate(config: ObjectiveConfig) -> Callable[[Tensor, Tensor], Surrogate]:

@@ -207,7 +207,7 @@ async def take(parts: RunComponents) -> Sequence[Group]:
         taking.add_done_callback(lambda _: parts.ledger.news.set())
         while parts.old.needs.idle and not taking.done():
             parts.ledger.news.clear()
-            if not await parts.beside(parts.old.idle, parts.policy):
+            if not await parts.beside(parts.old.idle):
                 await parts.ledger.news.wait()
     return taking.result()
 
@@ -229,7 +229,7 @@ async def learn(
         if number == 0 and parts.old.needs.closing:
             await parts.engine.interrupt()
             waiting = parts.ledger.of_version(parts.policy.version, excluding=batch.episodes)
-            await parts.beside(parts.old.closing, parts.policy, waiting)
+            await parts.beside(parts.old.closing, waiting)
         with parts.log.span("trainer", f"step {step}"):
             await parts.beside(parts.trainer.step)
     parts.log.learnt(
@@ -259,14 +259,14 @@ def leave(
     began = time.monotonic()
     held = parts.checkpoints.hold(stand, parts.policy) if due else None
     parts.publisher.prepare(parts.policy, live)
-    parts.old.publishing(parts.policy)
+    parts.old.publishing()
     return held, time.monotonic() - began
 
 
 async def tell(parts: RunComponents, live: Collection[int]) -> None:
     """Every engine holds the version: who scores hears of it, when the trainer's thread is free."""
     for room in (parts.old, parts.auditor):
-        await parts.beside(room.published, parts.policy, live)
+        await parts.beside(room.published, live)
     parts.ledger.told.set()
 
 

@@ -38,14 +38,15 @@ from unstale.config import (
 from unstale.config.stored import stored_config
 from unstale.durability.run_folder import plain
 from unstale.model.policy import Policy
-from unstale.old_logps import Needs, OldLogps, Passive, Scoring
+from unstale.old_logps import Needs, OldLogps, Passive
+from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.records import Batch, PendingPiece, collate
 from unstale.testing import episode, nudge, plain_logps, tiny_policy
 from unstale.trainer.auditor import Auditor, Thresholds, Truth, packing_noise, score_truth
 from unstale.weights.recording import Recorded, Recording, TrainedOn
 
 NOISE = 1e-5
-SCORING = Scoring(1.0, 4096)
+SCORING = (1.0, 4096)
 JUDGE = Thresholds(
     build_correction(CorrectionConfig(low=0.9, high=1.1)),
     build_objective(ObjectiveConfig()).surrogate,
@@ -201,8 +202,8 @@ def audited(
 ) -> tuple[list[dict[str, float]], Auditor]:
     """A run of `steps` on real tiny policies, audited: what was looked at, step by step."""
     policy = tiny_policy()
-    old = build_old_logps(OldLogpsConfig(route=route), policy, SCORING)  # type: ignore[arg-type]
-    auditor = Auditor(policy, old, JUDGE, scoring=SCORING, share=share)
+    old = build_old_logps(OldLogpsConfig(route=route), LocalScorer(policy, *SCORING))  # type: ignore[arg-type]
+    auditor = Auditor(LocalScorer(policy, *SCORING), old, JUDGE, share=share)
     rows, copies = [], dict[int, Policy]()
     for version in range(steps):
         if version:
@@ -212,7 +213,7 @@ def audited(
             version: policy.twin()
         }
         for part in (old, auditor):
-            part.published(policy, set(copies))  # type: ignore[attr-defined]
+            part.published(set(copies))  # type: ignore[attr-defined]
         batch = sampled_batch(policy, version, copies, far=0.05)
         rows.append(auditor.look(batch, answer(old, policy, batch)))
     old.close()
@@ -223,7 +224,11 @@ def answer(old: OldLogps, policy: Policy, batch: Batch) -> Tensor:
     """As the trainer asks before the first step."""
     if old.needs.inline:
         return torch.empty(0)
-    now = SCORING(policy, batch, batch.sampled).logp if old.needs.now else torch.empty(0)
+    now = (
+        LocalScorer(policy, *SCORING).score(batch, batch.sampled).logp
+        if old.needs.now
+        else torch.empty(0)
+    )
     return old.logps(batch, now)[0]
 
 
@@ -278,12 +283,14 @@ def test_the_auditor_looks_at_its_share_only_and_keeps_what_is_live() -> None:
 
 def test_an_auditor_without_the_version_says_so_and_a_restored_one_has_it() -> None:
     policy = tiny_policy()
-    old = build_old_logps(OldLogpsConfig(route="rollout"), policy, SCORING)
-    first, second = (Auditor(policy, old, JUDGE, scoring=SCORING, share=1.0) for _ in range(2))
+    old = build_old_logps(OldLogpsConfig(route="rollout"), LocalScorer(policy, *SCORING))
+    first, second = (
+        Auditor(LocalScorer(policy, *SCORING), old, JUDGE, share=1.0) for _ in range(2)
+    )
     batch = collate([episode(1, [3, (9, 0)]), episode(2, [3, (9, 0)])])
     with pytest.raises(LookupError, match="version 0"):
         first.look(batch, batch.behavior_logp)
-    first.published(policy, {0})
+    first.published({0})
     second.restore(first.state())
     one, other = (part.look(batch, batch.behavior_logp) for part in (first, second))
     assert one["audit/decomposition_error"] == other["audit/decomposition_error"] > 0
@@ -292,10 +299,10 @@ def test_an_auditor_without_the_version_says_so_and_a_restored_one_has_it() -> N
 def test_noise_is_the_root_mean_square_between_two_packings() -> None:
     policy = tiny_policy()
     batch = collate([episode(i, [4, (30 + i, 0)]) for i in range(6)])
-    logp = SCORING(policy, batch, batch.sampled).logp
-    assert packing_noise(policy, batch, logp, scoring=SCORING) < 1e-5
+    logp = LocalScorer(policy, *SCORING).score(batch, batch.sampled).logp
+    assert packing_noise(LocalScorer(policy, *SCORING), batch, logp) < 1e-5
     spread = 0.02 * (-1.0) ** torch.arange(len(logp))
-    assert packing_noise(policy, batch, logp + spread, scoring=SCORING) == pytest.approx(
+    assert packing_noise(LocalScorer(policy, *SCORING), batch, logp + spread) == pytest.approx(
         0.02, rel=1e-3
     )
 
@@ -303,7 +310,9 @@ def test_noise_is_the_root_mean_square_between_two_packings() -> None:
 def test_tokens_of_no_versions_policy_have_no_truth() -> None:
     policy = tiny_policy()
     batch = collate([episode(1, [3, (9, 0), 2, (5, 0, False)])])
-    true = score_truth(policy.twin(), batch, lambda _: policy.weights(), scoring=SCORING)
+    scorer = LocalScorer(policy, *SCORING)
+    with scorer.reading(lambda _: policy.weights()):
+        true = score_truth(scorer, batch)
     assert (true.logp != 0).sum() == 9
     found = Truth(batch, 0, true.logp, true.logp).compare(batch.behavior_logp, JUDGE)
     assert len(found.tokens) == 9 and found.dropped.shape == (2, 9)
@@ -454,17 +463,19 @@ class Listens(Passive):
 
     needs = Needs(closing=True, idle=True)
 
+    scorer: LocalScorer
+
     def __init__(self) -> None:
         self.heard: list[tuple[object, ...]] = []
         self.arrivals = 0
 
-    def published(self, policy: Policy, live: Collection[int]) -> None:
-        self.heard.append(("published", policy.version, sorted(live)))
+    def published(self, live: Collection[int]) -> None:
+        self.heard.append(("published", self.scorer.version, sorted(live)))
 
     def arrived(self, piece: PendingPiece) -> None:
         self.arrivals += 1
 
-    def idle(self, policy: Policy) -> bool:
+    def idle(self) -> bool:
         self.heard.append(("idle", self.arrivals))
         self.arrivals = 0
         return self.heard[-2][0] != "idle"
@@ -474,13 +485,14 @@ class Listens(Passive):
         self.heard.append(("logps",))
         return batch.behavior_logp, torch.zeros_like(batch.sampled)
 
-    def closing(self, policy: Policy, unscored: Sequence[PendingPiece]) -> None:
-        assert policy.at_version
+    def closing(self, unscored: Sequence[PendingPiece]) -> None:
+        assert self.scorer.at_version
         self.heard.append(("closing", {piece.piece.version for piece in unscored}, len(unscored)))
 
-    def trained(self, policy: Policy, kept: float) -> None:
-        assert not policy.at_version and 0.9 < kept <= 1
-        self.heard.append(("trained", float(next(iter(policy.weights().values())).double().sum())))
+    def trained(self, kept: float) -> None:
+        assert not self.scorer.at_version and 0.9 < kept <= 1
+        weights = self.scorer.weights()
+        self.heard.append(("trained", float(next(iter(weights.values())).double().sum())))
 
     def close(self) -> None:
         self.heard.append(("close",))
@@ -490,7 +502,12 @@ def test_a_replayed_route_hears_what_it_would_have_heard(
     recorded_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     route, recorded = Listens(), Recorded(recorded_run / "recorded")
-    monkeypatch.setattr("unstale.cli.audit.build_old_logps", lambda *_: route)
+
+    def build(config: OldLogpsConfig, scorer: LocalScorer) -> Listens:
+        route.scorer = scorer
+        return route
+
+    monkeypatch.setattr("unstale.cli.audit.build_old_logps", build)
     audit_run(recorded_run, routes=["rollout"], console=Console(file=StringIO()))
     batches = [recorded.batch(step) for step in recorded.steps]
     pieces = [piece for trained in batches for piece in segments(trained.batch)]

@@ -16,7 +16,7 @@ from unstale.envs.chat import Chat
 from unstale.envs.retail import RetailTasks
 from unstale.model.loading import DTYPES
 from unstale.model.policy import Policy
-from unstale.old_logps import Scoring
+from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.records import Batch, ScoredTrajectory, Trajectory, collate
 from unstale.rollout.episode import Rollout
 from unstale.rollout.generator import Generator
@@ -37,7 +37,7 @@ class Seen:
 
 def look(dtype: str) -> Seen:
     policy = Policy.load(SHIPPED_POLICY)
-    old = build_old_logps(OldLogpsConfig(route="snapshot_old"), policy, Scoring(1.0, 4096))
+    old = build_old_logps(OldLogpsConfig(route="snapshot_old"), LocalScorer(policy, 1.0, 4096))
     tasks = RetailTasks(level=1)
 
     async def play() -> list[Trajectory]:
@@ -57,7 +57,7 @@ def look(dtype: str) -> Seen:
             await engine.start()
             publisher.prepare(policy)
             await publisher.publish()
-            old.published(policy, live={0})
+            old.published(live={0})
             async with asyncio.TaskGroup() as group:
                 running = [
                     group.create_task(rollout.episode(task, env_seed=i, noise_seed=i))
@@ -68,7 +68,7 @@ def look(dtype: str) -> Seen:
                 policy.version = 1
                 publisher.prepare(policy)
                 await publisher.publish()
-                old.published(policy, live={0})
+                old.published(live={0})
         finally:
             await engine.close()
         episodes = [task.result() for task in running]

@@ -39,7 +39,7 @@ def a_batch(*, advantage: float = 1.0) -> Batch:
 
 def goes_wrong(machine: Components, batch: Batch) -> str:
     """What the trainer says of it."""
-    machine.old.published(machine.policy, live={0})
+    machine.old.published(live={0})
     with pytest.raises(NOT_FINITE) as error:
         for part in machine.trainer.prepare(batch).parts:
             machine.trainer.backward(part)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from unstale.build import build_old_logps
 from unstale.config import OldLogpsConfig
-from unstale.model.policy import Policy
-from unstale.old_logps import OldLogps, Scoring
+from unstale.old_logps import OldLogps
 from unstale.old_logps.current_recompute import CurrentRecompute
 from unstale.old_logps.rollout import Rollout
+from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.records import Batch
 from unstale.testing import check_old_logps
 
@@ -23,8 +23,8 @@ ROUTES = (
 )  # fmt: skip
 
 
-def maker(route: str) -> Callable[[Policy], OldLogps]:
-    return lambda policy: build_old_logps(OldLogpsConfig(route=route), policy, Scoring(1.0, 32))
+def maker(route: str) -> Callable[[LocalScorer], OldLogps]:
+    return lambda scorer: build_old_logps(OldLogpsConfig(route=route), scorer)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -60,12 +60,14 @@ class Forgetful(Rollout):
 @pytest.mark.parametrize(
     ("broken", "what"),
     [
-        (Liar, "called exact"),
-        (Unclean, "kept cache"),
+        (lambda _: Liar(), "called exact"),
+        (lambda _: Unclean(), "kept cache"),
         (Leaky, "no gradient"),
-        (Forgetful, "asked twice"),
+        (lambda _: Forgetful(), "asked twice"),
     ],
 )
-def test_the_suite_finds_a_route_that_breaks_it(broken: Callable[[], OldLogps], what: str) -> None:
+def test_the_suite_finds_a_route_that_breaks_it(
+    broken: Callable[[LocalScorer], OldLogps], what: str
+) -> None:
     with pytest.raises(AssertionError, match=what):
-        check_old_logps(lambda policy: broken())
+        check_old_logps(broken)

@@ -20,10 +20,11 @@ from unstale.build import build_old_logps
 from unstale.config import OldLogpsConfig
 from unstale.durability.checkpoint import CheckpointError
 from unstale.model.policy import Policy
-from unstale.old_logps import OldLogps, Scoring, Weights
+from unstale.old_logps import OldLogps
 from unstale.old_logps.interrupt_sync import InterruptSync
 from unstale.old_logps.old_logit_model import OldLogitModel
 from unstale.old_logps.rollout import Rollout
+from unstale.old_logps.scoring.scorer import LocalScorer, Weights
 from unstale.old_logps.snapshot_old import SnapshotOld
 from unstale.records import PendingPiece, collate
 from unstale.testing import check_old_logps, checkpoint_round_trip, episode, nudge, tiny_policy
@@ -31,34 +32,22 @@ from unstale.trainer.auditor import Auditor, Truth
 from unstale.weights.recording import Recorded, Recording, TrainedOn
 from unstale.weights.store import StoreFull
 
-SCORING = Scoring(0.7, 48)
+SCORING = (0.7, 48)
 EXACT = sorted(ROUTES)
 
-MADE: dict[str, Callable[[Policy], OldLogps]] = {
-    "full copies": lambda policy: built(OldLogpsConfig(storage="full"), policy),
-    "in files": lambda policy: built(OldLogpsConfig(spill=True), policy),
-    "two averages": lambda policy: built(
-        OldLogpsConfig(route="ppo_ewma_async", averages=2), policy
-    ),
-    "an average of steps": lambda policy: built(
-        OldLogpsConfig(route="ewma_prox", update_every="step"), policy
-    ),
-    "eager, interrupt_sync": lambda policy: built(
-        OldLogpsConfig(route="eager", fallback="interrupt_sync"), policy
-    ),
-    "eager, ewma_prox": lambda policy: built(
-        OldLogpsConfig(route="eager", fallback="ewma_prox"), policy
-    ),
+MADE = {
+    "full copies": OldLogpsConfig(storage="full"),
+    "in files": OldLogpsConfig(spill=True),
+    "two averages": OldLogpsConfig(route="ppo_ewma_async", averages=2),
+    "an average of steps": OldLogpsConfig(route="ewma_prox", update_every="step"),
+    "eager, interrupt_sync": OldLogpsConfig(route="eager", fallback="interrupt_sync"),
+    "eager, ewma_prox": OldLogpsConfig(route="eager", fallback="ewma_prox"),
 }
-
-
-def built(config: OldLogpsConfig, policy: Policy) -> OldLogps:
-    return build_old_logps(config, policy, Scoring(1.0, 32))
 
 
 @pytest.mark.parametrize("name", MADE)
 def test_whatever_a_route_is_made_of_it_goes_on(name: str) -> None:
-    check_old_logps(MADE[name])
+    check_old_logps(lambda scorer: build_old_logps(MADE[name], scorer))
 
 
 class Tupled(Rollout):
@@ -80,16 +69,16 @@ class Unrecovered(SnapshotOld):
 @pytest.mark.parametrize(
     ("broken", "what"),
     [
-        (lambda policy: Tupled(), "is a dict, which no checkpoint can hold"),
-        (lambda policy: Sets(), "is a set, which no checkpoint can hold"),
+        (lambda _: Tupled(), "is a dict, which no checkpoint can hold"),
+        (lambda _: Sets(), "is a set, which no checkpoint can hold"),
         (
-            lambda policy: Unrecovered(policy, scoring=Scoring(1.0, 32)),
+            Unrecovered,
             "called exact at version 3, but off",
         ),
     ],
 )
 def test_the_suite_finds_a_route_that_does_not_go_on(
-    broken: Callable[[Policy], OldLogps], what: str
+    broken: Callable[[LocalScorer], OldLogps], what: str
 ) -> None:
     with pytest.raises((AssertionError, CheckpointError), match=what):
         check_old_logps(broken)
@@ -119,7 +108,7 @@ def resumed(
     """A fresh route for the policy of version 2, when versions up to `published` were."""
     policy = copies[2].twin()
     policy.version = 2
-    route = build_old_logps(ROUTES[name], policy, SCORING)
+    route = build_old_logps(ROUTES[name], LocalScorer(policy, *SCORING))
     if state is not None:
         route.restore(checkpoint_round_trip(state))
     policy.assign_new_version(published + 1)
@@ -130,40 +119,40 @@ def resumed(
 @pytest.mark.parametrize("name", EXACT)
 def test_killed_twice_after_the_same_checkpoint_and_resumed_from_no_state_at_all(name: str) -> None:
     policy = tiny_policy()
-    with closing(build_old_logps(ROUTES[name], policy, SCORING)) as route:
+    with closing(build_old_logps(ROUTES[name], LocalScorer(policy, *SCORING))) as route:
         copies = play(route, policy, versions=2)
-        route.closing(policy, pieces_of(1))
+        route.closing(pieces_of(1))
         state = checkpoint_round_trip(route.state())
     for version in (2, 3, 4):
         nudge(policy, seed=version)
         copies.append(policy.twin())
-    first, again = resumed(name, copies, state=state, disk=Disk(copies), published=4)
+    first, _ = resumed(name, copies, state=state, disk=Disk(copies), published=4)
     with closing(first):
-        first.publishing(again)
-        first.published(again, live=range(5))
+        first.publishing()
+        first.published(live=range(5))
         expect_truth(first, copies)
         later = first.state()
     for kept in (state, later, None):
-        route, again = resumed(name, copies, state=kept, disk=Disk(copies), published=5)
+        route, _ = resumed(name, copies, state=kept, disk=Disk(copies), published=5)
         with closing(route):
-            route.publishing(again)
-            route.published(again, live=range(5))
+            route.publishing()
+            route.published(live=range(5))
             expect_truth(route, copies)
 
 
 @pytest.mark.parametrize("name", ["interrupt_sync", "old_logit_model", "eager, interrupt_sync"])
 def test_only_what_lacks_is_scored(name: str) -> None:
     policy = tiny_policy()
-    with closing(build_old_logps(ROUTES[name], policy, SCORING)) as route:
+    with closing(build_old_logps(ROUTES[name], LocalScorer(policy, *SCORING))) as route:
         copies = play(route, policy)
-        route.closing(policy, pieces_of(4))
+        route.closing(pieces_of(4))
         state = route.state()
     route, _ = resumed(name, copies, state=state, disk=(disk := Disk(copies)), published=4)
     with closing(route):
         assert disk.read == [] and route.costs()["forward_tokens"] == 0
         if not isinstance(route, InterruptSync | OldLogitModel):
             return
-        route._answers.keep({0, 1, 2}, 0)
+        route._cache.keep({0, 1, 2})
         route.recover({version: pieces_of(version) for version in (2, 3)}, disk)
         assert disk.read == [3]
         longest = {piece.episode: len(piece.tokens) for piece in pieces_of(3)}
@@ -174,19 +163,19 @@ def test_snapshots_read_no_version_twice_and_keep_their_memory_limit() -> None:
     policy = tiny_policy()
     one_copy = sum(tensor.nbytes for tensor in policy.weights().values())
     config = OldLogpsConfig(storage="full", memory_gb=3.5 * one_copy / 1e9)
-    route = build_old_logps(config, policy, SCORING)
+    route = build_old_logps(config, LocalScorer(policy, *SCORING))
     copies = []
     for version in range(3):
         nudge(policy, seed=version)
         policy.version = version
         copies.append(policy.twin())
-        route.published(policy, live=range(3))
+        route.published(live=range(3))
     state = checkpoint_round_trip(route.state())
-    route, disk = build_old_logps(config, policy, SCORING), Disk([*copies, *copies])
+    route, disk = build_old_logps(config, LocalScorer(policy, *SCORING)), Disk([*copies, *copies])
     assert isinstance(route, SnapshotOld)
     route.restore(state)
     route.recover({1: pieces_of(1), 4: pieces_of(4)}, disk)
-    assert disk.read == [4] and route.store.versions == (
+    assert disk.read == [4] and route.scorer.store.versions == (
         1,
         2,
         4,
@@ -201,7 +190,7 @@ def test_weights_that_were_not_kept_are_named() -> None:
         raise LookupError(f"version {version} is not in the run folder")
 
     for name in EXACT:
-        route = build_old_logps(ROUTES[name], tiny_policy(), SCORING)
+        route = build_old_logps(ROUTES[name], LocalScorer(tiny_policy(), *SCORING))
         with closing(route), pytest.raises(LookupError, match="version 3 is not in the run folder"):
             route.recover({3: pieces_of(3)}, weights)
 
@@ -210,28 +199,28 @@ def test_the_audit_goes_on_with_the_same_figures() -> None:
     """Killed after its second batch, when versions 2 and 3 were published and sampled from."""
     policy, old = tiny_policy(), Rollout()
     copies: list[Policy] = []
-    auditor = Auditor(policy, old, JUDGE, scoring=Scoring(1.0, 64), share=0.5)
+    auditor = Auditor(LocalScorer(policy, 1.0, 64), old, JUDGE, share=0.5)
     for version in range(4):
         nudge(policy, seed=version, size=0.004)
         policy.version = version
         copies.append(policy.twin())
         if version < 2:
-            auditor.published(policy, range(2))
+            auditor.published(range(2))
             batch = sampled_batch(policy, version, dict(enumerate(copies)), far=0.05)
             auditor.look(batch, batch.behavior_logp)
     state, rows = auditor.state(), []
     for jumped in (False, True):
         again = copies[2].twin()
         again.version = 2
-        auditor = Auditor(again, old, JUDGE, scoring=Scoring(1.0, 64), share=0.5)
+        auditor = Auditor(LocalScorer(again, 1.0, 64), old, JUDGE, share=0.5)
         auditor.restore(checkpoint_round_trip(state) if jumped else state)
         auditor.recover({1: (), 3: ()}, disk := Disk(copies))
         assert disk.read == [3]
         again.assign_new_version(4)
-        auditor.published(again, {3})
+        auditor.published({3})
         nudge(again, seed=9, size=0.004)
         again.version = 5
-        auditor.published(again, {3, 4})
+        auditor.published({3, 4})
         batch = sampled_batch(again, 7, {3: copies[3], 4: copies[2], 5: again}, far=0.05)
         rows.append({**auditor.look(batch, batch.behavior_logp), "audit/seconds": 0})
         assert {point["lag"] for point in auditor.points()} == {
@@ -240,7 +229,7 @@ def test_the_audit_goes_on_with_the_same_figures() -> None:
         }  # 4 stands where 2 stood, and 5 where 3 did
     assert rows[0] == rows[1] and rows[0]["audit/decomposition_error"] > 1e-3
     assert rows[0]["audit/tokens"] == 160
-    fresh = Auditor(tiny_policy(), old, JUDGE, scoring=SCORING, share=0.0)
+    fresh = Auditor(LocalScorer(tiny_policy(), *SCORING), old, JUDGE, share=0.0)
     fresh.recover({3: ()}, Disk([]))
     assert fresh.state()["copies"] == {}
 

@@ -37,8 +37,8 @@ from unstale.durability.run_folder import RunLog, read_jsonl
 from unstale.engines import SamplingParams
 from unstale.engines.scripted import ScriptedEngine
 from unstale.envs import EnvError, Message, Turn
-from unstale.model.policy import Policy
-from unstale.old_logps import OldLogps, Scoring
+from unstale.old_logps import OldLogps
+from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.records import Task
 from unstale.trainer.local import LocalTrainer
 
@@ -58,10 +58,8 @@ class Toy:
     machines: list[Components] = field(default_factory=list)
 
     def machine(self, config: RunConfig, engine: object = None) -> Components:
-        def route(policy: Policy, engine: ScriptedEngine) -> OldLogps:
-            return build_old_logps(
-                config.old_logps, policy, Scoring(1.0, 4096), lockstep=config.deterministic
-            )
+        def route(scorer: LocalScorer, engine: ScriptedEngine) -> OldLogps:
+            return build_old_logps(config.old_logps, scorer, lockstep=config.deterministic)
 
         self.machines.append(toy_machine(config, self.taskset(), delay=slowly, route=route))
         return self.machines[-1]

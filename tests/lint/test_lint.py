@@ -15,7 +15,7 @@ from unstale.cli import main, session
 from unstale.config import ConfigError, Route, RunConfig
 from unstale.lint import check, page
 from unstale.lint.rules import REFUSALS, WARNINGS, num_weights
-from unstale.old_logps import Scoring
+from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.recipes import RECIPES
 from unstale.records import collate
 from unstale.testing import episode, tiny_policy
@@ -108,9 +108,9 @@ def test_a_ratio_called_1_by_construction_is_1_in_the_route_itself(knobs: str) -
     policy.version = 5
     lags = range(config.schedule.staleness_bound + 1)
     batch = collate([episode(lag, [3, (4, 5 - lag)]) for lag in lags])
-    scoring = Scoring(1.0, 64)
-    now = scoring(policy, batch, batch.sampled).logp
-    old_logp, _ = build_old_logps(config.old_logps, policy, scoring).logps(batch, now)
+    scorer = LocalScorer(policy, 1.0, 64)
+    now = scorer.score(batch, batch.sampled).logp
+    old_logp, _ = build_old_logps(config.old_logps, scorer).logps(batch, now)
     told = "".join(
         factor.name for factor in check(config).factors if factor.meaning == "1 by construction"
     )

@@ -61,8 +61,8 @@ from unstale.engines.servers.sglang import SglangEngine
 from unstale.engines.servers.vllm import VllmEngine
 from unstale.model.lora import Base, Lora
 from unstale.model.policy import Policy
-from unstale.old_logps import Scoring
 from unstale.old_logps.rollout import Rollout
+from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.testing import check_old_logps, checkpoint_round_trip, nudge, plain_logps, tiny_policy
 from unstale.trainer.local import LocalTrainer
 from unstale.trainer.records import Rules
@@ -137,13 +137,13 @@ def test_a_twin_has_adapters_of_its_own_over_the_same_base() -> None:
 @pytest.mark.parametrize("route", ["snapshot_old", "interrupt_sync", "eager"])
 def test_an_exact_route_keeps_its_contract_on_adapters(route: Route) -> None:
     options = OldLogpsConfig(route=route)
-    check_old_logps(lambda policy: build_old_logps(options, policy, Scoring(1.0, 48)), lora=LORA)
+    check_old_logps(lambda scorer: build_old_logps(options, scorer), lora=LORA)
 
 
 def test_the_old_logit_process_has_the_base_and_follows_the_adapters() -> None:
     policy = tiny_policy(lora=LORA)
     with closing(
-        build_old_logps(OldLogpsConfig(route="old_logit_model"), policy, Scoring(1.0, 48))
+        build_old_logps(OldLogpsConfig(route="old_logit_model"), LocalScorer(policy, 1.0, 48))
     ) as route:
         copies = play(route, policy)
         values, exact = route.logps(BATCH, torch.empty(0))

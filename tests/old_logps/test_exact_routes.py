@@ -34,11 +34,12 @@ from unstale.config import CorrectionConfig, OldLogpsConfig, TrainerConfig
 from unstale.engines import SamplingParams, Update
 from unstale.loop import RunComponents
 from unstale.model.policy import Policy
-from unstale.old_logps import OldLogps, Passive, Scoring, interrupt_sync
+from unstale.old_logps import OldLogps, Passive, interrupt_sync
 from unstale.old_logps.eager import Eager
 from unstale.old_logps.interrupt_sync import InterruptSync
 from unstale.old_logps.old_logit_model import OldLogitModel, OldLogitModelDied
-from unstale.old_logps.scored import key_of, score_pieces
+from unstale.old_logps.scoring.cache import key_of, score_pieces
+from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.records import Batch, PendingPiece, Sampled, collate, walk
 from unstale.rollout.episode import Rollout
 from unstale.testing import checkpoint_round_trip, episode, nudge, plain_logps, tiny_policy
@@ -83,16 +84,16 @@ def play(route: OldLogps, policy: Policy, *, versions: int = 5) -> list[Policy]:
     copies = []
     for version in range(versions):
         if version:
-            route.closing(policy, pieces_of(version - 1))
+            route.closing(pieces_of(version - 1))
             nudge(policy, seed=version)
         policy.version = version
         copies.append(policy.twin())
-        route.publishing(policy)
-        route.published(policy, live=range(version))
+        route.publishing()
+        route.published(live=range(version))
         early, late = pieces_of(version)[::2], pieces_of(version)[1::2]
         for piece in early:
             route.arrived(piece)
-        while route.idle(policy):
+        while route.idle():
             pass
         for piece in late:
             route.arrived(piece)
@@ -113,7 +114,7 @@ def truth(batch: Batch, copies: Sequence[Policy], *, temperature: float = 1.0) -
 @contextmanager
 def built(name: str, policy: Policy, *, max_tokens_per_microbatch: int = 48) -> Iterator[OldLogps]:
     with closing(
-        build_old_logps(ROUTES[name], policy, Scoring(0.7, max_tokens_per_microbatch))
+        build_old_logps(ROUTES[name], LocalScorer(policy, 0.7, max_tokens_per_microbatch))
     ) as route:
         yield route
 
@@ -135,7 +136,7 @@ def test_pieces_of_one_episode_share_one_sequence() -> None:
     policy = tiny_policy()
     pieces = {key_of(piece): piece.tokens for piece in pieces_of(2) if piece.episode == 4}
     assert sorted(place.start for place in pieces) == [12, 18]
-    answers, forward_tokens = score_pieces(policy, pieces, Scoring(1.0, 48))
+    answers, forward_tokens = score_pieces(LocalScorer(policy, 1.0, 48), pieces)
     assert forward_tokens == 19  # to the end of the second piece, once
     expected = plain_logps(policy, TRAJECTORIES[4].trajectory.tokens).float()
     for place, values in answers.items():
@@ -156,7 +157,7 @@ class Sevens(Passive):
 
 def test_eager_is_exact_on_what_it_covers_and_asks_for_nothing_else() -> None:
     policy, fallback = tiny_policy(), Sevens()
-    route = Eager(policy, scoring=Scoring(1.0, 48), fallback=fallback)
+    route = Eager(LocalScorer(policy, 1.0, 48), fallback=fallback)
     copies = play(route, policy)
     values, exact = route.logps(BATCH, torch.empty(0))
     # in time: every other piece of versions 0 to 3, in order of arrival; of version 4 the trainer still is everything
@@ -191,18 +192,18 @@ def test_eager_is_exact_on_what_it_covers_and_asks_for_nothing_else() -> None:
 
 def test_eager_scores_nothing_once_the_trainer_has_left_the_version() -> None:
     policy = tiny_policy()
-    route = Eager(policy, scoring=Scoring(1.0, 48), fallback=Sevens())
+    route = Eager(LocalScorer(policy, 1.0, 48), fallback=Sevens())
     policy.version = 2
-    route.published(policy, live=())
+    route.published(live=())
     for piece in pieces_of(2):
         route.arrived(piece)
     nudge(policy, seed=1)
-    assert not route.idle(policy)
+    assert not route.idle()
     policy.version = 3
-    route.published(policy, live={2})
+    route.published(live={2})
     for piece in pieces_of(3):
         route.arrived(piece)
-    while route.idle(policy):
+    while route.idle():
         pass
     route.costs()
     _, exact = route.logps(BATCH, torch.empty(0))
@@ -217,9 +218,9 @@ def test_what_nobody_can_ask_for_is_forgotten(name: str) -> None:
     with built(name, policy) as route:
         play(route, policy)
         assert _answered(route) >= {0, 1, 2, 3}
-        route.closing(policy, pieces_of(4))
+        route.closing(pieces_of(4))
         policy.version = 5
-        route.published(policy, live={2, 5})
+        route.published(live={2, 5})
         assert _answered(route) == {2}
 
 
@@ -232,11 +233,11 @@ def _answered(route: OldLogps) -> set[int]:
 
 def test_a_version_closed_without_a_piece_is_missed_with_numbers() -> None:
     policy = tiny_policy()
-    route = InterruptSync(policy, scoring=Scoring(1.0, 48))
-    route.published(policy, live=())
-    route.closing(policy, [])
+    route = InterruptSync(LocalScorer(policy, 1.0, 48))
+    route.published(live=())
+    route.closing([])
     policy.version = 1
-    route.published(policy, live={0})
+    route.published(live={0})
     with pytest.raises(LookupError, match=r"2 tokens of versions \[0\] were never scored"):
         route.logps(collate([episode(0, [4, (2, 0), (3, 1)])]), torch.empty(0))
 
@@ -245,9 +246,9 @@ def test_the_stall_lasts_from_closing_to_publication(monkeypatch: pytest.MonkeyP
     clock = iter([10.0, 12.5, 19.0])  # closing begins, closing ends, the next version is published
     monkeypatch.setattr(interrupt_sync.time, "perf_counter", lambda: next(clock))
     policy = tiny_policy()
-    route = InterruptSync(policy, scoring=Scoring(1.0, 48))
+    route = InterruptSync(LocalScorer(policy, 1.0, 48))
     policy.version = 3
-    route.published(policy, live=())
+    route.published(live=())
     part, _ = BATCH.select([0])
     route.logps(part, torch.empty(0))
     assert route.costs() == {
@@ -255,14 +256,14 @@ def test_the_stall_lasts_from_closing_to_publication(monkeypatch: pytest.MonkeyP
         "interrupt_sync/closing_s": 0,
         "interrupt_sync/stall_s": 0,
     }
-    route.closing(policy, [piece for piece in pieces_of(3) if piece.episode != part.episodes[0]])
+    route.closing([piece for piece in pieces_of(3) if piece.episode != part.episodes[0]])
     assert route.costs() == {
         "forward_tokens": 11 + 16 + 12 + 21,
         "interrupt_sync/closing_s": 2.5,
         "interrupt_sync/stall_s": 0,
     }
     policy.version = 4
-    route.published(policy, live={3})
+    route.published(live={3})
     assert route.costs() == {
         "forward_tokens": 0,
         "interrupt_sync/closing_s": 0,
@@ -272,8 +273,8 @@ def test_the_stall_lasts_from_closing_to_publication(monkeypatch: pytest.MonkeyP
 
 @contextmanager
 def old_logit_model(policy: Policy) -> Iterator[OldLogitModel]:
-    with closing(OldLogitModel(policy, scoring=Scoring(1.0, 48))) as route:
-        route.published(policy, live=())
+    with closing(OldLogitModel(LocalScorer(policy, 1.0, 48))) as route:
+        route.published(live=())
         yield route
 
 
@@ -287,8 +288,8 @@ def wait_until_gone(pid: int) -> None:
 def advance(policy: Policy, route: OldLogps, seed: int) -> None:
     nudge(policy, seed=seed)
     policy.version += 1
-    route.publishing(policy)
-    route.published(policy, live=range(policy.version))
+    route.publishing()
+    route.published(live=range(policy.version))
 
 
 def test_publishing_waits_for_the_process_to_load_the_version_before_and_arrivals_do_not() -> None:
@@ -323,7 +324,7 @@ def test_a_process_that_died_ends_the_next_call_with_its_cause(call: str) -> Non
         os.kill(route.pid, signal.SIGKILL)
         wait_until_gone(route.pid)
         calls: dict[str, Callable[[], object]] = {
-            "publishing": lambda: route.publishing(policy),
+            "publishing": lambda: route.publishing(),
             "logps": lambda: route.logps(collate([episode(0, [4, (2, 0)])]), torch.empty(0)),
             "state": route.state,
         }
@@ -377,8 +378,8 @@ def test_a_frozen_process_ends_whoever_waits_for_it_within_five_seconds(
 
 def test_closing_does_not_wait_for_a_frozen_process_with_a_full_socket() -> None:
     policy = tiny_policy()
-    route = OldLogitModel(policy, scoring=Scoring(1.0, 48))
-    route.published(policy, live=())
+    route = OldLogitModel(LocalScorer(policy, 1.0, 48))
+    route.published(live=())
     os.kill(route.pid, signal.SIGSTOP)
     piece, pid = pieces_of(0)[0], route.pid
     for number in range(1000, 1099):  # half a megabyte: more than a socket holds
@@ -393,14 +394,14 @@ def test_closing_does_not_wait_for_a_frozen_process_with_a_full_socket() -> None
 def in_lockstep(*, hindered: bool) -> list[Any]:
     """What a route says and spends, asked in the middle of every version. Hindered: other arrivals, a slow process."""
     policy, copies, found = tiny_policy(), [], []
-    with closing(OldLogitModel(policy, scoring=Scoring(0.7, 24), lockstep=True)) as route:
+    with closing(OldLogitModel(LocalScorer(policy, 0.7, 24), lockstep=True)) as route:
         for version in range(5):
             if version:
                 nudge(policy, seed=version)
             policy.version = version
             copies.append(policy.twin())
-            route.publishing(policy)
-            route.published(policy, live=range(version))
+            route.publishing()
+            route.published(live=range(version))
             pieces = pieces_of(version)
             if hindered:
                 os.kill(route.pid, signal.SIGSTOP)
@@ -441,8 +442,8 @@ def test_a_resumed_route_starts_its_process_at_the_first_publication_and_hears_o
             route.arrived(piece)
         with pytest.raises(RuntimeError, match="starts at the first publication"):
             route.pid  # type: ignore[attr-defined]  # noqa: B018
-        route.publishing(policy)
-        route.published(policy, live={2, 3})
+        route.publishing()
+        route.published(live={2, 3})
         nudge(policy, seed=4)
         values, exact = route.logps(batch, torch.empty(0))
     assert torch.equal(exact, batch.sampled)
@@ -473,9 +474,9 @@ def test_a_piece_that_never_arrived_is_missed_and_not_waited_for() -> None:
 
 def test_the_process_ends_when_its_parent_is_gone() -> None:
     program = (
-        "import os; from unstale.testing import tiny_policy; from unstale.old_logps import Scoring; "
+        "import os; from unstale.testing import tiny_policy; from unstale.old_logps.scoring.scorer import LocalScorer; "
         "from unstale.old_logps.old_logit_model import OldLogitModel; policy = tiny_policy(); "
-        "route = OldLogitModel(policy, scoring=Scoring(1.0, 48)); route.published(policy, ()); "
+        "route = OldLogitModel(LocalScorer(policy, 1.0, 48)); route.published(()); "
         "print(route.pid, flush=True); os._exit(0)"
     )
     root = Path(__file__).parents[2]
@@ -496,9 +497,9 @@ class Witness:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.route, name)
 
-    def published(self, policy: Policy, live: Collection[int]) -> None:
+    def published(self, live: Collection[int]) -> None:
         self.copies.append(policy.twin())
-        self.route.published(policy, live)
+        self.route.published(live)
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         values, exact = self.route.logps(batch, now)
@@ -540,7 +541,7 @@ def test_no_engine_gets_a_version_before_the_process_has_loaded_the_one_before(
 ) -> None:
     """In a run without lag, where no batch waits for answers, the process stands still from the first update on."""
     parts = make(tmp_path, count(), budget=0, steps=4)
-    route = OldLogitModel(parts.policy, scoring=Scoring(1.0, 256))
+    route = OldLogitModel(LocalScorer(parts.policy, 1.0, 256))
     load, publishing = parts.engine.load, route.publishing
     happened: list[str] = []
 
@@ -594,7 +595,7 @@ def test_in_an_asynchronous_run_every_token_gets_its_own_versions_logp(
     tmp_path: Path, name: str, minibatches_per_batch: int
 ) -> None:
     parts = make(tmp_path, count(), budget=2, steps=10)
-    witness = Witness(build_old_logps(ROUTES[name], parts.policy, Scoring(1.0, 256)))
+    witness = Witness(build_old_logps(ROUTES[name], LocalScorer(parts.policy, 1.0, 256)))
     parts.engine._engine._token_delay = pauses()  # type: ignore[attr-defined]
     parts = routed(parts, witness, minibatches_per_batch=minibatches_per_batch)
     with closing(witness.route):

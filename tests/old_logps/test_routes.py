@@ -20,11 +20,12 @@ from unstale.algorithms.corrections import log_discrepancy, log_staleness
 from unstale.build import build_old_logps
 from unstale.config import OldLogpsConfig
 from unstale.model.policy import Policy
-from unstale.old_logps import OldLogps, Scoring
-from unstale.old_logps.average import Average
+from unstale.old_logps import OldLogps
 from unstale.old_logps.ewma_prox import EwmaProx
 from unstale.old_logps.ppo_ewma_async import PpoEwmaAsync, Reset
 from unstale.old_logps.rollout import Rollout
+from unstale.old_logps.scoring.average import Average
+from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.old_logps.snapshot_old import SnapshotOld
 from unstale.records import Batch, collate
 from unstale.testing import episode, nudge, plain_logps, tiny_policy
@@ -51,7 +52,7 @@ def oracles() -> dict:
 
 
 def build(route: str, policy: Policy, *, temperature: float = 1.0) -> OldLogps:
-    return build_old_logps(OldLogpsConfig(route=route), policy, Scoring(temperature, 48))
+    return build_old_logps(OldLogpsConfig(route=route), LocalScorer(policy, temperature, 48))
 
 
 def ask(route: OldLogps, policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -67,7 +68,7 @@ def publish_five(policy: Policy, route: OldLogps) -> list[Policy]:
             nudge(policy, seed=version)
         policy.version = version
         copies.append(policy.twin())
-        route.published(policy, live=range(version))
+        route.published(live=range(version))
     return copies
 
 
@@ -78,7 +79,7 @@ def test_at_lag_zero_with_no_step_since_publication(route: str) -> None:
         build(route, policy),
         collate([episode(0, [4, (6, 0), 2, (3, 0)]), episode(1, [7, (9, 0)])]),
     )
-    old.published(policy, live={0})
+    old.published(live={0})
     values, exact = ask(old, policy, batch)
     log_s = (policy.logps(batch, temperature=1.0).detach() - values)[batch.sampled]
     if route == "rollout":
@@ -99,7 +100,7 @@ def test_once_a_step_is_taken_the_current_policy_stands_for_no_version() -> None
     policy, batch = tiny_policy(), collate([episode(0, [4, (6, 0)])])
     recompute, snapshot = build("current_recompute", policy), build("snapshot_old", policy)
     for route in (recompute, snapshot):
-        route.published(policy, live={0})
+        route.published(live={0})
     truth = plain_logps(policy, batch.tokens.tolist()).float()
     nudge(policy, seed=1)
     assert not ask(recompute, policy, batch)[1].any()
@@ -129,7 +130,7 @@ def test_the_two_factors_multiply_to_the_total_ratio(route: str) -> None:
 @pytest.mark.parametrize("plan", VERSIONS_IN_TURNS.values(), ids=VERSIONS_IN_TURNS.keys())
 def test_snapshots_equal_independent_full_copies(plan: list, dtype: str, tolerance: float) -> None:
     policy = tiny_policy(dtype=dtype)
-    route = SnapshotOld(policy, scoring=Scoring(0.7, 48))
+    route = SnapshotOld(LocalScorer(policy, 0.7, 48))
     copies = publish_five(policy, route)
     batch = collate([episode(0, plan), episode(1, [6, (3, 4)]), episode(2, plan)])
     values, exact = route.logps(batch, torch.empty(0))
@@ -143,7 +144,7 @@ def test_snapshots_equal_independent_full_copies(plan: list, dtype: str, toleran
 
 def test_snapshots_run_each_version_over_its_own_tokens_only() -> None:
     policy = tiny_policy()
-    route = SnapshotOld(policy, scoring=Scoring(1.0, 48))
+    route = SnapshotOld(LocalScorer(policy, 1.0, 48))
     publish_five(policy, route)
     route.costs()
     batch = collate([episode(0, [4, (2, 1), (3, 2), 5]), episode(1, [3, (4, 2)])])
@@ -161,7 +162,7 @@ def test_snapshots_run_each_version_over_its_own_tokens_only() -> None:
 
 def test_the_policy_scores_its_own_version_and_nothing_is_restored_for_it() -> None:
     policy = tiny_policy()
-    route = SnapshotOld(policy, scoring=Scoring(1.0, 48))
+    route = SnapshotOld(LocalScorer(policy, 1.0, 48))
     publish_five(policy, route)
     route.logps(collate([episode(0, [4, (2, 4)])]), torch.empty(0))
     assert route.costs()["restore_s"] == 0
@@ -171,10 +172,10 @@ def test_the_policy_scores_its_own_version_and_nothing_is_restored_for_it() -> N
 
 def test_a_version_that_nobody_declared_live_is_gone_with_numbers() -> None:
     policy = tiny_policy()
-    route = SnapshotOld(policy, scoring=Scoring(1.0, 48))
+    route = SnapshotOld(LocalScorer(policy, 1.0, 48))
     for version, live in ((0, {0}), (1, {0, 1}), (2, {1, 2})):
         policy.version = version
-        route.published(policy, live)
+        route.published(live)
     with pytest.raises(LookupError, match=r"version 0 is gone, kept \[1, 2\]"):
         route.logps(collate([episode(0, [4, (2, 0), (2, 1)])]), torch.empty(0))
 
@@ -183,7 +184,7 @@ def test_a_version_that_nobody_declared_live_is_gone_with_numbers() -> None:
 def test_the_age_of_an_average_follows_its_law_and_tends_to_its_limit(beta: float) -> None:
     average, weights, ages = Average(), [], []
     for k in range(60):
-        average.update({"w": torch.tensor([float(k)], dtype=torch.float64)}, beta=beta)
+        average.add({"w": torch.tensor([float(k)], dtype=torch.float64)}, beta=beta)
         weights.append(average.weight)
         ages.append(average.age)
     shares = [
@@ -209,7 +210,7 @@ def test_under_linear_drift_an_average_is_the_weights_of_its_age_ago_whatever_th
     start, slope = torch.tensor(lines, dtype=torch.float64).unbind(1)
     average = Average()
     for k, beta in enumerate(betas):
-        average.update({"w": start + k * slope}, beta=beta)
+        average.add({"w": start + k * slope}, beta=beta)
         torch.testing.assert_close(
             average.tensors["w"], start + (k - average.age) * slope, atol=1e-6, rtol=0
         )
@@ -226,10 +227,10 @@ def test_a_thousand_small_updates_are_not_lost(beta: float) -> None:
     theta = 0.02 + 1e-3 * torch.randn(200, generator=noise, dtype=torch.float64)
     step = 1e-6 * torch.where(torch.rand(200, generator=noise) < 0.5, 1.0, -1.0).double()
     average, weight, reference = Average(), 1.0, theta.clone()
-    average.update({"w": theta.float()}, beta=beta)
+    average.add({"w": theta.float()}, beta=beta)
     for _ in range(1000):
         theta = theta + step
-        average.update({"w": theta.float()}, beta=beta)
+        average.add({"w": theta.float()}, beta=beta)
         weight = beta * weight + 1
         reference = reference + (theta - reference) / weight
     assert average.tensors["w"].dtype == torch.float32
@@ -242,23 +243,23 @@ def test_a_thousand_small_updates_are_not_lost(beta: float) -> None:
 
 def test_bfloat16_weights_are_averaged_in_float32() -> None:
     policy = tiny_policy(dtype="bfloat16")
-    route = EwmaProx(policy, beta=0.5, scoring=Scoring(1.0, 48))
+    route = EwmaProx(LocalScorer(policy, 1.0, 48), beta=0.5)
     publish_five(policy, route)
     assert {tensor.dtype for tensor in route.average.tensors.values()} == {torch.float32}
 
 
 def test_the_average_scores_with_the_average_and_counts_each_version_once() -> None:
     policy, batch = tiny_policy(), collate([episode(0, [4, (5, 0), 2, (3, 1)])])
-    route = EwmaProx(policy, beta=0.5, scoring=Scoring(1.0, 48))
+    route = EwmaProx(LocalScorer(policy, 1.0, 48), beta=0.5)
     first = {name: tensor.clone() for name, tensor in policy.weights().items()}
-    route.published(policy, live={0})
+    route.published(live={0})
     at_first, _ = route.logps(batch, torch.empty(0))
     alone = plain_logps(policy, batch.tokens.tolist()).float()
     torch.testing.assert_close(at_first[batch.sampled], alone[batch.sampled], atol=1e-5, rtol=0)
     nudge(policy, seed=1)
     policy.version = 1
-    route.published(policy, live={0, 1})
-    route.published(policy, live={1})
+    route.published(live={0, 1})
+    route.published(live={1})
     # w_1 = 0.5 + 1: the average holds a third of version 0 and two thirds of version 1, and is a third of a version old
     assert route.average.weight == 1.5 and route.average.age == pytest.approx(1 / 3)
     mean = policy.twin()
@@ -275,7 +276,7 @@ def test_the_average_scores_with_the_average_and_counts_each_version_once() -> N
 
 
 def test_an_average_of_nothing_says_so() -> None:
-    route = EwmaProx(tiny_policy(), beta=0.5, scoring=Scoring(1.0, 48))
+    route = EwmaProx(LocalScorer(tiny_policy(), 1.0, 48), beta=0.5)
     with pytest.raises(LookupError, match="no version was published"):
         route.logps(collate([episode(0, [4, (2, 0)])]), torch.empty(0))
 
@@ -283,9 +284,9 @@ def test_an_average_of_nothing_says_so() -> None:
 @pytest.mark.parametrize("case", oracles()["ewma"], ids=lambda case: f"beta {case['beta']}")
 def test_averages_agree_with_the_published_recursion(case: dict) -> None:
     average = Average()
-    average.update({"w": torch.tensor(case["theta"][0], dtype=torch.float64)}, beta=case["beta"])
+    average.add({"w": torch.tensor(case["theta"][0], dtype=torch.float64)}, beta=case["beta"])
     for theta, (weight, ewma) in zip(case["theta"][1:], trace_of(case), strict=True):
-        average.update({"w": torch.tensor(theta, dtype=torch.float64)}, beta=case["beta"])
+        average.add({"w": torch.tensor(theta, dtype=torch.float64)}, beta=case["beta"])
         assert average.weight == pytest.approx(weight, abs=1e-12)
         torch.testing.assert_close(
             average.tensors["w"], torch.tensor(ewma, dtype=torch.float64), atol=1e-12, rtol=0
@@ -320,9 +321,9 @@ def follow(route: PpoEwmaAsync, policy: Policy, lags: list[int], *, first: int =
     ages = []
     for version, lag in enumerate(lags, start=first):
         policy.version = version
-        route.published(policy, live={version})
+        route.published(live={version})
         route.logps(collate([episode(version, [3, (4, version - lag)])]), torch.empty(0))
-        route.trained(policy, kept=1.0)
+        route.trained(kept=1.0)
         nudge(policy, seed=version)
         ages.append(route.averages[0].age)
     return ages
@@ -331,7 +332,7 @@ def follow(route: PpoEwmaAsync, policy: Policy, lags: list[int], *, first: int =
 def test_an_average_follows_the_staleness_of_the_data_and_stays_there() -> None:
     """From age 0 a target of 3 is reached and kept: under 1 more an update, and never beyond."""
     policy = tiny_policy()
-    ages = follow(PpoEwmaAsync(policy, scoring=Scoring(1.0, 48)), policy, [0, 1, 2, *[3] * 20])
+    ages = follow(PpoEwmaAsync(LocalScorer(policy, 1.0, 48)), policy, [0, 1, 2, *[3] * 20])
     assert ages[0] == 0
     assert all(0 <= later - earlier < 1 for earlier, later in pairwise(ages))
     assert ages[-10:] == pytest.approx([3.0] * 10)
@@ -340,14 +341,14 @@ def test_an_average_follows_the_staleness_of_the_data_and_stays_there() -> None:
 def test_a_fixed_decay_has_its_own_age() -> None:
     policy = tiny_policy()
     ages = follow(
-        PpoEwmaAsync(policy, scoring=Scoring(1.0, 48), beta=0.5), policy, [0, 1, 2, *[3] * 20]
+        PpoEwmaAsync(LocalScorer(policy, 1.0, 48), beta=0.5), policy, [0, 1, 2, *[3] * 20]
     )
     assert ages[-1] == pytest.approx(1.0, abs=1e-5)
 
 
 def test_the_weights_of_a_version_count_once_and_before_any_step() -> None:
     policy = tiny_policy()
-    route = PpoEwmaAsync(policy, scoring=Scoring(1.0, 48), beta=0.5)
+    route = PpoEwmaAsync(LocalScorer(policy, 1.0, 48), beta=0.5)
     batch = collate([episode(0, [3, (4, 0)])])
     truth = plain_logps(policy, batch.tokens.tolist()).float()
     values, exact = route.logps(batch, torch.empty(0))
@@ -363,7 +364,7 @@ def test_the_weights_of_a_version_count_once_and_before_any_step() -> None:
 
 def test_each_token_takes_the_average_nearest_to_its_lag() -> None:
     policy = tiny_policy()
-    route = PpoEwmaAsync(policy, scoring=Scoring(1.0, 48), averages=2)
+    route = PpoEwmaAsync(LocalScorer(policy, 1.0, 48), averages=2)
     for version in range(12):
         policy.version = version
         batch = collate([episode(version, [3, (4, max(0, version - 4)), 2, (4, version)])])
@@ -384,13 +385,13 @@ def test_a_reference_that_keeps_too_little_is_begun_anew_after_patience_and_not_
     None
 ):
     policy, reset = tiny_policy(), Reset(below=0.5, patience=2, cooldown=4)
-    route = PpoEwmaAsync(policy, scoring=Scoring(1.0, 48), beta=0.75, reset=reset)
+    route = PpoEwmaAsync(LocalScorer(policy, 1.0, 48), beta=0.75, reset=reset)
     ages, happened = [], []
     for version, kept in enumerate([0.9, 0.4, 0.9, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4, 0.9]):
         policy.version = version
         route.logps(collate([episode(version, [3, (4, version)])]), torch.empty(0))
         for _ in range(2):  # two optimizer steps on the batch count once
-            route.trained(policy, kept)
+            route.trained(kept)
         nudge(policy, seed=version)
         ages.append(route.averages[0].age)
         happened += route.events()
@@ -401,14 +402,14 @@ def test_a_reference_that_keeps_too_little_is_begun_anew_after_patience_and_not_
 
 def test_an_average_of_optimizer_steps_counts_steps() -> None:
     policy = tiny_policy()
-    route = EwmaProx(policy, beta=0.5, scoring=Scoring(1.0, 48), every_step=True)
+    route = EwmaProx(LocalScorer(policy, 1.0, 48), beta=0.5, every_step=True)
     policy.version = 0
-    route.published(policy, live={0})
+    route.published(live={0})
     for step in range(3):
         nudge(policy, seed=step)
-        route.trained(policy, kept=1.0)
+        route.trained(kept=1.0)
     policy.version = 1
-    route.published(policy, live={0, 1})
+    route.published(live={0, 1})
     assert route.average.weight == 1 + 0.5 + 0.25 + 0.125
 
 
@@ -432,7 +433,7 @@ def test_interpolated_proxies_agree_with_a_public_implementation(method: str) ->
     }
     batch = Batch(**{name: flat.get(name, getattr(blank, name)) for name in Batch.__slots__})
     config = OldLogpsConfig(route=f"interp_prox_{method}", fresh="behavior")  # type: ignore[arg-type]
-    values, exact = build_old_logps(config, policy, Scoring(1.0, 48)).logps(
+    values, exact = build_old_logps(config, LocalScorer(policy, 1.0, 48)).logps(
         batch, inputs["logp"].flatten()
     )
     expected = torch.tensor(case["values"]).flatten()

@@ -15,13 +15,13 @@ from torch import Tensor
 from unstale.build import build_old_logps
 from unstale.config import OldLogpsConfig
 from unstale.model.policy import Policy
-from unstale.old_logps import Scoring
+from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.old_logps.snapshot_old import SnapshotOld
 from unstale.records import Batch, collate
 from unstale.testing import episode, nudge, plain_logps, tiny_policy
 from unstale.weights.store import StoreFull, VersionStore
 
-SCORING = Scoring(0.7, 48)
+SCORING = (0.7, 48)
 NOTHING = torch.empty(0)
 VERSIONS_IN_TURNS = (
     [4, (5, 3)],
@@ -51,7 +51,7 @@ class Counting(VersionStore):
 
 
 def build(config: OldLogpsConfig, policy: Policy) -> SnapshotOld:
-    route = build_old_logps(config, policy, SCORING)
+    route = build_old_logps(config, LocalScorer(policy, *SCORING))
     assert isinstance(route, SnapshotOld)
     return route
 
@@ -65,7 +65,7 @@ def publish(policy: Policy, *routes: SnapshotOld, versions: int = 5) -> list[Pol
         policy.version = version
         copies.append(policy.twin())
         for route in routes:
-            route.published(policy, live=range(version))
+            route.published(live=range(version))
     return copies
 
 
@@ -118,9 +118,9 @@ def test_all_ways_to_store_bfloat16_weights_give_the_same_bits() -> None:
 
 def test_the_model_is_moved_along_the_chain_from_its_nearer_end() -> None:
     policy = tiny_policy()
-    route = SnapshotOld(policy, scoring=SCORING, make_store=Counting)
+    route = SnapshotOld(LocalScorer(policy, *SCORING), make_store=Counting)
     publish(policy, route)
-    store = route.store
+    store = route.scorer.store
     assert isinstance(store, Counting) and store.at == 4
     visited = []
     for plan in (
@@ -150,7 +150,7 @@ def test_costs_are_what_the_store_holds_and_what_the_batch_took() -> None:
         and costs["encode_s"] == 0
     )
     assert costs["movable_bytes"] == sum(tensor.nbytes for tensor in policy.weights().values())
-    deltas = [route.store.delta(version).nbytes for version in range(1, 5)]
+    deltas = [route.scorer.store.delta(version).nbytes for version in range(1, 5)]
     assert (
         costs["versions"] == 5
         and costs["resident_bytes"] == sum(deltas) < 4 * costs["movable_bytes"]
@@ -164,11 +164,11 @@ def test_what_nobody_needs_does_not_count_against_the_memory_limit() -> None:
     route = build(OldLogpsConfig(storage="full", memory_gb=2.5 * one_copy / 1e9), policy)
     for version in range(5):
         policy.version = version
-        route.published(policy, live={version - 1, version})
-    assert route.store.versions == (3, 4)
+        route.published(live={version - 1, version})
+    assert route.scorer.store.versions == (3, 4)
     policy.version = 5
     with pytest.raises(StoreFull, match=r"version 5 .* versions \[3, 4\] are still needed"):
-        route.published(policy, live={3, 4, 5})
+        route.published(live={3, 4, 5})
 
 
 def test_it_goes_on_from_its_state_and_the_same_version_may_be_published_again() -> None:
@@ -177,11 +177,11 @@ def test_it_goes_on_from_its_state_and_the_same_version_may_be_published_again()
     publish(policy, route)
     batch = collate([episode(i, plan) for i, plan in enumerate(VERSIONS_IN_TURNS)])
     other.restore(route.state())
-    other.published(policy, live=range(5))
+    other.published(live=range(5))
     assert torch.equal(other.logps(batch, NOTHING)[0], route.logps(batch, NOTHING)[0])
     nudge(policy, seed=9)
     with pytest.raises(ValueError, match="version 4 is published already, with other weights"):
-        other.published(policy, live=range(5))
+        other.published(live=range(5))
     other.close()
 
 

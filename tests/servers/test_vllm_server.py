@@ -50,7 +50,8 @@ from unstale.engines.servers.vllm_server import EXTENSION, Server
 from unstale.model.lora import Base, Merging, base_checksum
 from unstale.model.policy import Policy
 from unstale.model.prefix_tree import Packed
-from unstale.old_logps import Scoring, has_clean_behavior
+from unstale.old_logps import has_clean_behavior
+from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.records import Sampled
 from unstale.testing import check_engine, nudge
 from unstale.trainer.auditor import score_truth
@@ -285,7 +286,9 @@ def _hold_against_the_embedded_engine(run: Path) -> None:
     apart = []
     for step in recorded.steps[:: max(1, len(recorded.steps) // 4)]:
         batch = recorded.batch(step).batch
-        old_logp = score_truth(policy, batch, recorded.weights, scoring=Scoring(1.0, 4096)).logp
+        scorer = LocalScorer(policy, 1.0, 4096)
+        with scorer.reading(recorded.weights):
+            old_logp = score_truth(scorer, batch).logp
         start, end = batch.spans()[0]
         where = has_clean_behavior(batch)[start:end]
         for version in batch.version[start:end][where].unique().tolist():

@@ -25,7 +25,7 @@ from unstale.config import (
 )
 from unstale.model.forward import ForwardOptions
 from unstale.model.policy import Policy
-from unstale.old_logps import Scoring
+from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.records import (
     Batch,
     ContextPiece,
@@ -67,16 +67,16 @@ def make(
 ) -> LocalTrainer:
     """A trainer whose route knows versions 0 and 1; the policy is at 1."""
     config = TrainerConfig(**{"optimizer": "SGD", "lr": 1.0, "grad_clip": 1e9} | trainer)
-    old = build_old_logps(OldLogpsConfig(route=route), policy, Scoring(1.0, 64))
+    old = build_old_logps(OldLogpsConfig(route=route), LocalScorer(policy, 1.0, 64))
     rules = Rules(
         correction=build_correction(correction),
         objective=build_objective(objective or ObjectiveConfig()),
         temperature=1.0,
     )
-    old.published(policy, live={0})
+    old.published(live={0})
     nudge(policy, seed=1)
     policy.version = 1
-    old.published(policy, live={0, 1})
+    old.published(live={0, 1})
     return LocalTrainer(policy, config, rules, old, num_steps=10)
 
 
@@ -500,7 +500,7 @@ def test_an_inline_route_is_asked_in_every_pass_with_that_pass_s_own_values(
 def test_an_inline_proxy_of_weight_one_gives_the_gradient_of_recomputing_it() -> None:
     recomputed, inline = (make(tiny_policy(), route="current_recompute") for _ in range(2))
     whole = OldLogpsConfig(route="interp_prox_loglinear", alpha=1.0)
-    inline.old = build_old_logps(whole, inline.policy, Scoring(1.0, 64))
+    inline.old = build_old_logps(whole, LocalScorer(inline.policy, 1.0, 64))
     for trainer in (recomputed, inline):
         trainer.backward(trainer.prepare(a_batch()).parts[0])
     torch.testing.assert_close(gradient(recomputed), gradient(inline), atol=1e-6, rtol=1e-5)
@@ -511,7 +511,7 @@ def test_a_route_hears_of_every_step_and_what_the_control_kept() -> None:
     narrow = CorrectionConfig(control="mask", low=0.0, high=1.0)
     trainer = make(tiny_policy(), correction=narrow, minibatches_per_batch=2)
     heard: list[float] = []
-    trainer.old.trained = lambda policy, kept: heard.append(kept)  # type: ignore[method-assign]
+    trainer.old.trained = lambda kept: heard.append(kept)  # type: ignore[method-assign]
     figures = learn(trainer, a_batch())
     assert heard == [figures["correction/kept_share"]] * 2
     assert 0 <= figures["correction/kept_share"] < 1

@@ -19,7 +19,7 @@ from unstale.engines import Engine, Reply, SamplingParams, Update
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.scripted import ScriptedEngine
 from unstale.model.policy import Policy
-from unstale.old_logps import Scoring
+from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.old_logps.snapshot_old import SnapshotOld
 from unstale.testing import nudge, tiny_policy
 from unstale.weights.codec import checksum
@@ -79,8 +79,8 @@ async def publish(publisher: DirectPublisher, policy: Policy, live: Collection[i
 
 def test_the_route_and_the_engine_share_one_delta_per_version() -> None:
     policy, engine = tiny_policy(dtype="bfloat16"), Remembering()
-    route = SnapshotOld(policy, scoring=Scoring(1.0, 48), make_store=Counting)
-    publisher = DirectPublisher(engine, dtype=torch.bfloat16, store=route.store)
+    route = SnapshotOld(LocalScorer(policy, 1.0, 48), make_store=Counting)
+    publisher = DirectPublisher(engine, dtype=torch.bfloat16, store=route.scorer.store)
     sizes = []
 
     async def run() -> None:
@@ -89,14 +89,17 @@ def test_the_route_and_the_engine_share_one_delta_per_version() -> None:
             if version:
                 step(policy, version)
             await publish(publisher, policy, range(version))
-            route.published(policy, live=range(version))
+            route.published(live=range(version))
             sizes.append(publisher.bytes)
 
     asyncio.run(run())
-    assert isinstance(route.store, Counting) and route.store.added == 4
+    assert isinstance(route.scorer.store, Counting) and route.scorer.store.added == 4
     assert [isinstance(update, Delta) for update in engine.loaded] == [False, True, True, True]
-    assert engine.loaded[3] is route.store.delta(3)
-    assert sizes == [size(policy), *(route.store.delta(version).nbytes for version in (1, 2, 3))]
+    assert engine.loaded[3] is route.scorer.store.delta(3)
+    assert sizes == [
+        size(policy),
+        *(route.scorer.store.delta(version).nbytes for version in (1, 2, 3)),
+    ]
     assert max(sizes[1:]) < size(policy) / 8
 
 

@@ -24,14 +24,21 @@ from rich.table import Table
 from torch import Tensor
 
 from unstale.algorithms import audit as pure
-from unstale.build import build_correction, build_objective, build_old_logps, load_policy
+from unstale.build import (
+    build_correction,
+    build_objective,
+    build_old_logps,
+    build_scorer,
+    load_policy,
+)
 from unstale.config import ConfigError, OldLogpsConfig, Route, nearest
 from unstale.config.stored import stored_config
 from unstale.durability.run_folder import AUDIT, Row, RunFolder, dumps, write_whole
 from unstale.model.policy import Policy
 from unstale.observe.report.audited import COLUMNS, cells
 from unstale.observe.report.page import write_report
-from unstale.old_logps import OldLogps, Scoring, has_clean_behavior
+from unstale.old_logps import OldLogps, has_clean_behavior
+from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.records import Batch, PendingPiece, Provenance, Sampled
 from unstale.trainer.auditor import (
     Audited,
@@ -72,7 +79,6 @@ def audit(
     judge = Thresholds(
         build_correction(config.correction), build_objective(config.objective).surrogate
     )
-    scoring = Scoring(config.engine.temperature, config.trainer.max_tokens_per_microbatch)
     tried = variants(config.old_logps, routes or ROUTES, alphas)
     rows: list[Row] = []
     refused: dict[str, str] = {}
@@ -81,11 +87,12 @@ def audit(
         advance = partial(progress.advance, doing)
         policy = load_policy(config)
         policy.require_base(recorded.base)
-        replay = Replay.of(recorded, policy, judge=judge, scoring=scoring, advance=advance)
+        scorer = build_scorer(config, policy)
+        replay = Replay.of(recorded, scorer, judge=judge, advance=advance)
         for option in tried:
             progress.update(doing, description=label(option))
             try:
-                old = build_old_logps(option, policy, scoring)
+                old = build_old_logps(option, build_scorer(config, policy))
             except ConfigError as error:
                 refused[label(option)] = str(error)
                 progress.advance(doing, len(recorded.steps))
@@ -193,30 +200,30 @@ class Replay:
     def of(
         cls,
         recorded: Recorded,
-        policy: Policy,
+        scorer: LocalScorer,
         *,
         judge: Thresholds,
-        scoring: Scoring,
         advance: Callable[[], None],
     ) -> "Replay":
         """Scores the truth, once for all routes."""
-        movable, noise = policy.twin(), 0.0
+        policy, noise = scorer.policy, 0.0
         truths: dict[int, list[Truth]] = defaultdict(list)
         now: dict[int, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
         pieces: dict[int, list[PendingPiece]] = defaultdict(list)
         for step in recorded.steps:
             trained = recorded.batch(step)
             batch = trained.batch
-            true = score_truth(movable, batch, recorded.weights, scoring=scoring)
-            movable.load_weights(recorded.weights(trained.version))
+            with scorer.reading(recorded.weights):
+                true = score_truth(scorer, batch)
+            policy.load_weights(recorded.weights(trained.version))
             began = time.perf_counter()
-            scored = scoring(movable, batch, batch.sampled)
+            scored = scorer.score(batch, batch.sampled)
             seconds, tokens = now[trained.version]
             now[trained.version] = (
                 seconds + time.perf_counter() - began,
                 tokens + scored.forward_tokens,
             )
-            noise = max(noise, packing_noise(movable, batch, scored.logp, scoring=scoring))
+            noise = max(noise, packing_noise(scorer, batch, scored.logp))
             truths[trained.version].append(
                 Truth(batch, trained.version, true.logp, scored.logp, trained.version_gaps)
             )
@@ -254,7 +261,7 @@ class Replay:
                 if following is not None:
                     self.policy.load_weights(self.recorded.weights(following))
                     with spent.clock():
-                        old.trained(self.policy, kept)
+                        old.trained(kept)
         finally:
             old.close()
         return self._row(join(audited), claims, spent)
@@ -273,11 +280,11 @@ class Replay:
             if held <= version
         }
         with spent.clock():
-            old.publishing(self.policy)
-            old.published(self.policy, live | {version})
+            old.publishing()
+            old.published(live | {version})
             for piece in self.pieces.get(version, ()):
                 old.arrived(piece)
-            while old.idle(self.policy):
+            while old.idle():
                 pass
 
     def _ask(self, old: OldLogps, truth: Truth, spent: Spent) -> tuple[Tensor, Tensor]:
@@ -287,7 +294,7 @@ class Replay:
             if old.needs.closing:
                 passed = frozenset(truth.batch.episodes)
                 held = self.pieces.get(truth.version, [])
-                old.closing(self.policy, [piece for piece in held if piece.episode not in passed])
+                old.closing([piece for piece in held if piece.episode not in passed])
         if old.needs.now:
             seconds, tokens = self.now[truth.version]
             spent.seconds += seconds

@@ -8,7 +8,7 @@ from rich.console import Console
 from torch import Tensor
 
 from unstale.algorithms.corrections import check_finite
-from unstale.build import build_trainer, load_policy
+from unstale.build import build_scorer, build_trainer, load_policy
 from unstale.config import AuditConfig, ConfigError, RunConfig
 from unstale.config.stored import stored_config
 from unstale.durability.run_folder import RunFolder
@@ -56,7 +56,9 @@ def _again(config: RunConfig, wrong: WentWrong) -> None:
     except ValueError as error:
         raise ConfigError(f"the kept weights are not those of the run's policy: {error}") from error
     policy.version = int(wrong.about["version"])
-    trainer, _ = build_trainer(replace(config, audit=AuditConfig()), policy)
+    trainer, _ = build_trainer(
+        replace(config, audit=AuditConfig()), policy, build_scorer(config, policy)
+    )
     trainer.steps = int(wrong.about["steps"])
     try:
         trainer.backward(Minibatch(batch, **columns))

@@ -3,38 +3,20 @@
 One file per route. Exact routes recover it; the others put something in its place, and say so with `exact`.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from unstale.algorithms.corrections import has_behavior
-from unstale.model.forward import Scored
-from unstale.model.policy import Policy
-from unstale.model.prefix_tree import Packed
+from unstale.old_logps.scoring.scorer import Weights
 from unstale.records import Batch, PendingPiece
 
 
 def has_clean_behavior(batch: Batch) -> Tensor:
     """`[T]`: action tokens that come from one version's policy, the only ones an old logit can be exact for."""
     return batch.sampled & batch.clean & has_behavior(batch.provenance)
-
-
-@dataclass(frozen=True, slots=True)
-class Scoring:
-    """How every route asks a model: at the sampling temperature, in passes of at most `max_tokens_per_microbatch`."""
-
-    temperature: float
-    max_tokens_per_microbatch: int
-
-    def __call__(self, policy: Policy, batch: Batch | Packed, where: Tensor) -> Scored:
-        return policy.score(
-            batch,
-            where,
-            temperature=self.temperature,
-            max_tokens_per_microbatch=self.max_tokens_per_microbatch,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +38,6 @@ class Needs:
     """Has work for the trainer's thread while the trainer waits for episodes."""
 
 
-Weights = Callable[[int], Mapping[str, Tensor]]
-"""The forward weights of a version that is past, from the disk. LookupError if they were not kept."""
-
-
 class OldLogps(Protocol):
     """`logps` answers for every action token of a batch.
 
@@ -69,12 +47,12 @@ class OldLogps(Protocol):
 
     needs: Needs
 
-    def publishing(self, policy: Policy) -> None:
-        """Before any engine gets `policy.version`. May wait for what the route has to do about earlier versions."""
+    def publishing(self) -> None:
+        """Before any engine gets the current version. May wait for what the route has to do about earlier versions."""
         ...
 
-    def published(self, policy: Policy, live: Collection[int]) -> None:
-        """Every engine holds `policy.version`, and all pieces of earlier versions have arrived.
+    def published(self, live: Collection[int]) -> None:
+        """Every engine holds the current version, and all pieces of earlier versions have arrived.
 
         `live` are all versions that some token, queue or engine still needs.
         """
@@ -84,12 +62,12 @@ class OldLogps(Protocol):
         """A piece came back from an engine. Called on the event loop: must not block."""
         ...
 
-    def idle(self, policy: Policy) -> bool:
+    def idle(self) -> bool:
         """The trainer has nothing to do: a bounded piece of work, at most about one forward pass. False if none."""
         ...
 
-    def closing(self, policy: Policy, unscored: Sequence[PendingPiece]) -> None:
-        """Last chance to score pieces of `policy.version` with the weights that sampled them.
+    def closing(self, unscored: Sequence[PendingPiece]) -> None:
+        """Last chance to score pieces of the current version with the weights that sampled them.
 
         `unscored` are all of its pieces that no batch has had: partial, finished and queued.
         """
@@ -105,7 +83,7 @@ class OldLogps(Protocol):
         """
         ...
 
-    def trained(self, policy: Policy, kept: float) -> None:
+    def trained(self, kept: float) -> None:
         """An optimizer step was taken. `kept`: share of its batch's action tokens that the discrepancy control kept."""
         ...
 
@@ -147,18 +125,18 @@ class Passive:
 
     needs = Needs()
 
-    def publishing(self, policy: Policy) -> None: ...
+    def publishing(self) -> None: ...
 
-    def published(self, policy: Policy, live: Collection[int]) -> None: ...
+    def published(self, live: Collection[int]) -> None: ...
 
     def arrived(self, piece: PendingPiece) -> None: ...
 
-    def idle(self, policy: Policy) -> bool:
+    def idle(self) -> bool:
         return False
 
-    def closing(self, policy: Policy, unscored: Sequence[PendingPiece]) -> None: ...
+    def closing(self, unscored: Sequence[PendingPiece]) -> None: ...
 
-    def trained(self, policy: Policy, kept: float) -> None: ...
+    def trained(self, kept: float) -> None: ...
 
     def costs(self) -> Mapping[str, float]:
         return {}

@@ -1,28 +1,23 @@
-"""`current_recompute`: the trainer's forward pass at the start of the step stands for the old logit."""
-
-from collections.abc import Collection
+"""`current_recompute`: the trainer's forward pass at the start of the step is the old log-prob."""
 
 import torch
 from torch import Tensor
 
-from unstale.model.policy import Policy
 from unstale.old_logps import Needs, Passive, has_clean_behavior
+from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import Batch
 
 
 class CurrentRecompute(Passive):
-    """`prox = log pi_now` (algorithm.md, section 3): staleness lands in D, and S sees this step's own movement only.
+    """Set `prox = log pi_now` (algorithm.md, section 3): staleness is part of D, and S only sees this step.
 
-    A token of the version that the policy still is gets its true old logit, and is counted as exact.
+    Tokens of the current version get their true old log-probability and are counted as exact.
     """
 
     needs = Needs(now=True)
 
-    def __init__(self) -> None:
-        self._policy: Policy | None = None
-
-    def published(self, policy: Policy, live: Collection[int]) -> None:
-        self._policy = policy
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         if now.shape != batch.sampled.shape:
@@ -30,6 +25,6 @@ class CurrentRecompute(Passive):
                 f"current_recompute needs `now` for {len(batch.sampled)} tokens, got {tuple(now.shape)}"
             )
         exact = torch.zeros_like(batch.sampled)
-        if self._policy is not None and self._policy.at_version:
-            exact = has_clean_behavior(batch) & (batch.version == self._policy.version)
+        if self._scorer.at_version:
+            exact = has_clean_behavior(batch) & (batch.version == self._scorer.version)
         return torch.where(batch.sampled, now, 0.0), exact

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unstale.model.policy import Policy
-from unstale.old_logps import OldLogps, Passive, Scoring, Weights, has_clean_behavior
-from unstale.old_logps.scored import LogpCache, ScoreQueue, key_of
+from unstale.old_logps import OldLogps, Passive, has_clean_behavior
+from unstale.old_logps.scoring.cache import LogpCache, ScoreQueue, key_of
+from unstale.old_logps.scoring.scorer import Scorer, Weights
 from unstale.records import Batch, PendingPiece
 
 
@@ -22,50 +22,49 @@ class Eager(Passive):
     0, which it scores when it is asked, and about none beside.
     """
 
-    def __init__(self, policy: Policy, *, scoring: Scoring, fallback: OldLogps) -> None:
+    def __init__(self, scorer: Scorer, *, fallback: OldLogps) -> None:
         self.fallback = fallback
         self.needs = replace(fallback.needs, idle=True)
-        self._policy = policy
-        self._answers = LogpCache(scoring)
+        self._scorer = scorer
+        self._cache = LogpCache(scorer)
         self._arrived: deque[PendingPiece] = deque()
         self._waiting: dict[int, ScoreQueue] = {}
         """By version."""
         self._asked = self._covered = 0
 
-    def publishing(self, policy: Policy) -> None:
-        self.fallback.publishing(policy)
+    def publishing(self) -> None:
+        self.fallback.publishing()
 
-    def published(self, policy: Policy, live: Collection[int]) -> None:
-        self._policy = policy
-        self._answers.keep(live, policy.version)
+    def published(self, live: Collection[int]) -> None:
+        self._cache.keep({*live, self._scorer.version})
         self._sort()
         self._waiting = {
             version: waiting
             for version, waiting in self._waiting.items()
-            if version >= policy.version
+            if version >= self._scorer.version
         }
-        self.fallback.published(policy, live)
+        self.fallback.published(live)
 
     def arrived(self, piece: PendingPiece) -> None:
         self._arrived.append(piece)
         self.fallback.arrived(piece)
 
-    def idle(self, policy: Policy) -> bool:
+    def idle(self) -> bool:
         self._sort()
-        waiting = self._waiting.get(policy.version)
-        if not policy.at_version or not waiting:
-            return self.fallback.idle(policy)
-        self._answers.score(policy, waiting.take(self._answers.scoring.max_tokens_per_microbatch))
+        waiting = self._waiting.get(self._scorer.version)
+        if not self._scorer.at_version or not waiting:
+            return self.fallback.idle()
+        self._cache.score(waiting.take(self._scorer.max_tokens))
         return True
 
-    def closing(self, policy: Policy, unscored: Sequence[PendingPiece]) -> None:
-        self.fallback.closing(policy, self._answers.lacking(unscored))
+    def closing(self, unscored: Sequence[PendingPiece]) -> None:
+        self.fallback.closing(self._cache.missing(unscored))
 
-    def trained(self, policy: Policy, kept: float) -> None:
-        self.fallback.trained(policy, kept)
+    def trained(self, kept: float) -> None:
+        self.fallback.trained(kept)
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        values, covered = self._answers.ask(self._policy, batch)
+        values, covered = self._cache.lookup(batch)
         exact = covered & has_clean_behavior(batch)
         rest = batch.sampled & ~covered
         self._asked += int(batch.sampled.sum())
@@ -82,7 +81,7 @@ class Eager(Passive):
         theirs = self.fallback.costs()
         spent = {
             **theirs,
-            "forward_tokens": theirs.get("forward_tokens", 0.0) + self._answers.spent(),
+            "forward_tokens": theirs.get("forward_tokens", 0.0) + self._cache.take_forward_tokens(),
             "eager/exact_fraction": self._covered / max(1, self._asked),
         }
         self._asked = self._covered = 0
@@ -92,15 +91,15 @@ class Eager(Passive):
         return self.fallback.events()
 
     def state(self) -> Mapping[str, Any]:
-        return {"answers": self._answers.state(), "fallback": self.fallback.state()}
+        return {"answers": self._cache.state(), "fallback": self.fallback.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._answers.restore(state["answers"])
+        self._cache.restore(state["answers"])
         self.fallback.restore(state["fallback"])
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
         """What it has no answer to itself is the fallback's, as it is when a version is closed."""
-        lacking = {version: self._answers.lacking(pieces) for version, pieces in past.items()}
+        lacking = {version: self._cache.missing(pieces) for version, pieces in past.items()}
         self.fallback.recover(
             {version: pieces for version, pieces in lacking.items() if pieces}, weights
         )

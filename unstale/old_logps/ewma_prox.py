@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unstale.model.policy import Policy
-from unstale.old_logps import Needs, Passive, Scoring
-from unstale.old_logps.average import Average
+from unstale.old_logps import Needs, Passive
+from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import Batch
 
 
@@ -17,40 +16,29 @@ class EwmaProx(Passive):
 
     needs = Needs(resident_models=1)
 
-    def __init__(
-        self, policy: Policy, *, beta: float, scoring: Scoring, every_step: bool = False
-    ) -> None:
-        self.average = Average()
+    def __init__(self, scorer: Scorer, *, beta: float, every_step: bool = False) -> None:
+        self.average = scorer.make_average()
+        self._scorer = scorer
         self._beta = beta
         self._every_step = every_step
-        self._movable = policy.twin()
-        self._current = False
         self._version: int | None = None
-        self._scoring = scoring
         self._forward_tokens = 0
 
-    def published(self, policy: Policy, live: Collection[int]) -> None:
-        if policy.version == self._version:
+    def published(self, live: Collection[int]) -> None:
+        if self._scorer.version == self._version:
             return
-        self._version = policy.version
-        if not (self._every_step and self.average.tensors):
-            self._take(policy)
+        self._version = self._scorer.version
+        if not (self._every_step and self.average.weight):
+            self.average.update(self._beta)
 
-    def trained(self, policy: Policy, kept: float) -> None:
+    def trained(self, kept: float) -> None:
         if self._every_step:
-            self._take(policy)
-
-    def _take(self, policy: Policy) -> None:
-        self.average.update(policy.weights(), beta=self._beta)
-        self._current = False
+            self.average.update(self._beta)
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.average.tensors:
+        if not self.average.weight:
             raise LookupError("ewma_prox has no weights to average: no version was published")
-        if not self._current:
-            self._movable.load_weights(self.average.tensors)
-            self._current = True
-        scored = self._scoring(self._movable, batch, batch.sampled)
+        scored = self.average.score(batch, batch.sampled)
         self._forward_tokens += scored.forward_tokens
         return scored.logp, torch.zeros_like(batch.sampled)
 
@@ -68,4 +56,4 @@ class EwmaProx(Passive):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.average.restore(state["average"])
-        self._version, self._current = state["version"], False
+        self._version = state["version"]

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from unstale.algorithms import proximal
-from unstale.model.policy import Policy
 from unstale.old_logps import Needs, Passive
+from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import Batch
 
 
@@ -18,8 +18,8 @@ class InterpProxLoglinear(Passive):
     needs = Needs(inline=True)
     _between = staticmethod(proximal.loglinear)
 
-    def __init__(self, policy: Policy, *, alpha: float | None = None, fresh: float = 1.0) -> None:
-        self._policy = policy
+    def __init__(self, scorer: Scorer, *, alpha: float | None = None, fresh: float = 1.0) -> None:
+        self._scorer = scorer
         self._alpha = alpha
         self._fresh = fresh
 
@@ -28,7 +28,7 @@ class InterpProxLoglinear(Passive):
             raise ValueError(
                 f"an interpolated proxy needs `now` for {len(batch.sampled)} tokens, got {len(now)}"
             )
-        lag = self._policy.lag(batch.version)
+        lag = self._scorer.lag(batch.version)
         alpha = (
             proximal.weight_of_now(lag, fresh=self._fresh) if self._alpha is None else self._alpha
         )

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from functools import partial
 from socket import MSG_DONTWAIT
 from typing import Any
@@ -13,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unstale.model.loading import DTYPES
-from unstale.model.policy import Policy
-from unstale.old_logps import Needs, Passive, Scoring, Weights, has_clean_behavior
-from unstale.old_logps.scored import LogpCache, PieceKey, key_of, require_answers
+from unstale.old_logps import Needs, Passive, has_clean_behavior
+from unstale.old_logps.scoring.cache import LogpCache, PieceKey, key_of, require_scored
+from unstale.old_logps.scoring.scorer import Scorer, Weights
 from unstale.records import Batch, PendingPiece
 from unstale.weights.child_process import Bytes, Child, ChildFrozen, Frames, Header, frame
 from unstale.weights.codec import file_of
@@ -45,9 +43,9 @@ class OldLogitModel(Passive):
 
     needs = Needs(resident_models=1)
 
-    def __init__(self, policy: Policy, *, scoring: Scoring, lockstep: bool = False) -> None:
-        self._policy = policy
-        self._answers = LogpCache(scoring)
+    def __init__(self, scorer: Scorer, *, lockstep: bool = False) -> None:
+        self._scorer = scorer
+        self._cache = LogpCache(scorer)
         self._lockstep = lockstep
         self._held_back: dict[PieceKey, Sequence[int]] = {}
         self._owed: dict[PieceKey, None] = {}
@@ -69,25 +67,25 @@ class OldLogitModel(Passive):
             )
         return self._child.pid
 
-    def publishing(self, policy: Policy) -> None:
+    def publishing(self) -> None:
         """Waits until the version last published is loaded, and so all before it is scored.
 
         What it waits for needs no publication: the pieces of a version have all arrived when the next is published.
         """
         self._wait_s += self._catch_up(lambda: self._loaded != self._sent)
 
-    def published(self, policy: Policy, live: Collection[int]) -> None:
+    def published(self, live: Collection[int]) -> None:
         """Only tells the process, unless in lockstep."""
-        self._policy = policy
+        version = self._scorer.version
         if self._lockstep:
             self._wait_s += self._settle()
-        self._answers.keep(live, policy.version)
-        if policy.version == self._sent:
+        self._cache.keep({*live, version})
+        if version == self._sent:
             return
         if self._child is None:
-            self._start(policy)
-        self._tell({"op": "load", "version": policy.version}, file_of(policy.weights()))
-        self._sent = policy.version
+            self._start()
+        self._tell({"op": "load", "version": version}, file_of(self._scorer.weights()))
+        self._sent = version
 
     def arrived(self, piece: PendingPiece) -> None:
         if self._lockstep:
@@ -97,7 +95,7 @@ class OldLogitModel(Passive):
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         """LookupError if a token's piece never arrived."""
-        own = self._policy.version if self._policy.at_version else -1
+        own = self._scorer.version if self._scorer.at_version else -1
         episodes = set(batch.episodes)
         if self._lockstep:
             self._answer_wait_s += self._settle()
@@ -106,20 +104,16 @@ class OldLogitModel(Passive):
                 self._owes, lambda place: place.episode in episodes and place.version != own
             )
             self._answer_wait_s += self._catch_up(due)
-        values, answered = self._answers.ask(self._policy, batch)
-        require_answers(
-            batch, answered, why="their pieces never arrived, or long before this batch"
-        )
+        values, answered = self._cache.lookup(batch)
+        require_scored(batch, answered, why="their pieces never arrived, or long before this batch")
         return values, has_clean_behavior(batch)
 
     def costs(self) -> Mapping[str, float]:
         spent = {
-            "forward_tokens": float(self._answers.spent()),
+            "forward_tokens": float(self._cache.take_forward_tokens()),
             "old_logit_model/wait_s": self._wait_s,
             "old_logit_model/answer_wait_s": self._answer_wait_s,
-            "movable_bytes": float(
-                sum(tensor.nbytes for tensor in self._policy.model.parameters())
-            ),
+            "movable_bytes": float(self._scorer.model_bytes),
         }
         self._wait_s = self._answer_wait_s = 0.0
         return spent
@@ -127,14 +121,14 @@ class OldLogitModel(Passive):
     def state(self) -> Mapping[str, Any]:
         """Waits until every piece of the versions published so far is answered."""
         self._settle()
-        return {"answers": self._answers.state()}
+        return {"answers": self._cache.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._answers.restore(state["answers"])
+        self._cache.restore(state["answers"])
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
         """In this process: the other one follows the versions from the first publication on."""
-        self._answers.recover(self._policy, past, weights)
+        self._cache.recover(past, weights)
 
     def close(self) -> None:
         self._started.set()
@@ -146,18 +140,10 @@ class OldLogitModel(Passive):
         if self._folder is not None:
             self._folder.cleanup()
 
-    def _start(self, policy: Policy) -> None:
+    def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="old-logit-model-")
-        policy.save(self._folder.name, base=True)
-        options = {
-            "model_folder": self._folder.name,
-            "dtype": next(name for name, dtype in DTYPES.items() if dtype == policy.dtype),
-            "device": str(policy.device),
-            "lora": policy.lora and asdict(policy.lora),
-            "scoring": asdict(self._answers.scoring),
-            "passes": asdict(policy.passes),
-        }
-        self._child = Child("old-logit", "unstale.old_logps.old_logit_worker", options, threads=1)
+        exported = self._scorer.export(self._folder.name)
+        self._child = Child("old-logit", "unstale.old_logps.scoring.worker", exported, threads=1)
         self._started.set()
 
     def _hand_over(self, pieces: Mapping[PieceKey, Sequence[int]]) -> None:
@@ -212,12 +198,11 @@ class OldLogitModel(Passive):
             if header["op"] == "loaded":
                 self._loaded = header["version"]
                 continue
-            wide = torch.promote_types(self._policy.dtype, torch.float32)
             answers = {
-                PieceKey(*place): torch.tensor(values, dtype=wide)
+                PieceKey(*place): torch.tensor(values, dtype=self._scorer.dtype)
                 for place, values in header["answers"]
             }
-            self._answers.hold(answers, header["forward_tokens"])
+            self._cache.add(answers, header["forward_tokens"])
             for place in answers:
                 del self._owed[place]
         return True

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from unstale.algorithms import proximal
-from unstale.model.policy import Policy
-from unstale.old_logps import Needs, Passive, Scoring
-from unstale.old_logps.average import Average
+from unstale.old_logps import Needs, Passive
+from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import Batch
 
 BETA_MAX = 0.95
@@ -43,9 +42,8 @@ class PpoEwmaAsync(Passive):
 
     def __init__(
         self,
-        policy: Policy,
+        scorer: Scorer,
         *,
-        scoring: Scoring,
         averages: int = 1,
         beta: float | None = None,
         reset: Reset | None = None,
@@ -54,10 +52,8 @@ class PpoEwmaAsync(Passive):
             raise ValueError(
                 f"a fixed decay gives all {averages} averages the same age; leave beta out, or keep one"
             )
-        self.averages = [Average() for _ in range(averages)]
-        self._policy = policy
-        self._movable = policy.twin()
-        self._scoring = scoring
+        self.averages = [scorer.make_average() for _ in range(averages)]
+        self._scorer = scorer
         self._beta = beta
         self._reset = reset or Reset()
         self._version: int | None = None
@@ -69,48 +65,46 @@ class PpoEwmaAsync(Passive):
         self._forward_tokens = 0
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        if self._version != self._policy.version:
+        if self._version != self._scorer.version:
             self._take(batch)
-        lag = self._policy.lag(batch.version)
+        lag = self._scorer.lag(batch.version)
         choice = proximal.nearest_age(lag, [average.age for average in self.averages])
         values = torch.zeros_like(batch.behavior_logp)
         for number, average in enumerate(self.averages):
             where = batch.sampled & (choice == number)
             if where.any():
-                self._movable.load_weights(average.tensors)
-                scored = self._scoring(self._movable, batch, where)
+                scored = average.score(batch, where)
                 values = torch.where(where, scored.logp, values)
                 self._forward_tokens += scored.forward_tokens
         return values, torch.zeros_like(batch.sampled)
 
     def _take(self, batch: Batch) -> None:
         """Add the policy's weights, which are still those of its version."""
-        if not self._policy.at_version:
+        if not self._scorer.at_version:
             raise RuntimeError(
-                f"version {self._policy.version} is gone: its first batch was not scored before a step"
+                f"version {self._scorer.version} is gone: its first batch was not scored before a step"
             )
-        self._version = self._policy.version
-        theta = self._policy.weights()
+        self._version = self._scorer.version
         targets = staleness_targets(
-            self._policy.lag(batch.version[batch.sampled]), len(self.averages)
+            self._scorer.lag(batch.version[batch.sampled]), len(self.averages)
         )
         for average, target in zip(self.averages, targets, strict=True):
-            if self._due or not average.tensors:
-                average.reset(theta)
+            if self._due or not average.weight:
+                average.update(None)
                 continue
             beta = self._beta
             if beta is None:
                 beta = proximal.beta_for_age(
                     average.weight, average.age, target=target, beta_max=BETA_MAX
                 )
-            average.update(theta, beta=beta)
+            average.update(beta)
         if self._due:
             self._events.append(
                 {"kind": "ewma_reset", "version": self._version, "reason": self._due}
             )
             self._due, self._since_reset = "", 0
 
-    def trained(self, policy: Policy, kept: float) -> None:
+    def trained(self, kept: float) -> None:
         """Counts batches, not the optimizer steps of one: the kept share is the batch's."""
         if self._judged == self._version:
             return

@@ -95,7 +95,7 @@ class SimulatedRoute(Idle):
     def __init__(self, needs: Needs, trainer: "SimulatedTrainer") -> None:
         self.needs, self._trainer = needs, trainer
 
-    def closing(self, policy: Any, waiting: Sequence[PendingPiece]) -> None:
+    def closing(self, waiting: Sequence[PendingPiece]) -> None:
         """One version of what is open: each of these episodes as far as it is."""
         self._trainer.score(
             self._trainer.rollout.length(number) for number in {piece.episode for piece in waiting}

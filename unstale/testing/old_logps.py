@@ -10,19 +10,20 @@ from torch import Tensor
 from unstale.model.lora import Lora
 from unstale.model.policy import Policy
 from unstale.old_logps import Needs, OldLogps, has_clean_behavior
+from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.records import Batch, PendingPiece, Sampled, collate, walk
 from unstale.testing.models import checkpoint_round_trip, episode, nudge, plain_logps, tiny_policy
 
 
-def check_old_logps(make: Callable[[Policy], OldLogps], *, lora: Lora | None = None) -> None:
-    """`make(policy)` returns a route that scores at temperature 1. Raises AssertionError with what is broken.
+def check_old_logps(make: Callable[[LocalScorer], OldLogps], *, lora: Lora | None = None) -> None:
+    """`make(scorer)` returns a route. Raises AssertionError with what is broken.
 
     Three versions are published; a batch holds tokens of all of them, within a turn and across turns, and a few
     sampled over a kept cache. A route may be as wrong as it likes about a token, but not about a token it calls exact.
     Then a run is killed, and goes on from its checkpoint with all that was sampled since.
     """
     policy = tiny_policy(lora=lora)
-    with closing(make(policy)) as route, closing(make(policy)) as restored:
+    with closing(make(_scorer(policy))) as route, closing(make(_scorer(policy))) as restored:
         always_exact = _check_route(route, restored, policy)
     _check_recovery(make, always_exact=always_exact, lora=lora)
 
@@ -37,10 +38,10 @@ def _check_route(route: OldLogps, restored: OldLogps, policy: Policy) -> bool:
         _publish(route, policy, version, copies)
         for piece in _pieces_of(version, _PLANS):
             route.arrived(piece)
-        while version == 1 and route.idle(policy):
+        while version == 1 and route.idle():
             pass
         if version < 2:
-            route.closing(policy, _pieces_of(version, _PLANS))
+            route.closing(_pieces_of(version, _PLANS))
     batch = collate([episode(number, plan) for number, plan in enumerate(_PLANS)])
     before = {name: getattr(batch, name).clone() for name in ("tokens", "behavior_logp", "version")}
     values, exact = _ask(route, policy, batch)
@@ -56,18 +57,18 @@ def _check_route(route: OldLogps, restored: OldLogps, policy: Policy) -> bool:
         f"costs are finite and >= 0: {costs}"
     )
     restored.restore(checkpoint_round_trip(route.state()))
-    restored.published(policy, live={0, 1, 2})
+    restored.published(live={0, 1, 2})
     for one, other in zip(_ask(restored, policy, batch), (values, exact), strict=True):
         assert torch.equal(one, other), "restored from its state, it answers the same"
     return torch.equal(exact, has_clean_behavior(batch))
 
 
 def _check_recovery(
-    make: Callable[[Policy], OldLogps], *, always_exact: bool, lora: Lora | None
+    make: Callable[[LocalScorer], OldLogps], *, always_exact: bool, lora: Lora | None
 ) -> None:
     """Killed when 3 and 4 were published after the checkpoint that holds the weights of 3: these are called 5 then."""
     policy, copies = tiny_policy(lora=lora), list[Policy]()
-    with closing(make(policy)) as route:
+    with closing(make(_scorer(policy))) as route:
         _run_to_checkpoint(route, policy, copies)
         state = route.state()
         for piece in _pieces_of(2, _INTERRUPTED)[1::2]:
@@ -76,14 +77,14 @@ def _check_recovery(
             _publish(route, policy, version, copies)
             for piece in _pieces_of(version, _INTERRUPTED):
                 route.arrived(piece)
-            route.closing(policy, _pieces_of(version, _INTERRUPTED))
+            route.closing(_pieces_of(version, _INTERRUPTED))
             nudge(policy, seed=version + 1)
     state = checkpoint_round_trip(state)
     past = {version: _pieces_of(version, _INTERRUPTED) for version in range(5)}
     batch = collate([episode(number, plan) for number, plan in enumerate(_INTERRUPTED)])
     again = copies[3].twin()
     again.version = 3
-    with closing(make(again)) as route:
+    with closing(make(_scorer(again))) as route:
         route.restore(state)
         again.assign_new_version(5)
         route.recover(past, lambda version: copies[version].weights())
@@ -100,7 +101,7 @@ def _check_recovery(
         )
         return
     steady = tiny_policy(lora=lora)
-    with closing(make(steady)) as route:
+    with closing(make(_scorer(steady))) as route:
         _run_to_checkpoint(route, steady, [])
         steady.version = 3
         steady.assign_new_version(5)
@@ -119,18 +120,22 @@ def _run_to_checkpoint(route: OldLogps, policy: Policy, copies: list[Policy]) ->
         arrived = _pieces_of(version, _INTERRUPTED)[:: 2 if version == 2 else 1]
         for piece in arrived:
             route.arrived(piece)
-        while version == 1 and route.idle(policy):
+        while version == 1 and route.idle():
             pass
-        route.closing(policy, arrived)
+        route.closing(arrived)
         nudge(policy, seed=version + 1)
-        route.trained(policy, kept=1.0)
+        route.trained(kept=1.0)
+
+
+def _scorer(policy: Policy) -> LocalScorer:
+    return LocalScorer(policy, temperature=1.0, max_tokens=32)
 
 
 def _publish(route: OldLogps, policy: Policy, version: int, copies: list[Policy]) -> None:
     policy.version = version
     copies.append(policy.twin())
-    route.publishing(policy)
-    route.published(policy, live=set(range(version + 1)))
+    route.publishing()
+    route.published(live=set(range(version + 1)))
 
 
 _PLANS: tuple[list[int | tuple[int, int] | tuple[int, int, bool]], ...] = (

@@ -17,9 +17,9 @@ from unstale.algorithms.audit import Estimate, Tokens
 from unstale.algorithms.corrections import Control
 from unstale.algorithms.objectives import Surrogate
 from unstale.model.forward import Scored
-from unstale.model.policy import Policy
 from unstale.model.versions import VersionGaps, lag_of
-from unstale.old_logps import OldLogps, Scoring, Weights, has_clean_behavior
+from unstale.old_logps import OldLogps, has_clean_behavior
+from unstale.old_logps.scoring.scorer import Scorer, Weights, score_versions
 from unstale.records import Batch, PendingPiece
 from unstale.weights.recording import Recording, TrainedOn
 
@@ -110,41 +110,28 @@ def with_error(name: str, estimate: Estimate | None) -> dict[str, float | None]:
     }
 
 
-def score_truth(
-    movable: Policy,
-    batch: Batch,
-    weights: Callable[[int], Mapping[str, Tensor]],
-    *,
-    scoring: Scoring,
-) -> Scored:
-    """Each clean action token by a model that holds, in full, the weights of the version that sampled it."""
-    clean, forward_tokens = has_clean_behavior(batch), 0
-    logp = torch.zeros(len(batch.tokens))
-    for version in batch.version[clean].unique().tolist():
-        where = clean & (batch.version == version)
-        movable.load_weights(weights(version))
-        scored = scoring(movable, batch, where)
-        logp = torch.where(where, scored.logp, logp)
-        forward_tokens += scored.forward_tokens
-    return Scored(logp, forward_tokens)
+def score_truth(scorer: Scorer, batch: Batch) -> Scored:
+    """Return the true log-probability of each clean action token: by its own version's weights."""
+    return score_versions(scorer, batch, has_clean_behavior(batch))
 
 
-def packing_noise(policy: Policy, batch: Batch, logp: Tensor, *, scoring: Scoring) -> float:
-    """Root mean square by which a log-probability depends on what it is packed with and where it is cut.
+def packing_noise(scorer: Scorer, batch: Batch, logp: Tensor, version: int | None = None) -> float:
+    """Return the root mean square by which log-probabilities depend on packing and cutting.
 
-    `logp` is `policy`'s own, of `batch`. Some sequences are scored again, each alone and cut in the middle. Never less
-    than the resolution of the numbers.
+    `logp` `[T]` is the scorer's own for this batch and version. Some sequences are scored again,
+    each alone and cut in the middle. Never less than the resolution of the numbers.
     """
-    some, index = batch.select(spread(batch.num_sequences, NOISE_SEQUENCES, turn=0.0))
-    where = some.sampled.clone()
-    for start, end in some.spans():
-        own = start + where[start:end].nonzero().squeeze(1)
-        where[own[(len(own) + 1) // 2 :]] = False
-    again = Scoring(scoring.temperature, max_tokens_per_microbatch=1)(policy, some, where).logp
-    apart = (again - logp[index])[where].double()
-    return max(
-        torch.finfo(logp.dtype).eps, apart.square().mean().sqrt().item() if len(apart) else 0.0
-    )
+    errors = []
+    for number in spread(batch.num_sequences, NOISE_SEQUENCES, turn=0.0):
+        sequence, index = batch.select([number])
+        where = sequence.sampled.clone()
+        tokens = where.nonzero().squeeze(1)
+        where[tokens[(len(tokens) + 1) // 2 :]] = False
+        again = scorer.score(sequence, where, version).logp
+        errors.append((again - logp[index])[where].double())
+    error = torch.cat(errors) if errors else torch.empty(0)
+    noise = error.square().mean().sqrt().item() if len(error) else 0.0
+    return max(torch.finfo(logp.dtype).eps, noise)
 
 
 def spread(count: int, wanted: int, *, turn: float) -> list[int]:
@@ -160,35 +147,27 @@ def spread(count: int, wanted: int, *, turn: float) -> list[int]:
 class Auditor:
     """Measures the route on `share` of every batch's sequences, and writes the `recording` if there is one."""
 
-    def __init__(
-        self, policy: Policy, old: OldLogps, judge: Thresholds, *, scoring: Scoring, share: float
-    ) -> None:
+    def __init__(self, scorer: Scorer, old: OldLogps, judge: Thresholds, *, share: float) -> None:
+        """`scorer` is the auditor's own: no route keeps versions in it."""
+        if share:
+            scorer.keep_versions(Copies)
         self.recording: Recording | None = None
-        self._policy, self._old, self._judge, self._scoring, self._share = (
-            policy,
-            old,
-            judge,
-            scoring,
-            share,
-        )
-        self._movable = policy.twin() if share else None
-        self._copies: dict[int, dict[str, Tensor]] = {}
+        self._scorer = scorer
+        self._old = old
+        self._judge = judge
+        self._share = share
         self._window: deque[Audited] = deque()
         self._steps = 0
         self._seconds = 0.0
 
-    def published(self, policy: Policy, live: Collection[int]) -> None:
-        """Keep a copy of the weights, and those of the versions that somebody still needs."""
+    def published(self, live: Collection[int]) -> None:
+        """Keep a copy of the current version, and drop the versions that are not `live`."""
         if self.recording:
-            self.recording.version(policy.version, policy.weights())
+            self.recording.version(self._scorer.version, self._scorer.weights())
         if self._share:
             began = time.perf_counter()
-            self._copies = {
-                version: held for version, held in self._copies.items() if version in live
-            }
-            self._copies[policy.version] = {
-                name: tensor.clone() for name, tensor in policy.weights().items()
-            }
+            self._scorer.keep(live)
+            self._scorer.put()
             self._seconds += time.perf_counter() - began
 
     def look(self, batch: Batch, old_logp: Tensor) -> dict[str, float]:
@@ -197,28 +176,28 @@ class Auditor:
         Called before the first optimizer step on a batch. A figure that the data cannot tell is not among them.
         """
         self._steps += 1
+        scorer = self._scorer
         if self.recording:
-            self.recording.batch(
-                TrainedOn(self._steps, self._policy.version, batch, self._policy.version_gaps)
-            )
-        if self._movable is None:
+            self.recording.batch(TrainedOn(self._steps, scorer.version, batch, scorer.version_gaps))
+        if not self._share:
             return {}
         began = time.perf_counter()
         wanted = max(1, round(self._share * batch.num_sequences))
         some, index = batch.select(spread(batch.num_sequences, wanted, turn=self._steps * TURN % 1))
-        true = score_truth(self._movable, some, self._copy, scoring=self._scoring)
-        now = self._scoring(self._policy, some, some.sampled)
-        noise = packing_noise(self._policy, some, now.logp, scoring=self._scoring)
+        true = score_truth(scorer, some)
+        now = scorer.score(some, some.sampled)
+        noise = packing_noise(scorer, some, now.logp)
         prox = old_logp[index] if len(old_logp) else self._old.logps(some, now.logp)[0]
-        truth = Truth(some, self._policy.version, true.logp, now.logp, self._policy.version_gaps)
+        truth = Truth(some, scorer.version, true.logp, now.logp, scorer.version_gaps)
         audited = truth.compare(prox, self._judge)
         found = self._figures(audited, noise)
+        costs = scorer.costs()
         seconds, self._seconds = self._seconds + time.perf_counter() - began, 0.0
         return found | {
             "old_logps/noise": noise,
             "audit/tokens": float(len(audited.tokens)),
             "audit/forward_tokens": float(true.forward_tokens + now.forward_tokens),
-            "audit/resident_bytes": float(self._resident_bytes),
+            "audit/resident_bytes": costs["resident_bytes"] + costs["movable_bytes"],
             "audit/seconds": seconds,
         }
 
@@ -236,7 +215,7 @@ class Auditor:
 
     def state(self) -> Mapping[str, Any]:
         return {
-            "copies": {version: dict(held) for version, held in self._copies.items()},
+            "copies": self._scorer.state() if self._share else {},
             "steps": self._steps,
             "window": [
                 {"tokens": _columns(part.tokens), "dropped": part.dropped, "clipped": part.clipped}
@@ -245,7 +224,8 @@ class Auditor:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._copies = {int(version): dict(held) for version, held in state["copies"].items()}
+        if self._share:
+            self._scorer.restore(state["copies"])
         self._steps = state["steps"]
         self._window = deque(
             Audited(Tokens(**held["tokens"]), held["dropped"], held["clipped"])
@@ -253,10 +233,9 @@ class Auditor:
         )
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """After `restore`: copies of the versions that unconsumed pieces need and its state has not, from the disk."""
+        """Read from disk the versions that unconsumed pieces need and the state lacks."""
         if self._share:
-            for version in sorted(past.keys() - self._copies.keys()):
-                self._copies[version] = dict(weights(version))
+            self._scorer.recover(past, weights)
 
     def _figures(self, audited: Audited, noise: float) -> dict[str, float]:
         """The error of this step's tokens; the rest over the window that they are added to."""
@@ -277,18 +256,64 @@ class Auditor:
             f"by_lag/audit_error/{lag}": estimate.value for lag, estimate in by_lag.items()
         }
 
-    def _copy(self, version: int) -> Mapping[str, Tensor]:
+
+class Copies:
+    """A plain copy of the weights of each version, so that the audit does not rely on the version store."""
+
+    encode_s = 0.0
+
+    def __init__(self, movable: Mapping[str, Tensor]) -> None:
+        self._movable = movable
+        self._copies: dict[int, dict[str, Tensor]] = {}
+        self._at = -1
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        return tuple(sorted(self._copies))
+
+    @property
+    def at(self) -> int:
+        return self._at
+
+    @property
+    def bytes(self) -> int:
+        return sum(_num_bytes(copy) for copy in self._copies.values())
+
+    @property
+    def encoded_bytes(self) -> int:
+        return self.bytes
+
+    @property
+    def movable_bytes(self) -> int:
+        return _num_bytes(self._movable)
+
+    def put(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        self._copies[version] = {name: tensor.clone() for name, tensor in tensors.items()}
+
+    def keep(self, live: Collection[int]) -> None:
+        self._copies = {version: copy for version, copy in self._copies.items() if version in live}
+
+    def move_to(self, version: int) -> None:
         if version not in self._copies:
             raise LookupError(
                 f"the audit has no copy of version {version}: it was in no `live` since its publication"
             )
-        return self._copies[version]
+        for name, tensor in self._movable.items():
+            tensor.copy_(self._copies[version][name])
+        self._at = version
 
-    @property
-    def _resident_bytes(self) -> int:
-        assert self._movable is not None
-        held = [*self._copies.values(), self._movable.weights()]
-        return sum(tensor.nbytes for tensors in held for tensor in tensors.values())
+    def state(self) -> Mapping[Any, Any]:
+        return {version: dict(copy) for version, copy in self._copies.items()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._copies = {int(version): dict(copy) for version, copy in state.items()}
+
+    def close(self) -> None:
+        self._copies.clear()
+
+
+def _num_bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _columns(tokens: Tokens) -> dict[str, Tensor]:

@@ -130,7 +130,7 @@ class LocalTrainer:
         self._cast()
         self.policy.at_version = False
         self.steps += 1
-        self.old.trained(self.policy, self._tally.kept_share)
+        self.old.trained(self._tally.kept_share)
         self._tally.grad_norms.append(norm)
         self._tally.lr = rate
         self._tally.seconds += time.perf_counter() - began

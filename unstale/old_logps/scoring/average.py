@@ -1,4 +1,4 @@
-"""The moving average of the weights that two routes stand on."""
+"""A moving average of weights."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,8 +24,8 @@ class Average:
         self.tensors: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def update(self, theta: Mapping[str, Tensor], *, beta: float) -> None:
-        """One more set of weights. The first is the average."""
+    def add(self, theta: Mapping[str, Tensor], *, beta: float) -> None:
+        """Add weights with decay `beta`. The first become the average."""
         if not self.tensors:
             self.reset(theta)
             return

@@ -10,16 +10,12 @@ import os
 import select
 import socket
 from collections import deque
-from pathlib import Path
 
 import torch
 from safetensors.torch import load as unpack_tensors
 
-from unstale.model.forward import ForwardOptions
-from unstale.model.lora import Lora
-from unstale.model.policy import Policy
-from unstale.old_logps import Scoring
-from unstale.old_logps.scored import PieceKey, ScoreQueue, score_pieces
+from unstale.old_logps.scoring.cache import PieceKey, ScoreQueue, score_pieces
+from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.weights.child_process import Frames, Header, pack
 
 _READ_BYTES = 1 << 20
@@ -27,25 +23,18 @@ _READ_BYTES = 1 << 20
 
 def main(descriptor: int, options: str) -> None:
     """Serve the route at the other end of the socket until it hangs up. `options` is JSON."""
-    wanted = json.loads(options)
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     os.dup(descriptor)  # never closed: the other side sees the end only when there is an exit code
     with socket.socket(fileno=descriptor) as connection:
-        lora = wanted["lora"] and Lora(**wanted["lora"])
-        policy = Policy.load(
-            Path(wanted["model_folder"]), dtype=wanted["dtype"], device=wanted["device"], lora=lora
-        )
-        policy.set_forward_options(ForwardOptions(**wanted["passes"]))
-        _Worker(connection, policy, Scoring(**wanted["scoring"])).serve()
+        _Worker(connection, LocalScorer.load(json.loads(options))).serve()
 
 
 class _Worker:
-    def __init__(self, connection: socket.socket, policy: Policy, scoring: Scoring) -> None:
+    def __init__(self, connection: socket.socket, scorer: LocalScorer) -> None:
         connection.setblocking(False)
         self._connection = connection
-        self._policy = policy
-        self._scoring = scoring
+        self._scorer = scorer
         self._frames = Frames()
         self._loaded = -1
         self._pieces: dict[int, ScoreQueue] = {}
@@ -93,14 +82,14 @@ class _Worker:
 
     def _score(self, backlog: ScoreQueue) -> None:
         """About one pass over pieces of the loaded version."""
-        pieces = backlog.take(self._scoring.max_tokens_per_microbatch)
-        answers, forward_tokens = score_pieces(self._policy, pieces, self._scoring)
+        pieces = backlog.take(self._scorer.max_tokens)
+        answers, forward_tokens = score_pieces(self._scorer, pieces)
         said = [[place, values.tolist()] for place, values in answers.items()]
         self._say({"op": "answers", "answers": said, "forward_tokens": forward_tokens})
 
     def _load(self, version: int, body: bytes) -> None:
         self._pieces.pop(self._loaded, None)
-        self._policy.load_weights(unpack_tensors(body))
+        self._scorer.policy.load_weights(unpack_tensors(body))
         self._loaded = version
         self._say({"op": "loaded", "version": version})
 

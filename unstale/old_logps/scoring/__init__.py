@@ -1,0 +1,1 @@
+"""Scorers, and caches of what they return."""

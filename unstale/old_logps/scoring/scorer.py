@@ -1,0 +1,427 @@
+"""Scorers: log-probabilities at the weights of one version, wherever those weights are.
+
+Old-log-probability routes and the audit hold a `Scorer` and no model. `LocalScorer` is the one over a
+policy of this process.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from unstale.model.forward import ForwardOptions, Scored
+from unstale.model.head import wide
+from unstale.model.loading import DTYPES
+from unstale.model.lora import Lora
+from unstale.model.policy import Policy
+from unstale.model.prefix_tree import Packed
+from unstale.model.versions import VersionGaps
+from unstale.old_logps.scoring.average import Average
+from unstale.records import Batch
+from unstale.weights.store import VersionStore
+
+Weights = Callable[[int], Mapping[str, Tensor]]
+"""Reads the forward weights of a past version from disk. LookupError if they were not kept."""
+
+
+class WeightStore(Protocol):
+    """Weights of several versions, and one set of tensors that is moved from version to version."""
+
+    encode_s: float
+
+    @property
+    def versions(self) -> tuple[int, ...]: ...
+
+    @property
+    def at(self) -> int:
+        """The version that the tensors hold now, or -1."""
+        ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def encoded_bytes(self) -> int: ...
+
+    @property
+    def movable_bytes(self) -> int: ...
+
+    def put(self, version: int, tensors: Mapping[str, Tensor]) -> None: ...
+
+    def keep(self, live: Collection[int]) -> None:
+        """Drop the versions that are not in `live`."""
+        ...
+
+    def move_to(self, version: int) -> None:
+        """Copy the weights of `version` into the tensors. LookupError if it was dropped."""
+        ...
+
+    def state(self) -> Mapping[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+MakeStore = Callable[[Mapping[str, Tensor]], WeightStore]
+"""Makes a store that moves the given tensors. A sharded scorer calls it once for each shard."""
+
+
+class WeightAverage(Protocol):
+    """A moving average of the trained weights, and scoring with it (arXiv 2110.00641)."""
+
+    @property
+    def weight(self) -> float:
+        """The sum of the decayed weights; 0 before the first update."""
+        ...
+
+    @property
+    def age(self) -> float:
+        """The mean age, in updates, of the weights in it."""
+        ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    def update(self, beta: float | None) -> None:
+        """Add the trained weights with decay `beta`. None, or the first update, starts anew from them."""
+        ...
+
+    def score(self, batch: Batch | Packed, where: Tensor) -> Scored: ...
+
+    def state(self) -> Mapping[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Scorer(Protocol):
+    """Log-probabilities at the weights of one version, wherever those weights are.
+
+    The weights may be in this process, on several ranks or in another process. A scorer is for one
+    consumer: what one route keeps, no other consumer sees. Not thread-safe.
+    """
+
+    @property
+    def version(self) -> int:
+        """The current version: the number of the weights published last."""
+        ...
+
+    @property
+    def at_version(self) -> bool:
+        """True until the first optimizer step after the publication of `version`."""
+        ...
+
+    @property
+    def version_gaps(self) -> VersionGaps: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of log-probabilities: float32, or float64 for a float64 model."""
+        ...
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of one forward pass, unless one sequence is longer."""
+        ...
+
+    @property
+    def model_bytes(self) -> int:
+        """Bytes of one copy of the model."""
+        ...
+
+    def lag(self, version: Tensor) -> Tensor:
+        """Return the staleness of `version`, in batches, for the current version."""
+        ...
+
+    def score(self, batch: Batch | Packed, where: Tensor, version: int | None = None) -> Scored:
+        """Return log-probabilities `[T]` at `where` (`[T]` bool), 0 elsewhere, and the tokens forwarded.
+
+        They are those of the kept weights of `version`, or of the trained weights as they are now if
+        `version` is None. LookupError if the weights of `version` are not kept.
+        """
+        ...
+
+    def tour(self, versions: Collection[int]) -> list[int]:
+        """Sort `versions` so that scoring them in turn moves kept weights least."""
+        ...
+
+    def keep_versions(self, make_store: MakeStore) -> None:
+        """Keep weights of past versions from now on, in what `make_store` makes. Called once."""
+        ...
+
+    def put(self) -> None:
+        """Keep the trained weights as the current version."""
+        ...
+
+    def keep(self, live: Collection[int]) -> None:
+        """Drop kept versions that are not in `live`. The newest may stay."""
+        ...
+
+    def recover(self, live: Collection[int], weights: Weights) -> None:
+        """Keep the versions `live`: read from disk those that are missing, and drop all others."""
+        ...
+
+    @contextmanager
+    def reading(self, weights: Weights) -> Iterator[None]:
+        """Score versions that are not kept by weights from disk, until the end of the block."""
+        ...
+
+    def make_average(self) -> WeightAverage:
+        """Return an empty average of the trained weights."""
+        ...
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return the trained weights by name, to be copied before the next optimizer step."""
+        ...
+
+    def export(self, folder: Path | str) -> dict[str, Any]:
+        """Save the model without adapters. Return arguments of `LocalScorer.load`, as JSON types."""
+        ...
+
+    def costs(self) -> Mapping[str, float]:
+        """Return the costs of kept versions: seconds since the last call, and bytes held."""
+        ...
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the kept versions, for a checkpoint."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LocalScorer:
+    """A scorer over a policy of this process.
+
+    Past versions are scored by one further model, and averages by another. They exist only if the
+    consumer asks for them.
+    """
+
+    def __init__(self, policy: Policy, temperature: float, max_tokens: int) -> None:
+        """`temperature` is the sampling temperature. `max_tokens` bounds one forward pass."""
+        self.policy = policy
+        self.temperature = temperature
+        self.max_tokens = max_tokens
+        self.store: WeightStore | None = None
+        self._stored: Policy | None = None
+        """The model whose weights the store moves."""
+        self._averaged: Policy | None = None
+        """The model that scores for averages."""
+        self._loaded: LocalAverage | None = None
+        """The average that `_averaged` holds."""
+        self._read: _Reader | None = None
+        self._restore_s = 0.0
+
+    @classmethod
+    def load(cls, exported: Mapping[str, Any]) -> Self:
+        """Make the scorer that `export` described."""
+        lora = exported["lora"] and Lora(**exported["lora"])
+        policy = Policy.load(
+            exported["folder"], dtype=exported["dtype"], device=exported["device"], lora=lora
+        )
+        policy.set_forward_options(ForwardOptions(**exported["forward_options"]))
+        return cls(policy, exported["temperature"], exported["max_tokens"])
+
+    @property
+    def version(self) -> int:
+        return self.policy.version
+
+    @property
+    def at_version(self) -> bool:
+        return self.policy.at_version
+
+    @property
+    def version_gaps(self) -> VersionGaps:
+        return self.policy.version_gaps
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return wide(self.policy.dtype)
+
+    @property
+    def model_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.policy.model.parameters())
+
+    def lag(self, version: Tensor) -> Tensor:
+        return self.policy.lag(version)
+
+    def score(self, batch: Batch | Packed, where: Tensor, version: int | None = None) -> Scored:
+        return self._score(self._model(version), batch, where)
+
+    def tour(self, versions: Collection[int]) -> list[int]:
+        """Start at the end that is nearer to the version that the store is at."""
+        moves = sorted(versions)
+        if moves and self.store is not None:
+            at = self.store.at
+            if abs(moves[-1] - at) < abs(moves[0] - at):
+                moves.reverse()
+        return moves
+
+    def keep_versions(self, make_store: MakeStore = VersionStore) -> None:
+        self._stored = self.policy.twin()
+        self.store = make_store(self._stored.weights())
+
+    def put(self) -> None:
+        self._require_store().put(self.version, self.policy.weights())
+
+    def keep(self, live: Collection[int]) -> None:
+        self._require_store().keep(live)
+
+    def recover(self, live: Collection[int], weights: Weights) -> None:
+        store = self._require_store()
+        store.keep(live)  # first: a dropped version must not count against the memory limit
+        for version in sorted(set(live) - set(store.versions)):
+            store.put(version, weights(version))
+
+    @contextmanager
+    def reading(self, weights: Weights) -> Iterator[None]:
+        self._read = _Reader(self.policy.twin(), weights)
+        try:
+            yield
+        finally:
+            self._read = None
+
+    def make_average(self) -> "LocalAverage":
+        if self._averaged is None:
+            self._averaged = self.policy.twin()
+        return LocalAverage(self)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.policy.weights()
+
+    def export(self, folder: Path | str) -> dict[str, Any]:
+        policy = self.policy
+        policy.save(folder, base=True)
+        return {
+            "folder": str(folder),
+            "dtype": next(name for name, dtype in DTYPES.items() if dtype == policy.dtype),
+            "device": str(policy.device),
+            "lora": policy.lora and asdict(policy.lora),
+            "forward_options": asdict(policy.passes),
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+        }
+
+    def costs(self) -> Mapping[str, float]:
+        store = self._require_store()
+        spent = {
+            "restore_s": self._restore_s,
+            "encode_s": store.encode_s,
+            "resident_bytes": float(store.bytes),
+            "movable_bytes": float(store.movable_bytes),
+            "versions": float(len(store.versions)),
+            "bytes_per_version": store.encoded_bytes / max(1, len(store.versions) - 1),
+        }
+        self._restore_s = store.encode_s = 0.0
+        return spent
+
+    def state(self) -> Mapping[str, Any]:
+        return self._require_store().state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._require_store().restore(state)
+
+    def close(self) -> None:
+        if self.store is not None:
+            self.store.close()
+
+    def score_average(
+        self, average: "LocalAverage", batch: Batch | Packed, where: Tensor
+    ) -> Scored:
+        """Score with an average of this scorer's own."""
+        assert self._averaged is not None
+        if self._loaded is not average:
+            self._averaged.load_weights(average.tensors)
+            self._loaded = average
+        return self._score(self._averaged, batch, where)
+
+    def unload(self, average: "LocalAverage") -> None:
+        """Forget that `average` is loaded, because it has changed."""
+        if self._loaded is average:
+            self._loaded = None
+
+    def _score(self, model: Policy, batch: Batch | Packed, where: Tensor) -> Scored:
+        return model.score(
+            batch, where, temperature=self.temperature, max_tokens_per_microbatch=self.max_tokens
+        )
+
+    def _model(self, version: int | None) -> Policy:
+        """Return a model with the weights of `version`."""
+        if version is None:
+            return self.policy
+        if self._read is not None:
+            return self._read.model(version)
+        store = self._require_store()
+        assert self._stored is not None
+        began = time.perf_counter()
+        store.move_to(version)
+        self._restore_s += time.perf_counter() - began
+        return self._stored
+
+    def _require_store(self) -> WeightStore:
+        if self.store is None:
+            raise LookupError("this scorer keeps no versions: call keep_versions first")
+        return self.store
+
+
+class LocalAverage(Average):
+    """An average of a local scorer's weights."""
+
+    def __init__(self, scorer: LocalScorer) -> None:
+        super().__init__()
+        self._scorer = scorer
+
+    def update(self, beta: float | None) -> None:
+        weights = self._scorer.policy.weights()
+        if beta is None:
+            self.reset(weights)
+        else:
+            self.add(weights, beta=beta)
+        self._scorer.unload(self)
+
+    def score(self, batch: Batch | Packed, where: Tensor) -> Scored:
+        return self._scorer.score_average(self, batch, where)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        super().restore(state)
+        self._scorer.unload(self)
+
+
+class _Reader:
+    """A model that holds one version at a time, read from disk."""
+
+    def __init__(self, model: Policy, weights: Weights) -> None:
+        self._model = model
+        self._weights = weights
+        self._version: int | None = None
+
+    def model(self, version: int) -> Policy:
+        if version != self._version:
+            self._model.load_weights(self._weights(version))
+            self._version = version
+        return self._model
+
+
+def score_versions(
+    scorer: Scorer, batch: Batch, where: Tensor, *, current: int | None = None
+) -> Scored:
+    """Return log-probabilities `[T]` of each token of `where` by the weights of its own version.
+
+    Tokens of the version `current` are scored by the trained weights, and all others by kept weights.
+    """
+    logp = torch.zeros(len(batch.tokens), dtype=scorer.dtype)
+    forward_tokens = 0
+    versions = set(batch.version[where].tolist())
+    order = scorer.tour(versions - {current})
+    for version in [*order, *versions.intersection({current})]:
+        of_version = where & (batch.version == version)
+        scored = scorer.score(batch, of_version, None if version == current else version)
+        logp = torch.where(of_version, scored.logp, logp)
+        forward_tokens += scored.forward_tokens
+    return Scored(logp, forward_tokens)
