@@ -57,7 +57,7 @@ class Ours:
         slots = -(-(MAX_LIVE + MAX_LIVE // 8) // processes)
         limits = {"max_slots": slots, "max_context": MAX_CONTEXT, "threads": threads // processes}
         each = [EmbeddedEngine(folder, dtype=dtype, **limits) for _ in range(processes)]
-        self._engine = EnginePool(each, room=slots) if processes > 1 else each[0]
+        self._engine = EnginePool(each, max_running=slots) if processes > 1 else each[0]
         self._version = -1
         self._loop.run_until_complete(self._engine.start())
         from safetensors.torch import load_file

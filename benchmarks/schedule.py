@@ -3,7 +3,7 @@
     python -m benchmarks.schedule                                        # ten minutes
     python -m benchmarks.schedule --live 10 1000 --repeats 1 --turns 2000    # seconds
 
-The real path (`produce`, `roll` and `take` of the loop, `StalenessQueue`, `PendingPieces`, `Rollout`, `RestartingEngine`, the journal on the
+The real path (`produce`, `roll` and `take` of the loop, `StalenessQueue`, `PendingPieces`, `Rollout`, `EnginePool`, the journal on the
 disk) with a scripted engine and a scripted environment: no model, no sockets. The engine answers in turn, so that
 every episode advances before one advances twice. They have three to seven turns, so that most are in their middle when
 weights are published. Processor seconds of the whole process, the journal's thread included, over the turns made; each
@@ -31,8 +31,8 @@ from benchmarks import tables
 from unstale.cli.session import rare_garbage_collection
 from unstale.config import EngineConfig, RolloutConfig, RunConfig, ScheduleConfig, TaskConfig
 from unstale.durability.journal import JOURNAL, Journal
+from unstale.engines.pool import EnginePool
 from unstale.engines.scripted import ScriptedEngine
-from unstale.engines.supervised import RestartingEngine
 from unstale.envs import Message, Turn
 from unstale.loop import RunComponents, produce, take
 from unstale.old_logps import Passive
@@ -170,7 +170,7 @@ class Scene:
         room = EngineConfig(max_completion_tokens=REPLY, max_context=1 << 16)
         self.live, self.version, self.oldest = live, 0, 0
         self.world, self.ledger, self.scripted = World(groups), PendingPieces(), Counting()
-        self.engine = RestartingEngine(self.scripted, lambda version: {}, restarts=0)
+        self.engine = EnginePool([self.scripted])
         generator = Generator(self.engine, cast(Any, NumberChat()), room)
         self.parts = cast(
             RunComponents,

@@ -32,10 +32,9 @@ from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.run_folder import RunLog
 from unstale.engines import Engine
 from unstale.engines.embedded.engine import EmbeddedEngine
-from unstale.engines.pool import EnginePool
+from unstale.engines.pool import EnginePool, Recovery, supervise
 from unstale.engines.servers.sglang import SglangEngine
 from unstale.engines.servers.vllm import VllmEngine
-from unstale.engines.supervised import RestartingEngine
 from unstale.envs import Taskset
 from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
@@ -176,12 +175,8 @@ def build(
     recorder = Recorder(log, watcher, partial(_decode, policy), sinks=sinks, told=journal.event)
     if config.audit.record:
         machine.auditor.recording = Recording(log.path / RECORDED, base=policy.base)
-    restarts = config.engine.restarts
-    if isinstance(machine.generator.engine, EnginePool):
-        machine.generator.engine.told = recorder.event
-    engine = RestartingEngine(
-        machine.generator.engine, checkpoints.weights, restarts=restarts, told=recorder.event
-    )
+    recovery = Recovery(checkpoints.weights, config.engine.restarts, recorder.event)
+    engine = supervise(machine.generator.engine, recovery)
     generator = replace(machine.generator, engine=engine)
 
     def on_piece(piece: PendingPiece) -> None:
@@ -347,7 +342,7 @@ def build_engine(config: RunConfig, merging: Merging | None) -> Engine:
         common |= {"threads": engine.threads, "max_slots": share, "lockstep": config.deterministic}
         engines = [EmbeddedEngine(folder, **common) for _ in urls]
     return (
-        EnginePool(engines, room=share, keep_cache=engine.keep_cache)
+        EnginePool(engines, max_running=share, keep_cache=engine.keep_cache)
         if len(engines) > 1
         else engines[0]
     )

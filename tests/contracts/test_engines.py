@@ -19,8 +19,8 @@ from transformers import (
 
 from unstale.engines import Engine, SamplingParams
 from unstale.engines.embedded.engine import EmbeddedEngine
+from unstale.engines.pool import EnginePool, Recovery
 from unstale.engines.scripted import ScriptedEngine
-from unstale.engines.supervised import RestartingEngine
 from unstale.testing import check_engine
 
 POSITIONS = 1536
@@ -78,10 +78,10 @@ def test_embedded_engine_keeps_the_contract_in_lockstep(tmp_path: Path) -> None:
     check_engine(lambda: _embedded(tmp_path, lockstep=True), update=_weights(model))
 
 
-def test_a_supervised_engine_keeps_the_contract() -> None:
+def test_a_pool_of_one_engine_keeps_the_contract() -> None:
     def make() -> Engine:
         engine = ScriptedEngine(_digits, token_delay=_tick, parameters=WEIGHTS)
-        return RestartingEngine(engine, lambda version: WEIGHTS, restarts=3)
+        return EnginePool([engine], Recovery(lambda version: WEIGHTS, restarts=3))
 
     check_engine(make, update=WEIGHTS)
 

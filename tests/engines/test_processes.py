@@ -26,8 +26,6 @@ from unstale.config import (
 )
 from unstale.engines import Engine, Reply, SamplingParams
 from unstale.engines.embedded.engine import EmbeddedEngine
-from unstale.engines.pool import EnginePool
-from unstale.engines.supervised import RestartingEngine
 from unstale.testing import nudge, tiny_policy
 
 

@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from unstale.engines.supervised import RestartingEngine
 
 from tests.support.fake_server import FakeServer
 from tests.support.fake_sglang import FakeSglang
 from tests.support.fake_vllm import FakeVllm
 from unstale import config
 from unstale.engines import Engine, EngineDied, Reply, SamplingParams, rates
+from unstale.engines.http import Http
 from unstale.engines.pool import CACHED_TOKENS_PER_REPLY, MAX_EXTRA_REPLIES, EnginePool
+from unstale.engines.remote import ProbeFailed, RemoteEngine
 from unstale.engines.scripted import ScriptedEngine
 from unstale.engines.servers import remote
-from unstale.engines.servers.http import Http
-from unstale.engines.servers.remote import ProbeFailed, RemoteEngine
 from unstale.engines.servers.sglang import SglangEngine
 from unstale.engines.servers.vllm import VllmEngine
-from unstale.engines.supervised import RestartingEngine
 from unstale.testing import check_engine, nudge, plain_logps, tiny_policy
 from unstale.weights.store import VersionStore
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from unstale.engines.servers.vllm_server import EXTENSION, Server
+from unstale.engines.vllm_server import EXTENSION, Server
 
 
 def made(folder: Path) -> Server:
@@ -30,7 +30,7 @@ def test_a_server_that_is_never_begun_leaves_nothing(
 _RUN = """
 import sys
 from pathlib import Path
-from unstale.engines.servers.vllm_server import EXTENSION, Server
+from unstale.engines.vllm_server import EXTENSION, Server
 server = Server(Path(), dtype="float32", threads=1, extension=EXTENSION)
 server.begin()
 print(server.url, flush=True)

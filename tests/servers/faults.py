@@ -2,7 +2,7 @@
 
 import torch
 
-from unstale.engines.servers.vllm_worker import Extension
+from unstale.engines.vllm_worker import Extension
 
 
 class Unmended(Extension):

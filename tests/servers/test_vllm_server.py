@@ -43,10 +43,10 @@ from unstale.durability.run_folder import EVENTS, RunFolder
 from unstale.engines import EngineDied, SamplingParams
 from unstale.engines.embedded.runner import Chunk, Runner, Step
 from unstale.engines.embedded.worker import build_runner
+from unstale.engines.remote import Answer, ProbeFailed
 from unstale.engines.servers import remote
-from unstale.engines.servers.remote import Answer, ProbeFailed
 from unstale.engines.servers.vllm import VllmEngine
-from unstale.engines.servers.vllm_server import EXTENSION, Server
+from unstale.engines.vllm_server import EXTENSION, Server
 from unstale.model.lora import Base, Merging, base_checksum
 from unstale.model.policy import Policy
 from unstale.model.prefix_tree import Packed

@@ -34,7 +34,7 @@ from unstale.durability.checkpoint import CHECKPOINTS, CheckpointError
 from unstale.durability.journal import JOURNAL, Journal, JournalError, Marked
 from unstale.durability.machine import alone
 from unstale.durability.run_folder import EVENTS, BrokenFile, RunFolder, RunLog
-from unstale.engines.supervised import RestartingEngine
+from unstale.engines.pool import Recovery, supervise
 from unstale.lint import check
 from unstale.loop import RunComponents
 from unstale.model.loading import DTYPES
@@ -326,11 +326,9 @@ async def running_generator(
     *,
     told: Callable[..., None] = lambda **_: None,
 ) -> AsyncIterator[Generator]:
-    """The generator, its engine sampling from the policy and started again when it dies, as in a run."""
-    restarts = config.engine.restarts
-    engine = RestartingEngine(
-        generator.engine, lambda version: policy.weights(), restarts=restarts, told=told
-    )
+    """Start an engine that samples from the policy and restarts as in a run, and yield its generator."""
+    recovery = Recovery(lambda version: policy.weights(), config.engine.restarts, told)
+    engine = supervise(generator.engine, recovery)
     try:
         await engine.start()
         publisher = DirectPublisher(engine, dtype=DTYPES[config.engine.dtype])

@@ -1,172 +1,309 @@
-"""Several engines as one: an episode goes where its prefix is cached, and elsewhere when that engine dies."""
+"""A pool of engines that hold the same weights. It routes requests by cached prefix and restarts engines that die."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
 
 from unstale.engines import Engine, EngineDied, Reply, SamplingParams, Update
-from unstale.engines.prefixes import Prefixes
+from unstale.engines.prefixes import CachedPrefixes
 from unstale.records import Sampled
 
 MAX_EXTRA_REPLIES = 8
-"""So many more replies than the least busy engine one may be sampling, for the sake of what it has cached."""
+"""Replies: how many more than the least busy engine one may sample to reuse its cache."""
 CACHED_TOKENS_PER_REPLY = 128
-"""Cached tokens for each of them: in a small model, to compute them takes as long as one more reply holds up others."""
+"""Cached tokens that justify one extra reply. In a small model, computing them takes as long as the wait."""
 
 
 class _Member:
+    """One engine of a pool."""
+
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.seen = Prefixes()
-        self.busy = 0
+        self.cached = CachedPrefixes()
+        self.num_running = 0
         self.up = False
-        self.rising: asyncio.Task[None] | None = None
-        """Its way back up, begun when it died."""
+        self.lives = 0
+        """Number of restarts that succeeded."""
+        self.restart: asyncio.Task[None] | None = None
+        """The restart in progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """How a pool restarts engines that died."""
+
+    weights: Callable[[int], Mapping[str, Tensor]] = lambda version: {}
+    """Returns the full weights of a version, for every version before its `load`."""
+    restarts: int = 0
+    """Restarts allowed, of all engines together."""
+    on_event: Callable[..., None] = lambda kind, **_: None
+    """Receives `engine_lost`, `engine_restarted` and `engine_back`, with their fields."""
+
+
+NO_RECOVERY = Recovery()
 
 
 class EnginePool:
-    """`Engine` of engines with the same model. One that dies is started again meanwhile; the next `load` takes it back.
+    """An `Engine` made of one or more engines with the same model.
 
-    Its replies end as interrupted ones, without a token. `EngineDied` is raised when none is left. One that comes back
-    as something that cannot be worked with stays away. `told` hears of who is lost, why, and who is back. Each
-    samples `room` replies at once; one that would wait there goes elsewhere while there is room. With `keep_cache` what
-    is cached stays when weights change.
+    Requests that a dead engine was serving return an interrupted reply without tokens. The engine is restarted as
+    `recovery` allows, and brought to the current version; the others keep sampling. Calls wait for a restart only
+    while no engine is up. `EngineDied` is raised once none is up and none can be restarted.
+
+    Each engine samples up to `max_running` replies at once. With `keep_cache`, engines keep their caches when the
+    weights change.
     """
 
     def __init__(
-        self, engines: Sequence[Engine], *, room: int = 1 << 30, keep_cache: bool = False
+        self,
+        engines: Sequence[Engine],
+        recovery: Recovery = NO_RECOVERY,
+        *,
+        max_running: int = 1 << 30,
+        keep_cache: bool = False,
     ) -> None:
-        self.takes_deltas, self._keep_cache, self._room = False, keep_cache, room
-        self.told: Callable[..., None] = lambda kind, **_: None
+        # An engine that restarts has no base for a delta, and the others must not wait for it.
+        self.takes_deltas = len(engines) == 1 and engines[0].takes_deltas
+        self.engines = tuple(engines)
         self._members = [_Member(engine) for engine in engines]
-        self._version, self._starts, self._deaths = -1, 0, 0
-        self._died: EngineDied = EngineDied(
-            "the engines have not been started: await start() first"
-        )
+        self._recovery = recovery
+        self.max_running = max_running
+        self.keep_cache = keep_cache
+        self._version = -1
+        self._running = False
+        """The state that every engine is brought to: its version, and whether it samples."""
+        self._starts = 0
+        self._restarts = 0
+        self._reported_restarts = 0
+        self._deaths = 0
+        self._error: BaseException = EngineDied("the engines are not started: await start() first")
+        """The reason why no engine is up."""
 
     async def start(self) -> None:
         self._starts += 1
-        await self._settle()
-        self._version, self._deaths = -1, 0
+        await self._cancel_restarts()
+        self._version = -1
+        self._running = False
+        self._deaths = 0
+        self._reported_restarts = self._restarts
         for member in self._members:
-            member.up, member.seen = True, Prefixes()
-        await self._each(lambda engine: engine.start())
+            member.up = True
+            member.cached = CachedPrefixes()
+        await self._call_all(lambda engine: engine.start())
 
     async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
-        member, starts = self._route(tokens), self._starts
-        member.busy += 1
-        member.seen.add(tokens)  # being computed there: its siblings need not compute it elsewhere
-        try:
-            reply = await member.engine.sample(tokens, params)
-        except EngineDied as died:
-            if starts != self._starts:
-                raise
-            self._lose(member, died)
-            if self._version < 0 or not self._up:
-                raise
-            return Reply(Sampled((), (), self._version), "interrupted")
-        finally:
-            member.busy -= 1
-        member.seen.add([*tokens, *reply.piece.tokens])
-        return reply
+        while True:
+            starts = self._starts
+            await self._wait_until_up()
+            member = self._route(tokens)
+            lives = member.lives
+            member.num_running += 1
+            member.cached.add(tokens)  # already now, so that siblings are routed to this engine too
+            try:
+                reply = await member.engine.sample(tokens, params)
+            except EngineDied as died:
+                if starts != self._starts:
+                    raise
+                self._lose(member, lives, died)
+            else:
+                member.cached.add([*tokens, *reply.piece.tokens])
+                return reply
+            finally:
+                member.num_running -= 1
+            await self._wait_until_up()
+            if self._version >= 0:
+                return Reply(Sampled((), (), self._version), "interrupted")
 
     async def interrupt(self) -> None:
-        await self._each(lambda engine: engine.interrupt())
+        await self._wait_until_up()
+        self._running = False
+        await self._call_all(lambda engine: engine.interrupt())
 
     async def load(self, update: Update, version: int) -> None:
-        for number, member in enumerate(self._members):
-            if member.rising is not None and member.rising.done():
-                error, member.rising = member.rising.exception(), None
-                member.up, member.seen = error is None, Prefixes()
-                self.told(
-                    "engine_back" if member.up else "engine_lost",
-                    engine=number,
-                    cause=str(error or ""),
-                )
-                if isinstance(error, EngineDied):
-                    member.rising = asyncio.ensure_future(member.engine.start())
-        await self._each(lambda engine: engine.load(update, version))
+        await self._wait_until_up()
+        before = self._version
         self._version = version
-        for member in () if self._keep_cache else self._members:
-            member.seen = Prefixes()
+        try:
+            await self._call_all(lambda engine: engine.load(update, version))
+        except (ValueError, RuntimeError):
+            self._version = before
+            raise
+        if not self.keep_cache:
+            for member in self._members:
+                member.cached = CachedPrefixes()
 
     async def resume(self) -> None:
-        await self._each(lambda engine: engine.resume())
+        await self._wait_until_up()
+        before = self._running
+        self._running = True
+        try:
+            await self._call_all(lambda engine: engine.resume())
+        except RuntimeError:
+            self._running = before
+            raise
 
     async def close(self) -> None:
-        self._starts += 1  # whose replies end with it have nowhere else to go
-        self._died = EngineDied("the engines are closed")
-        await self._settle()
+        self._starts += 1  # pending requests raise instead of waiting for a restart
+        self._error = EngineDied("the engine is closed")
+        await self._cancel_restarts()
         for member in self._members:
             member.up = False
-        closed = await asyncio.gather(
-            *(member.engine.close() for member in self._members), return_exceptions=True
+        results = await asyncio.gather(
+            *(engine.close() for engine in self.engines), return_exceptions=True
         )
-        for error in closed:
-            if isinstance(error, BaseException):
-                raise error
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
 
     def metrics(self) -> Mapping[str, float]:
-        """Tokens and processor time of all, time and means of the mean one; the worst error; deaths since before."""
-        found = [member.engine.metrics() for member in self._up or self._members]
-        total = {"deaths": float(self._deaths)}
+        """Return the counters of the engines that are up, with deaths and restarts since the last call.
+
+        Tokens and processor time are summed, other times and means are averaged, errors are the maximum.
+        """
+        counters = [member.engine.metrics() for member in self._up or self._members]
+        totals = {"deaths": float(self._deaths)}
+        totals["restarts"] = float(self._restarts - self._reported_restarts)
         self._deaths = 0
-        for name in dict.fromkeys(name for counters in found for name in counters):
-            values = [counters[name] for counters in found if name in counters]
-            share = len(values) if name.endswith(("_s", "_mean")) and name != "processor_s" else 1
-            total[name] = max(values) if name.endswith("_error") else sum(values) / share
-        return total
+        self._reported_restarts = self._restarts
+        for name in dict.fromkeys(name for each in counters for name in each):
+            values = [each[name] for each in counters if name in each]
+            if name.endswith("_error"):
+                totals[name] = max(values)
+            elif name.endswith(("_s", "_mean")) and name != "processor_s":
+                totals[name] = sum(values) / len(values)
+            else:
+                totals[name] = sum(values)
+        return totals
 
     @property
     def _up(self) -> list[_Member]:
         return [member for member in self._members if member.up]
 
     def _route(self, tokens: Sequence[int]) -> _Member:
-        """Where what is cached of it is most worth being busier than others, which ends at `MAX_EXTRA_REPLIES`."""
-        if not self._up:
-            raise self._died
-        least = min(member.busy for member in self._up)
-        most = min(least + MAX_EXTRA_REPLIES, max(least, self._room - 1))
-        near = [member for member in self._up if member.busy <= most]
+        """Return the engine where the cached prefix outweighs the extra load, up to `MAX_EXTRA_REPLIES`."""
+        least = min(member.num_running for member in self._up)
+        most = min(least + MAX_EXTRA_REPLIES, max(least, self.max_running - 1))
+        candidates = [member for member in self._up if member.num_running <= most]
         return max(
-            near,
+            candidates,
             key=lambda member: (
-                member.seen.length(tokens) - CACHED_TOKENS_PER_REPLY * member.busy,
-                -member.busy,
+                member.cached.length(tokens) - CACHED_TOKENS_PER_REPLY * member.num_running,
+                -member.num_running,
             ),
         )
 
-    async def _each(self, call: Callable[[Engine], Awaitable[None]]) -> None:
-        """Of those that are up. What one refuses counts once all have answered; the death of one is no failure."""
-        if not self._up:
-            raise self._died
+    async def _call_all(self, call: Callable[[Engine], Awaitable[None]]) -> None:
+        """Call every engine that is up. Raise what one refuses after all have answered; deaths lead to restarts."""
         members = self._up
+        lives = [member.lives for member in members]
         results = await asyncio.gather(
             *(call(member.engine) for member in members), return_exceptions=True
         )
-        for member, result in zip(members, results, strict=True):
+        for member, life, result in zip(members, lives, results, strict=True):
             if isinstance(result, EngineDied):
-                self._lose(member, result)
+                self._lose(member, life, result)
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, EngineDied):
                 raise result
-        if not self._up:
-            raise self._died
+        await self._wait_until_up()
 
-    def _lose(self, member: _Member, died: EngineDied) -> None:
-        """It is down until a `load` finds it started again. When all are, whoever supervises starts all."""
-        self._died = died
-        if member.up:
-            member.up = False
-            self._deaths += 1
-            self.told("engine_lost", engine=self._members.index(member), cause=str(died))
-            if self._up:
-                member.rising = asyncio.ensure_future(member.engine.start())
+    async def _wait_until_up(self) -> None:
+        """Wait until an engine is up. Raise the last error if none will be."""
+        while not self._up:
+            restarts = [member.restart for member in self._members if member.restart is not None]
+            if not restarts:
+                raise self._error
+            await asyncio.wait(restarts, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _settle(self) -> None:
-        """No member is on its way any more."""
-        for member in self._members:
-            rising, member.rising = member.rising, None
-            if rising is not None:
-                rising.cancel()
-                await asyncio.wait((rising,))
-                _ = rising.cancelled() or rising.exception()
+    def _lose(self, member: _Member, lives: int, died: EngineDied) -> None:
+        """Restart an engine that died, unless another caller has noticed the same death."""
+        if not member.up or member.lives != lives:
+            return
+        member.up = False
+        self._deaths += 1
+        self._report_loss(member, died)
+        member.restart = asyncio.ensure_future(self._restart(member, died))
+        member.restart.add_done_callback(partial(self._restart_ended, member))
+
+    def _report_loss(self, member: _Member, error: BaseException) -> None:
+        self._error = error
+        self._recovery.on_event("engine_lost", engine=self._members.index(member), cause=str(error))
+
+    async def _restart(self, member: _Member, died: EngineDied) -> None:
+        """Start an engine until it is in the pool's state. Raises `EngineDied` when no restart is left.
+
+        A task of its own, so that cancelling a request never cancels the restart.
+        """
+        while not member.up:
+            self._count_restart(member, died)
+            try:
+                await member.engine.start()
+                await self._bring_up_to_date(member.engine)
+            except EngineDied as again:
+                died = again
+            else:
+                member.up = True  # in the same turn of the event loop as the check of the state
+        member.lives += 1
+        member.cached = CachedPrefixes()
+        self._recovery.on_event("engine_back", engine=self._members.index(member))
+
+    def _count_restart(self, member: _Member, died: EngineDied) -> None:
+        if not self._recovery.restarts:
+            raise died
+        if self._restarts == self._recovery.restarts:
+            raise EngineDied(
+                f"{died}; all {self._restarts} restarts of this run are used up: raise "
+                f"engine.restarts = {self._recovery.restarts} to allow more"
+            ) from died
+        self._restarts += 1
+        self._recovery.on_event(
+            "engine_restarted",
+            engine=self._members.index(member),
+            cause=str(died),
+            restarts=self._restarts,
+        )
+
+    async def _bring_up_to_date(self, engine: Engine) -> None:
+        """Load and resume like the other engines, again if their state changes meanwhile."""
+        version = -1
+        running = False
+        while (version, running) != (self._version, self._running):
+            if running:
+                await engine.interrupt()
+                running = False
+            elif version != self._version:
+                version = self._version
+                weights = await asyncio.to_thread(self._recovery.weights, version)
+                await engine.load(weights, version)
+            else:
+                await engine.resume()
+                running = True
+
+    def _restart_ended(self, member: _Member, restart: asyncio.Task[None]) -> None:
+        member.restart = None
+        if not restart.cancelled():
+            error = restart.exception()
+            if error is not None and error is not self._error:
+                self._report_loss(member, error)
+
+    async def _cancel_restarts(self) -> None:
+        restarts = [member.restart for member in self._members if member.restart is not None]
+        for restart in restarts:
+            restart.cancel()
+        if restarts:
+            await asyncio.wait(restarts)
+
+
+def supervise(engine: Engine, recovery: Recovery) -> EnginePool:
+    """Return a pool that restarts the engine, or the engines of a pool, when they die."""
+    if not isinstance(engine, EnginePool):
+        return EnginePool([engine], recovery)
+    return EnginePool(
+        engine.engines,
+        recovery,
+        max_running=engine.max_running,
+        keep_cache=engine.keep_cache,
+    )

@@ -7,7 +7,7 @@ BLOCK = 16
 _MAX_BLOCKS = 1 << 17
 
 
-class Prefixes:
+class CachedPrefixes:
     """Remembers what was added, and forgets the oldest.
 
     >>> seen = Prefixes()
@@ -25,7 +25,7 @@ class Prefixes:
             self._blocks[block] = None
         self._forget()
 
-    def absorb(self, others: "Prefixes") -> None:
+    def update(self, others: "Prefixes") -> None:
         """Add what they remember."""
         self._blocks.update(others._blocks)
         self._forget()

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
-from unstale.engines.servers.http import Http, HttpError
+from unstale.engines.http import Http, HttpError
 from unstale.envs import EnvError
 
 TOP = 10

@@ -8,7 +8,7 @@ from typing import Any
 from unstale.config import Dtype
 from unstale.engines import SamplingParams
 from unstale.engines.prefixes import BLOCK
-from unstale.engines.servers.remote import LOAD_S, Answer, RemoteEngine
+from unstale.engines.remote import LOAD_S, Answer, RemoteEngine
 from unstale.model.lora import Merging
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from unstale.config import Dtype
 from unstale.engines import SamplingParams
 from unstale.engines.embedded.shared_weights import WEIGHTS
-from unstale.engines.servers.remote import LOAD_S, Answer, RemoteEngine
-from unstale.engines.servers.vllm_server import EXTENSION, Server
+from unstale.engines.remote import LOAD_S, Answer, RemoteEngine
+from unstale.engines.vllm_server import EXTENSION, Server
 from unstale.model.lora import Merging
 
 

@@ -24,9 +24,9 @@ from unstale.engines import EngineDied, Reply, ReplyStop, SamplingParams, Update
 from unstale.engines.embedded.reference import Reference
 from unstale.engines.embedded.runner import DTYPES
 from unstale.engines.embedded.shared_weights import SharedWeights
-from unstale.engines.prefixes import Prefixes
-from unstale.engines.servers.http import Http, HttpError
-from unstale.engines.servers.vllm_server import Server
+from unstale.engines.http import Http, HttpError
+from unstale.engines.prefixes import CachedPrefixes
+from unstale.engines.vllm_server import Server
 from unstale.model.lora import Merging
 from unstale.records import Sampled
 from unstale.weights.store import Delta
@@ -452,7 +452,7 @@ class _Life:
         self.looked = 0.0
         self.worst = 0.0
         """Of the probes' mean errors."""
-        self._known, self._dropped = Prefixes(), Prefixes()
+        self._known, self._dropped = CachedPrefixes(), CachedPrefixes()
         """Contexts that were computed under these weights, and under those before (of kept caches: all before)."""
         self._since = self._busy_since = time.monotonic()
         self._busy_s = 0.0
@@ -477,8 +477,8 @@ class _Life:
 
     def loaded(self) -> None:
         if self._keeps:
-            self._known.absorb(self._dropped)
-        self._known, self._dropped = Prefixes(), self._known
+            self._known.update(self._dropped)
+        self._known, self._dropped = CachedPrefixes(), self._known
 
     def count(self, context: Sequence[int], reply: Sequence[int], *, cached: int) -> bool:
         """What was sampled, and what was computed for it a second time. Whether all of that was under these weights.

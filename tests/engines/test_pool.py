@@ -15,8 +15,8 @@ from torch import Tensor
 
 from unstale.engines import Engine, EngineDied, SamplingParams, Update
 from unstale.engines.embedded.engine import EmbeddedEngine
+from unstale.engines.pool import EnginePool, Recovery
 from unstale.engines.scripted import ScriptedEngine
-from unstale.engines.supervised import RestartingEngine
 from unstale.records import Sampled
 from unstale.testing import nudge, tiny_policy
 from unstale.weights import child_process
@@ -61,10 +61,13 @@ class _Fake(ScriptedEngine):
             self._check_alive()
 
 
-def _supervised(
-    engine: Engine, *, restarts: int = 3, told: Callable[..., None] = lambda **_: None
-) -> RestartingEngine:
-    return RestartingEngine(engine, lambda version: {"from": "disk"}, restarts=restarts, told=told)  # type: ignore[dict-item]
+def _pool(*engines: Engine, restarts: int = 3, events: list[Any] | None = None) -> EnginePool:
+    def on_event(kind: str, **fields: Any) -> None:
+        if events is not None:
+            events.append((kind, fields))
+
+    weights: Any = {"from": "disk"}
+    return EnginePool(engines, Recovery(lambda version: weights, restarts, on_event))
 
 
 async def _publish(engine: Engine, version: int, update: Any = None) -> None:
@@ -91,7 +94,7 @@ async def _speak(
 
 def test_who_waits_is_served_by_one_restart() -> None:
     """Three replies are being sampled when the engine dies; all go on, and the death is told once."""
-    events: list[dict[str, Any]] = []
+    events: list[tuple[str, dict[str, Any]]] = []
     gate = asyncio.Event()
 
     async def slow(tokens: Sequence[int], params: SamplingParams) -> None:
@@ -100,7 +103,7 @@ def test_who_waits_is_served_by_one_restart() -> None:
 
     async def live() -> None:
         fake = _Fake(delay=slow)
-        engine = _supervised(fake, told=lambda **event: events.append(event))
+        engine = _pool(fake, events=events)
         await engine.start()
         await _publish(engine, 7)
         speaking = [asyncio.ensure_future(_speak(engine, [0], 9)) for _ in range(3)]
@@ -116,7 +119,11 @@ def test_who_waits_is_served_by_one_restart() -> None:
         await engine.close()
 
     asyncio.run(live())
-    assert events == [{"kind": "engine_restarted", "cause": "out of memory", "restarts": 1}]
+    assert events == [
+        ("engine_lost", {"engine": 0, "cause": "out of memory"}),
+        ("engine_restarted", {"engine": 0, "cause": "out of memory", "restarts": 1}),
+        ("engine_back", {"engine": 0}),
+    ]
 
 
 def test_who_waits_for_a_new_life_may_go_without_it() -> None:
@@ -132,7 +139,7 @@ def test_who_waits_for_a_new_life_may_go_without_it() -> None:
 
     async def live() -> None:
         fake = Slow()
-        engine = _supervised(fake)
+        engine = _pool(fake)
         await engine.start()
         await _publish(engine, 7)
         fake.told.append("death")
@@ -167,7 +174,7 @@ def test_closing_ends_the_way_back() -> None:
 
     async def live() -> None:
         fake = Stuck()
-        engine = _supervised(fake)
+        engine = _pool(fake)
         await engine.start()
         await _publish(engine, 7)
         fake.die("out of memory")
@@ -198,7 +205,7 @@ def test_a_death_at_publication_leads_to_what_was_asked_for(
 ) -> None:
     async def live() -> None:
         fake = _Fake()
-        engine = _supervised(fake)
+        engine = _pool(fake)
         await engine.start()
         await _publish(engine, 0)
         fake.told, fake.dies_at = [], dies_at
@@ -214,7 +221,7 @@ def test_a_death_at_publication_leads_to_what_was_asked_for(
 def test_between_interrupt_and_resume_a_new_life_does_not_sample() -> None:
     async def live() -> None:
         fake = _Fake()
-        engine = _supervised(fake)
+        engine = _pool(fake)
         await engine.start()
         await _publish(engine, 0)
         await engine.interrupt()
@@ -235,7 +242,7 @@ def test_between_interrupt_and_resume_a_new_life_does_not_sample() -> None:
 def test_before_the_first_version_there_is_nothing_to_bring_back() -> None:
     async def live() -> None:
         fake = _Fake(dies_at=["start"])
-        engine = _supervised(fake)
+        engine = _pool(fake)
         await engine.start()
         speaking = asyncio.ensure_future(_speak(engine, [0], 3))
         await asyncio.sleep(0)
@@ -252,7 +259,7 @@ def test_before_the_first_version_there_is_nothing_to_bring_back() -> None:
 def test_one_death_too_many_ends_the_run_with_its_cause() -> None:
     async def live() -> None:
         fake = _Fake()
-        engine = _supervised(fake, restarts=2)
+        engine = _pool(fake, restarts=2)
         await engine.start()
         await _publish(engine, 0)
         fake.dies_at = ["disk 0"] * 2
@@ -262,9 +269,9 @@ def test_one_death_too_many_ends_the_run_with_its_cause() -> None:
         )
         for end in ends:
             assert isinstance(end, EngineDied)
-            assert "death at disk 0; it has been started again 2 times" in str(
+            assert "death at disk 0; all 2 restarts" in str(end) and "engine.restarts = 2" in str(
                 end
-            ) and "engine.restarts = 2" in str(end)
+            )
         with pytest.raises(EngineDied, match="death at disk 0"):
             await engine.interrupt()
 
@@ -278,7 +285,7 @@ def test_an_engine_that_may_not_be_restarted_is_not(closes: bool) -> None:
 
     async def live() -> None:
         fake = _Fake(delay=never)
-        engine = _supervised(fake, restarts=3 if closes else 0)
+        engine = _pool(fake, restarts=3 if closes else 0)
         await engine.start()
         await _publish(engine, 0)
         fake.told.clear()
@@ -347,14 +354,13 @@ def test_replies_of_a_process_that_ends_go_on_token_for_token(
     monkeypatch.setattr(child_process, "FROZEN_S", 2.0)
     causes: list[str] = []
 
+    def on_event(kind: str, *, cause: str = "", **_: Any) -> None:
+        if kind == "engine_lost":
+            causes.append(cause)
+
     async def live() -> None:
         process = _embedded(folder)
-        engine = RestartingEngine(
-            process,
-            weights.__getitem__,
-            restarts=1,
-            told=lambda *, cause, **_: causes.append(cause),
-        )
+        engine = EnginePool([process], Recovery(weights.__getitem__, 1, on_event))
         try:
             await engine.start()
             await _publish(engine, 0, weights[0])
@@ -389,7 +395,7 @@ def test_a_delta_without_its_base_becomes_full_weights(
 
     async def live() -> None:
         process = _embedded(folder, deltas=True)
-        engine = RestartingEngine(process, weights.__getitem__, restarts=1)
+        engine = EnginePool([process], Recovery(weights.__getitem__, restarts=1))
         assert engine.takes_deltas
         try:
             await engine.start()

@@ -14,7 +14,7 @@ import torch
 
 from unstale.engines.embedded.leftovers import hold, sweep
 
-EXTENSION = "unstale.engines.servers.vllm_worker.Extension"
+EXTENSION = "unstale.engines.vllm_worker.Extension"
 _PREFIX = "unstale-vllm-"
 _LAST_WORDS = 4000
 _GOODBYE_S = 10.0
@@ -70,7 +70,7 @@ class Server:
                     sys.executable,
                     "-P",
                     "-m",
-                    "unstale.engines.servers.vllm_worker",
+                    "unstale.engines.vllm_worker",
                     *self._arguments,
                 ],
                 stdin=subprocess.PIPE,  # its end is how the server learns of ours
@@ -114,7 +114,7 @@ class Server:
             self._process = None
 
     def _environment(self) -> dict[str, str]:
-        root = str(Path(__file__).parents[3])
+        root = str(Path(__file__).parents[2])
         own = {
             "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
             "OMP_NUM_THREADS": str(self._threads),
