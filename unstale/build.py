@@ -1,5 +1,6 @@
 """Configuration -> objects: the one file that knows every concrete class."""
 
+import math
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -7,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,10 +31,8 @@ from unstale.durability.checkpoint import Checkpoints, Progress, Stateful
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.run_folder import RunLog
 from unstale.engines import Engine
-from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.pool import EnginePool, Recovery, supervise
-from unstale.engines.servers.sglang import SglangEngine
-from unstale.engines.servers.vllm import VllmEngine
+from unstale.engines.registry import EngineOptions, engine_spec
 from unstale.envs import Taskset
 from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
@@ -313,39 +311,30 @@ def build_generator(
     return Generator(engine, chat, config.engine)
 
 
-def build_engine(config: RunConfig, merging: Merging | None) -> Engine:
-    """The program that samples, or several processes or servers as one; with `merging` it is given adapters."""
-    folder, engine = config.policy_folder, config.engine
-    urls, share = (
-        engine.urls.split() or [""] * engine.processes,
-        -(-engine.max_running // engine.processes),
-    )
-    common: dict[str, Any] = {
-        "dtype": engine.dtype,
-        "max_context": engine.max_context,
-        "keep_cache": engine.keep_cache,
-    }
-    alone = len(urls) == 1 and (merging is None or engine.backend == "embedded")
-    common |= {
-        "deltas": shares_deltas(config) and alone,
-        "merging": merging,
-    }  # several: one that comes back has none
-    engines: list[Engine] = []
-    if engine.backend == "sglang":
-        engines = [SglangEngine(folder, url=url, **common) for url in urls]
-    elif engine.backend == "vllm":
-        engines = [
-            VllmEngine(folder, url=url, threads=engine.threads, max_running=share, **common)
-            for url in urls
-        ]
-    else:
-        common |= {"threads": engine.threads, "max_slots": share, "lockstep": config.deterministic}
-        engines = [EmbeddedEngine(folder, **common) for _ in urls]
-    return (
-        EnginePool(engines, max_running=share, keep_cache=engine.keep_cache)
-        if len(engines) > 1
-        else engines[0]
-    )
+def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
+    """Return a pool of the configured engines; with `merging`, they load adapters."""
+    options = config.engine
+    spec = engine_spec(options.backend)
+    if spec.needs_urls and not options.urls.split():
+        raise ConfigError(f"engine.backend = {options.backend} needs engine.urls")
+    urls = options.urls.split() or [""] * options.processes
+    max_running = math.ceil(options.max_running / options.processes)
+    sends_deltas = len(urls) == 1 and (merging is None or spec.adapter_deltas)
+    engines = [
+        spec.make(
+            EngineOptions(
+                model_folder=config.policy_folder,
+                config=options,
+                url=url,
+                max_running=max_running,
+                deltas=sends_deltas and shares_deltas(config),
+                merging=merging,
+                lockstep=config.deterministic,
+            )
+        )
+        for url in urls
+    ]
+    return EnginePool(engines, max_running=max_running, keep_cache=options.keep_cache)
 
 
 def build_rollout(

@@ -4,6 +4,7 @@ version, and what a killed one costs."""
 import asyncio
 import os
 import signal
+from collections.abc import Mapping
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from torch import Tensor
 
 from unstale import build
 from unstale.build import build_engine
@@ -26,6 +28,7 @@ from unstale.config import (
 )
 from unstale.engines import Engine, Reply, SamplingParams
 from unstale.engines.embedded.engine import EmbeddedEngine
+from unstale.engines.pool import Recovery, supervise
 from unstale.testing import nudge, tiny_policy
 
 
@@ -40,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("wrong", "why"),
     [
         ({"processes": 0}, r"engine.processes must be >= 1"),
-        ({"processes": 2, "kind": "vllm"}, "name servers by engine.urls"),
+        ({"processes": 2, "backend": "vllm"}, "name servers by engine.urls"),
         ({"processes": 4, "max_running": 3}, "engine.max_running must be >= 4"),
     ],
 )
@@ -68,16 +71,12 @@ def configured(folder: Path | str, **engine: Any) -> RunConfig:
     )
 
 
-def test_replies_are_shared_out_and_one_is_no_several(folder: Path) -> None:
-    several = build_engine(configured(folder, processes=3, max_running=8), None)
-    assert isinstance(several, EnginePool) and not several.takes_deltas
-    made = [member.engine for member in several._members]
-    assert all(isinstance(engine, EmbeddedEngine) and not engine.takes_deltas for engine in made)
-    assert [engine._options["max_slots"] for engine in made] == [3] * 3  # type: ignore[attr-defined]
+def test_replies_are_shared_out_among_several_and_one_takes_deltas(folder: Path) -> None:
+    pool = build_engine(configured(folder, processes=3, max_running=8), None)
+    assert len(pool.engines) == 3 and pool.max_running == 3 and not pool.takes_deltas
     one = build_engine(configured(folder), None)
-    assert isinstance(one, EmbeddedEngine) and one.takes_deltas, (
-        "float32 on both sides: deltas travel"
-    )
+    assert len(one.engines) == 1
+    assert one.takes_deltas, "float32 on both sides: deltas travel"
 
 
 def test_the_trainer_takes_the_cores_that_all_of_them_leave(
@@ -88,11 +87,15 @@ def test_the_trainer_takes_the_cores_that_all_of_them_leave(
         assert build.trainer_threads(configured(folder, **engine)) == left
 
 
-async def publish(engine: Engine, version: int) -> None:
+def weights_of(version: int) -> Mapping[str, Tensor]:
     policy = tiny_policy()
     nudge(policy, seed=version, size=0.05)
+    return policy.weights()
+
+
+async def publish(engine: Engine, version: int) -> None:
     await engine.interrupt()
-    await engine.load(policy.weights(), version)
+    await engine.load(weights_of(version), version)
     await engine.resume()
 
 
@@ -110,57 +113,63 @@ def said(replies: list[Reply]) -> list[int]:
     return [token for reply in replies for token in reply.piece.tokens]
 
 
-def test_a_killed_one_costs_nobody_a_token_and_comes_back_with_a_version(folder: Path) -> None:
-    """Whoever samples a reply, it is the same. No restart is allowed: the death of one of two is none."""
-    several = build_engine(configured(folder, processes=2), None)
-    assert isinstance(several, EnginePool)
-    first, second = (member.engine for member in several._members)
+def test_a_killed_one_costs_nobody_a_token_and_comes_back_with_the_version(folder: Path) -> None:
+    """A reply is the same from every engine. The other engine goes on while the killed one restarts."""
+    events: list[tuple[str, int]] = []
+    back = asyncio.Event()
+
+    def on_event(kind: str, *, engine: int, **_: Any) -> None:
+        events.append((kind, engine))
+        if kind == "engine_back":
+            back.set()
+
+    recovery = Recovery(weights_of, restarts=1, on_event=on_event)
+    pool = supervise(build_engine(configured(folder, processes=2), None), recovery)
+    first, second = pool.engines
     assert isinstance(first, EmbeddedEngine) and isinstance(second, EmbeddedEngine)
-    engine = RestartingEngine(several, lambda version: {}, restarts=0)
-    told: list[tuple[str, int]] = []
-    several.told = lambda kind, *, engine, cause: told.append((kind, engine))
 
     async def live() -> None:
-        await engine.start()
-        await publish(engine, 0)
+        await pool.start()
+        await publish(pool, 0)
         alone, others = [
             await asyncio.gather(*(say(each, seed) for seed in range(6)))
             for each in (first, second)
         ]
         assert list(map(said, alone)) == list(map(said, others))
         for version in (1, 0):
-            await publish(engine, version)
+            await publish(pool, version)
             assert [
                 (await say(each, 0, length=2))[0].piece.version for each in (first, second)
             ] == [version] * 2
         killed = first.pid
         async with asyncio.TaskGroup() as tasks:
-            speaking = [tasks.create_task(say(engine, seed)) for seed in range(6)]
-            await say(engine, 9, length=10)
+            speaking = [tasks.create_task(say(pool, seed)) for seed in range(6)]
+            await say(pool, 9, length=10)
             os.kill(killed, signal.SIGKILL)
         replies = [task.result() for task in speaking]
         assert list(map(said, replies)) == list(map(said, alone))
         assert sorted(len(each) for each in replies) == [1, 1, 1, 2, 2, 2]
         assert all(not each[0].piece.tokens for each in replies if len(each) == 2)
-        assert told == [("engine_lost", 0)] and engine.metrics()["deaths"] == 1
-        rising = several._members[0].rising
-        assert rising is not None
-        await rising
-        await publish(engine, 2)
-        assert told[1:] == [("engine_back", 0)] and first.pid != killed
+        await back.wait()
+        assert events == [("engine_lost", 0), ("engine_restarted", 0), ("engine_back", 0)]
+        assert first.pid != killed
+        again = [await say(each, 1, length=40) for each in (first, second)]
+        assert said(again[0]) == said(again[1]) and {each[0].piece.version for each in again} == {0}
+        counted = pool.metrics()
+        assert counted["deaths"] == counted["restarts"] == 1
+        await publish(pool, 2)
         again = [await say(each, 1, length=40) for each in (first, second)]
         assert said(again[0]) == said(again[1]) and {each[0].piece.version for each in again} == {2}
-        counted = engine.metrics()
-        assert counted["restarts"] == counted["deaths"] == 0 and counted[
-            "batch_size_mean"
-        ] == pytest.approx(1, abs=0.05)
+        counted = pool.metrics()
+        assert counted["restarts"] == counted["deaths"] == 0
+        assert counted["batch_size_mean"] == pytest.approx(1, abs=0.05)
 
     async def living() -> None:
         try:
             async with asyncio.timeout(60):
                 await live()
         finally:
-            await engine.close()
+            await pool.close()
 
     asyncio.run(living())
 

@@ -10,18 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from unstale.engines.supervised import RestartingEngine
 
 from tests.support.fake_server import FakeServer
 from tests.support.fake_sglang import FakeSglang
 from tests.support.fake_vllm import FakeVllm
 from unstale import config
-from unstale.engines import Engine, EngineDied, Reply, SamplingParams, rates
+from unstale.build import build_engine
+from unstale.engines import Engine, EngineDied, Reply, SamplingParams, rates, remote
 from unstale.engines.http import Http
-from unstale.engines.pool import CACHED_TOKENS_PER_REPLY, MAX_EXTRA_REPLIES, EnginePool
+from unstale.engines.pool import CACHED_TOKENS_PER_REPLY, MAX_EXTRA_REPLIES, EnginePool, Recovery
 from unstale.engines.remote import ProbeFailed, RemoteEngine
 from unstale.engines.scripted import ScriptedEngine
-from unstale.engines.servers import remote
 from unstale.engines.servers.sglang import SglangEngine
 from unstale.engines.servers.vllm import VllmEngine
 from unstale.testing import check_engine, nudge, plain_logps, tiny_policy
@@ -429,17 +428,13 @@ async def _tick(tokens: Sequence[int], params: SamplingParams) -> None:
     await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("supervised", [False, True])
-def test_several_engines_keep_the_contract(supervised: bool) -> None:
+@pytest.mark.parametrize("restarts", [0, 3])
+def test_several_engines_keep_the_contract(restarts: int) -> None:
     update = POLICY.weights()
 
     def make() -> Engine:
-        several = EnginePool(
-            [ScriptedEngine(_say, token_delay=_tick, parameters=update) for _ in range(3)]
-        )
-        return (
-            RestartingEngine(several, lambda version: update, restarts=3) if supervised else several
-        )
+        engines = [ScriptedEngine(_say, token_delay=_tick, parameters=update) for _ in range(3)]
+        return EnginePool(engines, Recovery(lambda version: update, restarts))
 
     check_engine(make, update=update)
 
@@ -522,7 +517,7 @@ def test_siblings_begin_together_as_far_as_their_opening_is_worth_it(
     """It is not computed again elsewhere, unless that takes less time than waiting for each other, or none has room."""
     asked = _Asked()
     engine = EnginePool([asked.engine(0), asked.engine(1)])
-    cramped = EnginePool([asked.engine(0), asked.engine(1)], room=2)
+    cramped = EnginePool([asked.engine(0), asked.engine(1)], max_running=2)
 
     async def story() -> None:
         await cramped.start()
@@ -542,7 +537,10 @@ def test_episodes_go_on_elsewhere_when_a_server_dies_and_come_back_with_it(
         folder.mkdir()
     first, second = (fake(kind, folder) for folder in folders)
     with first, second:
-        engine = EnginePool([attached(model, one) for one in (first, second)])
+        engine = EnginePool(
+            [attached(model, one) for one in (first, second)],
+            Recovery(lambda version: POLICY.weights(), restarts=10),
+        )
 
         async def story() -> None:
             await hold(engine, 0)
@@ -595,9 +593,13 @@ class _Odd(ScriptedEngine):
 
 
 def test_one_that_comes_back_as_something_else_stays_away_and_all_are_closed() -> None:
-    members, told = [_Odd(_say), _Odd(_say)], list[tuple[str, dict[str, Any]]]()
-    engine = EnginePool(members)
-    engine.told = lambda kind, **fields: told.append((kind, fields))
+    members = [_Odd(_say), _Odd(_say)]
+    events: list[tuple[str, dict[str, Any]]] = []
+
+    def on_event(kind: str, **fields: Any) -> None:
+        events.append((kind, fields))
+
+    engine = EnginePool(members, Recovery(restarts=9, on_event=on_event))
 
     async def story() -> None:
         await hold_nothing(engine, 0)
@@ -608,15 +610,18 @@ def test_one_that_comes_back_as_something_else_stays_away_and_all_are_closed() -
         await hold_nothing(engine, 2)
         assert members[0].starts == 2, "it is started again and again"
         members[1].die("the same")
-        with pytest.raises(EngineDied, match="the same"):
+        with pytest.raises(ValueError, match="another model"):
             await engine.sample([1], SamplingParams(1, ()))
 
     run(engine, story)
     assert all(member.closed for member in members)
-    assert told == [
-        ("engine_lost", {"engine": 0, "cause": "out of memory"}),
-        ("engine_lost", {"engine": 0, "cause": "another model"}),
-        ("engine_lost", {"engine": 1, "cause": "the same"}),
+    assert [(kind, fields["cause"]) for kind, fields in events] == [
+        ("engine_lost", "out of memory"),
+        ("engine_restarted", "out of memory"),
+        ("engine_lost", "another model"),
+        ("engine_lost", "the same"),
+        ("engine_restarted", "the same"),
+        ("engine_lost", "another model"),
     ]
 
 
@@ -641,13 +646,19 @@ def test_counters_of_several_are_those_of_one_engine(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(member, "metrics", lambda: counted)
     several = EnginePool(members)
     found = several.metrics()
-    assert found == {**counted, "deaths": 0, "sampled_tokens": 400, "processor_s": 2.0}
+    summed = {"sampled_tokens": 400, "processor_s": 2.0}
+    assert found == {**counted, **summed, "deaths": 0, "restarts": 0}
     assert rates({**found, "busy_s": 1.0, "idle_s": 0.0})["engine/tokens_per_s"] == 400
-    for member in several._members[1:]:
-        member.up = True
-    assert several.metrics()["sampled_tokens"] == 300, (
-        "one that is down has no time to be counted with"
-    )
+
+    async def lose_one() -> None:
+        await hold_nothing(several, 0)
+        members[0].die("out of memory")
+        await several.sample([1], SamplingParams(1, ()))
+        assert several.metrics()["sampled_tokens"] == 300, (
+            "the counters of a dead engine are left out"
+        )
+
+    run(several, lose_one)
 
 
 def test_what_an_older_version_computed_is_not_taken_for_the_newer_ones() -> None:
@@ -666,18 +677,17 @@ def test_what_an_older_version_computed_is_not_taken_for_the_newer_ones() -> Non
     asyncio.run(story())
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"urls": "http://localhost:1"},
-        {"kind": "sglang2"},
-        {"kind": "sglang"},
-        {"kind": "sglang", "urls": " "},
-    ],
-)
+@pytest.mark.parametrize("wrong", [{"urls": "http://localhost:1"}, {"backend": "sglang2"}])
 def test_options_that_do_not_go_together(wrong: dict[str, Any]) -> None:
     with pytest.raises(config.ConfigError):
         config.EngineConfig(**wrong)
+
+
+@pytest.mark.parametrize("urls", ["", " "])
+def test_a_backend_that_starts_no_server_needs_urls(urls: str) -> None:
+    engine = config.EngineConfig(backend="sglang", urls=urls)
+    with pytest.raises(config.ConfigError, match=r"sglang needs engine\.urls"):
+        build_engine(config.RunConfig(recipe="x", engine=engine), None)
 
 
 def test_a_server_is_not_deterministic() -> None:

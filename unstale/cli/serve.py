@@ -62,12 +62,13 @@ def serve(
     policy, taskset, generator = build_sampler(config)
     console = console or Console(soft_wrap=True)
 
-    def restarted(*, cause: str, **_: Any) -> None:
-        console.print(f"the engine is started again: {cause}", markup=False, highlight=False)
+    def on_engine_event(kind: str, *, cause: str = "", **_: Any) -> None:
+        if kind == "engine_restarted":
+            console.print(f"restarting the engine: {cause}", markup=False, highlight=False)
 
     async def work() -> None:
         async with (
-            running_generator(config, policy, generator, told=restarted) as voice,
+            running_generator(config, policy, generator, told=on_engine_event) as voice,
             asyncio.TaskGroup() as calls,
         ):
             endpoint = RecordingEndpoint(

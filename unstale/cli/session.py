@@ -324,7 +324,7 @@ async def running_generator(
     policy: Policy,
     generator: Generator,
     *,
-    told: Callable[..., None] = lambda **_: None,
+    told: Callable[..., None] = lambda kind, **_: None,
 ) -> AsyncIterator[Generator]:
     """Start an engine that samples from the policy and restarts as in a run, and yield its generator."""
     recovery = Recovery(lambda version: policy.weights(), config.engine.restarts, told)

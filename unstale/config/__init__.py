@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
+from unstale.config.backends import Backend
 from unstale.config.checks import ConfigError as ConfigError
 from unstale.config.checks import among_choices, at_least, within
 from unstale.config.checks import nearest as nearest
@@ -81,8 +82,8 @@ class TaskConfig:
 class EngineConfig:
     """The program that samples."""
 
-    backend: Literal["embedded", "vllm", "sglang"] = "embedded"
-    """A process of our own, or servers. See docs/engines.md."""
+    backend: Backend = "embedded"
+    """The embedded engine, or a server behind HTTP. See docs/engines.md."""
     urls: str = ""
     """Servers on this host to attach to, separated by spaces; without any, `vllm` starts one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"
@@ -123,14 +124,10 @@ class EngineConfig:
         if not self.temperature > 0:
             raise ConfigError(f"engine.temperature must be > 0, got {self.temperature}")
         if self.backend == "embedded" and self.urls:
-            raise ConfigError("engine.urls is an option of engine.backend = vllm and sglang")
+            raise ConfigError("engine.urls needs a server backend: set engine.backend too")
         if self.backend != "embedded" and self.processes > 1:
             raise ConfigError(
                 "engine.processes is an option of engine.backend = embedded: name servers by engine.urls"
-            )
-        if self.backend == "sglang" and not self.urls.split():
-            raise ConfigError(
-                "engine.backend = sglang needs engine.urls: SGLang servers that run on this host"
             )
         if self.top_p != 1.0:
             raise ConfigError(

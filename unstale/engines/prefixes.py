@@ -25,7 +25,7 @@ class CachedPrefixes:
             self._blocks[block] = None
         self._forget()
 
-    def update(self, others: "Prefixes") -> None:
+    def update(self, others: "CachedPrefixes") -> None:
         """Add what they remember."""
         self._blocks.update(others._blocks)
         self._forget()

@@ -81,15 +81,16 @@ class RemoteEngine(ABC):
     _MIN_TEMPERATURE: ClassVar[float]
     """Below it the server does not sample at the temperature that it is asked for."""
 
-    def __init__(  # noqa: PLR0913 - what all servers have in common
+    def __init__(  # noqa: PLR0913 - the options that all servers have in common
         self,
         model_folder: Path,
         *,
-        dtype: Dtype,
-        max_context: int,
-        keep_cache: bool,
-        deltas: bool,
-        merging: Merging | None,
+        url: str = "",
+        dtype: Dtype = "bfloat16",
+        max_context: int = 2048,
+        keep_cache: bool = False,
+        deltas: bool = False,
+        merging: Merging | None = None,
     ) -> None:
         if deltas and merging:
             raise ValueError(
@@ -104,13 +105,15 @@ class RemoteEngine(ABC):
         self._dtype = dtype
         self._max_context = max_context
         self._keep_cache = keep_cache
-        self._server: Server | None = None
+        self.url = ""
         self._handed = SharedWeights()
         self._reached = False
         self._names = (f"{secrets.token_hex(4)}-{number}" for number in itertools.count())
         self._life: _Life | None = None
         self._version = -1
         """What the server holds, and has shown to hold."""
+        if url:
+            self._attach(url)
 
     def _attach(self, at: Server | str) -> None:
         """A server of ours, or the address of somebody's."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unstale.engines import EngineDied, Reply, SamplingParams, Update, check_request
+from unstale.engines.registry import EngineOptions, EngineSpec
 from unstale.model.lora import Merging
 from unstale.records import Sampled
 from unstale.weights.child_process import BEAT_S, Bytes, Child, ChildFrozen, Frames, Header, frame
@@ -394,3 +395,20 @@ def _check(model_folder: Path, *, dtype: str, **limits: int) -> None:
         raise ValueError(
             f"max_context={limits['max_context']} is more than the model's {known} positions"
         )
+
+
+def _make(options: EngineOptions) -> EmbeddedEngine:
+    return EmbeddedEngine(
+        options.model_folder,
+        dtype=options.dtype,
+        threads=options.config.threads,
+        max_slots=options.max_running,
+        max_context=options.config.max_context,
+        keep_cache=options.config.keep_cache,
+        deltas=options.deltas,
+        lockstep=options.lockstep,
+        merging=options.merging,
+    )
+
+
+SPEC = EngineSpec(_make, adapter_deltas=True)

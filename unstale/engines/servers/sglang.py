@@ -5,11 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unstale.config import Dtype
 from unstale.engines import SamplingParams
 from unstale.engines.prefixes import BLOCK
+from unstale.engines.registry import EngineSpec
 from unstale.engines.remote import LOAD_S, Answer, RemoteEngine
-from unstale.model.lora import Merging
 
 
 class SglangEngine(RemoteEngine):
@@ -26,25 +25,6 @@ class SglangEngine(RemoteEngine):
     _HEALTH = "/model_info"
     _GENERATE = "/generate"
     _MIN_TEMPERATURE = 1e-6
-
-    def __init__(  # noqa: PLR0913 - one for each knob of EngineConfig that the server needs
-        self,
-        model_folder: Path,
-        *,
-        url: str,
-        dtype: Dtype = "bfloat16",
-        max_context: int = 2048,
-        keep_cache: bool = False,
-        deltas: bool = False,
-        merging: Merging | None = None,
-    ) -> None:
-        common: dict[str, Any] = {
-            "dtype": dtype,
-            "max_context": max_context,
-            "keep_cache": keep_cache,
-        }
-        super().__init__(model_folder, **common, deltas=deltas, merging=merging)
-        self._attach(url)
 
     async def _greet(self) -> int:
         info = await self._http.call("GET", "/server_info")
@@ -135,3 +115,8 @@ class SglangEngine(RemoteEngine):
             reason,
             meta.get("cached_tokens", 0),  # one that was aborted while it waited does not say
         )
+
+
+SPEC = EngineSpec(
+    lambda options: SglangEngine(options.model_folder, **options.for_server()), needs_urls=True
+)

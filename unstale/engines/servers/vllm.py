@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unstale.config import Dtype
 from unstale.engines import SamplingParams
 from unstale.engines.embedded.shared_weights import WEIGHTS
+from unstale.engines.registry import EngineOptions, EngineSpec
 from unstale.engines.remote import LOAD_S, Answer, RemoteEngine
 from unstale.engines.vllm_server import EXTENSION, Server
-from unstale.model.lora import Merging
 
 
 class VllmEngine(RemoteEngine):
@@ -27,32 +26,20 @@ class VllmEngine(RemoteEngine):
     _GENERATE = "/inference/v1/generate"
     _MIN_TEMPERATURE = 0.01
 
-    def __init__(  # noqa: PLR0913 - one for each knob of EngineConfig that the server needs
+    def __init__(
         self,
         model_folder: Path,
         *,
-        dtype: Dtype = "bfloat16",
         threads: int = 1,
         max_running: int = 128,
-        max_context: int = 2048,
-        keep_cache: bool = False,
-        deltas: bool = False,
-        merging: Merging | None = None,
-        url: str = "",
         extension: str = EXTENSION,
+        **options: Any,
     ) -> None:
-        common: dict[str, Any] = {
-            "dtype": dtype,
-            "max_context": max_context,
-            "keep_cache": keep_cache,
-        }
-        super().__init__(model_folder, **common, deltas=deltas, merging=merging)
-        if url:
-            self._attach(url)
-            return
-        server = Server(model_folder, dtype=dtype, threads=threads, extension=extension)
-        server.limit(running=max_running, context=max_context)
-        self._attach(server)
+        super().__init__(model_folder, **options)
+        if not self.url:
+            server = Server(model_folder, dtype=self._dtype, threads=threads, extension=extension)
+            server.limit(running=max_running, context=self._max_context)
+            self._attach(server)
 
     async def _greet(self) -> int:
         await self._held()
@@ -100,3 +87,15 @@ class VllmEngine(RemoteEngine):
             choice["finish_reason"],
             details.get("cached_tokens") or 0,
         )
+
+
+def _make(options: EngineOptions) -> VllmEngine:
+    return VllmEngine(
+        options.model_folder,
+        threads=options.config.threads,
+        max_running=options.max_running,
+        **options.for_server(),
+    )
+
+
+SPEC = EngineSpec(_make)
