@@ -107,7 +107,7 @@ def test_serve_goes_without_a_trainer_and_survives_its_engine(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         engine = speaking(EngineDied("gone"))
-        assert served(taken.getsockname()[1]) == "the engine is started again: gone\n"
+        assert served(taken.getsockname()[1]) == "restarting the engine: gone\n"
     assert engine.loaded == [0]
 
 
