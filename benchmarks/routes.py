@@ -28,7 +28,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from benchmarks import route_steps
 from benchmarks.tables import CONSOLE, columns, picture, row, spread, write
 from unstale.algorithms import audit
-from unstale.build import build_correction, build_objective, build_old_logps
+from unstale.build import build_old_logps
 from unstale.config import CorrectionConfig, ObjectiveConfig, OldLogpsConfig, Route, TrainerConfig
 from unstale.model.policy import Policy
 from unstale.model.prefix_tree import Packed
@@ -49,6 +49,7 @@ from unstale.records import (
 from unstale.testing import tiny_policy
 from unstale.trainer.local import LocalTrainer
 from unstale.trainer.records import Rules
+from unstale.trainer.rules import build_correction, build_objective
 from unstale.weights.codec import words
 from unstale.weights.store import VersionStore
 

@@ -46,7 +46,7 @@ from benchmarks.tables import (
     write,
 )
 from unstale import loop
-from unstale.build import build_correction, build_objective, build_old_logps
+from unstale.build import build_old_logps
 from unstale.config import (
     CheckpointConfig,
     CorrectionConfig,
@@ -66,6 +66,7 @@ from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.records import ContextPiece, Sampled, ScoredTrajectory, Task, Trajectory, collate
 from unstale.trainer.local import LocalTrainer
 from unstale.trainer.records import Rules
+from unstale.trainer.rules import build_correction, build_objective
 
 ROOT = Path(__file__).parent.parent
 SIBLINGS = 8

@@ -35,7 +35,7 @@ from fuzz.draws import NESTED, ODD, Draws, as_json, require
 from fuzz.talk import chat_text, tool_call
 from unstale.cli import main
 from unstale.config import ConfigError, RunConfig
-from unstale.config.stored import stored_config
+from unstale.config.options import stored_config
 from unstale.durability.checkpoint import CheckpointError, Checkpoints, Progress, _sum
 from unstale.durability.journal import JournalError, JournalReader, check, write_jsonl
 from unstale.durability.journal.tables import (

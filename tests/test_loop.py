@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from unstale import loop
-from unstale.build import Components, build, build_correction, build_objective
+from unstale.build import Components, build
 from unstale.cli.resume import begin
 from unstale.cli.session import first_error
 from unstale.config import (
@@ -47,6 +47,7 @@ from unstale.testing import tiny_policy
 from unstale.trainer.auditor import Auditor, Thresholds
 from unstale.trainer.local import LocalTrainer
 from unstale.trainer.records import Rules
+from unstale.trainer.rules import build_correction, build_objective
 
 Route = Callable[[LocalScorer, ScriptedEngine], OldLogps]
 

@@ -10,21 +10,13 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from unstale.algorithms import advantages, corrections, objectives
-from unstale.algorithms.corrections import Control
-from unstale.algorithms.objectives import Surrogate
 from unstale.config import (
     EWMA_BETA,
-    AdvantageConfig,
     ConfigError,
-    CorrectionConfig,
-    ObjectiveConfig,
     OldLogpsConfig,
     RunConfig,
     ScheduleConfig,
-    Unit,
     install,
 )
 from unstale.durability.checkpoint import Checkpoints, Progress, Stateful
@@ -56,13 +48,14 @@ from unstale.old_logps.ppo_ewma_async import PpoEwmaAsync, Reset
 from unstale.old_logps.rollout import Rollout as RolloutRoute
 from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.old_logps.snapshot_old import SnapshotOld
-from unstale.records import Batch, Failure, Group, GroupRequest, PendingPiece, ScoredTrajectory
+from unstale.records import Failure, GroupRequest, PendingPiece
 from unstale.rollout.episode import Rollout
 from unstale.rollout.generator import Generator
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
 from unstale.trainer.auditor import Auditor, Thresholds
 from unstale.trainer.local import LocalTrainer
-from unstale.trainer.records import Correction, Objective, Rules
+from unstale.trainer.records import Rules
+from unstale.trainer.rules import build_advantage, build_correction, build_objective
 from unstale.weights.child_process import cores
 from unstale.weights.publish import DirectPublisher
 from unstale.weights.recording import RECORDED, Recording
@@ -355,79 +348,6 @@ def build_rollout(
     return partial(AgentRollout, endpoint=RecordingEndpoint(), on_event=on_event)
 
 
-def build_advantage(config: AdvantageConfig) -> Callable[[Sequence[Group]], list[ScoredTrajectory]]:
-    """The advantage estimator, a function of the groups of one batch."""
-    match config.estimator:
-        case "grpo":
-            return advantages.grpo
-        case "grpo_no_std":
-            return advantages.grpo_no_std
-        case "rloo":
-            return advantages.rloo
-        case "dr_grpo":
-            return advantages.dr_grpo
-        case "reinforce_batch":
-            return advantages.reinforce_batch
-        case "turn_level":
-            return advantages.turn_level
-
-
-def build_correction(config: CorrectionConfig) -> Correction:
-    """What is done about D: the veto first, then the control on the aggregated ratio."""
-
-    def judge(old_logp: Tensor, batch: Batch) -> Control:
-        log_d = corrections.log_discrepancy(old_logp, batch.behavior_logp, sampled=batch.sampled)
-        verdict = corrections.start(batch.sampled)
-        if config.token_veto_threshold:
-            verdict = corrections.veto(
-                log_d, verdict, sequence=batch.sequence, below=config.token_veto_threshold
-            )
-        of_unit = corrections.aggregate(
-            log_d, _units(config.unit, batch), sampled=batch.sampled, how=config.aggregate
-        )
-        match config.control:
-            case "none":
-                return corrections.none(of_unit, verdict)
-            case "mask":
-                return corrections.mask(of_unit, verdict, low=config.low, high=config.high)
-            case "truncate":
-                return corrections.truncate(of_unit, verdict, high=config.high)
-            case "mask_weight":
-                return corrections.mask_weight(of_unit, verdict, low=config.low, high=config.high)
-
-    return judge
-
-
-def build_objective(config: ObjectiveConfig) -> Objective:
-    """The loss of the trust region on S, its denominator, and the terms beside it."""
-    of_ratio = _surrogate(config)
-    unit: Unit = "sequence" if config.kind == "gspo" else config.unit
-    how = "mean" if config.kind == "gspo" else config.aggregate
-
-    def surrogate(logp: Tensor, old_logp: Tensor, batch: Batch) -> Surrogate:
-        ids = _units(unit, batch)
-        log_s = corrections.log_staleness(logp, old_logp, unit=ids, sampled=batch.sampled, how=how)
-        return of_ratio(log_s, batch.advantage)
-
-    def norm(sampled: Tensor, keep: Tensor, sequence: Tensor) -> Tensor:
-        return objectives.token_norm(
-            sampled, keep, sequence=sequence, how=config.loss_aggregation, constant=config.constant
-        )
-
-    return Objective(
-        surrogate=surrogate,
-        norm=norm,
-        kl_coef=config.kl_coef,
-        entropy_coef=config.entropy_coef,
-        idle_at_zero=not (
-            config.kind == "kl_penalty"
-            or config.loss_aggregation == "kept"
-            or config.kl_coef
-            or config.entropy_coef
-        ),
-    )
-
-
 def build_old_logps(
     config: OldLogpsConfig, scorer: LocalScorer, *, lockstep: bool = False
 ) -> OldLogps:
@@ -461,26 +381,3 @@ def build_old_logps(
                 InterpProxLoglinear if config.route == "interp_prox_loglinear" else InterpProxLinear
             )
             return kind(scorer, alpha=config.alpha, fresh=1.0 if config.fresh == "trainer" else 0.0)
-
-
-def _surrogate(config: ObjectiveConfig) -> Callable[[Tensor, Tensor], Surrogate]:
-    low, high = config.clip_low, config.clip_high
-    match config.kind:
-        case "ppo_clip":
-            return partial(objectives.ppo_clip, low=low, high=high)
-        case "dual_clip":
-            return partial(objectives.dual_clip, low=low, high=high, cap=config.dual_clip)
-        case "gspo":
-            return partial(objectives.gspo, low=low, high=high)
-        case "cispo":
-            return partial(objectives.cispo, low=low, high=high)
-        case "kl_penalty":
-            return partial(objectives.kl_penalty, coefficient=config.kl_penalty)
-        case "none":
-            return objectives.none
-
-
-def _units(unit: Unit, batch: Batch) -> Tensor:
-    return corrections.unit_ids(
-        unit, sequence=batch.sequence, turn=batch.turn, version=batch.version, sampled=batch.sampled
-    )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from unstale.algorithms import audit
 from unstale.algorithms.audit import Tokens
-from unstale.build import build_correction, build_objective, build_old_logps
+from unstale.build import build_old_logps
 from unstale.cli import session
 from unstale.cli.audit import audit as audit_run
 from unstale.cli.audit import label, segments
@@ -35,7 +35,7 @@ from unstale.config import (
     TaskConfig,
     TrainerConfig,
 )
-from unstale.config.stored import stored_config
+from unstale.config.options import stored_config
 from unstale.durability.run_folder import plain
 from unstale.model.policy import Policy
 from unstale.old_logps import Needs, OldLogps, Passive
@@ -43,6 +43,7 @@ from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.records import Batch, PendingPiece, collate
 from unstale.testing import episode, nudge, plain_logps, tiny_policy
 from unstale.trainer.auditor import Auditor, Thresholds, Truth, packing_noise, score_truth
+from unstale.trainer.rules import build_correction, build_objective
 from unstale.weights.recording import Recorded, Recording, TrainedOn
 
 NOISE = 1e-5
@@ -375,7 +376,7 @@ def test_a_stored_configuration_is_read_again() -> None:
     stored = json.loads(json.dumps(plain(config)))
     assert stored_config(stored) == config
     assert label(config.old_logps) == "ewma_prox beta=0.75"
-    with pytest.raises(ConfigError, match="unknown options: colour"):
+    with pytest.raises(ConfigError, match="unknown option colour"):
         stored_config({**stored, "colour": "red"})
     renamed = {**stored, "schedule": {"window": 4}}
     with pytest.raises(ConfigError, match=r"schedule\.window is now schedule\.lookahead_window"):

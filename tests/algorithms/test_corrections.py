@@ -26,12 +26,12 @@ from unstale.algorithms.corrections import (
     check_finite,
     divergence,
     has_behavior,
+    keep_all,
     log_discrepancy,
     log_staleness,
     mask,
     mask_weight,
     none,
-    start,
     summary,
     truncate,
     unit_ids,
@@ -129,9 +129,9 @@ def test_padded_rows_give_what_packed_sequences_give(unit: Any) -> None:
     for how in ("mean", "sum"):
         padded = aggregate(pad(LOG_D, NAN), found, sampled=sampled, how=how)
         assert torch.equal(padded, pad(aggregate(LOG_D, ids(unit), sampled=SAMPLED, how=how), 0.0))
-    dropped = veto(LOG_D.where(SAMPLED, 0.0), start(SAMPLED), sequence=SEQUENCE, below=0.6)
+    dropped = veto(LOG_D.where(SAMPLED, 0.0), keep_all(SAMPLED), sequence=SEQUENCE, below=0.6)
     dropped_padded = veto(
-        pad(LOG_D.where(SAMPLED, 0.0), 0.0), start(sampled), sequence=rows, below=0.6
+        pad(LOG_D.where(SAMPLED, 0.0), 0.0), keep_all(sampled), sequence=rows, below=0.6
     )
     assert torch.equal(dropped_padded.keep, pad(dropped.keep, False))
 
@@ -186,15 +186,18 @@ def test_a_loglinear_proxy_only_moves_the_thresholds(
 
     total = log_discrepancy(now, behavior, sampled=everywhere)
     wide, narrow = bound / alpha, bound
-    kept = mask(log_d, start(everywhere), low=math.exp(-narrow), high=math.exp(narrow)).keep
+    kept = mask(log_d, keep_all(everywhere), low=math.exp(-narrow), high=math.exp(narrow)).keep
     assert torch.equal(
-        kept, mask(total, start(everywhere), low=math.exp(-wide), high=math.exp(wide)).keep
+        kept, mask(total, keep_all(everywhere), low=math.exp(-wide), high=math.exp(wide)).keep
     )
 
     wide = bound / (1 - alpha)
-    clipped = ppo_clip(log_s, one, low=1 - math.exp(-narrow), high=math.exp(narrow) - 1).clipped
+    clipped = ppo_clip(
+        log_s, one, clip_low=1 - math.exp(-narrow), clip_high=math.exp(narrow) - 1
+    ).clipped
     assert torch.equal(
-        clipped, ppo_clip(total, one, low=1 - math.exp(-wide), high=math.exp(wide) - 1).clipped
+        clipped,
+        ppo_clip(total, one, clip_low=1 - math.exp(-wide), clip_high=math.exp(wide) - 1).clipped,
     )
 
 
@@ -249,45 +252,49 @@ def kept(control: Control) -> list[int]:
 
 
 def test_mask() -> None:
-    control = mask(LOG, start(SAMPLED), low=math.exp(-0.4), high=math.exp(0.4))
+    control = mask(LOG, keep_all(SAMPLED), low=math.exp(-0.4), high=math.exp(0.4))
     assert kept(control) == [0, 1, 1, 0, 0, 0, 0, 1]
     assert control.factor.tolist() == kept(control)
 
 
 def test_both_ends_of_a_band_belong_to_it() -> None:
-    assert kept(mask(torch.zeros(8), start(SAMPLED), low=1.0, high=1.0)) == SAMPLED.int().tolist()
+    assert (
+        kept(mask(torch.zeros(8), keep_all(SAMPLED), low=1.0, high=1.0)) == SAMPLED.int().tolist()
+    )
 
 
 def test_truncate() -> None:
-    control = truncate(LOG, start(SAMPLED), high=1.2)
+    control = truncate(LOG, keep_all(SAMPLED), high=1.2)
     assert control.factor.tolist() == pytest.approx([0, D[1], D[2], 1.2, 0, D[5], 0, 1.2])
     assert kept(control) == SAMPLED.int().tolist()
 
 
 def test_mask_weight() -> None:
-    control = mask_weight(LOG, start(SAMPLED), low=math.exp(-0.4), high=math.exp(0.4))
+    control = mask_weight(LOG, keep_all(SAMPLED), low=math.exp(-0.4), high=math.exp(0.4))
     assert control.factor.tolist() == pytest.approx([0, D[1], D[2], 0, 0, 0, 0, D[7]])
     assert kept(control) == [0, 1, 1, 0, 0, 0, 0, 1]
 
 
 def test_veto_drops_the_whole_sequence_and_only_that() -> None:
-    control = veto(LOG, start(SAMPLED), sequence=SEQUENCE, below=0.6)  # exp(-0.7) = 0.497
+    control = veto(LOG, keep_all(SAMPLED), sequence=SEQUENCE, below=0.6)  # exp(-0.7) = 0.497
     assert kept(control) == [0, 0, 0, 0, 0, 0, 0, 1]
-    assert kept(veto(LOG, start(SAMPLED), sequence=SEQUENCE, below=0.4)) == SAMPLED.int().tolist()
     assert (
-        kept(veto(torch.full((8,), -100.0), start(SAMPLED), sequence=SEQUENCE, below=0.0))
+        kept(veto(LOG, keep_all(SAMPLED), sequence=SEQUENCE, below=0.4)) == SAMPLED.int().tolist()
+    )
+    assert (
+        kept(veto(torch.full((8,), -100.0), keep_all(SAMPLED), sequence=SEQUENCE, below=0.0))
         == SAMPLED.int().tolist()
     )
 
 
 def test_veto_also_sees_tokens_that_were_dropped_before() -> None:
-    before = mask(LOG, start(SAMPLED), low=0.6, high=10.0)
+    before = mask(LOG, keep_all(SAMPLED), low=0.6, high=10.0)
     assert kept(before) == [0, 1, 1, 1, 0, 0, 0, 1]
     assert kept(veto(LOG, before, sequence=SEQUENCE, below=0.6)) == [0, 0, 0, 0, 0, 0, 0, 1]
 
 
 def test_controls_compose() -> None:
-    control = veto(LOG, start(SAMPLED), sequence=SEQUENCE, below=0.1)
+    control = veto(LOG, keep_all(SAMPLED), sequence=SEQUENCE, below=0.1)
     control = mask(aggregate(LOG, ids("turn"), sampled=SAMPLED), control, low=0.9, high=1.2)
     control = truncate(LOG, control, high=1.3)
     assert control.factor.tolist() == pytest.approx([0, D[1], D[2], 1.3, 0, 0, 0, 0])
@@ -295,7 +302,7 @@ def test_controls_compose() -> None:
 
 
 def test_a_second_weight_is_refused() -> None:
-    once = truncate(LOG, start(SAMPLED), high=2.0)
+    once = truncate(LOG, keep_all(SAMPLED), high=2.0)
     with pytest.raises(ValueError, match="twice"):
         mask_weight(LOG, once, low=0.5, high=2.0)
     with pytest.raises(ValueError, match="twice"):
@@ -306,14 +313,14 @@ def test_a_second_weight_is_refused() -> None:
 def test_an_impossible_band_is_refused(low: float, high: float) -> None:
     for control in (mask, mask_weight):
         with pytest.raises(ValueError, match="band"):
-            control(LOG, start(SAMPLED), low=low, high=high)
+            control(LOG, keep_all(SAMPLED), low=low, high=high)
 
 
 def test_impossible_bounds_are_refused() -> None:
     with pytest.raises(ValueError, match="high must be > 0"):
-        truncate(LOG, start(SAMPLED), high=0.0)
+        truncate(LOG, keep_all(SAMPLED), high=0.0)
     with pytest.raises(ValueError, match="below must be"):
-        veto(LOG, start(SAMPLED), sequence=SEQUENCE, below=1.5)
+        veto(LOG, keep_all(SAMPLED), sequence=SEQUENCE, below=1.5)
 
 
 @given(st.lists(st.floats(-30, 30), min_size=1, max_size=12), st.floats(0.1, 1), st.floats(1, 10))
@@ -323,8 +330,8 @@ def test_masking_and_then_capping_is_weighing_inside_the_band(
 ) -> None:
     log_d = tensor(values)
     everywhere = torch.ones_like(log_d, dtype=torch.bool)
-    one = truncate(log_d, mask(log_d, start(everywhere), low=low, high=high), high=high)
-    other = mask_weight(log_d, start(everywhere), low=low, high=high)
+    one = truncate(log_d, mask(log_d, keep_all(everywhere), low=low, high=high), high=high)
+    other = mask_weight(log_d, keep_all(everywhere), low=low, high=high)
     assert torch.equal(one.keep, other.keep)
     torch.testing.assert_close(one.factor, other.factor)
 
@@ -332,10 +339,10 @@ def test_masking_and_then_capping_is_weighing_inside_the_band(
 def test_verdicts_carry_no_gradient() -> None:
     log_d = LOG.clone().requires_grad_()
     for control in (
-        mask(log_d, start(SAMPLED), low=0.5, high=2.0),
-        truncate(log_d, start(SAMPLED), high=2.0),
-        mask_weight(log_d, start(SAMPLED), low=0.5, high=2.0),
-        veto(log_d, start(SAMPLED), sequence=SEQUENCE, below=0.5),
+        mask(log_d, keep_all(SAMPLED), low=0.5, high=2.0),
+        truncate(log_d, keep_all(SAMPLED), high=2.0),
+        mask_weight(log_d, keep_all(SAMPLED), low=0.5, high=2.0),
+        veto(log_d, keep_all(SAMPLED), sequence=SEQUENCE, below=0.5),
     ):
         assert not control.weight.requires_grad and not control.factor.requires_grad
 
@@ -377,7 +384,7 @@ def test_off_the_mask_anything_may_stand() -> None:
 
 
 def test_summary() -> None:
-    control = mask(LOG, start(SAMPLED), low=math.exp(-0.4), high=math.exp(0.4))
+    control = mask(LOG, keep_all(SAMPLED), low=math.exp(-0.4), high=math.exp(0.4))
     found = summary(control, sampled=SAMPLED, log_discrepancy=LOG, log_staleness=2 * LOG)
     assert found["corrections/kept_share"] == pytest.approx(3 / 5)
     assert found["corrections/weight_mean"] == pytest.approx(3 / 5)
@@ -397,5 +404,5 @@ def test_divergence_of_equal_policies_is_zero() -> None:
 
 def test_nothing_is_reported_of_a_batch_without_action_tokens() -> None:
     nothing = SAMPLED & False
-    assert summary(start(nothing), sampled=nothing, log_discrepancy=LOG, log_staleness=LOG) == {}
+    assert summary(keep_all(nothing), sampled=nothing, log_discrepancy=LOG, log_staleness=LOG) == {}
     assert divergence(LOG, LOG, sequence=SEQUENCE, sampled=nothing) == {}

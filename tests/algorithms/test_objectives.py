@@ -22,11 +22,11 @@ from torch import Tensor, tensor
 
 from unstale.algorithms.corrections import (
     aggregate,
+    keep_all,
     log_discrepancy,
     log_staleness,
     mask,
     mask_weight,
-    start,
     truncate,
     unit_ids,
     veto,
@@ -47,7 +47,7 @@ from unstale.algorithms.objectives import (
 
 OBJECTIVES: dict[str, Callable[[Tensor, Tensor], Surrogate]] = {
     "ppo_clip": ppo_clip,
-    "no room to move": partial(ppo_clip, low=0.0, high=0.0),
+    "no room to move": partial(ppo_clip, clip_low=0.0, clip_high=0.0),
     "dual_clip": dual_clip,
     "gspo": gspo,
     "cispo": cispo,
@@ -107,9 +107,9 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens(
     assert one(dual_clip, ratio, advantage) == pytest.approx(expected)
 
 
-def test_dual_clip_refuses_a_cap_that_would_act_at_once() -> None:
-    with pytest.raises(ValueError, match="cap must be > 1"):
-        dual_clip(torch.zeros(1), torch.ones(1), cap=1.0)
+def test_dual_clip_refuses_a_bound_that_would_act_at_once() -> None:
+    with pytest.raises(ValueError, match="dual_clip must be > 1"):
+        dual_clip(torch.zeros(1), torch.ones(1), dual_clip=1.0)
 
 
 def test_gspo_is_a_narrow_clip() -> None:
@@ -132,7 +132,7 @@ def test_cispo_bounds_the_weight_and_keeps_the_gradient(
 def test_kl_penalty_pulls_back() -> None:
     log_ratio = math.log(2.0)
     expected = (0.75 * log_ratio**2 - 2.0 * 3.0, 1.5 * log_ratio - 2.0 * 3.0, False)
-    assert one(partial(kl_penalty, coefficient=1.5), 2.0, 3.0) == pytest.approx(expected)
+    assert one(partial(kl_penalty, kl_penalty=1.5), 2.0, 3.0) == pytest.approx(expected)
 
 
 def test_kl_penalty_still_pulls_beyond_the_bound_of_exp() -> None:
@@ -167,7 +167,7 @@ def test_on_fresh_data_every_objective_is_reinforce(name: str, unit: Any, how: A
     log_d = aggregate(
         log_discrepancy(value, value, sampled=SAMPLED), ids(unit), sampled=SAMPLED, how=how
     )
-    control = mask(log_d, start(SAMPLED), low=0.999, high=1.001)
+    control = mask(log_d, keep_all(SAMPLED), low=0.999, high=1.001)
     control = mask_weight(
         log_d, veto(log_d, control, sequence=SEQUENCE, below=0.9), low=0.5, high=2.0
     )
@@ -186,7 +186,7 @@ def test_gradients_reach_nothing_but_logp(name: str, unit: Any) -> None:
     log_d = aggregate(
         log_discrepancy(old_logp, behavior_logp, sampled=SAMPLED), ids(unit), sampled=SAMPLED
     )
-    control = truncate(log_d, mask(log_d, start(SAMPLED), low=0.5, high=2.0), high=1.1)
+    control = truncate(log_d, mask(log_d, keep_all(SAMPLED), low=0.5, high=2.0), high=1.1)
     log_s = log_staleness(logp, old_logp, unit=ids(unit), sampled=SAMPLED)
     surrogate = OBJECTIVES[name](log_s, ADVANTAGE)
     norm = token_norm(SAMPLED, control.keep, sequence=SEQUENCE, how="kept")
@@ -274,7 +274,7 @@ def test_a_cut_batch_sums_to_the_whole(how: Any) -> None:
         3, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
     log_d = aggregate(log_discrepancy(old, behavior, sampled=SAMPLED), ids("turn"), sampled=SAMPLED)
-    control = mask_weight(log_d, start(SAMPLED), low=0.3, high=3.0)
+    control = mask_weight(log_d, keep_all(SAMPLED), low=0.3, high=3.0)
     scale = control.factor * token_norm(SAMPLED, control.keep, sequence=SEQUENCE, how=how)
 
     def loss(logp: Tensor, part: slice) -> Tensor:

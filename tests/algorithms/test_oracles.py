@@ -23,11 +23,11 @@ from unstale.algorithms import advantages
 from unstale.algorithms.corrections import (
     aggregate,
     divergence,
+    keep_all,
     log_discrepancy,
     log_staleness,
     mask,
     mask_weight,
-    start,
     truncate,
     unit_ids,
 )
@@ -85,9 +85,9 @@ def case(section: str, **wanted: Any) -> Any:
 def factor(level: str, threshold: float | str) -> Tensor:
     log_d = aggregate(LOG_D, UNITS[level], sampled=SAMPLED, how="sum")
     if isinstance(threshold, float):
-        return truncate(log_d, start(SAMPLED), high=threshold).factor
+        return truncate(log_d, keep_all(SAMPLED), high=threshold).factor
     low, high = map(float, threshold.split("_"))
-    return mask_weight(log_d, start(SAMPLED), low=low, high=high).factor
+    return mask_weight(log_d, keep_all(SAMPLED), low=low, high=high).factor
 
 
 def staleness(logp: Tensor, unit: str = "token") -> Tensor:
@@ -114,20 +114,20 @@ def test_the_copy_is_the_shared_file() -> None:
 @pytest.mark.parametrize("reduction", NORMS)
 def test_clipped_loss(reduction: str) -> None:
     logp = NOW.clone().requires_grad_()
-    surrogate = dual_clip(staleness(logp), ADVANTAGE, low=0.2, high=0.28, cap=3.0)
+    surrogate = dual_clip(staleness(logp), ADVANTAGE, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
     check_loss(f"ppo_clip/{reduction}", (surrogate.loss * norm(reduction)).sum(), logp, surrogate)
 
 
 def test_gspo_loss() -> None:
     logp = NOW.clone().requires_grad_()
-    surrogate = gspo(staleness(logp, "sequence"), ADVANTAGE, low=3e-2, high=4e-2)
+    surrogate = gspo(staleness(logp, "sequence"), ADVANTAGE, clip_low=3e-2, clip_high=4e-2)
     loss = (surrogate.loss * norm("seq-mean-token-mean")).sum()
     check_loss("gspo/seq-mean-token-mean", loss, logp, surrogate)
 
 
 def test_cispo_loss_up_to_a_constant() -> None:
     logp = NOW.clone().requires_grad_()
-    surrogate = cispo(staleness(logp), ADVANTAGE, low=0.2, high=0.28)
+    surrogate = cispo(staleness(logp), ADVANTAGE, clip_low=0.2, clip_high=0.28)
     weight = (NOW - OLD).exp().clamp(0.8, 1.28)
     constant = (weight * ADVANTAGE * OLD * norm("token-mean"))[SAMPLED].sum()
     check_loss(
@@ -142,7 +142,7 @@ def test_discrepancy_weights_and_the_loss_they_weigh(level: str, threshold: floa
     expected = case("discrepancy", kind="weight", level=level, threshold=threshold)
     torch.testing.assert_close(weight, double(expected["values"]), rtol=1e-12, atol=1e-12)
     logp = NOW.clone().requires_grad_()
-    surrogate = dual_clip(staleness(logp), ADVANTAGE, low=0.2, high=0.28, cap=3.0)
+    surrogate = dual_clip(staleness(logp), ADVANTAGE, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
     loss = (surrogate.loss * weight * norm("token-mean")).sum()
     check_loss(f"ppo_clip_weighted/{level}/{threshold}", loss, logp, surrogate)
 
@@ -159,7 +159,7 @@ def test_k1_masks_are_bands_with_reciprocal_ends(option: str, level: str, how: A
     expected = case("discrepancy", kind="mask", option=option)
     low, high = map(float, expected["threshold"].split("_"))
     log_d = aggregate(LOG_D, UNITS[level], sampled=SAMPLED, how=how)
-    kept = mask(log_d, start(SAMPLED), low=1 / high, high=1 / low).keep
+    kept = mask(log_d, keep_all(SAMPLED), low=1 / high, high=1 / low).keep
     assert kept.int().tolist() == expected["values"]
 
 
@@ -167,7 +167,7 @@ def test_token_k3_mask_is_a_band_between_two_roots() -> None:
     expected = case("discrepancy", kind="mask", option="token_k3")
     bound = float(expected["threshold"])
     low, high = (_root(bound, *bracket) for bracket in ((0.5, 1.0), (1.0, 2.0)))
-    kept = mask(LOG_D, start(SAMPLED), low=low, high=high).keep
+    kept = mask(LOG_D, keep_all(SAMPLED), low=low, high=high).keep
     assert kept.int().tolist() == expected["values"]
 
 
@@ -187,7 +187,7 @@ def test_sequence_k3_mask_bounds_a_mean() -> None:
     expected = case("discrepancy", kind="mask", option="seq_mean_k3")
     k3 = reference_kl(BEHAVIOR, OLD, sampled=SAMPLED, estimator="k3")
     mean = aggregate(k3, UNITS["sequence"], sampled=SAMPLED)
-    kept = mask(mean, start(SAMPLED), low=0.0, high=math.exp(float(expected["threshold"]))).keep
+    kept = mask(mean, keep_all(SAMPLED), low=0.0, high=math.exp(float(expected["threshold"]))).keep
     assert kept.int().tolist() == expected["values"]
 
 

@@ -43,16 +43,16 @@ def test_behind_the_loglinear_proxy_thresholds_are_reparameterised_and_nothing_i
 
     clear = (total.abs() - bound / alpha).abs() > 1e-9
     band = {"low": math.exp(-bound), "high": math.exp(bound)}
-    kept = corrections.mask(log_d, corrections.start(sampled), **band).keep
+    kept = corrections.mask(log_d, corrections.keep_all(sampled), **band).keep
     wide = {"low": math.exp(-bound / alpha), "high": math.exp(bound / alpha)}
-    on_total = corrections.mask(total, corrections.start(sampled), **wide).keep
+    on_total = corrections.mask(total, corrections.keep_all(sampled), **wide).keep
     assert torch.equal(kept[clear], on_total[clear])
 
     high = math.expm1(bound)
     clear = (total - bound / (1 - alpha)).abs() > 1e-9
-    clipped = objectives.ppo_clip(log_s, advantage, low=1.0, high=high).clipped
+    clipped = objectives.ppo_clip(log_s, advantage, clip_low=1.0, clip_high=high).clipped
     on_total = objectives.ppo_clip(
-        total, advantage, low=1.0, high=math.expm1(bound / (1 - alpha))
+        total, advantage, clip_low=1.0, clip_high=math.expm1(bound / (1 - alpha))
     ).clipped
     assert torch.equal(clipped[clear], on_total[clear])
 

@@ -352,5 +352,5 @@ def test_baseline_lifts_only_what_is_1_by_construction() -> None:
 def test_an_option_that_the_fallback_does_not_read_is_refused_by_the_name_of_both(
     fallback: str, option: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"the route is eager with the fallback {fallback}"):
+    with pytest.raises(ConfigError, match=f"old_logps.route is eager with the fallback {fallback}"):
         configured(f"--old_logps.route eager --old_logps.fallback {fallback} --old_logps.{option}")

@@ -31,8 +31,6 @@ from tests.support.fake_sglang import FakeSglang
 from tests.support.fake_vllm import FakeVllm
 from tests.trainer.test_trainer import WIDE, a_batch, learn, make
 from unstale.build import (
-    build_correction,
-    build_objective,
     build_old_logps,
     load_policy,
     shares_deltas,
@@ -66,6 +64,7 @@ from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.testing import check_old_logps, checkpoint_round_trip, nudge, plain_logps, tiny_policy
 from unstale.trainer.local import LocalTrainer
 from unstale.trainer.records import Rules
+from unstale.trainer.rules import build_correction, build_objective
 from unstale.weights.publish import DirectPublisher
 from unstale.weights.store import VersionStore
 

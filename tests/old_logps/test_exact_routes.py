@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from tests.test_loop import make, run
-from unstale.build import build_correction, build_old_logps
+from unstale.build import build_old_logps
 from unstale.config import CorrectionConfig, OldLogpsConfig, TrainerConfig
 from unstale.engines import SamplingParams, Update
 from unstale.loop import RunComponents
@@ -44,6 +44,7 @@ from unstale.records import Batch, PendingPiece, Sampled, collate, walk
 from unstale.rollout.episode import Rollout
 from unstale.testing import checkpoint_round_trip, episode, nudge, plain_logps, tiny_policy
 from unstale.trainer.local import LocalTrainer
+from unstale.trainer.rules import build_correction
 from unstale.weights import child_process
 
 ROUTES = {

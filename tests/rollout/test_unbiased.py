@@ -20,7 +20,6 @@ from unstale.algorithms.corrections import (
     aggregate,
     log_discrepancy,
     log_staleness,
-    start,
     truncate,
     unit_ids,
 )
@@ -115,7 +114,7 @@ def expected_gradient(
     )
     log_d = log_discrepancy(old_logp, behavior, sampled=sampled)
     log_s = log_staleness(logp, old_logp, unit=unit, sampled=sampled, how="sum")
-    control = start(sampled)
+    control = keep_all(sampled)
     if correct:
         control = truncate(
             aggregate(log_d, unit, sampled=sampled, how="sum"), control, high=float("inf")
@@ -214,7 +213,7 @@ def test_a_cap_on_the_weight_is_biased() -> None:
         log_discrepancy(old_logp, behavior, sampled=SAMPLED), unit, sampled=SAMPLED, how="sum"
     )
     log_s = log_staleness(logps(theta), old_logp, unit=unit, sampled=SAMPLED, how="sum")
-    weight = truncate(log_d, start(SAMPLED), high=1.0).factor
+    weight = truncate(log_d, keep_all(SAMPLED), high=1.0).factor
     loss = none(log_s, per_token(ADVANTAGE)).loss * weight
     assert_apart(
         gradient(-(behavior.sum(1).exp()[:, None] * loss).sum(), theta), true_gradient(ADVANTAGE)

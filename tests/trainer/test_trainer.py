@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from unstale.algorithms.corrections import NonFinite
-from unstale.build import build_correction, build_objective, build_old_logps
+from unstale.build import build_old_logps
 from unstale.config import (
     ConfigError,
     CorrectionConfig,
@@ -39,6 +39,7 @@ from unstale.testing import checkpoint_round_trip, episode, nudge, plain_logps, 
 from unstale.trainer.local import LocalTrainer
 from unstale.trainer.optimizer import lr_factor, make_optimizer
 from unstale.trainer.records import Rules
+from unstale.trainer.rules import build_correction, build_objective
 
 WIDE = CorrectionConfig(control="truncate", high=1e6)
 PLANS: tuple[tuple[list, float], ...] = (

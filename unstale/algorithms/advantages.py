@@ -1,14 +1,17 @@
-"""Credit: how much better than its siblings was a trajectory, or a turn of it?
+"""Advantage estimators: how much better a trajectory, or one of its turns, is than comparable ones.
 
-Every estimator is `(groups) -> list[Credited]`, trajectories in their order, and rests on a function of tensors that
-knows no records (`rewards [n]` and `group [n]`, any integers). Both directions agree on the edges: a trajectory
-without siblings, and a group whose rewards are all equal, get exactly 0 from every estimator that compares siblings,
-never NaN. Failed episodes have no reward and take no part. Rewards are summed over their channels, in float64. An
-episode counts once however many branches it has; each of them gets its advantage, after it.
+A function with `@estimator` is a value of the option `advantage.estimator`. It maps the groups of one batch to scored
+trajectories in their order; its keyword-only parameters are options of that section. Each is based on a function of
+tensors without records: `rewards [n]` and `group [n]` (any integers).
+
+For every estimator that compares siblings, a trajectory without siblings has advantage 0, and so has a group of equal
+rewards; never NaN. Failed episodes have no reward and are left out. Rewards are summed over their channels, in
+float64. An episode counts once, however many branches it has; each branch has the advantage of its episode.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -19,74 +22,93 @@ from unstale.records import Group, ScoredTrajectory, Trajectory
 EPSILON = 1e-6
 """Added to a standard deviation before dividing by it, as public GRPO implementations do."""
 
+Estimator = Callable[..., list[ScoredTrajectory]]
+Function = TypeVar("Function", bound=Estimator)
 
-def grpo(groups: Sequence[Group], *, std: bool = True) -> list[ScoredTrajectory]:
-    """Reward minus the group's mean, over the group's standard deviation (arXiv 2402.03300, section 4.1.2)."""
-    rewards, group = _outcomes(groups)
-    return _credited(groups, grpo_advantage(rewards, group, std=std))
+ESTIMATORS: dict[str, Estimator] = {}
 
 
+def estimator(function: Function) -> Function:
+    """Register a function as a value of `advantage.estimator`."""
+    ESTIMATORS[function.__name__] = function
+    return function
+
+
+@estimator
+def grpo(groups: Sequence[Group]) -> list[ScoredTrajectory]:
+    """GRPO: reward minus the group's mean, divided by the group's standard deviation.
+
+    arXiv 2402.03300, section 4.1.2.
+    """
+    return _score(groups, grpo_advantage(*_outcomes(groups)))
+
+
+@estimator
 def grpo_no_std(groups: Sequence[Group]) -> list[ScoredTrajectory]:
-    """`grpo` without the division: groups with little spread are not blown up."""
-    return grpo(groups, std=False)
+    """GRPO without the division, which would amplify groups with little spread."""
+    return _score(groups, grpo_advantage(*_outcomes(groups), std=False))
 
 
+@estimator
 def dr_grpo(groups: Sequence[Group]) -> list[ScoredTrajectory]:
-    """The advantage of Dr. GRPO (arXiv 2503.20783), `grpo_no_std`; its other half is `token_norm(how="constant")`."""
-    return grpo(groups, std=False)
+    """Dr. GRPO (arXiv 2503.20783): `grpo_no_std`, to be used with `objective.loss_aggregation = constant`."""
+    return grpo_no_std(groups)
 
 
+@estimator
 def rloo(groups: Sequence[Group]) -> list[ScoredTrajectory]:
-    """Reward minus the mean of the *other* siblings: unbiased (arXiv 2402.14740)."""
-    return _credited(groups, rloo_advantage(*_outcomes(groups)))
+    """RLOO: reward minus the mean of the other siblings, which is unbiased (arXiv 2402.14740)."""
+    return _score(groups, rloo_advantage(*_outcomes(groups)))
 
 
+@estimator
 def opo(groups: Sequence[Group]) -> list[ScoredTrajectory]:
-    """Reward minus the group's mean weighted by action tokens: less variance (arXiv 2505.23585)."""
-    rewards, group = _outcomes(groups)
-    return _credited(groups, opo_advantage(rewards, group, lengths=_lengths(groups)))
+    """OPO: reward minus the group's mean weighted by action tokens; less variance (arXiv 2505.23585)."""
+    return _score(groups, opo_advantage(*_outcomes(groups), lengths=_lengths(groups)))
 
 
+@estimator
 def reinforce_batch(
     groups: Sequence[Group], *, group_baseline: bool = True, by_tokens: bool = True
 ) -> list[ScoredTrajectory]:
-    """REINFORCE with rewards normalised over the whole batch (REINFORCE++, arXiv 2501.03262).
+    """REINFORCE++: rewards normalized over the whole batch (arXiv 2501.03262).
 
-    `group_baseline` first takes each group's mean away. `by_tokens` counts a trajectory once per action token in the
-    batch's mean and deviation, else once. Give it the groups of one batch, all of them.
+    `group_baseline` first subtracts each group's mean. With `by_tokens` a trajectory counts once per action token
+    in the batch's mean and deviation, otherwise once. `groups` must be all groups of one batch.
     """
     rewards, group = _outcomes(groups)
     lengths = _lengths(groups) if by_tokens else None
-    return _credited(
-        groups, batch_advantage(rewards, group if group_baseline else None, lengths=lengths)
-    )
+    baseline = group if group_baseline else None
+    return _score(groups, batch_advantage(rewards, baseline, lengths=lengths))
 
 
+@estimator
 def turn_level(
     groups: Sequence[Group], *, discount: float = 1.0, std: bool = True
 ) -> list[ScoredTrajectory]:
-    """One advantage per turn: the discounted reward to go, normalised over all turns of the group.
+    """One advantage per turn: the discounted reward to go, normalized over all turns of the group.
 
-    A turn's reward is its own of `Trajectory.turn_rewards` (0 where there are none); the last turn has the
-    episode's reward besides. With discount 1, outcome rewards and equally many turns, `std=False` gives every turn
-    what `grpo_no_std` gives.
-    Raises ValueError if `turn_rewards` has another length than the trajectory has turns.
+    The reward of a turn is its entry of `Trajectory.turn_rewards` (0 without); the last turn has the episode's
+    reward in addition. With discount 1, `std=False`, outcome rewards and equal numbers of turns, every turn has the
+    advantage of `grpo_no_std`. Raises ValueError if `turn_rewards` has another length than the trajectory has turns.
     """
-    items = _trajectories(groups)
-    if not items:
+    trajectories = _trajectories(groups)
+    if not trajectories:
         return []
     _, group = _outcomes(groups)
     _, siblings = _members(group)
-    returns = [reward_to_go(_turn_rewards(item), discount=discount) for item in items]
+    returns = [reward_to_go(_turn_rewards(item), discount=discount) for item in trajectories]
     turns = torch.tensor([len(item) for item in returns])
     advantage = grpo_advantage(torch.cat(returns), group.repeat_interleave(turns), std=std)
-    advantage = torch.where((siblings[group] > 1).repeat_interleave(turns), advantage, 0.0)
-    parts = [tuple(part.tolist()) or (0.0,) for part in advantage.split(turns.tolist())]
-    return [
-        ScoredTrajectory(one, part if one is item else part[-1:])
-        for item, part in zip(items, parts, strict=True)
-        for one in (item, *item.branches)
-    ]
+    has_siblings = (siblings[group] > 1).repeat_interleave(turns)
+    advantage = torch.where(has_siblings, advantage, 0.0)
+    scored = []
+    for item, part in zip(trajectories, advantage.split(turns.tolist()), strict=True):
+        of_turns = tuple(part.tolist()) or (0.0,)
+        scored.append(ScoredTrajectory(item, of_turns))
+        # A branch follows the last turn of its episode.
+        scored += [ScoredTrajectory(branch, of_turns[-1:]) for branch in item.branches]
+    return scored
 
 
 def grpo_advantage(
@@ -96,7 +118,10 @@ def grpo_advantage(
     std: bool = True,
     epsilon: float = EPSILON,
 ) -> Float[Tensor, "n"]:
-    """`(r - mean) / (deviation + epsilon)` per group, or `r - mean`. The deviation is the sample's (n - 1)."""
+    """Return `(r - mean) / (deviation + epsilon)` per group, or `r - mean` without `std`.
+
+    The deviation is that of a sample (n - 1).
+    """
     index, count = _members(group)
     centred = _centre(rewards, index, count.to(rewards.dtype).reciprocal()[index])
     if std:
@@ -106,7 +131,7 @@ def grpo_advantage(
 
 
 def rloo_advantage(rewards: Float[Tensor, "n"], group: Int[Tensor, "n"]) -> Float[Tensor, "n"]:
-    """`r - mean of the others`, which is `(r - mean) * n / (n - 1)`."""
+    """Return `r - mean of the others` per group, which is `(r - mean) * n / (n - 1)`."""
     index, count = _members(group)
     size = count.to(rewards.dtype)
     return grpo_advantage(rewards, group, std=False) * (size / (size - 1).clamp(min=1))[index]
@@ -115,11 +140,10 @@ def rloo_advantage(rewards: Float[Tensor, "n"], group: Int[Tensor, "n"]) -> Floa
 def opo_advantage(
     rewards: Float[Tensor, "n"], group: Int[Tensor, "n"], *, lengths: Float[Tensor, "n"]
 ) -> Float[Tensor, "n"]:
-    """`r - sum(length * r) / sum(length)` per group. A group without a token gets 0."""
+    """Return `r - sum(length * r) / sum(length)` per group; 0 for a group without a token."""
     index, _ = _members(group)
-    share = (
-        lengths / _sum(lengths, index)[index]
-    )  # 0 / 0 in a group without a token: NaN, which is not > 0
+    # A group without a token has the share 0 / 0 = NaN, which is not > 0.
+    share = lengths / _sum(lengths, index)[index]
     return torch.where(_differs(rewards, index) & (share > 0), _centre(rewards, index, share), 0.0)
 
 
@@ -130,10 +154,11 @@ def batch_advantage(
     lengths: Float[Tensor, "n"] | None = None,
     epsilon: float = 1e-8,
 ) -> Float[Tensor, "n"]:
-    """`(x - mean) / sqrt(variance + epsilon)` over the batch, where x is r, or r - group mean if `group` is given.
+    """Return `(x - mean) / sqrt(variance + epsilon)` over the batch.
 
-    `lengths` weigh mean and variance (the sample's, n - 1). 0 for a group (without `group`: a batch) whose r do not
-    vary: it teaches nothing, and the weighted mean of x would otherwise move it.
+    x is r, or r minus its group's mean if `group` is given. `lengths` are the weights in mean and variance (that of
+    a sample, n - 1). Equal rewards in a group (without `group`: in the batch) give 0: they teach nothing, and the
+    weighted mean of x would otherwise shift them.
     """
     whole = torch.zeros_like(rewards, dtype=torch.long)
     index = whole if group is None else _members(group)[0]
@@ -148,7 +173,7 @@ def batch_advantage(
 def reward_to_go(
     rewards: Float[Tensor, "turns"], *, discount: float = 1.0
 ) -> Float[Tensor, "turns"]:
-    """`G_k = r_k + discount * G_{k+1}`.
+    """Return the discounted reward from each turn on: `G_k = r_k + discount * G_{k+1}`.
 
     >>> reward_to_go(torch.tensor([1.0, 0.0, 2.0]), discount=0.5)
     tensor([1.5000, 1.0000, 2.0000])
@@ -167,7 +192,7 @@ def _trajectories(groups: Sequence[Group]) -> list[Trajectory]:
 
 
 def _outcomes(groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
-    """Rewards `[n]` in float64, and the number of the group each belongs to."""
+    """Return rewards `[n]` in float64 and the index `[n]` of each trajectory's group."""
     for item in _trajectories(groups):
         if not math.isfinite(item.reward):
             raise ValueError(
@@ -179,34 +204,37 @@ def _outcomes(groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
 
 
 def _lengths(groups: Sequence[Group]) -> Tensor:
-    episodes = [(item, *item.branches) for item in _trajectories(groups)]
-    return torch.tensor(
-        [sum(one.num_sampled for one in each) for each in episodes], dtype=torch.float64
-    )
+    """Return the action tokens `[n]` of each episode, branches included."""
+    lengths = []
+    for item in _trajectories(groups):
+        lengths.append(item.num_sampled + sum(branch.num_sampled for branch in item.branches))
+    return torch.tensor(lengths, dtype=torch.float64)
 
 
 def _turn_rewards(item: Trajectory) -> Tensor:
     turns = item.num_turns
-    own = item.turn_rewards or (0.0,) * turns
-    if len(own) != turns:
+    rewards = item.turn_rewards or (0.0,) * turns
+    if len(rewards) != turns:
         raise ValueError(
-            f"episode {item.episode} of {item.task.key}: {len(own)} turn_rewards, {turns} turns"
+            f"episode {item.episode} of {item.task.key}: {len(rewards)} turn_rewards, {turns} turns"
         )
-    rewards = own and (*own[:-1], own[-1] + item.reward)
+    if rewards:
+        rewards = (*rewards[:-1], rewards[-1] + item.reward)
     if not all(math.isfinite(reward) for reward in rewards):
         raise ValueError(f"episode {item.episode} of {item.task.key} has turn_rewards {rewards}")
     return torch.tensor(rewards, dtype=torch.float64)
 
 
-def _credited(groups: Sequence[Group], advantage: Tensor) -> list[ScoredTrajectory]:
-    pairs = zip(_trajectories(groups), advantage.tolist(), strict=True)
-    return [
-        ScoredTrajectory(one, (value,)) for item, value in pairs for one in (item, *item.branches)
-    ]
+def _score(groups: Sequence[Group], advantage: Tensor) -> list[ScoredTrajectory]:
+    """Return each trajectory and its branches with the episode's advantage."""
+    scored = []
+    for item, value in zip(_trajectories(groups), advantage.tolist(), strict=True):
+        scored += [ScoredTrajectory(one, (value,)) for one in (item, *item.branches)]
+    return scored
 
 
 def _members(group: Tensor) -> tuple[Tensor, Tensor]:
-    """Groups renumbered 0, 1, ..., and how many members each has."""
+    """Return group ids renumbered 0, 1, ... and the number of members of each group."""
     _, index, count = group.unique(return_inverse=True, return_counts=True)
     return index, count
 
@@ -216,12 +244,12 @@ def _sum(values: Tensor, index: Tensor) -> Tensor:
 
 
 def _centre(values: Tensor, index: Tensor, share: Tensor) -> Tensor:
-    """Values minus their group's mean under `share`, which sums to 1 over a group."""
+    """Subtract the group's mean under the weights `share`, which sum to 1 over a group."""
     return values - _sum(share * values, index)[index]
 
 
 def _differs(values: Tensor, index: Tensor) -> Tensor:
-    """True where a group's values are not all equal: rounding in a mean must not become an advantage."""
+    """Return True where a group's values are not all equal, so that rounding never becomes an advantage."""
     size = int(index.max()) + 1 if len(index) else 0
     top = values.new_full((size,), -math.inf).scatter_reduce(0, index, values, "amax")
     bottom = values.new_full((size,), math.inf).scatter_reduce(0, index, values, "amin")

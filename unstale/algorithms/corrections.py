@@ -1,30 +1,31 @@
-"""The discrepancy D between engine and trainer: log-ratios, their aggregation, and what is done about them.
+"""The discrepancy D between engine and trainer: log-ratios, their aggregation, and corrections.
 
     pi / mu  =  D * S,    log D = old_logp - behavior_logp,    log S = logp - old_logp
 
-Plain functions of tensors of any one shape: packed `[T]` with ids per token, or padded `[B, T]` with a mask.
-`sampled` is True on action tokens; everything else is ignored, whatever it holds. Ids (`unit`, `sequence`) are any
-integers >= 0 on action tokens. D is always detached: it repairs a defect of the system and is nothing to learn from.
-D is numerics alone only where `old_logp` is exact; behind a proxy it holds staleness too.
+Functions take tensors of any one shape: packed `[T]` with ids per token, or padded `[B, T]` with a mask. `sampled` is
+True on action tokens; other tokens are ignored, whatever their values. Ids (`unit`, `sequence`) are integers >= 0 on
+action tokens. D is always detached: it repairs a numerical defect, and no policy should learn from it. D contains
+numerical differences alone only if `old_logp` is exact; behind an approximation it contains staleness, too.
 
-Order of use: `log_discrepancy` -> `aggregate` -> `start`, then any of `veto`, `mask`, `truncate`, `mask_weight`, each
-taking the verdict of the one before.
+Order of use: `log_discrepancy`, `aggregate`, `keep_all`, then any of `veto`, `mask`, `truncate`, `mask_weight`; each
+receives the `Control` of the one before. A function with `@control` is a value of the option `correction.control`,
+and its keyword-only parameters are options of that section.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 LOG_LIMIT = 20.0
-"""Log-ratios are held within +-20 before `exp`: e^20 = 4.9e8 is far outside any useful band and still finite."""
+"""Bound on |log-ratio| before `exp`: e^20 = 4.9e8 is finite and far outside any useful band."""
 
 WITH_BEHAVIOR = (1, 5)
-"""`trajectory.HAS_BEHAVIOR` as integers (sampled, replayed): this room imports no record. A test pins the two."""
+"""`records.HAS_BEHAVIOR` as integers (sampled, replayed). This package imports no records; a test compares them."""
 
 Unit = Literal["token", "turn", "segment", "sequence"]
 How = Literal["mean", "sum"]
@@ -42,7 +43,7 @@ class NonFinite(ValueError):
 
 
 def has_behavior(provenance: Int[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
-    """True where a token may enter an importance product: it was sampled here, in this context, so it has a mu.
+    """Return True for tokens that were sampled in this context and so have a behaviour log-probability.
 
     >>> has_behavior(torch.tensor([0, 1, 2, 3, 4, 5])).int().tolist()
     [0, 1, 0, 0, 0, 1]
@@ -61,8 +62,8 @@ def check_finite(
 ) -> None:
     """Raise `NonFinite` at the first action token whose log-probability is NaN or infinite.
 
-    `logps` are named tensors of the shape of `sampled`. `sequence` may be indices or episode numbers: the error
-    repeats it, with the token's position inside that sequence. Waits for the device.
+    `logps` are named tensors of the shape of `sampled`. The error gives the value of `sequence` (an index or an
+    episode number) and the token's position in it. Synchronizes with the device.
     """
     for name, values in logps.items():
         bad = (sampled & ~values.isfinite()).flatten().nonzero()
@@ -86,10 +87,10 @@ def unit_ids(
     version: Int[Tensor, "*shape"],
     sampled: Bool[Tensor, "*shape"],
 ) -> Int[Tensor, "*shape"]:
-    """The unit each action token belongs to, numbered 0, 1, ... in token order; -1 off the mask.
+    """Return the unit of each action token, numbered 0, 1, ... in token order; -1 for other tokens.
 
-    `turn`: one reply. `segment`: a maximal run of one version inside a reply. Sequences lie one after the other, so
-    a unit is a run of action tokens with equal keys. Padded batches pass `arange(B)[:, None].expand(B, T)`.
+    `turn`: one reply. `segment`: a maximal run of one version in a reply. Sequences must be contiguous. Padded
+    batches pass `arange(B)[:, None].expand(B, T)` as `sequence`.
 
     >>> row, turn = torch.zeros(5, dtype=torch.int64), torch.tensor([-1, 0, 0, -1, 1])
     >>> unit_ids("segment", sequence=row, turn=turn, version=torch.tensor([-1, 3, 4, -1, 4]), sampled=turn >= 0)
@@ -121,9 +122,9 @@ def aggregate(
     sampled: Bool[Tensor, "*shape"],
     how: How = "mean",
 ) -> Float[Tensor, "*shape"]:
-    """A log-ratio over the action tokens of each unit, given back to each of its tokens; 0 off the mask.
+    """Aggregate a log-ratio over each unit and return it for each of the unit's tokens; 0 for other tokens.
 
-    `mean` is the log of the geometric-mean ratio, `sum` the log of the product. Waits for the device once.
+    `mean` is the log of the geometric-mean ratio, `sum` the log of the product. Synchronizes with the device once.
     """
     if how not in ("mean", "sum"):
         raise ValueError(f"how must be mean or sum, got {how!r}")
@@ -142,7 +143,7 @@ def log_discrepancy(
     *,
     sampled: Bool[Tensor, "*shape"],
 ) -> Float[Tensor, "*shape"]:
-    """log D per token, detached; 0 off the mask. Float32 at least (float64 stays), not clamped."""
+    """Return log D per token, detached and not clamped, in float32 or float64; 0 for other tokens."""
     return torch.where(sampled, _widen(old_logp.detach()) - _widen(behavior_logp.detach()), 0.0)
 
 
@@ -154,10 +155,10 @@ def log_staleness(
     sampled: Bool[Tensor, "*shape"],
     how: How = "mean",
 ) -> Float[Tensor, "*shape"]:
-    """log S of each token's unit, with a gradient of exactly 1 towards its own `logp` and none towards `old_logp`.
+    """Return log S of each token's unit, with gradient 1 for its own `logp` and none for `old_logp`.
 
-    So `exp` of it is `sg(S_u) * exp(logp_t - sg(logp_t))`: broadcasting a product over a unit of n tokens does not
-    multiply the gradient by n (GSPO-token, arXiv 2507.18071, eq. 14). 0 off the mask; not clamped.
+    Its `exp` is `sg(S_u) * exp(logp_t - sg(logp_t))`, so a product over a unit of n tokens does not multiply the
+    gradient by n (GSPO-token, arXiv 2507.18071, eq. 14). 0 for other tokens; not clamped.
     """
     now = _widen(logp)
     held = aggregate(now.detach() - _widen(old_logp.detach()), unit, sampled=sampled, how=how)
@@ -165,20 +166,20 @@ def log_staleness(
 
 
 def bounded_exp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """The ratio itself, with its logarithm held within `LOG_LIMIT`."""
+    """Return the ratio, with its logarithm clamped to `LOG_LIMIT`."""
     return log_ratio.clamp(-LOG_LIMIT, LOG_LIMIT).exp()
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """The verdict on each token. Carries no gradient."""
+    """The correction of each token: a weight, and whether it is kept. Carries no gradient."""
 
     weight: Float[Tensor, "*shape"]
-    """What a kept token's loss is multiplied by."""
+    """Factor of a kept token's loss."""
     keep: Bool[Tensor, "*shape"]
-    """False on dropped tokens and off the mask."""
+    """False for dropped tokens and for tokens that are not action tokens."""
     weighted: bool = False
-    """A control has put D into `weight`; a second one would count D twice and is refused."""
+    """True once `weight` contains D; a second control would count D twice and is refused."""
 
     @property
     def factor(self) -> Tensor:
@@ -186,40 +187,55 @@ class Control:
         return torch.where(self.keep, self.weight, 0.0)
 
 
-def start(sampled: Bool[Tensor, "*shape"]) -> Control:
-    """Every action token kept with weight 1: what the first control begins from."""
+Function = TypeVar("Function", bound=Callable[..., Control])
+
+CONTROLS: dict[str, Callable[..., Control]] = {}
+
+
+def control(function: Function) -> Function:
+    """Register a function as a value of `correction.control`."""
+    CONTROLS[function.__name__] = function
+    return function
+
+
+def keep_all(sampled: Bool[Tensor, "*shape"]) -> Control:
+    """Return the first control: every action token kept with weight 1."""
     return Control(weight=torch.ones(sampled.shape, device=sampled.device), keep=sampled)
 
 
+@control
 def none(log_discrepancy: Float[Tensor, "*shape"], before: Control) -> Control:
-    """No control. Sound only if the objective is anchored on mu, or D is known to be 1."""
+    """Change nothing. Sound if the objective is anchored on mu, or if D is known to be 1."""
     return before
 
 
+@control
 def mask(
     log_discrepancy: Float[Tensor, "*shape"], before: Control, *, low: float, high: float
 ) -> Control:
-    """Keep a token if `low <= D <= high`. With `mean` aggregation bands are narrow: 1/1.005 .. 1.005."""
+    """Keep a token if `low <= D <= high`. With `mean` aggregation use a narrow band, 1/1.005 to 1.005."""
     return replace(before, keep=before.keep & _inside(log_discrepancy, low=low, high=high))
 
 
+@control
 def truncate(log_discrepancy: Float[Tensor, "*shape"], before: Control, *, high: float) -> Control:
-    """Weight `min(D, high)`: truncated importance sampling (IMPALA's rho-bar, arXiv 1802.01561; TIS in LLM training).
+    """Weight a token by `min(D, high)`: truncated importance sampling.
 
-    `high = inf` is the plain weight D.
+    IMPALA's rho-bar (arXiv 1802.01561); called TIS in LLM training. `high = inf` is the plain weight D.
     """
     if not high > 0:
         raise ValueError(f"high must be > 0, got {high}")
-    return _weigh(before, bounded_exp(log_discrepancy.detach()).clamp(max=high))
+    return _add_weight(before, bounded_exp(log_discrepancy.detach()).clamp(max=high))
 
 
+@control
 def mask_weight(
     log_discrepancy: Float[Tensor, "*shape"], before: Control, *, low: float, high: float
 ) -> Control:
-    """Weight D inside the band, drop the token outside it (IcePop, arXiv 2510.18855; also called MIS)."""
+    """Weight a token by D inside the band and drop it outside (IcePop, arXiv 2510.18855; also MIS)."""
     inside = _inside(log_discrepancy, low=low, high=high)
-    weighed = _weigh(before, torch.where(inside, bounded_exp(log_discrepancy.detach()), 0.0))
-    return replace(weighed, keep=before.keep & inside)
+    weight = torch.where(inside, bounded_exp(log_discrepancy.detach()), 0.0)
+    return replace(_add_weight(before, weight), keep=before.keep & inside)
 
 
 def veto(
@@ -229,10 +245,10 @@ def veto(
     sequence: Int[Tensor, "*shape"],
     below: float,
 ) -> Control:
-    """Drop a whole sequence with any action token whose D is under `below`; 0 never does.
+    """Drop each sequence that has an action token with D below `below`; 0 drops none.
 
-    Takes log D per token, not aggregated. Looks at every action token, also those that an earlier control dropped:
-    one impossible token says that the context was another one, and that holds for its neighbours.
+    `log_discrepancy` is per token, not aggregated. Tokens that an earlier control dropped count, too: one impossible
+    token shows that engine and trainer saw different contexts, which affects the whole sequence.
     """
     if not 0 <= below <= 1:
         raise ValueError(f"below must be between 0 and 1, got {below}")
@@ -252,9 +268,9 @@ def summary(
     log_discrepancy: Float[Tensor, "*shape"],
     log_staleness: Float[Tensor, "*shape"],
 ) -> dict[str, float]:
-    """What the controls did, and how far both factors are from 1, over action tokens. Empty if there are none.
+    """Return metrics of the control and of both log-ratios over action tokens; empty without any.
 
-    Percentiles are of the log-ratio (nearest rank); shares and means count action tokens before masking.
+    Percentiles (nearest rank) are of the signed log-ratio. Shares and means count action tokens before masking.
     """
     if not sampled.any():
         return {}
@@ -280,11 +296,12 @@ def divergence(
     sequence: Int[Tensor, "*shape"],
     sampled: Bool[Tensor, "*shape"],
 ) -> dict[str, float]:
-    """How far `old_logp` is from `behavior_logp`, estimated on tokens drawn from mu. Empty if there are none.
+    """Return estimates of the divergence of `old_logp` from `behavior_logp` on tokens drawn from mu.
 
-    `kl` is KL(mu || pi_old) by k1, `kl_k3` by k3 (joschu.net/blog/kl-approx.html); `chi2` is E[D^2] - 1, per token
-    and for the product over a sequence, and can be negative on a finite sample. A log-perplexity is the mean of
-    -logp over a sequence; its `gap` is pi_old's minus mu's. Sequences count equally in the means over sequences.
+    `kl_k1` and `kl_k3` estimate KL(mu || pi_old) (joschu.net/blog/kl-approx.html). `chi2` is E[D^2] - 1, per token
+    and for the product over a sequence; it can be negative on a finite sample. A log-perplexity is the mean of -logp
+    over a sequence, and `diff` is that of pi_old minus that of mu. Sequences have equal weights. Empty without an
+    action token.
     """
     if not sampled.any():
         return {}
@@ -326,7 +343,7 @@ def _inside(log_ratio: Tensor, *, low: float, high: float) -> Tensor:
     return (log_ratio >= _log(low)) & (log_ratio <= _log(high))
 
 
-def _weigh(before: Control, weight: Tensor) -> Control:
+def _add_weight(before: Control, weight: Tensor) -> Control:
     if before.weighted:
         raise ValueError(
             "the tokens already carry a weight D; a second control would count it twice, use mask"

@@ -1,116 +1,161 @@
-"""Staleness control: per-token losses on S = pi / pi_old, what they are divided by, and two regularisers.
+"""Objectives: per-token losses on the staleness ratio S = pi / pi_old, their denominators, and two regularisers.
 
     loss = sum_t  norm[t] * weight[t] * keep[t] * surrogate.loss[t]
 
-Plain functions of tensors of any one shape (packed `[T]` or padded `[B, T]`). The objectives take `log_staleness`
-as `corrections.log_staleness` makes it (log S of a unit, gradient 1 towards the token's own log-probability) and
-`advantage` per token. Weights, masks and `norm` never carry a gradient; `norm` is computed once on the whole batch,
-so a batch cut into micro-batches sums to the same loss.
+Functions take tensors of any one shape: packed `[T]` or padded `[B, T]`. An objective receives log S as
+`corrections.log_staleness` returns it (log S of a unit, gradient 1 for the token's own log-probability) and the
+advantage of each token. Weights, masks and `norm` carry no gradient. Compute `norm` once on the whole batch: the
+losses of its micro-batches then sum to the loss of the batch.
+
+A function with `@objective` is a value of the option `objective.kind`, and its keyword-only parameters are options of
+that section.
 """
 
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 LOG_LIMIT = 20.0
-"""log S is held within +-20 before `exp`, as log D is."""
+"""Bound on |log S| before `exp`: e^20 = 4.9e8 is finite and far outside any useful range."""
 
-Normalise = Literal["action_tokens", "kept", "sequence_mean", "constant"]
+LossAggregation = Literal["action_tokens", "kept", "sequence_mean", "constant"]
 
 
 class Surrogate(NamedTuple):
-    """`loss` per token, before weights and denominators. `clipped`: True where the trust region acts."""
+    """The loss of each token before weights and denominators; `clipped` is True outside the trust region."""
 
     loss: Tensor
     clipped: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class ObjectiveSpec:
+    """An objective and its requirements."""
+
+    surrogate: Callable[..., Surrogate]
+    per_sequence: bool = False
+    """S must be the geometric mean over the sequence."""
+    trains_zero_advantage: bool = False
+    """Tokens with advantage 0 have a gradient, too."""
+
+
+OBJECTIVES: dict[str, ObjectiveSpec] = {}
+
+Function = TypeVar("Function", bound=Callable[..., Surrogate])
+
+
+def objective(
+    *, per_sequence: bool = False, trains_zero_advantage: bool = False
+) -> Callable[[Function], Function]:
+    """Register a function as a value of `objective.kind`."""
+
+    def register(function: Function) -> Function:
+        OBJECTIVES[function.__name__] = ObjectiveSpec(function, per_sequence, trains_zero_advantage)
+        return function
+
+    return register
+
+
+@objective()
 def ppo_clip(
     log_staleness: Float[Tensor, "*shape"],
     advantage: Float[Tensor, "*shape"],
     *,
-    low: float = 0.2,
-    high: float = 0.28,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
 ) -> Surrogate:
-    """-min(S A, clip(S, 1 - low, 1 + high) A) (arXiv 1707.06347, eq. 7; unequal ends: arXiv 2503.14476).
+    """PPO's clipped loss: -min(S A, clip(S, 1 - clip_low, 1 + clip_high) A).
 
-    `clipped` tokens get no gradient: moving further would pay nothing.
+    arXiv 1707.06347, eq. 7; unequal bounds are from arXiv 2503.14476. Clipped tokens have no gradient.
     """
     ratio = _ratio(log_staleness)
-    loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
-    return Surrogate(loss, _outside(ratio, advantage, low=low, high=high))
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = -torch.minimum(ratio * advantage, bounded * advantage)
+    held = ratio.detach()
+    too_high = (advantage > 0) & (held > 1 + clip_high)
+    too_low = (advantage < 0) & (held < 1 - clip_low)
+    return Surrogate(loss, too_high | too_low)
 
 
+@objective()
 def dual_clip(
     log_staleness: Float[Tensor, "*shape"],
     advantage: Float[Tensor, "*shape"],
     *,
-    low: float = 0.2,
-    high: float = 0.28,
-    cap: float = 3.0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    dual_clip: float = 3.0,
 ) -> Surrogate:
-    """`ppo_clip`, and where A < 0 the loss is at most `cap * |A|` (arXiv 1912.09729).
+    """`ppo_clip`, with a loss of at most `dual_clip * |A|` where A < 0 (arXiv 1912.09729).
 
-    Bounds what PPO leaves unbounded: a token that became likelier although it was bad. `cap` is a value of S, > 1.
+    PPO does not bound the loss of a token with A < 0 that became likelier. `dual_clip` is a value of S above 1;
+    raises ValueError otherwise.
     """
-    if not cap > 1:
-        raise ValueError(
-            f"cap must be > 1 (at S = 1 it would already take the gradient), got {cap}"
-        )
-    once = ppo_clip(log_staleness, advantage, low=low, high=high)
-    capped = (advantage < 0) & (once.loss > -cap * advantage)
-    return Surrogate(torch.where(capped, -cap * advantage, once.loss), once.clipped | capped)
+    if not dual_clip > 1:
+        raise ValueError(f"dual_clip must be > 1 (1 stops fresh tokens too), got {dual_clip}")
+    clipped = ppo_clip(log_staleness, advantage, clip_low=clip_low, clip_high=clip_high)
+    bound = -dual_clip * advantage
+    above = (advantage < 0) & (clipped.loss > bound)
+    return Surrogate(torch.where(above, bound, clipped.loss), clipped.clipped | above)
 
 
+@objective(per_sequence=True)
 def gspo(
     log_staleness: Float[Tensor, "*shape"],
     advantage: Float[Tensor, "*shape"],
     *,
-    low: float = 3e-4,
-    high: float = 4e-4,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
 ) -> Surrogate:
     """`ppo_clip` on the sequence-mean ratio (arXiv 2507.18071, eq. 13), with that paper's narrow clip.
 
-    `log_staleness` must be aggregated over `sequence` by `mean`; the paper divides by `sequence_mean`.
+    `log_staleness` must be aggregated over `sequence` by `mean`. The paper's denominator is `sequence_mean`.
     """
-    return ppo_clip(log_staleness, advantage, low=low, high=high)
+    return ppo_clip(log_staleness, advantage, clip_low=clip_low, clip_high=clip_high)
 
 
+@objective()
 def cispo(
     log_staleness: Float[Tensor, "*shape"],
     advantage: Float[Tensor, "*shape"],
     *,
-    low: float = 0.2,
-    high: float = 0.28,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
 ) -> Surrogate:
-    """-sg(clip(S, 1 - low, 1 + high)) A log pi (arXiv 2506.13585, eq. 4): clipped tokens keep a gradient.
+    """CISPO: -sg(clip(S, 1 - clip_low, 1 + clip_high)) A log pi; clipped tokens keep a gradient.
 
-    Written with log S in the place of log pi: they differ by `old_logp`, a constant, so the gradient is the same and
-    the value is 0 on fresh data. `low = 1` is the paper's choice, no lower bound.
+    arXiv 2506.13585, eq. 4, with log S instead of log pi. They differ by the constant `old_logp`: the gradient is
+    the same, and the loss is 0 on fresh tokens. The paper has `clip_low = 1`, which is no lower bound.
     """
     ratio = _ratio(log_staleness.detach())
-    weight = ratio.clamp(1 - low, 1 + high)
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     return Surrogate(-weight * advantage * log_staleness, weight != ratio)
 
 
+@objective(trains_zero_advantage=True)
 def kl_penalty(
     log_staleness: Float[Tensor, "*shape"],
     advantage: Float[Tensor, "*shape"],
     *,
-    coefficient: float = 1.0,
+    kl_penalty: float = 1.0,
 ) -> Surrogate:
-    """-(S A - coefficient / 2 (log S)^2): a soft trust region (arXiv 1707.06347, section 4, with the k2 estimator)."""
-    loss = coefficient / 2 * log_staleness.square() - _ratio(log_staleness) * advantage
+    """A soft trust region: -(S A - kl_penalty / 2 (log S)^2).
+
+    arXiv 1707.06347, section 4, with the k2 estimator of the KL.
+    """
+    loss = kl_penalty / 2 * log_staleness.square() - _ratio(log_staleness) * advantage
     return Surrogate(loss, torch.zeros_like(advantage, dtype=torch.bool))
 
 
+@objective()
 def none(log_staleness: Float[Tensor, "*shape"], advantage: Float[Tensor, "*shape"]) -> Surrogate:
-    """-S A: importance-weighted REINFORCE with no trust region."""
-    return Surrogate(
-        -_ratio(log_staleness) * advantage, torch.zeros_like(advantage, dtype=torch.bool)
-    )
+    """Importance-weighted REINFORCE without a trust region: -S A."""
+    loss = -_ratio(log_staleness) * advantage
+    return Surrogate(loss, torch.zeros_like(advantage, dtype=torch.bool))
 
 
 def token_norm(
@@ -118,16 +163,18 @@ def token_norm(
     keep: Bool[Tensor, "*shape"],
     *,
     sequence: Int[Tensor, "*shape"],
-    how: Normalise = "action_tokens",
+    how: LossAggregation = "action_tokens",
     constant: float = 1.0,
 ) -> Float[Tensor, "*shape"]:
-    """What each token's loss is multiplied by so that the sum over the whole batch is the loss; 0 off the mask.
+    """Return the factor of each token's loss, such that the sum over the batch is the loss; 0 for other tokens.
 
-    `action_tokens`: 1 / action tokens **before** masking: dropping a token removes its gradient and leaves the
-    others' alone. `kept`: 1 / tokens that the controls kept. `sequence_mean`: the mean over a sequence's action
-    tokens (before masking), then over sequences. `constant`: 1 / (sequences * constant), no length in it (Dr. GRPO,
-    arXiv 2503.20783). Only sequences with an action token are counted. Compute it on the whole batch, across every
-    rank, before cutting. float64: denominators are counts, and the products are then summed in double precision.
+    - `action_tokens`: 1 / action tokens before masking, so a dropped token leaves the other gradients as they are.
+    - `kept`: 1 / tokens that the correction kept.
+    - `sequence_mean`: the mean over a sequence's action tokens before masking, then over sequences.
+    - `constant`: 1 / (sequences * constant), independent of length (Dr. GRPO, arXiv 2503.20783).
+
+    Only sequences with an action token count. Compute it on the whole batch, across all ranks. The result is
+    float64. Raises ValueError for `constant <= 0`.
     """
     counted = keep if how == "kept" else sampled
     rows = torch.where(sampled, sequence, 0)
@@ -156,13 +203,13 @@ def reference_kl(
     sampled: Bool[Tensor, "*shape"],
     estimator: Literal["k1", "k2", "k3"] = "k3",
 ) -> Float[Tensor, "*shape"]:
-    """KL(pi || reference) at each token, to be **added** to the loss with its own coefficient; 0 off the mask.
+    """Return KL(pi || reference) per token, to be added to the loss with a coefficient; 0 for other tokens.
 
     With x = logp - reference_logp the value is k1 = x, k2 = x^2 / 2 or k3 = e^-x - 1 + x
     (joschu.net/blog/kl-approx.html). The gradient is that of k2, x * grad logp, for all three: on tokens drawn from
-    pi it is the only one of them whose mean is the gradient of KL(pi || reference). Differentiating k1 gives 0 in
-    the mean, and k3 gives the gradient of KL(reference || pi) (arXiv 2506.09477). On stale tokens multiply by
-    sg(D * S). Contexts are taken as given: how a token steers later ones is not in it.
+    pi only its mean is the gradient of KL(pi || reference). The gradient of k1 is 0 in the mean, and that of k3
+    belongs to KL(reference || pi) (arXiv 2506.09477). On stale tokens multiply by sg(D * S). The effect of a token
+    on later contexts is not included.
     """
     gap = torch.where(sampled, _widen(logp) - _widen(reference_logp.detach()), 0.0)
     k2 = gap.square() / 2
@@ -180,9 +227,9 @@ def reference_kl(
 
 
 def entropy(logits: Float[Tensor, "*shape vocabulary"]) -> Float[Tensor, "*shape"]:
-    """Entropy (nats) of the next-token distribution, exact, to be **subtracted** from the loss with its coefficient.
+    """Return the exact entropy, in nats, of next-token distributions; subtract it from the loss.
 
-    `logits` are divided by the sampling temperature already.
+    `logits` are already divided by the sampling temperature.
     """
     logps = torch.log_softmax(_widen(logits), dim=-1)
     return -(logps.exp() * logps).sum(-1)
@@ -191,23 +238,18 @@ def entropy(logits: Float[Tensor, "*shape vocabulary"]) -> Float[Tensor, "*shape
 def sampled_entropy(
     logp: Float[Tensor, "*shape"], *, sampled: Bool[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
-    """Entropy from the sampled token alone, where full logits cost too much; 0 off the mask.
+    """Return an estimate of the entropy from the sampled tokens, without full logits; 0 for other tokens.
 
-    The value is -logp. Its derivative would be 0 in the mean, so the gradient is that of -logp^2 / 2, whose mean
-    over tokens drawn from pi is the entropy's. On stale tokens multiply by sg(D * S).
+    The value is -logp. Its derivative is 0 in the mean, so the gradient is that of -logp^2 / 2: its mean over
+    tokens drawn from pi is the gradient of the entropy. On stale tokens multiply by sg(D * S).
     """
-    own = torch.where(sampled, _widen(logp), 0.0)
-    half_square = own.square() / 2
-    return -own.detach() - (half_square - half_square.detach())
+    values = torch.where(sampled, _widen(logp), 0.0)
+    half_square = values.square() / 2
+    return -values.detach() - (half_square - half_square.detach())
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_LIMIT, LOG_LIMIT).exp()
-
-
-def _outside(ratio: Tensor, advantage: Tensor, *, low: float, high: float) -> Tensor:
-    ratio = ratio.detach()
-    return ((advantage > 0) & (ratio > 1 + high)) | ((advantage < 0) & (ratio < 1 - low))
 
 
 def _widen(values: Tensor) -> Tensor:

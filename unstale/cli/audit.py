@@ -25,14 +25,12 @@ from torch import Tensor
 
 from unstale.algorithms import audit as pure
 from unstale.build import (
-    build_correction,
-    build_objective,
     build_old_logps,
     build_scorer,
     load_policy,
 )
 from unstale.config import ConfigError, OldLogpsConfig, Route, nearest
-from unstale.config.stored import stored_config
+from unstale.config.options import stored_config
 from unstale.durability.run_folder import AUDIT, Row, RunFolder, dumps, write_whole
 from unstale.model.policy import Policy
 from unstale.observe.report.audited import COLUMNS, cells
@@ -51,6 +49,7 @@ from unstale.trainer.auditor import (
     spread,
     with_error,
 )
+from unstale.trainer.rules import build_correction, build_objective
 from unstale.weights.recording import RECORDED, Recorded
 
 ROUTES: tuple[Route, ...] = get_args(Route)

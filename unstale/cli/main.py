@@ -1,7 +1,6 @@
 """The command line. Errors a user can mend are one line and exit code 2; nothing here imports torch before it must."""
 
 import argparse
-import ast
 import dataclasses
 import inspect
 import os
@@ -19,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from unstale.config import ConfigError, RunConfig, install, nearest
+from unstale.config.options import field_docs as field_docs
 from unstale.config.renamed import refuse_renamed
 from unstale.planner.simulate_command import add as planned
 from unstale.recipes import RECIPES
@@ -266,7 +266,7 @@ def _add_knobs(parser: _Parser, recipe: RunConfig | None) -> None:
     parser.set_defaults(knobs=tuple(names))
 
 
-def _sections() -> Iterator[tuple[str, type[Any]]]:
+def _sections() -> Iterator[tuple[str, Any]]:
     yield "", RunConfig
     for field in dataclasses.fields(RunConfig):
         kind = _types(RunConfig)[field.name]
@@ -275,7 +275,7 @@ def _sections() -> Iterator[tuple[str, type[Any]]]:
 
 
 @cache
-def _documented() -> list[tuple[str, type[Any], dict[str, str]]]:
+def _documented() -> list[tuple[str, Any, dict[str, str]]]:
     """Every section, with the docstrings of its fields: reading them takes longer than all other parsing."""
     return [(section, cls, field_docs(cls)) for section, cls in _sections()]
 
@@ -329,26 +329,6 @@ def _reader(kind: Any) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}") from None
 
     return read
-
-
-def field_docs(cls: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass.
-
-    >>> from unstale.config import EvalConfig
-    >>> field_docs(EvalConfig)["every"]
-    'Steps between evaluations; 0 evaluates before the first step and after the last.'
-    """
-    tree = ast.parse(inspect.getsource(cls)).body[0]
-    assert isinstance(tree, ast.ClassDef)
-    docs = {}
-    for field, text in zip(tree.body, tree.body[1:], strict=False):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(text, ast.Expr)
-        ):
-            docs[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
-    return docs
 
 
 def configure(chosen: argparse.Namespace) -> RunConfig:

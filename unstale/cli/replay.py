@@ -10,7 +10,7 @@ from torch import Tensor
 from unstale.algorithms.corrections import check_finite
 from unstale.build import build_scorer, build_trainer, load_policy
 from unstale.config import AuditConfig, ConfigError, RunConfig
-from unstale.config.stored import stored_config
+from unstale.config.options import stored_config
 from unstale.durability.run_folder import RunFolder
 from unstale.trainer.records import NOT_FINITE, Minibatch
 from unstale.weights.recording import WENT_WRONG, WentWrong

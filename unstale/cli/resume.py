@@ -10,7 +10,7 @@ from typing import Any
 
 from unstale.build import Components, ResumeState, build_checkpoints
 from unstale.config import ConfigError, RunConfig
-from unstale.config.stored import stored_config
+from unstale.config.options import stored_config
 from unstale.durability.checkpoint import Checkpoint, CheckpointError, Checkpoints, Progress
 from unstale.durability.journal import JOURNAL, Journal, JournalError, Marked
 from unstale.durability.run_folder import CONFIG, RunFolder, plain

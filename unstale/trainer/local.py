@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unstale.algorithms.corrections import Control, bounded_exp, check_finite, start
+from unstale.algorithms.corrections import Control, bounded_exp, check_finite, keep_all
 from unstale.algorithms.objectives import reference_kl
 from unstale.config import TrainerConfig
 from unstale.model.forward import ForwardOptions, Scored
@@ -64,7 +64,7 @@ class LocalTrainer:
         )
         batch, where = whole.select(busy)
         lag = torch.where(batch.sampled, self.policy.lag(batch.version), -1)
-        old_logp, control = torch.empty(0), start(batch.sampled)
+        old_logp, control = torch.empty(0), keep_all(batch.sampled)
         if not self.old.needs.inline:
             old_logp, control = self._judge(batch, self._now(batch), lag)
         reference = self._score(self._reference, batch).logp if self._reference else torch.empty(0)

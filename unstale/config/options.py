@@ -1,0 +1,205 @@
+"""Options by name, as `trainer.lr`: their types and help, and configurations with other values."""
+
+import ast
+import inspect
+import math
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, is_dataclass, replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from unstale.config import RunConfig
+from unstale.config.checks import ConfigError, nearest, option_types
+from unstale.config.declared import ChoiceOf
+from unstale.config.renamed import refuse_renamed
+
+MAX_EXACT_INT = 1 << 53
+"""Integers up to this size convert to float without loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of `RunConfig`; `section` is "" for the run's own options."""
+
+    section: str
+    field: str
+    kind: Any
+
+    @property
+    def name(self) -> str:
+        return f"{self.section}.{self.field}" if self.section else self.field
+
+    @property
+    def plain_kind(self) -> Any:
+        """The type without its range."""
+        return get_args(self.kind)[0] if get_origin(self.kind) is Annotated else self.kind
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The allowed words; empty if there is no fixed list."""
+        if get_origin(self.plain_kind) is Literal:
+            return get_args(self.plain_kind)
+        rules = getattr(self.kind, "__metadata__", ())
+        return tuple(
+            name for rule in rules if isinstance(rule, ChoiceOf) for name in rule.choices()
+        )
+
+    @property
+    def values(self) -> str:
+        """The allowed values as help shows them: choices, or the names of types."""
+        if self.choices:
+            return "|".join(self.choices)
+        kinds = get_args(self.plain_kind) or (self.plain_kind,)
+        return "|".join("none" if kind is type(None) else kind.__name__.upper() for kind in kinds)
+
+    def of(self, config: RunConfig) -> Any:
+        """Return the option's value in a configuration."""
+        return getattr(getattr(config, self.section) if self.section else config, self.field)
+
+    def parse(self, text: str) -> Any:
+        """Return the value of a word on the command line. Raises `ConfigError` if it has another type."""
+        kinds = get_args(self.plain_kind) or (self.plain_kind,)
+        if self.choices:
+            if text not in self.choices:
+                raise ConfigError(f"--{self.name} cannot be {text!r}{nearest(text, self.choices)}")
+            return text
+        if bool in kinds:
+            if text.lower() not in ("true", "false"):
+                raise ConfigError(f"--{self.name} must be true or false, got {text!r}")
+            return text.lower() == "true"
+        if type(None) in kinds and text.lower() == "none":
+            return None
+        try:
+            return kinds[0](text)
+        except ValueError:
+            expected = "a whole number" if kinds[0] is int else "a number"
+            raise ConfigError(f"--{self.name} must be {expected}, got {text!r}") from None
+
+    def read(self, value: Any, where: str) -> Any:
+        """Return a value of a JSON or TOML file as the option's type.
+
+        A path is a string, null stands for infinity, and 1 may stand for 1.0. Raises `ConfigError` for another type.
+        """
+        kinds = {*(get_args(self.plain_kind) or (self.plain_kind,))}
+        if get_origin(self.plain_kind) is Literal:
+            kinds = {str}
+        if kinds == {float} and value is None:
+            return math.inf
+        if Path in kinds and type(value) is str:
+            return Path(value)
+        is_exact = type(value) is int and float in kinds and abs(value) <= MAX_EXACT_INT
+        if type(value) in kinds or is_exact:
+            return value
+        expected = " or ".join(sorted(kind.__name__ for kind in kinds))
+        raise ConfigError(f"{where} cannot be {value!r}: expected {expected}")
+
+
+@cache
+def sections() -> dict[str, Any]:
+    """Return the sections of `RunConfig` by name; the run's own options are section ""."""
+    types = option_types(RunConfig)
+    found = {name: kind for name, kind in types.items() if is_dataclass(kind)}
+    return {"": RunConfig, **found}
+
+
+@cache
+def options() -> dict[str, Option]:
+    """Return all options by name, in the order of the data flow."""
+    found = {}
+    for section, cls in sections().items():
+        for field, kind in option_types(cls).items():
+            if not is_dataclass(kind):
+                option = Option(section, field, kind)
+                found[option.name] = option
+    return found
+
+
+def override(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration with other values of some options, given by name."""
+    changes: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        option = options()[name]
+        changes.setdefault(option.section, {})[option.field] = value
+    own = changes.pop("", {})
+    changed = {name: replace(getattr(config, name), **fields) for name, fields in changes.items()}
+    return replace(config, **changed, **own)
+
+
+def read_values(row: Any, source: str) -> dict[str, Any]:
+    """Return the options of a JSON object or a TOML table with one table per section, by name.
+
+    Raises `ConfigError`, beginning with `source`, for an unknown or renamed option or a value of another type.
+    """
+    values = {}
+    for name, value in _leaves(row, source):
+        option = options().get(name)
+        if option is None:
+            refuse_renamed(name, source)
+            refuse_renamed(name.partition(".")[0], source)
+            raise ConfigError(f"{source}: unknown option {name}{nearest(name, list(options()))}")
+        values[name] = option.read(value, f"{source}, {name}")
+    return values
+
+
+def _leaves(row: Any, source: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(row, dict):
+        raise ConfigError(f"{source} is not a table of options")
+    for name, value in row.items():
+        if name not in sections():
+            yield name, value
+        elif isinstance(value, dict):
+            yield from ((f"{name}.{field}", each) for field, each in value.items())
+        else:
+            raise ConfigError(f"{source}, {name} is not a table of options")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the options of a TOML file by name. Raises `ConfigError` that gives file and option."""
+    try:
+        row = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    return read_values(row, str(path))
+
+
+def stored_config(row: dict[str, Any], source: str = "config.json") -> RunConfig:
+    """Return the configuration that a run folder holds; options that it lacks have their defaults.
+
+    Raises `ConfigError` like `read_values`.
+    """
+    values = read_values(row, source)
+    if "recipe" not in values:
+        raise ConfigError(f"{source} has no option recipe")
+    changes: dict[str, dict[str, Any]] = {name: {} for name in sections()}
+    for name, value in values.items():
+        option = options()[name]
+        changes[option.section][option.field] = value
+    own = changes.pop("")
+    made = {name: sections()[name](**fields) for name, fields in changes.items()}
+    return RunConfig(**own, **made)
+
+
+@cache
+def field_docs(section: Any) -> dict[str, str]:
+    """Return the docstring under each field of a dataclass.
+
+    >>> from unstale.config import EvalConfig
+    >>> field_docs(EvalConfig)["tasks"]
+    'Held-out tasks; 0 never evaluates.'
+    """
+    tree = ast.parse(Path(inspect.getfile(section)).read_text(encoding="utf-8"))
+    body = next(
+        node.body
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == section.__name__
+    )
+    docs = {}
+    for field, text in pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            docs[ast.unparse(field.target)] = " ".join(str(ast.literal_eval(text.value)).split())
+    return docs

@@ -1,0 +1,78 @@
+"""The configuration of a run: its own options and all sections."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from unstale.config.algorithm import (
+    AdvantageConfig,
+    AuditConfig,
+    CorrectionConfig,
+    ObjectiveConfig,
+    OldLogpsConfig,
+)
+from unstale.config.checks import ConfigError, NonNegative, PositiveInt, Range, Section
+from unstale.config.sampling import EngineConfig, RolloutConfig, ScheduleConfig, TaskConfig
+from unstale.config.training import CheckpointConfig, EvalConfig, TrainerConfig
+
+SHIPPED_POLICY = Path(__file__).parents[1] / "recipes" / "base_policy"
+"""The folder of the small model in the package: `policy = "base"`."""
+
+MAX_SEED = 9e9
+"""A seed has 10^9 task numbers of its own, and a task number has 63 bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig(Section):
+    """A run: its model, length and folder."""
+
+    recipe: str
+    """Name of the recipe."""
+    policy: str = "base"
+    """A Hugging Face model folder; `base` is the small model in the package."""
+    runs: Path = Path("runs")
+    """Folder in which the run folder is made."""
+    name: str = ""
+    """Name of the run folder; empty makes one from recipe, seed and time."""
+    seed: Annotated[int, Range(0, MAX_SEED)] = 0
+    """Seed of tasks, episodes and sampling noise."""
+    steps: PositiveInt = 80
+    """Batches to train on."""
+    minutes: NonNegative = 0.0
+    """Stop after this many minutes, if earlier than `steps`; 0 never does."""
+    tensorboard: bool = False
+    """Also write TensorBoard events into the run folder."""
+    deterministic: bool = False
+    """Make two runs bitwise equal: a virtual clock, one thread, the engine in lockstep."""
+    task: TaskConfig = field(default_factory=TaskConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    old_logps: OldLogpsConfig = field(default_factory=OldLogpsConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+    @property
+    def policy_folder(self) -> Path:
+        """The model folder of the initial policy."""
+        return SHIPPED_POLICY if self.policy == "base" else Path(self.policy)
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)
+        engine = self.engine
+        if self.deterministic and (engine.backend, engine.processes) != ("embedded", 1):
+            raise ConfigError(
+                "deterministic needs engine.backend = embedded and engine.processes = 1, "
+                f"got {engine.backend} and {engine.processes}"
+            )
+        num_sequences = self.schedule.groups_per_step * self.schedule.group_size
+        if self.trainer.minibatches_per_batch > num_sequences:
+            raise ConfigError(
+                f"trainer.minibatches_per_batch must be <= {num_sequences} "
+                f"(the sequences of a batch), got {self.trainer.minibatches_per_batch}"
+            )

@@ -1,0 +1,153 @@
+"""Options of tasks, engines, episodes and their schedule."""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from unstale.config.backends import Backend
+from unstale.config.checks import (
+    ConfigError,
+    Count,
+    NonNegative,
+    Positive,
+    PositiveInt,
+    Range,
+    Section,
+    Share,
+    nearest,
+)
+
+Dtype = Literal["float32", "bfloat16"]
+
+SHIPPED_ENVS = ("retail", "calculator", "python")
+
+
+def staleness_bound(max_staleness: int, groups_per_step: int, lookahead_window: int) -> int:
+    """Return the largest staleness, in versions, that a token can have when its batch is taken.
+
+    One version is published per batch. docs/staleness.md has the derivation.
+
+    >>> staleness_bound(2, 16, lookahead_window=1)
+    2
+    >>> staleness_bound(2, 16, lookahead_window=4)
+    3
+    """
+    if max_staleness == 0:
+        return 0  # at most one batch is in flight, so no group can be left behind
+    return max_staleness + math.ceil((lookahead_window - 1) / groups_per_step)
+
+
+def fast_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> Dtype:
+    """Return bfloat16 if there is a GPU, or a CPU with bfloat16 products; otherwise float32."""
+    flags = cpuinfo.read_text() if cpuinfo.exists() else ""
+    has_driver = Path("/proc/driver/nvidia").exists()
+    has_gpu = has_driver and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+    has_products = "avx512_bf16" in flags or "amx_bf16" in flags
+    return "bfloat16" if has_gpu or has_products else "float32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskConfig(Section):
+    """The tasks that the agent trains on."""
+
+    env: str = "retail"
+    """`retail`, `calculator`, `python`, `library:name` (docs/libraries.md) or `module:factory`."""
+    level: Literal["1", "2", "3"] = "1"
+    """`retail`: difficulty. 1 suits a small model, 2 and 3 larger ones."""
+    latency_s: NonNegative = 0.0
+    """`retail`: mean latency of a tool call, log-normal; 0 has none."""
+    latency_sigma: NonNegative = 0.5
+    """`retail`: standard deviation of the logarithm of that latency."""
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)
+        if self.env not in SHIPPED_ENVS and ":" not in self.env:
+            raise ConfigError(f"task.env cannot be {self.env!r}{nearest(self.env, SHIPPED_ENVS)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig(Section):
+    """The engine that samples tokens."""
+
+    backend: Backend = "embedded"
+    """The embedded engine, or a server behind HTTP. See docs/engines.md."""
+    urls: str = ""
+    """Servers on this host to attach to, separated by spaces; without any, `vllm` starts one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"
+    """Precision of generation; `auto` picks the faster one on this machine."""
+    threads: PositiveInt = 1
+    """CPU threads of an engine process; the trainer takes the others."""
+    processes: PositiveInt = 1
+    """Embedded engine processes. For a small model, more processes beat more threads."""
+    max_running: PositiveInt = 128
+    """Replies generated at the same time, by all embedded processes together or by each server."""
+    max_context: Annotated[int, Range(16)] = 1024
+    """Tokens of an episode, prompt and replies together."""
+    temperature: Positive = 1.0
+    """Sampling temperature. The trainer applies it too."""
+    top_p: float = 1.0
+    """Must be 1: the truncated support would be needed for exact log-probabilities."""
+    max_completion_tokens: PositiveInt = 96
+    """Tokens of one reply."""
+    keep_cache: bool = False
+    """Keep the KV cache when weights change. Faster, but such tokens have no version's policy."""
+    restarts: Count = 2
+    """Restarts of a crashed engine before the run stops; replies continue from their tokens."""
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)
+        if self.dtype == "auto":
+            # The run folder records the precision that was used.
+            object.__setattr__(self, "dtype", fast_dtype())
+        if self.max_running < self.processes:
+            raise ConfigError(
+                f"engine.max_running must be >= {self.processes} (engine.processes), "
+                f"got {self.max_running}"
+            )
+        if self.backend == "embedded" and self.urls:
+            raise ConfigError("engine.urls needs a server backend: set engine.backend too")
+        if self.backend != "embedded" and self.processes > 1:
+            raise ConfigError(
+                "engine.processes is an option of engine.backend = embedded; "
+                "for more servers give engine.urls"
+            )
+        if self.top_p != 1.0:
+            raise ConfigError(
+                f"engine.top_p must be 1.0, got {self.top_p}: "
+                "a truncated support could not be replayed"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig(Section):
+    """The limits of an episode."""
+
+    max_turns: PositiveInt = 10
+    """Replies per episode; after that many the episode ends."""
+    timeout_s: Positive = 60.0
+    """Time limit for one answer of an environment."""
+    retries: Count = 1
+    """Times a failed episode is restarted with the same seed."""
+    max_failed_share: Share = 0.2
+    """Stop the run above this share of failed episodes among the last 100 (from the 20th on)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleConfig(Section):
+    """The batch size and how stale its tokens may be. See docs/staleness.md."""
+
+    max_staleness: Count = 2
+    """Versions a token may lag behind the policy that trains on it. 0 trains synchronously."""
+    groups_per_step: PositiveInt = 16
+    """Tasks per batch."""
+    group_size: PositiveInt = 8
+    """Episodes per task."""
+    lookahead_window: PositiveInt = 1
+    """Take each group of a batch from this many of the oldest groups. 1 is strict order."""
+
+    @property
+    def staleness_bound(self) -> int:
+        """The largest staleness, in versions, of a token when its batch is taken."""
+        return staleness_bound(self.max_staleness, self.groups_per_step, self.lookahead_window)
