@@ -558,7 +558,7 @@ def _learn(folder: Path, wanted: Mapping[str, Any], seed: int) -> None:
     words = [word for name, value in knobs.items() for word in (f"--{name}", str(value))]
     root = Path(__file__).parent.parent
     subprocess.run(
-        [sys.executable, "-m", "unstale.cli.main", "train", "retail", *words], check=True, cwd=root
+        [sys.executable, "-m", "unstale", "train", "retail", *words], check=True, cwd=root
     )
 
 

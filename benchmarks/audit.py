@@ -40,9 +40,7 @@ def main() -> None:
             f"--{name}={value}"
             for name, value in {**knobs, "runs": folder, "name": "audited"}.items()
         ]
-        subprocess.run(
-            [sys.executable, "-m", "unstale.cli.main", "train", "retail", *words], check=True
-        )
+        subprocess.run([sys.executable, "-m", "unstale", "train", "retail", *words], check=True)
         run = Path(folder) / "audited"
         audit(run)
         table = (run / AUDIT).with_suffix(".md").read_text()

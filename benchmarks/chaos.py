@@ -463,7 +463,7 @@ def main() -> None:
     ]
     tell("a run that nobody kills")
     subprocess.run(
-        [sys.executable, "-m", "unstale.cli.main", "train", *alone],
+        [sys.executable, "-m", "unstale", "train", *alone],
         check=True,
         stdout=subprocess.DEVNULL,
     )

@@ -54,7 +54,7 @@ class Outcome:
 
 def rl(seed: int, folder: Path) -> None:
     """The recipe, from the command line."""
-    command = [sys.executable, "-m", "unstale.cli.main", "train", "retail", "--seed", str(seed)]
+    command = [sys.executable, "-m", "unstale", "train", "retail", "--seed", str(seed)]
     subprocess.run([*command, "--runs", str(folder.parent), "--name", folder.name], check=True)
 
 

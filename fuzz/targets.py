@@ -11,7 +11,6 @@ chat_text        what tools, customers and tasks say: it stays text, and convers
 endpoint         an HTTP request: answered where the description allows it, else 4xx in words; never 500, never a hang
 """
 
-import argparse
 import json
 import math
 import shutil
@@ -33,7 +32,7 @@ from zstandard import ZstdCompressor, ZstdDecompressor
 from fuzz.asks import endpoint
 from fuzz.draws import NESTED, ODD, Draws, as_json, require
 from fuzz.talk import chat_text, tool_call
-from unstale.cli import main
+from unstale.cli import main, recipe_options
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import stored_config
 from unstale.durability.checkpoint import CheckpointError, Checkpoints, Progress, _sum
@@ -103,12 +102,6 @@ def _require_says(config: RunConfig, given: Mapping[str, Any]) -> None:
     require(stored_config(held) == config, "it is not read back equal")
 
 
-@cache
-def _command_line() -> tuple[argparse.ArgumentParser, tuple[str, ...]]:
-    parser = main._parser(["train", "retail"])
-    return parser, tuple(f"--{name}" for name in _flat(plain(RECIPES["retail"]())))
-
-
 def _flat(config: Mapping[str, Any]) -> list[str]:
     names = []
     for name, value in config.items():
@@ -124,7 +117,7 @@ ONES = (
 
 def config_knobs(data: bytes) -> None:
     draws = Draws(data)
-    parser, knobs = _command_line()
+    knobs = tuple(f"--{name}" for name in recipe_options.OPTION_NAMES)
     words_given = []
     for _ in range(1 + draws.number(3)):
         name = draws.choice(knobs) if draws.number(12) < 11 else f"--{draws.text()}"
@@ -137,20 +130,20 @@ def config_knobs(data: bytes) -> None:
             value = str(draws.choice(ODD[:-1])) if draws.number(2) else draws.text()
         word = f"{name}={value}" if draws.number(12) < 11 else value
         words_given += [] if word.startswith(("-h", "--help")) else [word]
-    config = _configured(parser, words_given)
+    config = _configured(words_given)
     if config is None:
         return
     held = plain(config)
     again = [f"--{name}={_word(_at(config, name))}" for name in _flat(held)]
-    require(_configured(parser, again) == config, "as words it is not read back equal")
+    require(_configured(again) == config, "as words it is not read back equal")
     require(
         stored_config(json.loads(json.dumps(held))) == config, "as a file it is not read back equal"
     )
 
 
-def _configured(parser: argparse.ArgumentParser, given: list[str]) -> RunConfig | None:
+def _configured(given: list[str]) -> RunConfig | None:
     try:
-        return main.configure(parser.parse_args(["train", "retail", *given]))
+        return recipe_options.configure(main.parse(["train", "retail", *given]))
     except ConfigError as error:
         require(bool(str(error)), "an error without a word")
         return None

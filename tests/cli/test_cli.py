@@ -3,13 +3,14 @@ before anything is trained; knobs reach the config; help is the docstring under 
 bottleneck."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.fake_run import fake_run
-from unstale.cli import main
+from unstale.cli import main, recipe_options
 from unstale.config import EngineConfig, RunConfig, fast_dtype
 from unstale.config.options import field_docs, options, sections
 from unstale.recipes import RECIPES
@@ -35,10 +36,10 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("train", "retail", "--sede=1"), "unknown argument --sede=1; did you mean --seed or"),
         (
             ("train", "retail", "--old_logps.route", "snapsht"),
-            "--old_logps.route: cannot be 'snapsht'; did you mean snapshot_old",
+            "--old_logps.route cannot be 'snapsht'; did you mean snapshot_old",
         ),
-        (("train", "retail", "--trainer.lr", "fast"), "--trainer.lr: must be a number, got 'fast'"),
-        (("train", "retail", "--steps", "2.5"), "--steps: must be a whole number, got '2.5'"),
+        (("train", "retail", "--trainer.lr", "fast"), "--trainer.lr must be a number, got 'fast'"),
+        (("train", "retail", "--steps", "2.5"), "--steps must be a whole number, got '2.5'"),
         (("train", "retail", "--trainer.lr", "-1"), "trainer.lr must be > 0, got -1.0"),
         (
             ("train", "retail", "--schedule.max_staleness", "-1"),
@@ -51,15 +52,15 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("train", "retail", "--engine.top_p", "0.9"), "truncated support"),
         (
             ("train", "retail", "--tensorboard", "perhaps"),
-            "--tensorboard: must be true or false, got 'perhaps'",
+            "--tensorboard must be true or false, got 'perhaps'",
         ),
         (
             ("train", "retail", "--old_logps.route", "rollout"),
             "a weight on D (mask_weight) beside a loss that is anchored on mu",
         ),
         (("lint", "retial"), "unknown recipe 'retial'; did you mean retail?"),
-        (("train",), "train what? Name a recipe (calculator, retail"),
-        (("trian", "retail"), "invalid choice: 'trian'"),
+        (("train",), "train needs a recipe (calculator, retail"),
+        (("trian", "retail"), "unknown verb 'trian'; did you mean train?"),
         (
             ("train", "retail", "--schedule.window", "3"),
             "schedule.window is now schedule.lookahead_window",
@@ -68,6 +69,8 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             ("train", "retail", "--credit.estimator=rloo"),
             "credit.estimator is now advantage.estimator",
         ),
+        (("train", "retail", "--steps"), "--steps needs a value"),
+        (("report", "runs/x", "--seed", "3"), "unknown argument --seed"),
         (("report", "no-such-run"), "no-such-run is not a run folder"),
     ],
 )
@@ -114,7 +117,7 @@ def test_a_run_folder_that_holds_a_run_is_refused(
 
 
 def parse(*arguments: str) -> RunConfig:
-    return main.configure(main._parser(arguments).parse_args(arguments))
+    return recipe_options.configure(main.parse(arguments))
 
 
 def test_knobs_reach_the_config() -> None:
@@ -148,6 +151,51 @@ def test_help_is_the_docstring_under_the_field(capsys: pytest.CaptureFixture[str
         "Versions a token may lag behind the policy that trains on it. 0 trains synchronously."
         in text
     )
+
+
+def test_help_hides_options_that_the_choices_do_not_read(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def shown(*words: str) -> str:
+        with pytest.raises(SystemExit):
+            main.main(["train", "retail", "--help", *words])
+        return capsys.readouterr().out
+
+    for choice, option in (
+        ("--old_logps.route=ppo_ewma_async", "--old_logps.averages"),
+        ("--advantage.estimator=turn_level", "--advantage.discount"),
+        ("--objective.kind=dual_clip", "--objective.dual_clip "),
+        ("--trainer.lora_rank=4", "--trainer.lora_alpha"),
+    ):
+        assert option not in shown() and option in shown(choice)
+    assert len(re.findall(r"^  --", shown(), re.MULTILINE)) < 75
+
+
+def test_a_file_sets_options_and_the_command_line_wins(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('recipe = "retail"\nsteps = 3\n[trainer]\nlr = 1\n[schedule]\ngroup_size = 4\n')
+    config = parse("train", "--config", str(file), "--steps", "5")
+    assert (config.recipe, config.steps, config.trainer.lr) == ("retail", 5, 1.0)
+    assert config.schedule.group_size == 4
+    assert config.task == RECIPES["retail"]().task
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("[trainer]\nlrr = 1", "run.toml: unknown option trainer.lrr; did you mean trainer.lr"),
+        ("[trainer]\nlr = 'x'", "run.toml, trainer.lr cannot be 'x': expected float"),
+        ("[schedule]\nwindow = 4", "schedule.window is now schedule.lookahead_window"),
+        ("trainer = 3", "run.toml, trainer is not a table of options"),
+        ("trainer lr", "run.toml is not valid TOML"),
+    ],
+)
+def test_an_error_in_a_file_names_file_and_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, says: str
+) -> None:
+    (tmp_path / "run.toml").write_text(text)
+    line = complaint(capsys, "train", "retail", "--config", str(tmp_path / "run.toml"))
+    assert says in line
 
 
 def test_every_option_has_a_docstring() -> None:

@@ -26,7 +26,7 @@ from rich.console import Console
 from tests.cli.test_run import small
 from tests.test_loop import Numbers, Quiet, TwoTurns, configure, toy_machine
 from unstale.build import Components, build_old_logps
-from unstale.cli import main, session
+from unstale.cli import main, recipe_options, session
 from unstale.cli.resume import differences, stored
 from unstale.cli.session import RunSession
 from unstale.config import AuditConfig, ConfigError, RunConfig, TaskConfig, TrainerConfig
@@ -669,7 +669,7 @@ def test_a_run_killed_with_sigkill_and_resumed_is_the_run_that_was_not(tmp_path:
     """All of it real: the engine's process, the command line, the signal."""
 
     def parse(*arguments: str) -> RunConfig:
-        return main.configure(main._parser(arguments).parse_args(arguments))
+        return recipe_options.configure(main.parse(arguments))
 
     def begin(name: str) -> list[str]:
         return ["train", "retail", "--runs", str(tmp_path), "--name", name, *KNOBS]

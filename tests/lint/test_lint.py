@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from unstale.build import build_old_logps
-from unstale.cli import main, session
+from unstale.cli import main, recipe_options, session
 from unstale.config import ConfigError, Route, RunConfig
 from unstale.lint import check, page
 from unstale.lint.rules import REFUSALS, WARNINGS, num_weights
@@ -24,7 +24,7 @@ from unstale.testing import episode, tiny_policy
 def configured(knobs: str = "", *, recipe: str = "retail") -> RunConfig:
     """A recipe with knobs, as the command line reads them."""
     given = ["lint", recipe, *knobs.split()]
-    return main.configure(main._parser(given).parse_args(given))
+    return recipe_options.configure(main.parse(given))
 
 
 def shown(config: RunConfig) -> str:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from tests.support.fake_run import FakeClock, fake_config, fake_run
 from unstale.cli import compare as launcher
-from unstale.cli import main
+from unstale.cli import main, recipe_options
 from unstale.cli.compare import NEEDS, Arm, Plan, Planned, compare, plan
 from unstale.config import ConfigError, EvalConfig, OldLogpsConfig, RunConfig
 from unstale.durability.run_folder import RunLog, dumps
@@ -286,7 +286,7 @@ def test_the_page_is_complete_escaped_and_drawn_inside_its_frames(tmp_path: Path
 
 def configured(words: Sequence[str], recipe: str = "retail") -> RunConfig:
     given = ["train", recipe, *words]
-    return main.configure(main._parser(given).parse_args(given))
+    return recipe_options.configure(main.parse(given))
 
 
 def planned(folder: Path, *arms: Arm, seeds: int = 2, base: Sequence[str] = ()) -> Plan:
@@ -351,10 +351,11 @@ def test_a_mistake_in_an_arm_is_found_before_anything_runs(
 FAKE_TRAIN = """
 import os, signal, sys
 from pathlib import Path
-from unstale.cli.main import _parser, configure
+from unstale.cli.main import parse
+from unstale.cli.recipe_options import configure
 from unstale.durability.run_folder import RunLog, dumps
 from tests.support.fake_run import fake_run
-config = configure(_parser(sys.argv[1:]).parse_args(sys.argv[1:]))
+config = configure(parse(sys.argv[1:]))
 folder = config.runs / config.name
 with (config.runs / "ran").open("a") as file:
     file.write(config.name + "\\n")
@@ -523,7 +524,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     for words, says in (
         (
             ["retail", "--routes", "snapshot_old", "rolout"],
-            "arm 'rolout': argument --old_logps.route: cannot be 'rolout'",
+            "arm 'rolout': --old_logps.route cannot be 'rolout'",
         ),
         (["retail", "--routes", "rollout", "eager", "--minutes", "3"], "give --steps instead"),
         ([], "compare needs a recipe"),

@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from unstale.cli.main import _parser, configure, main
+from unstale.cli.main import main, parse
+from unstale.cli.recipe_options import configure
 from unstale.config import ConfigError, ScheduleConfig
 from unstale.old_logps import (
     Needs,
@@ -414,7 +415,7 @@ def test_what_a_plan_says_has_its_numbers_and_can_be_run(plan: Suggestion) -> No
     assert plan.best.outcome.bottleneck in told["reasons"]
     ratio = plan.best.rate / plan.synchronous.rate
     assert any(f"this is {ratio:.2f} times as much" in reason for reason in told["reasons"])
-    config = configure(_parser(["train", "retail"]).parse_args(told["command"].split()[1:]))
+    config = configure(parse(told["command"].split()[1:]))
     assert (config.schedule, config.old_logps.route) == (plan.best.candidate.schedule, name)
     assert (
         config.engine.max_running == plan.best.candidate.max_running and config.trainer.lr == 1e-6

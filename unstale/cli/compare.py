@@ -111,7 +111,7 @@ class Planned:
 
     @property
     def command(self) -> list[str]:
-        return [sys.executable, "-m", "unstale.cli.main", "train", self.config.recipe, *self.words]
+        return [sys.executable, "-m", "unstale", "train", self.config.recipe, *self.words]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,6 +66,9 @@ class TaskConfig(Section):
         if self.env not in SHIPPED_ENVS and ":" not in self.env:
             raise ConfigError(f"task.env cannot be {self.env!r}{nearest(self.env, SHIPPED_ENVS)}")
 
+    def applies(self, option: str) -> bool:
+        return option == "env" or self.env == "retail"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(Section):
@@ -118,6 +121,11 @@ class EngineConfig(Section):
                 f"engine.top_p must be 1.0, got {self.top_p}: "
                 "a truncated support could not be replayed"
             )
+
+    def applies(self, option: str) -> bool:
+        if option == "urls":
+            return self.backend != "embedded"
+        return option != "processes" or self.backend == "embedded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

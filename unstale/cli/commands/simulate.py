@@ -1,0 +1,3 @@
+"""`unstale simulate` and `unstale plan`: see unstale/planner."""
+
+from unstale.planner.simulate_command import add as add

@@ -1,0 +1,116 @@
+"""The options of a recipe on the command line: `--section.option value`, and `--config run.toml`."""
+
+import argparse
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import fill
+from typing import Any, NoReturn
+
+from unstale.config import ConfigError, RunConfig, nearest
+from unstale.config.options import Option, field_docs, options, override, read_toml, sections
+from unstale.config.renamed import refuse_renamed
+from unstale.recipes import RECIPES
+
+OPTION_NAMES = tuple(name for name in options() if name != "recipe")
+
+
+def add_recipe(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Let a verb take a recipe, a TOML file and the options of the configuration."""
+    names = ", ".join(RECIPES)
+    parser.add_argument("recipe", nargs=None if required else "?", help=f"one of: {names}")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="a TOML file with the options below, one table per section; the command line wins",
+    )
+    parser.set_defaults(takes_options=True)
+
+
+def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Return the words that are not options of a configuration, and the values of those that are, by name.
+
+    >>> split_options(["train", "retail", "--trainer.lr=1e-5", "--steps", "3"])
+    (['train', 'retail'], {'trainer.lr': 1e-05, 'steps': 3})
+    """
+    rest: list[str] = []
+    values: dict[str, Any] = {}
+    remaining = iter(words)
+    for word in remaining:
+        name, has_value, text = word.partition("=")
+        name = name.removeprefix("--").replace("-", "_")
+        if not word.startswith("--") or name not in OPTION_NAMES:
+            rest.append(word)
+            continue
+        if not has_value:
+            text = next(remaining, "--")
+            if text.startswith("--"):
+                raise ConfigError(f"--{name} needs a value")
+        values[name] = options()[name].parse(text)
+    return rest, values
+
+
+def refuse_unknown(word: str, known: Sequence[str] = ()) -> NoReturn:
+    """Raise `ConfigError` for a word that is no option, with its new name or similar ones."""
+    name = word.partition("=")[0]
+    refuse_renamed(name.removeprefix("--").replace("-", "_"), "command line")
+    known = known or [f"--{each}" for each in OPTION_NAMES]
+    raise ConfigError(f"unknown argument {word}{nearest(name, known)}")
+
+
+def file_values(chosen: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of the file and of the command line, which wins, by name."""
+    from_file = read_toml(chosen.config) if chosen.config else {}
+    return {**from_file, **chosen.values}
+
+
+def configure(chosen: argparse.Namespace) -> RunConfig:
+    """Return the recipe's configuration with the options of the file and of the command line."""
+    values = file_values(chosen)
+    recipe = chosen.recipe or values.get("recipe")
+    if recipe is None:
+        raise ConfigError(f"no recipe is given; there are: {', '.join(RECIPES)}")
+    require_recipe(recipe)
+    return override(RECIPES[recipe](), {**values, "recipe": recipe})
+
+
+def require_recipe(name: str) -> None:
+    if name not in RECIPES:
+        raise ConfigError(f"unknown recipe {name!r}{nearest(name, list(RECIPES))}")
+
+
+def options_help(words: Sequence[str], values: dict[str, Any]) -> str:
+    """Return the help of all options that the recipe reads, with its values, one paragraph per section."""
+    recipe = next((word for word in words if word in RECIPES), None)
+    config = override(RECIPES[recipe]() if recipe else RunConfig(recipe=""), values)
+    lines = [f"options of {recipe or 'a recipe'}:"]
+    num_hidden = 0
+    for section, cls in sections().items():
+        current = getattr(config, section) if section else config
+        about = (inspect.getdoc(cls) or "").partition("\n")[0]
+        lines += ["", f"{section or 'run'}: {about}"]
+        for option in options().values():
+            if option.section != section or option.name == "recipe":
+                continue
+            if current.applies(option.field):
+                lines += _option_help(option, config)
+            else:
+                num_hidden += 1
+    lines += ["", f"{num_hidden} more options appear once an option that reads them is chosen,"]
+    lines += ["as in: --old_logps.route ppo_ewma_async --help"]
+    return "\n".join(lines)
+
+
+def _option_help(option: Option, config: RunConfig) -> list[str]:
+    text = field_docs(sections()[option.section])[option.field]
+    value = str(option.of(config)) or "empty"
+    indent = " " * 6
+    about = fill(
+        f"{text} Now: {value}",
+        width=98,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+    )
+    return [f"  --{option.name} {option.values}", about]
