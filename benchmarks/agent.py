@@ -95,7 +95,7 @@ def recorded(runs: Path, seeds: list[int]) -> list[str]:
             continue
         chat = Chat(Policy.load(folder / "policy").tokenizer, RetailTasks(level=1).tools)
         steps = [row for row in RunFolder(folder).metrics() if "schedule/staleness_max" in row]
-        exact = min(row["old_logps/exact_fraction"] for row in steps)
+        exact = min(row["old_logps/exact_share"] for row in steps)
         with Journal.read(folder) as reader:
             wrong = len(check(reader))
             trained = [
@@ -133,7 +133,7 @@ def pace(runs: Path, turns: int) -> list[str]:
                 continue
             steps = [row for row in RunFolder(folder).metrics() if "schedule/staleness_max" in row]
             took = steps[-1]["time_s"] - steps[0]["time_s"]
-            tokens = sum(row["rollout/sampled_tokens"] for row in steps[1:])
+            tokens = sum(row["trainer/action_tokens"] for row in steps[1:])
             used = json.loads((folder / "processor.json").read_text())
             figures.append((60 * (len(steps) - 1) / took, tokens / took, used / len(steps)))
         if figures:

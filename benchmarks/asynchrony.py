@@ -72,7 +72,7 @@ LONGEST = (
     "JOIN episodes e ON e.number = c.number GROUP BY c.step"
 )
 """Of a journal: the longest episode of every step's batch, in seconds."""
-TRAINER = ("trainer/seconds", "old_logps/seconds", "publish/thread_s")
+TRAINER = ("trainer/update_s", "old_logps/prepare_s", "publish/trainer_s")
 LIMITS = ("engine", "trainer", "episodes", "processor")
 ASYNC, SYNC = "asynchronous", "synchronous"
 
@@ -151,9 +151,9 @@ def measure(
 
     >>> before = {"time_s": 10.0, "trainer/processor_s": 5.0}
     >>> after = {"time_s": 14.0, "trainer/processor_s": 7.0, "engine/busy_s": 2.4, "engine/sampled_tokens": 120}
-    >>> after["engine/processor_s"] = 2.4
-    >>> after |= {"rollout/sampled_tokens": 100, "trainer/seconds": 1.5, "old_logps/seconds": 0.5}
-    >>> after |= {"publish/thread_s": 0.1, "rollout/tools_s": 18.0, "rollout/replies_s": 6.0, "rollout/episodes": 8}
+    >>> after["engine/cpu_s"] = 2.4
+    >>> after |= {"trainer/action_tokens": 100, "trainer/update_s": 1.5, "old_logps/prepare_s": 0.5}
+    >>> after |= {"publish/trainer_s": 0.1, "rollout/tool_wait_s": 18.0, "rollout/generation_wait_s": 6.0, "rollout/episodes": 8}
     >>> found = measure([before, after], 1, live=16, num_cores=2)
     >>> found.step_s, found.tools, found.limit, {name: round(s, 2) for name, s in found.limits.items()}
     (4.0, 0.75, 'processor', {'engine': 2.0, 'trainer': 2.1, 'episodes': 1.5, 'processor': 2.2})
@@ -165,18 +165,18 @@ def measure(
         return sum(float(one[name]) for one in timed)
 
     own = timed[-1]["trainer/processor_s"] - rows[first - 1]["trainer/processor_s"]
-    spent = total("rollout/tools_s") + total("rollout/replies_s")
+    spent = total("rollout/tool_wait_s") + total("rollout/generation_wait_s")
     limits = {
         "engine": total("engine/busy_s")
         / total("engine/sampled_tokens")
-        * total("rollout/sampled_tokens")
+        * total("trainer/action_tokens")
         / steps,
         "trainer": sum(total(name) for name in TRAINER) / steps,
         "episodes": spent / total("rollout/episodes") * (total("rollout/episodes") / steps) / live,
-        "processor": (total("engine/processor_s") + own) / steps / num_cores,
+        "processor": (total("engine/cpu_s") + own) / steps / num_cores,
     }
     step_s = (timed[-1]["time_s"] - rows[first - 1]["time_s"]) / steps
-    return Measured(step_s, total("rollout/tools_s") / spent, limits)
+    return Measured(step_s, total("rollout/tool_wait_s") / spent, limits)
 
 
 def bounded(
@@ -466,9 +466,9 @@ def learn(place: Path, steps: int | None) -> tuple[list[str], Grades, Curves]:
                 _learn(folder, wanted | {"max_staleness": staleness}, seed)
             rows = list(RunFolder(folder).rows(METRICS))
             for one in rows:
-                if "eval/success" in one:
-                    graded[name].setdefault(one["step"], []).append(one["eval/success"])
-            curves[name].append([one["rollout/success"] for one in rows if one["step"]])
+                if "eval/success_rate" in one:
+                    graded[name].setdefault(one["step"], []).append(one["eval/success_rate"])
+            curves[name].append([one["rollout/success_rate"] for one in rows if one["step"]])
     return learnt(graded, curves, wanted), graded, curves
 
 

@@ -112,7 +112,7 @@ def finished(folder: Path) -> bool:
 def read(seed: int, folder: Path) -> Outcome:
     rows = RunFolder(folder).metrics()
     steps = [row for row in rows if "schedule/staleness_max" in row]
-    graded = [row["eval/success"] for row in rows if "eval/success" in row]
+    graded = [row["eval/success_rate"] for row in rows if "eval/success_rate" in row]
     lags: dict[str, int] = {}
     for row in steps:
         for lag, tokens in row["schedule/staleness_histogram"].items():

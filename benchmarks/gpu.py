@@ -188,7 +188,7 @@ def scoring(name: str, size: Big, history: History) -> list[str]:
     for route in typing.get_args(Route):
         CONSOLE.print(f"{name}: {route}")
         played = play(route, size, history, batches)
-        resident = played.costs.get("resident_bytes", 0.0) / copy_bytes(history.copies[0])
+        resident = played.costs.get("memory_bytes", 0.0) / copy_bytes(history.copies[0])
         idle = median(played.idle_s[WARM:]) / step
         lines.append(row(name, f"`{route}`", f"{played.extra_s / step:+.1%}", f"{idle:.1%}", f"{resident:.3f}",
                          played.models))  # fmt: skip

@@ -123,7 +123,7 @@ def run(config: RunConfig) -> Ran:
     }
     exact, mixed = (
         median(float(line.get(name, 0.0)) for line in rows)
-        for name in ("old_logps/exact_fraction", "schedule/mixed_version_share")
+        for name in ("old_logps/exact_share", "schedule/mixed_version_share")
     )
     return Ran(steps_s, parts, exact, mixed)
 

@@ -427,7 +427,7 @@ def route_lines(size: Size, histories: Sequence[History]) -> dict[str, Line]:
             if number == 0:
                 step, copy = median(history.step_s), copy_bytes(history.copies[0])
                 exact = played.exact[batch.sampled].float().mean().item()
-                resident = played.costs.get("resident_bytes", 0.0) / copy
+                resident = played.costs.get("memory_bytes", 0.0) / copy
                 line.extra, line.exact = played.extra_s / step, exact == 1
                 line.cells += [f"{line.extra:+.1%}", f"{median(played.idle_s[WARM:]) / step:.1%}"]
                 line.cells += [f"{resident:.2f}", str(played.models), f"{exact:.0%}"]

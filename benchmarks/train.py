@@ -290,8 +290,8 @@ def whole(chosen: argparse.Namespace) -> None:
         each["trainer/action_tokens"] for each in rows if each["trainer/action_tokens"] != expected
     ]:
         raise RuntimeError(f"a step has {said[0]:.0f} tokens, and TRL's has {expected}")
-    training = [each["trainer/seconds"] + each["old_logps/seconds"] for each in rows]
-    waiting = [each["schedule/wait_groups_s"] for each in rows]
+    training = [each["trainer/update_s"] + each["old_logps/prepare_s"] for each in rows]
+    waiting = [each["schedule/wait_for_batch_s"] for each in rows]
     found = {"steps_per_s": (len(ends) - WARM) / (ends[-1] - ends[WARM - 1])}
     found |= {"waiting_s": median(waiting), "training_s": median(training)}
     CONSOLE.file.write(f"took {json.dumps(found)}\n")

@@ -153,7 +153,7 @@ async def advance(
     began = time.monotonic()
     with parts.log.span("wait", f"for the groups of step {step}"):
         groups = require_finished(await take(parts))
-    waits = {"schedule/wait_groups_s": time.monotonic() - began, **parts.line.metrics()}
+    waits = {"schedule/wait_for_batch_s": time.monotonic() - began, **parts.line.metrics()}
     batch = collate(parts.advantage(groups))
     ages = measure_staleness(
         batch, groups, lag=parts.policy.lag(batch.version), bound=parts.line.bound
@@ -186,7 +186,7 @@ async def settle(
             last or stand.step % (parts.config.eval.every or parts.config.steps) == 0
         ):
             took |= await evaluate(parts, stand.step)
-        if stand.step or "eval/success" in took:
+        if stand.step or "eval/success_rate" in took:
             parts.log.write(stand.step, {"version": parts.policy.version, **stand.row, **took})
 
 
@@ -197,7 +197,7 @@ async def save(parts: RunComponents, held: Checkpoint) -> dict[str, float]:
         name = await parts.aside(parts.checkpoints.write, held)
         await parts.journal.checkpoint(name, step=held.stand.step, version=held.version)
         await parts.aside(parts.checkpoints.prune)
-    return {"checkpoint/seconds": time.monotonic() - began}
+    return {"checkpoint/duration_s": time.monotonic() - began}
 
 
 async def take(parts: RunComponents) -> Sequence[Group]:
@@ -248,7 +248,7 @@ async def publish(
         await parts.journal.publishing(parts.policy.version)
         with parts.log.span("standstill", f"version {parts.policy.version}"):
             await parts.publisher.publish()
-    took = {"publish/seconds": time.monotonic() - began, "publish/thread_s": thread_s}
+    took = {"publish/duration_s": time.monotonic() - began, "publish/trainer_s": thread_s}
     return held, {**took, "publish/bytes": parts.publisher.bytes}
 
 
@@ -287,7 +287,7 @@ async def evaluate(parts: RunComponents, step: int) -> Mapping[str, float]:
         failed=failed,
     )
     return {
-        "eval/success": success,
+        "eval/success_rate": success,
         "eval/version": parts.policy.version,
-        "eval/seconds": time.monotonic() - began,
+        "eval/duration_s": time.monotonic() - began,
     }

@@ -236,11 +236,11 @@ def answer(old: OldLogps, policy: Policy, batch: Batch) -> Tensor:
 def test_the_auditor_finds_an_exact_route_exact() -> None:
     rows, auditor = audited("snapshot_old")
     for row in rows:
-        assert row["audit/decomposition_error"] < 1e-6
+        assert row["audit/logp_error_abs_mean"] < 1e-6
     assert (rows[-1]["audit/staleness_leak"], rows[-1]["audit/discrepancy_leak"]) == pytest.approx(
         (0, 0), abs=1e-3
     )
-    assert rows[-1]["audit/mask_agreement"] == 1
+    assert rows[-1]["audit/mask_f1"] == 1
     points = auditor.points()
     assert len(points) == 64 and all(
         point["log_d"] == pytest.approx(point["true_log_d"], abs=1e-5) for point in points
@@ -255,17 +255,17 @@ def test_the_auditor_finds_an_exact_route_exact() -> None:
 def test_the_auditor_finds_a_stand_in_wrong(route: str, s: float | None, d: float | None) -> None:
     rows, _ = audited(route)
     assert (
-        rows[-1]["audit/decomposition_error"] > 1e-3
-        and rows[-1]["audit/decomposition_error_se"] > 0
+        rows[-1]["audit/logp_error_abs_mean"] > 1e-3
+        and rows[-1]["audit/logp_error_abs_mean_se"] > 0
     )
-    assert rows[-1]["audit/decomposition_error"] > 100 * rows[-1]["old_logps/noise"]
+    assert rows[-1]["audit/logp_error_abs_mean"] > 100 * rows[-1]["audit/logp_noise_rms"]
     if s is not None:
         assert (
             rows[-1]["audit/staleness_leak"],
             rows[-1]["audit/discrepancy_leak"],
         ) == pytest.approx((s, d), abs=1e-3)
-        assert "audit/factor_correlation" not in rows[-1]
-    assert rows[-1]["by_lag/audit_error/2"] > 1e-3
+        assert "audit/log_d_log_s_corr" not in rows[-1]
+    assert rows[-1]["audit/logp_error_abs_mean/lag_2"] > 1e-3
 
 
 def test_the_auditor_looks_at_its_share_only_and_keeps_what_is_live() -> None:
@@ -274,7 +274,7 @@ def test_the_auditor_looks_at_its_share_only_and_keeps_what_is_live() -> None:
         80
     ] * 4  # two of eight episodes, 40 action tokens each
     size = sum(tensor.nbytes for tensor in tiny_policy().weights().values())
-    assert [row["audit/resident_bytes"] for row in rows] == [
+    assert [row["audit/memory_bytes"] for row in rows] == [
         size * (copies + 1) for copies in (1, 2, 3, 3)
     ]
     assert sorted(auditor.state()["copies"]) == [1, 2, 3]
@@ -294,7 +294,7 @@ def test_an_auditor_without_the_version_says_so_and_a_restored_one_has_it() -> N
     first.published({0})
     second.restore(first.state())
     one, other = (part.look(batch, batch.behavior_logp) for part in (first, second))
-    assert one["audit/decomposition_error"] == other["audit/decomposition_error"] > 0
+    assert one["audit/logp_error_abs_mean"] == other["audit/logp_error_abs_mean"] > 0
 
 
 def test_noise_is_the_root_mean_square_between_two_packings() -> None:
@@ -418,7 +418,7 @@ def recorded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_recorded_run_is_audited_on_every_route(recorded_run: Path) -> None:
     rows = [json.loads(line) for line in (recorded_run / "metrics.jsonl").read_text().splitlines()]
-    assert all(row["audit/decomposition_error"] < 1e-5 and row["audit/tokens"] > 0 for row in rows)
+    assert all(row["audit/logp_error_abs_mean"] < 1e-5 and row["audit/tokens"] > 0 for row in rows)
     exact = ["snapshot_old", "interrupt_sync", "eager"]
     routes = ["rollout", "current_recompute", *exact, "interp_prox_loglinear", "ewma_prox"]
     out = StringIO()
@@ -437,15 +437,15 @@ def test_a_recorded_run_is_audited_on_every_route(recorded_run: Path) -> None:
     assert (constant["staleness_leak"], constant["discrepancy_leak"]) == pytest.approx(
         (0.25, 0.75), abs=1e-3
     )
-    assert constant["factor_correlation"] == pytest.approx(1, abs=1e-6)
+    assert constant["log_d_log_s_corr"] == pytest.approx(1, abs=1e-6)
     for route in exact:
         assert (
-            by_route[route]["decomposition_error"] < 1e-6 and by_route[route]["exact_fraction"] == 1
+            by_route[route]["logp_error_abs_mean"] < 1e-6 and by_route[route]["exact_fraction"] == 1
         )
         assert by_route[route]["claimed_error_max"] < 1e-5
     assert by_route["current_recompute"]["error_ratio"] == pytest.approx(1)
-    assert by_route["ewma_prox"]["decomposition_error"] > 1e-5
-    assert by_route["rollout"]["decomposition_error_se"] > 0
+    assert by_route["ewma_prox"]["logp_error_abs_mean"] > 1e-5
+    assert by_route["rollout"]["logp_error_abs_mean_se"] > 0
     trained = sum(
         int(Recorded(recorded_run / "recorded").batch(step).batch.sampled.sum())
         for step in (1, 2, 3, 4)

@@ -386,19 +386,19 @@ def test_off_the_mask_anything_may_stand() -> None:
 def test_summary() -> None:
     control = mask(LOG, keep_all(SAMPLED), low=math.exp(-0.4), high=math.exp(0.4))
     found = summary(control, sampled=SAMPLED, log_discrepancy=LOG, log_staleness=2 * LOG)
-    assert found["corrections/kept_share"] == pytest.approx(3 / 5)
-    assert found["corrections/weight_mean"] == pytest.approx(3 / 5)
-    assert found["corrections/log_discrepancy_mean"] == pytest.approx(-0.2 / 5)
-    assert found["corrections/log_discrepancy_abs_mean"] == pytest.approx(1.8 / 5)
-    percentiles = [found[f"corrections/log_staleness_p{percent}"] for percent in ("01", "50", "99")]
+    assert found["correction/kept_share"] == pytest.approx(3 / 5)
+    assert found["correction/weight_mean"] == pytest.approx(3 / 5)
+    assert found["correction/log_d_mean"] == pytest.approx(-0.2 / 5)
+    assert found["correction/log_d_abs_mean"] == pytest.approx(1.8 / 5)
+    percentiles = [found[f"objective/log_s_p{percent}"] for percent in ("01", "50", "99")]
     assert percentiles == pytest.approx([-1.4, 0.2, 1.0])
 
 
 def test_divergence_of_equal_policies_is_zero() -> None:
     found = divergence(LOG_D, LOG_D, sequence=SEQUENCE, sampled=SAMPLED)
     perplexity = -((0.1 - 0.3 + 0.5 - 0.7) / 4 + 0.2) / 2
-    assert found.pop("corrections/behavior_log_perplexity") == pytest.approx(perplexity)
-    assert found.pop("corrections/old_log_perplexity") == pytest.approx(perplexity)
+    assert found.pop("correction/behavior_log_ppl_mean") == pytest.approx(perplexity)
+    assert found.pop("correction/old_log_ppl_mean") == pytest.approx(perplexity)
     assert set(found.values()) == {0.0}
 
 

@@ -194,19 +194,19 @@ def test_sequence_k3_mask_bounds_a_mean() -> None:
 def test_offpolicy_metrics() -> None:
     ours = divergence(OLD, BEHAVIOR, sequence=SEQUENCE, sampled=SAMPLED)
     names = {
-        "kl": "kl",
+        "kl": "kl_k1",
         "k3_kl": "kl_k3",
         "chi2_token": "chi2_token",
         "chi2_seq": "chi2_sequence",
-        "rollout_log_ppl": "behavior_log_perplexity",
-        "training_log_ppl": "old_log_perplexity",
-        "log_ppl_diff": "log_perplexity_gap",
-        "log_ppl_abs_diff": "log_perplexity_gap_abs",
-        "log_ppl_diff_min": "log_perplexity_gap_min",
-        "log_ppl_diff_max": "log_perplexity_gap_max",
+        "rollout_log_ppl": "behavior_log_ppl_mean",
+        "training_log_ppl": "old_log_ppl_mean",
+        "log_ppl_diff": "log_ppl_diff_mean",
+        "log_ppl_abs_diff": "log_ppl_diff_abs_mean",
+        "log_ppl_diff_min": "log_ppl_diff_min",
+        "log_ppl_diff_max": "log_ppl_diff_max",
     }
     for public, name in names.items():
-        assert ours[f"corrections/{name}"] == pytest.approx(
+        assert ours[f"correction/{name}"] == pytest.approx(
             VECTORS["offpolicy_metrics"][public], rel=1e-6
         ), public
 

@@ -51,10 +51,10 @@ def test_no_step_counts_that_fills_the_pipeline() -> None:
     rows = [
         {
             "time_s": 20.0 + 3 * step, "trainer/processor_s": 10.0 + 2.5 * step,
-            "engine/busy_s": 2.2, "engine/processor_s": 2.2, "engine/sampled_tokens": 1100,
-            "rollout/sampled_tokens": 1000,
-            "trainer/seconds": 1.0, "old_logps/seconds": 0.4, "publish/thread_s": 0.1,
-            "rollout/tools_s": 216.0, "rollout/replies_s": 72.0, "rollout/episodes": 32,
+            "engine/busy_s": 2.2, "engine/cpu_s": 2.2, "engine/sampled_tokens": 1100,
+            "trainer/action_tokens": 1000,
+            "trainer/update_s": 1.0, "old_logps/prepare_s": 0.4, "publish/trainer_s": 0.1,
+            "rollout/tool_wait_s": 216.0, "rollout/generation_wait_s": 72.0, "rollout/episodes": 32,
         }
         for step in range(4)
     ]  # fmt: skip

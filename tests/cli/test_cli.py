@@ -251,7 +251,7 @@ def test_the_report_names_the_bottleneck_on_the_terminal(
             row = {
                 "step": step,
                 "time_s": 10.0 * step,
-                "schedule/wait_groups_s": 4.0,
+                "schedule/wait_for_batch_s": 4.0,
                 "engine/busy_share": busy,
             }
             file.write(json.dumps(row) + "\n")

@@ -35,8 +35,8 @@ from unstale.config import (
 ROOT = Path(__file__).parents[2]
 
 REQUIRED = {
-    "step", "version", "rollout/success", "schedule/staleness_max", "schedule/staleness_bound",
-    "schedule/mixed_version_share", "correction/kept_share", "objective/clipped_share", "engine/tokens_per_s",
+    "step", "version", "rollout/success_rate", "schedule/staleness_max", "schedule/staleness_bound",
+    "schedule/mixed_version_share", "correction/kept_share", "objective/clip_share", "engine/sampled_tokens_per_s",
     "trainer/tokens_per_s",
 }  # fmt: skip
 
@@ -67,7 +67,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> unstale.Run:
 def test_metrics_have_one_row_a_step_with_what_every_reader_counts_on(run: unstale.Run) -> None:
     rows = run.metrics
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    assert "eval/success" in rows[0] and "eval/success" in rows[-1]
+    assert "eval/success_rate" in rows[0] and "eval/success_rate" in rows[-1]
     for row in rows[1:]:
         assert row.keys() >= REQUIRED
         assert 0 <= row["schedule/staleness_max"] <= row["schedule/staleness_bound"] == 1
@@ -106,10 +106,8 @@ def test_with_one_precision_on_both_sides_differences_travel_and_old_logits_are_
     rows = session.train(config, console=quiet()).metrics
     assert [row["version"] for row in rows] == [0, 1, 2] and rows[-1]["schedule/staleness_max"] == 1
     for row in rows:
-        assert (
-            row["publish/bytes"] < row["old_logps/movable_bytes"] / 32
-        )  # one full copy in bfloat16
-        assert row["old_logps/exact_fraction"] == 1
+        assert row["publish/bytes"] < row["old_logps/model_bytes"] / 32  # one full copy in bfloat16
+        assert row["old_logps/exact_share"] == 1
     assert any(row["publish/bytes"] > 0 for row in rows[:-1]), (
         "the engine sampled from no changed weights"
     )
@@ -118,7 +116,7 @@ def test_with_one_precision_on_both_sides_differences_travel_and_old_logits_are_
 def test_a_failed_episode_is_data(tmp_path: Path) -> None:
     config = small(tmp_path, task=TaskConfig(env="tests.support.toy:HalfBrokenTasks"), steps=4)
     run = session.train(config, console=quiet())
-    assert sum(row.get("rollout/failed", 0) for row in run.metrics) >= 2
+    assert sum(row.get("rollout/failed_episodes", 0) for row in run.metrics) >= 2
     events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
     failed = [event for event in events if event["kind"] == "episode_failed"]
     assert failed[0]["stage"] == "begin" and "no task 5" in failed[0]["error"]

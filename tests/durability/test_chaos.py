@@ -59,7 +59,7 @@ def test_a_run_is_the_same_as_itself_whatever_the_clock_said(pair: tuple[Path, P
     one, other = pair
     rows = [json.loads(line) for line in (other / METRICS).read_text().splitlines()]
     for row in rows:
-        row |= {name: 7.5 for name in row if name.endswith(("_s", "/seconds", "busy_share"))}
+        row |= {name: 7.5 for name in row if name.endswith(("_s", "busy_share"))}
     (other / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
     _change(other, "UPDATE groups SET at = at + 1, seal = 0")
     assert differences(one, other) == []

@@ -222,12 +222,12 @@ def test_the_audit_goes_on_with_the_same_figures() -> None:
         again.version = 5
         auditor.published({3, 4})
         batch = sampled_batch(again, 7, {3: copies[3], 4: copies[2], 5: again}, far=0.05)
-        rows.append({**auditor.look(batch, batch.behavior_logp), "audit/seconds": 0})
+        rows.append({**auditor.look(batch, batch.behavior_logp), "audit/duration_s": 0})
         assert {point["lag"] for point in auditor.points()} == {
             0,
             1,
         }  # 4 stands where 2 stood, and 5 where 3 did
-    assert rows[0] == rows[1] and rows[0]["audit/decomposition_error"] > 1e-3
+    assert rows[0] == rows[1] and rows[0]["audit/logp_error_abs_mean"] > 1e-3
     assert rows[0]["audit/tokens"] == 160
     fresh = Auditor(LocalScorer(tiny_policy(), *SCORING), old, JUDGE, share=0.0)
     fresh.recover({3: ()}, Disk([]))

@@ -176,7 +176,7 @@ def require_sound(folder: Path, *, bound: int = 1) -> None:
     assert versions == sorted(set(versions)) and marks[-1].step == STEPS
     assert written == [row["step"] for row in rows(folder)] == list(range(1, STEPS + 1))
     assert max(row["schedule/staleness_max"] for row in rows(folder)) <= bound
-    assert all(row["old_logps/exact_fraction"] == 1 for row in rows(folder))
+    assert all(row["old_logps/exact_share"] == 1 for row in rows(folder))
 
 
 @pytest.fixture(scope="module")

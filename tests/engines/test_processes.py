@@ -156,12 +156,12 @@ def test_a_killed_one_costs_nobody_a_token_and_comes_back_with_the_version(folde
         again = [await say(each, 1, length=40) for each in (first, second)]
         assert said(again[0]) == said(again[1]) and {each[0].piece.version for each in again} == {0}
         counted = pool.metrics()
-        assert counted["deaths"] == counted["restarts"] == 1
+        assert counted["crashes"] == counted["restarts"] == 1
         await publish(pool, 2)
         again = [await say(each, 1, length=40) for each in (first, second)]
         assert said(again[0]) == said(again[1]) and {each[0].piece.version for each in again} == {2}
         counted = pool.metrics()
-        assert counted["restarts"] == counted["deaths"] == 0
+        assert counted["restarts"] == counted["crashes"] == 0
         assert counted["batch_size_mean"] == pytest.approx(1, abs=0.05)
 
     async def living() -> None:
@@ -183,7 +183,7 @@ def test_a_run_with_two_trains_adapters_too(tmp_path: Path) -> None:
     assert [row["version"] for row in run.metrics] == [0, 1, 2]
     for row in run.metrics:
         assert (
-            row["old_logps/exact_fraction"] == 1
-            and row["engine/deaths"] == row["engine/restarts"] == 0
+            row["old_logps/exact_share"] == 1
+            and row["engine/crashes"] == row["engine/restarts"] == 0
         )
         assert row["correction/log_d_abs_mean"] < 1e-4

@@ -558,7 +558,7 @@ def test_episodes_go_on_elsewhere_when_a_server_dies_and_come_back_with_it(
                 await engine.sample([4, 4, task], replace(params, max_tokens=2)) for task in (0, 1)
             ]
             assert second.asked == asked + 2 and {reply.piece.version for reply in replies} == {0}
-            assert engine.metrics()["deaths"] == 1
+            assert engine.metrics()["crashes"] == 1
             again = (
                 FakeSglang(port=first.port)
                 if isinstance(first, FakeSglang)
@@ -639,16 +639,16 @@ def test_counters_of_several_are_those_of_one_engine(monkeypatch: pytest.MonkeyP
         "busy_s": 1.0,
         "idle_s": 3.0,
         "batch_size_mean": 2.0,
-        "probe_error": 1e-3,
+        "probe_logp_error": 1e-3,
     }
-    counted["processor_s"] = 0.5
+    counted["cpu_s"] = 0.5
     for member in members:
         monkeypatch.setattr(member, "metrics", lambda: counted)
     several = EnginePool(members)
     found = several.metrics()
-    summed = {"sampled_tokens": 400, "processor_s": 2.0}
-    assert found == {**counted, **summed, "deaths": 0, "restarts": 0}
-    assert rates({**found, "busy_s": 1.0, "idle_s": 0.0})["engine/tokens_per_s"] == 400
+    summed = {"sampled_tokens": 400, "cpu_s": 2.0}
+    assert found == {**counted, **summed, "crashes": 0, "restarts": 0}
+    assert rates({**found, "busy_s": 1.0, "idle_s": 0.0})["engine/sampled_tokens_per_s"] == 400
 
     async def lose_one() -> None:
         await hold_nothing(several, 0)

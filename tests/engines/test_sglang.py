@@ -215,9 +215,10 @@ def test_an_asynchronous_run(tmp_path: Path) -> None:
     assert max(row["schedule/staleness_max"] for row in rows) == 2
     assert max(row["schedule/mixed_version_share"] for row in rows) > 0
     assert all(
-        row["engine/probe_error"] < 1e-3 and row["correction/log_d_abs_mean"] < 1e-4 for row in rows
+        row["engine/probe_logp_error"] < 1e-3 and row["correction/log_d_abs_mean"] < 1e-4
+        for row in rows
     )
     assert all(
-        row["old_logps/exact_fraction"] == 1 and row["audit/decomposition_error"] < 1e-5
+        row["old_logps/exact_share"] == 1 and row["audit/logp_error_abs_mean"] < 1e-5
         for row in rows
     )

@@ -128,7 +128,7 @@ def test_what_is_recorded_is_what_the_engine_sampled_call_by_call(
             "tokens, log-probabilities and versions, each in its context"
         )
         assert_said(one, witness.said[one.episode])
-    assert sum(row["rollout/sampled_tokens"] for row in run.metrics if row["step"]) == sum(
+    assert sum(row["trainer/action_tokens"] for row in run.metrics if row["step"]) == sum(
         len(piece.tokens) for one in trained for _, piece in witness.sampled[one.seed]
     )
 

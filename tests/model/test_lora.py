@@ -146,7 +146,7 @@ def test_the_old_logit_process_has_the_base_and_follows_the_adapters() -> None:
     ) as route:
         copies = play(route, policy)
         values, exact = route.logps(BATCH, torch.empty(0))
-        held = route.costs()["movable_bytes"]
+        held = route.costs()["model_bytes"]
     assert torch.equal(exact, BATCH.sampled) and torch.allclose(
         values.double(), truth(BATCH, copies), atol=1e-5
     )
@@ -402,9 +402,9 @@ def test_a_run_publishes_keeps_and_records_adapters_and_its_audit_finds_no_error
     rows = run.metrics
     assert 40 * size(policy.weights()) < whole
     for row in rows[1:]:
-        assert row["old_logps/exact_fraction"] == 1 and row["audit/decomposition_error"] < 1e-5
+        assert row["old_logps/exact_share"] == 1 and row["audit/logp_error_abs_mean"] < 1e-5
         assert (
-            row["old_logps/movable_bytes"] == size(policy.weights())
+            row["old_logps/model_bytes"] == size(policy.weights())
             and row["publish/bytes"] < whole / 40
         )
     assert (
@@ -425,7 +425,7 @@ def test_a_recorded_run_is_audited_on_its_own_base_alone(
     run: session.Run, folder: Path, tmp_path: Path
 ) -> None:
     found = audit.audit(run.folder, routes=["interrupt_sync", "ewma_prox"], console=quiet())
-    exact, average = (row["decomposition_error"] for row in found["routes"])
+    exact, average = (row["logp_error_abs_mean"] for row in found["routes"])
     assert exact < 1e-5 < average
     stored = json.loads((run.folder / "config.json").read_text())
     (run.folder / "config.json").write_text(json.dumps(stored | {"policy": str(folder)}))

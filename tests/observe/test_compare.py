@@ -58,11 +58,11 @@ def trial(
             with log.span("eval"):
                 clock.now += 30.0
             more = {
-                "rollout/success": success,
+                "rollout/success_rate": success,
                 "correction/kept_share": 0.9,
                 "trainer/action_tokens": tokens,
             }
-            log.write(step, {"eval/success": success, **(more if step else {})})
+            log.write(step, {"eval/success_rate": success, **(more if step else {})})
         log.event("stopped", reason="finished")
 
 

@@ -35,7 +35,7 @@ def shown(display: LiveDisplay, width: int, height: int = 50) -> str:
 def after_steps(steps: int, route: str = "snapshot_old") -> LiveDisplay:
     clock, rng = FakeClock(), random.Random(0)
     display = LiveDisplay(fake_config(route), console=plain_console()[0], clock=clock)
-    display.update({"step": 0, "time_s": 0.0, "eval/success": 0.434})
+    display.update({"step": 0, "time_s": 0.0, "eval/success_rate": 0.434})
     for step in range(1, steps + 1):
         clock.now = 6.0 * step
         display.update({"step": step, "time_s": clock.now, **fake_metrics(step, 80, rng)})
@@ -50,12 +50,12 @@ def test_one_plain_line_per_step() -> None:
         display.write(
             1,
             {
-                "rollout/success": 0.5,
-                "rollout/reward_mean": 0.51,
+                "rollout/success_rate": 0.5,
+                "reward/mean": 0.51,
                 "correction/kept_share": 0.999,
                 "schedule/staleness_max": 2,
                 "schedule/staleness_bound": 2,
-                "engine/tokens_per_s": 1950.4,
+                "engine/sampled_tokens_per_s": 1950.4,
                 "trainer/grad_norm": None,
             },
         )
@@ -149,7 +149,12 @@ def test_a_panel_before_anything_happened() -> None:
 def test_numbers_that_are_missing_are_no_numbers() -> None:
     display = LiveDisplay(fake_config(), console=plain_console()[0])
     display.update(
-        {"step": 1, "rollout/success": None, "engine/tokens_per_s": float("nan"), "schedule/x": {}}
+        {
+            "step": 1,
+            "rollout/success_rate": None,
+            "engine/sampled_tokens_per_s": float("nan"),
+            "schedule/x": {},
+        }
     )
     assert "—" in shown(display, 80)
 
@@ -158,7 +163,7 @@ def test_a_terminal_gets_a_panel_that_stays() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100, height=40)
     with LiveDisplay(fake_config(), console=console) as display:
-        display.update({"step": 1, "rollout/success": 0.25})
+        display.update({"step": 1, "rollout/success_rate": 0.25})
         display.note("a line above")
     assert "25.0%" in out.getvalue()
     assert "a line above" in out.getvalue()

@@ -63,12 +63,12 @@ def test_a_line_is_on_disk_when_the_call_returns(tmp_path: Path) -> None:
     clock = FakeClock()
     log = RunLog.create(tmp_path, clock=clock)
     clock.now = 2.5
-    log.write(1, {"rollout/success": 0.5})
+    log.write(1, {"rollout/success_rate": 0.5})
     log.event("stopped", reason="Ctrl-C")
     log.trajectory({"step": 1, "reward": 1.0})
     log.points([{"lag": 0}, {"lag": 1}])
     folder = RunFolder(tmp_path)
-    assert folder.metrics() == [{"step": 1, "time_s": 2.5, "rollout/success": 0.5}]
+    assert folder.metrics() == [{"step": 1, "time_s": 2.5, "rollout/success_rate": 0.5}]
     assert list(folder.rows("events.jsonl")) == [
         {"time": 2.5, "kind": "stopped", "reason": "Ctrl-C"}
     ]
@@ -169,12 +169,19 @@ def test_tensorboard_events(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     sink = TensorBoardSink(tmp_path)
     sink.write(
-        1, {"step": 1, "rollout/success": 0.5, "gap": None, "bins": {"0": 1}, "bad": float("nan")}
+        1,
+        {
+            "step": 1,
+            "rollout/success_rate": 0.5,
+            "gap": None,
+            "bins": {"0": 1},
+            "bad": float("nan"),
+        },
     )
     sink.close()
     (file,) = tmp_path.iterdir()
     data = file.read_bytes()
-    assert b"rollout/success" in data
+    assert b"rollout/success_rate" in data
     assert b"bins" not in data
 
 

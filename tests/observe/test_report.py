@@ -286,20 +286,24 @@ def test_means_by_lag_count_by_tokens(tmp_path: Path) -> None:
         {
             "step": 1,
             "schedule/staleness_histogram": {"0": 10, "1": 30},
-            "by_lag/log_d_abs/0": 1.0,
-            "by_lag/log_d_abs/1": 4.0,
+            "correction/log_d_abs_mean/lag_0": 1.0,
+            "correction/log_d_abs_mean/lag_1": 4.0,
         },
-        {"step": 2, "schedule/staleness_histogram": {"1": 10}, "by_lag/log_d_abs/1": 8.0},
+        {
+            "step": 2,
+            "schedule/staleness_histogram": {"1": 10},
+            "correction/log_d_abs_mean/lag_1": 8.0,
+        },
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert average_lag(gather(tmp_path), "by_lag/log_d_abs/") == {0: 1.0, 1: 5.0}
+    assert average_lag(gather(tmp_path), "correction/log_d_abs_mean/lag_") == {0: 1.0, 1: 5.0}
 
 
 def test_who_waits_for_whom() -> None:
     rows: list[dict[str, Any]] = [{"time_s": 0.0}]
     for step in (1, 2):
         rows.append(
-            {"time_s": 10.0 * step, "schedule/wait_groups_s": 0.5, "engine/busy_share": 0.6}
+            {"time_s": 10.0 * step, "schedule/wait_for_batch_s": 0.5, "engine/busy_share": 0.6}
         )
     wait = waiting(rows)
     assert (wait.trainer, wait.engine) == pytest.approx((0.05, 0.4))
@@ -308,34 +312,34 @@ def test_who_waits_for_whom() -> None:
 
 
 BUSY = {
-    "trainer/seconds": 2.0,
-    "old_logps/seconds": 1.0,
-    "publish/seconds": 0.5,
+    "trainer/update_s": 2.0,
+    "old_logps/prepare_s": 1.0,
+    "publish/duration_s": 0.5,
     "engine/busy_share": 0.5,
 }
-TOOLS = {"rollout/tools_s": 80.0, "rollout/replies_s": 20.0}
-LINE = {"schedule/groups_live": 8, "schedule/groups_finished": 1, "schedule/staleness_bound": 2}
+TOOLS = {"rollout/tool_wait_s": 80.0, "rollout/generation_wait_s": 20.0}
+LINE = {"schedule/groups_in_flight": 8, "schedule/groups_waiting": 1, "schedule/staleness_bound": 2}
 
 
 @pytest.mark.parametrize(
     "row, bottleneck, fact, knob",
     [
-        ({"schedule/wait_groups_s": 4.0, "engine/busy_share": 0.9}, "Generation", "waited for episodes 40%", "threads"),
-        ({"schedule/wait_groups_s": 6.0, **TOOLS, **LINE}, "Waiting for tools", "80% of theirs", "max_staleness"),
+        ({"schedule/wait_for_batch_s": 4.0, "engine/busy_share": 0.9}, "Generation", "waited for episodes 40%", "threads"),
+        ({"schedule/wait_for_batch_s": 6.0, **TOOLS, **LINE}, "Waiting for tools", "80% of theirs", "max_staleness"),
         (
-            {"schedule/wait_groups_s": 6.0, **TOOLS, **LINE, "schedule/groups_finished": 6},
+            {"schedule/wait_for_batch_s": 6.0, **TOOLS, **LINE, "schedule/groups_waiting": 6},
             "The staleness budget", "75% of the live groups were finished", "schedule.lookahead_window",
         ),
-        ({"schedule/wait_groups_s": 6.0, "schedule/staleness_bound": 0}, "Taking turns", "idle 50%", "above 0"),
-        ({"trainer/seconds": 6.0, "schedule/wait_groups_s": 0.1}, "Training", "it took 60%", "trainer.threads"),
+        ({"schedule/wait_for_batch_s": 6.0, "schedule/staleness_bound": 0}, "Taking turns", "idle 50%", "above 0"),
+        ({"trainer/update_s": 6.0, "schedule/wait_for_batch_s": 0.1}, "Training", "it took 60%", "trainer.threads"),
         (
-            {"old_logps/seconds": 6.0, "schedule/wait_groups_s": 0.1},
+            {"old_logps/prepare_s": 6.0, "schedule/wait_for_batch_s": 0.1},
             "Scoring old log-probabilities", "it took 60%", "old_logps.route",
         ),
-        ({"publish/seconds": 6.0, "schedule/wait_groups_s": 0.1}, "Publishing", "it took 60%", "lora_rank"),
-        ({"checkpoint/seconds": 6.0, "schedule/wait_groups_s": 0.1}, "Checkpointing", "it took 60%", "checkpoint"),
-        ({"eval/seconds": 6.0, "schedule/wait_groups_s": 0.1}, "Evaluation", "it took 60%", "eval.every"),
-        ({"eval/seconds": 6.0, "schedule/wait_groups_s": 2.0}, "Evaluation", "it took 50%", "eval.tasks"),
+        ({"publish/duration_s": 6.0, "schedule/wait_for_batch_s": 0.1}, "Publishing", "it took 60%", "lora_rank"),
+        ({"checkpoint/duration_s": 6.0, "schedule/wait_for_batch_s": 0.1}, "Checkpointing", "it took 60%", "checkpoint"),
+        ({"eval/duration_s": 6.0, "schedule/wait_for_batch_s": 0.1}, "Evaluation", "it took 60%", "eval.every"),
+        ({"eval/duration_s": 6.0, "schedule/wait_for_batch_s": 2.0}, "Evaluation", "it took 50%", "eval.tasks"),
     ],
 )  # fmt: skip
 def test_each_bottleneck_is_named_with_its_share_and_a_knob(
@@ -350,10 +354,10 @@ def test_each_bottleneck_is_named_with_its_share_and_a_knob(
 def test_what_goes_on_beside_training_counts_as_far_as_time_is_left() -> None:
     """Of 10 s, 9 are waiting, training and scoring: a checkpoint of 4 s held nobody up for more than one."""
     row = {
-        "trainer/seconds": 7.0,
-        "old_logps/seconds": 1.5,
-        "schedule/wait_groups_s": 0.5,
-        "checkpoint/seconds": 4.0,
+        "trainer/update_s": 7.0,
+        "old_logps/prepare_s": 1.5,
+        "schedule/wait_for_batch_s": 0.5,
+        "checkpoint/duration_s": 4.0,
     }
     wait = waiting([{"time_s": 10.0}, {"time_s": 20.0, "engine/busy_share": 0.95, **row}])
     assert wait.work == pytest.approx(
@@ -459,7 +463,7 @@ def route_row(route: str, error: float, **figures: Any) -> dict[str, Any]:
     by_lag = {str(lag): {"error": error * lag, "error_se": None, "tokens": 100} for lag in range(4)}
     return {
         "route": route,
-        "decomposition_error": error,
+        "logp_error_abs_mean": error,
         "points": points,
         "by_lag": by_lag,
         **figures,
@@ -472,15 +476,15 @@ def audit_it(folder: Path) -> Path:
     for step, row in enumerate(rows):
         row |= {
             "audit/tokens": 50.0,
-            "audit/seconds": 0.1,
-            "audit/resident_bytes": 3e6,
-            "old_logps/noise": 1e-6,
+            "audit/duration_s": 0.1,
+            "audit/memory_bytes": 3e6,
+            "audit/logp_noise_rms": 1e-6,
         }
-        row |= {"audit/decomposition_error": 0.004, "audit/decomposition_error_se": 0.001}
+        row |= {"audit/logp_error_abs_mean": 0.004, "audit/logp_error_abs_mean_se": 0.001}
         row |= {
             "audit/staleness_leak": 0.3,
             "audit/discrepancy_leak": 0.7,
-            "audit/clip_agreement": step / 100,
+            "audit/clip_f1": step / 100,
         }
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     point = {
@@ -493,12 +497,10 @@ def audit_it(folder: Path) -> Path:
     }
     with (folder / "samples.jsonl").open("a") as file:
         file.write("".join(json.dumps(point | {"lag": i % 3}) + "\n" for i in range(40)))
-    exact = route_row(
-        "snapshot_old", 0.0, mask_agreement=1.0, clip_agreement=1.0, exact_fraction=1.0
-    )
+    exact = route_row("snapshot_old", 0.0, mask_f1=1.0, clip_f1=1.0, exact_fraction=1.0)
     proxy = route_row(
-        "rollout", 0.01, decomposition_error_se=0.002, staleness_leak=-0.0001, staleness_leak_se=0.01,
-        discrepancy_leak=1.0, clip_agreement=0.25, seconds=1.5, costs={"forward_tokens": 12345, "resident_bytes": 2e6},
+        "rollout", 0.01, logp_error_abs_mean_se=0.002, staleness_leak=-0.0001, staleness_leak_se=0.01,
+        discrepancy_leak=1.0, clip_f1=0.25, seconds=1.5, costs={"forward_tokens": 12345, "memory_bytes": 2e6},
     )  # fmt: skip
     found = {
         "tokens": 6000,
@@ -533,8 +535,8 @@ def test_an_audit_is_drawn_beside_the_truth(tmp_path: Path) -> None:
 
 def test_a_route_is_a_row_of_the_table() -> None:
     row = route_row(
-        "rollout", 0.01, decomposition_error_se=0.002, staleness_leak=-0.0001, staleness_leak_se=0.01,
-        discrepancy_leak=1.0, exact_fraction=0.5, seconds=1.5, costs={"forward_tokens": 12345, "resident_bytes": 2e6},
+        "rollout", 0.01, logp_error_abs_mean_se=0.002, staleness_leak=-0.0001, staleness_leak_se=0.01,
+        discrepancy_leak=1.0, exact_fraction=0.5, seconds=1.5, costs={"forward_tokens": 12345, "memory_bytes": 2e6},
     )  # fmt: skip
     assert cells(row) == [
         "rollout", "0.01 ± 0.002", "—", "0.000 ± 0.010", "1.000", "—", "—", "—", "50.0%", "—", "1.5", "12,345", "2",

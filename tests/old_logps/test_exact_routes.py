@@ -183,12 +183,12 @@ def test_eager_is_exact_on_what_it_covers_and_asks_for_nothing_else() -> None:
     part, index = BATCH.select(left)
     assert 0 < len(left) < len(PLANS) and asked.episodes == part.episodes
     assert torch.equal(asked.sampled, (BATCH.sampled & ~covered)[index])
-    fraction = route.costs()["eager/exact_fraction"]
+    fraction = route.costs()["scored_in_time_share"]
     assert (
         fraction == pytest.approx(int(covered.sum()) / int(BATCH.sampled.sum()))
         and 0.4 < fraction < 0.9
     )
-    assert route.costs()["eager/exact_fraction"] == 0
+    assert route.costs()["scored_in_time_share"] == 0
 
 
 def test_eager_scores_nothing_once_the_trainer_has_left_the_version() -> None:
@@ -254,21 +254,21 @@ def test_the_stall_lasts_from_closing_to_publication(monkeypatch: pytest.MonkeyP
     route.logps(part, torch.empty(0))
     assert route.costs() == {
         "forward_tokens": 9,
-        "interrupt_sync/closing_s": 0,
-        "interrupt_sync/stall_s": 0,
+        "closing_s": 0,
+        "stall_s": 0,
     }
     route.closing([piece for piece in pieces_of(3) if piece.episode != part.episodes[0]])
     assert route.costs() == {
         "forward_tokens": 11 + 16 + 12 + 21,
-        "interrupt_sync/closing_s": 2.5,
-        "interrupt_sync/stall_s": 0,
+        "closing_s": 2.5,
+        "stall_s": 0,
     }
     policy.version = 4
     route.published(live={3})
     assert route.costs() == {
         "forward_tokens": 0,
-        "interrupt_sync/closing_s": 0,
-        "interrupt_sync/stall_s": 9,
+        "closing_s": 0,
+        "stall_s": 9,
     }
 
 
@@ -314,7 +314,7 @@ def test_publishing_waits_for_the_process_to_load_the_version_before_and_arrival
             waiting.result(timeout=0.5)
         os.kill(route.pid, signal.SIGCONT)
         waiting.result(timeout=60)
-        assert route.costs()["old_logit_model/wait_s"] > 0.5
+        assert route.costs()["publish_wait_s"] > 0.5
         assert len(route.state()["answers"]["places"]) == 100
 
 
@@ -570,8 +570,8 @@ def test_no_engine_gets_a_version_before_the_process_has_loaded_the_one_before(
         "loaded -1", "engine 0", "loaded 0", "engine 1", "goes on", "loaded 1", "engine 2",
         "loaded 2", "engine 3", "loaded 3", "engine 4",
     ]  # fmt: skip
-    assert rows[2]["old_logit_model/wait_s"] >= 0.5
-    assert all(row["old_logps/exact_fraction"] == 1 for row in rows)
+    assert rows[2]["old_logps/publish_wait_s"] >= 0.5
+    assert all(row["old_logps/exact_share"] == 1 for row in rows)
 
 
 def pauses() -> Callable[[Sequence[int], SamplingParams], Awaitable[None]]:
@@ -616,10 +616,10 @@ def test_in_an_asynchronous_run_every_token_gets_its_own_versions_logp(
         mixed += len(seen) - len({turn[:2] for turn in seen})
     assert mixed > 0, "no turn had tokens of two versions: this run tests nothing"
     assert moved > 1e-3, "all versions are alike: this run tests nothing"
-    assert all(row["old_logps/exact_fraction"] == 1 for row in rows)
+    assert all(row["old_logps/exact_share"] == 1 for row in rows)
     if "eager" in name:
-        assert any(row["eager/exact_fraction"] > 0 for row in rows)
+        assert any(row["old_logps/scored_in_time_share"] > 0 for row in rows)
     if "interrupt_sync" in name:
-        assert rows[0]["interrupt_sync/stall_s"] == 0 and all(
-            row["interrupt_sync/stall_s"] > 0 for row in rows[1:]
+        assert rows[0]["old_logps/stall_s"] == 0 and all(
+            row["old_logps/stall_s"] > 0 for row in rows[1:]
         )

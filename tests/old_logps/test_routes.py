@@ -154,8 +154,8 @@ def test_snapshots_run_each_version_over_its_own_tokens_only() -> None:
     one_copy = sum(tensor.nbytes for tensor in policy.weights().values())
     assert (
         costs["versions"] == 5
-        and costs["movable_bytes"] == one_copy
-        and costs["resident_bytes"] < 4 * one_copy
+        and costs["model_bytes"] == one_copy
+        and costs["memory_bytes"] < 4 * one_copy
     )
     assert route.costs()["forward_tokens"] == 0
 

@@ -149,11 +149,10 @@ def test_costs_are_what_the_store_holds_and_what_the_batch_took() -> None:
         and costs["restore_s"] > 0
         and costs["encode_s"] == 0
     )
-    assert costs["movable_bytes"] == sum(tensor.nbytes for tensor in policy.weights().values())
+    assert costs["model_bytes"] == sum(tensor.nbytes for tensor in policy.weights().values())
     deltas = [route.scorer.store.delta(version).nbytes for version in range(1, 5)]
     assert (
-        costs["versions"] == 5
-        and costs["resident_bytes"] == sum(deltas) < 4 * costs["movable_bytes"]
+        costs["versions"] == 5 and costs["memory_bytes"] == sum(deltas) < 4 * costs["model_bytes"]
     )
     assert costs["bytes_per_version"] == sum(deltas) / 4
 
@@ -193,6 +192,6 @@ def test_a_closed_route_leaves_no_file_behind(
     route = build(OldLogpsConfig(spill=True), policy)
     assert list(tmp_path.iterdir()) == []
     publish(policy, route, versions=3)
-    assert len(list(tmp_path.glob("*/*.safetensors"))) == 2 and route.costs()["resident_bytes"] == 0
+    assert len(list(tmp_path.glob("*/*.safetensors"))) == 2 and route.costs()["memory_bytes"] == 0
     route.close()
     assert list(tmp_path.iterdir()) == []

@@ -396,7 +396,7 @@ def test_a_tool_s_time_is_over_all_calls(monkeypatch: pytest.MonkeyPatch) -> Non
         "task": {"latency_s": 0.5, "latency_sigma": 1.0},
         "rollout": {"timeout_s": 9.0, "retries": 1},
     }
-    rows = [{"rollout/episodes": 2, "rollout/tools_s": seconds} for seconds in (5.0, 4.0)]
+    rows = [{"rollout/episodes": 2, "rollout/tool_wait_s": seconds} for seconds in (5.0, 4.0)]
     assert measured._workload(Path(), config, rows).tool_s == LogNormal(0.5, 1.0)
 
 
@@ -424,7 +424,7 @@ def test_what_a_run_cost_is_found_again_in_its_records(tmp_path: Path) -> None:
                 "engine/batch_size_mean": replies,
                 "engine/prefill_tokens": prefill,
             }
-            episodes = {"rollout/episodes": 10, "rollout/tokens_mean": tokens / 10}
+            episodes = {"rollout/episodes": 10, "rollout/total_tokens_mean": tokens / 10}
             rows.append({"step": step, "engine/busy_s": busy, **engine, **episodes})
             # the version before is brought to the engines while this batch waits for the trainer's thread and is scored
             published, scored = ExitStack(), ExitStack()

@@ -339,11 +339,13 @@ def test_what_groups_were_like() -> None:
     numbers = describe(
         [Group(TASK, (good, bad)), Group(TASK, (bad,), (Failure(TASK, "begin", "x"),))]
     )
-    assert numbers["rollout/success"] == pytest.approx(1 / 3)
-    assert numbers["rollout/failed"] == 1 and numbers["rollout/sampled_tokens"] == 5
-    assert numbers["rollout/tokens_mean"] == 3 and numbers["rollout/uniform_groups_share"] == 0.5
-    assert numbers["rollout/cut_short_share"] == pytest.approx(2 / 3)
-    assert numbers["env/calls"] == pytest.approx(2 / 3)
+    assert numbers["rollout/success_rate"] == pytest.approx(1 / 3)
+    assert numbers["rollout/failed_episodes"] == 1
+    assert (
+        numbers["rollout/total_tokens_mean"] == 3 and numbers["reward/zero_std_group_share"] == 0.5
+    )
+    assert numbers["completion/truncated_share"] == pytest.approx(2 / 3)
+    assert numbers["env/calls_mean"] == pytest.approx(2 / 3)
 
 
 def test_an_examination_grades_every_task_and_tells_how_far_it_is() -> None:

@@ -344,7 +344,7 @@ def test_what_an_agent_waits_for_and_its_own_time_are_told_apart() -> None:
             return rollout.wait_times.read("rollout"), time.monotonic() - began
 
     spent, took = asyncio.run(main())
-    assert spent["rollout/tools_s"] >= 0.59 and spent["rollout/replies_s"] >= 0.1
+    assert spent["rollout/tool_wait_s"] >= 0.59 and spent["rollout/generation_wait_s"] >= 0.1
     assert sum(spent.values()) <= took
 
 
@@ -643,7 +643,7 @@ def test_a_run_trains_on_it(tmp_path: Path, tasks: str) -> None:
     branches = [len(one.branches) for group in groups for one in group.trajectories]
     assert set(branches) == ({1} if tasks == "forking_tasks" else {0})
     last = run.metrics[-1]
-    assert last["old_logps/exact_fraction"] == 1 and last["env/branches"] == branches[0]
+    assert last["old_logps/exact_share"] == 1 and last["env/branches_mean"] == branches[0]
     spoken = [piece for group in groups for one in group.trajectories for piece in one.sampled]
     assert {piece.provenance for piece in spoken} == {Provenance.SAMPLED}
     assert ("it is not what was asked before" in run.report.read_text()) == (

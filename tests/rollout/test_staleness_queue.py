@@ -199,10 +199,12 @@ def test_ages_are_counted_where_the_batch_is_consumed() -> None:
     assert ages["schedule/staleness_mean"] == pytest.approx(1.25)
     assert ages["schedule/staleness_histogram"] == {"0": 1, "1": 1, "2": 2}
     assert ages["schedule/mixed_version_share"] == 1.0
-    assert ages["schedule/unclean_share"] == 0
+    assert ages["schedule/stale_kv_share"] == 0
     unclean = replace(batch, clean=batch.version != 3)
     assert (
-        measure_staleness(unclean, groups, lag=5 - batch.version, bound=2)["schedule/unclean_share"]
+        measure_staleness(unclean, groups, lag=5 - batch.version, bound=2)[
+            "schedule/stale_kv_share"
+        ]
         == 0.5
     )
     assert torch.equal(batch.version, torch.tensor([-1, 3, 3, 4, 5]))

@@ -250,10 +250,11 @@ def test_an_asynchronous_run(
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert max(row["schedule/staleness_max"] for row in rows) == 2
     assert all(
-        row["engine/probe_error"] < 1e-3 and row["correction/log_d_abs_mean"] < 1e-4 for row in rows
+        row["engine/probe_logp_error"] < 1e-3 and row["correction/log_d_abs_mean"] < 1e-4
+        for row in rows
     )
     assert all(
-        row["old_logps/exact_fraction"] == 1 and row["audit/decomposition_error"] < 1e-5
+        row["old_logps/exact_share"] == 1 and row["audit/logp_error_abs_mean"] < 1e-5
         for row in rows
     )
     _hold_against_the_embedded_engine(tmp_path / "run")
@@ -331,9 +332,11 @@ def test_two_servers_and_one_dies_in_mid_run(url: str, tmp_path: Path) -> None:
     ).metrics
     killer.join()
     asyncio.run(other.close())
-    assert len(rows) == 8 and [row["engine/deaths"] for row in rows if row["engine/deaths"]] == [1]
+    assert len(rows) == 8 and [row["engine/crashes"] for row in rows if row["engine/crashes"]] == [
+        1
+    ]
     assert all(
-        row["old_logps/exact_fraction"] == 1 and row["audit/decomposition_error"] < 1e-5
+        row["old_logps/exact_share"] == 1 and row["audit/logp_error_abs_mean"] < 1e-5
         for row in rows
     )
 
@@ -371,7 +374,7 @@ def test_a_server_dies_or_hangs_in_mid_run(
         sent == signal.SIGSTOP
     )
     assert all(
-        row["old_logps/exact_fraction"] == 1 and row["audit/decomposition_error"] < 1e-5
+        row["old_logps/exact_share"] == 1 and row["audit/logp_error_abs_mean"] < 1e-5
         for row in rows
     )
 

@@ -54,10 +54,10 @@ def fake_metrics(
     wait = max(0.0, rng.gauss(1.3 + 0.6 * math.sin(step / 7), 0.4)) if step > 1 else 3.1
     return {
         "version": step,
-        "rollout/success": min(1.0, max(0.0, rng.gauss(success - 0.02, 0.03))),
-        "rollout/reward_mean": min(1.0, max(0.0, rng.gauss(success - 0.01, 0.03))),
+        "rollout/success_rate": min(1.0, max(0.0, rng.gauss(success - 0.02, 0.03))),
+        "reward/mean": min(1.0, max(0.0, rng.gauss(success - 0.01, 0.03))),
         "rollout/turns_mean": rng.gauss(4.4 - 0.5 * done, 0.1),
-        "rollout/failed": 1 if step in (9, 31) else 0,
+        "rollout/failed_episodes": 1 if step in (9, 31) else 0,
         "schedule/staleness_max": max(lags),
         "schedule/staleness_mean": sum(lag * count for lag, count in lags.items()) / total_tokens,
         "schedule/staleness_bound": 2,
@@ -65,26 +65,26 @@ def fake_metrics(
         "schedule/mixed_version_share": 0.0
         if step == 1
         else min(1.0, max(0.0, rng.gauss(0.38, 0.05))),
-        "schedule/wait_groups_s": wait,
+        "schedule/wait_for_batch_s": wait,
         "schedule/wait_ticket_s": abs(rng.gauss(0.4, 0.2)),
         "trainer/action_tokens": float(total_tokens),
         "correction/kept_share": 1 - abs(rng.gauss(0.0015, 0.0008)),
         "correction/log_d_abs_mean": sum(log_d[lag] * lags[lag] for lag in lags) / total_tokens,
         "objective/log_s_abs_mean": sum(log_s[lag] * lags[lag] for lag in lags) / total_tokens,
-        "objective/clipped_share": abs(rng.gauss(0.012 + 0.01 * math.sin(done * 3), 0.003)),
+        "objective/clip_share": abs(rng.gauss(0.012 + 0.01 * math.sin(done * 3), 0.003)),
         "objective/loss": rng.gauss(-0.01, 0.02),
-        "engine/tokens_per_s": rng.gauss(1950, 120),
+        "engine/sampled_tokens_per_s": rng.gauss(1950, 120),
         "engine/reprefill_tokens": round(rng.gauss(4200, 500)) if step > 1 else 0,
         "engine/reprefill_s": abs(rng.gauss(0.35, 0.05)),
         "engine/busy_share": min(1.0, rng.gauss(0.93, 0.03)),
         "trainer/tokens_per_s": rng.gauss(5200, 350),
         "trainer/grad_norm": abs(rng.gauss(0.5, 0.1)),
         "trainer/lr": 3e-4,
-        "old_logps/seconds": abs(rng.gauss(0.8, 0.1)),
-        "old_logps/exact_fraction": 1.0 if exact else 0.07,
-        "publish/seconds": abs(rng.gauss(0.15, 0.03)),
-        **{f"by_lag/log_d_abs/{lag}": value for lag, value in log_d.items()},
-        **{f"by_lag/log_s_abs/{lag}": value for lag, value in log_s.items()},
+        "old_logps/prepare_s": abs(rng.gauss(0.8, 0.1)),
+        "old_logps/exact_share": 1.0 if exact else 0.07,
+        "publish/duration_s": abs(rng.gauss(0.15, 0.03)),
+        **{f"correction/log_d_abs_mean/lag_{lag}": value for lag, value in log_d.items()},
+        **{f"objective/log_s_abs_mean/lag_{lag}": value for lag, value in log_s.items()},
     }
 
 
@@ -102,16 +102,18 @@ def fake_run(
         with log.span("eval", "256 held-out tasks"):
             clock.now += 14
         log.event("eval", step=0, success=0.434, tasks=256)
-        log.write(0, {"version": 0, "eval/success": 0.434})
+        log.write(0, {"version": 0, "eval/success_rate": 0.434})
         for step in range(1, steps + 1):
             metrics = fake_metrics(step, planned, rng, exact=route == "snapshot_old")
             _spans(log, clock, step, metrics)
             if step % 20 == 0:
                 with log.span("eval", "256 held-out tasks"):
                     clock.now += 9
-                metrics["eval/success"] = round(256 * (metrics["rollout/success"] + 0.02)) / 256
-                log.event("eval", step=step, success=metrics["eval/success"], tasks=256)
-            if metrics["rollout/failed"]:
+                metrics["eval/success_rate"] = (
+                    round(256 * (metrics["rollout/success_rate"] + 0.02)) / 256
+                )
+                log.event("eval", step=step, success=metrics["eval/success_rate"], tasks=256)
+            if metrics["rollout/failed_episodes"]:
                 log.event(
                     "episode_failed",
                     task="retail/train/771",
@@ -121,7 +123,7 @@ def fake_run(
             log.write(step, metrics)
             for _ in range(4):
                 episode += 1
-                log.trajectory(fake_trajectory(step, episode, metrics["rollout/success"], rng))
+                log.trajectory(fake_trajectory(step, episode, metrics["rollout/success_rate"], rng))
             log.points(_points(step, metrics["schedule/staleness_histogram"], rng))
         if steps == planned:
             log.event("stopped", reason="all steps done")
@@ -169,15 +171,15 @@ def _spans(log: RunLog, clock: FakeClock, step: int, metrics: dict[str, Any]) ->
     """Waiting, scoring, training and publishing follow one another; the engine runs beside them."""
     begin = clock.now
     phases = (
-        ("wait", metrics["schedule/wait_groups_s"]),
-        ("old_logps", metrics["old_logps/seconds"]),
+        ("wait", metrics["schedule/wait_for_batch_s"]),
+        ("old_logps", metrics["old_logps/prepare_s"]),
         ("trainer", 3.4),
-        ("publish", metrics["publish/seconds"]),
+        ("publish", metrics["publish/duration_s"]),
     )
     for lane, seconds in phases:
         with log.span(lane, f"step {step}"):
             clock.now += seconds
-    publishing = metrics["publish/seconds"]
+    publishing = metrics["publish/duration_s"]
     log.event(
         "span", lane="engine", start=begin, end=clock.now - publishing, label=f"version {step - 1}"
     )

@@ -120,7 +120,7 @@ def test_the_gradient_does_not_depend_on_the_cut_into_micro_batches(
         metrics = trainer.metrics()
         assert 0 < metrics["correction/kept_share"] < 1
         found.append((torch.stack(gradients), metrics))
-    assert [metrics["trainer/micro_batches"] for _, metrics in found] == [
+    assert [metrics["trainer/microbatches"] for _, metrics in found] == [
         5,
         4,
         minibatches_per_batch,
@@ -157,11 +157,11 @@ def test_the_loss_is_the_formula() -> None:
     metrics = trainer.metrics()
     assert (
         metrics["trainer/action_tokens"] == 29
-        and 0 < kept < busy == metrics["trainer/busy_tokens"] < 29
+        and 0 < kept < busy == metrics["trainer/tokens_with_gradient"] < 29
     )
     assert metrics["objective/loss"] == pytest.approx(total / 29, abs=1e-5)
     assert metrics["correction/kept_share"] == pytest.approx(kept / busy)
-    assert metrics["objective/clipped_share"] == pytest.approx(clipped / busy)
+    assert metrics["objective/clip_share"] == pytest.approx(clipped / busy)
 
 
 def test_siblings_are_spread_over_the_optimizer_steps_and_each_has_its_own_denominator() -> None:
@@ -177,7 +177,7 @@ def test_nothing_is_padded() -> None:
     batch = a_batch()
     metrics = learn(make(tiny_policy(), objective=ObjectiveConfig(kind="kl_penalty")), batch)
     assert (
-        metrics["trainer/tokens"] == len(batch.tokens) - 3
+        metrics["trainer/sequence_tokens"] == len(batch.tokens) - 3
     )  # the sequence without action tokens is not run
 
 
@@ -190,7 +190,7 @@ def test_sequences_without_gradient_are_not_run_and_that_changes_nothing() -> No
             trainer._busy = lambda batch, factor: list(range(batch.num_sequences))  # type: ignore[method-assign]
         (part,) = trainer.prepare(a_batch()).parts
         trainer.backward(part)
-        found.append((gradient(trainer), trainer.metrics()["trainer/tokens"]))
+        found.append((gradient(trainer), trainer.metrics()["trainer/sequence_tokens"]))
     torch.testing.assert_close(found[0][0], found[1][0], atol=1e-12, rtol=1e-9)
     assert found[1][1] - found[0][1] == 11  # the third sequence, whose advantage is 0
     assert not make(
@@ -207,7 +207,7 @@ def test_a_batch_without_any_gradient_still_takes_its_optimizer_step() -> None:
     learn(trainer, a_batch())
     before = weights(trainer.policy)
     metrics = learn(trainer, collate([episode(0, [4, (6, 1)], advantage=0.0)]))
-    assert metrics["trainer/tokens"] == 0 and metrics["trainer/grad_norm"] == 0
+    assert metrics["trainer/sequence_tokens"] == 0 and metrics["trainer/grad_norm"] == 0
     assert trainer.steps == 2 and not torch.equal(before, weights(trainer.policy))
 
 
@@ -322,17 +322,23 @@ def test_metrics_say_what_happened_by_lag() -> None:
     version_0 = policy.twin()
     trainer = make(policy, objective=ObjectiveConfig(kind="kl_penalty"))
     metrics = learn(trainer, batch)
-    assert metrics["old_logps/exact_fraction"] == 1.0
-    assert metrics["by_lag/log_s_abs/0"] < 1e-5 < metrics["by_lag/log_s_abs/1"]
+    assert metrics["old_logps/exact_share"] == 1.0
+    assert (
+        metrics["objective/log_s_abs_mean/lag_0"] < 1e-5 < metrics["objective/log_s_abs_mean/lag_1"]
+    )
     assert (
         metrics["trainer/lr"] == 1.0
         and metrics["trainer/tokens_per_s"] > 0
-        and metrics["old_logps/seconds"] > 0
+        and metrics["old_logps/prepare_s"] > 0
     )
     assert metrics["old_logps/forward_tokens"] == (10 + 11) + (
         15 + 8 + 13 + 8
     )  # version 0 in 0 and 2, 1 in 0, 1, 3, 5
-    assert metrics["trainer/run_tokens"] == metrics["trainer/tokens"] == len(batch.tokens) - 3
+    assert (
+        metrics["trainer/forward_tokens"]
+        == metrics["trainer/sequence_tokens"]
+        == len(batch.tokens) - 3
+    )
     points = trainer.points()
     assert len(points) == 29 and {point["lag"] for point in points} == {0, 1}
     then = version_0.logps(batch, temperature=1.0)[batch.sampled & (batch.version == 0)].detach()
@@ -493,8 +499,8 @@ def test_an_inline_route_is_asked_in_every_pass_with_that_pass_s_own_values(
 
     trainer.old.logps = listen  # type: ignore[method-assign]
     figures = learn(trainer, a_batch())
-    assert sum(int(sampled.sum()) for sampled in asked) == figures["trainer/busy_tokens"]
-    assert figures["old_logps/forward_tokens"] == 0 and figures["old_logps/exact_fraction"] == 0
+    assert sum(int(sampled.sum()) for sampled in asked) == figures["trainer/tokens_with_gradient"]
+    assert figures["old_logps/forward_tokens"] == 0 and figures["old_logps/exact_share"] == 0
     assert figures["correction/kept_share"] == 1
 
 
@@ -555,7 +561,7 @@ def test_a_trainer_says_how_its_policy_is_run() -> None:
     siblings = collate([episode(0, [(20, 0), 3, (2, 1)]) for _ in range(2)])
     for share in (False, True):
         metrics = learn(make(tiny_policy(), share_prompts=share), siblings)
-        assert (metrics["trainer/run_tokens"] < metrics["trainer/tokens"]) == share
+        assert (metrics["trainer/forward_tokens"] < metrics["trainer/sequence_tokens"]) == share
 
 
 def test_an_optimizer_is_fused_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -275,15 +275,15 @@ def summary(
     if not sampled.any():
         return {}
     figures = {
-        "corrections/kept_share": control.keep[sampled].double().mean().item(),
-        "corrections/weight_mean": control.factor[sampled].double().mean().item(),
+        "correction/kept_share": control.keep[sampled].double().mean().item(),
+        "correction/weight_mean": control.factor[sampled].double().mean().item(),
     }
-    for name, ratio in (("log_discrepancy", log_discrepancy), ("log_staleness", log_staleness)):
+    for name, ratio in (("correction/log_d", log_discrepancy), ("objective/log_s", log_staleness)):
         values = ratio.detach()[sampled].double().sort().values
-        figures[f"corrections/{name}_mean"] = values.mean().item()
-        figures[f"corrections/{name}_abs_mean"] = values.abs().mean().item()
+        figures[f"{name}_mean"] = values.mean().item()
+        figures[f"{name}_abs_mean"] = values.abs().mean().item()
         for percent in (1, 50, 99):
-            figures[f"corrections/{name}_p{percent:02d}"] = values[
+            figures[f"{name}_p{percent:02d}"] = values[
                 round(percent / 100 * (len(values) - 1))
             ].item()
     return figures
@@ -316,16 +316,16 @@ def divergence(
     perplexity = -(behavior[seen] / count[seen])
     tokens = log_d[sampled]
     return {
-        "corrections/kl": -tokens.mean().item(),
-        "corrections/kl_k3": (bounded_exp(tokens) - 1 - tokens).mean().item(),
-        "corrections/chi2_token": bounded_exp(tokens).square().mean().item() - 1,
-        "corrections/chi2_sequence": bounded_exp(total[seen]).square().mean().item() - 1,
-        "corrections/behavior_log_perplexity": perplexity.mean().item(),
-        "corrections/old_log_perplexity": (perplexity + gap).mean().item(),
-        "corrections/log_perplexity_gap": gap.mean().item(),
-        "corrections/log_perplexity_gap_abs": gap.abs().mean().item(),
-        "corrections/log_perplexity_gap_min": gap.min().item(),
-        "corrections/log_perplexity_gap_max": gap.max().item(),
+        "correction/kl_k1": -tokens.mean().item(),
+        "correction/kl_k3": (bounded_exp(tokens) - 1 - tokens).mean().item(),
+        "correction/chi2_token": bounded_exp(tokens).square().mean().item() - 1,
+        "correction/chi2_sequence": bounded_exp(total[seen]).square().mean().item() - 1,
+        "correction/behavior_log_ppl_mean": perplexity.mean().item(),
+        "correction/old_log_ppl_mean": (perplexity + gap).mean().item(),
+        "correction/log_ppl_diff_mean": gap.mean().item(),
+        "correction/log_ppl_diff_abs_mean": gap.abs().mean().item(),
+        "correction/log_ppl_diff_min": gap.min().item(),
+        "correction/log_ppl_diff_max": gap.max().item(),
     }
 
 

@@ -417,8 +417,8 @@ def _last_row(run: Planned) -> Mapping[str, Any]:
 def _progress(run: Planned) -> str:
     row = _last_row(run)
     success = (
-        f", success {percent(number(row.get('rollout/success')))}"
-        if row.get("rollout/success") is not None
+        f", success {percent(number(row.get('rollout/success_rate')))}"
+        if row.get("rollout/success_rate") is not None
         else ""
     )
     return f"step {row.get('step', 0)} of {run.config.steps}{success}"

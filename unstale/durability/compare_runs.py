@@ -16,7 +16,7 @@ from unstale.durability.journal.tables import COLUMNS
 from unstale.durability.run_folder import METRICS, SAMPLES, TRAJECTORIES, RunFolder
 from unstale.weights.codec import words
 
-MEASURED = ("_s", "/seconds", "/busy_share")
+MEASURED = ("_s", "/busy_share")
 """How the names of metrics end that a clock gave: seconds, what happened in one, and shares of the time."""
 
 SHOWN = 5
@@ -128,7 +128,7 @@ def _unlike(one: Any, other: Any, name: str = "") -> Iterator[str]:
 def _measured(name: str) -> bool:
     """Metrics have a room in front of their name; other things may end as they like.
 
-    >>> [_measured(name) for name in ("publish/seconds", "engine/busy_s", "time_s", "log_s", "layers.0.w_s")]
+    >>> [_measured(name) for name in ("publish/duration_s", "engine/busy_s", "time_s", "log_s", "layers.0.w_s")]
     [True, True, True, False, False]
     """
     return name == "time_s" or ("/" in name and name.endswith(MEASURED))

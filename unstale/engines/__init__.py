@@ -114,12 +114,12 @@ REQUIRED_COUNTERS = ("sampled_tokens", "reprefill_tokens", "reprefill_s", "busy_
 def rates(counters: Mapping[str, float]) -> dict[str, float]:
     """An engine's counters as metrics, with its throughput and the share of the time that it worked.
 
-    >>> rates({"sampled_tokens": 30, "busy_s": 1.0, "idle_s": 2.0})["engine/tokens_per_s"]
+    >>> rates({"sampled_tokens": 30, "busy_s": 1.0, "idle_s": 2.0})["engine/sampled_tokens_per_s"]
     10.0
     """
     elapsed = counters["busy_s"] + counters["idle_s"] or 1.0
     per_time = {
-        "tokens_per_s": counters["sampled_tokens"] / elapsed,
+        "sampled_tokens_per_s": counters["sampled_tokens"] / elapsed,
         "busy_share": counters["busy_s"] / elapsed,
     }
     return {f"engine/{name}": value for name, value in {**counters, **per_time}.items()}

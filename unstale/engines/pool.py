@@ -164,7 +164,7 @@ class EnginePool:
         Tokens and processor time are summed, other times and means are averaged, errors are the maximum.
         """
         counters = [member.engine.metrics() for member in self._up or self._members]
-        totals = {"deaths": float(self._deaths)}
+        totals = {"crashes": float(self._deaths)}
         totals["restarts"] = float(self._restarts - self._reported_restarts)
         self._deaths = 0
         self._reported_restarts = self._restarts
@@ -172,7 +172,7 @@ class EnginePool:
             values = [each[name] for each in counters if name in each]
             if name.endswith("_error"):
                 totals[name] = max(values)
-            elif name.endswith(("_s", "_mean")) and name != "processor_s":
+            elif name.endswith(("_s", "_mean")) and name != "cpu_s":
                 totals[name] = sum(values) / len(values)
             else:
                 totals[name] = sum(values)

@@ -514,7 +514,7 @@ class _Life:
             "reprefill_s": busy_s * share,
             "busy_s": busy_s,
             "idle_s": max(0.0, elapsed - busy_s),
-            "probe_error": self.worst,
+            "probe_logp_error": self.worst,
         }
         self._since, self._busy_s, self.worst = now, 0.0, 0.0
         self._sampled = self._prefilled = self._again = 0

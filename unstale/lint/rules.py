@@ -234,7 +234,7 @@ def _under_noise(config: RunConfig) -> Finding | None:
     if not narrow:
         return None
     who = "two passes of the trainer" if trainer else "engine and trainer"
-    why = f"in bfloat16 the same weights give {who} log-probabilities about {NOISE:g} apart (old_logps/noise)"
+    why = f"in bfloat16 the same weights give {who} log-probabilities about {NOISE:g} apart (audit/logp_noise_rms)"
     fix = "wider thresholds, or --trainer.dtype float32 --engine.dtype float32, or a mean over a sequence for D"
     return Finding(
         f"a threshold is narrower than the noise (log ratio: {', '.join(narrow)})", why, fix

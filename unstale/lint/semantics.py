@@ -275,9 +275,9 @@ def _exactness(config: RunConfig) -> str:
             if config.trainer.dtype == "bfloat16"
             else "float32 rounding"
         )
-        return f"yes, for every clean token, to {noise} (old_logps/noise)"
+        return f"yes, for every clean token, to {noise} (audit/logp_noise_rms)"
     partly = {
-        "eager": "where scored in time (old_logps/exact_fraction)",
+        "eager": "where scored in time (old_logps/exact_share)",
         "current_recompute": "for tokens of lag 0",
     }
     return partly.get(

@@ -118,7 +118,7 @@ class LiveDisplay:
             self._phase = ("", 0, 0)
             now = self._clock()
             self._rows = [*self._rows[-HISTORY:], {"time_s": now - self._start, **metrics}]
-            success = number(metrics.get("eval/success"))
+            success = number(metrics.get("eval/success_rate"))
             if success is not None:
                 self._evals.append((int(number(metrics.get("step")) or 0), success))
             if self._live is None:
@@ -302,14 +302,17 @@ def _learning(
             QUIET,
         )
         table.add_row("held-out", Text(percent(shares[-1], 1), style=f"bold {GOOD}"), beside)
-    rollout = sparkline(_series(rows, "rollout/success"), 22, 0, 1)
+    rollout = sparkline(_series(rows, "rollout/success_rate"), 22, 0, 1)
     table.add_row(
-        "rollout", percent(_recent(rows, "rollout/success"), 1), Text(rollout, style=GOOD)
+        "rollout", percent(_recent(rows, "rollout/success_rate"), 1), Text(rollout, style=GOOD)
     )
-    reward = _recent(rows, "rollout/reward_mean")
-    rewards = sparkline(_series(rows, "rollout/reward_mean"), 22)
+    reward = _recent(rows, "reward/mean")
+    rewards = sparkline(_series(rows, "reward/mean"), 22)
     table.add_row("reward", NONE if reward is None else f"{reward:.2f}", Text(rewards, style=GOOD))
-    turns, failed = _recent(rows, "rollout/turns_mean"), int(sum(_series(rows, "rollout/failed")))
+    turns, failed = (
+        _recent(rows, "rollout/turns_mean"),
+        int(sum(_series(rows, "rollout/failed_episodes"))),
+    )
     beside = Text(
         f"{failed} episode{'s' if failed > 1 else ''} failed" if failed else "", style=WARN
     )
@@ -331,7 +334,7 @@ def _off_policy(rows: Sequence[Mapping[str, Any]], config: RunConfig) -> Rendera
     exact = config.old_logps.exact
     factors = (
         ("|log D|", "correction/log_d_abs_mean", GENERATION, "kept", "correction/kept_share"),
-        ("|log S|", "objective/log_s_abs_mean", TRAINING, "clipped", "objective/clipped_share"),
+        ("|log S|", "objective/log_s_abs_mean", TRAINING, "clipped", "objective/clip_share"),
     )
     for name, key, colour, word, share in factors:
         values = _series(rows, key)
@@ -359,7 +362,7 @@ def _pace(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     grid.add_column(ratio=1)
     grid.add_column(no_wrap=True, width=30)
     sides = (
-        ("engine", "engine/tokens_per_s", wait.engine, GENERATION, "stands idle"),
+        ("engine", "engine/sampled_tokens_per_s", wait.engine, GENERATION, "stands idle"),
         ("trainer", "trainer/tokens_per_s", wait.trainer, TRAINING, "waits for episodes"),
     )
     for name, key, idle, colour, word in sides:
@@ -386,13 +389,13 @@ def _pace(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
 def _line(rows: Sequence[Mapping[str, Any]], config: RunConfig, took: float) -> str:
     """One step, on one line, for logs."""
     row = rows[-1]
-    step, held_out = int(number(row.get("step")) or 0), number(row.get("eval/success"))
+    step, held_out = int(number(row.get("step")) or 0), number(row.get("eval/success_rate"))
     parts = [f"step {step}/{config.steps}"]
     if held_out is not None:
         parts.append(f"held-out {percent(held_out, 1)}")
     wanted = (
-        ("success", "rollout/success", lambda v: percent(v, 1)),
-        ("reward", "rollout/reward_mean", lambda v: f"{v:.2f}"),
+        ("success", "rollout/success_rate", lambda v: percent(v, 1)),
+        ("reward", "reward/mean", lambda v: f"{v:.2f}"),
         (
             "staleness",
             "schedule/staleness_max",
@@ -401,10 +404,10 @@ def _line(rows: Sequence[Mapping[str, Any]], config: RunConfig, took: float) -> 
         ("|log D|", "correction/log_d_abs_mean", _small),
         ("kept", "correction/kept_share", lambda v: percent(v, 1)),
         ("|log S|", "objective/log_s_abs_mean", _small),
-        ("clipped", "objective/clipped_share", lambda v: percent(v, 1)),
-        ("engine", "engine/tokens_per_s", lambda v: f"{v:,.0f} tok/s"),
+        ("clipped", "objective/clip_share", lambda v: percent(v, 1)),
+        ("engine", "engine/sampled_tokens_per_s", lambda v: f"{v:,.0f} tok/s"),
         ("trainer", "trainer/tokens_per_s", lambda v: f"{v:,.0f} tok/s"),
-        ("waited", "schedule/wait_groups_s", lambda v: f"{v:.1f} s"),
+        ("waited", "schedule/wait_for_batch_s", lambda v: f"{v:.1f} s"),
     )
     for name, key, show in wanted:
         value = number(row.get(key))

@@ -18,7 +18,7 @@ class Eager(Passive):
     """Exact for what arrived in time and for what the trainer still is at; `fallback` answers the rest.
 
     Finished turns stream in. What is sampled after the first optimizer step of a batch never is in time. Which share
-    of the tokens asked about was, is reported as `eager/exact_fraction`; a trainer that never waits covers those of lag
+    of the tokens asked about was, is reported as `old_logps/scored_in_time_share`; a trainer that never waits covers those of lag
     0, which it scores when it is asked, and about none beside.
     """
 
@@ -82,7 +82,7 @@ class Eager(Passive):
         spent = {
             **theirs,
             "forward_tokens": theirs.get("forward_tokens", 0.0) + self._cache.take_forward_tokens(),
-            "eager/exact_fraction": self._covered / max(1, self._asked),
+            "scored_in_time_share": self._covered / max(1, self._asked),
         }
         self._asked = self._covered = 0
         return spent

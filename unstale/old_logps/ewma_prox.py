@@ -45,7 +45,7 @@ class EwmaProx(Passive):
     def costs(self) -> Mapping[str, float]:
         spent = {
             "forward_tokens": float(self._forward_tokens),
-            "resident_bytes": float(self.average.bytes),
+            "memory_bytes": float(self.average.bytes),
             "ewma_age": self.average.age,
         }
         self._forward_tokens = 0

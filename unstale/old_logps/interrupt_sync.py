@@ -50,8 +50,8 @@ class InterruptSync(Passive):
     def costs(self) -> Mapping[str, float]:
         spent = {
             "forward_tokens": float(self._cache.take_forward_tokens()),
-            "interrupt_sync/closing_s": self._closing_s,
-            "interrupt_sync/stall_s": self._stall_s,
+            "closing_s": self._closing_s,
+            "stall_s": self._stall_s,
         }
         self._stall_s = 0.0
         self._closing_s = 0.0

@@ -111,9 +111,9 @@ class OldLogitModel(Passive):
     def costs(self) -> Mapping[str, float]:
         spent = {
             "forward_tokens": float(self._cache.take_forward_tokens()),
-            "old_logit_model/wait_s": self._wait_s,
-            "old_logit_model/answer_wait_s": self._answer_wait_s,
-            "movable_bytes": float(self._scorer.model_bytes),
+            "publish_wait_s": self._wait_s,
+            "score_wait_s": self._answer_wait_s,
+            "model_bytes": float(self._scorer.model_bytes),
         }
         self._wait_s = self._answer_wait_s = 0.0
         return spent

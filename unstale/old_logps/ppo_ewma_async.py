@@ -121,7 +121,7 @@ class PpoEwmaAsync(Passive):
     def costs(self) -> Mapping[str, float]:
         spent = {
             "forward_tokens": float(self._forward_tokens),
-            "resident_bytes": float(sum(average.bytes for average in self.averages)),
+            "memory_bytes": float(sum(average.bytes for average in self.averages)),
             "ewma_age": self.averages[0].age,
         }
         spent |= {

@@ -93,7 +93,7 @@ def _costs(
         raise ConfigError(
             "the run's events do not tell what its trainer did when: events.jsonl is not whole"
         )
-    tokens = np.array([row["rollout/episodes"] * row["rollout/tokens_mean"] for row in known])
+    tokens = np.array([row["rollout/episodes"] * row["rollout/total_tokens_mean"] for row in known])
     further = tokens * np.array([max(0.0, versions[row["step"]] - 1) for row in known])
     lanes = {
         lane: np.array([spent[row["step"]][lane] for row in known])
@@ -191,7 +191,7 @@ def _workload(run: Path, config: Row, rows: Sequence[Row]) -> Workload:
         turn.waits for siblings in groups.values() for one in siblings for turn in one.turns
     )
     calls *= results / max(1, finished)
-    mean = sum(row.get("rollout/tools_s", 0.0) for row in rows) / max(1, calls)
+    mean = sum(row.get("rollout/tool_wait_s", 0.0) for row in rows) / max(1, calls)
     return Workload(
         recorded=tuple(tuple(shapes) for _, shapes in sorted(groups.items())),
         tool_s=LogNormal(mean, task["latency_sigma"]) if task.get("latency_s") else Constant(mean),

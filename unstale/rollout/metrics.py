@@ -16,21 +16,20 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
 
     return {
         "rollout/episodes": len(finished),
-        "rollout/failed": failures,
-        "rollout/success": mean(trajectory.success for trajectory in finished),
-        "rollout/reward_mean": mean(trajectory.reward for trajectory in finished),
+        "rollout/failed_episodes": failures,
+        "rollout/success_rate": mean(trajectory.success for trajectory in finished),
+        "reward/mean": mean(trajectory.reward for trajectory in finished),
         "rollout/turns_mean": mean(trajectory.num_turns for trajectory in finished),
-        "rollout/tokens_mean": mean(len(trajectory) for trajectory in finished),
-        "rollout/sampled_tokens": sum(
-            one.num_sampled for whole in finished for one in (whole, *whole.branches)
-        ),
-        "rollout/cut_short_share": mean(trajectory.stop != "done" for trajectory in finished),
-        "rollout/uniform_groups_share": sum(
+        "rollout/total_tokens_mean": mean(len(trajectory) for trajectory in finished),
+        "completion/truncated_share": mean(trajectory.stop != "done" for trajectory in finished),
+        "reward/zero_std_group_share": sum(
             len({t.reward for t in group.trajectories}) <= 1 for group in groups
         )
         / max(len(groups), 1),
         **{
-            f"env/{name}": mean(t.facts.get(name, 0.0) for t in finished)
+            f"{name if name.startswith('reward/') else f'env/{name}'}_mean": mean(
+                t.facts.get(name, 0.0) for t in finished
+            )
             for name in sorted(facts - {"success"})
         },
     }

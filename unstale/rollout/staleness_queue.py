@@ -65,8 +65,8 @@ class StalenessQueue:
     def metrics(self) -> dict[str, float]:
         """Of the groups that have begun and are not taken: how many, and how many of these only wait to be."""
         return {
-            "schedule/groups_live": self.num_open,
-            "schedule/groups_finished": self.num_finished,
+            "schedule/groups_in_flight": self.num_open,
+            "schedule/groups_waiting": self.num_finished,
         }
 
     def restore(self, admitted: int, open_positions: Sequence[int]) -> None:
@@ -206,6 +206,6 @@ def measure_staleness(
         "schedule/staleness_bound": bound,
         "schedule/staleness_histogram": {str(age): count for age, count in sorted(ages.items())},
         "schedule/mixed_version_share": mixed / max(len(trajectories), 1),
-        "schedule/unclean_share": (~batch.clean[batch.sampled]).double().sum().item()
+        "schedule/stale_kv_share": (~batch.clean[batch.sampled]).double().sum().item()
         / max(tokens, 1),
     }

@@ -93,12 +93,12 @@ def figures(audited: Audited, noise: float) -> dict[str, float | None]:
     tokens = audited.tokens
     leaks = audit.leaks(tokens, noise=noise)
     return {
-        **with_error("decomposition_error", audit.decomposition_error(tokens)),
+        **with_error("logp_error_abs_mean", audit.decomposition_error(tokens)),
         **with_error("staleness_leak", leaks.staleness),
         **with_error("discrepancy_leak", leaks.discrepancy),
-        "factor_correlation": audit.factor_correlation(tokens, noise=noise),
-        "mask_agreement": audit.agreement(*audited.dropped, sampled=tokens.sampled),
-        "clip_agreement": audit.agreement(*audited.clipped, sampled=tokens.sampled),
+        "log_d_log_s_corr": audit.factor_correlation(tokens, noise=noise),
+        "mask_f1": audit.agreement(*audited.dropped, sampled=tokens.sampled),
+        "clip_f1": audit.agreement(*audited.clipped, sampled=tokens.sampled),
     }
 
 
@@ -194,11 +194,11 @@ class Auditor:
         costs = scorer.costs()
         seconds, self._seconds = self._seconds + time.perf_counter() - began, 0.0
         return found | {
-            "old_logps/noise": noise,
+            "audit/logp_noise_rms": noise,
             "audit/tokens": float(len(audited.tokens)),
             "audit/forward_tokens": float(true.forward_tokens + now.forward_tokens),
-            "audit/resident_bytes": costs["resident_bytes"] + costs["movable_bytes"],
-            "audit/seconds": seconds,
+            "audit/memory_bytes": costs["memory_bytes"] + costs["model_bytes"],
+            "audit/duration_s": seconds,
         }
 
     def points(self) -> list[dict[str, float]]:
@@ -245,7 +245,7 @@ class Auditor:
         ):
             self._window.popleft()
         pooled = figures(join(self._window), noise)
-        fresh = with_error("decomposition_error", audit.decomposition_error(audited.tokens))
+        fresh = with_error("logp_error_abs_mean", audit.decomposition_error(audited.tokens))
         found = {
             f"audit/{name}": value
             for name, value in {**pooled, **fresh}.items()
@@ -253,7 +253,8 @@ class Auditor:
         }
         by_lag = audit.error_by_lag(audited.tokens)
         return found | {
-            f"by_lag/audit_error/{lag}": estimate.value for lag, estimate in by_lag.items()
+            f"audit/logp_error_abs_mean/lag_{lag}": estimate.value
+            for lag, estimate in by_lag.items()
         }
 
 

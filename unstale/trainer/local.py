@@ -139,9 +139,7 @@ class LocalTrainer:
         """Of the batch last prepared, once all its parts are done."""
         costs = dict(self.old.costs())
         costs["forward_tokens"] = costs.get("forward_tokens", 0.0) + self._tally.now_tokens
-        named = {
-            name if "/" in name else f"old_logps/{name}": value for name, value in costs.items()
-        }
+        named = {f"old_logps/{name}": value for name, value in costs.items()}
         return self._tally.metrics() | named
 
     def points(self) -> list[dict[str, float]]:

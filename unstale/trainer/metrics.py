@@ -58,30 +58,32 @@ class StepMetrics:
             name: value / max(1, self.num_parts) for name, value in self._summed.items()
         }
         figures |= {
-            "trainer/busy_tokens": 0.0,
-            "objective/clipped_share": 0.0,
-            "old_logps/seconds": self.prepare_s,
+            "trainer/tokens_with_gradient": 0.0,
+            "objective/clip_share": 0.0,
+            "old_logps/prepare_s": self.prepare_s,
             "trainer/grad_norm": sum(self.grad_norms) / max(1, len(self.grad_norms)),
             "trainer/lr": self.lr,
-            "trainer/micro_batches": float(self.micro_batches),
-            "trainer/tokens": float(self.tokens),
-            "trainer/run_tokens": float(self.run_tokens),  # what siblings share counts once a pass
-            "trainer/seconds": self.seconds,
+            "trainer/microbatches": float(self.micro_batches),
+            "trainer/sequence_tokens": float(self.tokens),
+            "trainer/forward_tokens": float(
+                self.run_tokens
+            ),  # what siblings share counts once a pass
+            "trainer/update_s": self.seconds,
             "trainer/tokens_per_s": self.tokens / self.seconds if self.seconds else 0.0,
         }
         if self._judged:  # an inline route is asked about nothing when every sequence is idle
             judged = _columns(self._judged)
             figures |= {
-                "trainer/busy_tokens": float(len(judged["lag"])),
-                "old_logps/exact_fraction": judged["exact"].mean().item(),
+                "trainer/tokens_with_gradient": float(len(judged["lag"])),
+                "old_logps/exact_share": judged["exact"].mean().item(),
                 "correction/kept_share": judged["keep"].mean().item(),
                 "correction/weight_mean": judged["weight"].mean().item(),
                 **_sizes("correction/log_d", judged["log_d"], judged["lag"]),
             }
         if self._rows:
             column = _columns(self._rows)
-            figures["objective/clipped_share"] = (
-                column["clipped"].sum().item() / figures["trainer/busy_tokens"]
+            figures["objective/clip_share"] = (
+                column["clipped"].sum().item() / figures["trainer/tokens_with_gradient"]
             )
             figures |= _sizes("objective/log_s", column["log_s"], column["lag"])
         return figures
@@ -105,13 +107,13 @@ def _columns(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def _sizes(name: str, log_ratio: Tensor, lag: Tensor) -> dict[str, float]:
     """Mean, mean size and its 99th percentile (nearest rank), and the mean size of each lag."""
-    _, short = name.split("/")
     size = log_ratio.double().abs()
     figures = {
         f"{name}_mean": log_ratio.double().mean().item(),
         f"{name}_abs_mean": size.mean().item(),
-        f"{name}_p99": size.sort().values[round(0.99 * (len(size) - 1))].item(),
+        f"{name}_abs_p99": size.sort().values[round(0.99 * (len(size) - 1))].item(),
     }
     return figures | {
-        f"by_lag/{short}_abs/{age}": size[lag == age].mean().item() for age in lag.unique().tolist()
+        f"{name}_abs_mean/lag_{age}": size[lag == age].mean().item()
+        for age in lag.unique().tolist()
     }

@@ -139,7 +139,7 @@ class Batcher:
         took = perf_counter() - start
         self._count("steps", 1)
         self._count("busy_s", took)
-        self._count("processor_s", process_time() - spent)
+        self._count("cpu_s", process_time() - spent)
         self._count("rows", len(slots))
         self._count("sampled_tokens", int(sampling.sum()))
         self._count("prefill_tokens", len(step.tokens) - len(step.rows))

@@ -29,7 +29,7 @@ _READ_BYTES = 1 << 20
 _NOT_STARTED = "the engine has not been started: await start() first"
 _COUNTERS = (
     "sampled_tokens", "prefill_tokens", "cached_tokens", "reprefill_tokens", "reprefill_s", "busy_s", "idle_s", "steps",
-    "rows", "processor_s",
+    "rows", "cpu_s",
 )  # fmt: skip
 
 

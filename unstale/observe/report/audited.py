@@ -71,17 +71,17 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     costs = row.get("costs")
     forward, held = (
         number(costs.get(name)) if isinstance(costs, Mapping) else None
-        for name in ("forward_tokens", "resident_bytes")
+        for name in ("forward_tokens", "memory_bytes")
     )
     return [
         str(row.get("route", NONE))[:80],
-        _with_error(row, "decomposition_error", amount),
+        _with_error(row, "logp_error_abs_mean", amount),
         _with_error(row, "error_ratio", _places),
         _with_error(row, "staleness_leak", _places),
         _with_error(row, "discrepancy_leak", _places),
-        _places(number(row.get("factor_correlation"))),
-        _places(number(row.get("mask_agreement"))),
-        _places(number(row.get("clip_agreement"))),
+        _places(number(row.get("log_d_log_s_corr"))),
+        _places(number(row.get("mask_f1"))),
+        _places(number(row.get("clip_f1"))),
         percent(number(row.get("exact_fraction")), 1),
         amount(number(row.get("claimed_error_max"))),
         amount(number(row.get("seconds"))),
@@ -125,16 +125,16 @@ def _inside(run: Gathered) -> list[Markup]:
 
 def _error_over_steps(run: Gathered) -> Markup:
     title = "Decomposition error over the run"
-    points = thin(run.series("audit/decomposition_error"))
+    points = thin(run.series("audit/logp_error_abs_mean"))
     if not points:
         return gap(title, "No audited token had a truth.")
     tokens, seconds = (
-        sum(value for _, value in run.series(f"audit/{name}")) for name in ("tokens", "seconds")
+        sum(value for _, value in run.series(f"audit/{name}")) for name in ("tokens", "duration_s")
     )
-    held = max((value for _, value in run.series("audit/resident_bytes")), default=0.0)
+    held = max((value for _, value in run.series("audit/memory_bytes")), default=0.0)
     told = f"Mean |prox - old_logp| of a step's audited tokens: {tokens:,.0f} in all, for {amount(seconds)} s and "
     told += f"{amount(held / 1e6)} MB of copies."
-    noise = thin(run.series("old_logps/noise"))
+    noise = thin(run.series("audit/logp_noise_rms"))
     lines = [Line(name="error", colour="trainer", points=points)]
     if noise:
         lines.append(Line(name="noise", colour="wait", points=noise))
@@ -288,7 +288,7 @@ def _agreements(routes: Sequence[Row]) -> Markup:
     title = "Mask and clip agreement"
     kinds, tracks = (("mask", "d"), ("clip", "s")), []
     for row in routes:
-        found = ((what, colour, number(row.get(f"{what}_agreement"))) for what, colour in kinds)
+        found = ((what, colour, number(row.get(f"{what}_f1"))) for what, colour in kinds)
         marks = [
             Mark(value, colour, f"{what} F1 {_places(value)}")
             for what, colour, value in found

@@ -24,11 +24,11 @@ from unstale.observe.report.words import number
 PLAN, LAUNCHES = "plan.json", "launches.jsonl"
 EXACT = "snapshot_old"
 """The arm that the others are compared with, where there is one; otherwise the first."""
-SUCCESS, STALENESS = "rollout/success", "schedule/staleness_mean"
+SUCCESS, STALENESS = "rollout/success_rate", "schedule/staleness_mean"
 KEPT, CLIPPED, EXACT_SHARE = (
     "correction/kept_share",
-    "objective/clipped_share",
-    "old_logps/exact_fraction",
+    "objective/clip_share",
+    "old_logps/exact_share",
 )
 SERIES = (SUCCESS, STALENESS, KEPT, CLIPPED, EXACT_SHARE)
 TOKENS = "trainer/action_tokens"
@@ -205,7 +205,7 @@ def read_trial(folder: Path, arm: str, seed: int, launch: Row) -> Trial:
     events = list(run.rows(EVENTS)) if run else []
     at, trained = _training_minutes(rows, events), _trained_tokens(rows)
     pairs = {name: [(step_of(row), number(row.get(name))) for row in rows] for name in SERIES}
-    exams = [(step_of(row), number(row.get("eval/success"))) for row in rows]
+    exams = [(step_of(row), number(row.get("eval/success_rate"))) for row in rows]
     return Trial(
         arm=arm,
         seed=seed,

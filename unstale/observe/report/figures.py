@@ -67,7 +67,7 @@ def _top(values: Sequence[float], least: float = 1e-9) -> float:
 
 def learning(run: Gathered) -> Markup:
     """Held-out and rollout success over the steps."""
-    rollout = thin(run.series("rollout/success"))
+    rollout = thin(run.series("rollout/success_rate"))
     lines: list[Line] = []
     keys: list[tuple[str, str]] = []
     if rollout:
@@ -231,7 +231,8 @@ def two_factors(run: Gathered) -> Markup:
 
 def _by_lag(run: Gathered, factor: str) -> Markup:
     title = f"|log {factor.upper()}| by lag"
-    means = average_lag(run, f"by_lag/log_{factor}_abs/")
+    component = {"d": "correction", "s": "objective"}[factor]
+    means = average_lag(run, f"{component}/log_{factor}_abs_mean/lag_")
     source = "mean over all tokens with an advantage"
     if not means:
         found: dict[int, list[float]] = {}
@@ -358,7 +359,7 @@ def _over_steps(run: Gathered) -> Markup:
 def _acted_on(run: Gathered) -> Markup:
     title = "What was kept, what was clipped"
     kept, clipped = (
-        thin(run.series(name)) for name in ("correction/kept_share", "objective/clipped_share")
+        thin(run.series(name)) for name in ("correction/kept_share", "objective/clip_share")
     )
     if not kept and not clipped:
         return gap(title, "Neither the kept nor the clipped share was recorded.")

@@ -252,7 +252,7 @@ class _Events:
 def _exams(rows: Iterable[Row], events: Iterable[Row], tasks: int) -> list[Exam]:
     exams: dict[int, Exam] = {}
     for row in rows:
-        success = number(row.get("eval/success"))
+        success = number(row.get("eval/success_rate"))
         if success is not None:
             exams[step_of(row)] = Exam(step_of(row), success, tasks)
     for event in events:

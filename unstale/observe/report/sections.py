@@ -86,7 +86,7 @@ def _outcome(run: Gathered) -> Markup:
     if run.exams:
         note = f"success on held-out tasks after {run.exams[0].step} steps; there was no second evaluation"
         return el("div", _share(run.exams[0]), el("p", note), class_="outcome")
-    rollout = [value for _, value in run.series("rollout/success")]
+    rollout = [value for _, value in run.series("rollout/success_rate")]
     if len(rollout) > 1:
         few = max(1, min(5, len(rollout) // 2))
         first_mean, last_mean = sum(rollout[:few]) / few, sum(rollout[-few:]) / few
@@ -126,10 +126,10 @@ def tiles(run: Gathered) -> Markup:
         ),
         (
             "clipped",
-            percent(_mean(run, "objective/clipped_share"), 1),
+            percent(_mean(run, "objective/clip_share"), 1),
             "of the tokens with an advantage",
         ),
-        ("engine", amount(_mean(run, "engine/tokens_per_s")), "tokens per second"),
+        ("engine", amount(_mean(run, "engine/sampled_tokens_per_s")), "tokens per second"),
         ("trainer", amount(_mean(run, "trainer/tokens_per_s")), "tokens per second"),
         ("trained on", amount(tokens or None), "action tokens"),
         ("failed", f"{run.num_failures}", "episodes"),
@@ -195,7 +195,7 @@ def factors(run: Gathered) -> Markup:
 
 def exact_fraction(run: Gathered) -> float | None:
     """Share of action tokens with an exact old_logp, over the run."""
-    return _mean(run, "old_logps/exact_fraction")
+    return _mean(run, "old_logps/exact_share")
 
 
 def _station(symbol: str, name: str, about: str, kind: str) -> Markup:

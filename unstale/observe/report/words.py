@@ -134,11 +134,11 @@ BOTTLENECKS = {
 """What a run can wait for most, and the knobs that would help."""
 
 _WORK = {
-    "trainer/seconds": "Training",
-    "old_logps/seconds": "Scoring old log-probabilities",
-    "eval/seconds": "Evaluation",
-    "checkpoint/seconds": "Checkpointing",
-    "publish/seconds": "Publishing",
+    "trainer/update_s": "Training",
+    "old_logps/prepare_s": "Scoring old log-probabilities",
+    "eval/duration_s": "Evaluation",
+    "checkpoint/duration_s": "Checkpointing",
+    "publish/duration_s": "Publishing",
 }
 """What occupies the trainer's side, by metric. The last three go on beside the first two, and count where they do not:
 as far as these and the waiting leave time."""
@@ -211,7 +211,7 @@ class Waiting:
 def waiting(rows: Sequence[Mapping[str, Any]]) -> Waiting:
     """Over the steps of `rows`, which follow one another; the first row's time is where the count begins.
 
-    >>> rows = [{"time_s": 10.0}, {"time_s": 20.0, "schedule/wait_groups_s": 4.0, "engine/busy_share": 0.9}]
+    >>> rows = [{"time_s": 10.0}, {"time_s": 20.0, "schedule/wait_for_batch_s": 4.0, "engine/busy_share": 0.9}]
     >>> waiting(rows).sentence
     'Generation is the bottleneck: the trainer waited for episodes 40% of the time, the engine stood idle 10%.'
     """
@@ -222,7 +222,7 @@ def waiting(rows: Sequence[Mapping[str, Any]]) -> Waiting:
         if start is None or end is None or end <= start:
             continue
         wait, busy, left = (
-            number(row.get("schedule/wait_groups_s")),
+            number(row.get("schedule/wait_for_batch_s")),
             number(row.get("engine/busy_share")),
             end - start,
         )
@@ -249,10 +249,10 @@ def waiting(rows: Sequence[Mapping[str, Any]]) -> Waiting:
 
 
 _SUMMED = (
-    "rollout/tools_s",
-    "rollout/replies_s",
-    "schedule/groups_finished",
-    "schedule/groups_live",
+    "rollout/tool_wait_s",
+    "rollout/generation_wait_s",
+    "schedule/groups_waiting",
+    "schedule/groups_in_flight",
 )
 
 

@@ -313,8 +313,8 @@ class LocalScorer:
         spent = {
             "restore_s": self._restore_s,
             "encode_s": store.encode_s,
-            "resident_bytes": float(store.bytes),
-            "movable_bytes": float(store.movable_bytes),
+            "memory_bytes": float(store.bytes),
+            "model_bytes": float(store.movable_bytes),
             "versions": float(len(store.versions)),
             "bytes_per_version": store.encoded_bytes / max(1, len(store.versions) - 1),
         }
