@@ -65,9 +65,7 @@ class StepMetrics:
             "trainer/lr": self.lr,
             "trainer/microbatches": float(self.micro_batches),
             "trainer/sequence_tokens": float(self.tokens),
-            "trainer/forward_tokens": float(
-                self.run_tokens
-            ),  # what siblings share counts once a pass
+            "trainer/forward_tokens": float(self.run_tokens),
             "trainer/update_s": self.seconds,
             "trainer/tokens_per_s": self.tokens / self.seconds if self.seconds else 0.0,
         }
