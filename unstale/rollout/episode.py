@@ -96,7 +96,7 @@ class Rollout:
         self.on_piece = on_piece
         self.on_failure = on_failure
         self.on_restart = on_restart
-        self.wait_times = Stopwatch("replies", "tools")
+        self.wait_times = Stopwatch("generation_wait", "tool_wait")
         self.resources: AbstractAsyncContextManager[Any] = nullcontext()
         """A context that has to be open while episodes run."""
         self.quarantined: set[str] = set()
@@ -246,12 +246,12 @@ class Rollout:
                 return turn, "max_turns"
             if self.generator.reply_budget(len(transcript.tokens)) < 1:
                 return turn, "max_tokens"
-            reply, ended = await self.wait_times.on("replies", self.generator.generate(transcript))
+            reply, ended = await self.wait_times.on("generation_wait", self.generator.generate(transcript))
             if simulated:
                 simulated.replaying = transcript.replaying
             with stage(f"step {len(turn_rewards) + 1}", self.config.timeout_s):
                 step = env.step(chat.parse(reply))
-                turn = combine_rewards(self.taskset, await self.wait_times.on("tools", step))
+                turn = combine_rewards(self.taskset, await self.wait_times.on("tool_wait", step))
                 turn_rewards.append(turn.reward)
                 if not turn.done:
                     text = chat.encode_continuation(turn.messages, ended=ended)

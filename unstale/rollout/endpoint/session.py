@@ -132,7 +132,7 @@ class AgentSession:
         if self._changed_at is not None:
             began = self._changed_at
             self._changed_at = asyncio.get_running_loop().time()
-            waited_for = "replies" if self._num_pending else "tools"
+            waited_for = "generation_wait" if self._num_pending else "tool_wait"
             self.rollout.wait_times.add(waited_for, self._changed_at - began)
 
     def _place_all(self, request: CompletionRequest) -> list[Continuation]:
