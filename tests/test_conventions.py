@@ -32,7 +32,7 @@ def test_only_the_rollout_catches_every_exception() -> None:
 
 def test_scheduling_code_does_not_poll() -> None:
     """`asyncio.sleep(0)` yields to other tasks; every other wait is on an event or has a time-out."""
-    timers = re.compile(r"sleep\((?!0\))|call_later|call_at|Timer\(|LOOK_S|BEAT_S")
+    timers = re.compile(r"sleep\((?!0\))|call_later|call_at|Timer\(|CHECK_S|BEAT_S")
     files = [ROOT / "unstale" / "loop.py", ROOT / "unstale" / "weights" / "publish.py"]
     for package in ("rollout", "trainer"):
         files += (ROOT / "unstale" / package).glob("*.py")

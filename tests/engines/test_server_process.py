@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from unstale.engines.vllm_server import EXTENSION, Server
+from unstale.engines.vllm_server import VllmServer, server_environment
 
 
-def made(folder: Path) -> Server:
-    return Server(folder, dtype="float32", threads=1, extension=EXTENSION)
+def made(folder: Path) -> VllmServer:
+    return VllmServer(folder, {"dtype": "float32"}, threads=1)
 
 
 def test_a_server_that_is_never_begun_leaves_nothing(
@@ -24,15 +24,15 @@ def test_a_server_that_is_never_begun_leaves_nothing(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     made(tmp_path).close()
     never_closed = made(tmp_path)
-    assert not never_closed.lives and not list(tmp_path.iterdir())
+    assert not never_closed.alive and not list(tmp_path.iterdir())
 
 
 _RUN = """
 import sys
 from pathlib import Path
-from unstale.engines.vllm_server import EXTENSION, Server
-server = Server(Path(), dtype="float32", threads=1, extension=EXTENSION)
-server.begin()
+from unstale.engines.vllm_server import VllmServer
+server = VllmServer(Path(), {"dtype": "float32"}, threads=1)
+server.start()
 print(server.url, flush=True)
 sys.stdin.read()
 server.close()
@@ -61,10 +61,10 @@ def test_the_next_server_removes_what_a_killed_run_left(
         killed.wait()
         assert {left, kept} == set(tmp_path.iterdir())
         server = made(tmp_path)
-        server.begin()
+        server.start()
         own = Path(server.url.removeprefix("unix:")).parent
         assert {kept, own} == set(tmp_path.iterdir()) and own.stat().st_mode & 0o777 == 0o700
-        server.begin()
+        server.start()
         assert own.is_dir()
         server.close()
     assert not list(tmp_path.iterdir())
@@ -73,10 +73,9 @@ def test_the_next_server_removes_what_a_killed_run_left(
 def test_variables_of_the_environment_hold_but_for_the_runs_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name in ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE", "VLLM_LOGGING_LEVEL"):
         monkeypatch.delenv(name, raising=False)
-    usual = made(tmp_path)._environment()
+    usual = server_environment(tmp_path, threads=1)
     assert (usual["VLLM_CPU_OMP_THREADS_BIND"], usual["VLLM_CPU_KVCACHE_SPACE"]) == ("nobind", "1")
     mine = {
         "VLLM_CPU_OMP_THREADS_BIND": "0-3",
@@ -86,7 +85,7 @@ def test_variables_of_the_environment_hold_but_for_the_runs_own(
     not_mine = {"VLLM_HOST_IP": "0.0.0.0", "VLLM_RPC_BASE_PATH": "/", "VLLM_SERVER_DEV_MODE": "0"}
     for name, value in (mine | not_mine).items():
         monkeypatch.setenv(name, value)
-    found = made(tmp_path)._environment()
+    found = server_environment(tmp_path, threads=1)
     assert {name: found[name] for name in mine} == mine
     assert all(found[name] != value for name, value in not_mine.items())
 
@@ -94,17 +93,17 @@ def test_variables_of_the_environment_hold_but_for_the_runs_own(
 _WORKER = """
 import signal, subprocess, sys, threading, time
 from pathlib import Path
-from unstale.engines.servers import vllm_worker
+from unstale.engines import vllm_worker
 
 def asked(*_):
     Path(sys.argv[1]).write_text("asked")
     time.sleep(float(sys.argv[2]))
     sys.exit()
 
-vllm_worker.GOODBYE_S = 1
+vllm_worker.TERMINATE_S = 5
 signal.signal(signal.SIGTERM, asked)
 subprocess.Popen(["sleep", "600"])
-threading.Thread(target=vllm_worker._end_with_the_other_side, daemon=True).start()
+threading.Thread(target=vllm_worker.end_with_parent, daemon=True).start()
 print(flush=True)
 while True:
     signal.pause()

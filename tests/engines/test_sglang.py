@@ -169,7 +169,7 @@ def test_without_seeds_log_probabilities_are_as_right(model: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ({"preferred_sampling_params": {"top_k": 5}}, "preferences of its own"),
+        ({"preferred_sampling_params": {"top_k": 5}}, "overrides sampling parameters"),
         ({"page_size": 1}, "--page-size 16"),
     ],
 )

@@ -20,39 +20,39 @@ from unstale.weights.store import VersionStore
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_delta_is_in_the_file(dtype: torch.dtype) -> None:
-    policy, hand = tiny_policy(), SharedWeights()
+    policy, shared = tiny_policy(), SharedWeights()
     policy.model.to(dtype)
     store = VersionStore(policy.twin().weights())
     store.put(0, policy.weights())
-    hand.put(policy.weights())
-    file = hand.folder / WEIGHTS
+    shared.write(policy.weights())
+    file = shared.folder / WEIGHTS
     node = file.stat().st_ino
     for version in (1, 2):
         nudge(policy, seed=version)
         store.put(version, policy.weights())
-        hand.advance(store.delta(version))
-        assert checksum(load_file(file)) == checksum(hand.weights) == checksum(policy.weights())
+        shared.advance(store.delta(version))
+        assert checksum(load_file(file)) == checksum(shared.weights) == checksum(policy.weights())
     assert file.stat().st_ino == node, "it was written again"
     with pytest.raises(ValueError, match="checksum differs"):
-        hand.advance(store.delta(1))
+        shared.advance(store.delta(1))
     assert checksum(load_file(file)) == checksum(policy.weights())
-    hand.close()
+    shared.close()
     assert not file.parent.exists()
 
 
 def test_what_has_no_elements_is_handed_too() -> None:
-    hand = SharedWeights()
+    shared = SharedWeights()
     given = {
         "none": torch.empty(0, 3),
         "one": torch.ones(()),
         "few": torch.arange(5, dtype=torch.uint8),
     }
-    hand.put(given)
+    shared.write(given)
     assert all(
         torch.equal(tensor, given[name])
-        for name, tensor in load_file(hand.folder / WEIGHTS).items()
+        for name, tensor in load_file(shared.folder / WEIGHTS).items()
     )
-    hand.close()
+    shared.close()
 
 
 def test_without_room_in_memory_it_is_on_disk_and_without_any_room_says_so(
@@ -64,24 +64,24 @@ def test_without_room_in_memory_it_is_on_disk_and_without_any_room_says_so(
     monkeypatch.setattr(shared_weights, "MEMORY", memory)
     monkeypatch.setattr("tempfile.tempdir", str(disk))
     monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=free[place]))
-    one = SharedWeights()
-    one.put({"w": torch.ones(9)})
-    assert one.folder.parent == disk and not [*memory.iterdir()]
-    one.close()
+    shared = SharedWeights()
+    shared.write({"w": torch.ones(9)})
+    assert shared.folder.parent == disk and not [*memory.iterdir()]
+    shared.close()
     assert not [*disk.iterdir()]
     free[disk] = 1 << 19
     with pytest.raises(
-        OSError, match=r"have 36 bytes, .* room for 1,048,576 in .*memory and 524,288 in"
+        OSError, match=r"take 36 bytes, .* only 1,048,576 in .*memory and 524,288 in"
     ):
-        one.put({"w": torch.ones(9)})
+        shared.write({"w": torch.ones(9)})
 
 
 _PROGRAM = """
 import sys, torch
 from unstale.engines.embedded.shared_weights import SharedWeights
-hand = SharedWeights()
-hand.put({"w": torch.ones(3)})
-print(hand.folder, flush=True)
+shared = SharedWeights()
+shared.write({"w": torch.ones(3)})
+print(shared.folder, flush=True)
 sys.stdin.read()
 """
 
@@ -102,8 +102,8 @@ def test_the_next_process_removes_what_a_killed_one_left() -> None:
         os.kill(killed.pid, signal.SIGKILL)
         killed.wait()
         assert (left / WEIGHTS).exists()
-        hand = SharedWeights()
-        hand.put({"w": torch.ones(3)})
-        assert hand.folder.is_dir() and not left.exists() and (kept / WEIGHTS).exists()
-        hand.close()
+        shared = SharedWeights()
+        shared.write({"w": torch.ones(3)})
+        assert shared.folder.is_dir() and not left.exists() and (kept / WEIGHTS).exists()
+        shared.close()
     assert not kept.exists()

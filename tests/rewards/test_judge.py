@@ -21,19 +21,19 @@ from unstale.engines.scripted import ScriptedEngine
 from unstale.envs import EnvError, Message, Turn
 from unstale.records import Failure
 from unstale.rewards.judge import (
-    Budget,
     BudgetSpent,
-    Endpoint,
-    Judge,
+    JudgeBudget,
+    JudgeEndpoint,
     JudgeError,
-    Verdict,
+    JudgeVerdict,
+    LLMJudge,
     read_verdict,
 )
 from unstale.rollout.episode import Rollout
 from unstale.rollout.generator import Generator
 
 GOOD = '{"reason": "as it should be", "score": 7}'
-PLENTY = Budget(calls=100, tokens=10**6)
+PLENTY = JudgeBudget(calls=100, tokens=10**6)
 
 
 def completion(text: str, tokens: int | None = 40) -> tuple[int, bytes]:
@@ -73,11 +73,13 @@ class Model:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
 
-    def judge(self, budget: Budget = PLENTY, cache: Path | None = None, **rest: Any) -> Judge:
-        endpoint = Endpoint(
+    def judge(
+        self, budget: JudgeBudget = PLENTY, cache: Path | None = None, **rest: Any
+    ) -> LLMJudge:
+        endpoint = JudgeEndpoint(
             url=self.url, model="judge", **{"wait_s": 0.0, "timeout_s": 5.0, **rest}
         )
-        return Judge(endpoint, "Is it kind? {curly} braces stay.", budget=budget, cache=cache)
+        return LLMJudge(endpoint, "Is it kind? {curly} braces stay.", budget=budget, cache=cache)
 
 
 @pytest.fixture
@@ -91,8 +93,8 @@ def model() -> Iterator[Model]:
         serving.join()
 
 
-def ask(judge: Judge, *texts: str) -> list[Verdict]:
-    async def main() -> list[Verdict]:
+def ask(judge: LLMJudge, *texts: str) -> list[JudgeVerdict]:
+    async def main() -> list[JudgeVerdict]:
         return await asyncio.gather(*[judge.verdict(answer=text) for text in texts])
 
     with closing(judge):
@@ -101,9 +103,9 @@ def ask(judge: Judge, *texts: str) -> list[Verdict]:
 
 def test_a_verdict_is_between_0_and_1(model: Model) -> None:
     judge = model.judge(key="secret")
-    assert ask(judge, "hello") == [Verdict(0.7, "as it should be")]
+    assert ask(judge, "hello") == [JudgeVerdict(0.7, "as it should be")]
     assert (
-        judge.spent == Budget(1, 40)
+        judge.spent == JudgeBudget(1, 40)
         and model.keys == ["Bearer secret"]
         and "secret" not in repr(judge.endpoint)
     )
@@ -165,7 +167,7 @@ def test_what_is_none_is_asked_for_again_and_then_an_error(model: Model, text: s
     judge = model.judge(retries=2)
     with pytest.raises(JudgeError, match="no verdict after 3 calls: not a verdict"):
         ask(judge, "hello")
-    assert len(model.asked) == 5 and judge.spent == Budget(3, 120)
+    assert len(model.asked) == 5 and judge.spent == JudgeBudget(3, 120)
     assert issubclass(JudgeError, EnvError)
 
 
@@ -197,7 +199,9 @@ def test_what_is_refused_is_not(model: Model) -> None:
 
 
 def test_nobody_there_is_an_error() -> None:
-    judge = Judge(Endpoint(url="http://127.0.0.1:9/v1", model="m", retries=0), "?", budget=PLENTY)
+    judge = LLMJudge(
+        JudgeEndpoint(url="http://127.0.0.1:9/v1", model="m", retries=0), "?", budget=PLENTY
+    )
     with pytest.raises(JudgeError, match="no verdict after 1 calls: ConnectionRefusedError"):
         ask(judge, "hello")
 
@@ -215,7 +219,7 @@ def test_a_call_has_its_time_also_when_the_answer_drips(model: Model, drips: boo
     model.answers = [slow]
     began = time.monotonic()
     try:
-        with pytest.raises(JudgeError, match=r"no verdict after 2 calls: no answer in 0\.2 s$"):
+        with pytest.raises(JudgeError, match=r"no verdict after 2 calls: no answer within 0\.2 s$"):
             ask(model.judge(timeout_s=0.2, retries=1), "hello")
     finally:
         over.set()
@@ -225,9 +229,12 @@ def test_a_call_has_its_time_also_when_the_answer_drips(model: Model, drips: boo
 def test_equal_questions_are_asked_once(model: Model, tmp_path: Path) -> None:
     cache = tmp_path / "verdicts.sqlite"
     first = model.judge(cache=cache)
-    assert ask(first, "hello", "hello", "goodbye", "hello") == [Verdict(0.7, "as it should be")] * 4
-    assert len(model.asked) == 2 and first.spent == Budget(2, 80)
-    again = model.judge(Budget(0, 0), cache)  # what is known costs nothing
+    assert (
+        ask(first, "hello", "hello", "goodbye", "hello")
+        == [JudgeVerdict(0.7, "as it should be")] * 4
+    )
+    assert len(model.asked) == 2 and first.spent == JudgeBudget(2, 80)
+    again = model.judge(JudgeBudget(0, 0), cache)  # what is known costs nothing
     assert ask(again, "goodbye", "hello")[0].reason == "as it should be" and len(model.asked) == 2
     for other in (
         {"model": "better"},
@@ -235,12 +242,15 @@ def test_equal_questions_are_asked_once(model: Model, tmp_path: Path) -> None:
         {"options": {}},
         {"url": model.url + "/"},
     ):
-        endpoint = Endpoint(**{"url": model.url, "model": "judge", **other})
+        endpoint = JudgeEndpoint(**{"url": model.url, "model": "judge", **other})
         ask(
-            Judge(endpoint, "Is it kind? {curly} braces stay.", budget=PLENTY, cache=cache), "hello"
+            LLMJudge(endpoint, "Is it kind? {curly} braces stay.", budget=PLENTY, cache=cache),
+            "hello",
         )
     with closing(
-        Judge(Endpoint(url=model.url, model="judge"), "Is it true?", budget=PLENTY, cache=cache)
+        LLMJudge(
+            JudgeEndpoint(url=model.url, model="judge"), "Is it true?", budget=PLENTY, cache=cache
+        )
     ) as judge:
         asyncio.run(judge.verdict(answer="hello"))
         asyncio.run(judge.verdict(reply="hello"))
@@ -250,15 +260,15 @@ def test_equal_questions_are_asked_once(model: Model, tmp_path: Path) -> None:
 def test_a_file_that_is_no_cache_is_refused(model: Model, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no database, but long enough to be one" * 100)
     with pytest.raises(
-        ValueError, match=r"notes.txt is no cache of verdicts: file is not a database"
+        ValueError, match=r"notes.txt is not a verdict cache: file is not a database"
     ):
         model.judge(cache=tmp_path / "notes.txt")
 
 
 def test_calls_are_bounded(model: Model) -> None:
-    judge = model.judge(Budget(calls=2, tokens=10**6), at_once=1)
+    judge = model.judge(JudgeBudget(calls=2, tokens=10**6), at_once=1)
     with pytest.raises(
-        BudgetSpent, match=r"budget is 2 calls and 1000000 tokens; spent are 2 and 80"
+        BudgetSpent, match=r"budget is 2 calls and 1000000 tokens; 2 and 80 are spent"
     ):
         ask(judge, "a", "b", "c")
     assert len(model.asked) == 2
@@ -268,7 +278,7 @@ def test_calls_are_bounded(model: Model) -> None:
 def test_tokens_are_bounded_before_they_are_spent(model: Model, told: bool) -> None:
     """A call may cost 512 tokens and a question of some 700; told, it costs 40."""
     model.answers = [completion(GOOD, 40 if told else None)]
-    judge = model.judge(Budget(calls=99, tokens=3000), at_once=1)
+    judge = model.judge(JudgeBudget(calls=99, tokens=3000), at_once=1)
     with pytest.raises(BudgetSpent, match="the next call may cost 1"):
         ask(judge, *map(str, range(99)))
     assert judge.spent.tokens <= 3000
@@ -276,7 +286,7 @@ def test_tokens_are_bounded_before_they_are_spent(model: Model, told: bool) -> N
 
 
 def test_a_budget_that_is_spent_fails_the_episode_and_is_no_reward(model: Model) -> None:
-    judge = model.judge(Budget(calls=1, tokens=10**6))
+    judge = model.judge(JudgeBudget(calls=1, tokens=10**6))
 
     class Judged(Env):
         async def step(self, reply: Message) -> Turn:
@@ -324,5 +334,5 @@ def test_it_answers_under_the_virtual_clock(model: Model) -> None:
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000/v1", "ftp://host/v1", "http:///v1", ""])
 def test_an_endpoint_has_an_address(url: str) -> None:
-    with pytest.raises(ValueError, match="an endpoint is http"):
-        Endpoint(url=url, model="judge")
+    with pytest.raises(ValueError, match="url must be http"):
+        JudgeEndpoint(url=url, model="judge")

@@ -40,7 +40,7 @@ def test_exact_match(text: str, same: float) -> None:
 def test_a_match_with_nothing_is_refused() -> None:
     assert exact_match(".5", "5") == 0
     for expected in ((), ("paris", " . ")):
-        with pytest.raises(ValueError, match="nothing is left"):
+        with pytest.raises(ValueError, match="must not be empty"):
             exact_match("", *expected)
 
 
@@ -72,7 +72,7 @@ def test_numbers_have_signs_commas_and_tolerances() -> None:
     assert numeric("1,2", 2) == 1 and numeric("10-3", 3) == 1 and numeric(".5", 0.5) == 1
     assert numeric("3.14", 3.14159) == 0 and numeric("3.14", 3.14159, relative=1e-3) == 1
     assert numeric("0.01", 0) == 0 and numeric("0.01", 0, absolute=0.05) == 1
-    with pytest.raises(ValueError, match="no number is near nan"):
+    with pytest.raises(ValueError, match="must be finite, got nan"):
         numeric("1", float("nan"))
 
 
@@ -110,7 +110,7 @@ def test_what_is_no_schema_is_refused_and_nothing_is_fetched() -> None:
             json_schema("1", schema)
     for reference in ("http://127.0.0.1:9/schema.json", "#/$defs/city", "#city"):
         with pytest.raises(
-            ValueError, match=r"not a JSON schema: its reference '.*' leads nowhere"
+            ValueError, match=r"not a JSON schema: it does not define"
         ):
             json_schema("1", {"$ref": reference})
 
@@ -278,5 +278,5 @@ def test_a_test_that_hangs_is_the_last_one() -> None:
 def test_only_questions_with_a_known_answer_are_tests(test: str) -> None:
     with pytest.raises(ValueError, match="test"):
         share(GCD, [test])
-    with pytest.raises(ValueError, match="there are no tests"):
+    with pytest.raises(ValueError, match="must not be empty"):
         share(GCD, [])

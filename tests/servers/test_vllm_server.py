@@ -40,13 +40,12 @@ from unstale.config import (
 )
 from unstale.durability.journal import Journal
 from unstale.durability.run_folder import EVENTS, RunFolder
-from unstale.engines import EngineDied, SamplingParams
+from unstale.engines import EngineDied, SamplingParams, remote
 from unstale.engines.embedded.runner import Chunk, Runner, Step
 from unstale.engines.embedded.worker import build_runner
-from unstale.engines.remote import Answer, ProbeFailed
-from unstale.engines.servers import remote
+from unstale.engines.remote import ProbeFailed, ServerReply
 from unstale.engines.servers.vllm import VllmEngine
-from unstale.engines.vllm_server import EXTENSION, Server
+from unstale.engines.vllm_server import EXTENSION, VllmServer
 from unstale.model.lora import Base, Merging, base_checksum
 from unstale.model.policy import Policy
 from unstale.model.prefix_tree import Packed
@@ -235,17 +234,17 @@ def test_an_asynchronous_run(
     route: Route, steps: int, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stamped: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    generate = VllmEngine._generate
+    generate = VllmEngine.generate
 
     async def noted(
         self: VllmEngine, name: str, tokens: Sequence[int], params: SamplingParams
-    ) -> Answer:
+    ) -> ServerReply:
         answer = await generate(self, name, tokens, params)
-        for version, end in answer.stamps:
+        for version, end in answer.versions:
             stamped[version, (*tokens, *answer.tokens[:end])] += 1
         return answer
 
-    monkeypatch.setattr(VllmEngine, "_generate", noted)
+    monkeypatch.setattr(VllmEngine, "generate", noted)
     rows = session.train(_config(tmp_path, route, urls=url, steps=steps), console=_quiet()).metrics
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert max(row["schedule/staleness_max"] for row in rows) == 2
@@ -347,13 +346,13 @@ def test_a_server_dies_or_hangs_in_mid_run(
 ) -> None:
     monkeypatch.setattr(remote, "HANG_S", 20.0)
     pids: list[int] = []
-    begin = Server.begin
+    start = VllmServer.start
 
-    def noted(self: Server) -> None:
-        begin(self)
+    def noted(self: VllmServer) -> None:
+        start(self)
         pids.append(self.pid)
 
-    monkeypatch.setattr(Server, "begin", noted)
+    monkeypatch.setattr(VllmServer, "start", noted)
 
     def kill() -> None:
         while (

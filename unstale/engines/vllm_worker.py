@@ -1,6 +1,6 @@
-"""What runs inside vLLM: how its worker takes weights, and the process that serves for as long as somebody listens.
+"""The code that runs inside vLLM: a worker extension that loads weights, and the server's entry point.
 
-This file alone imports vllm, and only there.
+Only this file imports vllm, inside functions.
 """
 
 import os
@@ -12,26 +12,29 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-GOODBYE_S = 5
-"""For the server to end by itself, before its processes are killed."""
+TERMINATE_S = 5
+"""Seconds for the server to end by itself before its processes are killed."""
 
 
 class Extension:
-    """`--worker-extension-cls`: vLLM mixes it into its worker."""
+    """A mix-in of vLLM's worker, for `--worker-extension-cls`."""
 
     vllm_config: Any
     model_runner: Any
     reload_weights: Any
 
     def unstale_load(self, path: str) -> None:
-        """Take all weights from a safetensors file on this host, by the names of the checkpoint."""
+        """Load all weights from a safetensors file on this host. Names are those of the checkpoint."""
         self.reload_weights(
             weights_iterator=iter(load_file(path).items()), is_checkpoint_format=True
         )
-        self.unstale_mend()
+        self.unstale_repack()
 
-    def unstale_mend(self) -> None:
-        """Pack again what vLLM's CPU build has packed from a weight that another module loads: a tied head."""
+    def unstale_repack(self) -> None:
+        """Repack weights for vLLM's CPU build.
+
+        It packs a tied head when the model is made, and does not notice that another module loads it.
+        """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
         from vllm.platforms import current_platform
@@ -45,20 +48,22 @@ class Extension:
 
 
 def main() -> None:
-    """vLLM's server with the arguments of this process, until the other end of standard input is gone."""
+    """Run vLLM's server with this process's arguments until standard input closes."""
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
-    threading.Thread(target=_end_with_the_other_side, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     serve()
 
 
-def _end_with_the_other_side() -> None:
-    """Ask the server to end, for what it has in shared memory outlives a kill; then kill its group of processes."""
+def end_with_parent() -> None:
+    """End the server once the parent is gone.
+
+    SIGTERM first: the server's shared memory outlives a kill. A shell then kills the process group, because this
+    process may have ended by then.
+    """
     sys.stdin.buffer.read()
     try:
-        subprocess.Popen(
-            ["sh", "-c", f"sleep {GOODBYE_S}; kill -KILL 0"]
-        )  # this process may be gone by then
+        subprocess.Popen(["sh", "-c", f"sleep {TERMINATE_S}; kill -KILL 0"])
     except OSError:
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,6 +1,6 @@
-"""What a reply is worth: rules, from 0 to 1, for environments to give as named rewards. See docs/rewards.md.
+"""Reward functions with values from 0 to 1, for the named rewards of environments. See docs/rewards.md.
 
-`programs.py` runs unit tests in the sandbox, `judge.py` asks a language model.
+`programs.py` runs unit tests in a sandbox, `judge.py` grades by a language model.
 """
 
 import json
@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 _NUMBER = re.compile(
     r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d+)?"
 )
-_AROUND = " ,;:!?\"'`*\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}"
+_PUNCTUATION = " ,;:!?\"'`*\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}"
 
 
 def weighted(**weights: float) -> Callable[[Mapping[str, float]], float]:
-    """A way to combine rewards: their weighted sum. ValueError for rewards of other names.
+    """Return a function that computes the weighted sum of rewards. It raises ValueError for other names.
 
     >>> weighted(answer=1.0, form=0.25)({"answer": 1.0, "form": 1.0})
     1.25
@@ -34,52 +34,49 @@ def weighted(**weights: float) -> Callable[[Mapping[str, float]], float]:
 
 
 def normalised(text: str) -> str:
-    """Unicode's compatible form in lower case, words one space apart, without quotes and punctuation around it.
+    """Return the text in NFKC and lower case, with single spaces and without surrounding punctuation.
 
     >>> normalised(' "PARIS,   France". ')
     'paris, france'
     """
     plain = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
-    return plain.lstrip(_AROUND).rstrip(f"{_AROUND}.")
+    return plain.lstrip(_PUNCTUATION).rstrip(f"{_PUNCTUATION}.")
 
 
 def exact_match(text: str, *expected: str) -> float:
-    """1 if the text is one of the expected ones; both `normalised`.
+    """Return 1 if the text equals an expected one after `normalised`, else 0.
 
     >>> exact_match("Paris.", "paris", "city of paris"), exact_match("not Paris", "paris")
     (1.0, 0.0)
     """
-    wanted = {normalised(each) for each in expected}
-    if not wanted or "" in wanted:
-        raise ValueError(f"nothing is left to compare with: {expected}")
-    return float(normalised(text) in wanted)
+    normal = {normalised(each) for each in expected}
+    if not normal or "" in normal:
+        raise ValueError(f"the expected texts must not be empty once normalised, got {expected}")
+    return float(normalised(text) in normal)
 
 
 def numeric(text: str, expected: float, *, relative: float = 1e-6, absolute: float = 0.0) -> float:
-    """1 if the last number in the text is within either tolerance of the expected one, 0 also without a number.
+    """Return 1 if the last number in the text is within either tolerance of the expected one, else 0.
 
-    Commas between thousands are read over, units, `%` and `$` too.
+    Commas between thousands, units, `%` and `$` are ignored.
 
     >>> numeric("9 boxes of $150 are $1,350.00.", 1350), numeric("41 or 42", 41), numeric("many", 41)
     (1.0, 0.0, 0.0)
     """
     if not math.isfinite(expected):
-        raise ValueError(f"no number is near {expected}")
+        raise ValueError(f"expected must be finite, got {expected}")
     numbers = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
     if not numbers:
         return 0.0
-    return float(
-        math.isclose(
-            float(numbers[-1].replace(",", "")), expected, rel_tol=relative, abs_tol=absolute
-        )
-    )
+    last = float(numbers[-1].replace(",", ""))
+    return float(math.isclose(last, expected, rel_tol=relative, abs_tol=absolute))
 
 
 def json_schema(text: str, schema: Mapping[str, Any]) -> float:
-    """1 if the text is JSON and keeps to the schema (draft 2020-12 unless it says otherwise). Nothing is fetched.
+    """Return 1 if the text is JSON that satisfies the schema, else 0.
 
-    Needs the package jsonschema, of the extra `rewards`. ValueError for what is no schema, also when judging comes to a
-    reference that leads out of it or nowhere.
+    The default is draft 2020-12. Needs jsonschema, of the extra `rewards`. Nothing is fetched: raises ValueError for
+    an invalid schema, and for a reference that the schema itself does not define.
     """
     from jsonschema import SchemaError, validators
     from referencing import Registry
@@ -90,15 +87,15 @@ def json_schema(text: str, schema: Mapping[str, Any]) -> float:
         kind.check_schema(schema, format_checker=kind.FORMAT_CHECKER)
     except SchemaError as error:
         raise ValueError(f"not a JSON schema: {error.message}") from error
+    validator = kind(schema, registry=Registry())
     try:
-        return float(
-            kind(schema, registry=Registry()).is_valid(json.loads(text, parse_constant=_no_number))
-        )
+        value = json.loads(text, parse_constant=_refuse_constant)
+        return float(validator.is_valid(value))
     except Unresolvable as error:
-        raise ValueError(f"not a JSON schema: its reference {error.ref!r} leads nowhere") from error
+        raise ValueError(f"not a JSON schema: it does not define {error.ref!r}") from error
     except (ValueError, RecursionError):
         return 0.0
 
 
-def _no_number(word: str) -> NoReturn:
-    raise ValueError(f"{word} is not JSON")
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")

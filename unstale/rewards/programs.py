@@ -1,8 +1,7 @@
-"""The share of unit tests that a model's program passes, in the sandbox.
+"""A reward for programs: the share of unit tests that they pass, in a sandbox.
 
-What is expected never enters the sandbox, and nothing in there passes a verdict: a test is a question, the program's
-answer is data, and the two are compared here. All that a program can do by printing, exiting, patching or looking
-around is to name an answer; every test has a process of its own.
+The expected values never enter the sandbox. The program's answer comes out as data and is compared here, so whatever a
+program prints, patches or exits with, it can only name an answer. Every test has a process of its own.
 """
 
 import ast
@@ -14,7 +13,7 @@ from unstale.envs import sandbox
 
 LIMITS = sandbox.Limits(seconds=2.0, memory_mb=512, file_mb=1, processes=4, output_kb=64)
 
-_ASK = """
+_EVALUATE = """
 import os, sys
 names = {"__name__": "program"}
 exec(compile(open("program.py", encoding="utf-8").read(), "program.py", "exec"), names)
@@ -22,50 +21,47 @@ sys.stdout.write("\\n" + repr(eval(sys.argv[1], names)))
 sys.stdout.flush()
 os._exit(0)
 """
-"""What follows the last line end is the answer, whatever was printed before."""
+"""The answer is the text after the last line end, whatever was printed before."""
 
 
 async def unit_tests(
     program: str, tests: Sequence[str | tuple[str, str]], *, limits: sandbox.Limits | None = None
 ) -> float:
-    """The share of tests passed. A test is `"assert gcd(12, 18) == 6"`, or what goes in and comes out: `("3 4", "7")`.
+    """Return the share of tests that a program passes.
 
-    Of an assertion the left side is worked out in the program, the right side is a literal; ValueError for another
-    kind. Of what comes out, space at the end of lines and of all does not count. The limits are of each test; one that
-    takes too long is the last one tried. Keep tests times seconds under `rollout.timeout_s`.
+    A test is an assertion such as `"assert gcd(12, 18) == 6"`, or a pair of standard input and output such as
+    `("3 4", "7")`. The right side of an assertion is a literal; other assertions raise ValueError. Outputs are compared
+    without trailing space. The limits apply to each test, and a timeout ends the testing. Keep the number of tests
+    times `limits.seconds` below `rollout.timeout_s`.
     """
     if not tests:
-        raise ValueError("there are no tests to pass")
-    questions = [_question(test) if isinstance(test, str) else test for test in tests]
+        raise ValueError("tests must not be empty")
+    parsed = [parse_assertion(test) if isinstance(test, str) else test for test in tests]
     passed = 0
-    for test, (question, expected) in zip(tests, questions, strict=True):
-        called = isinstance(test, str)
-        command = (
-            [sys.executable, "-s", "-c", _ASK, question]
-            if called
-            else [sys.executable, "-s", "program.py"]
-        )
-        done = await sandbox.run(
-            command,
-            stdin="" if called else question,
+    for test, (question, expected) in zip(tests, parsed, strict=True):
+        is_assertion = isinstance(test, str)
+        arguments = ["-c", _EVALUATE, question] if is_assertion else ["program.py"]
+        result = await sandbox.run(
+            [sys.executable, "-s", *arguments],
+            stdin="" if is_assertion else question,
             files={"program.py": program},
             limits=limits or LIMITS,
         )
-        if done.ended == "timeout":
+        if result.ended == "timeout":
             break
-        if done.code == 0 and done.ended == "exited":
-            passed += (
-                _same(done.stdout, expected)
-                if called
-                else _lines(done.stdout) == _lines(str(expected))
-            )
+        if result.code != 0 or result.ended != "exited":
+            continue
+        if is_assertion:
+            passed += _equals(result.stdout, expected)
+        else:
+            passed += _lines(result.stdout) == _lines(str(expected))
     return passed / len(tests)
 
 
-def _question(test: str) -> tuple[str, Any]:
-    """What is asked, and the answer that is expected.
+def parse_assertion(test: str) -> tuple[str, Any]:
+    """Return the expression and the expected value of an assertion.
 
-    >>> _question("assert add(2, 3) == 5")
+    >>> parse_assertion("assert add(2, 3) == 5")
     ('add(2, 3)', 5)
     """
     try:
@@ -77,7 +73,7 @@ def _question(test: str) -> tuple[str, Any]:
     raise ValueError(f"a test is 'assert CALL == LITERAL', got {test!r}")
 
 
-def _same(printed: str, expected: Any) -> bool:
+def _equals(printed: str, expected: Any) -> bool:
     try:
         return bool(ast.literal_eval(printed.rpartition("\n")[2]) == expected)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):

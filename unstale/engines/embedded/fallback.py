@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from unstale.engines.embedded.runner import Chunk, Step, check_update
+from unstale.engines.embedded.runner import Chunk, Step, check_update, tied_parameters
 
 _PROBE_TOLERANCE = 1e-3
 
@@ -98,15 +98,9 @@ class TransformersRunner:
         self._probe(max_context)
         self._model.to(dtype)
         self._reset()
-        named = dict(self._model.named_parameters())
-        names = {parameter.data_ptr(): name for name, parameter in named.items()}
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
-        state = self._model.state_dict()
-        self._tied = {
-            alias: names[t.data_ptr()]
-            for alias, t in state.items()
-            if alias not in named and t.data_ptr() in names
-        }
+        parameters = self._model.named_parameters()
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
+        self._tied = tied_parameters(self._model)
 
     def _reset(self) -> None:
         self._layers = [

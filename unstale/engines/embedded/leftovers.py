@@ -1,4 +1,4 @@
-"""Folders that a process holds by a lock, so that the next one of the same user removes what a killed one has left."""
+"""Locked folders, so that a later process of the same user can remove those of a killed process."""
 
 import fcntl
 import os
@@ -10,16 +10,16 @@ from typing import TextIO
 _LOCK = "lock"
 
 
-def hold(folder: Path) -> TextIO:
-    """It is held for as long as this file is open."""
+def lock_folder(folder: Path) -> TextIO:
+    """Lock a folder until the returned file is closed."""
     lock = (folder / f"{_LOCK}.new").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
     (folder / f"{_LOCK}.new").rename(folder / _LOCK)
     return lock
 
 
-def sweep(parent: Path, prefix: str) -> None:
-    """Remove the folders whose process is gone: the lock of a living one is taken."""
+def remove_leftovers(parent: Path, prefix: str) -> None:
+    """Remove this user's folders that no process has locked."""
     for folder in parent.glob(f"{prefix}*"):
         with suppress(OSError):
             if folder.lstat().st_uid != os.getuid():

@@ -1,18 +1,18 @@
-"""What a model must do for the batcher: run packed chunks of many sequences, each over its own cached prefix."""
+"""The interface between the batcher and a model: forward passes of packed sequences over a KV cache."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `start:end` of the sequence in `slot`; everything before `start` is cached."""
+    """Tokens `start:end` of the sequence in `slot`; all tokens before `start` are cached."""
 
     slot: int
     start: int
@@ -21,28 +21,29 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward pass: rows of one token each, and longer chunks. `tokens` and `positions` hold rows, then chunks."""
+    """The input of one forward pass: R rows of one token each, then C chunks, T tokens in all."""
 
     rows: Tensor
-    """`[R]`, the slot of each one-token row."""
+    """`[R]`, the slot of each row."""
     chunks: tuple[Chunk, ...]
     tokens: Tensor
-    """`[T]`, packed."""
+    """`[T]`, packed: rows first."""
     positions: Tensor
-    """`[T]`, each token's place in its own sequence."""
+    """`[T]`, the position of each token in its own sequence."""
 
     @property
     def longest(self) -> int:
-        """Length of the longest sequence among the rows, this step's token included."""
+        """The length of the longest sequence among the rows, this step's token included."""
         return int(self.positions[: len(self.rows)].max()) + 1 if len(self.rows) else 0
 
     def spans(self) -> list[tuple[Chunk, slice]]:
-        """Each chunk, and where it lies in `tokens`."""
-        spans, at = [], len(self.rows)
+        """Return each chunk with its range in `tokens`."""
+        spans = []
+        start = len(self.rows)
         for chunk in self.chunks:
-            size = chunk.end - chunk.start
-            spans.append((chunk, slice(at, at + size)))
-            at += size
+            end = start + chunk.end - chunk.start
+            spans.append((chunk, slice(start, end)))
+            start = end
         return spans
 
 
@@ -50,32 +51,45 @@ class Runner(Protocol):
     """A model with a KV cache of `max_slots` sequences."""
 
     name: str
-    """Which program runs the model."""
+    """The program that runs the model."""
     warning: str
-    """What whoever runs it should know about that; mostly nothing."""
+    """A message for the user about that program; usually empty."""
     vocab_size: int
 
     def forward(self, step: Step) -> Tensor:
-        """Float32 logits `[R + C, V]` after the last token of each row and chunk; caches every token of the step."""
+        """Return float32 logits `[R + C, V]` after the last token of each row and chunk. All tokens are cached."""
         ...
 
     def keep(self, slot: int, count: int) -> None:
-        """Of what is cached of `slot`, only the first `count` tokens will be needed."""
+        """Keep the first `count` cached tokens of `slot`; the others may be dropped."""
         ...
 
     def copy_prefix(self, source: int, target: int, count: int) -> None:
-        """Make the first `count` cached tokens of `target` those of `source`."""
+        """Copy the first `count` cached tokens of slot `source` to slot `target`."""
         ...
 
     def load(self, update: Mapping[str, Tensor]) -> None:
-        """Take these weights, all or none. Raises ValueError with what does not fit."""
+        """Load these weights. Raises ValueError, loading none, if they do not fit the model."""
         ...
+
+
+def tied_parameters(model: nn.Module) -> dict[str, str]:
+    """Return the aliases in a model's state, each with the name of the parameter that it repeats."""
+    parameters = dict(model.named_parameters())
+    names = {parameter.data_ptr(): name for name, parameter in parameters.items()}
+    return {
+        alias: names[tensor.data_ptr()]
+        for alias, tensor in model.state_dict().items()
+        if alias not in parameters and tensor.data_ptr() in names
+    }
 
 
 def check_update(
     update: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], tied: Mapping[str, str]
 ) -> None:
-    """Refuse weights that do not fit: `shapes` names every parameter, `tied` maps an alias to the one it repeats.
+    """Raise ValueError for weights that do not fit a model.
+
+    `shapes` has every parameter. `tied` maps an alias, which may be left out, to the parameter that it repeats.
 
     >>> check_update({"a": torch.zeros(2)}, {"a": (2,), "b": (3,)}, {})
     Traceback (most recent call last):
@@ -83,26 +97,25 @@ def check_update(
     """
     problems = []
     if missing := sorted(shapes.keys() - update.keys()):
-        problems.append(f"missing {_few(missing)}")
+        problems.append(f"missing {_first_names(missing)}")
     if unknown := sorted(update.keys() - shapes.keys() - tied.keys()):
-        problems.append(f"unknown {_few(unknown)}")
+        problems.append(f"unknown {_first_names(unknown)}")
     for name in sorted(update.keys() & shapes.keys()):
-        if tuple(update[name].shape) != tuple(shapes[name]):
-            problems.append(
-                f"{name} is {list(update[name].shape)}, the model has {list(shapes[name])}"
-            )
+        shape = tuple(update[name].shape)
+        if shape != tuple(shapes[name]):
+            problems.append(f"{name} is {list(shape)}, the model has {list(shapes[name])}")
     if problems:
         raise ValueError("the update does not fit the model: " + "; ".join(problems[:6]))
     for alias, name in tied.items():
-        if alias in update and not torch.equal(
-            update[alias].nan_to_num(), update[name].nan_to_num()
-        ):
+        if alias not in update:
+            continue
+        # Without NaN, which is unequal to itself: the same NaN on both sides is no conflict.
+        if not torch.equal(update[alias].nan_to_num(), update[name].nan_to_num()):
             raise ValueError(
-                f"{alias} and {name} are tied in this model, but the update gives them different values"
+                f"the update has different values for {alias} and {name}, which are tied"
             )
 
 
-def _few(names: Sequence[str], *, limit: int = 4) -> str:
-    return ", ".join(names[:limit]) + (
-        f" and {len(names) - limit} more" if len(names) > limit else ""
-    )
+def _first_names(names: Sequence[str], *, limit: int = 4) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

@@ -1,6 +1,6 @@
-"""The weights as servers on this host read them: one safetensors file, written whole or changed in place.
+"""Weights for servers on this host: one safetensors file in memory, written whole or updated in place.
 
-It lies in memory (`/dev/shm`), or where temporary files do if there is no room for it.
+The file is in `/dev/shm`, or in the folder for temporary files if there is too little space.
 """
 
 import json
@@ -15,82 +15,80 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from unstale.engines.embedded.leftovers import hold, sweep
+from unstale.engines.embedded.leftovers import lock_folder, remove_leftovers
 from unstale.weights.codec import advance
 from unstale.weights.store import Delta
 
 WEIGHTS = "model.safetensors"
 MEMORY = Path("/dev/shm")
 _PREFIX = "unstale-weights-"
-_HEADER = 1 << 20
-"""More than names and shapes take."""
-_SIZE = 8
-"""Bytes at the beginning that say how long the header is."""
+_MAX_HEADER_BYTES = 1 << 20
+"""Names and shapes take less."""
+_HEADER_SIZE_BYTES = 8
+"""The header's length is the file's first number."""
 
 
 class SharedWeights:
-    """A folder with one file, which is the memory of `weights`: a delta that is applied to them is in the file.
+    """A folder with one weight file that is mapped into memory.
 
-    Takes the memory of one copy of the weights, until `close`. What a killed process has left, the next one of the
-    same user removes.
+    `weights` are the tensors of the mapping, so a delta applied to them changes the file. One copy of the weights is
+    held until `close`. Folders of killed processes are removed by the next process of the same user.
     """
 
     def __init__(self) -> None:
         self.weights: dict[str, Tensor] = {}
         self.folder = Path()
-        """From the first `put` on."""
-        self._held = ExitStack()
+        """Set by the first `write`."""
+        self._resources = ExitStack()
 
-    def put(self, weights: Mapping[str, Tensor]) -> None:
-        """All weights, in the precision that they are in. OSError if there is no room for them."""
+    def write(self, weights: Mapping[str, Tensor]) -> None:
+        """Write all weights without changing their dtype. Raises OSError if there is too little space."""
         if not self.weights:
-            self._make(sum(tensor.nbytes for tensor in weights.values()))
+            self._make_folder(sum(tensor.nbytes for tensor in weights.values()))
         self.weights = {}
         path = self.folder / WEIGHTS
         save_file(
             {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, path
         )
-        self.weights = _mapped(path, weights)
+        self.weights = _map_file(path, weights)
 
     def advance(self, delta: Delta) -> None:
-        """Change them in place. ValueError if that does not lead to `delta.version`, bit for bit; they stay then."""
+        """Apply a delta in place. Raises ValueError, changing nothing, unless it leads to `delta.version` exactly."""
         advance(self.weights, delta)
 
     def close(self) -> None:
         self.weights = {}
-        self._held.close()
+        self._resources.close()
 
-    def _make(self, size: int) -> None:
-        places = [place for place in (MEMORY, Path(tempfile.gettempdir())) if place.is_dir()]
-        for place in places:
-            sweep(place, _PREFIX)
-        free = {place: shutil.disk_usage(place).free for place in places}
-        roomy = [place for place in places if free[place] > size + _HEADER]
-        if not roomy:
-            rooms = " and ".join(f"{room:,} in {place}" for place, room in free.items())
+    def _make_folder(self, num_bytes: int) -> None:
+        parents = [path for path in (MEMORY, Path(tempfile.gettempdir())) if path.is_dir()]
+        for parent in parents:
+            remove_leftovers(parent, _PREFIX)
+        free = {parent: shutil.disk_usage(parent).free for parent in parents}
+        fitting = [parent for parent in parents if free[parent] > num_bytes + _MAX_HEADER_BYTES]
+        if not fitting:
+            space = " and ".join(f"{count:,} in {parent}" for parent, count in free.items())
             raise OSError(
-                f"the weights for the server have {size:,} bytes, and there is room for {rooms}: make the first larger "
-                "(containers: --shm-size), or set TMPDIR to a place that is"
+                f"the server's weights take {num_bytes:,} bytes, but only {space} are free: make "
+                "/dev/shm larger (containers: --shm-size), or set TMPDIR to a larger folder"
             )
-        self.folder = Path(
-            self._held.enter_context(tempfile.TemporaryDirectory(prefix=_PREFIX, dir=roomy[0]))
-        )
-        self._held.enter_context(hold(self.folder))
+        folder = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=fitting[0])
+        self.folder = Path(self._resources.enter_context(folder))
+        self._resources.enter_context(lock_folder(self.folder))
 
 
-def _mapped(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a file as its own memory."""
+def _map_file(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, sharing the file's memory. Shapes and dtypes are those of `like`."""
     with path.open("r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)
-    start = _SIZE + int.from_bytes(memory[:_SIZE], "little")
-    header = json.loads(memory[_SIZE:start])
+    start = _HEADER_SIZE_BYTES + int.from_bytes(memory[:_HEADER_SIZE_BYTES], "little")
+    header = json.loads(memory[_HEADER_SIZE_BYTES:start])
     tensors = {}
     for name, tensor in like.items():
-        place = {"offset": start + header[name]["data_offsets"][0], "count": tensor.numel()}
-        flat = (
-            torch.frombuffer(memory, dtype=tensor.dtype, **place)
-            if tensor.numel()
-            else torch.empty(0).to(tensor)
-        )
+        if tensor.numel():
+            offset = start + header[name]["data_offsets"][0]
+            flat = torch.frombuffer(memory, dtype=tensor.dtype, offset=offset, count=tensor.numel())
+        else:
+            flat = torch.empty(0).to(tensor)
         tensors[name] = flat.view(tensor.shape)
     return tensors

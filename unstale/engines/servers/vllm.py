@@ -1,4 +1,4 @@
-"""vLLM behind its HTTP API: a server that is started here, or one that runs already on this host."""
+"""The backend for vLLM: a server process of the run, or a server that already runs on this host."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,24 +7,24 @@ from typing import Any
 from unstale.engines import SamplingParams
 from unstale.engines.embedded.shared_weights import WEIGHTS
 from unstale.engines.registry import EngineOptions, EngineSpec
-from unstale.engines.remote import LOAD_S, Answer, RemoteEngine
-from unstale.engines.vllm_server import EXTENSION, Server
+from unstale.engines.remote import LOAD_S, RemoteEngine, ServerReply
+from unstale.engines.vllm_server import EXTENSION, VllmServer
 
 
 class VllmEngine(RemoteEngine):
-    """`Engine` on one vLLM server.
+    """An `Engine` on one vLLM server.
 
-    Without a `url` the server is a process of this engine, and ends with it. With one it is somebody's who started it
-    as docs/engines.md says. `extension` is mixed into the workers of a server that is started here.
+    Without a `url` the server is a process of this engine and ends with it; `extension` is mixed into its workers.
+    docs/engines.md shows how to start a server for use with a `url`.
 
-    A reply that goes on after an interruption is another draw from the same policy: vLLM's noise is not keyed by
-    position. Its seed is made of `seed` and the length of the context, so that no noise is used twice.
+    vLLM's noise is not keyed by position. A reply that continues after an interruption is another draw from the same
+    policy. Its seed combines `seed` with the context's length, so that no noise is used twice.
     """
 
-    _NAME = "vLLM"
-    _HEALTH = "/health"
-    _GENERATE = "/inference/v1/generate"
-    _MIN_TEMPERATURE = 0.01
+    NAME = "vLLM"
+    HEALTH_PATH = "/health"
+    GENERATE_PATH = "/inference/v1/generate"
+    MIN_TEMPERATURE = 0.01
 
     def __init__(
         self,
@@ -36,38 +36,49 @@ class VllmEngine(RemoteEngine):
         **options: Any,
     ) -> None:
         super().__init__(model_folder, **options)
-        if not self.url:
-            server = Server(model_folder, dtype=self._dtype, threads=threads, extension=extension)
-            server.limit(running=max_running, context=self._max_context)
-            self._attach(server)
+        if self.url:
+            return
+        server = VllmServer(
+            model_folder,
+            {
+                "dtype": self._dtype,
+                "max-num-seqs": max_running,
+                "max-model-len": self._max_context,
+                "worker-extension-cls": extension,
+            },
+            threads=threads,
+        )
+        self._own(server)
 
-    async def _greet(self) -> int:
-        await self._held()
+    async def _handshake(self) -> int:
+        await self._loaded_version()
         return int((await self._http.call("GET", "/v1/models"))["data"][0]["max_model_len"])
 
-    async def _pause(self, *, keep: bool) -> None:
-        await self._tell(f"/pause?mode=abort&clear_cache={'false' if keep else 'true'}")
+    async def _pause(self, *, keep_cache: bool) -> None:
+        clear_cache = "false" if keep_cache else "true"
+        await self._post(f"/pause?mode=abort&clear_cache={clear_cache}")
 
-    async def _abort(self, names: Sequence[str]) -> None:
-        await self._tell(
-            "/abort_requests", {"request_ids": [f"generate-tokens-{name}" for name in names]}
-        )
+    async def _abort(self, request_ids: Sequence[str]) -> None:
+        ids = [f"generate-tokens-{request_id}" for request_id in request_ids]
+        await self._post("/abort_requests", {"request_ids": ids})
 
-    async def _take(self, folder: Path, version: int) -> None:
+    async def _load_weights(self, folder: Path, version: int) -> None:
         body = {"method": "unstale_load", "args": [str(folder / WEIGHTS)]}
-        await self._tell("/collective_rpc", body, timeout_s=LOAD_S)
-        await self._tell("/update_weight_version", {"new_version": str(version)})
-        await self._tell("/resume")
+        await self._post("/collective_rpc", body, timeout_s=LOAD_S)
+        await self._post("/update_weight_version", {"new_version": str(version)})
+        await self._post("/resume")
 
-    async def _held(self) -> str:
+    async def _loaded_version(self) -> str:
         return str((await self._http.call("GET", "/weight_info"))["weight_version"])
 
-    async def _open(self) -> None:
-        await self._tell("/resume")
+    async def _unpause(self) -> None:
+        await self._post("/resume")
 
-    def _request(self, name: str, tokens: Sequence[int], params: SamplingParams) -> Any:
+    def _request_body(
+        self, request_id: str, tokens: Sequence[int], params: SamplingParams
+    ) -> Mapping[str, Any]:
         sampling = {
-            "max_tokens": self._room(tokens, params),
+            "max_tokens": self._max_tokens(tokens, params),
             "stop_token_ids": list(params.stop_tokens),
             "ignore_eos": True,
             "temperature": params.temperature,
@@ -75,17 +86,19 @@ class VllmEngine(RemoteEngine):
             "logprobs": 0,
             "detokenize": False,
         }
-        return {"request_id": name, "token_ids": list(tokens), "sampling_params": sampling}
+        return {"request_id": request_id, "token_ids": list(tokens), "sampling_params": sampling}
 
-    def _answer(self, said: Mapping[str, Any]) -> Answer:
-        choice = said["choices"][0]
-        details = said["usage"].get("prompt_tokens_details") or {}
-        return Answer(
-            tuple(choice["token_ids"]),
-            tuple((one["token_id"], one["logprob"]) for one in choice["logprobs"]["content"] or []),
-            tuple((span["version"], span["end"]) for span in choice["weight_versions"] or []),
-            choice["finish_reason"],
-            details.get("cached_tokens") or 0,
+    def _parse_reply(self, body: Mapping[str, Any]) -> ServerReply:
+        choice = body["choices"][0]
+        logps = choice["logprobs"]["content"] or []
+        versions = choice["weight_versions"] or []
+        prompt_details = body["usage"].get("prompt_tokens_details") or {}
+        return ServerReply(
+            tokens=tuple(choice["token_ids"]),
+            logps=tuple((token["token_id"], token["logprob"]) for token in logps),
+            versions=tuple((span["version"], span["end"]) for span in versions),
+            finish_reason=choice["finish_reason"],
+            cached_tokens=prompt_details.get("cached_tokens") or 0,
         )
 
 
