@@ -109,9 +109,7 @@ def test_what_is_no_schema_is_refused_and_nothing_is_fetched() -> None:
         with pytest.raises(ValueError, match="not a JSON schema"):
             json_schema("1", schema)
     for reference in ("http://127.0.0.1:9/schema.json", "#/$defs/city", "#city"):
-        with pytest.raises(
-            ValueError, match=r"not a JSON schema: it does not define"
-        ):
+        with pytest.raises(ValueError, match=r"not a JSON schema: it does not define"):
             json_schema("1", {"$ref": reference})
 
 
