@@ -27,7 +27,7 @@ from unstale.planner.simulate import (
     Workload,
     simulate,
 )
-from unstale.planner.workload import EpisodeStats, seen_in
+from unstale.planner.workload import EpisodeStats, mean_attended
 
 SIGMA = 0.9
 """Of the log-normal lengths: assumed, as their mean is where neither it nor the time of training is published."""
@@ -195,17 +195,17 @@ class Priced(AnalyticCosts):
 def priced(row: Row, trainer_gpus: int, *, scored: bool = True) -> Priced:
     """Without what is published of its phases."""
     episode = row.tokens + row.answers
-    drawn = LogNormal.cut(min(row.tokens, 0.99 * row.most), SIGMA, row.most).draw(
+    drawn = LogNormal.capped(min(row.tokens, 0.99 * row.most), SIGMA, row.most).draw(
         np.random.default_rng(0), 10_000
     )
     lengths = drawn + row.answers
-    setting = TrainingSetup(
+    setup = TrainingSetup(
         model=row.model, device=row.device, shares=Shares(), lr=1e-6, gradient_checkpointing=row.gradient_checkpointing,
-        episodes=EpisodeStats(tokens=episode, seen=seen_in(lengths.tolist()), longest=row.most, prompt=PROMPT),
+        episodes=EpisodeStats(tokens=episode, attended=mean_attended(lengths.tolist()), longest=row.most, prompt=PROMPT),
     )  # fmt: skip
     return Priced(
-        setting=setting,
-        place=Placement(
+        setup=setup,
+        placement=Placement(
             trainer_gpus // row.scale,
             max(1, row.engine_gpus // row.tensor // row.scale),
             row.tensor,
@@ -220,8 +220,8 @@ def priced(row: Row, trainer_gpus: int, *, scored: bool = True) -> Priced:
 def workload(row: Row) -> Workload:
     return Workload(
         prompt_tokens=Constant(PROMPT),
-        turns=LogNormal.cut(row.turns, 0.5, 16) if row.turns > 1 else Constant(1),
-        reply_tokens=LogNormal.cut(row.tokens / row.turns, SIGMA, row.most / row.turns),
+        turns=LogNormal.capped(row.turns, 0.5, 16) if row.turns > 1 else Constant(1),
+        reply_tokens=LogNormal.capped(row.tokens / row.turns, SIGMA, row.most / row.turns),
         tool_tokens=Constant(ANSWER if row.turns > 1 else 0),
         tool_s=LogNormal(row.tool_s, 1.0),
         max_tokens=row.most + PROMPT,
@@ -229,7 +229,7 @@ def workload(row: Row) -> Workload:
 
 
 def fleet(row: Row, gpus: int, *, colocated: bool = False) -> Fleet:
-    room = int(priced(row, row.gpus).setting.room(row.tensor))
+    room = int(priced(row, row.gpus).setup.context_tokens(row.tensor))
     engines = gpus // row.tensor // row.scale
     return Fleet(engines=engines, max_running=MAX_RUNNING, cache_tokens=room, colocated=colocated)
 
@@ -249,7 +249,7 @@ def schedule(row: Row, staleness: float, parts: int = 1) -> ScheduleConfig:
 def synchronous(row: Row, steps: int) -> tuple[SimulationResult, float]:
     """And what a decoding step takes longer than is computed."""
     costs = priced(row, row.gpus)
-    setting = workload(row), fleet(row, row.gpus), schedule(row, 0)
+    setup = workload(row), fleet(row, row.gpus), schedule(row, 0)
     if row.sync_s:
         generation_s, scoring_s, training_s = row.sync_s
         batch = round(costs.batch)
@@ -261,10 +261,10 @@ def synchronous(row: Row, steps: int) -> tuple[SimulationResult, float]:
         )
 
         def generated_s(more: float) -> float:
-            return generation_s_of(simulate(*setting, replace(costs, step_more_s=more), steps=3))
+            return generation_s_of(simulate(*setup, replace(costs, step_more_s=more), steps=3))
 
         costs = replace(costs, step_more_s=_meeting(generation_s, generated_s, 0.0, 0.005))
-    return simulate(*setting, costs, steps=max(3, steps)), costs.step_more_s
+    return simulate(*setup, costs, steps=max(3, steps)), costs.step_more_s
 
 
 def asynchronous(row: Row, turnovers: int) -> SimulationResult:
@@ -308,7 +308,7 @@ ROWS = (
         assumed="mean length, from the time of the synchronous step; eight GPUs a node, three quarters engines; "
         "512 prompts a step; staleness 8",
         unclaimed="lengths are not published. Such as fill the synchronous step (147.6 s) are not trained in the 53.3 "
-        "s of the asynchronous one below 74% of the peak: the former has costs that no published setting gives. With "
+        "s of the asynchronous one below 74% of the peak: the former has costs that no published setup gives. With "
         "2,500 to 6,900 tokens in the mean the ratio is 2.25 to 1.63",
     ),
     Row(
@@ -354,7 +354,7 @@ ROWS = (
         sync_s=(228.03, 35.19, 111.84), async_train_s=179.58, load_s=0.12, scored=False,
         assumed="as above; 5 turns and 2 s a tool call",
         unclaimed="turns and the seconds of a tool are not published: with 3 to 8 turns of 2 to 10 s the ratio is 1.9 "
-        "to 3.1. That its trainer waits 41 s of a step with a batch in hand follows from no published setting",
+        "to 3.1. That its trainer waits 41 s of a step with a batch in hand follows from no published setup",
     ),
     Row(
         name="NeMo RL 8B, 16 GPUs",

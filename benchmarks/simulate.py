@@ -28,7 +28,7 @@ from unstale.config import (
 )
 from unstale.durability.run_folder import RunFolder
 from unstale.planner.costs import LinearCosts
-from unstale.planner.measured import SimulationSetup, like
+from unstale.planner.measured import SimulationSetup, from_run
 from unstale.planner.simulate import Constant, Fleet, LogNormal, Workload, simulate
 from unstale.recipes import RECIPES
 
@@ -85,9 +85,9 @@ def measured(run: Path, filling: int) -> list[float]:
     return [after - before for before, after in pairwise(times)][filling:]
 
 
-def predicted(setting: SimulationSetup, schedule: ScheduleConfig) -> float:
-    parts = setting.workload, setting.fleet, schedule, setting.costs
-    return simulate(*parts, steps=SIMULATED, needs=setting.needs).mean_step_s
+def predicted(setup: SimulationSetup, schedule: ScheduleConfig) -> float:
+    parts = setup.workload, setup.fleet, schedule, setup.costs
+    return simulate(*parts, steps=SIMULATED, needs=setup.needs).mean_step_s
 
 
 def of_this_machine(
@@ -103,10 +103,10 @@ def of_this_machine(
                 CONSOLE.print(f"round {turn + 1} of {repeats}: running {arm.name}")
                 wanted = config(arm, Path(folder), steps=steps, latency_s=latency_s, seed=turn)
                 runs[arm] = train(wanted, console=CONSOLE).folder
-            setting = like(runs[fitted])
+            setup = from_run(runs[fitted])
             for arm, run in runs.items():
                 seconds = fmean(measured(run, min(arm.schedule.max_staleness, steps - 4)))
-                found[arm.name].append((seconds, predicted(setting, arm.schedule)))
+                found[arm.name].append((seconds, predicted(setup, arm.schedule)))
     lines = columns(
         "schedule", "rounds", "measured s a step", "predicted", "deviation", "goal: within 15%"
     )
@@ -126,7 +126,7 @@ def of_this_machine(
     points = [
         (name, *(median(each) for each in zip(*both, strict=True))) for name, both in found.items()
     ]
-    paid = setting.costs
+    paid = setup.costs
     return [
         *lines,
         "",
@@ -140,7 +140,7 @@ def of_this_machine(
 
 def of_others(found: Sequence[Compared]) -> list[str]:
     lines = columns(
-        "setting",
+        "setup",
         "published",
         "if the step were its training alone",
         "simulated",
@@ -166,7 +166,7 @@ def of_others(found: Sequence[Compared]) -> list[str]:
         "Deviations are from the nearer end of what was published.",
         "",
         *columns(
-            "setting",
+            "setup",
             "source",
             "taken from the results",
             "assumed",
@@ -212,7 +212,7 @@ def of_size(steps: int) -> list[str]:
     )
     workload = Workload(
         prompt_tokens=Constant(2000),
-        turns=LogNormal.cut(6, 0.7, 30),
+        turns=LogNormal.capped(6, 0.7, 30),
         reply_tokens=LogNormal(600, 0.9, 8000),
         tool_tokens=Constant(300),
         tool_s=LogNormal(5, 1.2, 300),

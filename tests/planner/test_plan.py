@@ -32,7 +32,7 @@ from unstale.planner import deltas
 from unstale.planner.analytic import REDUCE_S, AnalyticCosts, Placement, TrainingSetup
 from unstale.planner.costs import LinearCosts
 from unstale.planner.hardware import DEVICES, Device, Shares
-from unstale.planner.measured import as_device
+from unstale.planner.measured import core_of_run
 from unstale.planner.models import PRESETS, Model
 from unstale.planner.page import as_json
 from unstale.planner.route_costs import ROUTES
@@ -118,7 +118,10 @@ def test_a_token_costs_what_is_worked_out_by_hand() -> None:
             "layers=2,hidden=8,ffn=x,heads=2,kv_heads=1",
             "ffn must be a whole number of 0 or more, got 'x'",
         ),
-        ("layers=2,hidden=8,ffn=8,heads=3,kv_heads=2", "3 heads cannot share 2"),
+        (
+            "layers=2,hidden=8,ffn=8,heads=3,kv_heads=2",
+            "heads must be a multiple of kv_heads, got 3 and 2",
+        ),
         ("layers=2,hidden=8,ffn=8,heads=2,kv_heads=2,experts=4", "need active"),
     ],
 )
@@ -160,12 +163,12 @@ def costs(route: str) -> AnalyticCosts:
         host_link=1e10,
         network=1e10,
     )
-    setting = TrainingSetup(
+    setup = TrainingSetup(
         model=hand, device=core, shares=Shares(matmul=1, bandwidth=1, link=1), lr=1e-6,
-        episodes=EpisodeStats(tokens=320, longest=320, seen=160, prompt=64),
+        episodes=EpisodeStats(tokens=320, longest=320, attended=160, prompt=64),
     )  # fmt: skip
     place = Placement(1, 1, 1, scorers=1)
-    return AnalyticCosts(setting=setting, place=place, route=ROUTES[route], batch=batch, live=5)  # type: ignore[index]
+    return AnalyticCosts(setup=setup, placement=place, route=ROUTES[route], batch=batch, live=5)  # type: ignore[index]
 
 
 @pytest.mark.parametrize("name", ROUTES)
@@ -174,7 +177,7 @@ def test_routes_cost_what_was_measured(name: str) -> None:
     idle time is priced like the rest."""
     extra, idle, copies, models, exact, *_ = table_of_routes()[name]
     priced, route = costs(name), ROUTES[name]  # type: ignore[index]
-    model = priced.setting.model
+    model = priced.setup.model
     assert model.parameters == 20_193_600
     encode_s = deltas.encode_s(model.parameters, 1e-6) if route.chain else 0.0
     took = sum(float(text.rstrip("%")) / 100 for text in (extra, idle))
@@ -230,12 +233,12 @@ def test_deltas_are_as_long_as_the_codec_writes_them(row: deltas.DeltaMeasuremen
 def test_a_device_takes_the_time_that_its_data_sheet_gives() -> None:
     """Qwen3-4B on an H100 at all of its figures: 2.4 ms to read 8.04 GB of weights, and 16,000 tokens of context."""
     model = PRESETS["4B"]
-    setting = TrainingSetup(
+    setup = TrainingSetup(
         model=model, device=DEVICES["H100"], shares=Shares(matmul=1, decode=1, bandwidth=1, link=1, step_s=0), lr=1e-6,
-        episodes=EpisodeStats(tokens=2000, longest=2000, seen=1000, prompt=200),
+        episodes=EpisodeStats(tokens=2000, longest=2000, attended=1000, prompt=200),
     )  # fmt: skip
     alone = AnalyticCosts(
-        setting=setting, place=Placement(4, 4, 1), route=ROUTES["rollout"], batch=1e5, live=3
+        setup=setup, placement=Placement(4, 4, 1), route=ROUTES["rollout"], batch=1e5, live=3
     )
     assert alone.step_s(16, 16_000) == pytest.approx((8.044936192e9 + 147456 * 16_000) / 3.35e12)
     assert alone.step_s(4096, 4096) == pytest.approx(
@@ -245,11 +248,11 @@ def test_a_device_takes_the_time_that_its_data_sheet_gives() -> None:
     assert alone.train_s(100_000) == pytest.approx(
         3 * 1e5 * model.forward_flops(1000) / (4 * 989.4e12) + optimizer
     )
-    again = replace(alone, setting=replace(setting, gradient_checkpointing=True))
+    again = replace(alone, setup=replace(setup, gradient_checkpointing=True))
     assert again.train_s(100_000) - alone.train_s(100_000) == pytest.approx(
         alone.forward_s(100_000)
     )
-    pair = replace(alone, place=Placement(4, 2, 2))
+    pair = replace(alone, placement=Placement(4, 2, 2))
     reduced = 2 * 36 * 16 * 2560 * 2 / 450e9 + 72 * REDUCE_S  # 2 (tp - 1) / tp is 1
     assert pair.step_s(16, 16_000) == pytest.approx(alone.step_s(16, 16_000) / 2 + reduced)
 
@@ -258,18 +261,18 @@ def test_a_version_travels_whole_or_as_a_delta_whichever_is_quicker() -> None:
     """16 devices: 8.04 GB over 50 GB/s are 0.16 s. A delta of 9 MB or so is there at once; one core of each trainer
     applies it, which is 12 times as long for 12 engines' worth of weights a trainer."""
     model = PRESETS["4B"]
-    setting = TrainingSetup(
+    setup = TrainingSetup(
         model=model, device=DEVICES["H100"], shares=Shares(link=1), lr=1e-6,
-        episodes=EpisodeStats(tokens=2000, longest=2000, seen=1000, prompt=200),
+        episodes=EpisodeStats(tokens=2000, longest=2000, attended=1000, prompt=200),
     )  # fmt: skip
     alone = AnalyticCosts(
-        setting=setting, place=Placement(4, 4, 1), route=ROUTES["snapshot_old"], batch=1e5, live=3
+        setup=setup, placement=Placement(4, 4, 1), route=ROUTES["snapshot_old"], batch=1e5, live=3
     )
     loaded = 8.044936192e9 / 64e9
     assert alone.load_s() == pytest.approx(loaded)  # within a node nothing travels
-    far = replace(alone, place=Placement(8, 8, 1))
+    far = replace(alone, placement=Placement(8, 8, 1))
     assert far.load_s() == pytest.approx(loaded + 8.044936192e9 / 50e9)
-    quick = replace(far, setting=replace(setting, shares=Shares(link=1, cores=64)))
+    quick = replace(far, setup=replace(setup, shares=Shares(link=1, cores=64)))
     applied = deltas.walk_s(model.parameters, 1e-6) / 64
     travelled = deltas.delta_bytes(model.parameters, 1e-6) / 50e9
     assert (
@@ -284,30 +287,30 @@ def test_a_token_sees_more_than_half_of_the_mean_episode() -> None:
     found = EpisodeStats.of(Workload(recorded=recorded), group_size=1)
     share = (found.tokens - 100) / 800  # of long ones among those drawn
     assert (
-        found.seen == pytest.approx((1e4 * (1 - share) + 81e4 * share) / found.tokens / 2)
-        and found.seen > 380
+        found.attended == pytest.approx((1e4 * (1 - share) + 81e4 * share) / found.tokens / 2)
+        and found.attended > 380
     )
 
 
 def test_training_and_engines_take_the_memory_that_is_added_up_by_hand() -> None:
     model = PRESETS["30B-A3B"]
-    setting = TrainingSetup(
+    setup = TrainingSetup(
         model=model, device=DEVICES["H100"], shares=Shares(), lr=1e-6,
-        episodes=EpisodeStats(tokens=4096, longest=4096, seen=2048, prompt=400), gradient_checkpointing=True,
+        episodes=EpisodeStats(tokens=4096, longest=4096, attended=2048, prompt=400), gradient_checkpointing=True,
     )  # fmt: skip
     layer = 2 * (4 * 2048 + 2 * 36 * 128 + 4 * 8 * 768)
     activations = 4096 * (48 * 2 * 2048 + layer)
-    assert setting.trainer_bytes(16, ROUTES["rollout"]) == pytest.approx(
+    assert setup.trainer_bytes(16, ROUTES["rollout"]) == pytest.approx(
         18 * model.parameters / 16 + activations
     )
-    more = setting.trainer_bytes(16, ROUTES["ppo_ewma_async"]) - setting.trainer_bytes(
+    more = setup.trainer_bytes(16, ROUTES["ppo_ewma_async"]) - setup.trainer_bytes(
         16, ROUTES["rollout"]
     )
     assert more == pytest.approx(
         6 * model.parameters / 16
     )  # a float32 average and a model to run it in
-    assert setting.room(1) == pytest.approx((72e9 - model.copy_bytes) / model.kv_bytes)
-    assert setting.room(8) == pytest.approx(
+    assert setup.context_tokens(1) == pytest.approx((72e9 - model.copy_bytes) / model.kv_bytes)
+    assert setup.context_tokens(8) == pytest.approx(
         (8 * 72e9 - model.copy_bytes) / (2 * model.kv_bytes)
     )  # 4 heads, 8 devices
 
@@ -319,12 +322,12 @@ def asked(**rest: Any) -> PlanRequest:
         tool_s=Constant(1), max_tokens=4096,
     )  # fmt: skip
     episodes = EpisodeStats.of(work, group_size=2)
-    setting = TrainingSetup(
+    setup = TrainingSetup(
         model=rest.pop("model", PRESETS["4B"]), device=rest.pop("device", DEVICES["H100"]), shares=Shares(), lr=1e-6,
         episodes=episodes,
     )  # fmt: skip
     given = {"devices": 8, "lags": (2,), "groups": (8,), "group_size": 2, "rounds": 2} | rest
-    return PlanRequest(setting=setting, workload=work, **given)
+    return PlanRequest(setup=setup, workload=work, **given)
 
 
 @pytest.fixture(scope="module")
@@ -335,26 +338,26 @@ def plan() -> Suggestion:
 def test_a_suggestion_fits_and_keeps_to_what_was_asked(plan: Suggestion) -> None:
     best = plan.best.candidate
     assert (
-        best.place.devices == 8
+        best.placement.devices == 8
         and best.schedule.max_staleness == 2
         and best.schedule.groups_per_step == 8
     )
     assert best.costs.route.exact
-    assert best.costs.setting.trainer_bytes(best.place.trainers, best.costs.route) <= 0.9 * 80e9
+    assert best.costs.setup.trainer_bytes(best.placement.trainers, best.costs.route) <= 0.9 * 80e9
     assert (
-        best.costs.setting.room(best.place.tp)
-        >= best.max_running * best.costs.setting.episodes.tokens
+        best.costs.setup.context_tokens(best.placement.tp)
+        >= best.max_running * best.costs.setup.episodes.tokens
     )
     assert plan.best.rate >= 0.95 * max(split.rate for split in plan.splits)
-    assert plan.best.outcome.staleness_max <= plan.best.outcome.staleness_bound
-    assert plan.synchronous.outcome.staleness_max == 0 and plan.synchronous.rate < plan.best.rate
+    assert plan.best.result.staleness_max <= plan.best.result.staleness_bound
+    assert plan.synchronous.result.staleness_max == 0 and plan.synchronous.rate < plan.best.rate
     assert [candidate.name for candidate in plan.routes] == list(ROUTES)
-    assert plan.rated["snapshot_old"].outcome == plan.rated["eager"].outcome
+    assert plan.simulated["snapshot_old"].result == plan.simulated["eager"].result
 
 
 def test_synchronous_training_has_every_device_for_both(plan: Suggestion) -> None:
     """A step of it: 16 episodes one after the other could not take less than all devices take for their tokens."""
-    place, costs = plan.synchronous.candidate.place, plan.synchronous.candidate.costs
+    place, costs = plan.synchronous.candidate.placement, plan.synchronous.candidate.costs
     assert (place.trainers, place.engines * place.tp, place.devices, place.colocated) == (
         8,
         8,
@@ -363,7 +366,7 @@ def test_synchronous_training_has_every_device_for_both(plan: Suggestion) -> Non
     )
     assert costs.route == ROUTES["current_recompute"]
     assert (
-        plan.synchronous.outcome.mean_step_s
+        plan.synchronous.result.mean_step_s
         > costs.train_s(round(0.8 * costs.batch)) + costs.load_s()
     )
 
@@ -372,13 +375,11 @@ def test_a_rate_is_of_groups_and_has_a_spread(plan: Suggestion) -> None:
     """Steps of 1, 1, 3, 1, 2, 1 after filling are rounds of 5 and 4 s: 4.5 +- 0.5 (0.707 / sqrt 2)."""
     steps = (9.0, 9.0, 9.0, 1.0, 1.0, 3.0, 1.0, 2.0, 1.0)
     rated = SimulatedCandidate(
-        plan.best.candidate, replace(plan.best.outcome, steps_s=steps, filling=3)
+        plan.best.candidate, replace(plan.best.result, steps_s=steps, filling=3)
     )
     assert rated.candidate.schedule.max_staleness == 2
     assert rated.spread == pytest.approx(0.5 / 4.5)
-    assert rated.rate == pytest.approx(
-        8 * 2 * rated.candidate.request.setting.episodes.tokens / 1.5
-    )
+    assert rated.rate == pytest.approx(8 * 2 * rated.candidate.request.setup.episodes.tokens / 1.5)
 
 
 def test_no_token_is_older_than_the_lag_that_was_asked_for() -> None:
@@ -397,7 +398,7 @@ def test_no_token_is_older_than_the_lag_that_was_asked_for() -> None:
 def test_generation_that_stands_to_be_scored_is_counted(plan: Suggestion) -> None:
     """Where generation is what limits, scoring and the optimizer's step come on top; nothing of it is in `load_s`."""
     best = plan.best.candidate
-    narrow = replace(best, costs=replace(best.costs, place=Placement(7, 1, 1)))
+    narrow = replace(best, costs=replace(best.costs, placement=Placement(7, 1, 1)))
     free, closing = narrow.with_route("rollout"), narrow.with_route("interrupt_sync")
     assert closing.costs.load_s() == free.costs.load_s() and closing.costs.train_s(
         10**5
@@ -412,9 +413,9 @@ def test_what_a_plan_says_has_its_numbers_and_can_be_run(plan: Suggestion) -> No
     name = plan.best.candidate.name
     exactness = next(reason for reason in told["reasons"] if reason.startswith(f"{name} is exact"))
     assert AVERAGE in exactness
-    assert plan.best.outcome.bottleneck in told["reasons"]
+    assert plan.best.result.bottleneck in told["reasons"]
     ratio = plan.best.rate / plan.synchronous.rate
-    assert any(f"this is {ratio:.2f} times as much" in reason for reason in told["reasons"])
+    assert any(f"is {ratio:.2f} times as fast" in reason for reason in told["reasons"])
     config = configure(parse(told["command"].split()[1:]))
     assert (config.schedule, config.old_logps.route) == (plan.best.candidate.schedule, name)
     assert (
@@ -422,9 +423,9 @@ def test_what_a_plan_says_has_its_numbers_and_can_be_run(plan: Suggestion) -> No
     )
     assert (
         config.trainer.gradient_checkpointing
-        == plan.best.candidate.costs.setting.gradient_checkpointing
+        == plan.best.candidate.costs.setup.gradient_checkpointing
     )
-    assert "once a trainer on several GPUs is there" in told["suggestion"]
+    assert "with a trainer on several GPUs" in told["suggestion"]
     rows = {row["route"]: row for row in told["routes"]}
     assert rows["ewma_prox"]["GPU GB"] == pytest.approx(6 * PRESETS["4B"].parameters / 1e9)
     assert 0 < rows["snapshot_old"]["main GB"] < 0.05 * rows["snapshot_old"]["GPU GB"]
@@ -433,18 +434,16 @@ def test_what_a_plan_says_has_its_numbers_and_can_be_run(plan: Suggestion) -> No
 def test_what_cannot_be_done_says_what_would() -> None:
     """18 bytes of 30.5 G parameters are 550 GB, the movable model 61; a device has 72 GB, and some for a pass."""
     with pytest.raises(
-        ConfigError, match=r"not fit 4 H100, .* training takes 611 GB .* --gpus (\d+) would"
+        ConfigError, match=r"not fit 4 H100 .* Training takes 611 GB .* Use --gpus (\d+)"
     ) as told:
         suggest(asked(model=PRESETS["30B-A3B"], devices=4))
     needed = int(re.findall(r"--gpus (\d+)", str(told.value))[0])
     assert 9 < needed <= 12
     schedule = ScheduleConfig(max_staleness=2, groups_per_step=8, group_size=2)
-    enough = replace(asked(model=PRESETS["30B-A3B"]).setting, gradient_checkpointing=True)
+    enough = replace(asked(model=PRESETS["30B-A3B"]).setup, gradient_checkpointing=True)
     assert list(placements(enough, "snapshot_old", schedule, devices=needed))
     assert not list(placements(enough, "snapshot_old", schedule, devices=needed - 1))
-    with pytest.raises(
-        ConfigError, match=r"an engine 3920 GB for weights, .* Larger devices are needed"
-    ):
+    with pytest.raises(ConfigError, match=r"an engine 3920 GB for weights, .* Use larger devices"):
         suggest(asked(model=replace(PRESETS["235B-A22B"], experts=1100), devices=512))
 
 
@@ -512,8 +511,8 @@ def test_a_run_is_read_as_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         workload=Workload(recorded=((EpisodeShape(10, (TurnShape(30, 0, 0),)),),)),
         costs=LinearCosts(train_token=1e-5, decode=1e-3, decode_reply=2e-6),
     )
-    monkeypatch.setattr("unstale.planner.measured.like", lambda run: ran)
-    device, shares = as_device(tmp_path, model)
+    monkeypatch.setattr("unstale.planner.measured.from_run", lambda run: ran)
+    device, shares = core_of_run(tmp_path, model)
     token = model.forward_flops(20)
     assert (
         device.flops == pytest.approx(token / 2e-6) and shares.decode == 1 and shares.step_s == 1e-3

@@ -298,7 +298,7 @@ def test_a_distribution_is_cut_with_its_mean_kept_and_recorded_groups_are_drawn_
     import numpy as np
 
     random = np.random.default_rng(0)
-    drawn = LogNormal.cut(4000, 1.2, 32000).draw(random, 200_000)
+    drawn = LogNormal.capped(4000, 1.2, 32000).draw(random, 200_000)
     assert drawn.mean() == pytest.approx(4000, rel=0.02) and drawn.max() == 32000
     group = (EpisodeShape(5, (TurnShape(1, 2, 1), TurnShape(3, 0, 0))),) * 3
     assert Workload(recorded=(group,)).group(random, 3) == list(group)
@@ -316,8 +316,8 @@ def test_a_trajectory_is_measured_by_turn() -> None:
         Sampled((4,), (0.0,), 4),
     ]
     one = Trajectory(tuple(said), {}, "done", Task("t", "train", 0), 0, facts={"tool_calls": 3.0})
-    assert measured.shape(one) == EpisodeShape(7, (TurnShape(3, 5, 2), TurnShape(1, 0, 1)))
-    assert measured.shape(one).tokens == len(one)
+    assert measured.episode_shape(one) == EpisodeShape(7, (TurnShape(3, 5, 2), TurnShape(1, 0, 1)))
+    assert measured.episode_shape(one).tokens == len(one)
 
 
 def test_what_cannot_be_is_told_in_one_line(
@@ -330,7 +330,7 @@ def test_what_cannot_be_is_told_in_one_line(
         "--set workload.tool_s=-1~2": "--set: workload.tool_s must be N",
         "--set costs.decode=1 costs.train=1 workload.turns=2 workload.tool_s=5 workload.timeout_s=1": "unstale: the "
         "simulated run fails: all 128 episodes of a batch failed",
-        "--set schedule.lookahead_window=2": "nothing says what things cost",
+        "--set schedule.lookahead_window=2": "the costs are missing",
         f"--like {tmp_path}": "is not a run folder",
     }.items():
         with pytest.raises(SystemExit) as left:
@@ -340,7 +340,7 @@ def test_what_cannot_be_is_told_in_one_line(
             and told in (said := capsys.readouterr().err)
             and "Traceback" not in said
         )
-    with pytest.raises(ConfigError, match="steps_per_version 2: where engines stand"):
+    with pytest.raises(ConfigError, match="steps_per_version 2"):
         simulate(LENGTHS, Fleet(colocated=True, steps_per_version=2), SCHEDULE, COSTS, steps=2)
     with pytest.raises(ConfigError, match="at least 2 steps"):
         simulate(LENGTHS, Fleet(), SCHEDULE, COSTS, steps=1)
@@ -397,7 +397,7 @@ def test_a_tool_s_time_is_over_all_calls(monkeypatch: pytest.MonkeyPatch) -> Non
         "rollout": {"timeout_s": 9.0, "retries": 1},
     }
     rows = [{"rollout/episodes": 2, "rollout/tool_wait_s": seconds} for seconds in (5.0, 4.0)]
-    assert measured._workload(Path(), config, rows).tool_s == LogNormal(0.5, 1.0)
+    assert measured.recorded_workload(Path(), config, rows).tool_s == LogNormal(0.5, 1.0)
 
 
 def test_what_a_run_cost_is_found_again_in_its_records(tmp_path: Path) -> None:
@@ -440,7 +440,7 @@ def test_what_a_run_cost_is_found_again_in_its_records(tmp_path: Path) -> None:
                 with log.span("trainer", f"step {step}"):
                     clock[0] += seconds
                 clock[0] += 0.7  # somebody else's turn
-    found = measured._costs(rows, measured._spent(RunFolder(tmp_path)), versions, 1)
+    found = measured.fit_costs(rows, measured.span_seconds(RunFolder(tmp_path)), versions, 1)
     for field in fields(LinearCosts):  # times in the records are rounded to a millisecond
         assert getattr(found, field.name) == pytest.approx(
             getattr(true, field.name), rel=0.02, abs=1e-7

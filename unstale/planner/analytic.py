@@ -1,7 +1,7 @@
-"""What a setting costs, computed: seconds and bytes of every part, from sizes, data sheets and assumed shares.
+"""Costs and memory of a configuration, computed from sizes, data sheets and assumed shares.
 
-Parallel work is taken to divide evenly: a sharded trainer, engines with tensor parallelism, a delta formed by the
-ranks that hold its shards. What the trainer and the network do at the same time is taken to overlap in full.
+Parallel work is assumed to divide evenly: a sharded trainer, engines with tensor parallelism, a
+delta encoded by the ranks that hold its shards. Training and the network are assumed to overlap.
 """
 
 from dataclasses import dataclass
@@ -13,22 +13,26 @@ from unstale.planner.route_costs import RouteCost
 from unstale.planner.workload import EpisodeStats
 
 TRAINED_BYTES = 18
-"""A parameter in training: 2 of its bfloat16 weight, 4 of its float32 master, 4 of the gradient, 8 of Adam's."""
+"""Bytes per trained parameter: bfloat16 weight 2, float32 master 4, gradient 4, Adam's moments 8."""
 _STEPPED_BYTES = 30
-"""That AdamW moves per parameter and step: master, gradient and two moments read, all but the gradient written, and
-the bfloat16 weight."""
+"""Bytes that AdamW moves per parameter and step.
+
+Master, gradient and two moments are read; all but the gradient and the bfloat16 weight are written.
+"""
 REDUCE_S = 8e-6
-"""Of an all-reduce of few bytes within a node. Assumed: 5 to 10 us are seen of NCCL over NVLink."""
-HANDED_S = 0.034 / 40_387_200
-"""Of one core, a byte of the weights that another process is handed through main memory: `old_logit_model`'s 3.4% of a
-step of 1.00 s (benchmarks/results/2026-11-21-routes.md)."""
-MICRO_TOKENS = 4096
-"""Tokens of a training pass, unless an episode is longer: the default of `trainer.max_tokens_per_microbatch`."""
+"""Seconds of a small all-reduce within a node. Assumed: NCCL over NVLink takes 5 to 10 us."""
+TRANSFER_S = 0.034 / 40_387_200
+"""Core seconds per byte of weights handed to another process through main memory.
+
+`old_logit_model` took 3.4% of a step of 1.00 s (benchmarks/results/2026-11-21-routes.md).
+"""
+PASS_TOKENS = 4096
+"""Tokens of a training pass: the default of `trainer.max_tokens_per_microbatch`, or one episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSetup:
-    """What is given: model, device, and what a step's work is like."""
+    """A model, the device it runs on, and the means of its episodes."""
 
     model: Model
     device: Device
@@ -36,7 +40,7 @@ class TrainingSetup:
     lr: float
     episodes: EpisodeStats
     gradient_checkpointing: bool = False
-    """Activations are computed again in the backward pass."""
+    """Compute activations again in the backward pass."""
 
     @property
     def flops(self) -> float:
@@ -45,38 +49,46 @@ class TrainingSetup:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second that it reaches of its memory."""
+        """Bytes a second that a device reaches of its memory bandwidth."""
         return self.device.bandwidth * self.shares.bandwidth
 
+    @property
+    def memory(self) -> float:
+        """Bytes of a device that may be used."""
+        return self.device.memory * self.shares.memory
+
     def trainer_bytes(self, devices: int, route: RouteCost) -> float:
-        """Of each of the trainer's devices: a share of weights, optimizer and route, and one pass's activations."""
+        """Return the bytes on each of the trainer's devices.
+
+        Weights, optimizer and route are sharded; the activations of a pass are not.
+        """
         sharded = TRAINED_BYTES * self.model.parameters + route.device_bytes(self.model)
         return sharded / devices + self.pass_bytes
 
     def fits(self, devices: int, route: RouteCost) -> bool:
-        return self.trainer_bytes(devices, route) <= self.device.memory * self.shares.memory
+        return self.trainer_bytes(devices, route) <= self.memory
 
     @property
     def pass_bytes(self) -> float:
-        """Of the activations of one training pass. Of a token: what backward reads of each layer (its input and the
-        norms', queries, keys, values and their product, four of the MLP's width), or with `gradient_checkpointing` the layers'
-        inputs and one layer's."""
+        """Bytes of the activations of one training pass.
+
+        A layer keeps its input, the norms' inputs, queries, keys, values, attention output, and
+        four times the MLP's width. With gradient checkpointing one layer does, others their input.
+        """
         model = self.model
         width = model.active * model.expert_ffn if model.experts else model.ffn
         layer = WORD * (
             4 * model.hidden + 2 * (model.heads + model.kv_heads) * model.head_dim + 4 * width
         )
-        token = (
-            model.layers * WORD * model.hidden + layer
-            if self.gradient_checkpointing
-            else model.layers * layer
-        )
-        return token * max(MICRO_TOKENS, self.episodes.longest)
+        token = model.layers * layer
+        if self.gradient_checkpointing:
+            token = model.layers * WORD * model.hidden + layer
+        return token * max(PASS_TOKENS, self.episodes.longest)
 
-    def room(self, tp: int) -> float:
-        """Tokens of context that an engine of `tp` devices has memory for; negative where the weights alone do not fit.
+    def context_tokens(self, tp: int) -> float:
+        """Return the tokens of context in the memory of an engine of `tp` devices.
 
-        Key-value heads are repeated where there are fewer of them than devices.
+        Negative if the weights do not fit. Key-value heads are replicated if `tp` exceeds them.
         """
         free = tp * self.device.memory * self.shares.memory - self.model.copy_bytes
         return free / (self.model.kv_bytes * max(1.0, tp / self.model.kv_heads))
@@ -84,135 +96,139 @@ class TrainingSetup:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Who has which devices."""
+    """The division of the devices among trainer, engines and scorers."""
 
     trainers: int
     engines: int
     tp: int
     """Devices of each engine."""
     scorers: int = 0
-    """Devices of a route that scores apart from the trainer."""
+    """Devices of a route that scores in a process of its own."""
     colocated: bool = False
-    """The engines' devices are the trainer's: they take turns, each out of the other's memory at no cost in time."""
+    """Engines use the trainer's devices in turns, and leave their memory at no cost in time."""
 
     @property
     def devices(self) -> int:
         return self.trainers + self.engines * self.tp * (not self.colocated) + self.scorers
 
-    @property
-    def told(self) -> str:
+    def __str__(self) -> str:
         """
-        >>> Placement(4, 2, 2).told
+        >>> str(Placement(4, 2, 2))
         '4 GPUs to train, 2 x 2 to sample'
         """
-        also = f", {self.scorers} to score" * (self.scorers > 0) + ", in turns" * self.colocated
-        return f"{self.trainers} GPUs to train, {self.engines} x {self.tp} to sample{also}"
+        scorers = f", {self.scorers} to score" if self.scorers else ""
+        turns = ", in turns" if self.colocated else ""
+        return (
+            f"{self.trainers} GPUs to train, {self.engines} x {self.tp} to sample{scorers}{turns}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnalyticCosts:
-    """`Costs` (unstale.planner.simulate) of a setting, computed."""
+    """`Costs` computed from a setup, a placement and a route."""
 
-    setting: TrainingSetup
-    place: Placement
+    setup: TrainingSetup
+    placement: Placement
     route: RouteCost
     batch: float
-    """Tokens of a batch, in the mean."""
+    """Mean tokens of a batch."""
     live: int
     """Versions that are needed at once."""
 
     def step_s(self, replies: int, context: int) -> float:
-        """One token for each of `replies`: the larger of reading (weights, keys, values) and of computing."""
-        at, model, tp = self.setting, self.setting.model, self.place.tp
+        """Return the larger of reading (weights, keys, values) and computing, plus overheads."""
+        setup = self.setup
+        model = setup.model
         read = model.read_bytes(replies) + model.kv_bytes * context
         computed = replies * model.forward_flops(context / max(1, replies))
-        read_s, computed_s = read / at.bandwidth, computed / (at.device.flops * at.shares.decode)
-        return max(read_s, computed_s) / tp + self._reduce_s(replies) + at.shares.step_s
+        read_s = read / setup.bandwidth
+        computed_s = computed / (setup.device.flops * setup.shares.decode)
+        parallel_s = max(read_s, computed_s) / self.placement.tp
+        return parallel_s + self._all_reduce_s(replies) + setup.shares.step_s
 
     def prefill_s(self, tokens: int) -> float:
-        """Contexts of `tokens` in all, each token seeing `EpisodeStats.seen`. They ride on steps that read weights."""
-        computed = tokens * self.setting.model.forward_flops(self.setting.episodes.seen)
-        return computed / (self.place.tp * self.setting.flops) + self._reduce_s(tokens)
+        """Weights are not read again: contexts are computed along with decoding steps."""
+        computed = tokens * self.setup.model.forward_flops(self.setup.episodes.attended)
+        return computed / (self.placement.tp * self.setup.flops) + self._all_reduce_s(tokens)
 
     def train_s(self, tokens: int) -> float:
-        """Forward, backward of twice that (three times with `gradient_checkpointing`), and the optimizer."""
-        return (4 if self.setting.gradient_checkpointing else 3) * self.forward_s(
-            tokens
-        ) + self.optimizer_s
+        """A backward pass costs two forward passes, three with gradient checkpointing."""
+        passes = 4 if self.setup.gradient_checkpointing else 3
+        return passes * self.forward_s(tokens) + self.optimizer_s
 
     def old_logps_s(self, tokens: int, versions: float) -> float:
-        """The trainer's time for the route. One that scores apart costs what it falls behind, and packing.
+        """Return the trainer's time for the route.
 
-        A tour of a batch's versions begins at the end that is nearer: it walks as many deltas as there are versions,
-        the way to the next batch's included, and no more than are kept.
+        A route with devices of its own costs the time that it falls behind training, and the
+        transfer of the weights. A version store walks as many deltas as the batch has versions,
+        and at most those that are kept, because it starts at the nearer end.
         """
-        route, trainers = self.route, self.place.trainers
-        scoring = self.forward_s(tokens) * route.forwarded(
-            versions, given=self.setting.episodes.given
-        )
+        route = self.route
+        trainers = self.placement.trainers
+        forwards = route.forwarded(versions, given=self.setup.episodes.prompt_fraction)
+        scoring = self.forward_s(tokens) * forwards
         if route.apart:
-            apart = scoring * trainers / self.place.scorers
-            handed = (
-                HANDED_S * self.setting.model.copy_bytes / (trainers * self.setting.shares.cores)
-            )
-            return max(0.0, apart - self.train_s(tokens)) + handed
+            apart = scoring * trainers / self.placement.scorers
+            cores = trainers * self.setup.shares.cores
+            transfer = TRANSFER_S * self.setup.model.copy_bytes / cores
+            return max(0.0, apart - self.train_s(tokens)) + transfer
         restoring = min(self.live - 1, versions) * self.walk_s * route.chain
-        traffic = route.traffic_bytes(self.setting.model) / (self.setting.bandwidth * trainers)
+        traffic = route.traffic_bytes(self.setup.model) / (self.setup.bandwidth * trainers)
         return scoring + restoring + traffic
 
     def publish_s(self) -> float:
-        """Bringing the weights to main memory, and with a version store forming their delta."""
-        link = self.setting.device.host_link * self.setting.shares.link
-        return self.setting.model.copy_bytes / (self.place.trainers * link) + self.encode_s
+        """Return the time to copy the weights to main memory and, with a version store, encode."""
+        link = self.setup.device.host_link * self.setup.shares.link
+        return self.setup.model.copy_bytes / (self.placement.trainers * link) + self.encode_s
 
     def load_s(self) -> float:
-        """What travels, and loading the weights from main memory: whole, or as a delta where that is quicker.
+        """Return the time to transfer and load a version, whole or as a delta if that is faster.
 
-        Engines pass on what they get, so that their number does not count.
+        Engines forward a version to each other, so their number does not count.
         """
-        tp, device, shares = self.place.tp, self.setting.device, self.setting.shares
-        model, load = (
-            self.setting.model,
-            self.setting.model.copy_bytes / (tp * device.host_link * shares.link),
-        )
-        if self.place.colocated or self.place.devices <= device.node:
+        setup = self.setup
+        tp = self.placement.tp
+        load = setup.model.copy_bytes / (tp * setup.device.host_link * setup.shares.link)
+        if self.placement.colocated or self.placement.devices <= setup.device.node:
             return load
-        link = tp * device.network * shares.link
-        whole, applied = model.copy_bytes / link, self.walk_s * self.place.trainers / tp
-        delta = deltas.delta_bytes(model.parameters, self.setting.lr) / link + applied
-        return load + (min(whole, delta) if self.route.chain else whole)
+        link = tp * setup.device.network * setup.shares.link
+        whole = setup.model.copy_bytes / link
+        if not self.route.chain:
+            return load + whole
+        apply = self.walk_s * self.placement.trainers / tp
+        delta = deltas.delta_bytes(setup.model.parameters, setup.lr) / link + apply
+        return load + min(whole, delta)
 
     @property
     def encode_s(self) -> float:
-        """Of the trainer's ranks, each forming the delta of its shard."""
-        cores = self.place.trainers * self.setting.shares.cores
-        return (
-            deltas.encode_s(self.setting.model.parameters, self.setting.lr)
-            / cores
-            * self.route.chain
-        )
+        """Seconds in which the trainer's ranks encode the delta of their shards."""
+        cores = self.placement.trainers * self.setup.shares.cores
+        encode = deltas.encode_s(self.setup.model.parameters, self.setup.lr)
+        return encode / cores * self.route.chain
 
     @property
     def walk_s(self) -> float:
-        """The same of applying one."""
-        alone = deltas.walk_s(self.setting.model.parameters, self.setting.lr)
-        return alone / (self.place.trainers * self.setting.shares.cores)
+        """Seconds in which the trainer's ranks apply a delta."""
+        alone = deltas.walk_s(self.setup.model.parameters, self.setup.lr)
+        return alone / (self.placement.trainers * self.setup.shares.cores)
 
     def forward_s(self, tokens: float) -> float:
-        """The trainer's, over a batch once."""
-        flops = tokens * self.setting.model.forward_flops(self.setting.episodes.seen)
-        return flops / (self.place.trainers * self.setting.flops)
+        """Return the trainer's time for one forward pass over so many tokens."""
+        flops = tokens * self.setup.model.forward_flops(self.setup.episodes.attended)
+        return flops / (self.placement.trainers * self.setup.flops)
 
     @property
     def optimizer_s(self) -> float:
-        moved = _STEPPED_BYTES * self.setting.model.parameters
-        return moved / (self.place.trainers * self.setting.bandwidth)
+        moved = _STEPPED_BYTES * self.setup.model.parameters
+        return moved / (self.placement.trainers * self.setup.bandwidth)
 
-    def _reduce_s(self, tokens: int) -> float:
-        """Two all-reduces a layer of tensor parallelism, as rings: 2 (tp - 1) / tp of the activations each,
-        and what an all-reduce takes however little is sent."""
-        tp, model = self.place.tp, self.setting.model
+    def _all_reduce_s(self, tokens: int) -> float:
+        """Return the time of two ring all-reduces per layer of tensor parallelism.
+
+        Each sends 2 (tp - 1) / tp of the activations, and takes at least `REDUCE_S`.
+        """
+        tp = self.placement.tp
+        model = self.setup.model
         sent = 2 * model.layers * tokens * model.hidden * WORD * 2 * (tp - 1) / tp
-        return sent / (
-            self.setting.device.link * self.setting.shares.link
-        ) + 2 * model.layers * REDUCE_S * (tp > 1)
+        link = self.setup.device.link * self.setup.shares.link
+        return sent / link + 2 * model.layers * REDUCE_S * (tp > 1)

@@ -1,7 +1,7 @@
-"""What happens when, beside the event loop: machines' events in one heap, on the loop's virtual clock.
+"""A queue of simulated events on the virtual clock of the event loop.
 
-Machines have far more events than anybody waits for. They are handled in order without the event loop, up to the
-next one that somebody is to be told of; only then does the loop's clock go on, and whoever waits is told.
+Engines have far more events than tasks await. They are handled in order, outside the event loop, up to the next one
+that a task awaits. Only then does the loop's clock advance to it, and the task continues.
 """
 
 import asyncio
@@ -11,28 +11,27 @@ from itertools import count
 from typing import TypeVar
 
 T = TypeVar("T")
-Action = Callable[[], None]
 
 
 class SimulatedClock:
-    """Events of machines, in order of time and then of their making. `now` is the time of the latest."""
+    """Events in order of time, then of scheduling. `now` is the time of the latest one, in seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._events: list[tuple[float, int, Action]] = []
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
-        self._pump: asyncio.TimerHandle | None = None
-        self._telling = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._unresolved = 0
 
-    def at(self, time: float, action: Action) -> None:
-        """Have something happen then."""
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        """Schedule an action."""
         heapq.heappush(self._events, (time, next(self._numbers), action))
-        self._wind()
+        self._set_timer()
 
     def resolve(self, future: "asyncio.Future[T]", result: T) -> None:
-        """Somebody waits for this: the loop's clock comes here first."""
-        self._telling += 1
-        asyncio.get_running_loop().call_at(self.now, self._told, future, result)
+        """Resolve a future at `now`; no later event is handled before that."""
+        self._unresolved += 1
+        asyncio.get_running_loop().call_at(self.now, self._set_result, future, result)
 
     async def sleep(self, seconds: float) -> None:
         if seconds > 0:
@@ -40,25 +39,25 @@ class SimulatedClock:
             self.at(self.now + seconds, lambda: self.resolve(future, None))
             await future
 
-    def _told(self, future: "asyncio.Future[T]", result: T) -> None:
-        self._telling -= 1
+    def _set_result(self, future: "asyncio.Future[T]", result: T) -> None:
+        self._unresolved -= 1
         if not future.done():
             future.set_result(result)
-        self._wind()
+        self._set_timer()
 
-    def _wind(self) -> None:
-        """The next event that is due is handled when the loop's clock comes to it, and not while somebody is told."""
-        if self._telling or not self._events:
+    def _set_timer(self) -> None:
+        """Handle the next event when the loop's clock reaches it, unless a future is still to be resolved."""
+        if self._unresolved or not self._events:
             return
         due = self._events[0][0]
-        if self._pump is not None:
-            if self._pump.when() <= due:
+        if self._timer is not None:
+            if self._timer.when() <= due:
                 return
-            self._pump.cancel()
-        self._pump = asyncio.get_running_loop().call_at(due, self._run)
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(due, self._handle_events)
 
-    def _run(self) -> None:
-        self._pump = None
-        while self._events and not self._telling:
+    def _handle_events(self) -> None:
+        self._timer = None
+        while self._events and not self._unresolved:
             self.now, _, action = heapq.heappop(self._events)
             action()

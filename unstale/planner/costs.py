@@ -1,60 +1,63 @@
-"""What things cost, and costs that grow in proportion to what there is to do. Imports no torch."""
+"""The time that each part of a run takes, and a linear model of it. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Protocol
 
 
 class Costs(Protocol):
-    """Seconds that things take. Engine costs are of one engine, trainer costs of the whole trainer."""
+    """Durations in seconds. Engine costs are of one engine, trainer costs of the whole trainer."""
 
     def step_s(self, replies: int, context: int) -> float:
-        """A decoding step of so many replies, with so many tokens of context in all; `prefill_s` computes such."""
+        """Return the time of one decoding step for `replies` replies with `context` tokens in all."""
 
-    def prefill_s(self, tokens: int) -> float: ...
+    def prefill_s(self, tokens: int) -> float:
+        """Return the time to compute that many tokens of context."""
 
     def train_s(self, tokens: int) -> float:
-        """A whole batch. `optimizer_s` of it come once the engines have the version before."""
+        """Return the time to train on a batch, `optimizer_s` included."""
 
     @property
-    def optimizer_s(self) -> float: ...
+    def optimizer_s(self) -> float:
+        """The part of `train_s` that begins once the engines have loaded the previous version."""
 
     def old_logps_s(self, tokens: int, versions: float) -> float:
-        """The route's share of the trainer's time, for a batch whose sequences hold so many versions on average."""
+        """Return the route's time for a batch whose sequences hold `versions` versions on average."""
 
     def publish_s(self) -> float:
-        """To make a version ready, while engines go on. They stand still for `load_s` to take it."""
+        """Return the trainer's time to prepare a version, while engines sample."""
 
-    def load_s(self) -> float: ...
+    def load_s(self) -> float:
+        """Return the time that engines pause to load a version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearCosts:
-    """`Costs` as sums of constants, in seconds: measured ones of a run (`measured.like`), or given ones."""
+    """`Costs` as sums of constants in seconds, fitted to a run (`measured.from_run`) or given."""
 
     decode: float = 0.0
-    """One decoding step of an engine, whoever runs."""
+    """One decoding step of an engine."""
     decode_reply: float = 0.0
-    """What every running reply adds to a decoding step."""
+    """Added to a decoding step by each running reply."""
     decode_context: float = 0.0
-    """What every token of their contexts adds to it."""
+    """Added to a decoding step by each token of context."""
     prefill_token: float = 0.0
-    """Computing one context token."""
+    """Computing one token of context."""
     train: float = 0.0
-    """One batch, whatever is in it."""
+    """Training on one batch of any size, the optimizer included."""
     train_token: float = 0.0
-    """What every token of a batch adds."""
+    """Added to it by each token of the batch."""
     optimizer_s: float = 0.0
-    """Of that, what comes once the engines have the version before."""
+    """Part of `train` that begins once the engines have loaded the previous version."""
     old: float = 0.0
     """Old log-probabilities of one batch."""
     old_token: float = 0.0
-    """What every token of a batch adds to them."""
+    """Added to them by each token of the batch."""
     old_version_token: float = 0.0
-    """What it adds for every version of its sequence beyond the first."""
+    """Added by each token for each version of its sequence beyond the first."""
     publish: float = 0.0
-    """The trainer's time to make a version ready."""
+    """The trainer's time to prepare a version."""
     load: float = 0.0
-    """Time that engines stand still to take it."""
+    """Time that engines pause to load a version."""
 
     def step_s(self, replies: int, context: int) -> float:
         return self.decode + self.decode_reply * replies + self.decode_context * context
@@ -66,9 +69,8 @@ class LinearCosts:
         return self.train + self.train_token * tokens
 
     def old_logps_s(self, tokens: int, versions: float) -> float:
-        return (
-            self.old + (self.old_token + self.old_version_token * max(0.0, versions - 1)) * tokens
-        )
+        per_token = self.old_token + self.old_version_token * max(0.0, versions - 1)
+        return self.old + per_token * tokens
 
     def publish_s(self) -> float:
         return self.publish

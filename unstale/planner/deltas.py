@@ -1,4 +1,4 @@
-"""What the difference of two versions comes to: words that change, bytes they take, seconds to form and apply it.
+"""The size of the delta between two versions, and the time to encode and apply it.
 
 Measured with 20,193,600 bfloat16 weights under AdamW, on one core (benchmarks/results/2026-11-21-routes.md).
 """
@@ -9,17 +9,18 @@ from typing import NamedTuple
 
 from unstale.planner.models import WORD
 
-_WORDS = 20_193_600
+_MEASURED_WORDS = 20_193_600
 
 
 class DeltaMeasurement(NamedTuple):
-    """One row of the table: middles of its ranges."""
+    """The measurement at one learning rate: the middle of its range."""
 
     rate: float
     changed: float
     """Share of the words that one optimizer step changes."""
     encode_s: float
     walk_s: float
+    """Seconds to apply the delta."""
 
 
 TABLE = (
@@ -31,10 +32,10 @@ TABLE = (
 
 
 def delta_bytes(words: float, rate: float) -> float:
-    """Of the delta between neighbouring versions at a learning rate: positions and values of the changed words.
+    """Return the bytes of the delta between neighbouring versions at a learning rate.
 
-    Positions take the entropy of their gaps, which the codec's bytes come to once they are compressed. Values (XORs of
-    mostly neighbouring numbers) take 3.3 bits and, where steps are larger, more: fitted, within 3% of the table.
+    Positions of the changed words take the entropy of their gaps, as the codec does after compression. Values (XORs
+    of mostly neighbouring numbers) take 3.3 bits, and more for larger steps: fitted, within 3% of the table.
 
     >>> [round(4 * delta_bytes(1, row.rate) / 2, 3) for row in TABLE]  # model copies of five versions
     [0.033, 0.08, 0.212, 0.79]
@@ -47,29 +48,31 @@ def delta_bytes(words: float, rate: float) -> float:
 
 
 def changed_share(rate: float) -> float:
-    """Of bfloat16 words, by one step at this learning rate. Below the table in proportion to it.
+    """Return the share of bfloat16 words that a step at this learning rate changes.
+
+    Below the table it is proportional to the rate.
 
     >>> [round(changed_share(rate), 4) for rate in (1e-7, 1e-6, 2e-6, 1.0)]
     [0.0012, 0.012, 0.0227, 1.0]
     """
     if rate <= TABLE[0].rate:
         return TABLE[0].changed * rate / TABLE[0].rate
-    return min(1.0, _between(rate, "changed"))
+    return min(1.0, _interpolate(rate, "changed"))
 
 
 def encode_s(words: float, rate: float) -> float:
-    """Seconds of one core to form a delta."""
-    return words / _WORDS * _between(max(rate, TABLE[0].rate), "encode_s")
+    """Return the seconds that one core takes to encode a delta."""
+    return words / _MEASURED_WORDS * _interpolate(max(rate, TABLE[0].rate), "encode_s")
 
 
 def walk_s(words: float, rate: float) -> float:
-    """Seconds of one core to apply a delta."""
-    return words / _WORDS * _between(max(rate, TABLE[0].rate), "walk_s")
+    """Return the seconds that one core takes to apply a delta."""
+    return words / _MEASURED_WORDS * _interpolate(max(rate, TABLE[0].rate), "walk_s")
 
 
-def _between(rate: float, column: str) -> float:
-    """Along straight lines through the table on logarithmic scales, the last one being continued."""
+def _interpolate(rate: float, column: str) -> float:
+    """Interpolate linearly on logarithmic scales. The last line is extended."""
     place = min(max(bisect([row.rate for row in TABLE], rate), 1), len(TABLE) - 1)
-    low, high = TABLE[place - 1], TABLE[place]
+    low, high = TABLE[place - 1 : place + 1]
     part = math.log(rate / low.rate) / math.log(high.rate / low.rate)
     return float(getattr(low, column) ** (1 - part) * getattr(high, column) ** part)

@@ -1,9 +1,10 @@
-"""Simulated engines: each shares its steps among the replies that it runs.
+"""Simulated engines: each divides its decoding steps among the replies that run on it.
 
-All running replies of an engine advance by one token a decoding step, and a step takes what `Costs.step_s` says of how
-many run and the context they hold. Between two arrivals or departures the number is fixed and the context grows by it
-with every step, so any number of steps is one addition: exact where a step's time is affine in the context, by the
-midpoint rule elsewhere. New contexts are computed between two steps, which delays everybody by `Costs.prefill_s`.
+Each running reply gets one token per decoding step, which takes `Costs.step_s` of the replies and
+their context. Between two arrivals or departures the number of replies is constant and the context
+grows linearly, so any number of steps is one addition: exact where a step's time is linear in the
+context, else by the midpoint rule. New contexts are computed between two steps and delay all
+replies by `Costs.prefill_s`.
 """
 
 import heapq
@@ -22,279 +23,314 @@ from unstale.planner.costs import Costs
 
 
 class SimulatedReply:
-    """One reply on its way: what is left of it, and whom to tell of its pieces.
+    """A reply in progress.
 
-    `done` is called with the tokens that a stretch gave, the version, and whether the reply is complete.
+    `on_tokens(tokens, complete)` is called when an engine returns tokens: at the end of the reply
+    or at an interruption.
     """
 
     __slots__ = (
         "cached",
         "context",
-        "done",
         "engine",
         "episode",
         "group",
         "left",
+        "on_tokens",
         "prompt",
         "since",
     )
 
     def __init__(
-        self, episode: int, group: int, prompt: int, done: Callable[[int, bool], None]
+        self, episode: int, group: int, prompt: int, on_tokens: Callable[[int, bool], None]
     ) -> None:
-        self.episode, self.group, self.prompt, self.done = episode, group, prompt, done
+        self.episode = episode
+        self.group = group
+        self.prompt = prompt
+        self.on_tokens = on_tokens
         self.context = prompt
-        """Tokens that it goes on from."""
+        """Tokens of context."""
         self.left = 0
         """Tokens still to be sampled."""
         self.cached = 0
-        """Tokens of its context that `engine` computed under its version."""
+        """Tokens of context that `engine` has computed with its version."""
         self.engine: SimulatedEngine | None = None
-        """Where it was sampled last."""
+        """The engine that sampled it last."""
         self.since = 0
+        """The engine's step at which the reply began to run."""
 
 
 class EngineCapacity(NamedTuple):
-    """Replies that run at most, and tokens that there is memory for (0: for as many contexts as run at most)."""
+    """Replies that run at most, and tokens of context in memory (0: any for these replies)."""
 
     replies: int
     tokens: int = 0
 
 
 _SPARE = 0.01
-"""Share of the memory that is left free when a reply is let in, so that it is not the next one out."""
+"""Share of the memory kept free when a reply starts, so that it is not evicted at once."""
 
 
 class SimulatedEngine:
-    """A processor-sharing server. As many replies run as there are `EngineCapacity` for, further ones wait in order.
+    """A processor-sharing server. Replies beyond its capacity wait in order.
 
-    Contexts of episodes that wait for their environment give way to running ones, the oldest first. Where these grow
-    beyond the memory, the newest waits again, and is computed again.
+    Contexts of episodes that wait for their environment are evicted first, the oldest first. If
+    running contexts exceed the memory, the newest reply waits again and is computed again.
     """
 
     def __init__(
-        self, clock: SimulatedClock, costs: Costs, places: EngineCapacity, number: int
+        self, clock: SimulatedClock, costs: Costs, capacity: EngineCapacity, number: int
     ) -> None:
         self.number = number
         self.busy = 0
-        """Replies that are its own: running, waiting, or held while it stands still."""
-        self.told: Callable[[SimulatedEngine], None] = lambda engine: None
-        """Hears of every change of `busy`."""
-        self.up, self.standing = True, True
+        """Replies that run or wait here."""
+        self.on_busy_change: Callable[[SimulatedEngine], None] = lambda engine: None
+        self.up = True
+        self.paused = True
         self.prompts: set[int] = set()
-        """Groups whose prompt it has computed."""
-        self.busy_s, self.sampled, self.lost = 0.0, 0, 0
-        self._clock, self._costs, self._places = clock, costs, places
+        """Groups with a computed prompt."""
+        self.busy_s = 0.0
+        self.sampled = 0
+        self.lost = 0
+        """Tokens lost by failures."""
+        self._clock = clock
+        self._costs = costs
+        self._capacity = capacity
         self._running: list[tuple[int, int, SimulatedReply]] = []
+        """A heap of (step at which the reply is complete, order of arrival, reply)."""
         self._order = count()
         self._waiting: deque[SimulatedReply] = deque()
         self._kept: dict[int, tuple[SimulatedReply, int]] = {}
-        """With the tokens that it held when it was complete."""
-        self._held = 0
-        self._steps = self._context = 0
-        self._at = self._decoded = 0.0
-        """When its next step can begin, and when its last one ended: contexts are computed in between."""
-        self._turn = 0
+        """Contexts of complete replies by episode, with their tokens."""
+        self._kept_tokens = 0
+        self._context = 0
+        """Tokens of context of the running replies."""
+        self._steps = 0
+        self._next_step_at = 0.0
+        self._last_step_ended = 0.0
+        """Earlier than `_next_step_at` while contexts are computed."""
+        self._timer = 0
+        """Number of the valid completion event; earlier ones are ignored."""
 
     def take(self, reply: SimulatedReply) -> None:
-        """A reply to sample; it waits while the engine stands still or is full."""
-        self._count(1)
+        """Start a reply, or queue it while the engine is paused or full."""
+        self._add_busy(1)
         self.forget(reply.episode)
-        if not self.standing:
+        if not self.paused:
             self._advance(self._clock.now)
-        if (
-            self.standing or self._waiting or not self._fits(reply) or not self._ahead()
-        ):  # that are told first
+        # a reply that completes now is returned before another starts
+        if self.paused or self._waiting or not self._fits(reply) or not self._steps_ahead():
             self._waiting.append(reply)
         else:
-            self._join(reply)
-        if not self.standing:
+            self._start(reply)
+        if not self.paused:
             self._schedule()
 
     def interrupt(self) -> float:
-        """Stop at the end of the step: everybody gets what there is of their replies. When that is."""
-        if self.standing:
+        """Pause at the end of the current step and return all tokens. Returns the time of it."""
+        if self.paused:
             return self._clock.now
-        self._stop()
+        self._pause()
         self._advance(self._clock.now)
-        self.busy_s -= max(
-            0.0, self._at - max(self._decoded, self._clock.now)
-        )  # contexts that nobody needs now
-        self._at = max(self._decoded, self._clock.now)
+        paused_at = max(self._last_step_ended, self._clock.now)
+        self.busy_s -= max(0.0, self._next_step_at - paused_at)  # contexts that are not needed now
+        self._next_step_at = paused_at
         interrupted = [reply for _, _, reply in sorted(self._running)]
         self._running = []
         for reply in interrupted:
-            fresh = reply.since == self._steps
-            reply.done(self._leave(reply), False)
-            if fresh:  # its context may not have been computed to its end
+            is_new = reply.since == self._steps
+            reply.on_tokens(self._stop(reply), False)
+            if is_new:  # its context may be incomplete
                 reply.cached = 0
                 self.prompts.discard(reply.group)
         self._waiting.extendleft(reversed(interrupted))
-        return self._at
+        return self._next_step_at
 
     def resume(self, *, keep_cache: bool) -> None:
-        """Sample again. What was computed under older weights is computed again, unless it is kept."""
-        if not self.standing:
+        """Sample again. Contexts of older weights are computed again unless `keep_cache`."""
+        if not self.paused:
             return
-        self.standing = False
-        self._at = self._decoded = self._clock.now
+        self.paused = False
+        self._next_step_at = self._last_step_ended = self._clock.now
         if not keep_cache:
             self.prompts.clear()
             for reply in self._waiting:
                 reply.cached = 0
             for episode in list(self._kept):
-                self._lose(episode)
-        self._admit()
+                self._evict_kept(episode)
+        self._start_waiting()
         self._schedule()
 
-    def die(self) -> list[SimulatedReply]:
-        """Gone with everything it holds. The replies that have to go elsewhere, from what they had said before."""
+    def fail(self) -> list[SimulatedReply]:
+        """Lose all state. Returns the replies, which continue elsewhere from their last tokens."""
         self._advance(self._clock.now)
-        self._stop()
-        self.busy_s -= max(0.0, self._at - self._clock.now)
-        homeless = [reply for _, _, reply in sorted(self._running)]
-        self.lost += sum(self._steps - reply.since for reply in homeless)
-        homeless += self._waiting
-        for reply in homeless:
-            reply.cached, reply.engine = 0, None
-        self._running, self._context, self.busy, self.up = [], 0, 0, False
+        self._pause()
+        self.busy_s -= max(0.0, self._next_step_at - self._clock.now)
+        replies = [reply for _, _, reply in sorted(self._running)]
+        self.lost += sum(self._steps - reply.since for reply in replies)
+        replies += self._waiting
+        for reply in replies:
+            reply.cached = 0
+            reply.engine = None
+        self._running = []
+        self._context = 0
+        self.busy = 0
+        self.up = False
         self._waiting.clear()
         for episode in list(self._kept):
-            self._lose(episode)
+            self._evict_kept(episode)
         self.prompts.clear()
-        return homeless
+        return replies
 
-    def _count(self, more: int) -> None:
-        self.busy += more
-        self.told(self)
+    def forget(self, episode: int) -> None:
+        """Drop the kept context of an episode that is over or runs again."""
+        if episode in self._kept:
+            self._kept_tokens -= self._kept.pop(episode)[1]
 
-    def _stop(self) -> None:
-        self.standing = True
-        self._turn += 1
+    def _add_busy(self, replies: int) -> None:
+        self.busy += replies
+        self.on_busy_change(self)
 
-    def _join(self, reply: SimulatedReply) -> None:
-        have = reply.cached if reply.engine is self else 0
+    def _pause(self) -> None:
+        self.paused = True
+        self._timer += 1
+
+    def _start(self, reply: SimulatedReply) -> None:
+        cached = reply.cached if reply.engine is self else 0
         if reply.group in self.prompts:
-            have = max(have, reply.prompt)
+            cached = max(cached, reply.prompt)
         self.prompts.add(reply.group)
-        tokens = reply.context - have
+        tokens = reply.context - cached
         if tokens > 0:
-            took = self._costs.prefill_s(tokens)
-            self._at += took
-            self.busy_s += took
-        reply.engine, reply.since = self, self._steps
+            seconds = self._costs.prefill_s(tokens)
+            self._next_step_at += seconds
+            self.busy_s += seconds
+        reply.engine = self
+        reply.since = self._steps
         heapq.heappush(self._running, (self._steps + reply.left, next(self._order), reply))
         self._context += reply.context
         self._evict()
 
-    def _admit(self) -> None:
+    def _start_waiting(self) -> None:
         while self._waiting and self._fits(self._waiting[0]):
-            self._join(self._waiting.popleft())
+            self._start(self._waiting.popleft())
 
     def _fits(self, reply: SimulatedReply) -> bool:
-        (most, tokens), running = self._places, len(self._running)
-        room = not tokens or self._context + reply.context + running + 1 <= (1 - _SPARE) * tokens
-        return not running or (running < most and room)
+        running = len(self._running)
+        if not running:
+            return True
+        replies, tokens = self._capacity
+        needed = self._context + reply.context + running + 1
+        return running < replies and (not tokens or needed <= (1 - _SPARE) * tokens)
 
-    def _ahead(self) -> int:
-        """Steps until somebody is complete, or there is no memory left; where one runs, there is enough."""
-        if not (running := len(self._running)):
+    def _steps_ahead(self) -> int:
+        """Return the steps until a reply is complete or the memory full.
+
+        A single reply always has enough memory.
+        """
+        running = len(self._running)
+        if not running:
             return 1
         steps = self._running[0][0] - self._steps
-        return (
-            steps
-            if not self._places.tokens or running == 1
-            else min(steps, self._room() // running)
-        )
+        if not self._capacity.tokens or running == 1:
+            return steps
+        return min(steps, self._free_tokens() // running)
 
-    def _room(self) -> int:
-        return max(0, self._places.tokens - self._context)
+    def _free_tokens(self) -> int:
+        return max(0, self._capacity.tokens - self._context)
 
     def _evict(self) -> None:
-        """What is kept gives way to what runs, and that to itself."""
-        most, tokens = self._places
-
-        def crowded() -> bool:
-            return (
-                self._held + self._context > tokens
-                if tokens
-                else len(self._kept) + len(self._running) > most
-            )
-
-        while self._kept and crowded():
-            self._lose(next(iter(self._kept)))
-        while tokens and len(self._running) > 1 and self._room() < len(self._running):
-            newest = max(self._running, key=lambda one: one[1])
+        """Evict kept contexts, then the newest running replies, until the memory suffices."""
+        while self._kept and self._exceeds_capacity():
+            self._evict_kept(next(iter(self._kept)))
+        while (
+            self._capacity.tokens
+            and len(self._running) > 1
+            and self._free_tokens() < len(self._running)
+        ):
+            newest = max(self._running, key=lambda entry: entry[1])
             self._running.remove(newest)
             heapq.heapify(self._running)
-            newest[2].done(self._leave(newest[2]), False)
-            newest[2].cached = 0
-            self._waiting.appendleft(newest[2])
+            reply = newest[2]
+            reply.on_tokens(self._stop(reply), False)
+            reply.cached = 0
+            self._waiting.appendleft(reply)
 
-    def _lose(self, episode: int) -> None:
-        """A context that was kept."""
+    def _exceeds_capacity(self) -> bool:
+        replies, tokens = self._capacity
+        if tokens:
+            return self._kept_tokens + self._context > tokens
+        return len(self._kept) + len(self._running) > replies
+
+    def _evict_kept(self, episode: int) -> None:
         reply, _ = self._kept[episode]
         self.forget(episode)
         if reply.engine is self:
             reply.cached = 0
 
     def _advance(self, now: float) -> None:
-        """Do the steps that have begun by `now`; the state is then that at the end of the last of them."""
-        if not self._running or self._at >= now:
-            self._at = max(self._at, now)
-            self._decoded = max(self._decoded, self._at) if not self._running else self._decoded
+        """Do the steps that have begun by `now`, the last of them to its end."""
+        if not self._running or self._next_step_at >= now:
+            self._next_step_at = max(self._next_step_at, now)
+            if not self._running:
+                self._last_step_ended = max(self._last_step_ended, self._next_step_at)
             return
-        most, ahead = self._ahead(), now - self._at
+        limit = self._steps_ahead()
+        ahead_s = now - self._next_step_at
         steps = 1
         for _ in range(3):
-            steps = min(most, max(1, math.ceil(ahead / self._step_s(steps) - 1e-9)))
-        while steps < most and steps * self._step_s(steps) < ahead - 1e-9:
+            steps = min(limit, max(1, math.ceil(ahead_s / self._mean_step_s(steps) - 1e-9)))
+        while steps < limit and steps * self._mean_step_s(steps) < ahead_s - 1e-9:
             steps += 1
         self._do(steps)
 
-    def _step_s(self, steps: int) -> float:
-        """The mean time of so many steps from here."""
+    def _mean_step_s(self, steps: int) -> float:
+        """Return the mean time of the next steps: that of the middle one."""
         replies = len(self._running)
         half, odd = divmod(replies * (steps - 1), 2)
-        took = self._costs.step_s(replies, self._context + half)
-        return (took + self._costs.step_s(replies, self._context + half + 1)) / 2 if odd else took
+        seconds = self._costs.step_s(replies, self._context + half)
+        if odd:
+            return (seconds + self._costs.step_s(replies, self._context + half + 1)) / 2
+        return seconds
 
     def _do(self, steps: int) -> None:
-        took = steps * self._step_s(steps)
-        self.busy_s += took
-        self._at += took
-        self._decoded = self._at
+        seconds = steps * self._mean_step_s(steps)
+        self.busy_s += seconds
+        self._next_step_at += seconds
+        self._last_step_ended = self._next_step_at
         self._steps += steps
         self._context += steps * len(self._running)
 
     def _schedule(self) -> None:
-        """Be here again when the next reply is complete, or the memory full."""
-        self._turn += 1
+        """Set the timer to the next completion, or to when the memory is full."""
+        self._timer += 1
         if self._running:
-            steps = self._ahead()
-            due = self._at + steps * self._step_s(steps) if steps else self._at
-            self._clock.at(due, partial(self._complete, self._turn))
+            steps = self._steps_ahead()
+            due = self._next_step_at
+            if steps:
+                due += steps * self._mean_step_s(steps)
+            self._clock.at(due, partial(self._complete, self._timer))
 
-    def _complete(self, turn: int) -> None:
-        if turn != self._turn:
+    def _complete(self, timer: int) -> None:
+        if timer != self._timer:
             return
-        if steps := self._ahead():
+        if steps := self._steps_ahead():
             self._do(steps)
         finished = []
         while self._running and self._running[0][0] <= self._steps:
             reply = heapq.heappop(self._running)[2]
-            self._count(-1)
-            finished.append((reply, self._leave(reply)))
-            self._held += reply.context
-            self._kept[reply.episode] = reply, reply.context
+            self._add_busy(-1)
+            finished.append((reply, self._stop(reply)))
+            self._kept_tokens += reply.context
+            self._kept[reply.episode] = (reply, reply.context)
         self._evict()
-        self._admit()
+        self._start_waiting()
         for reply, tokens in finished:
-            reply.done(tokens, True)
+            reply.on_tokens(tokens, True)
         self._schedule()
 
-    def _leave(self, reply: SimulatedReply) -> int:
-        """It runs no longer. The tokens that it got."""
+    def _stop(self, reply: SimulatedReply) -> int:
+        """Account for the tokens of a reply that no longer runs, and return their number."""
         tokens = self._steps - reply.since
         self.sampled += tokens
         reply.left -= tokens
@@ -303,14 +339,12 @@ class SimulatedEngine:
         self._context -= reply.context
         return tokens
 
-    def forget(self, episode: int) -> None:
-        """The context of an episode that is over, or runs again, is kept no longer."""
-        if episode in self._kept:
-            self._held -= self._kept.pop(episode)[1]
-
 
 class SimulatedEnginePool:
-    """Engines of one version. A reply goes where its context is, or where the fewest are: as `engines.EnginePool` does."""
+    """Engines with one version. A reply goes to its cached context or to the least busy engine.
+
+    The rule is that of `engines.EnginePool`.
+    """
 
     def __init__(
         self,
@@ -323,32 +357,35 @@ class SimulatedEnginePool:
         self.version = -1
         self.deaths = 0
         self.members = engines
-        self._clock, self._keep_cache, self._restart_s = clock, keep_cache, restart_s
-        self._standing = True
-        self._homeless: list[SimulatedReply] = []
+        self._clock = clock
+        self._keep_cache = keep_cache
+        self._restart_s = restart_s
+        self._paused = True
+        self._unplaced: list[SimulatedReply] = []
         self._by_busy: list[tuple[int, int]] = []
-        self._back: dict[int, float] = {}
-        """When an engine that died is there again."""
+        """A heap of (busy, number); entries that are no longer true are skipped."""
+        self._restarted_at: dict[int, float] = {}
         for engine in engines:
-            engine.told = self._rank
+            engine.on_busy_change = self._rank
             self._rank(engine)
 
     def sample(self, reply: SimulatedReply) -> None:
-        idlest, at = self._idlest(), reply.engine
+        idlest = self._idlest()
+        cached_at = reply.engine
         if idlest is None:
-            self._homeless.append(reply)
+            self._unplaced.append(reply)
         elif (
-            at is not None
-            and at.up
-            and at.busy - idlest.busy
+            cached_at is not None
+            and cached_at.up
+            and cached_at.busy - idlest.busy
             <= min(MAX_EXTRA_REPLIES, reply.cached / CACHED_TOKENS_PER_REPLY)
         ):
-            at.take(reply)
+            cached_at.take(reply)
         else:
             idlest.take(reply)
 
     def _idlest(self) -> SimulatedEngine | None:
-        """Of those that are up. Every change of `busy` is on the heap, and what is there and no longer true is not."""
+        """Return the least busy engine that is up."""
         while self._by_busy:
             busy, number = self._by_busy[0]
             if self.members[number].up and self.members[number].busy == busy:
@@ -363,52 +400,52 @@ class SimulatedEnginePool:
             heapq.heapify(self._by_busy)
 
     def interrupt(self) -> float:
-        """All stop. When the last one has."""
-        self._standing = True
+        """Pause all engines. Returns the time at which the last one is paused."""
+        self._paused = True
         return max([self._clock.now, *(engine.interrupt() for engine in self.members if engine.up)])
 
     def resume(self, version: int) -> None:
-        """All sample again, under this version; those that died and are there again, too."""
-        self.version, self._standing = version, False
-        for number, back in list(self._back.items()):
-            if back <= self._clock.now:
-                del self._back[number]
+        """Sample with this version, also on engines that have restarted by now."""
+        self.version = version
+        self._paused = False
+        for number, restarted_at in list(self._restarted_at.items()):
+            if restarted_at <= self._clock.now:
+                del self._restarted_at[number]
                 self.members[number].up = True
                 self._rank(self.members[number])
         for engine in self.members:
             if engine.up:
                 engine.resume(keep_cache=self._keep_cache)
-        homeless, self._homeless = self._homeless, []
-        for reply in homeless:
+        unplaced = self._unplaced
+        self._unplaced = []
+        for reply in unplaced:
             self.sample(reply)
 
     def fail(self, random: np.random.Generator, per_hour: float) -> None:
-        """Let engines die at this rate from here on."""
+        """Let each engine fail at a rate, from now on."""
 
-        def doom(engine: SimulatedEngine) -> None:
-            self._clock.at(
-                self._clock.now + random.exponential(3600 / per_hour), partial(strike, engine)
-            )
+        def schedule(engine: SimulatedEngine) -> None:
+            delay = random.exponential(3600 / per_hour)
+            self._clock.at(self._clock.now + delay, partial(fail_now, engine))
 
-        def strike(engine: SimulatedEngine) -> None:
+        def fail_now(engine: SimulatedEngine) -> None:
             if engine.up:
-                self._kill(engine)
-            doom(engine)
+                self._fail(engine)
+            schedule(engine)
 
         for engine in self.members:
-            doom(engine)
+            schedule(engine)
 
-    def _kill(self, engine: SimulatedEngine) -> None:
-        homeless = engine.die()
+    def _fail(self, engine: SimulatedEngine) -> None:
+        replies = engine.fail()
         self.deaths += 1
-        self._back[engine.number] = self._clock.now + self._restart_s
-        if not any(
-            other.up for other in self.members
-        ):  # nobody is left: whoever is back first gets the weights
-            self._clock.at(self._clock.now + self._restart_s, self._revive)
-        for reply in homeless:
+        restarted_at = self._clock.now + self._restart_s
+        self._restarted_at[engine.number] = restarted_at
+        if not any(other.up for other in self.members):  # the first to restart loads the weights
+            self._clock.at(restarted_at, self._resume_restarted)
+        for reply in replies:
             self.sample(reply)
 
-    def _revive(self) -> None:
-        if not self._standing:
+    def _resume_restarted(self) -> None:
+        if not self._paused:
             self.resume(self.version)

@@ -1,6 +1,6 @@
-"""Simulated episodes: what `rollout.Rollout` does, without a coroutine, a context or a journal row for each.
+"""Simulated episodes, in place of `rollout.Rollout`: no coroutine and no journal row for each.
 
-In the records that go through the loop one token stands for one piece; the true counts stay here, by episode.
+In the records for the loop one token stands for one piece. The real counts stay here.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from unstale.records import (
     Group,
     GroupRequest,
     PendingPiece,
+    Piece,
     Sampled,
     Task,
     Trajectory,
@@ -29,11 +30,22 @@ from unstale.rollout.transcript import OpenWriter
 
 
 class SimulatedEpisode:
-    """One episode on its way through engine and environment, as `rollout.Rollout` runs it."""
+    """An episode that alternates between an engine and its environment."""
 
     __slots__ = (
-        "asked", "began", "done", "ended", "failures", "group", "number", "pieces", "reply", "rollout", "shape", "turn",
-    )  # fmt: skip
+        "began",
+        "ended",
+        "failures",
+        "group",
+        "number",
+        "on_end",
+        "pieces",
+        "reply",
+        "requested",
+        "rollout",
+        "shape",
+        "turn",
+    )
 
     def __init__(
         self,
@@ -41,59 +53,61 @@ class SimulatedEpisode:
         shape: EpisodeShape,
         *,
         group: int,
-        done: "Callable[[SimulatedEpisode | None], None]",
+        on_end: "Callable[[SimulatedEpisode | None], None]",
     ) -> None:
-        """`done` is told when it ends: itself, or None if it gave up."""
-        self.rollout, self.shape, self.group, self.done = rollout, shape, group, done
+        """`on_end` is called with the finished episode, or with None if all attempts failed."""
+        self.rollout = rollout
+        self.shape = shape
+        self.group = group
+        self.on_end = on_end
         self.failures = 0
-        self.began = self.ended = self.asked = rollout.clock.now
+        self.began = self.ended = self.requested = rollout.clock.now
         self._begin()
 
     def _begin(self) -> None:
         self.number = next(self.rollout.numbers)
         self.rollout.episodes[self.number] = self
         self.pieces: list[tuple[int, int]] = []
+        """`(version, sampled tokens)` of each piece."""
         self.turn = 0
-        self.reply = SimulatedReply(self.number, self.group, self.shape.prompt, self._said)
-        self._speak()
+        self.reply = SimulatedReply(self.number, self.group, self.shape.prompt, self._on_tokens)
+        self._request_reply()
 
-    def _speak(self) -> None:
+    def _request_reply(self) -> None:
         self.reply.left = self.shape.turns[self.turn].reply
-        self.asked = self.rollout.clock.now
+        self.requested = self.rollout.clock.now
         self.rollout.engines.sample(self.reply)
 
-    def _said(self, tokens: int, complete: bool) -> None:
+    def _on_tokens(self, tokens: int, complete: bool) -> None:
         if tokens:
             version = self.rollout.engines.version
             self.pieces.append((version, tokens))
             self.rollout.arrived(self.number, version)
         if complete:
             now = self.rollout.clock.now
-            self.rollout.totals["engine_s"] += now - self.asked
-            self._answer(now)
+            self.rollout.totals["engine_s"] += now - self.requested
+            self._call_tools(now)
 
-    def _answer(self, now: float) -> None:
-        """The environment takes its time, too much of it at times."""
-        spoken, workload = self.shape.turns[self.turn], self.rollout.workload
-        took = self.rollout.tool_s(spoken.waits)
-        late = took > workload.timeout_s
-        took = min(took, workload.timeout_s)
-        self.rollout.totals["tool_s"] += took
-        act = self._failed if late else self._go_on
-        if took:
-            self.rollout.clock.at(now + took, act)
+    def _call_tools(self, now: float) -> None:
+        timeout_s = self.rollout.workload.timeout_s
+        seconds = self.rollout.tool_s(self.shape.turns[self.turn].calls)
+        continuation = self._fail if seconds > timeout_s else self._next_turn
+        seconds = min(seconds, timeout_s)
+        self.rollout.totals["tool_s"] += seconds
+        if seconds:
+            self.rollout.clock.at(now + seconds, continuation)
         else:
-            act()
+            continuation()
 
-    def _go_on(self) -> None:
-        self.reply.context += self.shape.turns[self.turn].given
+    def _next_turn(self) -> None:
+        self.reply.context += self.shape.turns[self.turn].answer
         self.turn += 1
         if self.turn < len(self.shape.turns):
-            self._speak()
+            self._request_reply()
         else:
             self._end(self)
 
-    def _failed(self) -> None:
+    def _fail(self) -> None:
         self.rollout.gave_up(self)
         self.failures += 1
         if self.failures > self.rollout.workload.retries:
@@ -108,14 +122,14 @@ class SimulatedEpisode:
         if finished:
             self.rollout.totals["episodes"] += 1
             self.rollout.totals["life_s"] += self.ended - self.began
-        self.done(finished)
+        self.on_end(finished)
 
 
-_ONE = (0,)
+_ONE_TOKEN = (0,)
 
 
 class SimulatedRollout:
-    """Runs the episodes of a group, and makes the records that the loop hands on: one token for each piece."""
+    """A rollout that simulates the episodes of a group and makes their records."""
 
     def __init__(
         self,
@@ -126,48 +140,50 @@ class SimulatedRollout:
         pending: PendingPieces,
         seed: int,
     ) -> None:
-        self.clock, self.engines, self.workload = clock, engines, workload
+        self.clock = clock
+        self.engines = engines
+        self.workload = workload
         self.numbers = count()
         self.wait_times = Stopwatch()
         self.totals: dict[str, float] = defaultdict(float)
-        """Sums over episodes that ended, and over attempts that failed."""
+        """Sums over ended episodes, and over failed attempts."""
         self.episodes: dict[int, SimulatedEpisode] = {}
-        """By number, until they are trained on or given up."""
-        self._pending, self._seed = pending, seed
+        """By number, until they are trained on or fail."""
+        self._pending = pending
+        self._seed = seed
         self._samples: dict[int, Sampled] = {}
         self._random = np.random.default_rng([seed, 2])
-        self._waits: list[float] = []
+        self._tool_s: list[float] = []
 
     async def group(self, request: GroupRequest, *, size: int, open_writer: OpenWriter) -> Group:
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         siblings: list[SimulatedEpisode | None] = []
 
-        def done(episode: SimulatedEpisode | None) -> None:
+        def on_end(episode: SimulatedEpisode | None) -> None:
             siblings.append(episode)
             if len(siblings) == size:
                 self.clock.resolve(ended, None)
 
-        for shape in self.workload.group(
-            np.random.default_rng([self._seed, 0, request.number]), size
-        ):
-            SimulatedEpisode(self, shape, group=request.number, done=done)
+        random = np.random.default_rng([self._seed, 0, request.number])
+        for shape in self.workload.group(random, size):
+            SimulatedEpisode(self, shape, group=request.number, on_end=on_end)
         await ended
         finished = [episode for episode in siblings if episode]
-        failures = (Failure(request.task, "step", "took too long"),) * (size - len(finished))
+        failures = (Failure(request.task, "step", "timed out"),) * (size - len(finished))
         trajectories = tuple(self._trajectory(episode, request.task) for episode in finished)
         return Group(request.task, trajectories, failures, request.number)
 
-    def tool_s(self, waits: int) -> float:
-        """Seconds of so many answers, drawn a thousand at a time."""
+    def tool_s(self, calls: int) -> float:
+        """Draw the seconds of so many tool calls."""
         total = 0.0
-        for _ in range(waits):
-            if not self._waits:
-                self._waits = self.workload.tool_s.draw(self._random, 1000).tolist()
-            total += self._waits.pop()
+        for _ in range(calls):
+            if not self._tool_s:
+                self._tool_s = self.workload.tool_s.draw(self._random, 1000).tolist()
+            total += self._tool_s.pop()
         return total
 
     def arrived(self, episode: int, version: int) -> None:
-        self._pending.add(PendingPiece(episode, _ONE, 0, self._sampled(version)))
+        self._pending.add(PendingPiece(episode, _ONE_TOKEN, 0, self._sampled(version)))
 
     def gave_up(self, episode: SimulatedEpisode) -> None:
         self.totals["failed"] += 1
@@ -175,14 +191,15 @@ class SimulatedRollout:
         del self.episodes[episode.number]
 
     def length(self, number: int) -> int:
-        """Tokens of an episode so far."""
+        """Return the tokens of an episode so far."""
         return self.episodes[number].reply.context
 
     def _sampled(self, version: int) -> Sampled:
         if version not in self._samples:
-            self._samples[version] = Sampled(_ONE, (0.0,), version)
+            self._samples[version] = Sampled(_ONE_TOKEN, (0.0,), version)
         return self._samples[version]
 
     def _trajectory(self, episode: SimulatedEpisode, task: Task) -> Trajectory:
-        sampled = (self._sampled(version) for version, _ in episode.pieces)
-        return Trajectory((ContextPiece(_ONE), *sampled), {}, "done", task, 0, episode.number)
+        pieces: list[Piece] = [ContextPiece(_ONE_TOKEN)]
+        pieces += [self._sampled(version) for version, _ in episode.pieces]
+        return Trajectory(tuple(pieces), {}, "done", task, 0, episode.number)

@@ -8,7 +8,7 @@ from unstale.planner.assignments import parse_assignments
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """What is reached of a device's figures. Assumptions until they are measured: give your own.
+    """The shares of a device's figures that programs reach. Assumptions, to be replaced by measurements.
 
     >>> Shares.parse("matmul=0.5,step_s=0.002").step_s
     0.002
@@ -17,67 +17,70 @@ class Shares:
     matmul: float = 0.40
     """Of the peak, in training, scoring and prefill. Llama 3 trained at 38% to 43% (arXiv 2407.21783, table 4)."""
     decode: float = 0.40
-    """Of the peak, where so many replies are decoded that computing takes longer than reading. As `matmul`."""
+    """Of the peak, when decoding is limited by computation. Assumed equal to `matmul`."""
     bandwidth: float = 0.70
-    """Of the memory's, in decoding and wherever weights are only read. Assumed."""
+    """Of the memory bandwidth, in decoding and wherever weights are only read. Assumed."""
     link: float = 0.80
-    """Of every link's. Assumed."""
+    """Of every link. Assumed."""
     memory: float = 0.90
-    """Of the memory that may be planned for: what vLLM takes unless it is told (`gpu_memory_utilization`)."""
+    """Of the memory: vLLM's default `gpu_memory_utilization`."""
     step_s: float = 0.001
-    """Seconds of a decoding step beside reading and computing: launches, sampling, scheduling. Assumed."""
+    """Seconds of overhead of a decoding step: launches, sampling, scheduling. Assumed."""
     cores: float = 1
-    """Processor cores that a device has for forming and applying deltas: one, as the version store has it."""
+    """Processor cores per device that encode and apply deltas. The version store uses one."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, least = getattr(self, field.name), 0.0 if field.name == "step_s" else 1e-6
-            within(
-                "--shares",
-                least,
-                1e3 if field.name in ("step_s", "cores") else 1,
-                **{field.name: value},
-            )
+            low = 0.0 if field.name == "step_s" else 1e-6
+            high = 1e3 if field.name in ("step_s", "cores") else 1
+            within("--shares", low, high, **{field.name: getattr(self, field.name)})
 
     @classmethod
     def parse(cls, text: str) -> "Shares":
-        """`name=value,...` in place of the assumptions."""
-        return replace(
-            cls(),
-            **parse_assignments("--shares", filter(None, text.split(",")), cls.__annotations__),
-        )
+        """Return the assumptions with those in `name=value,...` replaced."""
+        words = filter(None, text.split(","))
+        return replace(cls(), **parse_assignments("--shares", words, cls.__annotations__))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One accelerator; links in bytes a second in one direction."""
+    """One accelerator. Links are in bytes a second, in one direction."""
 
     name: str
     flops: float
-    """Peak of dense bfloat16 matrix products, operations a second."""
+    """Peak of dense bfloat16 matrix products, in operations a second."""
     bandwidth: float
-    """Of its memory, bytes a second."""
+    """Of its memory, in bytes a second."""
     memory: float
     """Bytes."""
     link: float
-    """To the others of its node."""
+    """To the other devices of its node."""
     host_link: float
-    """To the main memory."""
+    """To main memory."""
     network: float
     """To other nodes."""
     node: int = 8
     """Devices joined by `link`."""
 
+    @property
+    def is_core(self) -> bool:
+        """True for a core of this machine (`measured.core_of_run`)."""
+        return self.name.startswith("core")
+
 
 def _sxm(
     name: str, flops: float, bandwidth: float, memory: float, links: tuple[float, float, float]
 ) -> Device:
-    """In TFLOP/s, TB/s, GB, GB/s."""
-    link, host, network = (1e9 * each for each in links)
+    """Return a device given in TFLOP/s, TB/s, GB, and GB/s of link, host link and network."""
     return Device(
-        name=name, flops=flops * 1e12, bandwidth=bandwidth * 1e12, memory=memory * 1e9,
-        link=link, host_link=host, network=network,
-    )  # fmt: skip
+        name=name,
+        flops=flops * 1e12,
+        bandwidth=bandwidth * 1e12,
+        memory=memory * 1e9,
+        link=1e9 * links[0],
+        host_link=1e9 * links[1],
+        network=1e9 * links[2],
+    )
 
 
 DEVICES = {
@@ -88,7 +91,9 @@ DEVICES = {
     "H200": _sxm("H200", 989.4, 4.8, 141, (450, 64, 50)),
     "B200": _sxm("B200", 2250, 8.0, 180, (900, 64, 50)),
 }
-"""SXM variants, from NVIDIA's data sheets (A100 80GB, H100, H200, DGX B200; the H800 is an H100 whose NVLink has
-400 GB/s, the H20 has the figures that are public of it), without sparsity. NVLink and PCIe (x16 of generation 4 or 5)
-at half of what both directions have together; networks as DGX systems have them, one port a device: 200 Gbit/s of the
-A100's, 400 Gbit/s of the others'."""
+"""SXM variants without sparsity, from NVIDIA's data sheets (A100 80GB, H100, H200, DGX B200).
+
+The H800 is an H100 with 400 GB/s of NVLink; of the H20 the public figures are used. NVLink and PCIe (x16 of
+generation 4 or 5) count half of both directions together. Networks are those of DGX systems, one port per device:
+200 Gbit/s for the A100, 400 Gbit/s for the others.
+"""

@@ -1,4 +1,4 @@
-"""How large a model is and what a token costs it, from its config.json or from words. Imports no torch."""
+"""The sizes of a model and the costs of a token, from its config.json or from words. No torch."""
 
 import json
 from dataclasses import dataclass
@@ -10,17 +10,22 @@ from unstale.config.checks import ConfigError, nearest
 from unstale.planner.assignments import parse_assignments
 
 WORD = 2
-"""Bytes of a weight, an activation and a key or value: bfloat16."""
+"""Bytes of a weight, an activation, a key or a value in bfloat16."""
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-_READ_AS = {
-    "layers": "num_hidden_layers", "hidden": "hidden_size", "ffn": "intermediate_size", "vocab": "vocab_size",
-    "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
-}  # fmt: skip
+_CONFIG_KEYS = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "ffn": "intermediate_size",
+    "vocab": "vocab_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+}
+_REQUIRED = ("layers", "hidden", "ffn", "heads", "kv_heads")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """The sizes of a decoder with grouped-query attention and gated MLPs, some of them of experts.
+    """The sizes of a decoder with grouped-query attention and gated MLPs, dense or of experts.
 
     >>> model = Model.parse("4B")
     >>> model.parameters, model.kv_bytes
@@ -37,22 +42,23 @@ class Model:
     head_dim: int = 128
     vocab: int = 151936
     tied: bool = False
+    """The head shares the embedding's weights."""
     experts: int = 0
     active: int = 0
-    """Experts that a token passes through."""
+    """Experts that process a token."""
     expert_ffn: int = 0
     dense: int = 0
-    """Layers without experts, of a model that has them."""
+    """Layers without experts, in a model with experts."""
     qk_norm: bool = True
     qkv_bias: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab"):
+        for name in (*_REQUIRED, "head_dim", "vocab"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--model: {name} must be >= 1, got {getattr(self, name)}")
         if self.heads % self.kv_heads:
             raise ConfigError(
-                f"--model: {self.heads} heads cannot share {self.kv_heads} kv_heads evenly"
+                f"--model: heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}"
             )
         if self.experts and not (0 < self.active <= self.experts and self.expert_ffn > 0):
             raise ConfigError(
@@ -61,12 +67,11 @@ class Model:
 
     @property
     def matrices(self) -> dict[str, int]:
-        """Parameters by kind of matrix. Tied, the head is the embedding."""
-        queries, keys, sparse = (
-            self.heads * self.head_dim,
-            self.kv_heads * self.head_dim,
-            self._sparse,
-        )
+        """Parameters by kind of matrix. A tied head has none."""
+        queries = self.heads * self.head_dim
+        keys = self.kv_heads * self.head_dim
+        sparse = self.layers - self.dense if self.experts else 0
+        layer_norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm
         return {
             "embedding": self.vocab * self.hidden,
             "head": 0 if self.tied else self.vocab * self.hidden,
@@ -74,8 +79,7 @@ class Model:
             "mlp": (self.layers - sparse) * 3 * self.hidden * self.ffn,
             "experts": sparse * self.experts * 3 * self.hidden * self.expert_ffn,
             "router": sparse * self.experts * self.hidden,
-            "norms": self.hidden
-            + self.layers * (2 * self.hidden + 2 * self.head_dim * self.qk_norm),
+            "norms": self.hidden + self.layers * layer_norms,
             "biases": self.layers * (queries + 2 * keys) * self.qkv_bias,
         }
 
@@ -85,108 +89,117 @@ class Model:
 
     @property
     def active_parameters(self) -> int:
-        """That a token is multiplied by: all but the embedding, which is looked up, and the experts it passes by."""
-        idle = (
-            self.matrices["experts"] // self.experts * (self.experts - self.active)
-            if self.experts
-            else 0
-        )
-        return self.parameters - idle - (0 if self.tied else self.matrices["embedding"])
+        """Parameters that a token is multiplied by: no embedding, no inactive experts."""
+        idle = 0
+        if self.experts:
+            idle = self.matrices["experts"] // self.experts * (self.experts - self.active)
+        return self.parameters - idle - self._lookup_parameters
 
     @property
     def copy_bytes(self) -> int:
-        """Of one copy of the weights in bfloat16."""
+        """Bytes of the weights in bfloat16."""
         return WORD * self.parameters
 
     @property
     def kv_bytes(self) -> int:
-        """Of the keys and values of one token of context."""
+        """Bytes of the keys and values of one token of context."""
         return WORD * 2 * self.layers * self.kv_heads * self.head_dim
 
     def forward_flops(self, context: float) -> float:
-        """Of one token that sees so many others: 2 a multiply-add, scores and values in each layer's attention."""
-        return (
-            2.0 * self.active_parameters + 4.0 * self.layers * self.heads * self.head_dim * context
-        )
+        """Return the operations for one token that attends to `context` others.
+
+        A multiply-add counts as 2. Attention computes scores and weighted values in each layer.
+        """
+        attention = 4.0 * self.layers * self.heads * self.head_dim * context
+        return 2.0 * self.active_parameters + attention
 
     def read_bytes(self, tokens: float) -> float:
-        """Of the weights that a pass over so many tokens reads: an expert that nobody was sent to is left alone.
+        """Return the expected bytes of weights that a pass over `tokens` tokens reads.
 
-        Each token is taken to choose its experts evenly and apart from the others.
+        Each token is assumed to choose its experts uniformly and independently.
         """
-        passed = (
-            self.matrices["experts"] * (1 - self.active / self.experts) ** tokens
-            if self.experts
-            else 0.0
-        )
-        return WORD * (self.parameters - passed - (0 if self.tied else self.matrices["embedding"]))
+        unread = 0.0
+        if self.experts:
+            unread = self.matrices["experts"] * (1 - self.active / self.experts) ** tokens
+        return WORD * (self.parameters - unread - self._lookup_parameters)
 
     @property
-    def _sparse(self) -> int:
-        return self.layers - self.dense if self.experts else 0
+    def _lookup_parameters(self) -> int:
+        """Parameters of an embedding that is only looked up."""
+        return 0 if self.tied else self.matrices["embedding"]
 
     @classmethod
     def parse(cls, text: str) -> "Model":
-        """A model folder, `base`, a preset, or sizes: `layers=36,hidden=2560,...`. ConfigError says what there is."""
+        """Return the model of a folder, `base`, a preset, or sizes (`layers=36,hidden=2560,...`).
+
+        Raises `ConfigError` for anything else.
+        """
         if text == "base":
             return cls.from_folder(SHIPPED_POLICY)
         if "=" in text:
-            return cls._from_words(text)
+            return cls._from_sizes(text)
         if text in PRESETS:
             return PRESETS[text]
         if (Path(text) / "config.json").is_file():
             return cls.from_folder(Path(text))
         raise ConfigError(
-            f"--model {text} is no folder with a config.json, no sizes (layers=36,hidden=2560,ffn=9728,heads=32,"
-            f"kv_heads=8) and no preset{nearest(text, list(PRESETS))}"
+            f"--model {text} must be a folder with a config.json, sizes (layers=36,hidden=2560,"
+            f"ffn=9728,heads=32,kv_heads=8) or a preset{nearest(text, list(PRESETS))}"
         )
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Model":
-        """ConfigError for an architecture whose parameters it cannot count."""
+        """Raises `ConfigError` for an architecture with parameters that cannot be counted."""
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         family = config.get("model_type")
-        if (
-            family not in _FAMILIES
-            or config.get("mlp_bias")
-            or (family != "qwen2" and config.get("attention_bias"))
-        ):
+        has_other_biases = config.get("mlp_bias") or (
+            family != "qwen2" and config.get("attention_bias")
+        )
+        if family not in _FAMILIES or has_other_biases:
             raise ConfigError(
-                f"{folder}: a {family} with such layers cannot be counted; there are {', '.join(_FAMILIES)} without "
-                "further biases, or give sizes (--model layers=...,hidden=...)"
+                f"{folder}: the parameters of this {family} cannot be counted. Supported are "
+                f"{', '.join(_FAMILIES)} without further biases; or give sizes "
+                "(--model layers=...,hidden=...)"
             )
-        missing = [key for key in _READ_AS.values() if key not in config]
+        missing = [key for key in _CONFIG_KEYS.values() if key not in config]
         if missing:
             raise ConfigError(f"{folder}/config.json lacks {', '.join(missing)}")
-        sizes = {name: config[key] for name, key in _READ_AS.items()}
+        sizes = {name: config[key] for name, key in _CONFIG_KEYS.items()}
         if family == "qwen3_moe":
-            every, alone = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
-            sparse = [i for i in range(sizes["layers"]) if i not in alone and (i + 1) % every == 0]
-            sizes |= {"experts": config.get("num_experts", config.get("num_local_experts", 0))}
-            sizes |= {
-                "active": config["num_experts_per_tok"],
-                "expert_ffn": config["moe_intermediate_size"],
-            }
-            sizes |= {"dense": sizes["layers"] - len(sparse)}
+            sizes |= _expert_sizes(config, sizes["layers"])
         return cls(
-            **sizes, name=folder.name, head_dim=config.get("head_dim") or sizes["hidden"] // sizes["heads"],
-            tied=config.get("tie_word_embeddings", False), qk_norm=family.startswith("qwen3"),
+            **sizes,
+            name=folder.name,
+            head_dim=config.get("head_dim") or sizes["hidden"] // sizes["heads"],
+            tied=config.get("tie_word_embeddings", False),
+            qk_norm=family.startswith("qwen3"),
             qkv_bias=family == "qwen2",
-        )  # fmt: skip
+        )
 
     @classmethod
-    def _from_words(cls, text: str) -> "Model":
-        sizes = {"name": text, **parse_assignments("--model", text.split(","), cls.__annotations__)}
-        if missing := [
-            name for name in ("layers", "hidden", "ffn", "heads", "kv_heads") if name not in sizes
-        ]:
+    def _from_sizes(cls, text: str) -> "Model":
+        sizes = parse_assignments("--model", text.split(","), cls.__annotations__)
+        if missing := [name for name in _REQUIRED if name not in sizes]:
             raise ConfigError(f"--model {text} lacks {', '.join(missing)}")
-        return cls(**sizes)
+        return cls(**{"name": text, **sizes})
+
+
+def _expert_sizes(config: dict[str, Any], layers: int) -> dict[str, int]:
+    period = config.get("decoder_sparse_step", 1)
+    dense_layers = config.get("mlp_only_layers") or ()
+    sparse = [i for i in range(layers) if i not in dense_layers and (i + 1) % period == 0]
+    return {
+        "experts": config.get("num_experts", config.get("num_local_experts", 0)),
+        "active": config["num_experts_per_tok"],
+        "expert_ffn": config["moe_intermediate_size"],
+        "dense": layers - len(sparse),
+    }
 
 
 def _qwen3(
-    name: str, layers: int, hidden: int, ffn: int, heads: tuple[int, int], **rest: Any
+    name: str, layers: int, hidden: int, ffn: int, heads: tuple[int, int], **sizes: Any
 ) -> Model:
+    """Return a model with (query, key-value) heads."""
     return Model(
         name=f"Qwen3-{name}",
         layers=layers,
@@ -194,10 +207,12 @@ def _qwen3(
         ffn=ffn,
         heads=heads[0],
         kv_heads=heads[1],
-        **rest,
+        **sizes,
     )
 
 
+_30B_EXPERTS = {"experts": 128, "active": 8, "expert_ffn": 768}
+_235B_EXPERTS = {"experts": 128, "active": 8, "expert_ffn": 1536}
 PRESETS = {
     "0.6B": _qwen3("0.6B", 28, 1024, 3072, (16, 8), tied=True),
     "1.7B": _qwen3("1.7B", 28, 2048, 6144, (16, 8), tied=True),
@@ -205,9 +220,7 @@ PRESETS = {
     "8B": _qwen3("8B", 36, 4096, 12288, (32, 8)),
     "14B": _qwen3("14B", 40, 5120, 17408, (40, 8)),
     "32B": _qwen3("32B", 64, 5120, 25600, (64, 8)),
-    "30B-A3B": _qwen3("30B-A3B", 48, 2048, 6144, (32, 4), experts=128, active=8, expert_ffn=768),
-    "235B-A22B": _qwen3(
-        "235B-A22B", 94, 4096, 12288, (64, 4), experts=128, active=8, expert_ffn=1536
-    ),
+    "30B-A3B": _qwen3("30B-A3B", 48, 2048, 6144, (32, 4), **_30B_EXPERTS),
+    "235B-A22B": _qwen3("235B-A22B", 94, 4096, 12288, (64, 4), **_235B_EXPERTS),
 }
-"""Public shapes of Qwen3, from the config.json of each model; parameters as its model card has them (tested)."""
+"""Qwen3 models, from each model's config.json. Tests compare parameters with the model cards."""

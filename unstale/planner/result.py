@@ -1,4 +1,4 @@
-"""What a simulated run comes to, in numbers and in a sentence. Imports no torch."""
+"""The result of a simulated run, in numbers and in a sentence. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,42 +8,47 @@ from unstale.observe.report.words import Waiting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
-    """A run of some steps. Rates and shares are of the steps after `filling`, when the line is full."""
+    """Measurements of a simulated run. Rates and shares exclude the first `filling` steps."""
 
     steps_s: tuple[float, ...]
-    """From each version's being taken up to the next one's."""
+    """Seconds from the loading of each version to that of the next one."""
     filling: int
-    """First steps that are left out: until they are over, the line fills up."""
+    """Steps at the start, in which the queue fills up."""
     groups_per_step: int
     trained_tokens: int
-    """Tokens of the batches after filling, and how many of them were sampled."""
+    """Tokens of the batches after filling."""
     trained_sampled: int
+    """Sampled tokens of these batches."""
     sampled_tokens: int
-    """Tokens that engines sampled in the whole run, and those of engines that died before they gave them back."""
+    """Tokens that engines sampled in the whole run."""
     lost_tokens: int
+    """Tokens lost with engines that died."""
     failed_episodes: int
-    """Attempts that a time-out ended."""
+    """Attempts that timed out."""
     deaths: int
     """Engines that died."""
     engine_busy_share: float
-    """Of the time of engines that were up."""
+    """Share of the time in which engines were up."""
     trainer_busy_share: float
-    """Training, old log-probabilities and making versions ready."""
+    """Training, old log-probabilities and preparing versions."""
     trainer_wait_share: float
-    """Waiting for groups. What is left is waiting until the engines have the version before."""
+    """Waiting for groups. In the remaining time the trainer waits for engines to load."""
     old_logps_share: float
     staleness_histogram: Mapping[int, int]
-    """Trained tokens by age in versions, over the whole run."""
+    """Trained tokens by staleness in versions, over the whole run."""
     staleness_bound: int
     episode_s: float
-    """Mean length of an episode's life, and the shares of it that engines (also full ones) and tools take."""
+    """Mean duration of an episode."""
     engine_share: float
+    """Share of an episode's time at an engine, waiting for a free slot included."""
     tool_share: float
+    """Share of an episode's time in tools."""
     ready_s: float
-    """Mean time that a finished episode waits for the trainer: for its siblings, its place in line, and the step."""
+    """Mean time that a finished episode waits for siblings, its place in the queue and the step."""
 
     @property
     def steady_s(self) -> tuple[float, ...]:
+        """Seconds of the steps after filling."""
         return self.steps_s[self.filling :]
 
     @property
@@ -56,8 +61,9 @@ class SimulationResult:
 
     @property
     def staleness_mean(self) -> float:
-        count = sum(self.staleness_histogram.values())
-        return sum(age * tokens for age, tokens in self.staleness_histogram.items()) / max(1, count)
+        tokens = sum(self.staleness_histogram.values())
+        total = sum(age * count for age, count in self.staleness_histogram.items())
+        return total / max(1, tokens)
 
     @property
     def staleness_max(self) -> int:
@@ -65,17 +71,18 @@ class SimulationResult:
 
     @property
     def bottleneck(self) -> str:
-        """Who waits for whom, and what of the schedule would help."""
-        scored = self.old_logps_share
-        told = Waiting(
+        """A sentence that names the bottleneck, and advice if the schedule can help."""
+        waiting = Waiting(
             trainer=self.trainer_wait_share,
             engine=max(0.0, 1 - self.engine_busy_share),
             work={
-                "Training": self.trainer_busy_share - scored,
-                "Scoring old log-probabilities": scored,
+                "Training": self.trainer_busy_share - self.old_logps_share,
+                "Scoring old log-probabilities": self.old_logps_share,
             },
             tools=self.tool_share,
             finished=self.ready_s / max(1e-9, self.ready_s + self.episode_s),
             synchronous=self.staleness_bound == 0,
         )
-        return f"{told.sentence} {told.advice}" if "schedule." in told.advice else told.sentence
+        if "schedule." in waiting.advice:
+            return f"{waiting.sentence} {waiting.advice}"
+        return waiting.sentence

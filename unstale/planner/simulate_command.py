@@ -1,4 +1,4 @@
-"""The verbs of this room. Nothing here imports torch before it must."""
+"""The verb `simulate`. Imports no torch before the simulation."""
 
 import argparse
 from dataclasses import replace
@@ -12,10 +12,10 @@ from rich.table import Table
 from unstale.config import ConfigError, OldLogpsConfig, ScheduleConfig
 from unstale.planner.assignments import parse_assignments
 from unstale.planner.costs import LinearCosts
-from unstale.planner.plan_command import add_plan
 from unstale.planner.workload import Fleet, Workload
 
 if TYPE_CHECKING:
+    from unstale.planner.measured import SimulationSetup
     from unstale.planner.result import SimulationResult
 
 _SECTIONS = {
@@ -24,101 +24,124 @@ _SECTIONS = {
     "workload": Workload,
     "costs": LinearCosts,
 }
-_KINDS = {
-    f"{at}.{name}": kind
-    for at, cls in _SECTIONS.items()
-    for name, kind in get_type_hints(cls).items()
-}
-del _KINDS["workload.recorded"]
-_NAMES = f"""what --set takes, NAME=VALUE (episodes: a number, or log-normal as MEAN~SIGMA of the logarithm, or
-MEAN~SIGMA<MOST, cut there, the mean kept; costs in seconds):
-{fill(", ".join(_KINDS), 118, initial_indent="  ", subsequent_indent="  ")}
+
+
+def _value_kinds() -> dict[str, Any]:
+    """Return the types of all values that --set accepts, by name."""
+    kinds = {}
+    for section, cls in _SECTIONS.items():
+        for name, kind in get_type_hints(cls).items():
+            kinds[f"{section}.{name}"] = kind
+    del kinds["workload.recorded"]
+    return kinds
+
+
+def _epilog() -> str:
+    names = fill(", ".join(_value_kinds()), 98, initial_indent="  ", subsequent_indent="  ")
+    return f"""names of --set NAME=VALUE:
+{names}
+
+Episodes take a number, or a log-normal distribution as MEAN~SIGMA, with SIGMA of the logarithm.
+MEAN~SIGMA<MAX is capped at MAX and keeps the mean. Costs are in seconds.
 
   unstale simulate --like runs/x --set schedule.max_staleness=4
-  unstale simulate --set fleet.engines=64 "workload.reply_tokens=4000~1<32000" "workload.tool_s=5~1.2" \\
-      costs.decode=0.012 costs.decode_reply=1e-4 costs.prefill_token=1e-5 costs.train_token=2e-6 costs.load=3
+  unstale simulate --set fleet.engines=64 "workload.reply_tokens=4000~1<32000" \\
+      "workload.tool_s=5~1.2" costs.decode=0.012 costs.decode_reply=1e-4 \\
+      costs.prefill_token=1e-5 costs.train_token=2e-6 costs.load=3
 """
 
 
 def add(verbs: Any) -> None:
-    """Put the verbs of this room where the others are."""
-    verb = verbs.add_parser(
-        "simulate", help="what a setting would do, on a virtual clock", allow_abbrev=False
+    """Add the verb and its options."""
+    parser = verbs.add_parser(
+        "simulate", help="simulate a schedule on a virtual clock", allow_abbrev=False
     )
-    verb.epilog, verb.formatter_class = _NAMES, argparse.RawDescriptionHelpFormatter
-    verb.set_defaults(act=_simulate)
-    add = verb.add_argument
-    add(
-        "--like",
-        type=Path,
-        metavar="RUN",
-        help="begin with episodes and costs of the run in this folder",
-    )
+    parser.epilog = _epilog()
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.set_defaults(act=_simulate)
+    add = parser.add_argument
+    add("--like", type=Path, metavar="RUN", help="take episodes and costs from this run folder")
     add(
         "--set",
         nargs="+",
         default=[],
         metavar="NAME=VALUE",
-        help="what is given, or different: see below",
+        help="values to give or to change; see below",
     )
-    add("--steps", type=int, default=0, metavar="N", help="Now: 20 once the line is full")
-    add("--seed", type=int, default=0, metavar="N", help="of what is drawn. Now: 0")
-    add_plan(verbs)
+    add("--steps", type=int, default=0, metavar="N", help="Now: 20 after the queue is full")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the random draws. Now: 0")
 
 
 def _simulate(chosen: argparse.Namespace) -> int:
-    from unstale.planner.measured import SimulationSetup, like
-    from unstale.planner.parts import needs
-    from unstale.planner.route_costs import ROUTES
     from unstale.planner.simulate import simulate
 
-    changed: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
-    for word, value in parse_assignments("--set", chosen.set, _KINDS).items():
-        section, _, name = word.partition(".")
-        changed[section][name] = value
-    if chosen.like:
-        setting = like(chosen.like)
-    else:
-        route = needs(ROUTES[OldLogpsConfig().route])
-        setting = SimulationSetup(Workload(), Fleet(), ScheduleConfig(), LinearCosts(), route)
-        for needed in ("decode", "train"):
-            if not any(name.startswith(needed) for name in changed["costs"]):
-                wanted = f"--like RUN, or --set costs.{needed}=SECONDS and others"
-                raise ConfigError(f"nothing says what things cost: {wanted}")
-    if changed["workload"].keys() & {"prompt_tokens", "turns", "reply_tokens", "tool_tokens"}:
-        changed["workload"]["recorded"] = ()
-    setting = replace(
-        setting,
-        **{name: replace(getattr(setting, name), **with_) for name, with_ in changed.items()},
+    setup = _setup(chosen)
+    result = simulate(
+        setup.workload,
+        setup.fleet,
+        setup.schedule,
+        setup.costs,
+        steps=chosen.steps or 21 + setup.schedule.max_staleness,
+        seed=chosen.seed,
+        needs=setup.needs,
     )
-    steps = chosen.steps or 21 + setting.schedule.max_staleness
-    parts = setting.workload, setting.fleet, setting.schedule, setting.costs
-    outcome = simulate(*parts, steps=steps, seed=chosen.seed, needs=setting.needs)
-    Console(soft_wrap=True, highlight=False).print(table(outcome), outcome.bottleneck, sep="\n")
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(table(result), result.bottleneck, sep="\n")
     return 0
 
 
-def table(outcome: "SimulationResult") -> Table:
-    """What a simulated run came to."""
-    low, high, all_s = min(outcome.steady_s), max(outcome.steady_s), sum(outcome.steady_s)
-    ages = ", ".join(f"{age}: {tokens:,}" for age, tokens in outcome.staleness_histogram.items())
-    rows = {
-        "seconds per step": f"{outcome.mean_step_s:.3g} in the mean ({low:.3g} to {high:.3g})",
-        "groups": f"{60 * outcome.groups_per_s:.3g} a minute",
-        "tokens": f"{outcome.trained_tokens / all_s:,.0f} trained a second, "
-        f"{outcome.trained_sampled / all_s:,.0f} sampled",
-        "engines": f"busy {outcome.engine_busy_share:.0%}",
-        "trainer": f"busy {outcome.trainer_busy_share:.0%} (old log-probabilities {outcome.old_logps_share:.0%}), "
-        f"waits for groups {outcome.trainer_wait_share:.0%}",
-        "an episode": f"{outcome.episode_s:.3g} s, {outcome.tool_share:.0%} of it in its tools, "
-        f"{outcome.engine_share:.0%} with an engine; then {outcome.ready_s:.3g} s until training",
-        "staleness": f"mean {outcome.staleness_mean:.2f}, largest {outcome.staleness_max}, "
-        f"bound {outcome.staleness_bound} (tokens by age: {ages})",
-        "lost": f"{outcome.deaths} engines died, {outcome.lost_tokens:,} tokens were sampled again, "
-        f"{outcome.failed_episodes} attempts timed out",
+def _setup(chosen: argparse.Namespace) -> "SimulationSetup":
+    """Return the setup of a run or of defaults, with the values of --set."""
+    from unstale.planner.measured import SimulationSetup, from_run
+    from unstale.planner.parts import needs
+    from unstale.planner.route_costs import ROUTES
+
+    changes: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
+    for name, value in parse_assignments("--set", chosen.set, _value_kinds()).items():
+        section, _, field = name.partition(".")
+        changes[section][field] = value
+    if chosen.like:
+        setup = from_run(chosen.like)
+    else:
+        for required in ("decode", "train"):
+            if not any(name.startswith(required) for name in changes["costs"]):
+                raise ConfigError(
+                    f"the costs are missing: give --like RUN, or --set costs.{required}=SECONDS "
+                    "and others"
+                )
+        route_needs = needs(ROUTES[OldLogpsConfig().route])
+        setup = SimulationSetup(Workload(), Fleet(), ScheduleConfig(), LinearCosts(), route_needs)
+    if changes["workload"].keys() & {"prompt_tokens", "turns", "reply_tokens", "tool_tokens"}:
+        changes["workload"]["recorded"] = ()
+    changed = {
+        section: replace(getattr(setup, section), **values) for section, values in changes.items()
     }
-    listed = Table.grid(padding=(0, 2))
-    listed.add_column(style="bold", no_wrap=True)
-    for name, told in rows.items():
-        listed.add_row(name, told)
-    return listed
+    return replace(setup, **changed)
+
+
+def table(result: "SimulationResult") -> Table:
+    """Return the result of a simulation as a table."""
+    seconds = sum(result.steady_s)
+    ages = ", ".join(f"{age}: {tokens:,}" for age, tokens in result.staleness_histogram.items())
+    rows = {
+        "seconds per step": f"mean {result.mean_step_s:.3g} "
+        f"({min(result.steady_s):.3g} to {max(result.steady_s):.3g})",
+        "groups": f"{60 * result.groups_per_s:.3g} a minute",
+        "tokens": f"{result.trained_tokens / seconds:,.0f} trained a second, "
+        f"{result.trained_sampled / seconds:,.0f} of them sampled",
+        "engines": f"busy {result.engine_busy_share:.0%}",
+        "trainer": f"busy {result.trainer_busy_share:.0%} "
+        f"(old log-probabilities {result.old_logps_share:.0%}), "
+        f"waits for groups {result.trainer_wait_share:.0%}",
+        "an episode": f"{result.episode_s:.3g} s, {result.tool_share:.0%} of it in tools, "
+        f"{result.engine_share:.0%} with an engine; then {result.ready_s:.3g} s until training",
+        "staleness": f"mean {result.staleness_mean:.2f}, max {result.staleness_max}, "
+        f"bound {result.staleness_bound} (tokens by staleness: {ages})",
+        "lost": f"{result.deaths} engines died, {result.lost_tokens:,} tokens were sampled again, "
+        f"{result.failed_episodes} attempts timed out",
+    }
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    for name, text in rows.items():
+        grid.add_row(name, text)
+    return grid

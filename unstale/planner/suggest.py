@@ -1,4 +1,7 @@
-"""Which configuration to run on so many devices: every split is estimated by a formula, the best are simulated."""
+"""A suggested configuration for a number of devices.
+
+Every placement is estimated by a formula, and the best ones are simulated.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,53 +12,53 @@ from typing import NamedTuple
 
 from unstale.config import ConfigError, Route, ScheduleConfig, staleness_bound
 from unstale.observe.report.words import KEEPS_PACE
-from unstale.planner.analytic import AnalyticCosts, Placement, TrainingSetup
+from unstale.planner.analytic import TRAINED_BYTES, AnalyticCosts, Placement, TrainingSetup
 from unstale.planner.parts import needs
 from unstale.planner.route_costs import ROUTES
 from unstale.planner.simulate import Fleet, SimulationResult, Workload, simulate
 from unstale.planner.workload import EpisodeStats
 
 NEAR = 0.95
-"""Of the best throughput: what reaches it is as good, and the smaller staleness, batch and window are taken."""
+"""Share of the best throughput from which a smaller staleness, batch or window is preferred."""
 REACH = 0.75
-"""Of the best estimate: what is estimated at less is not simulated."""
-MOST_CHOICES = 6
-"""Lags and batches that are simulated."""
-MOST_SPLITS = 3
-"""Splits of the devices that are simulated."""
+"""Share of the best estimate below which a candidate is not simulated."""
+MAX_CHOICES = 6
+"""Schedules that are simulated."""
+MAX_SPLITS = 3
+"""Placements that are simulated."""
 AVERAGE: Route = "ppo_ewma_async"
-"""The approximation that an exact route is held against: of those that keep weights the nearest (docs/old-logps.md)."""
-LEAST_RUNNING = 8
-"""Mean episodes that an engine must have memory for; with fewer, tensor parallelism is raised."""
-MOST_RUNNING = 256
-"""Replies of an engine at the same time: vLLM's `max_num_seqs` where it is not told."""
+"""The approximate route with weights of its own that is closest to exact (docs/old-logps.md)."""
+MIN_EPISODES = 8
+"""Mean episodes in an engine's memory; tensor parallelism is increased to reach it."""
+MAX_RUNNING = 256
+"""Running replies of an engine: vLLM's default `max_num_seqs`."""
 _TP = (1, 2, 4, 8)
 _SPLITS = 16
+"""Placements are tried in steps of the devices divided by this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What is asked. Several lags, batches or windows are choices."""
+    """The inputs of a suggestion. Several lags, groups or windows are choices."""
 
-    setting: TrainingSetup
+    setup: TrainingSetup
     workload: Workload
     devices: int
     lags: tuple[int, ...] = (1, 2, 4)
     groups: tuple[int, ...] = (16,)
     group_size: int = 8
     windows: tuple[int, ...] = ()
-    """None given: strict order, and half a batch where the trainer waits."""
+    """Empty: strict order, and half a batch if the trainer waits."""
     route: Route | None = None
-    """None given: the exact route that gives most."""
+    """None: the exact route with the highest throughput."""
     rounds: int = 10
-    """Of `lag` + 1 steps in a simulation, after the one that fills the line: in each all that is live is replaced."""
-    tell: Callable[[str], None] = lambda text: None
-    """Progress."""
+    """Simulated rounds of lag + 1 steps, after the one that fills the queue."""
+    on_progress: Callable[[str], None] = lambda text: None
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One configuration, and what the formula says of it."""
+    """A configuration and its estimate."""
 
     request: PlanRequest
     costs: AnalyticCosts
@@ -63,248 +66,267 @@ class Candidate:
     schedule: ScheduleConfig
 
     @property
-    def place(self) -> Placement:
-        return self.costs.place
+    def placement(self) -> Placement:
+        return self.costs.placement
 
     @property
-    def means(self) -> EpisodeStats:
-        return self.costs.setting.episodes
+    def episodes(self) -> EpisodeStats:
+        return self.costs.setup.episodes
 
     def with_route(self, name: Route) -> "Candidate":
         return replace(self, name=name, costs=replace(self.costs, route=ROUTES[name]))
 
     @property
-    def extra_s(self) -> float:
-        """Trainer's seconds of a step that are the route's."""
-        return (
-            self.costs.old_logps_s(round(self.costs.batch), self.estimate.versions)
-            + self.costs.encode_s
-        )
+    def route_s(self) -> float:
+        """Seconds that the route adds to the trainer's step."""
+        scoring = self.costs.old_logps_s(round(self.costs.batch), self.estimate.versions)
+        return scoring + self.costs.encode_s
 
     @property
     def sequences(self) -> int:
-        """Of a batch."""
+        """Sequences of a batch."""
         return self.schedule.groups_per_step * self.schedule.group_size
 
     @cached_property
     def max_running(self) -> int:
-        """Replies of an engine: what there is memory for, and no more than are live."""
-        live = math.ceil((self.schedule.max_staleness + 1) * self.sequences / self.place.engines)
-        return max(
-            1,
-            min(
-                live, MOST_RUNNING, int(self.costs.setting.room(self.place.tp) // self.means.tokens)
-            ),
-        )
+        """Running replies of an engine, limited by memory and by the episodes in flight."""
+        live = math.ceil(self._live_per_engine)
+        in_memory = self.costs.setup.context_tokens(self.placement.tp) // self.episodes.tokens
+        return max(1, min(live, MAX_RUNNING, int(in_memory)))
+
+    @property
+    def _live_per_engine(self) -> float:
+        return (self.schedule.max_staleness + 1) * self.sequences / self.placement.engines
 
     @property
     def rate(self) -> float:
-        """Trained tokens a second, estimated."""
+        """Estimated trained tokens a second."""
         return self.costs.batch / self.estimate.step_s
 
     @cached_property
     def estimate(self) -> "ThroughputEstimate":
-        """Engines and trainer as two servers that never wait but for each other, from means alone.
+        """Estimate from means: engines and trainer wait only for each other.
 
-        How long a step takes and how many versions an episode sees depend on each other: a few rounds settle it.
+        The step time and the versions of an episode depend on each other; four rounds converge.
         """
-        live = (self.schedule.max_staleness + 1) * self.sequences / self.place.engines
-        found, costs, means, batch = (
-            ThroughputEstimate(math.inf, 0.0, 1.0),
-            self.costs,
-            self.means,
-            round(self.costs.batch),
-        )
+        costs = self.costs
+        batch = round(costs.batch)
+        estimate = ThroughputEstimate(math.inf, 0.0, 1.0)
         for _ in range(4):
-            scored = costs.old_logps_s(batch, found.versions)
-            trainer = costs.train_s(batch) + costs.publish_s() + scored
-            running, busy_s = self._share_engine(live * found.alive(means.tail), found.versions - 1)
-            generation = self.sequences * busy_s / (running * self.place.engines)
-            episode_s = busy_s + means.tool_s
-            stands = (scored + costs.optimizer_s) * costs.route.closing
+            scoring_s = costs.old_logps_s(batch, estimate.versions)
+            trainer_s = costs.train_s(batch) + costs.publish_s() + scoring_s
+            live = self._live_per_engine * estimate.alive(self.episodes.tail)
+            running, engine_s = self._share_engine(live, estimate.versions - 1)
+            generation_s = self.sequences * engine_s / (running * self.placement.engines)
+            episode_s = engine_s + self.episodes.tool_s
             if self.schedule.max_staleness == 0:
-                step_s = max(generation, episode_s * means.longest / means.tokens) + trainer
+                longest_s = episode_s * self.episodes.longest / self.episodes.tokens
+                step_s = max(generation_s, longest_s) + trainer_s
             else:
-                step_s = max(generation, trainer - stands) + stands
+                paused_s = (scoring_s + costs.optimizer_s) * costs.route.closing
+                step_s = max(generation_s, trainer_s - paused_s) + paused_s
             step_s += costs.load_s()
-            found = ThroughputEstimate(
-                step_s, episode_s, 1 + min(self.schedule.staleness_bound, episode_s / step_s)
-            )
-        return found
+            versions = 1 + min(self.schedule.staleness_bound, episode_s / step_s)
+            estimate = ThroughputEstimate(step_s, episode_s, versions)
+        return estimate
 
     def _share_engine(self, live: float, crossed: float) -> tuple[float, float]:
-        """Replies that an engine runs, and the seconds that it works on an episode, when so many are live on it.
+        """Return the replies that an engine runs, and its seconds of work for an episode.
 
-        Every reply running takes a step's time a token, and waits for the contexts of all that run beside it. Who
-        waits for tools leaves its place: what is live is what runs and what waits (Little's law). A context is
-        computed again when a version is crossed, and where there are more live episodes than places for contexts.
+        `live` are the episodes in flight per engine, `crossed` the versions that an episode
+        crosses. A running reply waits for the contexts of all others. An episode in a tool call
+        frees its slot: live episodes are those that run and those that wait (Little's law). A
+        context is computed again after a version, or if there are more episodes than slots.
         """
-        costs, means = self.costs, self.means
+        costs = self.costs
+        means = self.episodes
         context = (means.prompt + means.tokens) / 2
-        lost = max(0.0, 1 - self.max_running / live) * (means.turns - 1)
-        said = means.tokens - means.prompt - means.sampled
-        prefill = means.prompt / self.schedule.group_size + said + context * (crossed + lost)
+        evicted = max(0.0, 1 - self.max_running / live) * (means.turns - 1)
+        answers = means.tokens - means.prompt - means.sampled
+        prompt = means.prompt / self.schedule.group_size
+        prefill = prompt + answers + context * (crossed + evicted)
         prefill_s = prefill * costs.prefill_s(1000) / 1000
 
-        def busy_s(running: float) -> float:
-            one = max(1, round(running))
-            return means.sampled * costs.step_s(one, round(one * context)) + running * prefill_s
+        def engine_s(running: float) -> float:
+            replies = max(1, round(running))
+            step_s = costs.step_s(replies, round(replies * context))
+            return means.sampled * step_s + running * prefill_s
 
-        low, high = 0.0, min(live, self.max_running)
+        low = 0.0
+        high = min(live, self.max_running)
         for _ in range(30):
             middle = (low + high) / 2
-            enough = middle * (1 + means.tool_s / busy_s(middle)) < live
-            low, high = (middle, high) if enough else (low, middle)
-        return high, busy_s(high)
+            if middle * (1 + means.tool_s / engine_s(middle)) < live:
+                low = middle
+            else:
+                high = middle
+        return high, engine_s(high)
 
 
 class ThroughputEstimate(NamedTuple):
-    """What a formula says of a candidate."""
+    """The result of the formula."""
 
     step_s: float
     episode_s: float
     versions: float
-    """That an episode sees."""
+    """Versions that sample an episode."""
 
     def alive(self, tail: float) -> float:
-        """Share of a ticket's time that an episode lives: it waits for its siblings, and half a step for its batch."""
-        return self.episode_s / (self.episode_s * tail + self.step_s / 2) if self.episode_s else 1.0
+        """Return the share of a ticket's time in which its episodes run.
+
+        A finished episode waits for its siblings, and half a step for its batch.
+        """
+        if not self.episode_s:
+            return 1.0
+        return self.episode_s / (self.episode_s * tail + self.step_s / 2)
 
 
 @dataclass(frozen=True)
 class SimulatedCandidate:
-    """A candidate, and what came of it when it was simulated."""
+    """A candidate and the result of its simulation."""
 
     candidate: Candidate
-    outcome: SimulationResult
+    result: SimulationResult
 
     @property
     def rate(self) -> float:
-        """Trained tokens a second: groups a second, each of as many tokens as groups have in the mean. What a batch of
-        few steps holds depends on which groups come first."""
-        return (
-            self.outcome.groups_per_s
-            * self.candidate.schedule.group_size
-            * self.candidate.means.tokens
-        )
+        """Trained tokens a second.
+
+        Groups count by their mean size: a batch of few steps depends on which come first.
+        """
+        episodes_per_s = self.result.groups_per_s * self.candidate.schedule.group_size
+        return episodes_per_s * self.candidate.episodes.tokens
 
     @property
     def spread(self) -> float:
-        """Standard error of `rate`, as a share of it, from one round of `max_staleness` + 1 steps to the next."""
-        steps, each = self.outcome.steady_s, self.candidate.schedule.max_staleness + 1
+        """Standard error of `rate`, relative to it, over rounds of `max_staleness` + 1 steps."""
+        steps = self.result.steady_s
+        size = self.candidate.schedule.max_staleness + 1
         rounds = [
-            sum(steps[first : first + each]) for first in range(0, len(steps) - each + 1, each)
+            sum(steps[first : first + size]) for first in range(0, len(steps) - size + 1, size)
         ]
         return stdev(rounds) / mean(rounds) / math.sqrt(len(rounds))
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """The suggestion, and all that it was compared with."""
+    """The suggested configuration and those that it was compared with."""
 
     best: SimulatedCandidate
     synchronous: SimulatedCandidate
-    """All devices train and sample in turns, as published synchronous training does; the policy that trains scores."""
+    """All devices sample and train in turns, as in synchronous training."""
     choices: tuple[SimulatedCandidate, ...]
-    """Other lags, batches and windows."""
+    """Other schedules."""
     splits: tuple[SimulatedCandidate, ...]
-    """Other splits of the devices, at the schedule that came out."""
+    """Other placements with the suggested schedule."""
     routes: tuple[Candidate, ...]
-    """Every route at the schedule of the suggestion, each with the split that suits it."""
-    rated: Mapping[Route, SimulatedCandidate]
-    """The routes that were simulated: exact ones that may be the best, and `AVERAGE`."""
+    """Every route with the suggested schedule, each with its best placement."""
+    simulated: Mapping[Route, SimulatedCandidate]
+    """Simulated routes: exact ones near the best, and `AVERAGE`."""
 
     def rate(self, candidate: Candidate) -> float:
-        """Of one of `routes`: simulated, or the suggestion's times what the formula says lies between them."""
-        if (known := self.rated.get(candidate.name)) is not None:
-            return known.rate
+        """Return the throughput of one of `routes`.
+
+        Without a simulation it is the suggestion's, scaled by the ratio of the estimates.
+        """
+        if candidate.name in self.simulated:
+            return self.simulated[candidate.name].rate
         return self.best.rate * candidate.rate / self.best.candidate.rate
 
 
 def suggest(request: PlanRequest) -> Suggestion:
-    """Raises `ConfigError` when the devices are too few, and says how many would do."""
-    simulated = _Simulated()
+    """Return the best configuration. Raises `ConfigError` if there are too few devices."""
+    simulated = _Simulations()
     name: Route = request.route or "snapshot_old"
-    window = request.windows[0] if request.windows else 1
-    asked = [
-        _schedule(request, lag, groups, window) for groups in request.groups for lag in request.lags
-    ]
-    choices = _within_reach(
-        [_best(request, name, schedule) for schedule in asked], simulated, most=MOST_CHOICES
-    )
-    central = _smallest(choices)
-    splits = _within_reach(_splits(central.candidate), simulated, most=MOST_SPLITS)
+    choices, central = _best_schedule(request, name, simulated)
+    splits = _simulate_best(_splits(central.candidate), simulated, limit=MAX_SPLITS)
     central = max((central, *splits), key=lambda rated: rated.rate)
-    schedule = central.candidate.schedule
-    if (
-        not request.windows
-        and central.outcome.trainer_wait_share > KEEPS_PACE
-        and schedule.max_staleness > 1
-    ):
-        half = _schedule(
-            request,
-            schedule.max_staleness,
-            schedule.groups_per_step,
-            schedule.groups_per_step // 2 + 1,
-        )
-        choices = (*choices, simulated(_best(request, name, half)))
-        central = _smallest([central, choices[-1]])
-    routes = [found for other in ROUTES if (found := _suited(central.candidate, other))]
+    if not request.windows and central.result.trainer_wait_share > KEEPS_PACE:
+        schedule = central.candidate.schedule
+        if schedule.max_staleness > 1:
+            groups = schedule.groups_per_step
+            half = _schedule(request, schedule.max_staleness, groups, groups // 2 + 1)
+            choices = (*choices, simulated(_best(request, name, half)))
+            central = _smallest([central, choices[-1]])
+    routes = [suited for other in ROUTES if (suited := _with_route(central.candidate, other))]
     exact = [
-        each for each in routes if each.costs.route.exact and request.route in (None, each.name)
+        route for route in routes if route.costs.route.exact and request.route in (None, route.name)
     ]
-    least = NEAR * central.candidate.rate
-    tried = [each for each in exact if each.rate >= least] + [
-        each for each in routes if each.name == AVERAGE
-    ]
-    rated = {each.name: simulated(each) for each in tried} | {name: central}
-    best = _smallest([central, *(rated[each.name] for each in exact if each.name in rated)])
-    in_turns = replace(schedule, max_staleness=0, lookahead_window=1)
-    synchronous = max(
-        candidates(request, "current_recompute", in_turns, colocated=True),
-        key=lambda each: each.rate,
-    )
-    return Suggestion(best, simulated(synchronous), choices, splits, tuple(routes), rated)
+    near = [route for route in exact if route.rate >= NEAR * central.candidate.rate]
+    average = [route for route in routes if route.name == AVERAGE]
+    by_name = {route.name: simulated(route) for route in (*near, *average)} | {name: central}
+    best = _smallest([central, *(by_name[each.name] for each in exact if each.name in by_name)])
+    synchronous = _synchronous(request, central.candidate.schedule)
+    return Suggestion(best, simulated(synchronous), choices, splits, tuple(routes), by_name)
 
 
-class _Simulated(dict[tuple[AnalyticCosts, ScheduleConfig], SimulationResult]):
-    """Simulates what has not been: several routes cost the same."""
+def _best_schedule(
+    request: PlanRequest, name: Route, simulated: "_Simulations"
+) -> tuple[tuple[SimulatedCandidate, ...], SimulatedCandidate]:
+    """Return the simulated schedules, and the smallest one near the best."""
+    window = request.windows[0] if request.windows else 1
+    candidates = []
+    for groups in request.groups:
+        for lag in request.lags:
+            candidates.append(_best(request, name, _schedule(request, lag, groups, window)))
+    choices = _simulate_best(candidates, simulated, limit=MAX_CHOICES)
+    return choices, _smallest(choices)
+
+
+class _Simulations(dict[tuple[AnalyticCosts, ScheduleConfig], SimulationResult]):
+    """Results of simulations by costs and schedule: several routes have the same costs."""
 
     def __call__(self, candidate: Candidate) -> SimulatedCandidate:
-        costs, schedule, place, request = (
-            candidate.costs,
-            candidate.schedule,
-            candidate.place,
-            candidate.request,
+        costs = candidate.costs
+        schedule = candidate.schedule
+        key = (replace(costs, route=replace(costs.route, exact=False, idle=False)), schedule)
+        if key not in self:
+            self[key] = self._simulate(candidate)
+        return SimulatedCandidate(candidate, self[key])
+
+    def _simulate(self, candidate: Candidate) -> SimulationResult:
+        request = candidate.request
+        placement = candidate.placement
+        schedule = candidate.schedule
+        request.on_progress(
+            f"simulating {candidate.name}: {placement}; {describe_schedule(schedule)}"
         )
-        what = replace(costs, route=replace(costs.route, exact=False, idle=False)), schedule
-        if what not in self:
-            request.tell(f"simulating {candidate.name}: {place.told}; {sizes_of(schedule)}")
-            fleet = Fleet(
-                engines=place.engines, max_running=candidate.max_running, colocated=place.colocated,
-                cache_tokens=int(costs.setting.room(place.tp)),
-            )  # fmt: skip
-            steps, waits = (schedule.max_staleness + 1) * (request.rounds + 1), needs(costs.route)
-            self[what] = simulate(
-                request.workload, fleet, schedule, costs, steps=steps, needs=waits
-            )
-        return SimulatedCandidate(candidate, self[what])
+        fleet = Fleet(
+            engines=placement.engines,
+            max_running=candidate.max_running,
+            colocated=placement.colocated,
+            cache_tokens=int(candidate.costs.setup.context_tokens(placement.tp)),
+        )
+        return simulate(
+            request.workload,
+            fleet,
+            schedule,
+            candidate.costs,
+            steps=(schedule.max_staleness + 1) * (request.rounds + 1),
+            needs=needs(candidate.costs.route),
+        )
 
 
-def sizes_of(schedule: ScheduleConfig) -> str:
-    return f"max_staleness {schedule.max_staleness}, {schedule.groups_per_step} groups, window {schedule.lookahead_window}"
+def describe_schedule(schedule: ScheduleConfig) -> str:
+    return (
+        f"max_staleness {schedule.max_staleness}, {schedule.groups_per_step} groups, "
+        f"window {schedule.lookahead_window}"
+    )
 
 
 def _schedule(request: PlanRequest, lag: int, groups: int, window: int) -> ScheduleConfig:
-    """In which no token is older than `lag`: what a window may pass over is taken off `max_staleness`."""
-    least = staleness_bound(1, groups, window)
-    if 0 < lag < least:
+    """Return the schedule in which no token is older than `lag` versions.
+
+    `max_staleness` is lower than `lag` by the versions that a window can add.
+    """
+    smallest = staleness_bound(1, groups, window)
+    if 0 < lag < smallest:
         raise ConfigError(
-            f"--window {window} with {groups} groups a step needs --lag {least} or more, got {lag}"
+            f"--window {window} with {groups} groups a step needs --lag {smallest} or more, got {lag}"
         )
-    lag -= (least - 1) * (lag > 0)
+    max_staleness = lag - (smallest - 1) if lag else 0
     return ScheduleConfig(
-        max_staleness=lag,
+        max_staleness=max_staleness,
         groups_per_step=groups,
         group_size=request.group_size,
         lookahead_window=window,
@@ -314,138 +336,145 @@ def _schedule(request: PlanRequest, lag: int, groups: int, window: int) -> Sched
 def candidates(
     request: PlanRequest, name: Route, schedule: ScheduleConfig, *, colocated: bool = False
 ) -> Iterator[Candidate]:
-    """Every split of the devices that fits, with and without computing activations again."""
-    batch = schedule.groups_per_step * schedule.group_size * request.setting.episodes.tokens
-    for setting in (
-        replace(request.setting, gradient_checkpointing=gradient_checkpointing)
-        for gradient_checkpointing in (False, True)
-    ):
-        places = _taking_turns if colocated else placements
-        for place in places(setting, name, schedule, devices=request.devices):
-            live = schedule.staleness_bound + 1
+    """Yield every placement that fits, with and without gradient checkpointing."""
+    batch = schedule.groups_per_step * schedule.group_size * request.setup.episodes.tokens
+    live = schedule.staleness_bound + 1
+    for checkpointing in (False, True):
+        setup = replace(request.setup, gradient_checkpointing=checkpointing)
+        if colocated:
+            places = _colocated(setup, name, devices=request.devices)
+        else:
+            places = placements(setup, name, schedule, devices=request.devices)
+        for placement in places:
             costs = AnalyticCosts(
-                setting=setting, place=place, route=ROUTES[name], batch=batch, live=live
+                setup=setup, placement=placement, route=ROUTES[name], batch=batch, live=live
             )
             yield Candidate(request, costs, name, schedule)
 
 
-def _taking_turns(
-    setting: TrainingSetup, name: Route, _: ScheduleConfig, *, devices: int
-) -> Iterator[Placement]:
-    """All devices do both."""
-    if setting.fits(devices, ROUTES[name]):
-        yield from (
-            Placement(devices, devices // tp, tp, colocated=True)
-            for tp in engine_sizes(setting)
-            if tp <= devices
-        )
+def _colocated(setup: TrainingSetup, name: Route, *, devices: int) -> Iterator[Placement]:
+    """Yield placements in which all devices train and sample in turns."""
+    if setup.fits(devices, ROUTES[name]):
+        for tp in engine_sizes(setup):
+            if tp <= devices:
+                yield Placement(devices, devices // tp, tp, colocated=True)
 
 
 def placements(
-    setting: TrainingSetup, name: Route, schedule: ScheduleConfig, *, devices: int
+    setup: TrainingSetup, name: Route, schedule: ScheduleConfig, *, devices: int
 ) -> Iterator[Placement]:
-    """Splits in steps of a sixteenth of the devices at most. What makes up no engine trains."""
-    for tp in engine_sizes(setting):
-        for trainers in range(1, devices, max(1, devices // _SPLITS)):
-            scorers = _scorers(setting, name, schedule, trainers)
+    """Yield splits of the devices. Devices left over from engines train."""
+    stride = max(1, devices // _SPLITS)
+    for tp in engine_sizes(setup):
+        for trainers in range(1, devices, stride):
+            scorers = _scorers(setup, name, schedule, trainers)
             engines, left = divmod(devices - trainers - scorers, tp)
-            if engines > 0 and left < max(1, devices // _SPLITS):
-                place = Placement(trainers + left, engines, tp, scorers)
-                if setting.fits(place.trainers, ROUTES[name]):
-                    yield place
+            fits = setup.fits(trainers + left, ROUTES[name])
+            if engines > 0 and left < stride and fits:
+                yield Placement(trainers + left, engines, tp, scorers)
 
 
-def engine_sizes(setting: TrainingSetup) -> tuple[int, ...]:
-    """Devices that an engine can have: the fewest that hold the model and some episodes, and more for more of these."""
-    least = max(LEAST_RUNNING * setting.episodes.tokens, setting.episodes.longest)
-    return tuple(tp for tp in _TP if setting.model.heads % tp == 0 and setting.room(tp) >= least)
-
-
-def _scorers(setting: TrainingSetup, name: Route, schedule: ScheduleConfig, trainers: int) -> int:
-    """Devices that score as fast as `trainers` train, with two versions a trajectory; and that hold the model."""
-    route = ROUTES[name]
-    if not route.apart:
-        return 0
-    held = math.ceil(setting.model.copy_bytes / (setting.device.memory * setting.shares.memory))
-    versions = min(2, schedule.max_staleness + 1)
-    return max(
-        held, math.ceil(trainers * route.forwarded(versions, given=setting.episodes.given) / 3)
+def engine_sizes(setup: TrainingSetup) -> tuple[int, ...]:
+    """Return the numbers of devices that hold the model and `MIN_EPISODES` mean episodes."""
+    needed = max(MIN_EPISODES * setup.episodes.tokens, setup.episodes.longest)
+    return tuple(
+        tp for tp in _TP if setup.model.heads % tp == 0 and setup.context_tokens(tp) >= needed
     )
 
 
-def _try(request: PlanRequest, name: Route, schedule: ScheduleConfig) -> Candidate | None:
+def _scorers(setup: TrainingSetup, name: Route, schedule: ScheduleConfig, trainers: int) -> int:
+    """Return the devices that hold the model and score as fast as `trainers` train.
+
+    A trajectory is assumed to have two versions.
+    """
+    route = ROUTES[name]
+    if not route.apart:
+        return 0
+    holders = math.ceil(setup.model.copy_bytes / setup.memory)
+    versions = min(2, schedule.max_staleness + 1)
+    forwards = route.forwarded(versions, given=setup.episodes.prompt_fraction)
+    return max(holders, math.ceil(trainers * forwards / 3))
+
+
+def _best(request: PlanRequest, name: Route, schedule: ScheduleConfig) -> Candidate:
+    if best := _best_or_none(request, name, schedule):
+        return best
+    raise ConfigError(_too_few(request, name, schedule))
+
+
+def _best_or_none(request: PlanRequest, name: Route, schedule: ScheduleConfig) -> Candidate | None:
     return max(
         candidates(request, name, schedule), key=lambda candidate: candidate.rate, default=None
     )
 
 
-def _best(request: PlanRequest, name: Route, schedule: ScheduleConfig) -> Candidate:
-    if found := _try(request, name, schedule):
-        return found
-    raise ConfigError(_too_few(request, name, schedule))
-
-
 def _too_few(request: PlanRequest, name: Route, schedule: ScheduleConfig) -> str:
-    setting, gb = replace(request.setting, gradient_checkpointing=True), 1e9
-    model, limit, passes = (
-        setting.model,
-        setting.device.memory * setting.shares.memory,
-        setting.pass_bytes,
-    )
-    sharded = setting.trainer_bytes(1, ROUTES[name]) - passes
-    trainers = math.ceil(sharded / max(1.0, limit - passes))
-    if passes >= limit:
-        helps = "Shorter episodes (--longest) would, or a larger device"
-    elif sizes := engine_sizes(setting):
-        helps = f"--gpus {trainers + _scorers(setting, name, schedule, trainers) + sizes[0]} would"
+    setup = replace(request.setup, gradient_checkpointing=True)
+    gb = 1e9
+    activations = setup.pass_bytes
+    sharded = setup.trainer_bytes(1, ROUTES[name]) - activations
+    trainers = math.ceil(sharded / max(1.0, setup.memory - activations))
+    if activations >= setup.memory:
+        advice = "Use shorter episodes (--longest) or larger devices"
+    elif sizes := engine_sizes(setup):
+        scorers = _scorers(setup, name, schedule, trainers)
+        advice = f"Use --gpus {trainers + scorers + sizes[0]}"
     else:
-        helps = f"Larger devices are needed: an engine has at most {max(_TP)}"
+        advice = f"Use larger devices: an engine has at most {max(_TP)}"
     return (
-        f"{model.name} with episodes of {setting.episodes.longest:,.0f} tokens does not fit {request.devices} "
-        f"{setting.device.name}, each with {limit / gb:.0f} GB: training takes {sharded / gb:.0f} GB (18 bytes a "
-        f"parameter, and the route's) and {passes / gb:.0f} GB for a pass on each, an engine "
-        f"{model.copy_bytes / gb:.0f} GB for weights, and room for {LEAST_RUNNING} episodes. {helps}"
+        f"{setup.model.name} with episodes of {setup.episodes.longest:,.0f} tokens does not fit "
+        f"{request.devices} {setup.device.name} with {setup.memory / gb:.0f} GB each. Training "
+        f"takes {sharded / gb:.0f} GB ({TRAINED_BYTES} bytes a parameter, and the route's) and "
+        f"{activations / gb:.0f} GB of activations on each, an engine "
+        f"{setup.model.copy_bytes / gb:.0f} GB for weights, and memory for {MIN_EPISODES} "
+        f"episodes. {advice}"
     )
 
 
-def _within_reach(
-    these: Sequence[Candidate], simulated: _Simulated, *, most: int
+def _simulate_best(
+    candidates: Sequence[Candidate], simulated: _Simulations, *, limit: int
 ) -> tuple[SimulatedCandidate, ...]:
-    """The best by their estimates, simulated."""
-    ranked = sorted(these, key=lambda candidate: -candidate.rate)[:most]
-    return tuple(
-        simulated(candidate) for candidate in ranked if candidate.rate >= REACH * ranked[0].rate
-    )
+    """Simulate the candidates with the best estimates."""
+    ranked = sorted(candidates, key=lambda candidate: -candidate.rate)[:limit]
+    near = [candidate for candidate in ranked if candidate.rate >= REACH * ranked[0].rate]
+    return tuple(simulated(candidate) for candidate in near)
 
 
 def _splits(candidate: Candidate) -> list[Candidate]:
-    """By trainers and engines, each with the better way to keep activations."""
-    every = sorted(
+    """Return a candidate per placement, with the faster choice of gradient checkpointing."""
+    ranked = sorted(
         candidates(candidate.request, candidate.name, candidate.schedule),
         key=lambda each: each.rate,
     )
-    return list({each.place: each for each in every}.values())
+    return list({each.placement: each for each in ranked}.values())
 
 
-def _suited(candidate: Candidate, name: Route) -> Candidate | None:
-    """Another route on the same devices, with activations computed again if it must be, or else where it fits best."""
-    place, route = candidate.place, ROUTES[name]
-    for setting in (
-        candidate.costs.setting,
-        replace(candidate.costs.setting, gradient_checkpointing=True),
-    ):
-        if route.apart == bool(place.scorers) and setting.fits(place.trainers, route):
-            return replace(candidate, costs=replace(candidate.costs, setting=setting)).with_route(
-                name
-            )
-    return _try(candidate.request, name, candidate.schedule)
+def _with_route(candidate: Candidate, name: Route) -> Candidate | None:
+    """Return a candidate with another route, on the same placement if it fits."""
+    route = ROUTES[name]
+    placement = candidate.placement
+    setup = candidate.costs.setup
+    for same in (setup, replace(setup, gradient_checkpointing=True)):
+        if route.apart == bool(placement.scorers) and same.fits(placement.trainers, route):
+            costs = replace(candidate.costs, setup=same)
+            return replace(candidate, costs=costs).with_route(name)
+    return _best_or_none(candidate.request, name, candidate.schedule)
+
+
+def _synchronous(request: PlanRequest, schedule: ScheduleConfig) -> Candidate:
+    """Return the best synchronous candidate. It scores with the weights that it trains."""
+    in_turns = replace(schedule, max_staleness=0, lookahead_window=1)
+    options = candidates(request, "current_recompute", in_turns, colocated=True)
+    return max(options, key=lambda candidate: candidate.rate)
 
 
 def _smallest(rated: Sequence[SimulatedCandidate]) -> SimulatedCandidate:
-    """With the smallest staleness, then batch, then window, of those near the best."""
-    near = [each for each in rated if each.rate >= NEAR * max(other.rate for other in rated)]
-    schedules = [each.candidate.schedule for each in near]
-    sizes = [
-        (each.staleness_bound, each.groups_per_step, each.lookahead_window) for each in schedules
-    ]
-    return near[sizes.index(min(sizes))]
+    """Return the one near the best with the lowest staleness, then batch, then window."""
+    best = max(each.rate for each in rated)
+    near = [each for each in rated if each.rate >= NEAR * best]
+
+    def sizes(each: SimulatedCandidate) -> tuple[int, int, int]:
+        schedule = each.candidate.schedule
+        return schedule.staleness_bound, schedule.groups_per_step, schedule.lookahead_window
+
+    return min(near, key=sizes)

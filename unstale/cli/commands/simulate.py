@@ -1,3 +1,3 @@
-"""`unstale simulate` and `unstale plan`: see unstale/planner."""
+"""`unstale simulate`."""
 
 from unstale.planner.simulate_command import add as add

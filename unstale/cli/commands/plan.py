@@ -1,0 +1,3 @@
+"""`unstale plan`."""
+
+from unstale.planner.plan_command import add as add
