@@ -24,7 +24,7 @@ from unstale.cli.session import RunSession, limit_threads
 from unstale.config import AuditConfig, CheckpointConfig, EvalConfig, RunConfig, ScheduleConfig
 from unstale.durability.run_folder import RunFolder, RunLog
 from unstale.observe.live import LiveDisplay
-from unstale.recipes.routes import ROUTES
+from unstale.recipes.routes import RECIPES as ROUTES
 
 WARM = 2
 """Steps of a run before the first that counts: the pipeline fills, and routes get what they need."""

@@ -1,15 +1,19 @@
-"""Promises of `credit`, each worked out by hand.
+"""Promises of the advantage estimators, with values worked out by hand.
 
 - Every estimator: the value; a trajectory per result, in order; one signature for all.
 - No siblings, or no spread: exactly 0, never NaN, also when the mean rounds.
 - Comparing siblings only: another group's rewards, and a shift or a task's difficulty, change nothing.
-- A turn's advantage comes from what is earned from there on.
+- A turn's advantage depends on the rewards from that turn on.
+- Each registered estimator, and each of its options, can be selected by name.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
+from inspect import signature
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import tensor
 
+from unstale.algorithms.advantages import ESTIMATORS as REGISTERED
 from unstale.algorithms.advantages import (
     batch_advantage,
     dr_grpo,
@@ -31,6 +36,8 @@ from unstale.algorithms.advantages import (
     rloo_advantage,
     turn_level,
 )
+from unstale.config import AdvantageConfig, ConfigError
+from unstale.config.declared import choices
 from unstale.records import (
     ContextPiece,
     Group,
@@ -41,6 +48,7 @@ from unstale.records import (
     Trajectory,
     collate,
 )
+from unstale.trainer.rules import build_advantage
 
 Estimator = Callable[[Sequence[Group]], list[ScoredTrajectory]]
 
@@ -284,3 +292,39 @@ def test_rloo_is_the_leave_one_out_mean(rewards: list[float]) -> None:
     base, group = tensor(rewards, dtype=torch.float64), torch.zeros(len(rewards), dtype=torch.long)
     expected = [r - (sum(rewards) - r) / (len(rewards) - 1) for r in rewards]
     assert rloo_advantage(base, group).tolist() == pytest.approx(expected, abs=1e-9)
+
+
+PARAMETERS_ONLY = {"by_tokens", "std"}
+"""Parameters of estimators that are not options."""
+
+
+def test_a_decorated_function_is_a_choice_with_its_parameters_as_options() -> None:
+    declared = choices("advantages", "estimator")
+    assert declared.keys() == REGISTERED.keys()
+    names = {field.name for field in fields(AdvantageConfig)}
+    for name, function in REGISTERED.items():
+        parameters = signature(function).parameters.values()
+        keywords = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
+        assert declared[name].options == keywords <= names | PARAMETERS_ONLY
+
+
+@pytest.mark.parametrize("name", sorted(REGISTERED))
+def test_every_estimator_is_selected_by_its_name(name: str) -> None:
+    batch = groups(*ROWS)
+    config = AdvantageConfig(estimator=name)
+    assert values(build_advantage(config)(batch)) == values(REGISTERED[name](batch))
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [("turn_level", {"discount": 0.5}), ("reinforce_batch", {"group_baseline": False})],
+)
+def test_an_option_of_an_estimator_reaches_it_and_is_refused_by_others(
+    name: str, options: dict[str, Any]
+) -> None:
+    batch = groups(*ROWS)
+    config = AdvantageConfig(estimator=name, **options)
+    assert values(build_advantage(config)(batch)) == values(REGISTERED[name](batch, **options))
+    (option,) = options
+    with pytest.raises(ConfigError, match=f"advantage.{option} is an option of {name}"):
+        AdvantageConfig(estimator="grpo", **options)

@@ -18,7 +18,6 @@ from unstale.config.checks import nearest as nearest
 from unstale.config.run import MAX_SEED as MAX_SEED
 from unstale.config.run import SHIPPED_POLICY as SHIPPED_POLICY
 from unstale.config.run import RunConfig as RunConfig
-from unstale.config.sampling import SHIPPED_ENVS as SHIPPED_ENVS
 from unstale.config.sampling import Dtype as Dtype
 from unstale.config.sampling import EngineConfig as EngineConfig
 from unstale.config.sampling import RolloutConfig as RolloutConfig

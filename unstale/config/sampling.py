@@ -16,12 +16,9 @@ from unstale.config.checks import (
     Range,
     Section,
     Share,
-    nearest,
 )
 
 Dtype = Literal["float32", "bfloat16"]
-
-SHIPPED_ENVS = ("retail", "calculator", "python")
 
 
 def staleness_bound(max_staleness: int, groups_per_step: int, lookahead_window: int) -> int:
@@ -60,11 +57,6 @@ class TaskConfig(Section):
     """`retail`: mean latency of a tool call, log-normal; 0 has none."""
     latency_sigma: NonNegative = 0.5
     """`retail`: standard deviation of the logarithm of that latency."""
-
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
-        if self.env not in SHIPPED_ENVS and ":" not in self.env:
-            raise ConfigError(f"task.env cannot be {self.env!r}{nearest(self.env, SHIPPED_ENVS)}")
 
     def applies(self, option: str) -> bool:
         return option == "env" or self.env == "retail"

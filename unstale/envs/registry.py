@@ -59,6 +59,7 @@ def task_options(env: str) -> type[TaskConfig]:
 
 def build_taskset(config: TaskConfig) -> Taskset:
     """Return the task set that `task.env` names. Raises `ConfigError` if it cannot be imported or made."""
+    task_options(config.env)  # refuses an unknown name
     if spec := shipped_envs().get(config.env):
         return spec.make(config)
     module, _, name = config.env.partition(":")

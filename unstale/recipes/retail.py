@@ -14,10 +14,10 @@ from unstale.config import (
 
 
 def retail(**changes: Any) -> RunConfig:
-    """The retail desk at its demo level, asynchronous with a staleness of up to 2 versions and the exact route.
+    """The retail desk at its easiest level: asynchronous, up to 2 versions stale, with the exact route.
 
-    Tool calls wait 0.6 s on average, so that episodes outlive weight updates. On two cores it goes from 36% of the
-    held-out tasks to the figures in benchmarks/results (`make bench-demo`), in under 9 minutes.
+    Expected result: success on held-out tasks rises from 36% to about 88% in 5 to 7 minutes on two CPU cores
+    (`make bench-demo`). Tool calls take 0.6 s on average, so episodes outlast weight updates.
     """
     config = RunConfig(
         recipe="retail",
@@ -30,3 +30,6 @@ def retail(**changes: Any) -> RunConfig:
         audit=AuditConfig(share=0.05),
     )
     return replace(config, **changes)
+
+
+RECIPES = (retail,)

@@ -84,7 +84,7 @@ def route_ppo_ewma_async(**changes: Any) -> RunConfig:
     return _stale_retail(OldLogpsConfig(route="ppo_ewma_async"), changes)
 
 
-ROUTES = (
+RECIPES = (
     route_rollout,
     route_current_recompute,
     route_snapshot_old,

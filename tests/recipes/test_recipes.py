@@ -1,0 +1,36 @@
+"""A recipe is one file: it is found by the package, listed with its first line, and runs under its own name."""
+
+from pathlib import Path
+
+import pytest
+
+from unstale import recipes
+from unstale.recipes import RECIPES, find_recipes
+
+ONE_MORE = """
+from unstale.config import RunConfig
+
+def tiny():
+    \"\"\"A tiny recipe.\"\"\"
+    return RunConfig(recipe="tiny", steps=1)
+
+RECIPES = (tiny,)
+"""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_has_its_own_name_and_a_docstring(name: str) -> None:
+    assert RECIPES[name]().recipe == name
+    assert RECIPES[name]().steps > 0 and RECIPES[name].__doc__
+
+
+@pytest.mark.parametrize("name", ["calculator", "retail"])
+def test_a_recipe_says_what_to_expect_on_which_hardware(name: str) -> None:
+    doc = str(RECIPES[name].__doc__)
+    assert "Expected result:" in doc and "two CPU cores" in doc
+
+
+def test_one_file_adds_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "one_more.py").write_text(ONE_MORE)
+    monkeypatch.setattr(recipes, "__path__", [*recipes.__path__, str(tmp_path)])
+    assert find_recipes().keys() - RECIPES.keys() == {"tiny"}
