@@ -49,9 +49,14 @@ TEMPLATES: Sequence[tuple[str, Any]] = (
     ("/completions", {"prompt": [[5, 6]], "n": 3, "stream": True}),
 )  # fmt: skip
 ONLY_IN_WORDS = (
-    "a system message stands first", "there is nothing to answer", "the chat template cannot write this",
-    "that the tokenizer does not have", "is not a JSON object", "temperature must be the run's", "leaves no room",
-)  # fmt: skip
+    "at most one system message",
+    "there is nothing to answer",
+    "the chat template cannot write these messages",
+    "that are not in the vocabulary",
+    "is not a JSON object",
+    "temperature must be the run's",
+    "no reply fits",
+)
 """Refusals of what a schema allows."""
 KEYS = ("one", "two", "three", "a%20b", "%ff", "-unknown")
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
@@ -75,7 +80,7 @@ class _World:
         self.schemas: dict[str, Draft202012Validator] = {}
         self.bodies: dict[str, Any] = {}
         self._up = threading.Event()
-        server.BODY_S, server.MAX_BODY = BODY_S, MAX_BODY
+        server.REQUEST_TIMEOUT_S, server.MAX_BODY_BYTES = BODY_S, MAX_BODY
         self._thread = threading.Thread(target=self._live, daemon=True)
         self._thread.start()
         require(self._up.wait(60), f"the endpoint does not open: {self.failed}")
@@ -121,7 +126,7 @@ class _World:
             async with asyncio.TaskGroup() as calls:
 
                 def find(key: str) -> AgentSession:
-                    return server._unknown(key) if key.startswith("-") else visitors.find(key)  # type: ignore
+                    return server.refuse_unknown(key) if key.startswith("-") else visitors.find(key)  # type: ignore
 
                 async with RecordingEndpoint(find=find) as endpoint:
                     tasks = ExternalAgent(lambda *_: 0.0, ["x"])

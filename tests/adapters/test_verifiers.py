@@ -54,12 +54,14 @@ def play(say: Any, count: int = 2) -> tuple[World, list[Trajectory | Failure]]:
 def test_its_episodes_are_streamed_and_recorded_as_they_were_sampled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from unstale.rollout.endpoint import server
+    from unstale.rollout.endpoint import answers
 
-    streamed: list[bool] = []
-    head = server._ChatForm.head
+    seen: list[bool] = []
+    head = answers.ChatFormat.head
     monkeypatch.setattr(
-        server._ChatForm, "head", lambda self, now: streamed.append(now) or head(self, now)
+        answers.ChatFormat,
+        "head",
+        lambda self, *, streamed: seen.append(streamed) or head(self, streamed=streamed),
     )
     world, outcomes = play(adder)
     assert len(outcomes) == 2
@@ -72,7 +74,7 @@ def test_its_episodes_are_streamed_and_recorded_as_they_were_sampled(
         )
     heard = {(*context, *said) for context, said, _ in world.sampled}
     assert {outcome.tokens for outcome in outcomes if isinstance(outcome, Trajectory)} == heard
-    assert streamed and all(streamed)
+    assert seen and all(seen)
 
 
 def test_programs_of_a_harness_do_not_see_the_key_of_the_endpoint(

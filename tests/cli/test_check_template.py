@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tests.support.templates import DIALECTS, LLAMA32, QWEN3, QWEN25, ends_of, tokenizer_of
 from unstale.cli import check_template as check_template_module
-from unstale.cli.check_template import TOOLS, check_template, generate, verdicts_of
+from unstale.cli.check_template import TOOLS, check_template, generate, run_checks
 from unstale.cli.main import main
 from unstale.envs import Message, ToolCall
 from unstale.envs.chat import CallForm, Chat
@@ -142,7 +142,7 @@ def test_a_reply_ends_with_whatever_the_model_names() -> None:
     more = conversation.ask(
         Call((HistoryMessage(Message("user", "q")), said, HistoryMessage(Message("tool", "1"))))
     )
-    assert decoded(chat, more.given[0].tokens).startswith(
+    assert decoded(chat, more.context[0].tokens).startswith(
         "<|start_header_id|>ipython<|end_header_id|>\n\n"
     )
 
@@ -194,7 +194,7 @@ def test_thoughts_that_an_agent_places_are_written_where_the_template_has_them()
         HistoryMessage(Message("assistant", "a"), "mine"),
         HistoryMessage(Message("tool", "t")),
     ]
-    given = Conversation(chat := chat_of("qwen3")).ask(Call(tuple(placed))).given
+    given = Conversation(chat := chat_of("qwen3")).ask(Call(tuple(placed))).context
     assert "<think>\nmine\n</think>\n\na" in decoded(chat, given[0].tokens)
 
 
@@ -217,17 +217,17 @@ LIMITS = {
     "shipped": set(),
     "qwen3": {"thoughts of earlier turns are left out"},
     "qwen2.5": set(),
-    "llama3": {"calls are left out when a history is written"},
-    "llama3.1": {"the template says 'one call at a time'", "words beside a call are left out"},
-    "llama3.2": {"the template says 'one call at a time'", "words beside a call are left out"},
+    "llama3": {"calls are left out of a rendered history"},
+    "llama3.1": {"the template raises 'one call at a time'", "words beside a call are left out"},
+    "llama3.2": {"the template raises 'one call at a time'", "words beside a call are left out"},
 }
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_every_dialect_goes_on_exactly(dialect: str) -> None:
-    verdicts = verdicts_of(chat_of(dialect, tools=TOOLS), 60)
+    verdicts = run_checks(chat_of(dialect, tools=TOOLS), 60)
     assert not [verdict.name for verdict in verdicts if verdict.broken]
-    limits = {says for verdict in verdicts for says in verdict.found}
+    limits = {says for verdict in verdicts for says in verdict.problems}
     assert len(limits) == len(LIMITS[dialect])
     assert all(any(says.startswith(words) for says in limits) for words in LIMITS[dialect])
 
@@ -238,35 +238,35 @@ SYSTEM = (
 BROKEN: dict[str, tuple[str, str, str, int]] = {
     "nothing is asked for": (
         QWEN25.replace("add_generation_prompt", "false"),
-        "a reply is asked for", "nothing asks for a reply", 1,
+        "prompts for a reply", "add_generation_prompt has no effect", 1,
     ),
     "asking rewrites": (
         QWEN25.replace("{%- set system", "{{- 'Answer:' if add_generation_prompt }}{%- set system"),
-        "a reply is asked for", "asking for a reply changes what stands before it", 1,
+        "prompts for a reply", "add_generation_prompt changes the text before it", 1,
     ),
     "messages are counted": (
         QWEN25.replace("{%- set system", "{{- messages | length }}{%- set system"),
-        "what was said stays", "a reply is written otherwise once something follows it", 3,
+        "keeps earlier messages", "a reply is rendered differently once a message follows it", 3,
     ),
     "turns are numbered": (
         QWEN25.replace("+ message.role +", "+ message.role + (loop.index ~ '' if message.role == 'user' else '') +"),
-        "what is new stands behind it", "what comes after a reply depends on what stood before it", 4,
+        "appends new messages", "the text after a reply depends on the messages before it", 4,
     ),
     "seams are lost": (
         QWEN25.replace("message.content + '<|im_end|>", "message.content.replace('\ue000', '') + '<|im_end|>"),
-        "what is said is text", "what a message says becomes control tokens", 1,
+        "keeps text apart from control tokens", "message content becomes control tokens", 1,
     ),
     "one call is left out": (
         QWEN25.replace("for call in message.tool_calls %}", "for call in message.tool_calls[:1] %}"),
-        "a reply is read back", "a reply is not read back as what it was", 3,
+        "parses replies", "a reply is not parsed as it was written", 3,
     ),
     "words are lost": (
         QWEN25.replace("+ '\\n' + message.content", "+ '\\n' + message.content.replace('ö', 'oe')"),
-        "a reply is read back", "a reply is not read back as what it was", 3,
+        "parses replies", "a reply is not parsed as it was written", 3,
     ),
     "answers are forbidden": (
         QWEN25 + "{%- if messages | length > 3 %}{{- raise_exception('too much') }}{%- endif %}",
-        "a history can be written", "the template says 'too much'", 4,
+        "renders a history", "the template raises 'too much'", 4,
     ),
 }  # fmt: skip
 
@@ -275,11 +275,11 @@ BROKEN: dict[str, tuple[str, str, str, int]] = {
 def test_a_template_that_breaks_is_caught_with_the_smallest_conversation(name: str) -> None:
     template, check, says, messages = BROKEN[name]
     assert template != QWEN25
-    verdicts = verdicts_of(chat_of("qwen2.5", template, tools=TOOLS), 60)
+    verdicts = run_checks(chat_of("qwen2.5", template, tools=TOOLS), 60)
     broken = {verdict.name: verdict for verdict in verdicts if verdict.broken}
     assert check in broken
-    ((found, told),) = [pair for pair in broken[check].found.values() if not pair[0].harmless]
-    assert found.says.startswith(says)
+    ((found, told),) = [pair for pair in broken[check].problems.values() if not pair[0].harmless]
+    assert found.reason.startswith(says)
     assert len(told) == messages
     assert sum(len(message.content) for message in told) < 30
 
@@ -287,24 +287,24 @@ def test_a_template_that_breaks_is_caught_with_the_smallest_conversation(name: s
 def test_a_control_token_of_one_character_is_caught() -> None:
     tokenizer = tokenizer_of("qwen2.5")
     tokenizer.add_special_tokens({"extra_special_tokens": ["§"]})
-    (broken,) = [verdict for verdict in verdicts_of(Chat(tokenizer, TOOLS), 60) if verdict.broken]
-    ((found, told),) = broken.found.values()
+    (broken,) = [verdict for verdict in run_checks(Chat(tokenizer, TOOLS), 60) if verdict.broken]
+    ((found, told),) = broken.problems.values()
     assert (
-        broken.name == "what is said is text"
-        and found.around == "'§' stands there as a control token"
+        broken.name == "keeps text apart from control tokens"
+        and found.excerpt == "'§' is a control token there"
     )
     assert len(told) < 3 and "§" in told[0].content
 
 
 def test_a_system_prompt_that_is_refused_is_a_limit() -> None:
-    (verdict, *others) = verdicts_of(chat_of("qwen2.5", SYSTEM + QWEN25, tools=TOOLS), 60)
-    ((found, told),) = verdict.found.values()
+    (verdict, *others) = run_checks(chat_of("qwen2.5", SYSTEM + QWEN25, tools=TOOLS), 60)
+    ((found, told),) = verdict.problems.values()
     assert (
-        found.says.startswith("the template says 'no system here': where such messages")
+        found.reason.startswith("the template raises 'no system here': calls with such messages")
         and found.harmless
     )
     assert [message.role for message in told] == ["system", "user"] and not any(
-        other.found for other in others
+        other.problems for other in others
     )
 
 
@@ -316,11 +316,9 @@ def test_an_answer_that_is_not_known_again_is_caught(monkeypatch: pytest.MonkeyP
         return {**write(said, made), "content": f"{said.message.content}."}
 
     monkeypatch.setattr(check_template_module.wire, "message", altered)
-    broken = {v.name: v for v in verdicts_of(chat_of("qwen2.5", tools=TOOLS), 20) if v.broken}
-    ((found, told),) = broken["what was answered is known again"].found.values()
-    assert (
-        "begins a branch: the message is not what was handed out" in found.says and len(told) == 3
-    )
+    broken = {v.name: v for v in run_checks(chat_of("qwen2.5", tools=TOOLS), 20) if v.broken}
+    ((found, told),) = broken["recognizes sent-back answers"].problems.values()
+    assert "begins a branch: the message of an answer was edited" in found.reason and len(told) == 3
 
 
 def test_generated_conversations_have_everything_in_them() -> None:
@@ -351,14 +349,14 @@ def test_the_verdict_on_a_folder(tmp_path: Path) -> None:
     assert (
         sound
         and "<|eot_id|> or <|end_of_text|> or <|eom_id|>" in text
-        and "is always 26 Jul 2024" in text
+        and "always 26 Jul 2024" in text
     )
     assert (
         '{"name": ..., "parameters": {...}}' in text
         and "assistant: '' look_up({}) look_up({})" in text
     )
     sound, text = page(saved(tmp_path / "plain", "llama3"))
-    assert sound and "tools  " in text and "are not written" in text
+    assert sound and "tools  " in text and "not rendered" in text
     endless = QWEN25.replace("<|im_end|>", "")
     sound, text = page(saved(tmp_path / "endless", "qwen2.5", endless))
     assert not sound and "does not write a reply followed by a control token" in text

@@ -26,13 +26,15 @@ from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
 from unstale.records import Piece, Provenance, Sampled, Trajectory
 from unstale.rollout.endpoint import conversation as conversation_room
-from unstale.rollout.endpoint import server, wire
+from unstale.rollout.endpoint import schemas, server, wire
+from unstale.rollout.endpoint.answers import ChatFormat
 from unstale.rollout.endpoint.conversation import (
     Branch,
     Call,
     Continuation,
     Conversation,
     HistoryMessage,
+    first_difference,
     parse_reply,
 )
 from unstale.rollout.endpoint.session import AgentSession, generation_options
@@ -392,21 +394,21 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"top_p": 0.9}, "top_p", "truncate the support"),
     ({"top_p": 1.5}, "top_p", "truncate the support"),
     ({"top_k": 40}, "top_k", "truncate the support"),
-    ({"seed": 3}, "seed", "the noise belongs to the episode"),
-    ({"presence_penalty": 0.5}, "presence_penalty", "changes the distribution"),
+    ({"seed": 3}, "seed", "the episode has its own noise"),
+    ({"presence_penalty": 0.5}, "presence_penalty", "changes the sampling distribution"),
     ({"response_format": {"type": "json_object"}}, "response_format", "ask for the format in words"),
     ({"tool_choice": "required"}, "tool_choice", "constrained sampling"),
     ({"parallel_tool_calls": False}, "parallel_tool_calls", "cannot be forced"),
     ({"top_logprobs": 5}, "top_logprobs", "only the sampled token's"),
     ({"n": 0}, "n", "between 1 and 64"),
-    ({"n": True}, "n", "a whole number"),
+    ({"n": True}, "n", "an integer"),
     ({"max_tokens": 0}, "max_tokens", "between 1 and"),
-    ({"max_completion_tokens": 1.5}, "max_completion_tokens", "a whole number"),
+    ({"max_completion_tokens": 1.5}, "max_completion_tokens", "an integer"),
     ({"stop": [""]}, "stop", "none empty"),
-    ({"stop": 3}, "stop", "a text or up to"),
+    ({"stop": 3}, "stop", "a string or up to"),
     ({"stream": "yes"}, "stream", "true or false"),
     ({"stream_options": {"x": 1}}, "stream_options.x", "unknown field"),
-    ({"model": 4}, "model", "must be a text"),
+    ({"model": 4}, "model", "must be a string"),
     ({"guided_json": {}}, "guided_json", "unknown field"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "is missing"),
     ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name", "not empty"),
@@ -414,11 +416,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"echo": False}, "echo", "unknown field"),
     ({"tools": {}}, "tools", "a list of tools"),
     ({"messages": []}, "messages", "at least one message"),
-    ({"messages": "hello"}, "messages", "a list of messages"),
+    ({"messages": "hello"}, "messages", "a list of at least one message"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "cannot be 'king'"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "content is missing"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "of type text"),
-    ({"messages": [*SAID, {"role": "system", "content": "x"}]}, "messages[1]", "stands first"),
+    ({"messages": [*SAID, {"role": "system", "content": "x"}]}, "messages[1]", "it comes first"),
     ({"messages": [*SAID, {"role": "assistant", "content": "y"}]}, "messages", "nothing to answer"),
     ({"messages": [*SAID, {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}]},
      "messages[1].tool_calls[0]", "not a JSON object"),
@@ -635,7 +637,7 @@ REPLIES = (
 def test_what_is_streamed_is_how_the_answer_begins_wherever_it_is_cut(template: str) -> None:
     tokenizer = tokenizer_of(template, TEMPLATES.get(template, ""))
     chat, early = Chat(tokenizer, (), ends=ends_of(tokenizer)), 0
-    form = server._ChatForm("policy", chat)
+    answer_format = ChatFormat("policy", chat)
     for seed in range(CONVERSATIONS):
         harness = Harness(chat, seed)
         draw = harness.draw
@@ -652,7 +654,7 @@ def test_what_is_streamed_is_how_the_answer_begins_wherever_it_is_cut(template: 
             text = chat.text(tokens[:end])
             cut = min((text.index(stop) for stop in stops if stop in text), default=None)
             told = wire.message(parse_reply(chat, text[:cut], tools=asked.calls), "call_{}".format)
-            for name, known in form.certain(text, asked).items():
+            for name, known in answer_format.final_text(text, asked).items():
                 sent[name] = max(known, sent.get(name, ""), key=len)
                 assert (told.get(name) or "").startswith(sent[name]), (text, told, sent)
                 early += bool(sent[name]) and end < len(tokens)
@@ -805,7 +807,7 @@ def test_what_no_context_can_hold_is_refused_before_it_becomes_tokens(
         assert (
             answer.json()["error"]["code"] == "context_length_exceeded" and len(made) == before + 1
         )
-        answer = await client.post("chat/completions", content=b" " * (server.MAX_BODY + 1))
+        answer = await client.post("chat/completions", content=b" " * (server.MAX_BODY_BYTES + 1))
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
         assert "2097152 bytes" in answer.json()["error"]["message"]
         assert (await client.post("completions", json={"prompt": [5] * 511})).status_code == 200
@@ -899,11 +901,9 @@ def test_texts_and_tokens_differ_where_they_first_do() -> None:
         place = next(
             (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None
         )
-        known = (
-            (place, "the text is") if place is not None else (min(len(one), len(other)), "it is")
-        )
+        known = (place, "text") if place is not None else (min(len(one), len(other)), "length")
         for many in (one, other), (tuple(map(ord, one)), tuple(map(ord, other))):
-            assert conversation_room._differs(*many) == (None if one == other else known)
+            assert first_difference(*many) == (None if one == other else known)
 
 
 @pytest.mark.parametrize("as_tokens", [False, True])
@@ -937,7 +937,7 @@ def test_prompts_that_are_text_or_tokens_go_on_from_what_was_recorded(as_tokens:
         assert not world.events, "it was continued, and nothing forked"
         await client.post("completions", json={"prompt": sent(f"{start}one, two{after}")})
         assert [(event["reason"], event["shared_replies"]) for event in world.events] == [
-            ("the text is not what was handed out", 0)
+            ("the text of an answer was edited", 0)
         ]
 
     trajectory = visit(World(talker), act)
@@ -1011,8 +1011,8 @@ def test_the_endpoint_describes_itself_from_what_it_checks() -> None:
             for path in ("/chat/completions", "/completions", "/models", "/record")
         }
         chat = described["components"]["schemas"]["chat_completions"]["properties"]
-        assert set(chat) == set(wire.CHAT["properties"])
-        assert chat["n"]["anyOf"][0]["maximum"] == wire.MAX_CHOICES
+        assert set(chat) == set(schemas.CHAT["properties"])
+        assert chat["n"]["anyOf"][0]["maximum"] == schemas.MAX_CHOICES
         assert "constrained sampling" in chat["tool_choice"]["anyOf"][0]["description"]
         assert (await client.post("chat/completions", json=ASK)).status_code == 200
 
@@ -1036,7 +1036,7 @@ async def raw(world: World, sent: bytes) -> tuple[int, Any]:
 def test_requests_that_are_no_http_never_end_or_lie_are_refused_like_all_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(server, "BODY_S", 0.2)
+    monkeypatch.setattr(server, "REQUEST_TIMEOUT_S", 0.2)
 
     async def act(client: httpx.AsyncClient, world: World) -> None:
         path = f"{client.base_url.path}chat/completions"

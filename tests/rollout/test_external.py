@@ -205,7 +205,7 @@ def test_a_fork_is_a_trajectory_with_its_episodes_reward_and_no_token_is_trained
         (0, 2, 1),
         (0, 0, 0),
     ]
-    assert [event["reason"] for event in world.events] == ["it is not what was asked before"] * 2
+    assert [event["reason"] for event in world.events] == ["an earlier prompt was edited"] * 2
     other = Trajectory(
         (ContextPiece((1,)), Sampled((2,), (-1.0,), 0)), {"reward": 0.25}, "done", TASK, 3, 99
     )
@@ -616,10 +616,10 @@ def test_tasks_come_in_every_order_and_never_under_the_same_name() -> None:
     tasks = ExternalAgent(with_sdk, ["a", "b", "c"], held_out=["d"])
     drawn = list(islice(tasks.train(4), 9))
     assert len({task.key for task in drawn}) == 9 and drawn == list(islice(tasks.train(4), 9))
-    posed = [tasks.env(task, 0)._given[0] for task in drawn]
+    posed = [tasks.env(task, 0).task for task in drawn]
     assert [sorted(posed[at : at + 3]) for at in (0, 3, 6)] == [["a", "b", "c"]] * 3
     assert [task.index for task in tasks.held_out(5)] == [0]
-    assert tasks.env(tasks.held_out(1)[0], 0)._given[0] == "d"
+    assert tasks.env(tasks.held_out(1)[0], 0).task == "d"
 
 
 def test_what_an_agent_cannot_be_trained_with_is_refused(tmp_path: Path) -> None:
@@ -646,9 +646,7 @@ def test_a_run_trains_on_it(tmp_path: Path, tasks: str) -> None:
     assert last["old_logps/exact_share"] == 1 and last["env/branches_mean"] == branches[0]
     spoken = [piece for group in groups for one in group.trajectories for piece in one.sampled]
     assert {piece.provenance for piece in spoken} == {Provenance.SAMPLED}
-    assert ("it is not what was asked before" in run.report.read_text()) == (
-        tasks == "forking_tasks"
-    )
+    assert ("an earlier prompt was edited" in run.report.read_text()) == (tasks == "forking_tasks")
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "your-own-agent.md").read_text()
@@ -684,7 +682,7 @@ def test_an_agent_of_a_library_becomes_trajectories_and_may_be_killed(tmp_path: 
     trajectory = whole(world.play(desk.agent))
     (second,) = trajectory.branches
     assert trajectory.rewards == {"reward": 1.0} and trajectory.num_turns == second.num_turns == 1
-    assert [event["reason"] for event in world.events] == ["the message is not what was handed out"]
+    assert [event["reason"] for event in world.events] == ["the message of an answer was edited"]
     assert "Observation:\n30" in CHAT.text(second.pieces[0].tokens, whole=True)
     check_agent(desk.agent, SUMS[0], (CALL, final))
 
@@ -801,7 +799,7 @@ KEPT: list[Any] = []
 @pytest.mark.parametrize(
     ("agent", "words"),
     [
-        (_random, "come out otherwise"), (_moody, "the second time"), (_stubborn, "after a refused call"),
+        (_random, "calls differ in a second run"), (_moody, "reward differs in a second run"), (_stubborn, "continues after a refused call"),
         (_forgetful, "leaves tasks behind"), (_open_handed, "leaves connections behind"),
         (_wordless, "a number, or numbers by name"), (_threaded, "leaves threads behind"),
     ],

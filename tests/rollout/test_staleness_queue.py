@@ -219,11 +219,9 @@ def test_a_token_older_than_the_bound_or_from_the_future_is_an_error(
         measure_staleness(batch, groups, lag=version - batch.version, bound=bound)
 
 
-def line_of(open_groups: int, *, tickets_out: bool = False, closed: str = "") -> StalenessQueue:
+def line_of(open_groups: int, *, closed: str = "") -> StalenessQueue:
     line = StalenessQueue(max_staleness=1, groups_per_step=2)
     line.restore(10 + open_groups, range(10, 10 + open_groups))
-    if tickets_out:
-        line._live = 4
     if closed:
         line.close(closed)
     return line
@@ -234,10 +232,25 @@ def test_a_line_that_can_never_be_filled_says_why(number: int) -> None:
     short = f"a batch takes 2 groups, {number} are open and no more will come: "
     with pytest.raises(QueueExhausted, match=short + "the shop ran out of tasks"):
         asyncio.run(line_of(number, closed="the shop ran out of tasks").take())
-    with pytest.raises(
-        QueueExhausted, match=short + "all 4 tickets are out, 0 of them never released"
-    ):
-        asyncio.run(line_of(number, tickets_out=True).take())
+
+
+def test_a_queue_whose_tickets_were_never_released_says_so() -> None:
+    async def work() -> Group:
+        return Group(Task("toy", "train", 0), ())
+
+    async def main() -> None:
+        queue = line_of(0)
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(4):
+                await queue.admit(work, tasks)
+        for _ in range(2):
+            await queue.take()
+        with pytest.raises(
+            QueueExhausted, match=r"0 are open.*all 4 tickets are out, 4 of them never released"
+        ):
+            await queue.take()
+
+    asyncio.run(main())
 
 
 def test_a_line_that_is_closed_while_somebody_waits_wakes_them() -> None:

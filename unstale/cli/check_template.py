@@ -1,4 +1,7 @@
-"""Whether conversations in a chat template go on exactly: generated ones, and the smallest that do not."""
+"""The `check-template` command: does a chat template allow conversations to be continued exactly?
+
+Random conversations are rendered; each that breaks a property is shrunk to a small one.
+"""
 
 import json
 import random
@@ -38,385 +41,390 @@ _ARGUMENTS: tuple[dict[str, Any], ...] = (
     {"key": "x"},
     {"é": [1.5, None, True], "n": {"b": '"\\\n', "a": -2}},
 )
-_PLAIN = (
+_TEXTS = (
     "x",
     "",
     " a  b ",
     "Größe 漢字 🙂\n\nand more",
     "\n{curly} [square] 'quoted'\n",
-    "word " * 500,
 )
-_SHOWN = 160
-_WRONG = (TemplateError, TypeError, ValueError)
+_LONG_TEXT = "word " * 500
+_EXCERPT = 160
+"""Characters of text that are shown around a problem."""
+_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)
 _THOUGHTS = re.compile(r"<think>.*?</think>|\s+", re.DOTALL)
-_ASKED = Message("user", "?")
+_QUESTION = Message("user", "?")
 
-Told = tuple[Message, ...]
+Messages = tuple[Message, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Break:
-    """`says` what is otherwise, and what that means for training; `around` is the text where it shows."""
+class Problem:
+    """A broken property, with the text around the place."""
 
-    says: str
-    around: str = ""
+    reason: str
+    excerpt: str = ""
     harmless: bool = False
-    """What was sampled is gone on with exactly all the same."""
+    """Whether sampled text is continued exactly all the same."""
+
+
+Check = Callable[[Chat, Messages], Problem | None]
 
 
 @dataclass(slots=True)
-class Verdict:
-    """Of one check: on how many conversations it held, and the smallest ones found on which it did not."""
+class CheckResult:
+    """The result of one check: conversations that passed, and the smallest that show a problem."""
 
     name: str
-    held: int = 0
-    found: dict[str, tuple[Break, Told]] = field(default_factory=dict)
+    num_passed: int = 0
+    problems: dict[str, tuple[Problem, Messages]] = field(default_factory=dict)
 
     @property
     def broken(self) -> bool:
-        return any(not found.harmless for found, _ in self.found.values())
+        return any(not problem.harmless for problem, _ in self.problems.values())
 
 
 def check_template(
     folder: Path, *, conversations: int = 1000, console: Console | None = None
 ) -> bool:
-    """Check the tokenizer of a model folder; the verdict is printed. False where something breaks.
+    """Check the tokenizer of a model folder and print the results. Return whether it is usable.
 
     Raises `ConfigError` for a folder without a tokenizer or a template.
     """
     if conversations < 1:
         raise ConfigError(f"--conversations must be at least 1, got {conversations}")
     console = console or Console(soft_wrap=True)
-    tokenizer, ends = load_tokenizer(folder), ends_of(folder)
-    tokenizer.model_max_length = sys.maxsize  # else it warns
-    facts, verdicts = Table(show_header=False, box=None), Table("check", "verdict", "what it means")
+    tokenizer = load_tokenizer(folder)
+    tokenizer.model_max_length = sys.maxsize  # otherwise it warns
     try:
-        chat = Chat(tokenizer, (), ends=ends)
+        chat = Chat(tokenizer, (), ends=stop_tokens_of(folder))
+        facts = Table(show_header=False, box=None)
         for name, fact in _facts(chat):
             facts.add_row(f"[bold]{name}[/]", escape(fact))
         console.print(facts, highlight=False)
         chat = chat.with_tools(TOOLS)
-    except _WRONG as error:
+    except _TEMPLATE_ERRORS as error:
         console.print(f"[bold red]breaks:[/] {escape(str(error))}", highlight=False)
         return False
-    found = verdicts_of(chat, conversations)
-    for verdict in found:
-        limits = [
-            f"[yellow]{escape(one.says)}[/]" for one, _ in verdict.found.values() if one.harmless
-        ]
-        breaks = [
-            f"[red]{escape(one.says)}[/]" for one, _ in verdict.found.values() if not one.harmless
-        ]
-        word = "[bold red]breaks[/]" if breaks else "holds, but" if limits else "[green]holds[/]"
-        verdicts.add_row(
-            verdict.name, word, "\n".join((*breaks, *limits)) or f"{verdict.held:,} conversations"
+    results = run_checks(chat, conversations)
+    _print_results(results, console)
+    return not any(result.broken for result in results)
+
+
+def _print_results(results: list[CheckResult], console: Console) -> None:
+    table = Table("check", "result", "meaning")
+    for result in results:
+        reasons = []
+        for problem, _ in result.problems.values():
+            color = "yellow" if problem.harmless else "red"
+            reasons.append(f"[{color}]{escape(problem.reason)}[/]")
+        word = "[green]passes[/]"
+        if reasons:
+            word = "[bold red]breaks[/]" if result.broken else "passes, but"
+        table.add_row(
+            result.name, word, "\n".join(reasons) or f"{result.num_passed:,} conversations"
         )
-    console.print(verdicts, highlight=False)
-    for verdict in found:
-        for one, told in verdict.found.values():
-            console.print(f"[bold]{escape(one.says)}[/]", highlight=False)
-            for message in told:
-                console.print(f"    {escape(_short(message))}", highlight=False)
-            console.print(
-                f"    [dim]{escape(one.around)}[/]" if one.around else "", highlight=False
-            )
-    return not any(verdict.broken for verdict in found)
+    console.print(table, highlight=False)
+    for result in results:
+        for problem, messages in result.problems.values():
+            console.print(f"[bold]{escape(problem.reason)}[/]", highlight=False)
+            for message in messages:
+                console.print(f"    {escape(_summary(message))}", highlight=False)
+            excerpt = f"    [dim]{escape(problem.excerpt)}[/]" if problem.excerpt else ""
+            console.print(excerpt, highlight=False)
 
 
-def ends_of(folder: Path) -> tuple[int, ...]:
-    """The tokens that end a reply, as a model folder names them."""
+def stop_tokens_of(folder: Path) -> tuple[int, ...]:
+    """Return the tokens that end a reply according to a model folder."""
     for name in ("generation_config.json", "config.json"):
-        if (folder / name).is_file():
+        path = folder / name
+        if path.is_file():
             try:
-                named = json.loads((folder / name).read_text()).get("eos_token_id")
+                tokens = json.loads(path.read_text()).get("eos_token_id")
             except (ValueError, AttributeError) as error:
-                raise ConfigError(f"{folder / name} cannot be read: {error}") from error
-            if named is not None:
-                return tuple(named) if isinstance(named, list) else (named,)
+                raise ConfigError(f"{path} cannot be read: {error}") from error
+            if tokens is not None:
+                return tuple(tokens) if isinstance(tokens, list) else (tokens,)
     return ()
 
 
-def verdicts_of(chat: Chat, conversations: int) -> list[Verdict]:
-    """Every check on as many generated conversations."""
-    verdicts = {check: Verdict(name) for name, check in CHECKS.items()}
+def run_checks(chat: Chat, conversations: int) -> list[CheckResult]:
+    """Run every check on the same random conversations."""
+    results = {check: CheckResult(name) for name, check in CHECKS.items()}
     for seed in track(range(conversations), "conversations", transient=True):
-        told = generate(chat, random.Random(seed))
-        for check, verdict in verdicts.items():
-            found = None if verdict.broken else _run(check, chat, told)
-            if found and found.says not in verdict.found:
-                verdict.found[found.says] = shrink(check, chat, told, found)
-            verdict.held += not found
-            if found and check is _written:
-                break  # there is nothing to look at
-    return list(verdicts.values())
+        messages = generate(chat, random.Random(seed))
+        for check, result in results.items():
+            problem = None if result.broken else _run(check, chat, messages)
+            if problem and problem.reason not in result.problems:
+                result.problems[problem.reason] = shrink(check, chat, messages, problem)
+            result.num_passed += not problem
+            if problem and check is _renders:
+                break  # without a text there is nothing else to check
+    return list(results.values())
 
 
-Check = Callable[[Chat, Told], Break | None]
-
-
-def _run(check: Check, chat: Chat, told: Told) -> Break | None:
+def _run(check: Check, chat: Chat, messages: Messages) -> Problem | None:
     try:
-        return check(chat, told)
-    except _WRONG as error:
-        return (
-            _refusal(told, error)
-            if check is _written
-            else Break(f"this much fails: {str(error)[:_SHOWN]}")
-        )
+        return check(chat, messages)
+    except _TEMPLATE_ERRORS as error:
+        if check is _renders:
+            return _refusal(messages, error)
+        return Problem(f"the check fails with: {str(error)[:_EXCERPT]}")
 
 
-def shrink(check: Check, chat: Chat, told: Told, found: Break) -> tuple[Break, Told]:
-    """The smallest conversation that breaks in the same way, as far as leaving something out leads there."""
-    for less in _smaller(told):
-        if (again := _run(check, chat, less)) and again.says == found.says:
-            return shrink(check, chat, less, again)
-    return found, told
+def shrink(
+    check: Check, chat: Chat, messages: Messages, problem: Problem
+) -> tuple[Problem, Messages]:
+    """Return a smallest conversation with the same problem that leaving things out leads to."""
+    for smaller in _smaller(messages):
+        again = _run(check, chat, smaller)
+        if again and again.reason == problem.reason:
+            return shrink(check, chat, smaller, again)
+    return problem, messages
 
 
-def _smaller(told: Told) -> Iterator[Told]:
-    for many in (2, 1):
-        for at in range(len(told) - many + 1):
-            if _sound(less := told[:at] + told[at + many :]):
-                yield less
-    for at, message in enumerate(told):
-        text, half = message.content, len(message.content) // 2
-        changes: list[dict[str, Any]] = [
-            {"content": less} for less in ("", "x", text[:half], text[half:], text[1:])
-        ]
-        changes += [{"content": text[:-1]}, {"thoughts": ""}]
-        changes += [{"tool_calls": ()}, {"tool_calls": message.tool_calls[:1]}]
+def _smaller(messages: Messages) -> Iterator[Messages]:
+    for count in (2, 1):
+        for start in range(len(messages) - count + 1):
+            rest = messages[:start] + messages[start + count :]
+            if _is_valid(rest):
+                yield rest
+    for index, message in enumerate(messages):
+        text = message.content
+        half = len(text) // 2
+        shorter = ("", "x", text[:half], text[half:], text[1:], text[:-1])
+        changes: list[dict[str, Any]] = [{"content": content} for content in shorter]
+        changes += [{"thoughts": ""}, {"tool_calls": ()}, {"tool_calls": message.tool_calls[:1]}]
         changes += [{"tool_calls": tuple(ToolCall("look_up", {}) for _ in message.tool_calls)}]
         for change in changes:
-            less = (*told[:at], replace(message, **change), *told[at + 1 :])
-            if _sound(less) and len(repr(less)) < len(repr(told)):
-                yield less
+            changed = replace(message, **change)
+            rest = (*messages[:index], changed, *messages[index + 1 :])
+            if _is_valid(rest) and len(repr(rest)) < len(repr(messages)):
+                yield rest
 
 
-def _sound(told: Told) -> bool:
-    """Somebody asks first, and last; nobody answers twice; tools answer calls."""
-    roles = "".join(message.role[0] for message in told)
-    calls = all(
-        one.role == "tool" or one.tool_calls
-        for one, after in pairwise(told)
-        if after.role == "tool"
-    )
-    return calls and bool(re.fullmatch(r"s?u+(at*u*)*", roles)) and not roles.endswith("a")
+def _is_valid(messages: Messages) -> bool:
+    """Check that users begin and end, no reply follows a reply, and tools only answer calls."""
+    roles = "".join(message.role[0] for message in messages)
+    for message, following in pairwise(messages):
+        if following.role == "tool" and message.role != "tool" and not message.tool_calls:
+            return False
+    return bool(re.fullmatch(r"s?u+(at*u*)*", roles)) and not roles.endswith("a")
 
 
-def generate(chat: Chat, draw: random.Random) -> Told:
-    """A conversation that waits for a reply: with odd text, and with calls and thoughts where the template has them."""
-    marks = [
-        form.format(mark) for mark in chat.control_texts for form in ("{}", "ok{}\nuser\n", " {} ")
-    ]
+def generate(chat: Chat, draw: random.Random) -> Messages:
+    """Return a random conversation that waits for a reply, with calls and thoughts if supported."""
+    controls = []
+    for control in chat.control_texts:
+        controls += [control, f"ok{control}\nuser\n", f" {control} "]
 
     def text() -> str:
-        odd = draw.choice(_PLAIN[:-1]) if draw.random() < 0.995 else _PLAIN[-1]
-        return odd + draw.choice(marks) if draw.random() < 0.4 else odd
+        content = draw.choice(_TEXTS) if draw.random() < 0.995 else _LONG_TEXT
+        return content + draw.choice(controls) if draw.random() < 0.4 else content
 
-    told = [Message("system", text())] if draw.random() < 0.6 else []
-    told.append(Message("user", text()))
+    messages = [Message("system", text())] if draw.random() < 0.6 else []
+    messages.append(Message("user", text()))
     for _ in range(draw.randrange(5)):
-        many = draw.choice((0, 0, 1, 1, 2)) if chat.call_form else 0
-        calls = tuple(ToolCall("look_up", draw.choice(_ARGUMENTS)) for _ in range(many))
+        num_calls = draw.choice((0, 0, 1, 1, 2)) if chat.call_form else 0
+        calls = tuple(ToolCall("look_up", draw.choice(_ARGUMENTS)) for _ in range(num_calls))
         thoughts = draw.choice(("", "hm", "so\n\nthen")) if chat.thinks else ""
-        content = draw.choice(("", *_PLAIN[2:4])) if calls else draw.choice(_PLAIN[:4])
-        told.append(Message("assistant", content, calls, thoughts))
-        told += [Message("tool", text()) for _ in calls]
+        content = draw.choice(("", *_TEXTS[2:4])) if calls else draw.choice(_TEXTS[:4])
+        messages.append(Message("assistant", content, calls, thoughts))
+        messages += [Message("tool", text()) for _ in calls]
         if not calls or draw.random() < 0.2:
-            told.append(Message("user", text()))
-    return tuple(told)
+            messages.append(Message("user", text()))
+    return tuple(messages)
 
 
-def _written(chat: Chat, told: Told) -> Break | None:
-    chat.render(told)
+def _renders(chat: Chat, messages: Messages) -> Problem | None:
+    chat.render(messages)
     return None
 
 
-def _refusal(told: Told, error: Exception) -> Break:
-    """Of a plain conversation nothing else is left; the rest only matters where it was not sampled."""
+def _refusal(messages: Messages, error: Exception) -> Problem:
+    """An error of the template is harmless if it only concerns some kinds of messages."""
     plain = all(
-        message.role in ("user", "assistant") and not message.tool_calls for message in told
+        message.role in ("user", "assistant") and not message.tool_calls for message in messages
     )
-    means = (
-        ""
-        if plain
-        else ": where such messages have to be written as text, they are refused in these words"
-    )
-    return Break(f"the template says {str(error)[:_SHOWN]!r}{means}", harmless=not plain)
+    reason = f"the template raises {str(error)[:_EXCERPT]!r}"
+    if not plain:
+        reason += ": calls with such messages are refused with these words"
+    return Problem(reason, harmless=not plain)
 
 
-def _asks(chat: Chat, told: Told) -> Break | None:
-    silent, asking = chat.render(told, add_generation_prompt=False), chat.render(told)
-    if asking == silent:
-        return Break(
-            "nothing asks for a reply: the policy would have to open its own turn", silent[-_SHOWN:]
+def _prompts(chat: Chat, messages: Messages) -> Problem | None:
+    before = chat.render(messages, add_generation_prompt=False)
+    prompt = chat.render(messages)
+    if prompt == before:
+        return Problem(
+            "add_generation_prompt has no effect: the policy would have to open its own turn",
+            before[-_EXCERPT:],
         )
-    if not asking.startswith(silent):
-        return Break("asking for a reply changes what stands before it", _parting(silent, asking))
+    if not prompt.startswith(before):
+        return Problem(
+            "add_generation_prompt changes the text before it", _divergence(before, prompt)
+        )
     return None
 
 
-def _stays(chat: Chat, told: Told) -> Break | None:
-    if not (at := _last_reply(told)):
+def _keeps_earlier(chat: Chat, messages: Messages) -> Problem | None:
+    end = _end_of_last_reply(messages)
+    if not end:
         return None
-    before, whole = (
-        chat.render(told[:at], add_generation_prompt=False, marked=True),
-        chat.render(told, marked=True),
-    )
+    before = chat.render(messages[:end], add_generation_prompt=False, marked=True)
+    whole = chat.render(messages, marked=True)
     if whole.startswith(before):
         return None
+    excerpt = _divergence(before, whole)
     if "</think>" in before and _THOUGHTS.sub("", whole).startswith(_THOUGHTS.sub("", before)):
-        return Break(
-            "thoughts of earlier turns are left out when a history is written: a conversation that goes on keeps them "
-            "as they were sampled, and one that begins anew has none",
-            _parting(before, whole),
+        return Problem(
+            "thoughts of earlier turns are left out of a rendered history: a conversation that "
+            "continues keeps them as sampled, a new one has none",
+            excerpt,
             harmless=True,
         )
-    return Break(
-        "a reply is written otherwise once something follows it: the policy is trained on a history that the template "
-        "would not write",
-        _parting(before, whole),
+    return Problem(
+        "a reply is rendered differently once a message follows it: the policy would be trained "
+        "on a history that the template does not write",
+        excerpt,
     )
 
 
-def _goes_on(chat: Chat, told: Told) -> Break | None:
-    at, whole = _last_reply(told), chat.encode_prompt(told)
-    given = (chat.stop_tokens[0], *chat.encode_continuation(told[at:], ended=True)) if at else ()
-    if (came := whole[len(whole) - len(given) :]) == given:
+def _appends(chat: Chat, messages: Messages) -> Problem | None:
+    end = _end_of_last_reply(messages)
+    if not end:
         return None
-    return Break(
-        "what comes after a reply depends on what stood before it: what is given when a conversation goes on is not "
-        "what the template would write",
-        _parting(chat.text(came, whole=True), chat.text(given, whole=True)),
+    whole = chat.encode_prompt(messages)
+    appended = (chat.stop_tokens[0], *chat.encode_continuation(messages[end:], ended=True))
+    rendered = whole[len(whole) - len(appended) :]
+    if rendered == appended:
+        return None
+    return Problem(
+        "the text after a reply depends on the messages before it: the tokens that continue a "
+        "conversation are not those of the template",
+        _divergence(chat.text(rendered, whole=True), chat.text(appended, whole=True)),
     )
 
 
-def _last_reply(told: Told) -> int:
-    """How many messages there are up to it, with it."""
-    return max(
-        (at + 1 for at, message in enumerate(told) if message.role == "assistant"), default=0
-    )
+def _end_of_last_reply(messages: Messages) -> int:
+    replies = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    return max(replies) + 1 if replies else 0
 
 
-def _is_known(chat: Chat, told: Told) -> Break | None:
-    conversation, history, at = Conversation(chat), list[Any](), 0
-    while at < len(told):
-        asked = list(takewhile(lambda message: message.role != "assistant", told[at:]))
-        history += [{"role": message.role, "content": message.content} for message in asked]
-        at += len(asked)
+def _recognizes(chat: Chat, messages: Messages) -> Problem | None:
+    conversation = Conversation(chat)
+    history: list[Any] = []
+    at = 0
+    while at < len(messages):
+        prompt = list(takewhile(lambda message: message.role != "assistant", messages[at:]))
+        history += [{"role": message.role, "content": message.content} for message in prompt]
+        at += len(prompt)
         body = {"messages": history, "tools": list(TOOLS)}
-        found = conversation.ask(wire.read_chat(body, temperature=1.0).call)
-        if found.fork:
-            return Break(
-                f"an answer that is sent back as it was handed out begins a branch: {found.fork.reason}"
+        place = conversation.ask(wire.read_chat(body, temperature=1.0).call)
+        if place.fork:
+            return Problem(
+                f"an answer that is sent back unchanged begins a branch: {place.fork.reason}"
             )
-        found.branch.pieces.extend(found.context)
-        if at < len(told):
-            tokens = _spoken(chat, told[at])
-            found.branch.pieces.append(Sampled(tokens, (0.0,) * len(tokens), 0))
-            said = parse_reply(chat, chat.text(tokens), tools=True)
-            conversation.add_answer(found.branch, (said,), ended=True)
-            history.append(wire.message(said, "call_{}".format))
+        place.branch.pieces.extend(place.context)
+        if at < len(messages):
+            tokens = _reply_tokens(chat, messages[at])
+            place.branch.pieces.append(Sampled(tokens, (0.0,) * len(tokens), 0))
+            answer = parse_reply(chat, chat.text(tokens), tools=True)
+            conversation.add_answer(place.branch, (answer,), ended=True)
+            history.append(wire.message(answer, "call_{}".format))
         at += 1
     return None
 
 
-def _spoken(chat: Chat, reply: Message) -> tuple[int, ...]:
-    """A reply's tokens as the template writes them, with its end. Raises `ValueError` where it cannot be found."""
-    head, whole = (
-        chat.encode_prompt([_ASKED]),
-        chat.encode_prompt([_ASKED, reply], add_generation_prompt=False),
-    )
-    if whole[: len(head)] != head:
-        raise ValueError("a reply does not begin as it is asked for")
-    return whole[len(head) : whole.index(chat.stop_tokens[0], len(head)) + 1]
+def _reply_tokens(chat: Chat, reply: Message) -> tuple[int, ...]:
+    """Return the tokens that the template writes for a reply, with its end token."""
+    prompt = chat.encode_prompt([_QUESTION])
+    whole = chat.encode_prompt([_QUESTION, reply], add_generation_prompt=False)
+    if whole[: len(prompt)] != prompt:
+        raise ValueError("a rendered reply does not begin with the generation prompt")
+    return whole[len(prompt) : whole.index(chat.stop_tokens[0], len(prompt)) + 1]
 
 
-def _is_text(chat: Chat, told: Told) -> Break | None:
-    def harmless(message: Message) -> Message:
-        return replace(message, content="x" if message.content.strip() else message.content)
+def _keeps_text(chat: Chat, messages: Messages) -> Problem | None:
+    def control_tokens(messages: list[Message]) -> list[int]:
+        return [token for token in chat.encode_prompt(messages) if token in chat.control_tokens]
 
-    mine = [token for token in chat.encode_prompt(told) if token in chat.control_tokens]
-    plain = [
-        token
-        for token in chat.encode_prompt([harmless(message) for message in told])
-        if token in chat.control_tokens
+    harmless = [
+        replace(message, content="x" if message.content.strip() else message.content)
+        for message in messages
     ]
-    if mine == plain:
+    found = control_tokens(list(messages))
+    expected = control_tokens(harmless)
+    if found == expected:
         return None
-    more = [token for token in mine if mine.count(token) != plain.count(token)] or mine
-    return Break(
-        "what a message says becomes control tokens: whoever is quoted in it can end a turn, or speak in another role",
-        f"{chat.control_tokens[more[0]]!r} stands there as a control token",
+    extra = [token for token in found if found.count(token) != expected.count(token)] or found
+    return Problem(
+        "message content becomes control tokens: a quoted text could end a turn or speak in "
+        "another role",
+        f"{chat.control_tokens[extra[0]]!r} is a control token there",
     )
 
 
-def _is_heard(chat: Chat, told: Told) -> Break | None:
-    for reply in (message for message in told if message.role == "assistant"):
-        want = replace(reply, content=reply.content.strip())
-        heard = chat.parse(tokens := _spoken(chat, reply))
-        if heard == want:
+def _parses(chat: Chat, messages: Messages) -> Problem | None:
+    for reply in (message for message in messages if message.role == "assistant"):
+        expected = replace(reply, content=reply.content.strip())
+        tokens = _reply_tokens(chat, reply)
+        parsed = chat.parse(tokens)
+        if parsed == expected:
             continue
-        less = {
-            "words beside a call": replace(want, content="" if want.tool_calls else want.content),
-            "thoughts": replace(want, thoughts=""),
-            "calls": replace(want, tool_calls=()),
-        }
         text = chat.text(tokens, whole=True)
-        for what, rest in less.items():
-            if heard == rest:
-                return Break(f"{what} are left out when a history is written", text, harmless=True)
-        return Break(
-            "a reply is not read back as what it was: agents would not get what the policy says",
-            text,
-        )
+        content = "" if expected.tool_calls else expected.content
+        partial = {
+            "words beside a call": replace(expected, content=content),
+            "thoughts": replace(expected, thoughts=""),
+            "calls": replace(expected, tool_calls=()),
+        }
+        for name, rest in partial.items():
+            if parsed == rest:
+                return Problem(f"{name} are left out of a rendered history", text, harmless=True)
+        return Problem("a reply is not parsed as it was written: agents would get another", text)
     return None
 
 
 CHECKS: dict[str, Check] = {
-    "a history can be written": _written,
-    "a reply is asked for": _asks,
-    "what was said stays": _stays,
-    "what is new stands behind it": _goes_on,
-    "what was answered is known again": _is_known,
-    "what is said is text": _is_text,
-    "a reply is read back": _is_heard,
+    "renders a history": _renders,
+    "prompts for a reply": _prompts,
+    "keeps earlier messages": _keeps_earlier,
+    "appends new messages": _appends,
+    "recognizes sent-back answers": _recognizes,
+    "keeps text apart from control tokens": _keeps_text,
+    "parses replies": _parses,
 }
 
 
 def _facts(chat: Chat) -> Iterator[tuple[str, str]]:
-    """How the template does what templates do in different ways."""
-    yield (
-        "a reply ends with",
-        " or ".join(chat.text([token], whole=True) for token in chat.stop_tokens),
-    )
+    """Yield properties in which templates differ."""
+    ends = [chat.text([token], whole=True) for token in chat.stop_tokens]
+    yield "end of a reply", " or ".join(ends)
     yield "calls", str(chat.call_form)
-    yield "thoughts", "end in </think>" if chat.thinks else "are not known"
+    yield "thoughts", "end in </think>" if chat.thinks else "not supported"
     if chat.dated:
-        yield (
-            "today",
-            f"is asked for, and is always {DAY:%d %b %Y}: prompts are the same after midnight",
-        )
-    system = [Message("system", "x"), _ASKED]
+        yield "date", f"always {DAY:%d %b %Y}, so that prompts do not change at midnight"
+    system = [Message("system", "x"), _QUESTION]
     if chat.render(system) == chat.with_tools(TOOLS).render(system):
-        yield "tools", "are not written: the policy only hears of them if the prompt tells it"
+        yield "tools", "not rendered: the prompt has to describe them"
 
 
-def _parting(one: str, other: str) -> str:
-    """The text where two begin to differ."""
-    at = next(
-        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
-        min(len(one), len(other)),
-    )
-    before = one[max(0, at - _SHOWN // 2) : at]
-    return (
-        f"after {before!r}: {one[at : at + _SHOWN // 2]!r}, then {other[at : at + _SHOWN // 2]!r}"
-    )
+def _divergence(one: str, other: str) -> str:
+    """Return the text at which two strings begin to differ."""
+    at = min(len(one), len(other))
+    for index, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            at = index
+            break
+    half = _EXCERPT // 2
+    before = one[max(0, at - half) : at]
+    return f"after {before!r}: {one[at : at + half]!r}, then {other[at : at + half]!r}"
 
 
-def _short(message: Message) -> str:
-    thoughts = f" (thinks {message.thoughts[:_SHOWN]!r})" if message.thoughts else ""
+def _summary(message: Message) -> str:
+    thoughts = f" (thinks {message.thoughts[:_EXCERPT]!r})" if message.thoughts else ""
     calls = "".join(
         f" {call.name}({json.dumps(dict(call.arguments))})" for call in message.tool_calls
     )
-    return f"{message.role}:{thoughts} {message.content[:_SHOWN]!r}{calls}"
+    return f"{message.role}:{thoughts} {message.content[:_EXCERPT]!r}{calls}"

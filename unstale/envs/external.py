@@ -1,4 +1,4 @@
-"""Bring your own agent: a function that talks to an OpenAI-compatible endpoint, and says what its episode was worth."""
+"""Tasks of an external agent: a function that uses an OpenAI-compatible endpoint and returns a reward."""
 
 import asyncio
 import inspect
@@ -13,23 +13,23 @@ from typing import Any
 from unstale.envs import EnvError, ListedTasks, Turn
 from unstale.records import Task
 
-Verdict = float | Mapping[str, float]
+Rewards = float | Mapping[str, float]
 """A reward, or several by name."""
-Agent = Callable[[str, Any, int, str], Awaitable[Verdict] | Verdict]
-"""`(base_url, task, seed, api_key)` -> what it was worth. A plain function gets a thread of its own."""
+Agent = Callable[[str, Any, int, str], Awaitable[Rewards] | Rewards]
+"""`(base_url, task, seed, api_key)` -> rewards. A plain function runs in a thread of its own."""
 
 
 class ExternalAgent(ListedTasks):
-    """A task set whose episodes `agent` runs by itself. `tasks` and `held_out` are whatever it is to get as `task`.
+    """A task set whose episodes are runs of `agent`, which gets an item of `tasks` or `held_out`.
 
-    `timeout_s` is for a whole episode; what the agent may take between two calls is `rollout.timeout_s`. At most
-    `concurrency` agents run at the same time. What is random in an agent is to come from its `seed`.
+    `timeout_s` limits a whole episode; `rollout.timeout_s` limits the time between two calls. At most
+    `concurrency` agents run at once. All randomness of an agent has to come from its `seed`.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
-    """Each call brings its own."""
+    """Empty: each call has its own tools."""
 
-    def __init__(  # noqa: PLR0913 - what it is, and the limits that it keeps
+    def __init__(  # noqa: PLR0913 - the agent, its tasks and its limits
         self,
         agent: Agent,
         tasks: Sequence[Any],
@@ -40,57 +40,61 @@ class ExternalAgent(ListedTasks):
         concurrency: int = 64,
     ) -> None:
         if not tasks:
-            raise ValueError("an agent needs at least one task")
+            raise ValueError("tasks is empty: an agent needs at least one task")
         if concurrency < 1:
             raise ValueError(f"concurrency must be >= 1, got {concurrency}")
         self.name = name
-        self._agent = agent
         self.data = {"train": tasks, "held_out": held_out}
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        self._agent = agent
         self._slots = asyncio.Semaphore(concurrency)
 
     def env(self, task: Task, seed: int) -> "ExternalEnv":
-        return ExternalEnv(self._agent, (self.data_of(task), seed), self._slots, self._timeout_s)
+        return ExternalEnv(self._agent, self.data_of(task), seed, self._slots, self.timeout_s)
 
 
 class ExternalEnv:
-    """One run of the agent. It asks by itself, so there is nothing to answer to."""
+    """One run of an agent, which makes its own calls."""
 
     def __init__(
-        self, agent: Agent, given: tuple[Any, int], slot: asyncio.Semaphore, timeout_s: float
+        self, agent: Agent, task: Any, seed: int, slot: asyncio.Semaphore, timeout_s: float
     ) -> None:
-        self._agent, self._given = agent, given
+        self.task = task
+        self.seed = seed
         self.slot = slot
-        """Held while it runs."""
+        """Held while the agent runs."""
         self.timeout_s = timeout_s
+        self._agent = agent
 
     async def drive(self, base_url: str, api_key: str) -> Turn:
         """Run the agent to its end."""
-        if inspect.iscoroutinefunction(self._agent) or inspect.iscoroutinefunction(
-            type(self._agent).__call__
-        ):
-            found = self._agent(base_url, *self._given, api_key)
+        call = type(self._agent).__call__
+        if inspect.iscoroutinefunction(self._agent) or inspect.iscoroutinefunction(call):
+            result = self._agent(base_url, self.task, self.seed, api_key)
         else:
-            found = await _in_thread(self._agent, base_url, *self._given, api_key)
-        return Turn(
-            (), done=True, rewards=_named(await found if inspect.isawaitable(found) else found)
-        )
+            result = await _in_thread(self._agent, base_url, self.task, self.seed, api_key)
+        if inspect.isawaitable(result):
+            result = await result
+        return Turn((), done=True, rewards=_named(result))
 
 
-async def _in_thread(agent: Agent, *given: Any) -> Any:
-    """A thread cannot be stopped: one that nobody waits for any more is refused every further call."""
-    told = _Told()
+async def _in_thread(agent: Agent, *arguments: Any) -> Any:
+    """Run a plain function in a new thread.
+
+    A thread cannot be stopped. After a time-out it runs on, but the endpoint refuses its calls.
+    """
+    outcome = _ThreadOutcome()
 
     def work() -> None:
-        with told:
-            told.result = agent(*given)
+        with outcome:
+            outcome.result = agent(*arguments)
 
     threading.Thread(target=work, name="agent", daemon=True).start()
-    return await told.future
+    return await outcome.future
 
 
-class _Told:
-    """Takes what a block in another thread leaves or raises to the loop that waits for it."""
+class _ThreadOutcome:
+    """A context that passes the result or error of a thread to an event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -100,27 +104,26 @@ class _Told:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> bool:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
-            self._loop.call_soon_threadsafe(self._tell, error)
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._resolve, error)
         return True
 
-    def _tell(self, error: BaseException | None) -> None:
+    def _resolve(self, error: BaseException | None) -> None:
         if self.future.done():
             return
         if error is None:
             self.future.set_result(self.result)
+        elif isinstance(error, Exception):
+            self.future.set_exception(error)
         else:
-            self.future.set_exception(
-                error if isinstance(error, Exception) else EnvError(f"it raised {error!r}")
-            )
+            self.future.set_exception(EnvError(f"the agent raised {error!r}"))
 
 
-def _named(found: Any) -> Mapping[str, float]:
-    """Rewards by name."""
-    named = found if isinstance(found, Mapping) else {"reward": found}
-    for name, value in named.items():
+def _named(result: Any) -> Mapping[str, float]:
+    rewards = result if isinstance(result, Mapping) else {"reward": result}
+    for name, value in rewards.items():
         if not isinstance(value, Real) or not math.isfinite(value):
             raise EnvError(
                 f"an agent returns a number, or numbers by name; got {value!r} as {name}"
             )
-    return MappingProxyType({str(name): float(value) for name, value in named.items()})
+    return MappingProxyType({str(name): float(value) for name, value in rewards.items()})

@@ -1,1 +1,1 @@
-"""Episodes: engine and environment make trajectories, a queue bounds their staleness."""
+"""Episodes: an engine and an environment produce trajectories, a queue bounds their staleness."""

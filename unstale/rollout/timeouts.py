@@ -1,4 +1,4 @@
-"""How long somebody is waited for, and which error is told."""
+"""Time-outs and cancellation of asyncio tasks."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -6,48 +6,47 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
-INSIST_S = 1.0
-"""Between two cancellations of what is past its time-out."""
+CANCEL_INTERVAL_S = 1.0
+"""Time between two cancellations of a task that ignored the first."""
 
 
 class PersistentTimeout:
-    """`asyncio.timeout` that cancels the task again and again from then on: something in it may swallow that.
+    """A time-out that cancels the task again and again: code in the task may swallow a cancellation.
 
-    One timer, and no cycle of references: what it leaves behind goes away without the garbage collector.
+    It uses one timer and leaves no reference cycle, so it needs no garbage collector.
     """
 
-    __slots__ = ("_cancelled", "_loop", "_timer", "task")
+    __slots__ = ("_loop", "_num_cancelled", "_timer", "task")
 
     def __init__(self, timeout_s: float) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self.task, self._loop, self._cancelled = task, asyncio.get_running_loop(), 0
+        self.task = task
+        self._loop = asyncio.get_running_loop()
+        self._num_cancelled = 0
         self._timer = self._loop.call_later(timeout_s, self._cancel)
 
     def _cancel(self) -> None:
         self.task.cancel()
-        self._cancelled += 1
-        self._timer = self._loop.call_later(INSIST_S, self._cancel)
+        self._num_cancelled += 1
+        self._timer = self._loop.call_later(CANCEL_INTERVAL_S, self._cancel)
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        """TimeoutError for its own cancellation, unless the task was cancelled by somebody else too."""
+        """Raise TimeoutError for its own cancellation, unless the task was cancelled otherwise too."""
         self._timer.cancel()
-        for _ in range(self._cancelled):
+        for _ in range(self._num_cancelled):
             self.task.uncancel()
-        if (
-            self._cancelled
-            and isinstance(error, asyncio.CancelledError)
-            and not self.task.cancelling()
-        ):
+        cancelled = isinstance(error, asyncio.CancelledError)
+        if self._num_cancelled and cancelled and not self.task.cancelling():
             raise TimeoutError from error
 
 
 class reraise_after:
-    """`async with After(work)`: an error from inside is told when `work` is done, and that of `work` before it.
+    """A context that delays an error from inside until `work` is done; an error of `work` goes first.
 
-    A cancellation is told at once.
+    A cancellation is raised at once.
     """
 
     __slots__ = ("_work",)
@@ -63,7 +62,7 @@ class reraise_after:
 
 
 async def run_to_completion(work: Coroutine[Any, Any, _T]) -> _T:
-    """Do it; a cancellation is told when it is done. Only a second one leaves it half done."""
+    """Run `work` to its end before a cancellation takes effect. Only a second one interrupts it."""
     task = asyncio.create_task(work)
     try:
         return await asyncio.shield(task)
@@ -73,7 +72,7 @@ async def run_to_completion(work: Coroutine[Any, Any, _T]) -> _T:
 
 
 def first_error(group: BaseException) -> BaseException:
-    """The error that began it: groups nest as tasks do, and the first to fail comes first."""
+    """Return the first error of nested exception groups: the task that failed first."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

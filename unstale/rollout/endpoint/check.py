@@ -1,4 +1,4 @@
-"""Whether an agent can be trained, killed and resumed."""
+"""A check that an agent can be trained, killed and resumed."""
 
 import asyncio
 import threading
@@ -16,7 +16,8 @@ from unstale.rollout.endpoint.agents import AgentRollout
 from unstale.rollout.endpoint.server import RecordingEndpoint
 from unstale.rollout.generator import Generator
 
-_BEGIN = "<|im_start|>assistant\n"
+_REPLY_START = "<|im_start|>assistant\n"
+_UNLIMITED = 1 << 30
 
 
 def check_agent(
@@ -27,70 +28,77 @@ def check_agent(
     seed: int = 0,
     timeout_s: float = 30.0,
 ) -> None:
-    """Runs it twice on `task`, and once refused after its first call. AssertionError says what breaks, and why.
+    """Run the agent twice on `task`, and once with only one allowed call. Raises AssertionError.
 
-    The n-th reply of a conversation is `replies[n]`, and the last one from there on. A reply calls a tool as
+    The n-th reply of a conversation is `replies[n]`; the last one is repeated. A reply calls a tool as
     `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
     """
     asyncio.run(_check(ExternalAgent(agent, [task], timeout_s=timeout_s), replies, seed))
 
 
 async def _check(tasks: ExternalAgent, replies: Sequence[str], seed: int) -> None:
-    chat = Chat(load_tokenizer(SHIPPED_POLICY), ())
-    begin = chat.encode(_BEGIN)
-
-    def say(tokens: Sequence[int], params: SamplingParams) -> Sequence[int]:
-        ends = [
-            at
-            for at in range(len(tokens) + 1)
-            if tuple(tokens[max(0, at - len(begin)) : at]) == begin
-        ]
-        reply = [*chat.encode(replies[min(len(ends), len(replies)) - 1]), chat.stop_tokens[0]]
-        return reply[len(tokens) - ends[-1] :]
-
-    engine, endpoint = ScriptedEngine(say), RecordingEndpoint()
-    generator = Generator(
-        engine, chat, EngineConfig(max_context=1 << 16, max_completion_tokens=1 << 12)
-    )
-    await engine.start()
-    await engine.load({}, 0)
-    await engine.resume()
+    endpoint = RecordingEndpoint()
+    generator = await _scripted_generator(replies)
 
     async def play(max_turns: int) -> Trajectory:
-        config = RolloutConfig(retries=0, timeout_s=tasks._timeout_s, max_turns=max_turns)
+        config = RolloutConfig(retries=0, timeout_s=tasks.timeout_s, max_turns=max_turns)
         rollout = AgentRollout(generator, tasks, config, endpoint=endpoint)
-        before = asyncio.get_running_loop().time()
-        outcome = await rollout.episode(
-            Task("external", "train", 0), env_seed=seed, noise_seed=seed
+        began = asyncio.get_running_loop().time()
+        task = Task("external", "train", 0)
+        outcome = await rollout.episode(task, env_seed=seed, noise_seed=seed)
+        assert isinstance(outcome, Trajectory), (
+            f"the agent failed in {outcome.stage}: {outcome.error}"
         )
-        assert isinstance(outcome, Trajectory), f"it failed in {outcome.stage}: {outcome.error}"
-        took = asyncio.get_running_loop().time() - before
-        assert took < tasks._timeout_s, (
-            "it goes on after a refused call: raise, or return what it was worth"
+        assert asyncio.get_running_loop().time() - began < tasks.timeout_s, (
+            "the agent continues after a refused call: it should raise, or return its reward"
         )
         return outcome
 
     async with endpoint:
-        first = await play(1 << 30)
-        held = await _held(endpoint)
-        again = await play(1 << 30)
-        for name, now in (await _held(endpoint)).items():
-            assert now <= held[name], (
-                f"it leaves {name} behind: {held[name]} after an episode, {now} after two"
+        first = await play(_UNLIMITED)
+        held = await _count_held(endpoint)
+        second = await play(_UNLIMITED)
+        for name, count in (await _count_held(endpoint)).items():
+            assert count <= held[name], (
+                f"the agent leaves {name} behind: {held[name]} after one episode, {count} after two"
             )
-        said = [[one.tokens for one in (each, *each.branches)] for each in (first, again)]
-        assert said[0] == said[1], (
-            "its calls come out otherwise the second time: what is random in it has to come from `seed`, and what it "
-            "asks at the same time it has to ask in the same order; else a killed episode cannot be gone on with"
+        tokens = [
+            [trajectory.tokens for trajectory in (run, *run.branches)] for run in (first, second)
+        ]
+        assert tokens[0] == tokens[1], (
+            "the agent's calls differ in a second run. Its randomness has to come from `seed`, and "
+            "concurrent calls need a fixed order: else an episode cannot be resumed after a crash"
         )
-        assert first.rewards == again.rewards, (
-            f"it was worth {first.rewards}, and {again.rewards} the second time"
+        assert first.rewards == second.rewards, (
+            f"the agent's reward differs in a second run: {first.rewards}, then {second.rewards}"
         )
         await play(1)
 
 
-async def _held(endpoint: RecordingEndpoint) -> dict[str, int]:
-    """What an agent may have left, a moment after its end."""
+async def _scripted_generator(replies: Sequence[str]) -> Generator:
+    """Return a generator that gives the n-th reply of a conversation as its n-th answer."""
+    chat = Chat(load_tokenizer(SHIPPED_POLICY), ())
+    reply_start = chat.encode(_REPLY_START)
+
+    def say(tokens: Sequence[int], params: SamplingParams) -> Sequence[int]:
+        starts = [
+            end
+            for end in range(len(tokens) + 1)
+            if tuple(tokens[max(0, end - len(reply_start)) : end]) == reply_start
+        ]
+        text = replies[min(len(starts), len(replies)) - 1]
+        reply = [*chat.encode(text), chat.stop_tokens[0]]
+        return reply[len(tokens) - starts[-1] :]
+
+    engine = ScriptedEngine(say)
+    await engine.start()
+    await engine.load({}, 0)
+    await engine.resume()
+    return Generator(engine, chat, EngineConfig(max_context=1 << 16, max_completion_tokens=1 << 12))
+
+
+async def _count_held(endpoint: RecordingEndpoint) -> dict[str, int]:
+    """Count threads, tasks and connections shortly after an episode, to detect leaks."""
     await asyncio.sleep(0.2)
     threads = [thread for thread in threading.enumerate() if not thread.name.startswith("asyncio_")]
     return {

@@ -21,7 +21,8 @@ from unstale.rollout.endpoint.conversation import (
     Unanswerable,
     parse_reply,
 )
-from unstale.rollout.endpoint.wire import Choice, CompletionRequest, Refused
+from unstale.rollout.endpoint.schemas import Refused
+from unstale.rollout.endpoint.wire import Choice, CompletionRequest
 from unstale.rollout.episode import Rollout
 from unstale.rollout.transcript import NotReplayed, Transcript
 
@@ -65,6 +66,10 @@ class AgentSession:
     @property
     def chat(self) -> Chat:
         return self.rollout.generator.chat
+
+    @property
+    def temperature(self) -> float:
+        return self.rollout.generator.config.temperature
 
     @property
     def transcripts(self) -> list[Transcript]:
