@@ -25,7 +25,7 @@ from unstale.old_logps import OldLogps
 from unstale.records import Batch, Group, GroupRequest, ScoredTrajectory, Task, collate
 from unstale.rollout import evaluation
 from unstale.rollout.episode import Rollout, require_finished
-from unstale.rollout.metrics import describe
+from unstale.rollout.metrics import describe, describe_advantages
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue, measure_staleness
 from unstale.rollout.timeouts import reraise_after, run_to_completion
 from unstale.trainer.auditor import Auditor
@@ -154,7 +154,8 @@ async def advance(
     with parts.log.span("wait", f"for the groups of step {step}"):
         groups = require_finished(await take(parts))
     waits = {"schedule/wait_for_batch_s": time.monotonic() - began, **parts.line.metrics()}
-    batch = collate(parts.advantage(groups))
+    scored = parts.advantage(groups)
+    batch = collate(scored)
     ages = measure_staleness(
         batch, groups, lag=parts.policy.lag(batch.version), bound=parts.line.bound
     )
@@ -166,7 +167,8 @@ async def advance(
     parts.ledger.told.clear()
     spent = {**rates(parts.engine.metrics()), **parts.rollout.wait_times.read("rollout")}
     spent["trainer/processor_s"] = time.process_time()
-    return {**waits, "version": trained_on, **describe(groups), **ages, **learnt, **spent}
+    rollouts = {**describe(groups), **describe_advantages(groups, scored)}
+    return {**waits, "version": trained_on, **rollouts, **ages, **learnt, **spent}
 
 
 async def settle(

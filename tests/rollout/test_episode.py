@@ -29,7 +29,6 @@ from unstale.records import (
 from unstale.rollout.episode import Rollout, TooManyFailures
 from unstale.rollout.evaluation import evaluate
 from unstale.rollout.generator import Generator
-from unstale.rollout.metrics import describe
 from unstale.rollout.seeds import derive_seed
 
 END = ord(".")
@@ -322,30 +321,6 @@ def test_siblings_share_the_environments_seed_and_not_the_noise() -> None:
     group = asyncio.run(main())
     assert len(group.trajectories) == 4 and len(seeds) == 4 and len(set(tasks.seeds)) == 1
     assert len({trajectory.episode for trajectory in group.trajectories}) == 4
-
-
-def test_what_groups_were_like() -> None:
-    good = Trajectory(
-        (ContextPiece((1, 2)), Sampled((3,), (-0.1,), 0)),
-        {"r": 1.0},
-        "done",
-        TASK,
-        0,
-        facts={"calls": 2.0},
-    )
-    bad = Trajectory(
-        (ContextPiece((1,)), Sampled((3, 4), (-0.1, -0.1), 0)), {"r": 0.0}, "max_turns", TASK, 0
-    )
-    numbers = describe(
-        [Group(TASK, (good, bad)), Group(TASK, (bad,), (Failure(TASK, "begin", "x"),))]
-    )
-    assert numbers["rollout/success_rate"] == pytest.approx(1 / 3)
-    assert numbers["rollout/failed_episodes"] == 1
-    assert (
-        numbers["rollout/total_tokens_mean"] == 3 and numbers["reward/zero_std_group_share"] == 0.5
-    )
-    assert numbers["completion/truncated_share"] == pytest.approx(2 / 3)
-    assert numbers["env/calls_mean"] == pytest.approx(2 / 3)
 
 
 def test_an_examination_grades_every_task_and_tells_how_far_it_is() -> None:

@@ -1,35 +1,88 @@
-"""Metrics of the groups that one batch trains on."""
+"""Metrics of the groups and advantages of one batch. docs/metrics.md defines each figure."""
 
+import math
 from collections.abc import Iterable, Sequence
+from statistics import stdev
 
-from unstale.records import Group
+from unstale.records import Group, ScoredTrajectory, Trajectory
+
+PERCENTILES = (50, 90, 99)
 
 
 def describe(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the metrics of a batch's groups. Failed episodes are counted apart."""
+    """Return the metrics of a batch's groups. Failed episodes only count as such.
+
+    A figure that no episode defines is NaN.
+    """
     finished = [trajectory for group in groups for trajectory in group.trajectories]
-    failures = sum(len(group.failures) for group in groups)
-    facts = {name for trajectory in finished for name in trajectory.facts}
-
-    def mean(values: Iterable[float]) -> float:
-        return sum(values) / max(len(finished), 1)
-
-    return {
+    uniform = [len({each.reward for each in group.trajectories}) <= 1 for group in groups]
+    rewards = [trajectory.reward for trajectory in finished]
+    stops = [trajectory.stop for trajectory in finished]
+    metrics = {
         "rollout/episodes": len(finished),
-        "rollout/failed_episodes": failures,
-        "rollout/success_rate": mean(trajectory.success for trajectory in finished),
-        "reward/mean": mean(trajectory.reward for trajectory in finished),
-        "rollout/turns_mean": mean(trajectory.num_turns for trajectory in finished),
-        "rollout/total_tokens_mean": mean(len(trajectory) for trajectory in finished),
-        "completion/truncated_share": mean(trajectory.stop != "done" for trajectory in finished),
-        "reward/zero_std_group_share": sum(
-            len({t.reward for t in group.trajectories}) <= 1 for group in groups
-        )
-        / max(len(groups), 1),
-        **{
-            f"{name if name.startswith('reward/') else f'env/{name}'}_mean": mean(
-                t.facts.get(name, 0.0) for t in finished
-            )
-            for name in sorted(facts - {"success"})
-        },
+        "rollout/failed_episodes": sum(len(group.failures) for group in groups),
+        "rollout/success_rate": _mean(trajectory.success for trajectory in finished),
+        "rollout/turns_mean": _mean(trajectory.num_turns for trajectory in finished),
+        "rollout/total_tokens_mean": _mean(len(trajectory) for trajectory in finished),
+        "reward/mean": _mean(rewards),
+        "reward/std": stdev(rewards) if len(rewards) > 1 else math.nan,
+        "reward/zero_std_group_share": _mean(uniform),
+        "completion/truncated_share": _mean(stop != "done" for stop in stops),
+        "completion/max_turns_share": _mean(stop == "max_turns" for stop in stops),
+        "completion/max_tokens_share": _mean(stop == "max_tokens" for stop in stops),
     }
+    lengths = sorted(_num_sampled(trajectory) for trajectory in finished)
+    metrics["completion/tokens_mean"] = _mean(lengths)
+    metrics["completion/tokens_max"] = lengths[-1] if lengths else math.nan
+    for percent in PERCENTILES:
+        metrics[f"completion/tokens_p{percent}"] = _percentile(lengths, percent)
+    return metrics | _named_rewards(finished) | _facts(finished)
+
+
+def describe_advantages(
+    groups: Sequence[Group], scored: Sequence[ScoredTrajectory]
+) -> dict[str, float]:
+    """Return the share of groups without a spread of advantages: no reward tells their episodes apart."""
+    by_episode = {each.trajectory.episode: each.advantage for each in scored}
+    uniform = []
+    for group in groups:
+        values: set[float] = set()
+        for trajectory in group.trajectories:
+            for each in (trajectory, *trajectory.branches):
+                values.update(by_episode.get(each.episode, ()))
+        uniform.append(len(values) <= 1)
+    return {"advantage/zero_spread_group_share": _mean(uniform)}
+
+
+def _named_rewards(finished: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the mean of each reward with a name of its own. A truncated episode counts as 0."""
+    names = {name for trajectory in finished for name in trajectory.rewards} - {"reward"}
+    return {
+        f"reward/{name}_mean": _mean(trajectory.rewards.get(name, 0.0) for trajectory in finished)
+        for name in sorted(names)
+    }
+
+
+def _facts(finished: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the mean of each fact; rewards that a task set combined are facts named `reward/...`."""
+    names = {name for trajectory in finished for name in trajectory.facts} - {"success"}
+    means = {}
+    for name in sorted(names):
+        key = name if name.startswith("reward/") else f"env/{name}"
+        means[f"{key}_mean"] = _mean(trajectory.facts.get(name, 0.0) for trajectory in finished)
+    return means
+
+
+def _num_sampled(trajectory: Trajectory) -> int:
+    branches = sum(branch.num_sampled for branch in trajectory.branches)
+    return trajectory.num_sampled + branches
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return sum(numbers) / len(numbers) if numbers else math.nan
+
+
+def _percentile(ordered: Sequence[float], percent: int) -> float:
+    """Return the nearest-rank percentile."""
+    return ordered[round(percent / 100 * (len(ordered) - 1))] if ordered else math.nan
