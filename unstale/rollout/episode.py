@@ -246,7 +246,9 @@ class Rollout:
                 return turn, "max_turns"
             if self.generator.reply_budget(len(transcript.tokens)) < 1:
                 return turn, "max_tokens"
-            reply, ended = await self.wait_times.on("generation_wait", self.generator.generate(transcript))
+            reply, ended = await self.wait_times.on(
+                "generation_wait", self.generator.generate(transcript)
+            )
             if simulated:
                 simulated.replaying = transcript.replaying
             with stage(f"step {len(turn_rewards) + 1}", self.config.timeout_s):
