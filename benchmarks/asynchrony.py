@@ -149,8 +149,8 @@ def measure(
 ) -> Measured:
     """Of the rows after the `first`, which are the pipeline's filling.
 
-    >>> before = {"time_s": 10.0, "trainer/processor_s": 5.0}
-    >>> after = {"time_s": 14.0, "trainer/processor_s": 7.0, "engine/busy_s": 2.4, "engine/sampled_tokens": 120}
+    >>> before = {"time_s": 10.0}
+    >>> after = {"time_s": 14.0, "trainer/cpu_s": 2.0, "engine/busy_s": 2.4, "engine/sampled_tokens": 120}
     >>> after["engine/cpu_s"] = 2.4
     >>> after |= {"trainer/action_tokens": 100, "trainer/update_s": 1.5, "old_logps/prepare_s": 0.5}
     >>> after |= {"publish/trainer_s": 0.1, "rollout/tool_wait_s": 18.0, "rollout/generation_wait_s": 6.0, "rollout/episodes": 8}
@@ -164,7 +164,6 @@ def measure(
     def total(name: str) -> float:
         return sum(float(one[name]) for one in timed)
 
-    own = timed[-1]["trainer/processor_s"] - rows[first - 1]["trainer/processor_s"]
     spent = total("rollout/tool_wait_s") + total("rollout/generation_wait_s")
     limits = {
         "engine": total("engine/busy_s")
@@ -173,7 +172,7 @@ def measure(
         / steps,
         "trainer": sum(total(name) for name in TRAINER) / steps,
         "episodes": spent / total("rollout/episodes") * (total("rollout/episodes") / steps) / live,
-        "processor": (total("engine/cpu_s") + own) / steps / num_cores,
+        "processor": (total("engine/cpu_s") + total("trainer/cpu_s")) / steps / num_cores,
     }
     step_s = (timed[-1]["time_s"] - rows[first - 1]["time_s"]) / steps
     return Measured(step_s, total("rollout/tool_wait_s") / spent, limits)

@@ -235,7 +235,7 @@ def memory(name: str, size: Big) -> list[str]:
         trainer = make_trainer(own, RATE, 2)
         batch = collate(batches_of(own, 1)[0])
         for counted in (False, True):  # the first makes the optimizer's state
-            part = trainer.prepare(batch).parts[0]
+            part = trainer.prepare(batch).minibatches[0]
             held = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             trainer.backward(part)

@@ -161,7 +161,7 @@ def train(size: Size, rate: float, versions: int) -> History:
         )
         batch.behavior_logp.copy_(scoring(policy, batch, batch.sampled).logp)
         with timed(history.step_s):
-            trainer.backward(trainer.prepare(batch).parts[0])
+            trainer.backward(trainer.prepare(batch).minibatches[0])
             trainer.step()
         policy.version += 1
     return history

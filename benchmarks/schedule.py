@@ -34,7 +34,7 @@ from unstale.durability.journal import JOURNAL, Journal
 from unstale.engines.pool import EnginePool
 from unstale.engines.scripted import ScriptedEngine
 from unstale.envs import Message, Turn
-from unstale.loop import RunComponents, produce, take
+from unstale.loop import RunComponents, produce, take_groups
 from unstale.old_logps import Passive
 from unstale.records import Group, GroupRequest, Task
 from unstale.rollout.episode import Rollout
@@ -178,11 +178,12 @@ class Scene:
                 config=RunConfig(
                     recipe="numbers", task=TaskConfig(env="benchmarks:numbers"), schedule=schedule
                 ),
-                begun=(),
+                resumed_requests=(),
                 requests=self.world.tasks(),
-                line=StalenessQueue(max_staleness=STALENESS, groups_per_step=groups),
-                ledger=self.ledger,
-                old=Passive(),
+                queue=StalenessQueue(max_staleness=STALENESS, groups_per_step=groups),
+                pending=self.ledger,
+                piece_arrived=asyncio.Event(),
+                old_logps=Passive(),
                 rollout=Rollout(
                     generator, cast(Any, self.world), RolloutConfig(), on_piece=self.ledger.add
                 ),
@@ -198,18 +199,18 @@ class Scene:
 
     async def step(self) -> None:
         """A batch, as the loop has it, with nothing learnt from it."""
-        groups = await take(self.parts)
+        groups = await take_groups(self.parts)
         consumed = [trajectory for group in groups for trajectory in group.trajectories]
         ages = {
             self.version - piece.version for trajectory in consumed for piece in trajectory.sampled
         }
         self.oldest = max(self.oldest, *ages)
-        if self.oldest > self.parts.line.bound or len(consumed) != self.live // (STALENESS + 1):
+        if self.oldest > self.parts.queue.bound or len(consumed) != self.live // (STALENESS + 1):
             raise RuntimeError(f"{len(consumed)} episodes, tokens up to {self.oldest} versions old")
         self.ledger.discard([trajectory.episode for trajectory in consumed])
         self.parts.journal.consume(groups, step=self.version + 1, version=self.version)
         await self.publish(self.version + 1)
-        self.parts.line.release()
+        self.parts.queue.release()
 
     async def measure(self, turns: int) -> dict[str, float]:
         """Steps until so many turns were made. After its first, no episode is in its last."""

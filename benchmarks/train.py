@@ -204,7 +204,7 @@ def ours(chosen: argparse.Namespace) -> None:
         else:  # all of it is of the newest version
             batch.version.masked_fill_(batch.sampled, policy.version)
             old.published(live={policy.version})
-        (part,) = trainer.prepare(batch).parts
+        (part,) = trainer.prepare(batch).minibatches
         trainer.backward(part)
         if chosen.gradient and not trainer.steps:
             torch.save(

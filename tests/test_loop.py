@@ -232,7 +232,7 @@ def closing_worker(parts: RunComponents) -> Iterator[None]:
 def run(parts: RunComponents) -> list[dict[str, Any]]:
     async def main() -> None:
         async with asyncio.timeout(60):
-            await loop.run(parts)
+            await loop.train(parts)
 
     with closing_worker(parts), parts.journal:
         asyncio.run(main())
@@ -258,7 +258,7 @@ def test_closing_is_given_every_unscored_piece_of_the_version(tmp_path: Path) ->
 
     parts.rollout.on_piece = hear
     run(parts)
-    closed = parts.old.closed  # type: ignore[attr-defined]
+    closed = parts.old_logps.closed  # type: ignore[attr-defined]
     assert sorted(closed) == list(range(12))
     consumed = parts.log.consumed  # type: ignore[attr-defined]
     for version, pieces in closed.items():
@@ -272,14 +272,17 @@ def test_a_route_hears_of_a_version_before_any_engine_has_it_and_when_all_do(
     tmp_path: Path,
 ) -> None:
     parts, heard = make(tmp_path, count(), steps=3), list[tuple[str, int, int]]()
-    engine, trainers = parts.old.engine, parts.worker.submit(threading.get_ident).result()  # type: ignore[attr-defined]
+    engine, trainers = (
+        parts.old_logps.engine,
+        asyncio.run(parts.trainer_thread.run(threading.get_ident)),
+    )  # type: ignore[attr-defined]
 
     def hear(name: str, *live: object) -> None:
         assert threading.get_ident() == trainers
-        heard.append((name, parts.policy.version, engine.version))
+        heard.append((name, parts.trainer.version, engine.version))
 
-    parts.old.publishing = partial(hear, "publishing")  # type: ignore[method-assign]
-    parts.old.published = partial(hear, "published")  # type: ignore[method-assign]
+    parts.old_logps.publishing = partial(hear, "publishing")  # type: ignore[method-assign]
+    parts.old_logps.published = partial(hear, "published")  # type: ignore[method-assign]
     run(parts)
     assert heard == [
         call for v in range(4) for call in (("publishing", v, v - 1), ("published", v, v))
@@ -327,7 +330,7 @@ def test_the_next_batch_is_scored_and_its_gradient_formed_while_a_version_is_pub
         (parts.trainer, "step"),
     ):
         hear(owner, name)
-    hear(parts.old, "published")
+    hear(parts.old_logps, "published")
     bring = parts.publisher.publish
 
     async def publish() -> None:
@@ -379,7 +382,7 @@ def test_a_checkpoint_is_written_beside_the_next_gradient_and_before_the_next_st
         move()
 
     def late(held: Any) -> str:
-        assert held.stand.step in (0, 3) or formed.wait(10)
+        assert held.progress.step in (0, 3) or formed.wait(10)
         time.sleep(0.05)  # a step that did not wait would come first
         return write(held)
 
@@ -418,9 +421,9 @@ def test_a_batch_that_fails_leaves_the_step_before_written_down(
         form(part)
 
     def late(held: Any) -> str:
-        assert held.stand.step != 2 or failed.wait(20)
+        assert held.progress.step != 2 or failed.wait(20)
         time.sleep(0.05)
-        if disk_fails and held.stand.step == 2:
+        if disk_fails and held.progress.step == 2:
             raise OSError("the disk is full")
         return write(held)
 
@@ -439,10 +442,10 @@ def test_a_checkpoint_that_has_begun_outlives_a_cancellation(tmp_path: Path) -> 
     write = parts.checkpoints.write
 
     async def main() -> None:
-        events, running = asyncio.get_running_loop(), asyncio.create_task(loop.run(parts))
+        events, running = asyncio.get_running_loop(), asyncio.create_task(loop.train(parts))
 
         def late(held: Any) -> str:
-            if held.stand.step == 2:
+            if held.progress.step == 2:
                 events.call_soon_threadsafe(running.cancel)
                 time.sleep(0.05)
             return write(held)
@@ -464,7 +467,7 @@ def test_what_keeps_every_thread_of_asyncio_busy_holds_up_no_checkpoint(tmp_path
         blocking = asyncio.create_task(asyncio.to_thread(over.wait, 30))
         await asyncio.sleep(0)
         async with asyncio.timeout(25):
-            await loop.run(parts)
+            await loop.train(parts)
         assert not blocking.done()
         over.set()
         await blocking
@@ -495,7 +498,7 @@ def test_a_failing_route_ends_the_run(tmp_path: Path) -> None:
     def broken(unscored: Sequence[PendingPiece]) -> None:
         raise FloatingPointError("nan in a score")
 
-    parts.old.closing = broken  # type: ignore[method-assign]
+    parts.old_logps.closing = broken  # type: ignore[method-assign]
     with pytest.raises(ExceptionGroup) as failure:
         run(parts)
     assert str(first_error(failure.value)) == "nan in a score"

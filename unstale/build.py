@@ -1,5 +1,6 @@
 """Configuration -> objects: the one file that knows every concrete class."""
 
+import asyncio
 import math
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -50,12 +51,14 @@ from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.old_logps.snapshot_old import SnapshotOld
 from unstale.records import Failure, GroupRequest, PendingPiece
 from unstale.rollout.episode import Rollout
+from unstale.rollout.evaluation import evaluate
 from unstale.rollout.generator import Generator
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
 from unstale.trainer.auditor import Auditor, Thresholds
 from unstale.trainer.local import LocalTrainer
 from unstale.trainer.records import Rules
 from unstale.trainer.rules import build_advantage, build_correction, build_objective
+from unstale.trainer.threads import LocalThread
 from unstale.weights.child_process import cores
 from unstale.weights.publish import DirectPublisher
 from unstale.weights.recording import RECORDED, Recording
@@ -83,7 +86,7 @@ class Components:
 class ResumeState:
     """What a run goes on from: where it stands, and what its journal has of the episodes."""
 
-    stand: Progress = field(default_factory=Progress)
+    progress: Progress = field(default_factory=Progress)
     requests: tuple[GroupRequest, ...] = ()
     """Groups that no checkpoint holds the effect of, in order."""
     admitted: int = 0
@@ -158,8 +161,10 @@ def build(
 ) -> RunComponents:
     """Everything the loop touches, as it stands in this life of the run."""
     policy, taskset, old = machine.policy, machine.taskset, machine.old
-    ledger, line = PendingPieces(), build_line(config.schedule, life)
-    journal, checkpoints = Journal(log.path / JOURNAL), build_checkpoints(config, machine, log.path)
+    pending = PendingPieces()
+    piece_arrived = asyncio.Event()
+    journal = Journal(log.path / JOURNAL)
+    checkpoints = build_checkpoints(config, machine, log.path)
     sinks: list[Sink] = [journal]
     if config.tensorboard:
         sinks.append(TensorBoardSink(log.path / "tensorboard"))
@@ -171,15 +176,16 @@ def build(
     generator = replace(machine.generator, engine=engine)
 
     def on_piece(piece: PendingPiece) -> None:
-        ledger.add(piece)
+        pending.add(piece)
         old.arrived(piece)
+        piece_arrived.set()
 
     def on_failure(episode: int, failure: Failure, final: bool) -> None:
-        ledger.discard([episode])
+        pending.discard([episode])
         recorder.failure(episode, failure, final)
 
     def on_restart(episode: int, failure: Failure) -> None:
-        ledger.discard([episode])
+        pending.discard([episode])
         recorder.restarted(episode, failure)
 
     make_rollout = build_rollout(config, taskset, on_event=recorder.event)
@@ -193,34 +199,40 @@ def build(
     )
     rollout.restore(life.episodes, life.quarantined, life.outcomes)
     for piece in (piece for request in life.requests for piece in request.opens()):
-        ledger.add(piece)
+        pending.add(piece)
+    held_out = taskset.held_out(config.eval.tasks)
+    evaluation = None
+    if held_out:
+        evaluation_rollout = make_rollout(
+            generator, taskset, config.rollout, on_failure=recorder.failure
+        )
+        evaluation = partial(evaluate, evaluation_rollout, held_out, seed=config.seed)
     return RunComponents(
         config=config,
-        stand=life.stand,
-        begun=life.requests,
+        progress=life.progress,
+        resumed_requests=life.requests,
         requests=training_requests(taskset, config.seed, life, skipped=rollout.quarantined),
-        held_out=taskset.held_out(config.eval.tasks),
         engine=engine,
         rollout=rollout,
-        examination=make_rollout(generator, taskset, config.rollout, on_failure=recorder.failure),
-        line=line,
-        ledger=ledger,
+        evaluation=evaluation,
+        queue=build_queue(config.schedule, life),
+        pending=pending,
         advantage=build_advantage(config.advantage),
-        policy=policy,
-        old=old,
+        old_logps=old,
         auditor=machine.auditor,
         trainer=machine.trainer,
         publisher=DirectPublisher(
             engine,
-            dtype=DTYPES[config.engine.dtype],
+            dtype=policy.travel_dtype(DTYPES[config.engine.dtype]),
             store=_store(machine.scorer) if shares_deltas(config) else None,
             put=checkpoints.put,
         ),
         journal=journal,
         checkpoints=checkpoints,
         log=recorder,
-        worker=ThreadPoolExecutor(1, "trainer", _own_threads, (trainer_threads(config),)),
-        disk=ThreadPoolExecutor(1, thread_name_prefix="disk"),
+        trainer_thread=LocalThread("trainer", partial(_own_threads, trainer_threads(config))),
+        io_thread=LocalThread("io"),
+        piece_arrived=piece_arrived,
     )
 
 
@@ -249,15 +261,15 @@ def build_checkpoints(config: RunConfig, machine: Components, run: Path) -> Chec
     return Checkpoints(run, parts, keep=config.checkpoint.keep)
 
 
-def build_line(config: ScheduleConfig, life: ResumeState) -> StalenessQueue:
+def build_queue(config: ScheduleConfig, life: ResumeState) -> StalenessQueue:
     """The line, with what an earlier life of the run has in it."""
-    line = StalenessQueue(
+    queue = StalenessQueue(
         max_staleness=config.max_staleness,
         groups_per_step=config.groups_per_step,
         lookahead_window=config.lookahead_window,
     )
-    line.restore(life.admitted, [request.number for request in life.requests])
-    return line
+    queue.restore(life.admitted, [request.number for request in life.requests])
+    return queue
 
 
 def training_requests(

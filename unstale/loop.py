@@ -1,295 +1,337 @@
-"""THE DATA PATH: tasks -> groups -> advantage -> batch -> old log-probabilities -> loss -> weights -> engines.
+"""The training loop.
 
-    produce()   admits groups      waits for a ticket             release() in settle() unblocks it
-    rollout     runs episodes      waits for engine, environment  resume() in publish() unblocks it
-    train()     consumes batches   waits for the oldest groups    finished episodes unblock it
+    tasks -> rollout -> groups -> advantages -> batch -> old log-probs -> loss -> new weights -> engines
 
-When `train` returns, all else is cancelled. A failure of the machinery ends the run; a failed episode is data.
+Three activities overlap:
+
+    produce()      starts groups              waits for a free ticket in the staleness queue
+    take_steps()   trains on finished groups  waits for the oldest groups
+    Publication    loads a version everywhere, then frees tickets, writes the checkpoint and the metrics row
+
+The weights may not move before the publication of the version that they are has finished. An error in
+any component ends the run. A failed episode is data.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from unstale.config import RunConfig
-from unstale.durability.checkpoint import Checkpoint, Checkpoints, Progress
-from unstale.durability.journal import Journal
-from unstale.engines import Engine, rates
-from unstale.model.policy import Policy
-from unstale.observe.recorder import Recorder
+from unstale.durability import CheckpointWriter, RunJournal
+from unstale.durability.checkpoint import Checkpoint, Progress
+from unstale.engines import GenerationControl, rates
+from unstale.observe import RunRecorder
 from unstale.old_logps import OldLogps
-from unstale.records import Batch, Group, GroupRequest, ScoredTrajectory, Task, collate
-from unstale.rollout import evaluation
-from unstale.rollout.episode import Rollout, require_finished
+from unstale.records import Batch, Group, GroupRequest, ScoredTrajectory, collate
+from unstale.rollout import Evaluation, GroupRollout
+from unstale.rollout.episode import require_finished
 from unstale.rollout.metrics import describe, describe_advantages
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue, measure_staleness
 from unstale.rollout.timeouts import reraise_after, run_to_completion
-from unstale.trainer.auditor import Auditor
-from unstale.trainer.local import LocalTrainer
+from unstale.trainer import AuditObserver, Trainer
+from unstale.trainer.threads import WorkerThread
 from unstale.weights.publish import Publisher
 
 
 @dataclass(frozen=True, slots=True)
 class RunComponents:
-    """Made by `build.py`; it never leaves the loop, which gives each room what that needs."""
+    """The components that the loop connects. `build.py` makes them."""
 
     config: RunConfig
-    stand: Progress
-    begun: Sequence[GroupRequest]
-    """What an earlier life of the run has handed out and not consumed, in order."""
+    progress: Progress
+    """Where the run starts: new, or at a checkpoint."""
+    resumed_requests: Sequence[GroupRequest]
+    """Groups that were started before a resume and not trained on, in order."""
     requests: Iterator[GroupRequest]
-    held_out: Sequence[Task]
-    engine: Engine
-    rollout: Rollout
-    examination: Rollout
-    line: StalenessQueue
-    ledger: PendingPieces
+    """The groups to start next."""
+    engine: GenerationControl
+    rollout: GroupRollout
+    evaluation: Evaluation | None
+    """Runs the held-out tasks. None if there are none."""
+    queue: StalenessQueue
+    pending: PendingPieces
+    """Sampled pieces that no batch has consumed."""
     advantage: Callable[[Sequence[Group]], list[ScoredTrajectory]]
-    policy: Policy
-    old: OldLogps
-    auditor: Auditor
-    trainer: LocalTrainer
+    old_logps: OldLogps
+    auditor: AuditObserver
+    trainer: Trainer
     publisher: Publisher
-    journal: Journal
-    checkpoints: Checkpoints
-    log: Recorder
-    worker: Executor
-    """The trainer's thread."""
-    disk: Executor
-    """The thread that writes checkpoints: environments may keep every other one busy."""
+    journal: RunJournal
+    checkpoints: CheckpointWriter
+    log: RunRecorder
+    trainer_thread: WorkerThread
+    io_thread: WorkerThread
+    """Writes checkpoints. Environments may occupy every thread of asyncio's own pool."""
+    piece_arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when an engine returns a piece. `take_groups` clears it."""
 
     def close(self) -> None:
-        """End the threads, when what they are at is done."""
-        self.worker.shutdown()
-        self.disk.shutdown()
-
-    async def beside(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run trainer code in its own thread, so that episodes go on meanwhile."""
-        return await asyncio.get_running_loop().run_in_executor(
-            self.worker, partial(function, *arguments)
-        )
-
-    async def aside(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run what waits for the disk in its own thread."""
-        return await asyncio.get_running_loop().run_in_executor(
-            self.disk, partial(function, *arguments)
-        )
+        """Stop the threads after their current work."""
+        self.trainer_thread.close()
+        self.io_thread.close()
 
 
-async def run(parts: RunComponents) -> bool:
-    """From where it stands, that step finished first, to the end (True) or, deterministic, to the next checkpoint."""
-    await parts.engine.start()
-    done = parts.stand.step >= parts.config.steps
-    await (settled := asyncio.create_task(settle(parts, parts.stand, last=done)))
-    if done:
+async def train(run: RunComponents) -> bool:
+    """Train to the last step, or in deterministic mode to the next checkpoint.
+
+    Return True if the run is complete. If not, the caller loads the checkpoint and calls again.
+    """
+    await run.engine.start()
+    complete = run.progress.step >= run.config.steps
+    publication = Publication(run, run.progress, last=complete)
+    await publication.finished()
+    if complete:
         return True
     async with asyncio.TaskGroup() as tasks:
-        producer = tasks.create_task(produce(parts))
-        stand = await train(parts, settled)
-        if parts.config.deterministic:
-            await parts.engine.interrupt()
-            await asyncio.sleep(0)  # what the engine gave back is written down
+        producer = tasks.create_task(produce(run))
+        progress = await take_steps(run, publication)
+        if run.config.deterministic:
+            await run.engine.interrupt()
+            await asyncio.sleep(0)  # lets the journal record the interrupted replies
         producer.cancel()
-    if parts.config.deterministic:  # nothing is in flight: all of it is in the journal
-        await save(parts, await parts.beside(parts.checkpoints.hold, stand, parts.policy))
-    return not parts.config.deterministic
+    if run.config.deterministic:  # nothing is in flight, so the journal holds every episode
+        snapshot = await run.trainer_thread.run(run.checkpoints.snapshot, progress, run.trainer)
+        await save_checkpoint(run, snapshot)
+    return not run.config.deterministic
 
 
-async def produce(parts: RunComponents) -> None:
-    """tasks -> groups. Waits for a ticket; settle() returns tickets."""
+async def produce(run: RunComponents) -> None:
+    """Start the rollout of group after group, each when the staleness queue has a free ticket."""
     async with asyncio.TaskGroup() as in_flight:
-        for request in parts.begun:
-            await parts.line.readmit(request.number, partial(roll, parts, request), in_flight)
-        for request in parts.requests:
-            await parts.line.admit(partial(roll, parts, request), in_flight)
-        parts.line.close(
-            f"{parts.config.task.env} ran out of tasks: train() has to be endless, and most of it to work"
+        for request in run.resumed_requests:
+            await run.queue.readmit(request.number, partial(roll, run, request), in_flight)
+        for request in run.requests:
+            await run.queue.admit(partial(roll, run, request), in_flight)
+        run.queue.close(
+            f"{run.config.task.env} ran out of tasks: train() must be endless, and most tasks must work"
         )
 
 
-async def roll(parts: RunComponents, request: GroupRequest) -> Group:
-    """task -> group. It is in the journal before the line has it."""
+async def roll(run: RunComponents, request: GroupRequest) -> Group:
+    """Run the episodes of one group. The journal holds the group before the queue returns it."""
     if not request.begun:
-        parts.journal.add_request(request)
-    group = await parts.rollout.group(
-        request, size=parts.config.schedule.group_size, open_writer=parts.journal.begin
-    )
+        run.journal.add_request(request)
+    size = run.config.schedule.group_size
+    group = await run.rollout.group(request, size=size, open_writer=run.journal.begin)
     if not request.finished:
-        await parts.journal.finish(group)
+        await run.journal.finish(group)
     return group
 
 
-async def train(parts: RunComponents, settled: asyncio.Task[None]) -> Progress:
-    """groups -> weights. Waits for the oldest groups; produce() admits them."""
-    config, stand, last = parts.config, parts.stand, False
+async def take_steps(run: RunComponents, publication: "Publication") -> Progress:
+    """Train on batch after batch until the run ends. Return the progress after the last step.
+
+    In deterministic mode also end when a checkpoint is due, with the last version not published.
+    """
+    config = run.config
+    progress = run.progress
     deadline = time.monotonic() + 60 * config.minutes if config.minutes else float("inf")
-    async with asyncio.TaskGroup() as beside:
+    last = False
+    async with asyncio.TaskGroup() as tasks:
         while not last:
-            async with reraise_after(
-                settled
-            ):  # a batch that fails does not take the step before with it
-                stand = Progress(stand.step + 1, await advance(parts, stand.step + 1, settled))
-            last = stand.step >= config.steps or time.monotonic() > deadline
-            due = last or stand.step % config.checkpoint.every == 0
-            if due and config.deterministic:
+            async with publication.finish_before_errors():
+                progress = await take_step(run, progress.step + 1, publication)
+            last = progress.step >= config.steps or time.monotonic() > deadline
+            checkpoint_due = last or progress.step % config.checkpoint.every == 0
+            if checkpoint_due and config.deterministic:
                 break
-            settled = beside.create_task(settle(parts, stand, due=due, last=last))
-    return stand
+            publication = Publication(
+                run, progress, tasks.create_task, checkpoint=checkpoint_due, last=last
+            )
+    return progress
 
 
-async def advance(
-    parts: RunComponents, step: int, settled: asyncio.Task[None]
-) -> Mapping[str, Any]:
-    """One batch: groups -> weights, which are a new version that nobody has yet. What is to be written of it.
-
-    The weights do not move before the version that they are is `settled`.
-    """
-    if not parts.config.schedule.max_staleness:
-        await settled  # no other groups may begin before
+async def take_step(run: RunComponents, step: int, publication: "Publication") -> Progress:
+    """Train on one batch. Its weights become a version that is not published yet."""
+    if run.config.schedule.max_staleness == 0:
+        await publication.finished()  # its tickets are what the groups of this step wait for
     began = time.monotonic()
-    with parts.log.span("wait", f"for the groups of step {step}"):
-        groups = require_finished(await take(parts))
-    waits = {"schedule/wait_for_batch_s": time.monotonic() - began, **parts.line.metrics()}
-    scored = parts.advantage(groups)
+    with run.log.span("wait", f"for the groups of step {step}"):
+        groups = require_finished(await take_groups(run))
+    wait_s = time.monotonic() - began
+
+    scored = run.advantage(groups)
     batch = collate(scored)
-    ages = measure_staleness(
-        batch, groups, lag=parts.policy.lag(batch.version), bound=parts.line.bound
+    lag = run.trainer.lag(batch.version)
+    metrics: dict[str, Any] = {
+        "version": run.trainer.version,
+        "schedule/wait_for_batch_s": wait_s,
+        **run.queue.metrics(),
+        **describe(groups),
+        **describe_advantages(groups, scored),
+        **measure_staleness(batch, groups, lag=lag, bound=run.queue.bound),
+    }
+    metrics |= await learn(run, batch, step, publication)
+
+    run.pending.discard(batch.episodes)
+    run.journal.consume(groups, step=step, version=run.trainer.version)
+    run.log.trajectories(step, groups)
+    run.trainer.start_version()
+    return Progress(
+        step, {**metrics, **rates(run.engine.metrics()), **run.rollout.wait_times.read("rollout")}
     )
-    learnt = await learn(batch, parts, step, settled)
-    parts.ledger.discard(batch.episodes)
-    parts.journal.consume(groups, step=step, version=parts.policy.version)
-    parts.log.trajectories(step, groups)
-    trained_on, parts.policy.version = parts.policy.version, parts.policy.version + 1
-    parts.ledger.told.clear()
-    spent = {**rates(parts.engine.metrics()), **parts.rollout.wait_times.read("rollout")}
-    spent["trainer/processor_s"] = time.process_time()
-    rollouts = {**describe(groups), **describe_advantages(groups, scored)}
-    return {**waits, "version": trained_on, **rollouts, **ages, **learnt, **spent}
 
 
-async def settle(
-    parts: RunComponents, stand: Progress, *, due: bool = False, last: bool = False
-) -> None:
-    """The version that a step led to gets to the engines, tickets come back, and the step is written down.
-
-    All of it goes on beside the next batch, up to where that moves the weights. If `due`, a checkpoint is made.
-    """
-    held, took = await publish(parts, stand, due=due)
+async def take_groups(run: RunComponents) -> Sequence[Group]:
+    """Wait for the groups of the next batch. A route may score pieces meanwhile."""
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(tell(parts, parts.ledger.versions))
-        parts.line.release()
-        if held:
-            took |= await run_to_completion(save(parts, held))
-        if parts.held_out and (
-            last or stand.step % (parts.config.eval.every or parts.config.steps) == 0
-        ):
-            took |= await evaluate(parts, stand.step)
-        if stand.step or "eval/success_rate" in took:
-            parts.log.write(stand.step, {"version": parts.policy.version, **stand.row, **took})
-
-
-async def save(parts: RunComponents, held: Checkpoint) -> dict[str, float]:
-    """A checkpoint, from which the run can go on. It becomes current, and what it was trained on consumed, at once."""
-    began = time.monotonic()
-    with parts.log.span("checkpoint", f"step {held.stand.step}"):
-        name = await parts.aside(parts.checkpoints.write, held)
-        await parts.journal.checkpoint(name, step=held.stand.step, version=held.version)
-        await parts.aside(parts.checkpoints.prune)
-    return {"checkpoint/duration_s": time.monotonic() - began}
-
-
-async def take(parts: RunComponents) -> Sequence[Group]:
-    """The groups of the next batch. Until they are there, a route with work for idle time has the trainer's thread."""
-    async with asyncio.TaskGroup() as tasks:
-        taking = tasks.create_task(parts.line.take())
-        taking.add_done_callback(lambda _: parts.ledger.news.set())
-        while parts.old.needs.idle and not taking.done():
-            parts.ledger.news.clear()
-            if not await parts.beside(parts.old.idle):
-                await parts.ledger.news.wait()
+        taking = tasks.create_task(run.queue.take())
+        taking.add_done_callback(lambda _: run.piece_arrived.set())
+        while run.old_logps.needs.idle and not taking.done():
+            run.piece_arrived.clear()
+            if not await run.trainer_thread.run(run.old_logps.idle):
+                await run.piece_arrived.wait()
     return taking.result()
 
 
 async def learn(
-    batch: Batch, parts: RunComponents, step: int, settled: asyncio.Task[None]
+    run: RunComponents, batch: Batch, step: int, publication: "Publication"
 ) -> Mapping[str, Any]:
-    """The optimizer steps of one batch. Pieces sampled by the weights about to change are scored in between."""
-    if (
-        not parts.old.needs.snapshots or parts.policy.version in batch.version
-    ):  # the route has to have heard of it
-        await parts.ledger.told.wait()
-    with parts.log.span("old_logps", f"step {step}"):
-        work = await parts.beside(parts.trainer.prepare, batch)
-    for number, part in enumerate(work.parts):
-        with parts.log.span("trainer", f"step {step}"):
-            await parts.beside(parts.trainer.backward, part)
-        await settled
-        if number == 0 and parts.old.needs.closing:
-            await parts.engine.interrupt()
-            waiting = parts.ledger.of_version(parts.policy.version, excluding=batch.episodes)
-            await parts.beside(parts.old.closing, waiting)
-        with parts.log.span("trainer", f"step {step}"):
-            await parts.beside(parts.trainer.step)
-    parts.log.learnt(
-        step, points=[*parts.trainer.points(), *parts.auditor.points()], events=parts.old.events()
-    )
-    return parts.trainer.metrics()
+    """Take the optimizer steps of one batch. Return the trainer's metrics.
+
+    A route that closes versions scores the pieces of the current one before the weights move.
+    """
+    trainer = run.trainer
+    needs = run.old_logps.needs
+    if not needs.snapshots or trainer.version in batch.version:
+        await publication.scorers_notified.wait()
+    with run.log.span("old_logps", f"step {step}"):
+        prepared = await run.trainer_thread.run(trainer.prepare, batch)
+    for number, minibatch in enumerate(prepared.minibatches):
+        with run.log.span("trainer", f"step {step}"):
+            await run.trainer_thread.run(trainer.backward, minibatch)
+        await publication.finished()
+        if number == 0 and needs.closing:
+            await run.engine.interrupt()
+            unscored = run.pending.of_version(trainer.version, excluding=batch.episodes)
+            await run.trainer_thread.run(run.old_logps.closing, unscored)
+        with run.log.span("trainer", f"step {step}"):
+            await run.trainer_thread.run(trainer.step)
+    points = [*trainer.points(), *run.auditor.points()]
+    run.log.learnt(step, points=points, events=run.old_logps.events())
+    return trainer.metrics()
 
 
-async def publish(
-    parts: RunComponents, stand: Progress, *, due: bool
-) -> tuple[Checkpoint | None, dict[str, float]]:
-    """weights -> engines, as `policy.version`. What a checkpoint is to hold if one is `due`, and what it took."""
+class Publication:
+    """One version on its way to the engines, and what follows once they hold it.
+
+    It starts when it is made and runs beside the next batch:
+
+        stage    in the trainer's thread: write the version to disk, copy what a checkpoint needs
+        load     interrupt the engines, load the weights, resume
+        then     notify the scorers, free the batch's tickets, write checkpoint, evaluation and metrics
+    """
+
+    def __init__(
+        self,
+        run: RunComponents,
+        progress: Progress,
+        create_task: Callable[..., asyncio.Task[None]] = asyncio.create_task,
+        *,
+        checkpoint: bool = False,
+        last: bool = False,
+    ) -> None:
+        """`create_task` chooses the task's parent. `last` is True after the run's last step."""
+        self._run = run
+        self._progress = progress
+        self._checkpoint_due = checkpoint
+        every = run.config.eval.every or run.config.steps
+        evaluation_due = last or progress.step % every == 0
+        self._evaluation = run.evaluation if evaluation_due else None
+        self.scorers_notified = asyncio.Event()
+        """Set when the route and the auditor can answer for this version."""
+        self._task = create_task(self._publish())
+
+    async def finished(self) -> None:
+        """Wait until everything is done and the weights may move. Raise the publication's error."""
+        await self._task
+
+    def finish_before_errors(self) -> reraise_after:
+        """Return a context that finishes this publication before it passes on an error.
+
+        So a batch that fails cannot lose the step before it.
+        """
+        return reraise_after(self._task)
+
+    async def _publish(self) -> None:
+        run = self._run
+        snapshot, metrics = await self._load_engines()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._notify_scorers(run.pending.versions))
+            run.queue.release()
+            if snapshot:
+                metrics |= await run_to_completion(save_checkpoint(run, snapshot))
+            if self._evaluation:
+                metrics |= await evaluate(run, self._evaluation, self._progress.step)
+            if self._progress.step or self._evaluation:
+                row = {"version": run.trainer.version, **self._progress.row, **metrics}
+                run.log.write(self._progress.step, row)
+
+    async def _load_engines(self) -> tuple[Checkpoint | None, dict[str, float]]:
+        """Bring the version to disk and to every engine. Return a due checkpoint and the metrics."""
+        run = self._run
+        version = run.trainer.version
+        began = time.monotonic()
+        with run.log.span("publish", f"version {version}"):
+            snapshot, trainer_s = await run.trainer_thread.run(self._stage, run.pending.versions)
+            await run.journal.publishing(version)
+            with run.log.span("standstill", f"version {version}"):
+                await run.publisher.publish()
+        return snapshot, {
+            "publish/duration_s": time.monotonic() - began,
+            "publish/trainer_s": trainer_s,
+            "publish/bytes": run.publisher.bytes,
+        }
+
+    def _stage(self, live: Collection[int]) -> tuple[Checkpoint | None, float]:
+        """Do all that needs the trainer's thread, before the next batch uses it. Return the seconds."""
+        run = self._run
+        began = time.monotonic()
+        snapshot = None
+        if self._checkpoint_due:
+            snapshot = run.checkpoints.snapshot(self._progress, run.trainer)
+        run.publisher.prepare(run.trainer, live)
+        run.old_logps.publishing()
+        return snapshot, time.monotonic() - began
+
+    async def _notify_scorers(self, live: Collection[int]) -> None:
+        """Notify the route and the auditor, when the trainer's thread is free, that engines hold the version."""
+        await self._run.trainer_thread.run(self._run.old_logps.published, live)
+        await self._run.trainer_thread.run(self._run.auditor.published, live)
+        self.scorers_notified.set()
+
+
+async def save_checkpoint(run: RunComponents, snapshot: Checkpoint) -> dict[str, float]:
+    """Write a checkpoint. In the same transaction the journal marks its groups as consumed."""
     began = time.monotonic()
-    with parts.log.span("publish", f"version {parts.policy.version}"):
-        held, thread_s = await parts.beside(leave, parts, stand, due, parts.ledger.versions)
-        await parts.journal.publishing(parts.policy.version)
-        with parts.log.span("standstill", f"version {parts.policy.version}"):
-            await parts.publisher.publish()
-    took = {"publish/duration_s": time.monotonic() - began, "publish/trainer_s": thread_s}
-    return held, {**took, "publish/bytes": parts.publisher.bytes}
+    step = snapshot.progress.step
+    with run.log.span("checkpoint", f"step {step}"):
+        name = await run.io_thread.run(run.checkpoints.write, snapshot)
+        await run.journal.checkpoint(name, step=step, version=snapshot.version)
+        await run.io_thread.run(run.checkpoints.prune)
+    return {"checkpoint/duration_s": time.monotonic() - began}
 
 
-def leave(
-    parts: RunComponents, stand: Progress, due: bool, live: Collection[int]
-) -> tuple[Checkpoint | None, float]:
-    """In the trainer's thread, before the next batch has it: all that a publication needs of it. And its seconds."""
+async def evaluate(run: RunComponents, evaluation: Evaluation, step: int) -> dict[str, float]:
+    """Measure success on the held-out tasks. Training episodes continue, the next step waits."""
     began = time.monotonic()
-    held = parts.checkpoints.hold(stand, parts.policy) if due else None
-    parts.publisher.prepare(parts.policy, live)
-    parts.old.publishing()
-    return held, time.monotonic() - began
-
-
-async def tell(parts: RunComponents, live: Collection[int]) -> None:
-    """Every engine holds the version: who scores hears of it, when the trainer's thread is free."""
-    for room in (parts.old, parts.auditor):
-        await parts.beside(room.published, live)
-    parts.ledger.told.set()
-
-
-async def evaluate(parts: RunComponents, step: int) -> Mapping[str, float]:
-    """Held-out success of the version that the engine holds. The next optimizer step waits; episodes go on."""
-    began = time.monotonic()
-    with parts.log.span("eval", f"step {step}"):
-        graded = await evaluation.evaluate(
-            parts.examination, parts.held_out, seed=parts.config.seed, progress=parts.log.phase
-        )
-    success, failed = graded.count(True) / len(graded), graded.count(None)
-    parts.log.event(
+    version = run.trainer.version
+    with run.log.span("eval", f"step {step}"):
+        outcomes = await evaluation(progress=run.log.phase)
+    success = outcomes.count(True) / len(outcomes)
+    run.log.event(
         "eval",
         step=step,
-        version=parts.policy.version,
+        version=version,
         success=success,
-        tasks=len(graded),
-        failed=failed,
+        tasks=len(outcomes),
+        failed=outcomes.count(None),
     )
     return {
         "eval/success_rate": success,
-        "eval/version": parts.policy.version,
+        "eval/version": version,
         "eval/duration_s": time.monotonic() - began,
     }

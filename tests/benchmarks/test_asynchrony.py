@@ -50,7 +50,7 @@ def test_no_step_counts_that_fills_the_pipeline() -> None:
     """Two timed steps of 3 s: 2 s of engine, 1.5 s of trainer; 32 episodes of 9 s each, 96 of which may be live."""
     rows = [
         {
-            "time_s": 20.0 + 3 * step, "trainer/processor_s": 10.0 + 2.5 * step,
+            "time_s": 20.0 + 3 * step, "trainer/cpu_s": 2.5,
             "engine/busy_s": 2.2, "engine/cpu_s": 2.2, "engine/sampled_tokens": 1100,
             "trainer/action_tokens": 1000,
             "trainer/update_s": 1.0, "old_logps/prepare_s": 0.4, "publish/trainer_s": 0.1,

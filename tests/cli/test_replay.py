@@ -41,7 +41,7 @@ def goes_wrong(machine: Components, batch: Batch) -> str:
     """What the trainer says of it."""
     machine.old.published(live={0})
     with pytest.raises(NOT_FINITE) as error:
-        for part in machine.trainer.prepare(batch).parts:
+        for part in machine.trainer.prepare(batch).minibatches:
             machine.trainer.backward(part)
             machine.trainer.step()
     return str(error.value)

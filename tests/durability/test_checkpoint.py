@@ -110,8 +110,8 @@ def test_a_nasty_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
     name = checkpoints.save(Progress(7, {"loss": math.nan, "lag": {"0": 3}, "n": 2}), policy)
     read = checkpoints.load(name)
     assert name == "step000007-version000000" == names(tmp_path)[0]
-    assert (read.stand.step, read.version) == (7, 0) and same(
-        {"loss": math.nan, "lag": {"0": 3}, "n": 2}, read.stand.row
+    assert (read.progress.step, read.version) == (7, 0) and same(
+        {"loss": math.nan, "lag": {"0": 3}, "n": 2}, read.progress.row
     )
     assert (
         same(nasty(), read.states["trainer"])
@@ -203,7 +203,7 @@ def test_a_disk_that_gives_back_something_else_is_told(
         read = real(folder)
         nudged = {name: tensor.clone() for name, tensor in read.policy.items()}
         nudged["model.norm.weight"][0] += 1
-        return Checkpoint(read.stand, read.version, read.states, nudged)
+        return Checkpoint(read.progress, read.version, read.states, nudged)
 
     real = checkpoint._read
     monkeypatch.setattr(checkpoint, "_read", bent)

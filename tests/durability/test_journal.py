@@ -662,7 +662,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int,
     """A run of the real loop, and what it consumed. A group that is taken is looked up on disk at that moment."""
     folder = tmp_path_factory.mktemp("run")
     parts = make(folder, count(), budget=2)
-    take, consume = parts.line.take, parts.journal.consume
+    take, consume = parts.queue.take, parts.journal.consume
     consumed: list[tuple[int, list[Group]]] = []
 
     async def looked_up() -> list[Group]:
@@ -676,7 +676,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int,
         consumed.append((step, list(groups)))
         consume(groups, step=step, version=version)
 
-    parts.line.take, parts.journal.consume = looked_up, kept  # type: ignore[method-assign]
+    parts.queue.take, parts.journal.consume = looked_up, kept  # type: ignore[method-assign]
     run(parts)
     return folder, consumed
 

@@ -268,7 +268,7 @@ def test_the_embedded_engine_samples_from_the_merged_weights(folder: Path) -> No
         folder, dtype="float32", max_context=128, max_slots=4, deltas=True, merging=policy.merging
     )
     publisher = DirectPublisher(
-        engine, dtype=torch.bfloat16, store=VersionStore(policy.twin().weights())
+        engine, dtype=policy.dtype, store=VersionStore(policy.twin().weights())
     )
 
     async def story() -> None:

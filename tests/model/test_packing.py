@@ -29,7 +29,7 @@ from tests.model.test_policy import gpt2, llama, sliding
 from unstale.config import ConfigError
 from unstale.model import attention, linear
 from unstale.model import head as head_module
-from unstale.model.forward import ForwardOptions, recompute_layers
+from unstale.model.forward import ForwardOptions, checkpoint_layers
 from unstale.model.head import token_logps
 from unstale.model.lora import Lora
 from unstale.model.packing import cut, pack, pack_shared
@@ -334,7 +334,7 @@ def test_a_model_without_layers_to_run_again_is_refused() -> None:
         ConfigError,
         match=r"trainer\.gradient_checkpointing: Linear has no layers that can be run again",
     ):
-        recompute_layers(nn.Linear(2, 2))
+        checkpoint_layers(nn.Linear(2, 2))
 
 
 @pytest.mark.skipif("COMPILE" not in os.environ, reason="a minute; COMPILE=1 runs it")

@@ -514,7 +514,7 @@ def routed(
     """The same run with another route, and a learning rate at which versions can be told apart."""
 
     def arrived(piece: PendingPiece) -> None:
-        parts.ledger.add(piece)
+        parts.pending.add(piece)
         old.arrived(piece)
 
     config = replace(
@@ -527,12 +527,16 @@ def routed(
     return replace(
         parts,
         config=config,
-        old=old,
+        old_logps=old,
         rollout=Rollout(
             parts.rollout.generator, parts.rollout.taskset, config.rollout, on_piece=arrived
         ),
         trainer=LocalTrainer(
-            parts.policy, config.trainer, rules, old, num_steps=config.steps * minibatches_per_batch
+            parts.trainer.policy,
+            config.trainer,
+            rules,
+            old,
+            num_steps=config.steps * minibatches_per_batch,
         ),
     )
 
@@ -542,7 +546,7 @@ def test_no_engine_gets_a_version_before_the_process_has_loaded_the_one_before(
 ) -> None:
     """In a run without lag, where no batch waits for answers, the process stands still from the first update on."""
     parts = make(tmp_path, count(), budget=0, steps=4)
-    route = OldLogitModel(LocalScorer(parts.policy, 1.0, 256))
+    route = OldLogitModel(LocalScorer(parts.trainer.policy, 1.0, 256))
     load, publishing = parts.engine.load, route.publishing
     happened: list[str] = []
 
@@ -596,7 +600,7 @@ def test_in_an_asynchronous_run_every_token_gets_its_own_versions_logp(
     tmp_path: Path, name: str, minibatches_per_batch: int
 ) -> None:
     parts = make(tmp_path, count(), budget=2, steps=10)
-    witness = Witness(build_old_logps(ROUTES[name], LocalScorer(parts.policy, 1.0, 256)))
+    witness = Witness(build_old_logps(ROUTES[name], LocalScorer(parts.trainer.policy, 1.0, 256)))
     parts.engine._engine._token_delay = pauses()  # type: ignore[attr-defined]
     parts = routed(parts, witness, minibatches_per_batch=minibatches_per_batch)
     with closing(witness.route):

@@ -340,7 +340,7 @@ def test_what_cannot_be_is_told_in_one_line(
             and told in (said := capsys.readouterr().err)
             and "Traceback" not in said
         )
-    with pytest.raises(ConfigError, match="steps_per_version 2"):
+    with pytest.raises(ConfigError, match="steps_per_version must be 1"):
         simulate(LENGTHS, Fleet(colocated=True, steps_per_version=2), SCHEDULE, COSTS, steps=2)
     with pytest.raises(ConfigError, match="at least 2 steps"):
         simulate(LENGTHS, Fleet(), SCHEDULE, COSTS, steps=1)

@@ -8,6 +8,7 @@ bfloat16 keeps float32 weights; a restored trainer goes on as if it had never st
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,7 +91,7 @@ def weights(policy: Policy) -> Tensor:
 
 
 def learn(trainer: LocalTrainer, batch: Batch) -> Mapping[str, float]:
-    for part in trainer.prepare(batch).parts:
+    for part in trainer.prepare(batch).minibatches:
         trainer.backward(part)
         trainer.step()
     return trainer.metrics()
@@ -113,7 +114,7 @@ def test_the_gradient_does_not_depend_on_the_cut_into_micro_batches(
             minibatches_per_batch=minibatches_per_batch,
         )
         gradients = []
-        for part in trainer.prepare(a_batch()).parts:
+        for part in trainer.prepare(a_batch()).minibatches:
             trainer.backward(part)
             gradients.append(gradient(trainer).clone())
             trainer.optimizer.zero_grad()
@@ -152,7 +153,7 @@ def test_the_loss_is_the_formula() -> None:
             clipped += (advantage > 0 and s > 1.28) or (advantage < 0 and s < 0.8)
             busy += advantage != 0
             kept += inside and advantage != 0
-    (part,) = trainer.prepare(batch).parts
+    (part,) = trainer.prepare(batch).minibatches
     trainer.backward(part)
     metrics = trainer.metrics()
     assert (
@@ -168,7 +169,7 @@ def test_siblings_are_spread_over_the_optimizer_steps_and_each_has_its_own_denom
     trainer = make(
         tiny_policy(), minibatches_per_batch=2, objective=ObjectiveConfig(kind="kl_penalty")
     )
-    parts = trainer.prepare(a_batch()).parts
+    parts = trainer.prepare(a_batch()).minibatches
     assert [part.batch.episodes for part in parts] == [(0, 2, 5), (1, 3)]  # 4 has no action token
     assert [part.norm.sum().item() for part in parts] == pytest.approx([1.0, 1.0])
 
@@ -183,12 +184,13 @@ def test_nothing_is_padded() -> None:
 
 def test_sequences_without_gradient_are_not_run_and_that_changes_nothing() -> None:
     found = []
-    for kl_penalty in (False, True):
+    for run_all in (False, True):
         trainer = make(tiny_policy(dtype="float64"))
         assert trainer.rules.objective.idle_at_zero
-        if kl_penalty:  # run them all the same
-            trainer._busy = lambda batch, factor: list(range(batch.num_sequences))  # type: ignore[method-assign]
-        (part,) = trainer.prepare(a_batch()).parts
+        if run_all:
+            objective = replace(trainer.rules.objective, idle_at_zero=False)
+            trainer.rules = replace(trainer.rules, objective=objective)
+        (part,) = trainer.prepare(a_batch()).minibatches
         trainer.backward(part)
         found.append((gradient(trainer), trainer.metrics()["trainer/sequence_tokens"]))
     torch.testing.assert_close(found[0][0], found[1][0], atol=1e-12, rtol=1e-9)
@@ -228,7 +230,7 @@ def test_the_gradient_is_clipped_to_its_norm() -> None:
 
 def test_after_a_step_the_policy_is_no_longer_at_its_version() -> None:
     trainer = make(tiny_policy())
-    (part,) = trainer.prepare(a_batch()).parts
+    (part,) = trainer.prepare(a_batch()).minibatches
     trainer.backward(part)
     assert trainer.policy.at_version
     trainer.step()
@@ -242,9 +244,9 @@ def test_a_reference_kl_pulls_back_to_where_the_run_began() -> None:
     )
     nudge(policy, seed=2, size=0.01)
     batch = collate([engine_made(policy, number) for number in range(8)])
-    before = learn(trainer, batch)["objective/reference_kl"]
+    before = learn(trainer, batch)["policy/kl_reference_k3"]
     for _ in range(5):
-        after = learn(trainer, batch)["objective/reference_kl"]
+        after = learn(trainer, batch)["policy/kl_reference_k3"]
     assert 0 < after < before
 
 
@@ -262,7 +264,7 @@ def engine_made(policy: Policy, number: int) -> ScoredTrajectory:
 def test_an_entropy_bonus_follows_the_gradient_of_entropy() -> None:
     policy, batch = tiny_policy(dtype="float64"), collate([episode(0, [3, (8, 1)], advantage=0.0)])
     trainer = make(policy, objective=ObjectiveConfig(entropy_coef=0.5))
-    (part,) = trainer.prepare(batch).parts
+    (part,) = trainer.prepare(batch).minibatches
     trainer.backward(part)
     found = gradient(trainer).clone()
     policy.model.zero_grad()
@@ -270,7 +272,7 @@ def test_an_entropy_bonus_follows_the_gradient_of_entropy() -> None:
     entropy = torch.distributions.Categorical(logits=logits).entropy().mean()
     (-0.5 * entropy).backward()
     torch.testing.assert_close(found, gradient(trainer), atol=1e-10, rtol=1e-8)
-    assert trainer.metrics()["objective/entropy"] == pytest.approx(entropy.item())
+    assert trainer.metrics()["policy/entropy_mean"] == pytest.approx(entropy.item())
 
 
 @pytest.mark.parametrize("name", ["behavior_logp", "old_logp"])
@@ -293,7 +295,7 @@ def test_a_log_probability_that_is_not_finite_is_named(
 
 def test_a_model_that_breaks_is_named_and_no_step_is_taken() -> None:
     trainer = make(tiny_policy())
-    (part,) = trainer.prepare(a_batch()).parts
+    (part,) = trainer.prepare(a_batch()).minibatches
     with torch.no_grad():
         next(trainer.policy.model.parameters())[:] = math.nan
     with pytest.raises(NonFinite, match="logp is nan at token"):
@@ -304,10 +306,10 @@ def test_a_model_that_breaks_is_named_and_no_step_is_taken() -> None:
 def test_a_loss_or_gradient_that_is_not_finite_stops_before_the_step() -> None:
     trainer = make(tiny_policy())
     before = weights(trainer.policy)
-    (part,) = trainer.prepare(collate([episode(0, [3, (4, 1)], advantage=math.inf)])).parts
+    (part,) = trainer.prepare(collate([episode(0, [3, (4, 1)], advantage=math.inf)])).minibatches
     with pytest.raises(FloatingPointError, match="the loss of optimizer step 1 is -inf"):
         trainer.backward(part)
-    (part,) = trainer.prepare(a_batch()).parts
+    (part,) = trainer.prepare(a_batch()).minibatches
     trainer.backward(part)
     next(trainer.policy.model.parameters()).grad[0, 0] = math.inf
     with pytest.raises(
@@ -424,7 +426,7 @@ def test_bfloat16_gradients_are_summed_in_float32() -> None:
         trainer = make(
             tiny_policy(dtype="bfloat16"), max_tokens_per_microbatch=max_tokens_per_microbatch
         )
-        (part,) = trainer.prepare(a_batch()).parts
+        (part,) = trainer.prepare(a_batch()).minibatches
         trainer.backward(part)
         assert all(parameter.grad is None for parameter in trainer.policy.model.parameters())
         found.append(torch.cat([master.grad.flatten() for master in trainer._master.values()]))
@@ -468,7 +470,7 @@ def test_lag_is_counted_in_batches_after_a_resume() -> None:
     trainer.policy.assign_new_version(4)
     assert trainer.policy.version == 4
     batch = collate([episode(0, [3, (4, 0), (2, 1), (1, 3), (1, 4)])])
-    (part,) = trainer.prepare(batch).parts
+    (part,) = trainer.prepare(batch).minibatches
     assert part.lag.tolist() == [-1] * 3 + [1] * 4 + [0] * 4
 
 
@@ -509,7 +511,7 @@ def test_an_inline_proxy_of_weight_one_gives_the_gradient_of_recomputing_it() ->
     whole = OldLogpsConfig(route="interp_prox_loglinear", alpha=1.0)
     inline.old = build_old_logps(whole, LocalScorer(inline.policy, 1.0, 64))
     for trainer in (recomputed, inline):
-        trainer.backward(trainer.prepare(a_batch()).parts[0])
+        trainer.backward(trainer.prepare(a_batch()).minibatches[0])
     torch.testing.assert_close(gradient(recomputed), gradient(inline), atol=1e-6, rtol=1e-5)
 
 

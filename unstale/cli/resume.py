@@ -114,7 +114,7 @@ def load_resume_state(
         requests = tuple(reader.requests())
         admitted, place, episodes = reader.counts()
         life = ResumeState(
-            stand=checkpoint.stand,
+            progress=checkpoint.progress,
             requests=requests,
             admitted=admitted,
             place=place,
@@ -159,9 +159,9 @@ def revive(
         machine.old.arrived(piece)
     if renumbered:  # so that the new number is on the disk before any engine has it
         with Journal(run / JOURNAL) as journal:
-            name = checkpoints.save(recalled.life.stand, policy)
+            name = checkpoints.save(recalled.life.progress, policy)
             asyncio.run(
-                journal.checkpoint(name, step=recalled.life.stand.step, version=policy.version)
+                journal.checkpoint(name, step=recalled.life.progress.step, version=policy.version)
             )
     return recalled.life
 

@@ -228,7 +228,7 @@ class RunSession:
             recalled = load_resume_state(folder, checkpoints, config, self._log.event, first=first)
             life = revive(recalled, machine, checkpoints, folder)
             if first:
-                self._log.rewind(life.stand.step, recalled.metrics)
+                self._log.rewind(life.progress.step, recalled.metrics)
         self.machine = machine
         parts = build(config, machine, self._log, display, life)
         return virtual_clock.run(_supervise(parts), virtual=config.deterministic)
@@ -241,17 +241,17 @@ class RunSession:
 
 def save_failed_batch(trainer: LocalTrainer, folder: Path) -> str:
     """Write down what the trainer was at work on when it raised. What became of it, for whoever looks on."""
-    suspect = trainer.suspect
-    if suspect is None:
+    failed = trainer.failed_batch
+    if failed is None:
         return "no batch was kept: the trainer had none yet"
-    part = suspect.part
+    part = failed.minibatch
     columns = {"old_logp": part.old_logp, "factor": part.factor, "norm": part.norm, "lag": part.lag}
     wrong = WentWrong(
         part.batch,
         columns | {"reference_logp": part.reference_logp},
         trainer.policy.weights(),
         {
-            "stage": suspect.stage,
+            "stage": failed.stage,
             "steps": str(trainer.steps),
             "version": str(trainer.policy.version),
             "base": str(trainer.policy.base),
@@ -275,12 +275,12 @@ async def _supervise(parts: RunComponents) -> bool:
             with parts.journal:
                 watch = tasks.create_task(parts.journal.watch())
                 async with parts.rollout.resources:
-                    done = await loop.run(parts)
+                    done = await loop.train(parts)
                 await parts.journal.barrier()
                 watch.cancel()
     finally:
         parts.close()
-        parts.old.close()
+        parts.old_logps.close()
         if done:
             await parts.engine.close()
         parts.log.close()
@@ -331,7 +331,7 @@ async def running_generator(
     engine = supervise(generator.engine, recovery)
     try:
         await engine.start()
-        publisher = DirectPublisher(engine, dtype=DTYPES[config.engine.dtype])
+        publisher = DirectPublisher(engine, dtype=policy.travel_dtype(DTYPES[config.engine.dtype]))
         publisher.prepare(policy)
         await publisher.publish()
         yield replace(generator, engine=engine)

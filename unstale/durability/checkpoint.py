@@ -37,8 +37,8 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
-from unstale.model.policy import Policy
 from unstale.weights.codec import advance, checksum, dumps, loads, whole, words
+from unstale.weights.publish import VersionedWeights
 from unstale.weights.store import Delta
 
 CHECKPOINTS, VERSIONS = "checkpoints", "versions"
@@ -78,7 +78,7 @@ class Stateful(Protocol):
 class Checkpoint:
     """All of a run at one moment, but for its episodes, which are in the journal."""
 
-    stand: Progress
+    progress: Progress
     version: int
     states: Mapping[str, Any]
     """By part."""
@@ -89,7 +89,7 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints and versions of one run folder, and the `parts` that they hold.
 
-    `hold` and `put` belong to the trainer's thread. What is held is written beside it, one checkpoint after the other;
+    `snapshot` and `put` belong to the trainer's thread. What is held is written beside it, one checkpoint after the other;
     `weights` may be read meanwhile.
     """
 
@@ -97,18 +97,18 @@ class Checkpoints:
         self._folder, self._versions, self._keep = run / CHECKPOINTS, run / VERSIONS, keep
         self._parts = parts
 
-    def hold(self, stand: Progress, policy: Policy) -> Checkpoint:
+    def snapshot(self, progress: Progress, source: VersionedWeights) -> Checkpoint:
         """All of the run at this moment. Gradients may be formed while it is written; the weights may not move."""
         states = {name: part.state() for name, part in self._parts.items()}
-        return Checkpoint(stand, policy.version, states, policy.weights())
+        return Checkpoint(progress, source.version, states, source.weights())
 
-    def save(self, stand: Progress, policy: Policy) -> str:
-        """`hold` and `write`."""
-        return self.write(self.hold(stand, policy))
+    def save(self, progress: Progress, source: VersionedWeights) -> str:
+        """Take a snapshot and write it. Return the checkpoint's name."""
+        return self.write(self.snapshot(progress, source))
 
     def write(self, checkpoint: Checkpoint) -> str:
         """Its name, once it is on the disk and was read back the same. Older ones are as they were."""
-        name = f"step{checkpoint.stand.step:06d}-version{checkpoint.version:06d}"
+        name = f"step{checkpoint.progress.step:06d}-version{checkpoint.version:06d}"
         aside = self._folder / f"{name}.part"
         for stale in (
             aside,
@@ -228,7 +228,7 @@ def _numbered(folder: Path, name: re.Pattern[str]) -> list[tuple[int, Path]]:
 def _write(checkpoint: Checkpoint, folder: Path) -> None:
     """All files of it, on the disk when this returns."""
     tensors: dict[str, Tensor] = {}
-    stand = checkpoint.stand
+    stand = checkpoint.progress
     tree = _plant(checkpoint.states, "", tensors)
     sharded = {key: tensor for key, tensor in tensors.items() if key.startswith(f"/{_TRAINER}/")}
     if sharded:

@@ -1,4 +1,4 @@
-"""Forward passes."""
+"""A forward pass over a prefix tree, and how it is run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from unstale.model.prefix_tree import PrefixTree
 
 @dataclass(frozen=True, slots=True)
 class ForwardOptions:
-    """How a pass is run. None of it changes what is computed, beyond the rounding of sums."""
+    """Options of a forward pass. None changes its result, beyond the rounding of sums."""
 
     share_prompts: bool = True
-    """What sequences of a pass have in common at their beginning is run once."""
+    """Run a beginning that several sequences share once."""
     gradient_checkpointing: bool = False
-    """The layers keep their inputs alone for the gradient, and run again for it."""
+    """Keep only the layers' inputs for the backward pass, and run the layers again for it."""
     compile: bool = False
-    """By torch.compile."""
+    """Use torch.compile."""
 
     @classmethod
     def of(cls, config: TrainerConfig) -> "ForwardOptions":
@@ -33,52 +33,55 @@ class ForwardOptions:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """`logp` is `[T]` on the CPU, 0 where nobody asked; `forward_tokens` were computed for it."""
+    """Log-probabilities `[T]` on the CPU, 0 where none was wanted, and the tokens run forward."""
 
     logp: Tensor
     forward_tokens: int
 
 
 def run_model(body: Callable[..., Any], run: PrefixTree, rows: Tensor, plain_head: bool) -> Tensor:
-    """Final hidden states `[rows, H]`, or logits `[rows, V]` of a model whose head is more than one linear map."""
+    """Return the final hidden states `[rows, H]` of some tokens of the tree.
+
+    Without `plain_head` they are logits `[rows, V]`: the model's head is more than one linear map.
+    """
     token = running.set(run)
     try:
-        given = {
-            "input_ids": run.tokens[None].to(rows.device),
-            "position_ids": run.positions[None].to(rows.device),
-        }
-        out = body(**given, use_cache=False)
+        out = body(
+            input_ids=run.tokens[None].to(rows.device),
+            position_ids=run.positions[None].to(rows.device),
+            use_cache=False,
+        )
         return (out.last_hidden_state if plain_head else out.logits)[0, rows]
     finally:
         running.reset(token)
 
 
-def recompute_layers(model: nn.Module) -> None:
-    """Keep the inputs of the model's layers alone for the gradient. ConfigError if transformers marks no layer."""
+def checkpoint_layers(model: nn.Module) -> None:
+    """Turn on gradient checkpointing. ConfigError if transformers marks no layer of the model for it."""
     layers: list[Any] = [
         module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
     ]
     if not layers:
         raise ConfigError(
-            f"trainer.gradient_checkpointing: {type(model).__name__} has no layers that can be run again"
+            "trainer.gradient_checkpointing must be false: "
+            f"{type(model).__name__} has no layers that can be run again"
         )
     for layer in layers:
-        layer.forward = partial(_again, layer.forward)
+        layer.forward = partial(_checkpointed, layer.forward)
 
 
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
-def _again(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def _checkpointed(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
     run = running.get()
     if run is None or not torch.is_grad_enabled():
         return forward(*args, **options)
 
-    def in_this_pass(*args: Any) -> Any:
-        token = running.set(
-            run
-        )  # the gradient comes when the pass is over, in a thread of its own on a GPU
+    def forward_in_run(*args: Any) -> Any:
+        # The backward pass runs the layer again when `run_model` is over, on a GPU in another thread.
+        token = running.set(run)
         try:
             return forward(*args, **options)
         finally:
             running.reset(token)
 
-    return checkpoint(in_this_pass, *args, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(forward_in_run, *args, use_reentrant=False, preserve_rng_state=False)

@@ -1,5 +1,11 @@
-"""Check."""
+"""A check that a model keeps packed sequences apart.
 
+Not every architecture uses the attention function it is given, or reads `position_ids`. One that does
+not would let packed sequences see each other, so this is measured and not assumed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -12,49 +18,72 @@ from unstale.model.loading import vocab_size
 from unstale.model.prefix_tree import MIN_SHARED, Packed, build_prefix_tree
 
 
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """The output `[N, :]` of one packed pass, and the rows of it that belong to each sequence."""
+
+    output: Tensor
+    by_sequence: list[Tensor]
+
+
 @torch.no_grad()
 def check_packing(model: PreTrainedModel) -> bool:
-    """Whether logits are the head applied to the last hidden state. Refuses a model that mixes packed sequences.
+    """Return True if logits are the head applied to the last hidden state.
 
-    Not every architecture asks the attention function that it was given, or reads `position_ids`; a model that does
-    not would see its neighbours, so this is measured, on short sequences and on siblings, and never assumed.
+    ConfigError for a model that cannot be packed or lets packed sequences see each other.
     """
-    device, size = next(model.parameters()).device, vocab_size(model.get_input_embeddings())
-    trunk = torch.arange(MIN_SHARED) % size
-    one, two, left, right = (
-        trunk[:3],
-        (5 - trunk[:5]) % size,
-        *(torch.cat([trunk, trunk[:n] * 0 + n]) for n in (2, 3)),
-    )
-    other, elsewhere = one * 0 + 7 % size, torch.cat([trunk, right[MIN_SHARED:] * 0 + 1])
-
-    def run(*sequences: Tensor, hidden: bool = False) -> tuple[Tensor, list[Tensor]]:
-        """All that the pass made, and what each sequence gets of it."""
-        lengths = [len(sequence) for sequence in sequences]
-        grown = build_prefix_tree(
-            Packed(torch.cat(sequences), tuple(accumulate(lengths, initial=0))), share=True
-        )
-        every = torch.arange(len(grown.tokens), device=device)
-        made = run_model(model.base_model if hidden else model, grown, every, hidden)
-        return made, list(made[grown.place.to(device)].split(lengths))
-
+    sequences, changed = _probes(vocab_size(model.get_input_embeddings()))
     try:
-        logits, together = run(one, two, left, right)
-        _, beside = run(other, two, left, elsewhere)
+        packed = _run(model, sequences)
+        with_other_neighbours = _run(model, changed)
     except NotImplementedError as error:
         raise ConfigError(f"policy: {type(model).__name__} cannot be packed: {error}") from error
-    near = True
-    for found, sequence in zip(together, (one, two, left, right), strict=True):
-        alone = model(input_ids=sequence[None].to(device), use_cache=False).logits[0]
-        tolerance = (0.03 if model.dtype == torch.bfloat16 else 1e-4) * float(alone.abs().max())
-        near = near and float((found - alone).abs().max()) <= tolerance
-    if not near or not all(torch.equal(together[i], beside[i]) for i in (1, 2)):
+    # The middle two sequences are the same in both passes, the outer two are not.
+    unaffected = all(
+        torch.equal(packed.by_sequence[i], with_other_neighbours.by_sequence[i]) for i in (1, 2)
+    )
+    if not unaffected or not _near_unpacked(model, sequences, packed):
         raise ConfigError(
-            f"policy: {type(model).__name__} does not keep packed sequences apart: it does not use transformers' "
-            "attention interface, or ignores position_ids"
+            f"policy: {type(model).__name__} does not keep packed sequences apart: it does not use "
+            "transformers' attention interface, or ignores position_ids"
         )
-    hidden, _ = run(one, two, left, right, hidden=True)
-    head = (
-        model.get_output_embeddings()
-    )  # on as many rows as in the model: other shapes round otherwise
-    return hidden.shape[-1] == head.weight.shape[1] and torch.equal(head(hidden[None])[0], logits)
+    hidden = _run(model, sequences, hidden=True).output
+    head = model.get_output_embeddings()
+    if hidden.shape[-1] != head.weight.shape[1]:
+        return False
+    # Applied to as many rows as in the model: products of another shape round differently.
+    return torch.equal(head(hidden[None])[0], packed.output)
+
+
+def _probes(vocabulary: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return two short sequences and two siblings, and the same with the first and last changed."""
+    trunk = torch.arange(MIN_SHARED) % vocabulary
+    first = trunk[:3]
+    second = (5 - trunk[:5]) % vocabulary
+    left = torch.cat([trunk, torch.full((2,), 2)])
+    right = torch.cat([trunk, torch.full((3,), 3)])
+    other_first = torch.full((3,), 7 % vocabulary)
+    other_right = torch.cat([trunk, torch.full((3,), 1)])
+    return [first, second, left, right], [other_first, second, left, other_right]
+
+
+def _run(model: PreTrainedModel, sequences: Sequence[Tensor], *, hidden: bool = False) -> _Pass:
+    """Run sequences packed, for logits, or for hidden states with `hidden`."""
+    lengths = [len(sequence) for sequence in sequences]
+    packed = Packed(torch.cat(list(sequences)), tuple(accumulate(lengths, initial=0)))
+    tree = build_prefix_tree(packed, share=True)
+    device = next(model.parameters()).device
+    rows = torch.arange(len(tree.tokens), device=device)
+    output = run_model(model.base_model if hidden else model, tree, rows, hidden)
+    return _Pass(output, list(output[tree.place.to(device)].split(lengths)))
+
+
+def _near_unpacked(model: PreTrainedModel, sequences: Sequence[Tensor], packed: _Pass) -> bool:
+    """Return True if packed logits are those of each sequence alone, up to rounding."""
+    device = next(model.parameters()).device
+    relative = 0.03 if model.dtype == torch.bfloat16 else 1e-4
+    for logits, sequence in zip(packed.by_sequence, sequences, strict=True):
+        alone = model(input_ids=sequence[None].to(device), use_cache=False).logits[0]
+        if not float((logits - alone).abs().max()) <= relative * float(alone.abs().max()):
+            return False
+    return True

@@ -18,14 +18,14 @@ from unstale.config import ConfigError
 from unstale.model import linear
 from unstale.model import lora as adapters
 from unstale.model.attention import ATTENTION
-from unstale.model.forward import ForwardOptions, Scored, recompute_layers, run_model
+from unstale.model.forward import ForwardOptions, Scored, checkpoint_layers, run_model
 from unstale.model.head import token_logps, wide
 from unstale.model.loading import DTYPES, load_model, load_tokenizer, no_progress_bars, vocab_size
 from unstale.model.lora import Lora, Merging
 from unstale.model.packing import cut, pack, pack_shared, wanted_spans
 from unstale.model.packing_check import check_packing
 from unstale.model.prefix_tree import Packed, PrefixTree, build_prefix_tree
-from unstale.model.versions import VersionGaps, lag_of, schedule_positions
+from unstale.model.versions import VersionGaps, lag_of, num_batches
 from unstale.records import Batch
 
 
@@ -101,7 +101,7 @@ class Policy:
         if passes == self.passes:
             return
         if passes.gradient_checkpointing and not self.passes.gradient_checkpointing:
-            recompute_layers(self.model)
+            checkpoint_layers(self.model)
         self._take(passes)
 
     def _take(self, passes: ForwardOptions) -> None:
@@ -141,7 +141,7 @@ class Policy:
             raise ValueError(
                 f"version {version} is not higher than {highest}: numbers never repeat"
             )
-        place = int(schedule_positions(torch.tensor(self._version), self.version_gaps))
+        place = int(num_batches(torch.tensor(self._version), self.version_gaps))
         self.version_gaps = (*self.version_gaps, (version, version - place))
         self._version = version
 
@@ -156,6 +156,10 @@ class Policy:
     @property
     def dtype(self) -> torch.dtype:
         return next(self.model.parameters()).dtype
+
+    def travel_dtype(self, engine: torch.dtype) -> torch.dtype:
+        """Return the precision of published weights: the engine's, or the adapters' own."""
+        return self.dtype if self.lora else engine
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -213,18 +217,30 @@ class Policy:
     def logps(
         self, batch: Batch | Packed | PrefixTree, *, temperature: float, where: Tensor | None = None
     ) -> Tensor:
-        """Log-probability `[T]` of every token given what precedes it in its own sequence, on the model's device.
+        """Return log-probabilities `[T]` of all tokens, each given its own sequence before it.
 
-        0 at each sequence's first token, and off `where` (`[T]` bool), whose logits are never computed. Float32, or
-        float64 for a float64 model. Carries a gradient when gradients are enabled.
+        They are on the model's device, float32 (float64 for a float64 model), with a gradient if
+        gradients are enabled. The value is 0 at each sequence's first token and off `where` (`[T]` bool).
         """
-        return self._forward(self.prefix_tree(batch), where, temperature, with_entropy=False)[0]
+        run = self.prefix_tree(batch)
+        return self._forward(run, where, temperature, with_entropy=False)[0]
 
     def logps_and_entropy(
-        self, batch: Batch | Packed | PrefixTree, *, temperature: float, where: Tensor | None = None
+        self,
+        batch: Batch | Packed | PrefixTree,
+        *,
+        temperature: float,
+        where: Tensor | None = None,
+        entropy_sample: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`logps`, and the entropy `[T]` of the distribution that each token was drawn from."""
-        return self._forward(self.prefix_tree(batch), where, temperature, with_entropy=True)
+        """Return `logps` and the entropy `[T]`, in nats, of the distribution that each token is drawn from.
+
+        With `entropy_sample` (`[T]` bool, within `where`) the entropy is of these tokens only and has no
+        gradient, which costs little: it is for a metric.
+        """
+        run = self.prefix_tree(batch)
+        sample = entropy_sample
+        return self._forward(run, where, temperature, with_entropy=sample is None, sample=sample)
 
     @torch.no_grad()
     def score(
@@ -274,20 +290,41 @@ class Policy:
         )
 
     def _forward(
-        self, run: PrefixTree, where: Tensor | None, temperature: float, *, with_entropy: bool
+        self,
+        run: PrefixTree,
+        where: Tensor | None,
+        temperature: float,
+        *,
+        with_entropy: bool,
+        sample: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        asked = run.follows if where is None else run.follows & where.cpu()
-        index = asked.nonzero().squeeze(1)
+        """Return log-probabilities and entropies `[T]`; see `logps_and_entropy`."""
+        wanted = run.follows if where is None else run.follows & where.cpu()
+        index = wanted.nonzero().squeeze(1)
         logp = torch.zeros(len(run.place), dtype=wide(self.dtype), device=self.device)
         entropy = torch.zeros_like(logp)
         if not len(index):
             return logp, entropy
-        rows = run_model(self._body, run, run.place[index - 1].to(self.device), self._plain_head)
+        hidden = run_model(self._body, run, run.place[index - 1].to(self.device), self._plain_head)
+        targets = run.tokens[run.place[index]].to(self.device)
+        positions = index.to(self.device)
+        values, entropies = self._head(hidden, targets, temperature, with_entropy=with_entropy)
+        logp = logp.index_put((positions,), values)
+        if with_entropy:
+            entropy = entropy.index_put((positions,), entropies)
+        elif sample is not None and sample.any():
+            chosen = sample[index].to(self.device)
+            with torch.no_grad():
+                _, entropies = self._head(
+                    hidden.detach()[chosen], targets[chosen], temperature, with_entropy=True
+                )
+            entropy = entropy.index_put((positions[chosen],), entropies)
+        return logp, entropy
+
+    def _head(
+        self, hidden: Tensor, targets: Tensor, temperature: float, *, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings() if self._plain_head else nn.Identity()
-        targets, index = run.tokens[run.place[index]].to(self.device), index.to(self.device)
-        found, spread = token_logps(
-            head, rows, targets, temperature=temperature, with_entropy=with_entropy
+        return token_logps(
+            head, hidden, targets, temperature=temperature, with_entropy=with_entropy
         )
-        return logp.index_put((index,), found), entropy.index_put(
-            (index,), spread
-        ) if with_entropy else entropy

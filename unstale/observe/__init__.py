@@ -1,1 +1,40 @@
-"""Watching a run: what it writes down, the live display, the report. Nothing here imports torch."""
+"""Watching a run: its log, the live display, the report. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from unstale.records import Group
+
+
+class RunRecorder(Protocol):
+    """The part of `recorder.Recorder` that the loop calls."""
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write the metrics row of a step."""
+        ...
+
+    def event(self, kind: str, **fields: Any) -> None: ...
+
+    def phase(self, text: str, *, done: int = 0, total: int = 0) -> None:
+        """Show the current activity in the live display."""
+        ...
+
+    def span(self, lane: str, label: str) -> AbstractContextManager[None]:
+        """Record how long the block takes, in one lane of the timeline."""
+        ...
+
+    def learnt(
+        self, step: int, *, points: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]
+    ) -> None:
+        """Record some tokens of a batch, and the route's events since the last batch."""
+        ...
+
+    def trajectories(self, step: int, groups: Sequence[Group]) -> None:
+        """Record the groups that a step trained on."""
+        ...
+
+    def close(self) -> None: ...

@@ -6,7 +6,9 @@ In the records for the loop one token stands for one piece. The real counts stay
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from itertools import count
+from typing import Any
 
 import numpy as np
 
@@ -145,6 +147,7 @@ class SimulatedRollout:
         self.workload = workload
         self.numbers = count()
         self.wait_times = Stopwatch()
+        self.resources: AbstractAsyncContextManager[Any] = nullcontext()
         self.totals: dict[str, float] = defaultdict(float)
         """Sums over ended episodes, and over failed attempts."""
         self.episodes: dict[int, SimulatedEpisode] = {}

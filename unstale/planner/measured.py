@@ -21,9 +21,9 @@ from unstale.old_logps import Needs
 from unstale.planner.costs import LinearCosts
 from unstale.planner.hardware import Device, Shares
 from unstale.planner.models import Model
-from unstale.planner.parts import needs
 from unstale.planner.route_costs import ROUTES
 from unstale.planner.simulate import Fleet
+from unstale.planner.simulated import needs
 from unstale.planner.workload import (
     Constant,
     EpisodeShape,

@@ -1,15 +1,14 @@
-"""The real loop on a virtual clock, with engines, environments and a trainer that only take their time.
+"""A simulated run: the real loop on a virtual clock, with components that only take time.
 
-`loop.run` itself is driven, and with it `produce`, `train`, `StalenessQueue`, `PendingPieces`, `collate` and `measure_staleness`: who
-may begin, what is taken, what is released and how old it may be is decided by the code that trains. Behind the loop's
-Protocols stand an engine, a publisher and a trainer that cost seconds (`Costs`). `Rollout` is simulated too: the real
-one has a coroutine, a context and journal rows for each episode, which hundreds of thousands of them cannot pay.
+`loop.train` is driven itself, and with it the staleness queue, the batches and the staleness check. So
+the code that trains decides what starts, what is taken and how old it may be. Engines, trainer and
+publisher take the seconds of `Costs`. The rollout is simulated too: a real episode has a coroutine and
+journal rows, too much for hundreds of thousands of them.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any
 
 import numpy as np
 
@@ -22,17 +21,19 @@ from unstale.planner.clock import SimulatedClock
 from unstale.planner.costs import Costs
 from unstale.planner.engines import EngineCapacity, SimulatedEngine, SimulatedEnginePool
 from unstale.planner.episodes import SimulatedRollout
-from unstale.planner.parts import (
-    Counted,
-    Held,
-    Idle,
+from unstale.planner.result import SimulationResult
+from unstale.planner.simulated import (
+    InstantThread,
     Lanes,
-    SimulatedParts,
+    NullAudit,
+    NullCheckpoints,
+    NullJournal,
     SimulatedPublisher,
+    SimulatedQueue,
     SimulatedRoute,
+    SimulatedThread,
     SimulatedTrainer,
 )
-from unstale.planner.result import SimulationResult
 from unstale.planner.workload import (
     Constant,
     Distribution,
@@ -64,7 +65,7 @@ __all__ = [
 _WAITS = Needs()
 
 
-def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how long and which
+def simulate(  # noqa: PLR0913 - four parts of a run, its length, seed and route
     workload: Workload,
     fleet: Fleet,
     schedule: ScheduleConfig,
@@ -74,18 +75,19 @@ def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how 
     seed: int = 0,
     needs: Needs = _WAITS,
 ) -> SimulationResult:
-    """So many steps of a run. The same arguments give the same outcome. `needs` are the route's (`parts.needs`).
+    """Simulate `steps` steps of a run. The same arguments give the same result.
 
-    Raises `ConfigError` for settings that cannot be or leave nothing to train on, `StalenessError` if the schedule
-    broke its promise.
+    `needs` are those of the old-log-probability route (`simulated.needs`). Raises ConfigError for
+    settings that leave nothing to train on, StalenessError if the schedule broke its bound.
     """
+    every = fleet.steps_per_version
     if steps < 2:
         raise ConfigError(
-            f"a simulation takes at least 2 steps, for the first one fills the line, got {steps}"
+            f"a simulation needs at least 2 steps, because the first fills the queue; got {steps}"
         )
-    if (every := fleet.steps_per_version) > 1 and (fleet.colocated or needs.closing):
+    if every > 1 and (fleet.colocated or needs.closing):
         raise ConfigError(
-            f"steps_per_version {every}: where engines stand for each step, a version is of one step"
+            f"steps_per_version must be 1 where engines pause in every step, got {every}"
         )
     clock = SimulatedClock()
     places = EngineCapacity(fleet.max_running, fleet.cache_tokens)
@@ -101,16 +103,13 @@ def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how 
     lanes = Lanes(clock, engines, trainer)
     needs = replace(needs, idle=False, snapshots=needs.snapshots and not fleet.colocated)
     publisher = SimulatedPublisher(costs, clock, engines, trainer=trainer)
-    versions = replace(schedule, max_staleness=schedule.max_staleness // every)
     config = RunConfig(
-        recipe="simulated", steps=steps, schedule=versions, checkpoint=CheckpointConfig(every=steps + 1),
+        recipe="simulated",
+        steps=steps,
+        schedule=replace(schedule, max_staleness=schedule.max_staleness // every),
+        checkpoint=CheckpointConfig(every=steps + 1),
         eval=EvalConfig(tasks=0),
-    )  # fmt: skip
-    idle = Idle()
-
-    def advantage(groups: Sequence[Group]) -> list[ScoredTrajectory]:
-        return [ScoredTrajectory(one, (0.0,)) for group in groups for one in group.trajectories]
-
+    )
     requests = (
         GroupRequest(number, Task("simulated", "train", number), 0, number) for number in count()
     )
@@ -118,14 +117,28 @@ def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how 
     async def run() -> None:
         if fleet.failures_per_hour:
             engines.fail(np.random.default_rng([seed, 1]), fleet.failures_per_hour)
-        parts: dict[str, Any] = {
-            "config": config, "stand": Progress(), "begun": (), "requests": requests, "held_out": (), "advantage": advantage,
-            "line": Held(schedule, every), "ledger": pending, "engine": publisher, "publisher": publisher,
-            "rollout": rollout, "examination": rollout, "policy": Counted(every), "old": SimulatedRoute(needs, trainer),
-            "trainer": trainer, "auditor": idle, "journal": idle, "checkpoints": idle, "log": lanes, "worker": clock,
-            "disk": clock,
-        }  # fmt: skip
-        await loop.run(SimulatedParts(**parts))
+        components = loop.RunComponents(
+            config=config,
+            progress=Progress(),
+            resumed_requests=(),
+            requests=requests,
+            engine=publisher,
+            rollout=rollout,
+            evaluation=None,
+            queue=SimulatedQueue(schedule, every),
+            pending=pending,
+            advantage=_zero_advantages,
+            old_logps=SimulatedRoute(needs, trainer),
+            auditor=NullAudit(),
+            trainer=trainer,
+            publisher=publisher,
+            journal=NullJournal(),
+            checkpoints=NullCheckpoints(),
+            log=lanes,
+            trainer_thread=SimulatedThread(clock, trainer),
+            io_thread=InstantThread(),
+        )
+        await loop.train(components)
 
     try:
         virtual_clock.run(run(), virtual=True)
@@ -134,6 +147,11 @@ def simulate(  # noqa: PLR0913 - the four things that a run is made of, and how 
             raise ConfigError(f"the simulated run fails: {error}") from None
         raise error from None
     return _outcome(lanes, trainer, engines, schedule)
+
+
+def _zero_advantages(groups: Sequence[Group]) -> list[ScoredTrajectory]:
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    return [ScoredTrajectory(trajectory, (0.0,)) for trajectory in trajectories]
 
 
 def _outcome(

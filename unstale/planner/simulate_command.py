@@ -93,8 +93,8 @@ def _simulate(chosen: argparse.Namespace) -> int:
 def _setup(chosen: argparse.Namespace) -> "SimulationSetup":
     """Return the setup of a run or of defaults, with the values of --set."""
     from unstale.planner.measured import SimulationSetup, from_run
-    from unstale.planner.parts import needs
     from unstale.planner.route_costs import ROUTES
+    from unstale.planner.simulated import needs
 
     changes: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
     for name, value in parse_assignments("--set", chosen.set, _value_kinds()).items():

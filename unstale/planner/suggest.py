@@ -13,9 +13,9 @@ from typing import NamedTuple
 from unstale.config import ConfigError, Route, ScheduleConfig, staleness_bound
 from unstale.observe.report.words import KEEPS_PACE
 from unstale.planner.analytic import TRAINED_BYTES, AnalyticCosts, Placement, TrainingSetup
-from unstale.planner.parts import needs
 from unstale.planner.route_costs import ROUTES
 from unstale.planner.simulate import Fleet, SimulationResult, Workload, simulate
+from unstale.planner.simulated import needs
 from unstale.planner.workload import EpisodeStats
 
 NEAR = 0.95

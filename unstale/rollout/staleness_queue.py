@@ -150,14 +150,9 @@ class PendingPieces:
 
     def __init__(self) -> None:
         self._pieces: dict[int, dict[int, list[PendingPiece]]] = {}
-        self.news = asyncio.Event()
-        """Set when a piece arrives; whoever waits for it clears it."""
-        self.told = asyncio.Event()
-        """Set while whoever scores has heard that every engine holds the newest version."""
 
     def add(self, piece: PendingPiece) -> None:
         self._pieces.setdefault(piece.piece.version, {}).setdefault(piece.episode, []).append(piece)
-        self.news.set()
 
     def discard(self, episodes: Collection[int]) -> None:
         """Remove the pieces of episodes that were trained on or given up."""

@@ -1,11 +1,11 @@
-"""The trainer: one batch becomes optimizer steps.
+"""The trainer of one process.
 
-    prepare(batch) -> Work    old log-probabilities, corrections, denominators: once, before anything moves
-    backward(part)            the gradient of one optimizer step, in micro-batches
-    step()                    clip, schedule, optimizer
+    prepare(batch)       old log-probabilities, correction and denominators, before the weights move
+    backward(minibatch)  the gradient of one optimizer step, in microbatches
+    step()               gradient clipping, learning rate, optimizer
 
-All of it is synchronous and meant for a worker thread. The model runs on its device; what is made of its
-log-probabilities, `[T]` numbers, is formed on the CPU.
+All of it is synchronous and runs in the trainer's thread. The model runs on its device. Losses are formed
+on the CPU from log-probabilities `[T]`.
 """
 
 import copy
@@ -30,17 +30,20 @@ from unstale.trainer.records import FailedBatch, Minibatch, PreparedBatch, Rules
 
 
 class LocalTrainer:
-    """Owns the optimizer and its float32 weights.
+    """A `Trainer` whose model, optimizer and float32 weights are in this process.
 
-    Under float32 these are the policy's own. Under bfloat16 the policy holds the forward weights, a bfloat16 copy made
-    after every step: what the forward pass uses is then exactly what is published. Gradients are summed in float32.
+    A float32 policy is optimized directly. A bfloat16 policy holds a copy of the float32 weights, cast
+    after every step, so that the forward pass uses what is published. Gradients are summed in float32.
     """
 
     def __init__(
         self, policy: Policy, config: TrainerConfig, rules: Rules, old: OldLogps, *, num_steps: int
     ) -> None:
-        """`num_steps`: optimizer steps of the whole run, over which the learning rate falls."""
-        self.policy, self.config, self.rules, self.old = policy, config, rules, old
+        """`num_steps` counts the optimizer steps of the whole run, for the learning-rate schedule."""
+        self.policy = policy
+        self.config = config
+        self.rules = rules
+        self.old = old
         self.num_steps = num_steps
         policy.set_forward_options(ForwardOptions.of(config))
         self.steps = 0
@@ -48,106 +51,135 @@ class LocalTrainer:
         self._master = {name: _master(parameter) for name, parameter in self._forward.items()}
         self.optimizer = make_optimizer(config, list(self._master.values()))
         self._reference = policy.twin() if rules.objective.kl_coef else None
-        self._tally = StepMetrics()
-        self.suspect: FailedBatch | None = None
+        self._metrics = StepMetrics()
+        self._cpu_s = time.process_time()
+        self.failed_batch: FailedBatch | None = None
+        """The data in work, to be saved if a number turns out not finite."""
+
+    @property
+    def version(self) -> int:
+        return self.policy.version
+
+    def start_version(self) -> None:
+        self.policy.version += 1
+
+    def lag(self, version: Tensor) -> Tensor:
+        return self.policy.lag(version)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.policy.weights()
 
     def prepare(self, batch: Batch) -> PreparedBatch:
-        """Everything that is fixed before the first optimizer step on this batch.
+        """Score a batch and divide it into optimizer steps. ValueError if it has no action token.
 
-        Sequences whose advantage is 0 have no gradient: they count in the denominators and are not run, nor scored.
+        A sequence without gradient counts in the denominators, and is neither scored nor run.
         """
         began = time.perf_counter()
-        self._tally = tally = StepMetrics()
-        rules, whole, steps = self.rules, batch, _split(batch, self.config.minibatches_per_batch)
-        busy = self._busy(whole, torch.ones_like(whole.advantage)) or list(
-            range(whole.num_sequences)
+        steps = _divide(batch, self.config.minibatches_per_batch)
+        with_gradient = self._with_gradient(batch, torch.ones_like(batch.advantage))
+        self._metrics = StepMetrics(
+            action_tokens=int(batch.sampled.sum()),
+            tokens_with_gradient=int(batch.select(with_gradient)[0].sampled.sum()),
         )
-        batch, where = whole.select(busy)
-        lag = torch.where(batch.sampled, self.policy.lag(batch.version), -1)
-        old_logp, control = torch.empty(0), keep_all(batch.sampled)
-        if not self.old.needs.inline:
-            old_logp, control = self._judge(batch, self._now(batch), lag)
-        reference = self._score(self._reference, batch).logp if self._reference else torch.empty(0)
-        tally.figures["trainer/action_tokens"] = float(whole.sampled.sum())
-        keep = whole.sampled.index_put((where,), control.keep)
-        place = {sequence: i for i, sequence in enumerate(busy)}
-        parts = []
-        for members in steps:
-            counted, index = whole.select(members)
-            share = rules.objective.norm(counted.sampled, keep[index], counted.sequence)
-            norm = share.new_zeros(len(whole.tokens)).index_put((index,), share)
-            own, index = batch.select([place[i] for i in members if i in place])
-            parts.append(
-                Minibatch(own, _rows(old_logp, index), control.factor[index], norm[where][index],
-                     _rows(reference, index), lag[index])
-            )  # fmt: skip
-        tally.prepare_s = time.perf_counter() - began
-        tally.figures |= rules.audit(batch, old_logp)
-        return PreparedBatch(tuple(parts))
+        # Without any gradient everything is scored: the route still reports how exact it is.
+        members = with_gradient or list(range(batch.num_sequences))
+        scored, index = batch.select(members)
+        lag = torch.where(scored.sampled, self.policy.lag(scored.version), -1)
+        old_logp, control = self._score_old(scored, lag)
+        reference_logp = self._score_reference(scored)
 
-    def backward(self, part: Minibatch) -> None:
-        """Add the gradient of this part's loss, whatever the micro-batches it is cut into."""
+        keep = batch.sampled.index_put((index,), control.keep)
+        norm = self._norm(batch, steps, keep)[index]
+        place = {sequence: position for position, sequence in enumerate(members)}
+        minibatches = []
+        for sequences in steps:
+            part, where = scored.select([place[i] for i in sequences if i in place])
+            minibatches.append(
+                Minibatch(
+                    batch=part,
+                    old_logp=_select(old_logp, where),
+                    factor=control.factor[where],
+                    norm=norm[where],
+                    reference_logp=_select(reference_logp, where),
+                    lag=lag[where],
+                )
+            )
+        self._metrics.prepare_s = time.perf_counter() - began
+        self._metrics.extra |= self.rules.audit(scored, old_logp)
+        return PreparedBatch(tuple(minibatches))
+
+    def backward(self, minibatch: Minibatch) -> None:
+        """Add the gradient of the minibatch's loss. It does not depend on the microbatches' size."""
         began = time.perf_counter()
-        self.suspect = FailedBatch("step", part)
-        self._tally.num_parts += 1
-        busy = self._busy(part.batch, part.factor * part.norm)
-        spans = part.batch.spans()
-        chosen, asked = [spans[i] for i in busy], part.batch.sampled
-        for members in self.policy.pack(
-            part.batch, chosen, self.config.max_tokens_per_microbatch, where=asked
-        ):
-            micro, index = part.batch.select([busy[i] for i in members])
-            loss = self._loss(part, micro, index)
+        metrics = self._metrics
+        self.failed_batch = FailedBatch("step", minibatch)
+        metrics.num_steps += 1
+        batch = minibatch.batch
+        members = self._with_gradient(batch, minibatch.factor * minibatch.norm)
+        all_spans = batch.spans()
+        microbatches = self.policy.pack(
+            batch,
+            [all_spans[i] for i in members],
+            self.config.max_tokens_per_microbatch,
+            where=batch.sampled,
+        )
+        for positions in microbatches:
+            microbatch, index = batch.select([members[i] for i in positions])
+            loss = self._loss(minibatch, microbatch, index)
             if not math.isfinite(loss.item()):
                 raise FloatingPointError(
-                    f"the loss of optimizer step {self.steps + 1} is {loss.item()}; no step was taken"
+                    f"the loss of optimizer step {self.steps + 1} is {loss.item()}; "
+                    "no step was taken"
                 )
             loss.backward()
-            self._gather_gradients()
-            self._tally.micro_batches += 1
-            self._tally.tokens += len(micro.tokens)
-        self._tally.seconds += time.perf_counter() - began
+            self._collect_gradients()
+            metrics.microbatches += 1
+            metrics.sequence_tokens += len(microbatch.tokens)
+        metrics.update_s += time.perf_counter() - began
 
     def step(self) -> None:
-        """One optimizer step on the gradients gathered since the last. Raises before it if they are not finite."""
+        """Take one optimizer step. FloatingPointError, before it, if the gradient is not finite."""
         began = time.perf_counter()
         for master in self._master.values():
-            if (
-                master.grad is None
-            ):  # every sequence was idle: the gradient is 0, which is not the same as none
+            if master.grad is None:
+                # No sequence had a gradient. Zero is not None: momentum must still act.
                 master.grad = torch.zeros_like(master)
         norm = float(nn.utils.clip_grad_norm_(self._master.values(), self.config.grad_clip))
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"the gradient norm of optimizer step {self.steps + 1} is {norm}; no step was taken. "
-                "A lower trainer.lr, or a narrower correction band, keeps it finite"
+                "Lower trainer.lr or narrow the correction band"
             )
-        rate = self.config.lr * lr_factor(self.steps, self.config, num_steps=self.num_steps)
+        lr = self.config.lr * lr_factor(self.steps, self.config, num_steps=self.num_steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self._cast()
+        self._cast_master()
         self.policy.at_version = False
         self.steps += 1
-        self.old.trained(self._tally.kept_share)
-        self._tally.grad_norms.append(norm)
-        self._tally.lr = rate
-        self._tally.seconds += time.perf_counter() - began
+        self.old.trained(self._metrics.kept_share)
+        self._metrics.grad_norms.append(norm)
+        self._metrics.lr = lr
+        self._metrics.update_s += time.perf_counter() - began
 
     def metrics(self) -> Mapping[str, float]:
-        """Of the batch last prepared, once all its parts are done."""
+        """Return the metrics of the batch prepared last, and CPU seconds since the last call."""
         costs = dict(self.old.costs())
-        costs["forward_tokens"] = costs.get("forward_tokens", 0.0) + self._tally.now_tokens
-        named = {f"old_logps/{name}": value for name, value in costs.items()}
-        return self._tally.metrics() | named
+        costs["forward_tokens"] = costs.get("forward_tokens", 0.0) + self._metrics.score_tokens
+        cpu_s = time.process_time()
+        metrics = {
+            **self._metrics.metrics(),
+            **{f"old_logps/{name}": value for name, value in costs.items()},
+            "trainer/cpu_s": cpu_s - self._cpu_s,
+        }
+        self._cpu_s = cpu_s
+        return metrics
 
     def points(self) -> list[dict[str, float]]:
-        """`log_d`, `log_s` and `lag` of some action tokens of that batch, for plots."""
-        return self._tally.points()
+        return self._metrics.points()
 
     def state(self) -> Mapping[str, Any]:
-        """Weights, optimizer, position in the schedule, version. The tensors are the live ones."""
         return {
             "weights": {name: tensor.detach() for name, tensor in self._master.items()},
             "optimizer": self.optimizer.state_dict(),
@@ -160,80 +192,47 @@ class LocalTrainer:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state()`. The policy gets its weights and its version. ConfigError if its base is another."""
+        """Continue from a `state()`. ConfigError if its adapters belong to another base model."""
         self.policy.require_base(state.get("base", 0))
         for name, tensor in self._master.items():
             tensor.copy_(state["weights"][name])
-        self._cast()
+        self._cast_master()
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self.steps = state["steps"]
         self.policy.version = state["version"]
         self.policy.at_version = state["at_version"]
         self.policy.version_gaps = tuple((first, skipped) for first, skipped in state["jumps"])
 
-    def _loss(self, part: Minibatch, micro: Batch, index: Tensor) -> Tensor:
-        objective, run = self.rules.objective, self.policy.prefix_tree(micro)
-        asked: dict[str, Any] = {"temperature": self.rules.temperature, "where": micro.sampled}
-        entropy = torch.empty(0)
-        if objective.entropy_coef:
-            logp, entropy = self.policy.logps_and_entropy(run, **asked)
-        else:
-            logp = self.policy.logps(run, **asked)
-        self._tally.run_tokens += run.num_tokens
-        logp, entropy = logp.cpu(), entropy.cpu()
-        check_finite(
-            {"logp": logp.detach()}, micro.sampled, sequence=_episode(micro), version=micro.version
-        )
-        old_logp, factor, norm = _rows(part.old_logp, index), part.factor[index], part.norm[index]
+    def _score_old(self, batch: Batch, lag: Tensor) -> tuple[Tensor, Control]:
+        """Return old log-probabilities and correction. Empty and neutral for an inline route."""
         if self.old.needs.inline:
-            old_logp, control = self._judge(micro, logp.detach(), part.lag[index])
-            factor = control.factor
-        surrogate = objective.surrogate(logp, old_logp, micro)
-        loss = (factor * norm * surrogate.loss).sum()
-        if objective.kl_coef:
-            # Tokens are drawn from mu, the divergence is of pi: D * S carries over, whatever the controls say.
-            ratio = bounded_exp(logp.detach() - micro.behavior_logp)
-            divergence = reference_kl(logp, part.reference_logp[index], sampled=micro.sampled)
-            loss = loss + objective.kl_coef * (norm * ratio * divergence).sum()
-            self._tally.add("objective/reference_kl", float((norm * divergence.detach()).sum()))
-        if objective.entropy_coef:
-            loss = loss - objective.entropy_coef * (norm * entropy).sum()
-            self._tally.add("objective/entropy", float((norm * entropy.detach()).sum()))
-        log_s = logp.detach() - old_logp
-        self._tally.learn(
-            micro, old_logp, log_s=log_s, lag=part.lag[index], clipped=surrogate.clipped
-        )
-        self._tally.add("objective/loss", loss.item())
-        return loss
+            return torch.empty(0), keep_all(batch.sampled)
+        logp = torch.empty(0)
+        if self.old.needs.now:
+            scored = self._score(self.policy, batch)
+            self._metrics.score_tokens += scored.forward_tokens
+            logp = scored.logp
+        return self._correct(batch, logp, lag)
 
-    def _now(self, batch: Batch) -> Tensor:
-        """The current log-probabilities, if the route reads them."""
-        if not self.old.needs.now:
-            return torch.empty(0)
-        scored = self._score(self.policy, batch)
-        self._tally.now_tokens += scored.forward_tokens
-        return scored.logp
+    def _correct(self, batch: Batch, logp: Tensor, lag: Tensor) -> tuple[Tensor, Control]:
+        """Return the route's old log-probabilities and the correction. NonFinite for a bad value.
 
-    def _judge(self, batch: Batch, now: Tensor, lag: Tensor) -> tuple[Tensor, Control]:
-        """Old log-probabilities from the route, and what the discrepancy control says of them."""
-        old_logp, exact = self.old.logps(batch, now)
+        `logp` are the current log-probabilities, empty if the route does not need them.
+        """
+        old_logp, exact = self.old.logps(batch, logp)
         if not self.old.needs.inline:
             ones = torch.ones_like(old_logp)
-            self.suspect = FailedBatch(
-                "old_logps", Minibatch(batch, old_logp, ones, ones, torch.empty(0), lag)
-            )
-        logps = {"behavior_logp": batch.behavior_logp, "old_logp": old_logp}
-        check_finite(logps, batch.sampled, sequence=_episode(batch), version=batch.version)
+            minibatch = Minibatch(batch, old_logp, ones, ones, torch.empty(0), lag)
+            self.failed_batch = FailedBatch("old_logps", minibatch)
+        _require_finite(batch, behavior_logp=batch.behavior_logp, old_logp=old_logp)
         control = self.rules.correction(old_logp, batch)
-        self._tally.judge(batch, old_logp, control, exact=exact, lag=lag)
+        self._metrics.add_correction(batch, old_logp, control, exact=exact, lag=lag)
         return old_logp, control
 
-    def _busy(self, batch: Batch, factor: Tensor) -> list[int]:
-        """Sequences that can have a gradient, given what their tokens' losses are multiplied by."""
-        alive = batch.sampled
-        if self.rules.objective.idle_at_zero:
-            alive = alive & (factor != 0) & (batch.advantage != 0)
-        return [i for i, (start, end) in enumerate(batch.spans()) if alive[start:end].any()]
+    def _score_reference(self, batch: Batch) -> Tensor:
+        if self._reference is None:
+            return torch.empty(0)
+        return self._score(self._reference, batch).logp
 
     def _score(self, policy: Policy, batch: Batch) -> Scored:
         return policy.score(
@@ -243,8 +242,77 @@ class LocalTrainer:
             max_tokens_per_microbatch=self.config.max_tokens_per_microbatch,
         )
 
-    def _gather_gradients(self) -> None:
-        """From forward weights that are a copy, into float32. One tensor at a time, after every micro-batch."""
+    def _norm(self, batch: Batch, steps: list[list[int]], keep: Tensor) -> Tensor:
+        """Return one over the denominator of each token's optimizer step, `[T]` of the whole batch."""
+        indices = []
+        norms = []
+        for sequences in steps:
+            part, index = batch.select(sequences)
+            norms.append(self.rules.objective.norm(part.sampled, keep[index], part.sequence))
+            indices.append(index)
+        norm = torch.cat(norms)
+        return norm.new_zeros(len(batch.tokens)).index_put((torch.cat(indices),), norm)
+
+    def _with_gradient(self, batch: Batch, factor: Tensor) -> list[int]:
+        """Return the sequences that can have a gradient. `factor` `[T]` multiplies each token's loss."""
+        tokens = batch.sampled
+        if self.rules.objective.idle_at_zero:
+            tokens = tokens & (factor != 0) & (batch.advantage != 0)
+        return [i for i, (start, end) in enumerate(batch.spans()) if tokens[start:end].any()]
+
+    def _loss(self, minibatch: Minibatch, microbatch: Batch, index: Tensor) -> Tensor:
+        """Return the loss of some sequences, whose tokens are at `index` of the minibatch."""
+        objective = self.rules.objective
+        norm = minibatch.norm[index]
+        lag = minibatch.lag[index]
+        logp, entropy = self._forward_pass(microbatch)
+        current_logp = logp.detach()
+        _require_finite(microbatch, logp=current_logp)
+        if self.old.needs.inline:
+            old_logp, control = self._correct(microbatch, current_logp, lag)
+            factor = control.factor
+        else:
+            old_logp, factor = minibatch.old_logp[index], minibatch.factor[index]
+        surrogate = objective.surrogate(logp, old_logp, microbatch)
+        loss = (factor * norm * surrogate.loss).sum()
+        if objective.kl_coef:
+            reference_logp = minibatch.reference_logp[index]
+            self._metrics.add_reference((reference_logp - current_logp)[microbatch.sampled])
+            # Tokens are drawn from mu, the KL is of pi: weight by D * S, whatever the correction drops.
+            ratio = bounded_exp(current_logp - microbatch.behavior_logp)
+            divergence = reference_kl(logp, reference_logp, sampled=microbatch.sampled)
+            loss = loss + objective.kl_coef * (norm * ratio * divergence).sum()
+        if objective.entropy_coef:
+            loss = loss - objective.entropy_coef * (norm * entropy).sum()
+        self._metrics.add_forward(
+            microbatch, current_logp, old_logp, lag=lag, clipped=surrogate.clipped
+        )
+        self._metrics.loss += loss.item()
+        return loss
+
+    def _forward_pass(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return `(logp [T], entropy [T])` on the CPU.
+
+        With an entropy bonus, entropy is of all action tokens and has a gradient. Otherwise it is of a
+        sample of tokens, for the metric alone.
+        """
+        run = self.policy.prefix_tree(batch)
+        self._metrics.forward_tokens += run.num_tokens
+        measured = batch.sampled
+        if not self.rules.objective.entropy_coef:
+            measured = self._metrics.entropy_sample(batch.sampled)
+        logp, entropy = self.policy.logps_and_entropy(
+            run,
+            temperature=self.rules.temperature,
+            where=batch.sampled,
+            entropy_sample=None if self.rules.objective.entropy_coef else measured,
+        )
+        entropy = entropy.cpu()
+        self._metrics.add_entropy(entropy.detach()[measured])
+        return logp.cpu(), entropy
+
+    def _collect_gradients(self) -> None:
+        """Add the gradients of narrower forward weights to the float32 ones, one tensor at a time."""
         for name, parameter in self._forward.items():
             master = self._master[name]
             if master is parameter or parameter.grad is None:
@@ -254,34 +322,38 @@ class LocalTrainer:
             parameter.grad = None
 
     @torch.no_grad()
-    def _cast(self) -> None:
+    def _cast_master(self) -> None:
+        """Copy the float32 weights into narrower forward weights."""
         for name, parameter in self._forward.items():
             if parameter is not self._master[name]:
                 parameter.copy_(self._master[name])
 
 
+def _select(values: Tensor, index: Tensor) -> Tensor:
+    """Return `values[index]`, or the empty tensor that stands for values that are not known."""
+    return values[index] if len(values) else values
+
+
 def _master(parameter: nn.Parameter) -> Tensor:
-    """The optimizer's tensor for this forward weight: the weight itself, unless it is narrower than float32."""
+    """Return the tensor to optimize: the parameter itself, or a float32 copy if it is narrower."""
     if parameter.dtype in (torch.float32, torch.float64):
         return parameter
     return nn.Parameter(parameter.detach().float())
 
 
-def _rows(values: Tensor, index: Tensor) -> Tensor:
-    """`values[index]`, or nothing of nothing."""
-    return values[index] if len(values) else values
+def _require_finite(batch: Batch, **logps: Tensor) -> None:
+    """Raise NonFinite, with the episode and token, if an action token's value is not finite."""
+    episode = torch.tensor(batch.episodes)[batch.sequence]
+    check_finite(logps, batch.sampled, sequence=episode, version=batch.version)
 
 
-def _episode(batch: Batch) -> Tensor:
-    """`[T]`, for error messages: the episode that a token belongs to."""
-    return torch.tensor(batch.episodes)[batch.sequence]
-
-
-def _split(batch: Batch, num_parts: int) -> list[list[int]]:
-    """Sequences with an action token, dealt out in turn, so that siblings are spread over the optimizer steps."""
-    holding = [i for i, (start, end) in enumerate(batch.spans()) if batch.sampled[start:end].any()]
-    if not holding:
+def _divide(batch: Batch, num_steps: int) -> list[list[int]]:
+    """Deal the sequences that have an action token to optimizer steps in turn, which spreads siblings."""
+    sequences = [
+        i for i, (start, end) in enumerate(batch.spans()) if batch.sampled[start:end].any()
+    ]
+    if not sequences:
         raise ValueError(
             f"none of the {batch.num_sequences} sequences of this batch has an action token"
         )
-    return [holding[k::num_parts] for k in range(num_parts) if holding[k::num_parts]]
+    return [sequences[k::num_steps] for k in range(num_steps) if sequences[k::num_steps]]

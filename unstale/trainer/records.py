@@ -1,4 +1,4 @@
-"""Records."""
+"""Records of the trainer: the rules of the loss, and a batch on its way through the optimizer steps."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,70 +11,71 @@ from unstale.algorithms.objectives import Surrogate
 from unstale.records import Batch
 
 NOT_FINITE = (FloatingPointError, NonFinite)
-"""What is raised, before the optimizer step, when a loss, a gradient or a log-probability is not finite."""
+"""Errors for a loss, gradient or log-probability that is not finite. Raised before the optimizer step."""
 
 Correction = Callable[[Tensor, Batch], Control]
-"""`(old_logp [T], batch)` -> what the discrepancy control says of each token."""
+"""`(old_logp [T], batch)` -> weight and mask of each token, from the discrepancy D."""
 
 Audit = Callable[[Batch, Tensor], Mapping[str, float]]
-"""`(batch, old_logp [T])` -> figures of how wrong the route is; `old_logp` is empty if the route answers inline."""
+"""`(batch, old_logp [T])` -> metrics of the route's error. `old_logp` is empty for an inline route."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """The loss: `surrogate` per token, what it is divided by, and the two terms beside it."""
+    """The loss: a surrogate per token, its denominator, and two optional terms."""
 
     surrogate: Callable[[Tensor, Tensor, Batch], Surrogate]
-    """`(logp [T], old_logp [T], batch)`."""
+    """`(logp [T], old_logp [T], batch)` -> loss per token, and where it is clipped."""
     norm: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """`(sampled [T], keep [T], sequence [T])` -> what each token's loss is multiplied by."""
+    """`(sampled [T], keep [T], sequence [T])` -> the factor of each token's loss, one over the denominator."""
     kl_coef: float = 0.0
-    """Coefficient of the KL to the policy that the run began with."""
+    """Coefficient of the KL to the reference, the policy at the run's start."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
     idle_at_zero: bool = False
-    """A token whose advantage is 0 has no gradient. Then sequences of such tokens alone are not run at all."""
+    """True if a token of advantage 0 has no gradient. Sequences of such tokens are then not run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """From three log-probabilities to a loss: what `build` made of the configuration."""
+    """The functions that turn log-probabilities into a loss."""
 
     correction: Correction
     objective: Objective
     temperature: float
-    """The sampling temperature: it is part of mu, so it is part of pi."""
+    """The sampling temperature. The trainer's log-probabilities use it too."""
     audit: Audit = lambda batch, old_logp: {}
     """Called before the first optimizer step on a batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """The sequences of one optimizer step; every tensor is `[T]` and needs no gradient."""
+    """The sequences of one optimizer step. Every tensor is `[T]` on the CPU, without gradient."""
 
     batch: Batch
     old_logp: Tensor
-    """Empty if the route answers inline: it is then asked with each pass's own log-probabilities."""
+    """Empty for an inline route, which is asked in every forward pass."""
     factor: Tensor
-    """Correction weight, 0 where dropped; ones while that is not known."""
+    """Correction weight, 0 for a dropped token. Ones for an inline route."""
     norm: Tensor
-    """Shares of the step's one denominator, before masking."""
+    """One over the denominator of the step's loss, for each token, before dropping."""
     reference_logp: Tensor
-    """Of the policy that the run began with; empty unless the objective has a reference KL."""
+    """Log-probability under the reference policy. Empty without a KL term."""
     lag: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class FailedBatch:
-    """What the trainer is at work on, to be kept beside the error if a number goes wrong."""
-
-    stage: Literal["old_logps", "step"]
-    """`old_logps`: the route's answers for a batch. `step`: the loss and the gradient of one optimizer step."""
-    part: Minibatch
+    """Staleness in batches, -1 on tokens that were not sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """A batch cut into its optimizer steps."""
+    """A batch divided into its optimizer steps."""
 
-    parts: tuple[Minibatch, ...]
+    minibatches: tuple[Minibatch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FailedBatch:
+    """The data in work when a number was not finite, to be saved for `unstale replay`."""
+
+    stage: Literal["old_logps", "step"]
+    """`old_logps`: the route's values for a batch. `step`: loss and gradient of one optimizer step."""
+    minibatch: Minibatch

@@ -6,7 +6,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from unstale.model.policy import Policy
 from unstale.weights.store import Delta, Update, VersionStore
 
 
@@ -23,13 +22,24 @@ class WeightReceiver(Protocol):
     async def resume(self) -> None: ...
 
 
+class VersionedWeights(Protocol):
+    """The weights of a version: those of a `Policy`, or of a `Trainer`."""
+
+    @property
+    def version(self) -> int: ...
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return the forward weights by name. They are the live tensors."""
+        ...
+
+
 class Publisher(Protocol):
-    """Brings `policy.version` to every engine."""
+    """Brings the newest version to every engine."""
 
     bytes: int
     """Of what was last prepared to travel."""
 
-    def prepare(self, policy: Policy, live: Collection[int] = ()) -> None:
+    def prepare(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
         """In the trainer's thread: what will travel, made while generation goes on.
 
         `live` are the older versions that somebody still needs.
@@ -74,12 +84,13 @@ class DirectPublisher:
         """What the engine holds."""
         self._prepared: tuple[Update, int] | None = None
 
-    def prepare(self, policy: Policy, live: Collection[int] = ()) -> None:
-        delta = self._delta(policy, live)
-        self._put(policy.version, policy.weights(), delta)
-        update = delta or _cast(policy.weights(), policy.dtype if policy.lora else self._dtype)
+    def prepare(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
+        weights = source.weights()
+        delta = self._delta(source.version, weights, live)
+        self._put(source.version, weights, delta)
+        update = delta or _cast(weights, self._dtype)
         self.bytes = update.nbytes if isinstance(update, Delta) else _size(update)
-        self._prepared = update, policy.version
+        self._prepared = update, source.version
 
     async def publish(self) -> None:
         """Interrupt, load, resume. If loading fails the engine stays interrupted and the error ends the run."""
@@ -91,16 +102,17 @@ class DirectPublisher:
         self._loaded = version
         await self._engine.resume()
 
-    def _delta(self, policy: Policy, live: Collection[int]) -> Delta | None:
+    def _delta(
+        self, version: int, weights: Mapping[str, Tensor], live: Collection[int]
+    ) -> Delta | None:
         if self._store is None:
             return None
-        weights = policy.weights()
         self._store.keep(live)  # what nobody needs must not count against the memory limit
-        self._store.put(policy.version, weights)
-        older = self._store.versions[: self._store.versions.index(policy.version)]
+        self._store.put(version, weights)
+        older = self._store.versions[: self._store.versions.index(version)]
         if not self._engine.takes_deltas or self._loaded not in older:
             return None
-        delta = self._store.delta(policy.version)
+        delta = self._store.delta(version)
         return delta if delta.base == self._loaded and delta.nbytes < _size(weights) else None
 
 

@@ -1,0 +1,332 @@
+"""Simulated components of a run: they take time on the virtual clock and compute nothing.
+
+Each implements the Protocol of the component that it stands for, so that the real loop drives them.
+"""
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, Self, TypeVar, TypeVarTuple, Unpack
+
+import torch
+from torch import Tensor
+
+from unstale.config import ScheduleConfig
+from unstale.durability.checkpoint import Checkpoint, Progress
+from unstale.old_logps import Needs, Passive
+from unstale.planner.clock import SimulatedClock
+from unstale.planner.costs import Costs
+from unstale.planner.engines import SimulatedEnginePool
+from unstale.planner.episodes import SimulatedEpisode, SimulatedRollout
+from unstale.planner.route_costs import RouteCost
+from unstale.records import Batch, Group, GroupRequest, PendingPiece
+from unstale.rollout.staleness_queue import StalenessQueue
+from unstale.rollout.transcript import NullWriter
+from unstale.trainer.records import Minibatch, PreparedBatch
+from unstale.weights.publish import VersionedWeights
+
+_T = TypeVar("_T")
+_Args = TypeVarTuple("_Args")
+_EMPTY = torch.empty(0)
+
+
+def needs(route: RouteCost) -> Needs:
+    """Return what the loop reads of a route. The planner counts work in idle time itself."""
+    return Needs(closing=route.closing, snapshots=route.chain)
+
+
+class SimulatedTrainer:
+    """A `Trainer` that takes `Costs.train_s` and `Costs.old_logps_s`, and adds up the staleness.
+
+    Its methods only owe seconds; `SimulatedThread` lets them pass. Engines that share its devices wait
+    while it works.
+    """
+
+    def __init__(
+        self,
+        costs: Costs,
+        rollout: SimulatedRollout,
+        *,
+        closing: bool,
+        colocated: bool,
+        every: int = 1,
+    ) -> None:
+        """`every` steps make one version."""
+        self.version = 0
+        """Counts steps."""
+        self.owed: dict[str, float] = defaultdict(float)
+        """Seconds by activity that have not passed on the clock yet."""
+        self.spent: dict[str, float] = defaultdict(float)
+        """Seconds by activity that have passed."""
+        self.batches: list[tuple[int, int]] = []
+        """Tokens of each batch, and how many of them were sampled."""
+        self.ages: Counter[int] = Counter()
+        """Sampled tokens by staleness."""
+        self.rollout = rollout
+        self.every = every
+        self._costs = costs
+        self._closing = closing
+        self._colocated = colocated
+
+    def start_version(self) -> None:
+        self.version += 1
+
+    def lag(self, version: Tensor) -> Tensor:
+        return self.version // self.every - version
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return {}
+
+    def prepare(self, batch: Batch) -> PreparedBatch:
+        """Count a batch's episodes and their staleness, and owe the seconds of old log-probabilities."""
+        now = self.rollout.clock.now
+        newest = len(self.batches) // self.every
+        if self._colocated:
+            self.owed["stand"] += self.rollout.engines.interrupt() - now
+        episodes = [self.rollout.episodes.pop(number) for number in batch.episodes]
+        for episode in episodes:
+            for version, sampled in episode.pieces:
+                self.ages[newest - version] += sampled
+            self.rollout.totals["ready_s"] += now - episode.ended
+        tokens = sum(episode.shape.tokens for episode in episodes)
+        self.batches.append((tokens, sum(episode.shape.sampled for episode in episodes)))
+        self._owe_scoring(episodes, tokens, newest)
+        return PreparedBatch((Minibatch(batch, *[_EMPTY] * 5),))
+
+    def _owe_scoring(self, episodes: Sequence[SimulatedEpisode], tokens: int, newest: int) -> None:
+        versions = [{version for version, _ in episode.pieces} for episode in episodes]
+        if self._closing:  # pieces of older versions were scored when those were closed
+            self.score(
+                episode.shape.tokens
+                for episode, seen in zip(episodes, versions, strict=True)
+                if newest in seen
+            )
+        else:
+            mean_versions = sum(map(len, versions)) / len(versions)
+            self.owed["old_logps"] += self._costs.old_logps_s(tokens, mean_versions)
+
+    def score(self, lengths: Iterable[int]) -> None:
+        """Owe the seconds of scoring sequences of these lengths at one version."""
+        if tokens := sum(lengths):
+            self.owed["old_logps"] += self._costs.old_logps_s(tokens, 1.0)
+
+    def backward(self, minibatch: Minibatch) -> None:
+        self.owed["train"] += self._costs.train_s(self.batches[-1][0]) - self._costs.optimizer_s
+
+    def step(self) -> None:
+        self.owed["train"] += self._costs.optimizer_s
+
+    def metrics(self) -> Mapping[str, float]:
+        return {}
+
+    def points(self) -> list[dict[str, float]]:
+        return []
+
+    def state(self) -> Mapping[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class SimulatedThread:
+    """The trainer's thread: a call takes the seconds that the trainer owes after it."""
+
+    def __init__(self, clock: SimulatedClock, trainer: SimulatedTrainer) -> None:
+        self._clock = clock
+        self._trainer = trainer
+        self._busy = asyncio.Lock()
+
+    async def run(self, function: Callable[[Unpack[_Args]], _T], *arguments: *_Args) -> _T:
+        async with self._busy:
+            result = function(*arguments)
+            owed = self._trainer.owed
+            self._trainer.owed = defaultdict(float)
+            await self._clock.sleep(sum(owed.values()))
+            for activity, seconds in owed.items():
+                self._trainer.spent[activity] += seconds
+        return result
+
+    def close(self) -> None: ...
+
+
+class InstantThread:
+    """A thread whose work takes no time."""
+
+    async def run(self, function: Callable[[Unpack[_Args]], _T], *arguments: *_Args) -> _T:
+        return function(*arguments)
+
+    def close(self) -> None: ...
+
+
+class SimulatedQueue(StalenessQueue):
+    """A staleness queue whose tickets come back with a version, which `every` steps make."""
+
+    def __init__(self, schedule: ScheduleConfig, every: int) -> None:
+        super().__init__(
+            max_staleness=schedule.max_staleness,
+            groups_per_step=schedule.groups_per_step,
+            lookahead_window=schedule.lookahead_window,
+        )
+        self.bound //= every
+        self._every = every
+        self._calls = count()
+
+    def release(self) -> None:
+        if next(self._calls) % self._every == 0:
+            for _ in range(self._every):
+                super().release()
+
+
+class SimulatedRoute(Passive):
+    """A route that costs `Costs.old_logps_s`, and delays generation and training as its `needs` say."""
+
+    def __init__(self, needs: Needs, trainer: SimulatedTrainer) -> None:
+        self.needs = needs
+        self._trainer = trainer
+
+    def closing(self, unscored: Sequence[PendingPiece]) -> None:
+        """Score every unfinished episode of the version up to its length now."""
+        episodes = {piece.episode for piece in unscored}
+        self._trainer.score(self._trainer.rollout.length(number) for number in episodes)
+
+    def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the behaviour's own values: there is no model."""
+        return batch.behavior_logp, torch.zeros_like(batch.sampled)
+
+
+class SimulatedPublisher:
+    """The publisher and the engines, which stop, load a version and continue."""
+
+    bytes = 0
+
+    def __init__(
+        self,
+        costs: Costs,
+        clock: SimulatedClock,
+        engines: SimulatedEnginePool,
+        *,
+        trainer: SimulatedTrainer,
+    ) -> None:
+        self._costs = costs
+        self._clock = clock
+        self._engines = engines
+        self._trainer = trainer
+        self._due = False
+
+    def prepare(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
+        self._due = source.version % self._trainer.every == 0
+        if source.version and self._due:
+            self._trainer.owed["publish"] += self._costs.publish_s()
+
+    async def publish(self) -> None:
+        if not self._due:
+            return
+        await self.interrupt()
+        if self._engines.version >= 0:  # the first version is loaded before the run
+            await self._clock.sleep(self._costs.load_s())
+        self._engines.resume(self._engines.version + 1)
+
+    async def start(self) -> None: ...
+
+    async def interrupt(self) -> None:
+        await self._clock.sleep(self._engines.interrupt() - self._clock.now)
+
+    async def close(self) -> None: ...
+
+    def metrics(self) -> Mapping[str, float]:
+        return {"sampled_tokens": 0.0, "busy_s": 0.0, "idle_s": 0.0}
+
+
+class NullJournal:
+    """A journal that keeps nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object, /) -> None: ...
+
+    async def watch(self) -> None: ...
+
+    async def barrier(self) -> None: ...
+
+    def add_request(self, request: GroupRequest) -> None: ...
+
+    def begin(
+        self, number: int, sibling: int, *, episode: int, seed: int, again: bool = False
+    ) -> NullWriter:
+        return NullWriter(number, sibling, episode=episode, seed=seed, again=again)
+
+    async def finish(self, group: Group) -> None: ...
+
+    async def publishing(self, version: int) -> None: ...
+
+    def consume(self, groups: Sequence[Group], *, step: int, version: int) -> None: ...
+
+    async def checkpoint(self, name: str, *, step: int, version: int) -> None: ...
+
+
+class NullCheckpoints:
+    """Checkpoints that take no time and are not written."""
+
+    def snapshot(self, progress: Progress, source: VersionedWeights) -> Checkpoint:
+        return Checkpoint(progress, source.version, {}, {})
+
+    def write(self, checkpoint: Checkpoint) -> str:
+        return ""
+
+    def prune(self) -> None: ...
+
+
+class NullAudit:
+    """An audit that measures nothing."""
+
+    def published(self, live: Collection[int]) -> None: ...
+
+    def points(self) -> list[dict[str, float]]:
+        return []
+
+
+class Lanes:
+    """A recorder that keeps when steps end, and how busy trainer, engines and loop were until then."""
+
+    def __init__(
+        self, clock: SimulatedClock, engines: SimulatedEnginePool, trainer: SimulatedTrainer
+    ) -> None:
+        self._clock = clock
+        self._engines = engines
+        self._trainer = trainer
+        self.ends: list[float] = [0.0]
+        """Seconds at which each step ended, from 0."""
+        self._waited = 0.0
+        self._seconds: list[dict[str, float]] = [{}]
+
+    @contextmanager
+    def span(self, lane: str, label: str) -> Iterator[None]:
+        began = self._clock.now
+        yield
+        if lane == "wait":
+            self._waited += self._clock.now - began
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self.ends.append(self._clock.now)
+        busy = sum(engine.busy_s for engine in self._engines.members)
+        self._seconds.append({**self._trainer.spent, "wait": self._waited, "engines": busy})
+
+    def share(self, lane: str, since: int) -> float:
+        """Return the share of the time after step `since` that `lane` was busy."""
+        spent = self._seconds[-1].get(lane, 0.0) - self._seconds[since].get(lane, 0.0)
+        return spent / (self.ends[-1] - self.ends[since])
+
+    def event(self, kind: str, **fields: Any) -> None: ...
+
+    def phase(self, text: str, *, done: int = 0, total: int = 0) -> None: ...
+
+    def learnt(
+        self, step: int, *, points: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]
+    ) -> None: ...
+
+    def trajectories(self, step: int, groups: Sequence[Group]) -> None: ...
+
+    def close(self) -> None: ...

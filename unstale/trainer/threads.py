@@ -1,0 +1,36 @@
+"""Worker threads for synchronous code, so that the event loop keeps running."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar, TypeVarTuple, Unpack
+
+_T = TypeVar("_T")
+_Args = TypeVarTuple("_Args")
+
+
+class WorkerThread(Protocol):
+    """One thread that runs functions in the order of the calls."""
+
+    async def run(self, function: Callable[[Unpack[_Args]], _T], *arguments: *_Args) -> _T:
+        """Run `function` in the thread. Return its result or raise its error."""
+        ...
+
+    def close(self) -> None:
+        """Stop the thread after its current work."""
+        ...
+
+
+class LocalThread:
+    """A thread of this process."""
+
+    def __init__(self, name: str, initializer: Callable[[], object] | None = None) -> None:
+        """`initializer` runs first in the new thread."""
+        self._executor = ThreadPoolExecutor(1, name, initializer)
+
+    async def run(self, function: Callable[[Unpack[_Args]], _T], *arguments: *_Args) -> _T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, function, *arguments)
+
+    def close(self) -> None:
+        self._executor.shutdown()
