@@ -104,7 +104,7 @@ MOMENTS: tuple[tuple[Any, str], ...] = (
     (Journal, "transaction"), (Journal, "flush"), (checkpoint, "_write"), (checkpoint, "_to_disk"),
     (Checkpoints, "prune"), (Checkpoints, "put"), (LocalTrainer, "prepare"), (LocalTrainer, "step"),
     (ScriptedEngine, "load"), (ScriptedEngine, "resume"), (RunLog, "write"),
-    (Checkpoints, "hold"), (LocalTrainer, "backward"),
+    (Checkpoints, "snapshot"), (LocalTrainer, "backward"),
 )  # fmt: skip
 """Calls before which a run is killed: something changes for good in each, or goes on beside what does."""
 
@@ -197,7 +197,7 @@ def test_two_deterministic_runs_are_equal_and_sound(toy: Toy, tmp_path: Path, wh
 KILLS = [
     ("transaction", 120), ("flush", 11), ("_write", 3), ("_to_disk", 14), ("prune", 3), ("put", 4),
     ("prepare", 3), ("step", 4), ("load", 4), ("resume", 4), ("write", 3),
-    ("hold", 3), ("backward", 3),
+    ("snapshot", 3), ("backward", 3),
 ]  # fmt: skip
 """One of each of `MOMENTS`, after the first checkpoint."""
 AGAIN = [("flush", 2), ("transaction", 2), ("put", 1)]
