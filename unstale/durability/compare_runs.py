@@ -50,7 +50,7 @@ def _checkpoints(one: Path, other: Path) -> list[str]:
     found = [] if names else ["the checkpoints: none has the same name"]
     for name in sorted(names):
         saved, again = left.load(name), right.load(name)
-        for what in ("stand", "version", "states", "policy"):
+        for what in ("progress", "version", "states", "policy"):
             found += _some(
                 f"checkpoint {name}", _unlike(_tree(saved, what), _tree(again, what), what)
             )
@@ -61,7 +61,7 @@ def _checkpoints(one: Path, other: Path) -> list[str]:
 
 def _tree(checkpoint: Any, what: str) -> Any:
     value = getattr(checkpoint, what)
-    return [value.step, value.row] if what == "stand" else value
+    return [value.step, value.row] if what == "progress" else value
 
 
 def _model(run: Path) -> dict[str, Tensor]:
