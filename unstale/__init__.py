@@ -1,18 +1,19 @@
 """Asynchronous RL for language-model agents in which off-policy correction means what it says.
 
-`unstale.train(unstale.recipes.retail())` is the short way in; the data path is in `unstale/loop.py`. Names are
-imported when first used, so that `import unstale` and the command line's `--help` stay quick.
+`unstale.train(unstale.recipes.retail())` is the short way in; the data path is in
+`unstale/loop.py`. Names are imported when first used, so that `import unstale` and the command
+line's `--help` stay quick.
 """
 
 import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# Before torch loads: threads of two processes that spin while they wait slow each other down 15 to 30 times. They spin
-# for as long as it takes to wake one, which is longer than most products of a small model.
+# Set before torch loads. OpenMP threads that spin while they wait slow the threads of another
+# process down 15 to 30 times, and by default they spin longer than most products take.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-# Pages of 2 MB for large tensors: a pass makes and frees so many that faults of small pages took a good part of it.
+# Use pages of 2 MB for large tensors: page faults of small ones took a good part of each pass.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 if TYPE_CHECKING:
@@ -40,9 +41,17 @@ _HOMES = {
     "unstale.model.policy": ("Policy",),
     "unstale.recipes": ("recipes",),
     "unstale.records": (
-        "Batch", "ScoredTrajectory", "ContextPiece", "Group", "Provenance", "Sampled", "Task", "Trajectory", "collate",
+        "Batch",
+        "ContextPiece",
+        "Group",
+        "Provenance",
+        "Sampled",
+        "ScoredTrajectory",
+        "Task",
+        "Trajectory",
+        "collate",
     ),
-}  # fmt: skip
+}
 
 __all__ = [
     "Batch",

@@ -1,12 +1,14 @@
 """Advantage estimators: how much better a trajectory, or one of its turns, is than comparable ones.
 
-A function with `@estimator` is a value of the option `advantage.estimator`. It maps the groups of one batch to scored
-trajectories in their order; its keyword-only parameters are options of that section. Each is based on a function of
-tensors without records: `rewards [n]` and `group [n]` (any integers).
+A function with `@estimator` is a value of the option `advantage.estimator`. It maps the groups of
+one batch to scored trajectories in their order; its keyword-only parameters are options of that
+section. Each is based on a function of tensors without records: `rewards [n]` and `group [n]` (any
+integers).
 
-For every estimator that compares siblings, a trajectory without siblings has advantage 0, and so has a group of equal
-rewards; never NaN. Failed episodes have no reward and are left out. Rewards are summed over their channels, in
-float64. An episode counts once, however many branches it has; each branch has the advantage of its episode.
+For every estimator that compares siblings, a trajectory without siblings has advantage 0, and so
+has a group of equal rewards; never NaN. Failed episodes have no reward and are left out. Rewards
+are summed over their channels, in float64. An episode counts once, however many branches it has;
+each branch has the advantage of its episode.
 """
 
 import math
@@ -51,7 +53,10 @@ def grpo_no_std(groups: Sequence[Group]) -> list[ScoredTrajectory]:
 
 @estimator
 def dr_grpo(groups: Sequence[Group]) -> list[ScoredTrajectory]:
-    """Dr. GRPO (arXiv 2503.20783): `grpo_no_std`, to be used with `objective.loss_aggregation = constant`."""
+    """Dr. GRPO (arXiv 2503.20783): `grpo_no_std`.
+
+    Use it with `objective.loss_aggregation = constant`.
+    """
     return grpo_no_std(groups)
 
 
@@ -63,7 +68,7 @@ def rloo(groups: Sequence[Group]) -> list[ScoredTrajectory]:
 
 @estimator
 def opo(groups: Sequence[Group]) -> list[ScoredTrajectory]:
-    """OPO: reward minus the group's mean weighted by action tokens; less variance (arXiv 2505.23585)."""
+    """OPO: reward minus the group's mean, weighted by action tokens (arXiv 2505.23585)."""
     return _score(groups, opo_advantage(*_outcomes(groups), lengths=_lengths(groups)))
 
 
@@ -73,8 +78,9 @@ def reinforce_batch(
 ) -> list[ScoredTrajectory]:
     """REINFORCE++: rewards normalized over the whole batch (arXiv 2501.03262).
 
-    `group_baseline` first subtracts each group's mean. With `by_tokens` a trajectory counts once per action token
-    in the batch's mean and deviation, otherwise once. `groups` must be all groups of one batch.
+    `group_baseline` first subtracts each group's mean. With `by_tokens` a trajectory counts once
+    per action token in the batch's mean and deviation, otherwise once. `groups` must be all groups
+    of one batch.
     """
     rewards, group = _outcomes(groups)
     lengths = _lengths(groups) if by_tokens else None
@@ -88,9 +94,10 @@ def turn_level(
 ) -> list[ScoredTrajectory]:
     """One advantage per turn: the discounted reward to go, normalized over all turns of the group.
 
-    The reward of a turn is its entry of `Trajectory.turn_rewards` (0 without); the last turn has the episode's
-    reward in addition. With discount 1, `std=False`, outcome rewards and equal numbers of turns, every turn has the
-    advantage of `grpo_no_std`. Raises ValueError if `turn_rewards` has another length than the trajectory has turns.
+    The reward of a turn is its entry of `Trajectory.turn_rewards` (0 without); the last turn has
+    the episode's reward in addition. With discount 1, `std=False`, outcome rewards and equal
+    numbers of turns, every turn has the advantage of `grpo_no_std`. Raises ValueError if
+    `turn_rewards` has another length than the trajectory has turns.
     """
     trajectories = _trajectories(groups)
     if not trajectories:
@@ -156,9 +163,9 @@ def batch_advantage(
 ) -> Float[Tensor, "n"]:
     """Return `(x - mean) / sqrt(variance + epsilon)` over the batch.
 
-    x is r, or r minus its group's mean if `group` is given. `lengths` are the weights in mean and variance (that of
-    a sample, n - 1). Equal rewards in a group (without `group`: in the batch) give 0: they teach nothing, and the
-    weighted mean of x would otherwise shift them.
+    x is r, or r minus its group's mean if `group` is given. `lengths` are the weights in mean and
+    variance (that of a sample, n - 1). Equal rewards in a group (without `group`: in the batch)
+    give 0: they teach nothing, and the weighted mean of x would otherwise shift them.
     """
     whole = torch.zeros_like(rewards, dtype=torch.long)
     index = whole if group is None else _members(group)[0]
@@ -196,7 +203,8 @@ def _outcomes(groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
     for item in _trajectories(groups):
         if not math.isfinite(item.reward):
             raise ValueError(
-                f"episode {item.episode} of {item.task.key} has reward {item.reward}: {dict(item.rewards)}"
+                f"episode {item.episode} of {item.task.key} has reward {item.reward}: "
+                f"{dict(item.rewards)}"
             )
     rewards = [item.reward for item in _trajectories(groups)]
     owner = [index for index, group in enumerate(groups) for _ in group.trajectories]
@@ -249,7 +257,7 @@ def _centre(values: Tensor, index: Tensor, share: Tensor) -> Tensor:
 
 
 def _differs(values: Tensor, index: Tensor) -> Tensor:
-    """Return True where a group's values are not all equal, so that rounding never becomes an advantage."""
+    """Return True where a group's values differ, so that rounding never becomes an advantage."""
     size = int(index.max()) + 1 if len(index) else 0
     top = values.new_full((size,), -math.inf).scatter_reduce(0, index, values, "amax")
     bottom = values.new_full((size,), math.inf).scatter_reduce(0, index, values, "amin")

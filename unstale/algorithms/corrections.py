@@ -2,14 +2,15 @@
 
     pi / mu  =  D * S,    log D = old_logp - behavior_logp,    log S = logp - old_logp
 
-Functions take tensors of any one shape: packed `[T]` with ids per token, or padded `[B, T]` with a mask. `sampled` is
-True on action tokens; other tokens are ignored, whatever their values. Ids (`unit`, `sequence`) are integers >= 0 on
-action tokens. D is always detached: it repairs a numerical defect, and no policy should learn from it. D contains
-numerical differences alone only if `old_logp` is exact; behind an approximation it contains staleness, too.
+Functions take tensors of any one shape: packed `[T]` with ids per token, or padded `[B, T]` with a
+mask. `sampled` is True on action tokens; other tokens are ignored, whatever their values. Ids
+(`unit`, `sequence`) are integers >= 0 on action tokens. D is always detached: it repairs a
+numerical defect, and no policy should learn from it. D contains numerical differences alone only if
+`old_logp` is exact; behind an approximation it contains staleness, too.
 
-Order of use: `log_discrepancy`, `aggregate`, `keep_all`, then any of `veto`, `mask`, `truncate`, `mask_weight`; each
-receives the `Control` of the one before. A function with `@control` is a value of the option `correction.control`,
-and its keyword-only parameters are options of that section.
+Order of use: `log_discrepancy`, `aggregate`, `keep_all`, then any of `veto`, `mask`, `truncate`,
+`mask_weight`; each receives the `Control` of the one before. A function with `@control` is a value
+of the option `correction.control`, and its keyword-only parameters are options of that section.
 """
 
 import math
@@ -25,7 +26,7 @@ LOG_LIMIT = 20.0
 """Bound on |log-ratio| before `exp`: e^20 = 4.9e8 is finite and far outside any useful band."""
 
 WITH_BEHAVIOR = (1, 5)
-"""`records.HAS_BEHAVIOR` as integers (sampled, replayed). This package imports no records; a test compares them."""
+"""`records.HAS_BEHAVIOR` as integers (sampled, replayed); a test compares the two."""
 
 Unit = Literal["token", "turn", "segment", "sequence"]
 How = Literal["mean", "sum"]
@@ -36,14 +37,14 @@ class NonFinite(ValueError):
 
     def __init__(self, name: str, value: float, *, sequence: int, token: int, version: int) -> None:
         super().__init__(
-            f"{name} is {value} at token {token} of sequence {sequence}, sampled by version {version}; "
-            "every action token needs a finite log-probability"
+            f"{name} is {value} at token {token} of sequence {sequence}, sampled by version "
+            f"{version}; every action token needs a finite log-probability"
         )
         self.name, self.sequence, self.token, self.version = name, sequence, token, version
 
 
 def has_behavior(provenance: Int[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
-    """Return True for tokens that were sampled in this context and so have a behaviour log-probability.
+    """Return True for tokens that have a behaviour log-probability in their context.
 
     >>> has_behavior(torch.tensor([0, 1, 2, 3, 4, 5])).int().tolist()
     [0, 1, 0, 0, 0, 1]
@@ -62,8 +63,8 @@ def check_finite(
 ) -> None:
     """Raise `NonFinite` at the first action token whose log-probability is NaN or infinite.
 
-    `logps` are named tensors of the shape of `sampled`. The error gives the value of `sequence` (an index or an
-    episode number) and the token's position in it. Synchronizes with the device.
+    `logps` are named tensors of the shape of `sampled`. The error gives the value of `sequence` (an
+    index or an episode number) and the token's position in it. Synchronizes with the device.
     """
     for name, values in logps.items():
         bad = (sampled & ~values.isfinite()).flatten().nonzero()
@@ -89,11 +90,12 @@ def unit_ids(
 ) -> Int[Tensor, "*shape"]:
     """Return the unit of each action token, numbered 0, 1, ... in token order; -1 for other tokens.
 
-    `turn`: one reply. `segment`: a maximal run of one version in a reply. Sequences must be contiguous. Padded
-    batches pass `arange(B)[:, None].expand(B, T)` as `sequence`.
+    `turn`: one reply. `segment`: a maximal run of one version in a reply. Sequences must be
+    contiguous. Padded batches pass `arange(B)[:, None].expand(B, T)` as `sequence`.
 
     >>> row, turn = torch.zeros(5, dtype=torch.int64), torch.tensor([-1, 0, 0, -1, 1])
-    >>> unit_ids("segment", sequence=row, turn=turn, version=torch.tensor([-1, 3, 4, -1, 4]), sampled=turn >= 0)
+    >>> version = torch.tensor([-1, 3, 4, -1, 4])
+    >>> unit_ids("segment", sequence=row, turn=turn, version=version, sampled=turn >= 0)
     tensor([-1,  0,  1, -1,  2])
     """
     position = sampled.flatten().nonzero().squeeze(1)
@@ -122,9 +124,10 @@ def aggregate(
     sampled: Bool[Tensor, "*shape"],
     how: How = "mean",
 ) -> Float[Tensor, "*shape"]:
-    """Aggregate a log-ratio over each unit and return it for each of the unit's tokens; 0 for other tokens.
+    """Return the log-ratio of each token's unit; 0 for tokens that are not action tokens.
 
-    `mean` is the log of the geometric-mean ratio, `sum` the log of the product. Synchronizes with the device once.
+    `mean` is the log of the geometric-mean ratio, `sum` the log of the product. Synchronizes with
+    the device once.
     """
     if how not in ("mean", "sum"):
         raise ValueError(f"how must be mean or sum, got {how!r}")
@@ -143,7 +146,7 @@ def log_discrepancy(
     *,
     sampled: Bool[Tensor, "*shape"],
 ) -> Float[Tensor, "*shape"]:
-    """Return log D per token, detached and not clamped, in float32 or float64; 0 for other tokens."""
+    """Return log D per token, detached, not clamped, in float32 or float64; 0 for others."""
     return torch.where(sampled, _widen(old_logp.detach()) - _widen(behavior_logp.detach()), 0.0)
 
 
@@ -155,10 +158,11 @@ def log_staleness(
     sampled: Bool[Tensor, "*shape"],
     how: How = "mean",
 ) -> Float[Tensor, "*shape"]:
-    """Return log S of each token's unit, with gradient 1 for its own `logp` and none for `old_logp`.
+    """Return log S of each token's unit. Its gradient is 1 for the token's own `logp`.
 
-    Its `exp` is `sg(S_u) * exp(logp_t - sg(logp_t))`, so a product over a unit of n tokens does not multiply the
-    gradient by n (GSPO-token, arXiv 2507.18071, eq. 14). 0 for other tokens; not clamped.
+    Its `exp` is `sg(S_u) * exp(logp_t - sg(logp_t))`, so a product over a unit of n tokens does not
+    multiply the gradient by n (GSPO-token, arXiv 2507.18071, eq. 14). 0 for other tokens; not
+    clamped.
     """
     now = _widen(logp)
     held = aggregate(now.detach() - _widen(old_logp.detach()), unit, sampled=sampled, how=how)
@@ -213,7 +217,10 @@ def none(log_discrepancy: Float[Tensor, "*shape"], before: Control) -> Control:
 def mask(
     log_discrepancy: Float[Tensor, "*shape"], before: Control, *, low: float, high: float
 ) -> Control:
-    """Keep a token if `low <= D <= high`. With `mean` aggregation use a narrow band, 1/1.005 to 1.005."""
+    """Keep a token if `low <= D <= high`.
+
+    With `mean` aggregation use a narrow band, such as 1/1.005 to 1.005.
+    """
     return replace(before, keep=before.keep & _inside(log_discrepancy, low=low, high=high))
 
 
@@ -221,7 +228,8 @@ def mask(
 def truncate(log_discrepancy: Float[Tensor, "*shape"], before: Control, *, high: float) -> Control:
     """Weight a token by `min(D, high)`: truncated importance sampling.
 
-    IMPALA's rho-bar (arXiv 1802.01561); called TIS in LLM training. `high = inf` is the plain weight D.
+    IMPALA's rho-bar (arXiv 1802.01561); called TIS in LLM training. `high = inf` is the plain
+    weight D.
     """
     if not high > 0:
         raise ValueError(f"high must be > 0, got {high}")
@@ -232,7 +240,7 @@ def truncate(log_discrepancy: Float[Tensor, "*shape"], before: Control, *, high:
 def mask_weight(
     log_discrepancy: Float[Tensor, "*shape"], before: Control, *, low: float, high: float
 ) -> Control:
-    """Weight a token by D inside the band and drop it outside (IcePop, arXiv 2510.18855; also MIS)."""
+    """Weight a token by D inside the band; drop it outside (IcePop or MIS, arXiv 2510.18855)."""
     inside = _inside(log_discrepancy, low=low, high=high)
     weight = torch.where(inside, bounded_exp(log_discrepancy.detach()), 0.0)
     return replace(_add_weight(before, weight), keep=before.keep & inside)
@@ -247,8 +255,9 @@ def veto(
 ) -> Control:
     """Drop each sequence that has an action token with D below `below`; 0 drops none.
 
-    `log_discrepancy` is per token, not aggregated. Tokens that an earlier control dropped count, too: one impossible
-    token shows that engine and trainer saw different contexts, which affects the whole sequence.
+    `log_discrepancy` is per token, not aggregated. Tokens that an earlier control dropped count,
+    too: one impossible token shows that engine and trainer saw different contexts, which affects
+    the whole sequence.
     """
     if not 0 <= below <= 1:
         raise ValueError(f"below must be between 0 and 1, got {below}")
@@ -270,7 +279,8 @@ def summary(
 ) -> dict[str, float]:
     """Return metrics of the control and of both log-ratios over action tokens; empty without any.
 
-    Percentiles (nearest rank) are of the signed log-ratio. Shares and means count action tokens before masking.
+    Percentiles (nearest rank) are of the signed log-ratio. Shares and means count action tokens
+    before masking.
     """
     if not sampled.any():
         return {}
@@ -296,12 +306,12 @@ def divergence(
     sequence: Int[Tensor, "*shape"],
     sampled: Bool[Tensor, "*shape"],
 ) -> dict[str, float]:
-    """Return estimates of the divergence of `old_logp` from `behavior_logp` on tokens drawn from mu.
+    """Return estimates of the divergence between `old_logp` and `behavior_logp`.
 
-    `kl_k1` and `kl_k3` estimate KL(mu || pi_old) (joschu.net/blog/kl-approx.html). `chi2` is E[D^2] - 1, per token
-    and for the product over a sequence; it can be negative on a finite sample. A log-perplexity is the mean of -logp
-    over a sequence, and `diff` is that of pi_old minus that of mu. Sequences have equal weights. Empty without an
-    action token.
+    `kl_k1` and `kl_k3` estimate KL(mu || pi_old) (joschu.net/blog/kl-approx.html). `chi2` is E[D^2]
+    - 1, per token and for the product over a sequence; it can be negative on a finite sample. A
+    log-perplexity is the mean of -logp over a sequence, and `diff` is that of pi_old minus that of
+    mu. Sequences have equal weights. Empty without an action token.
     """
     if not sampled.any():
         return {}

@@ -1,14 +1,15 @@
-"""Objectives: per-token losses on the staleness ratio S = pi / pi_old, their denominators, and two regularisers.
+"""Objectives: losses on the staleness ratio S = pi / pi_old, denominators, regularizers.
 
     loss = sum_t  norm[t] * weight[t] * keep[t] * surrogate.loss[t]
 
-Functions take tensors of any one shape: packed `[T]` or padded `[B, T]`. An objective receives log S as
-`corrections.log_staleness` returns it (log S of a unit, gradient 1 for the token's own log-probability) and the
-advantage of each token. Weights, masks and `norm` carry no gradient. Compute `norm` once on the whole batch: the
-losses of its micro-batches then sum to the loss of the batch.
+Functions take tensors of any one shape: packed `[T]` or padded `[B, T]`. An objective receives log
+S as `corrections.log_staleness` returns it (log S of a unit, gradient 1 for the token's own
+log-probability) and the advantage of each token. Weights, masks and `norm` carry no gradient.
+Compute `norm` once on the whole batch: the losses of its micro-batches then sum to the loss of the
+batch.
 
-A function with `@objective` is a value of the option `objective.kind`, and its keyword-only parameters are options of
-that section.
+A function with `@objective` is a value of the option `objective.kind`, and its keyword-only
+parameters are options of that section.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ LossAggregation = Literal["action_tokens", "kept", "sequence_mean", "constant"]
 
 
 class Surrogate(NamedTuple):
-    """The loss of each token before weights and denominators; `clipped` is True outside the trust region."""
+    """The loss per token, without weights; `clipped` is True outside the trust region."""
 
     loss: Tensor
     clipped: Tensor
@@ -70,7 +71,8 @@ def ppo_clip(
 ) -> Surrogate:
     """PPO's clipped loss: -min(S A, clip(S, 1 - clip_low, 1 + clip_high) A).
 
-    arXiv 1707.06347, eq. 7; unequal bounds are from arXiv 2503.14476. Clipped tokens have no gradient.
+    arXiv 1707.06347, eq. 7; unequal bounds are from arXiv 2503.14476. Clipped tokens have no
+    gradient.
     """
     ratio = _ratio(log_staleness)
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -92,8 +94,8 @@ def dual_clip(
 ) -> Surrogate:
     """`ppo_clip`, with a loss of at most `dual_clip * |A|` where A < 0 (arXiv 1912.09729).
 
-    PPO does not bound the loss of a token with A < 0 that became likelier. `dual_clip` is a value of S above 1;
-    raises ValueError otherwise.
+    PPO does not bound the loss of a token with A < 0 that became likelier. `dual_clip` is a value
+    of S above 1; raises ValueError otherwise.
     """
     if not dual_clip > 1:
         raise ValueError(f"dual_clip must be > 1 (1 stops fresh tokens too), got {dual_clip}")
@@ -111,9 +113,10 @@ def gspo(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> Surrogate:
-    """`ppo_clip` on the sequence-mean ratio (arXiv 2507.18071, eq. 13), with that paper's narrow clip.
+    """GSPO: `ppo_clip` on the sequence-mean ratio, with a narrow clip (arXiv 2507.18071, eq. 13).
 
-    `log_staleness` must be aggregated over `sequence` by `mean`. The paper's denominator is `sequence_mean`.
+    `log_staleness` must be aggregated over `sequence` by `mean`. The paper's denominator is
+    `sequence_mean`.
     """
     return ppo_clip(log_staleness, advantage, clip_low=clip_low, clip_high=clip_high)
 
@@ -128,8 +131,9 @@ def cispo(
 ) -> Surrogate:
     """CISPO: -sg(clip(S, 1 - clip_low, 1 + clip_high)) A log pi; clipped tokens keep a gradient.
 
-    arXiv 2506.13585, eq. 4, with log S instead of log pi. They differ by the constant `old_logp`: the gradient is
-    the same, and the loss is 0 on fresh tokens. The paper has `clip_low = 1`, which is no lower bound.
+    arXiv 2506.13585, eq. 4, with log S instead of log pi. They differ by the constant `old_logp`:
+    the gradient is the same, and the loss is 0 on fresh tokens. The paper has `clip_low = 1`, which
+    is no lower bound.
     """
     ratio = _ratio(log_staleness.detach())
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -166,15 +170,16 @@ def token_norm(
     how: LossAggregation = "action_tokens",
     constant: float = 1.0,
 ) -> Float[Tensor, "*shape"]:
-    """Return the factor of each token's loss, such that the sum over the batch is the loss; 0 for other tokens.
+    """Return the factor of each token's loss, such that the sum over the batch is the loss.
 
-    - `action_tokens`: 1 / action tokens before masking, so a dropped token leaves the other gradients as they are.
+    - `action_tokens`: 1 / action tokens before masking, so a dropped token leaves the other
+      gradients as they are.
     - `kept`: 1 / tokens that the correction kept.
     - `sequence_mean`: the mean over a sequence's action tokens before masking, then over sequences.
     - `constant`: 1 / (sequences * constant), independent of length (Dr. GRPO, arXiv 2503.20783).
 
-    Only sequences with an action token count. Compute it on the whole batch, across all ranks. The result is
-    float64. Raises ValueError for `constant <= 0`.
+    Only sequences with an action token count. Compute it on the whole batch, across all ranks. The
+    result is float64. Raises ValueError for `constant <= 0`.
     """
     counted = keep if how == "kept" else sampled
     rows = torch.where(sampled, sequence, 0)
@@ -203,13 +208,13 @@ def reference_kl(
     sampled: Bool[Tensor, "*shape"],
     estimator: Literal["k1", "k2", "k3"] = "k3",
 ) -> Float[Tensor, "*shape"]:
-    """Return KL(pi || reference) per token, to be added to the loss with a coefficient; 0 for other tokens.
+    """Return KL(pi || reference) per action token, to be added to the loss with a coefficient.
 
     With x = logp - reference_logp the value is k1 = x, k2 = x^2 / 2 or k3 = e^-x - 1 + x
-    (joschu.net/blog/kl-approx.html). The gradient is that of k2, x * grad logp, for all three: on tokens drawn from
-    pi only its mean is the gradient of KL(pi || reference). The gradient of k1 is 0 in the mean, and that of k3
-    belongs to KL(reference || pi) (arXiv 2506.09477). On stale tokens multiply by sg(D * S). The effect of a token
-    on later contexts is not included.
+    (joschu.net/blog/kl-approx.html). The gradient is that of k2, x * grad logp, for all three: on
+    tokens drawn from pi only its mean is the gradient of KL(pi || reference). The gradient of k1 is
+    0 in the mean, and that of k3 belongs to KL(reference || pi) (arXiv 2506.09477). On stale tokens
+    multiply by sg(D * S). The effect of a token on later contexts is not included.
     """
     gap = torch.where(sampled, _widen(logp) - _widen(reference_logp.detach()), 0.0)
     k2 = gap.square() / 2
@@ -238,10 +243,11 @@ def entropy(logits: Float[Tensor, "*shape vocabulary"]) -> Float[Tensor, "*shape
 def sampled_entropy(
     logp: Float[Tensor, "*shape"], *, sampled: Bool[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
-    """Return an estimate of the entropy from the sampled tokens, without full logits; 0 for other tokens.
+    """Return an estimate of the entropy from the sampled tokens, without full logits.
 
-    The value is -logp. Its derivative is 0 in the mean, so the gradient is that of -logp^2 / 2: its mean over
-    tokens drawn from pi is the gradient of the entropy. On stale tokens multiply by sg(D * S).
+    The value is -logp. Its derivative is 0 in the mean, so the gradient is that of -logp^2 / 2: its
+    mean over tokens drawn from pi is the gradient of the entropy. On stale tokens multiply by sg(D
+    * S).
     """
     values = torch.where(sampled, _widen(logp), 0.0)
     half_square = values.square() / 2

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the verb's arguments; `values` holds the options of the recipe by name, `given` all words.
+    """Return the verb's arguments; `values` are the recipe's options, `given` all words.
 
     Raises `ConfigError` for words that are no arguments of the verb.
     """

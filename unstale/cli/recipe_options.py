@@ -1,4 +1,4 @@
-"""The options of a recipe on the command line: `--section.option value`, and `--config run.toml`."""
+"""The options of a recipe: `--section.option value`, and `--config run.toml`."""
 
 import argparse
 import inspect
@@ -29,7 +29,7 @@ def add_recipe(parser: argparse.ArgumentParser, *, required: bool = True) -> Non
 
 
 def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return the words that are not options of a configuration, and the values of those that are, by name.
+    """Return the words that are no options of a recipe, and the values of its options by name.
 
     >>> split_options(["train", "retail", "--trainer.lr=1e-5", "--steps", "3"])
     (['train', 'retail'], {'trainer.lr': 1e-05, 'steps': 3})
@@ -81,7 +81,7 @@ def require_recipe(name: str) -> None:
 
 
 def options_help(words: Sequence[str], values: dict[str, Any]) -> str:
-    """Return the help of all options that the recipe reads, with its values, one paragraph per section."""
+    """Return the help of the options that the recipe reads, with its values, by section."""
     recipe = next((word for word in words if word in RECIPES), None)
     config = override(RECIPES[recipe]() if recipe else RunConfig(recipe=""), values)
     lines = [f"options of {recipe or 'a recipe'}:"]

@@ -1,7 +1,7 @@
 """Every option of a run, in sections that follow the data flow. Importing it does not import torch.
 
-Sections are frozen dataclasses. An option's type holds its choices or range, and the docstring under it is its help.
-A recipe is a function that returns a `RunConfig`.
+Sections are frozen dataclasses. An option's type holds its choices or range, and the docstring
+under it is its help. A recipe is a function that returns a `RunConfig`.
 """
 
 from unstale.config.algorithm import EWMA_BETA as EWMA_BETA

@@ -1,8 +1,9 @@
-"""Read the choices of an option from the source of the functions that implement them, without importing torch.
+"""Read the choices of an option from the source of their functions, without importing torch.
 
-A decorated function of `unstale/algorithms` is a choice: `@estimator` in advantages.py, `@control` in corrections.py,
-`@objective` in objectives.py. Its name is the value of the option, its keyword-only parameters are options of the same
-section, and the first line of its docstring is its help.
+A decorated function of `unstale/algorithms` is a choice: `@estimator` in advantages.py, `@control`
+in corrections.py, `@objective` in objectives.py. Its name is the value of the option, its
+keyword-only parameters are options of the same section, and the first line of its docstring is its
+help.
 """
 
 import ast

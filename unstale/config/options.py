@@ -60,7 +60,7 @@ class Option:
         return getattr(getattr(config, self.section) if self.section else config, self.field)
 
     def parse(self, text: str) -> Any:
-        """Return the value of a word on the command line. Raises `ConfigError` if it has another type."""
+        """Return the value of a command-line word. Raises `ConfigError` for another type."""
         kinds = get_args(self.plain_kind) or (self.plain_kind,)
         if self.choices:
             if text not in self.choices:
@@ -81,7 +81,8 @@ class Option:
     def read(self, value: Any, where: str) -> Any:
         """Return a value of a JSON or TOML file as the option's type.
 
-        A path is a string, null stands for infinity, and 1 may stand for 1.0. Raises `ConfigError` for another type.
+        A path is a string, null stands for infinity, and 1 may stand for 1.0. Raises `ConfigError`
+        for another type.
         """
         kinds = {*(get_args(self.plain_kind) or (self.plain_kind,))}
         if get_origin(self.plain_kind) is Literal:
@@ -131,7 +132,8 @@ def override(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
 def read_values(row: Any, source: str) -> dict[str, Any]:
     """Return the options of a JSON object or a TOML table with one table per section, by name.
 
-    Raises `ConfigError`, beginning with `source`, for an unknown or renamed option or a value of another type.
+    Raises `ConfigError`, beginning with `source`, for an unknown or renamed option or a value of
+    another type.
     """
     values = {}
     for name, value in _leaves(row, source):
@@ -157,7 +159,7 @@ def _leaves(row: Any, source: str) -> Iterator[tuple[str, Any]]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the options of a TOML file by name. Raises `ConfigError` that gives file and option."""
+    """Return the options of a TOML file by name. A `ConfigError` gives file and option."""
     try:
         row = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

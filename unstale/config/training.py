@@ -40,7 +40,7 @@ class TrainerConfig(Section):
     lora_alpha: Positive = 32.0
     """Scale of the adapters: their output is multiplied by alpha / rank."""
     lora_targets: str = "all-linear"
-    """Layers with an adapter: all linear ones but the head, or ends of module names, with spaces."""
+    """Layers with an adapter: all linear ones but the head, or ends of module names."""
     max_tokens_per_microbatch: PositiveInt = 4096
     """Tokens per forward and backward pass."""
     share_prompts: bool = True
@@ -58,7 +58,7 @@ class TrainerConfig(Section):
             raise ConfigError("trainer.lora_targets must name layers, got none")
         if not self.lora_rank and (self.lora_alpha, self.lora_targets) != (32.0, "all-linear"):
             raise ConfigError(
-                "trainer.lora_alpha and lora_targets are options of adapters; trainer.lora_rank is 0"
+                "trainer.lora_alpha and lora_targets need trainer.lora_rank > 0, got 0"
             )
 
     def applies(self, option: str) -> bool:
@@ -82,4 +82,4 @@ class CheckpointConfig(Section):
     every: PositiveInt = 5
     """Steps between checkpoints; one is made before the first step and after the last."""
     keep: Annotated[int, Range(2)] = 2
-    """Checkpoints to keep: tokens of the one before the newest still arrive while that is written."""
+    """Checkpoints to keep. Tokens of an older version may arrive while the newest is written."""

@@ -1,7 +1,7 @@
 """Recipes: functions that return a `RunConfig`.
 
-A module of this package lists its recipes in `RECIPES`. A recipe's name is what the command line takes, and the first
-line of its docstring is what `unstale recipes` shows.
+A module of this package lists its recipes in `RECIPES`. A recipe's name is what the command line
+takes, and the first line of its docstring is what `unstale recipes` shows.
 """
 
 import pkgutil

@@ -9,8 +9,9 @@ from unstale.config import AuditConfig, EvalConfig, RunConfig, ScheduleConfig, T
 def calculator(**changes: Any) -> RunConfig:
     """The calculator environment, as a smoke test of a second environment.
 
-    Expected result: a success rate of 0, since the shipped policy was made for the retail desk and 5 steps teach it
-    nothing. It takes about 15 seconds on two CPU cores. Give `--policy` and more `--steps` to train a model.
+    Expected result: a success rate of 0, since the shipped policy was made for the retail desk and
+    5 steps teach it nothing. It takes about 15 seconds on two CPU cores. Give `--policy` and more
+    `--steps` to train a model.
     """
     config = RunConfig(
         recipe="calculator",

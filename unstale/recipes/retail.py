@@ -14,10 +14,11 @@ from unstale.config import (
 
 
 def retail(**changes: Any) -> RunConfig:
-    """The retail desk at its easiest level: asynchronous, up to 2 versions stale, with the exact route.
+    """The retail desk at its easiest level: asynchronous, 2 versions stale, an exact route.
 
-    Expected result: success on held-out tasks rises from 36% to about 88% in 5 to 7 minutes on two CPU cores
-    (`make bench-demo`). Tool calls take 0.6 s on average, so episodes outlast weight updates.
+    Expected result: success on held-out tasks rises from 36% to about 88% in 5 to 7 minutes on two
+    CPU cores (`make bench-demo`). Tool calls take 0.6 s on average, so episodes outlast weight
+    updates.
     """
     config = RunConfig(
         recipe="retail",

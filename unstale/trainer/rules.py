@@ -20,7 +20,7 @@ def build_advantage(config: AdvantageConfig) -> Callable[[Sequence[Group]], list
 
 
 def build_correction(config: CorrectionConfig) -> Correction:
-    """Return the correction of D: the veto on tokens first, then the control on the aggregated ratio."""
+    """Return the correction of D: the token veto, then the control on the aggregated ratio."""
     apply_control = partial(CONTROLS[config.control], **config.selected_options())
 
     def correct(old_logp: Tensor, batch: Batch) -> Control:
@@ -39,7 +39,7 @@ def build_correction(config: CorrectionConfig) -> Correction:
 
 
 def build_objective(config: ObjectiveConfig) -> Objective:
-    """Return the objective: the loss of S, its denominator, and the coefficients of KL and entropy."""
+    """Return the objective: the loss of S, its denominator, and KL and entropy coefficients."""
     spec = OBJECTIVES[config.kind]
     of_ratio = partial(spec.surrogate, **config.selected_options())
     unit: Unit = "sequence" if spec.per_sequence else config.unit
