@@ -59,11 +59,11 @@ from unstale.config import (
     EvalConfig,
     RunConfig,
     ScheduleConfig,
-    TaskConfig,
 )
 from unstale.durability.journal import Journal
 from unstale.durability.machine import cores
 from unstale.durability.run_folder import EVENTS, METRICS, RunFolder
+from unstale.envs.retail import RetailConfig
 
 FILE = Path(__file__).parent / "workloads.toml"
 FASTER, NEAR = 2.8, 0.85
@@ -98,9 +98,7 @@ class Workload:
             seed=seed,
             steps=steps,
             minutes=0.0,
-            task=TaskConfig(
-                env="retail", latency_s=self.latency_s, latency_sigma=self.latency_sigma
-            ),
+            task=RetailConfig(latency_s=self.latency_s, latency_sigma=self.latency_sigma),
             schedule=ScheduleConfig(
                 max_staleness=0 if synchronous else self.max_staleness,
                 lookahead_window=1 if synchronous else self.lookahead_window,

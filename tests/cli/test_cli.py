@@ -12,7 +12,7 @@ import pytest
 from tests.support.fake_run import fake_run
 from unstale.cli import main, recipe_options
 from unstale.config import EngineConfig, RunConfig, fast_dtype
-from unstale.config.options import field_docs, options, sections
+from unstale.config.options import field_docs, options
 from unstale.recipes import RECIPES
 
 
@@ -200,7 +200,7 @@ def test_an_error_in_a_file_names_file_and_option(
 
 def test_every_option_has_a_docstring() -> None:
     for option in options().values():
-        assert option.field in field_docs(sections()[option.section]), option.name
+        assert option.field in field_docs(option.owner), option.name
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from unstale.config import (
     ScheduleConfig,
     TaskConfig,
     TrainerConfig,
+    make_task,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +98,7 @@ def test_with_one_precision_on_both_sides_differences_travel_and_old_logits_are_
 ) -> None:
     config = small(
         tmp_path,
-        task=TaskConfig(env="retail"),
+        task=make_task("retail"),
         schedule=ScheduleConfig(max_staleness=1, groups_per_step=3, group_size=4),
         engine=EngineConfig(dtype="bfloat16", max_context=512, max_running=24),
         trainer=TrainerConfig(dtype="bfloat16", lr=1e-6, warmup_steps=0),

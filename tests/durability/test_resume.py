@@ -29,7 +29,7 @@ from unstale.build import Components, build_old_logps
 from unstale.cli import main, recipe_options, session
 from unstale.cli.resume import differences, stored
 from unstale.cli.session import RunSession
-from unstale.config import AuditConfig, ConfigError, RunConfig, TaskConfig, TrainerConfig
+from unstale.config import AuditConfig, ConfigError, RunConfig, TaskConfig, TrainerConfig, make_task
 from unstale.durability import checkpoint, compare_runs, virtual_clock
 from unstale.durability.checkpoint import Checkpoints
 from unstale.durability.journal import JOURNAL, Journal, check, writer
@@ -615,7 +615,7 @@ def test_what_cannot_be_gone_on_with_is_one_line(
     tmp_path: Path, toy: Toy, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    made = small(tmp_path, task=TaskConfig(env="retail"))
+    made = small(tmp_path, task=make_task("retail"))
     assert "nowhere is not a run folder" in complaint(capsys, "train", "--resume", "nowhere")
     (tmp_path / "empty").mkdir()
     assert "empty is not a run folder: it has no config.json" in complaint(

@@ -35,8 +35,8 @@ from unstale.config import (
     Route,
     RunConfig,
     ScheduleConfig,
-    TaskConfig,
     TrainerConfig,
+    make_task,
 )
 from unstale.durability.journal import Journal
 from unstale.durability.run_folder import EVENTS, RunFolder
@@ -213,7 +213,7 @@ def _config(
             backend="vllm", urls=urls, dtype="float32", max_running=24, max_context=768
         ),
         schedule=ScheduleConfig(max_staleness=2, groups_per_step=2, group_size=8),
-        task=TaskConfig(env="retail"),
+        task=make_task("retail"),
         trainer=TrainerConfig(lr=1e-4),
         old_logps=OldLogpsConfig(route=route),
         audit=AuditConfig(share=1.0, record=True),

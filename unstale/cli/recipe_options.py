@@ -103,7 +103,7 @@ def options_help(words: Sequence[str], values: dict[str, Any]) -> str:
 
 
 def _option_help(option: Option, config: RunConfig) -> list[str]:
-    text = field_docs(sections()[option.section])[option.field]
+    text = field_docs(option.owner)[option.field]
     value = str(option.of(config)) or "empty"
     indent = " " * 6
     about = fill(

@@ -94,7 +94,9 @@ def section_name(section: Any) -> str:
     >>> section_name(OldLogpsConfig)
     'old_logps'
     """
-    words = str(section.__name__).removesuffix("Config")
+    lineage = section.__mro__
+    base = lineage[lineage.index(Section) - 1]  # options of an environment are the section `task`
+    words = str(base.__name__).removesuffix("Config")
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", words).lower()
     return "" if name == "run" else name
 

@@ -5,7 +5,7 @@ import inspect
 import math
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +15,7 @@ from unstale.config import RunConfig
 from unstale.config.checks import ConfigError, nearest, option_types
 from unstale.config.declared import ChoiceOf
 from unstale.config.renamed import refuse_renamed
+from unstale.config.sampling import make_task, task_classes
 
 MAX_EXACT_INT = 1 << 53
 """Integers up to this size convert to float without loss."""
@@ -27,6 +28,8 @@ class Option:
     section: str
     field: str
     kind: Any
+    owner: type
+    """The class that declares it."""
 
     @property
     def name(self) -> str:
@@ -109,12 +112,14 @@ def sections() -> dict[str, Any]:
 @cache
 def options() -> dict[str, Option]:
     """Return all options by name, in the order of the data flow."""
-    found = {}
+    found: dict[str, Option] = {}
     for section, cls in sections().items():
-        for field, kind in option_types(cls).items():
-            if not is_dataclass(kind):
-                option = Option(section, field, kind)
-                found[option.name] = option
+        owners: list[Any] = [*task_classes()] if section == "task" else [cls]
+        for owner in owners:
+            for field, kind in option_types(owner).items():
+                if not is_dataclass(kind):
+                    option = Option(section, field, kind, owner)
+                    found.setdefault(option.name, option)
     return found
 
 
@@ -125,6 +130,10 @@ def override(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
         option = options()[name]
         changes.setdefault(option.section, {})[option.field] = value
     own = changes.pop("", {})
+    if task := changes.pop("task", {}):
+        if task.get("env", config.task.env) == config.task.env:
+            task = asdict(config.task) | task
+        own["task"] = make_task(**task)
     changed = {name: replace(getattr(config, name), **fields) for name, fields in changes.items()}
     return replace(config, **changed, **own)
 
@@ -182,7 +191,9 @@ def stored_config(row: dict[str, Any], source: str = "config.json") -> RunConfig
         option = options()[name]
         changes[option.section][option.field] = value
     own = changes.pop("")
-    made = {name: sections()[name](**fields) for name, fields in changes.items()}
+    changes["task"] = {"env": "retail", **changes["task"]}
+    makers = {**sections(), "task": make_task}
+    made = {name: makers[name](**fields) for name, fields in changes.items()}
     return RunConfig(**own, **made)
 
 

@@ -12,7 +12,13 @@ from unstale.config.algorithm import (
     OldLogpsConfig,
 )
 from unstale.config.checks import ConfigError, NonNegative, PositiveInt, Range, Section
-from unstale.config.sampling import EngineConfig, RolloutConfig, ScheduleConfig, TaskConfig
+from unstale.config.sampling import (
+    EngineConfig,
+    RolloutConfig,
+    ScheduleConfig,
+    TaskConfig,
+    make_task,
+)
 from unstale.config.training import CheckpointConfig, EvalConfig, TrainerConfig
 
 SHIPPED_POLICY = Path(__file__).parents[1] / "recipes" / "base_policy"
@@ -44,7 +50,7 @@ class RunConfig(Section):
     """Also write TensorBoard events into the run folder."""
     deterministic: bool = False
     """Make two runs bitwise equal: a virtual clock, one thread, the engine in lockstep."""
-    task: TaskConfig = field(default_factory=TaskConfig)
+    task: TaskConfig = field(default_factory=make_task)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

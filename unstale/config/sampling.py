@@ -2,15 +2,15 @@
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from unstale.config.backends import Backend
 from unstale.config.checks import (
     ConfigError,
     Count,
-    NonNegative,
     Positive,
     PositiveInt,
     Range,
@@ -47,19 +47,53 @@ def fast_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> Dtype:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskConfig(Section):
-    """The tasks that the agent trains on."""
+    """The tasks that the agent trains on.
 
-    env: str = "retail"
-    """`retail`, `calculator`, `python`, `library:name` (docs/libraries.md) or `module:factory`."""
-    level: Literal["1", "2", "3"] = "1"
-    """`retail`: difficulty. 1 suits a small model, 2 and 3 larger ones."""
-    latency_s: NonNegative = 0.0
-    """`retail`: mean latency of a tool call, log-normal; 0 has none."""
-    latency_sigma: NonNegative = 0.5
-    """`retail`: standard deviation of the logarithm of that latency."""
+    An environment with options of its own has a subclass (`envs.registry.EnvSpec.options`).
+    """
+
+    env: str
+    """A shipped environment, `library:name` (docs/libraries.md) or `module:factory`."""
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)
+        expected = task_class(self.env)
+        if type(self) is not expected:
+            raise ConfigError(f"the options of task.env {self.env!r} are a {expected.__name__}")
 
     def applies(self, option: str) -> bool:
-        return option == "env" or self.env == "retail"
+        return option in {field.name for field in fields(self)}
+
+
+def task_class(env: str) -> type[TaskConfig]:
+    """Return the class of the options with an environment. Raises `ConfigError` for an unknown one."""
+    registry = import_module("unstale.envs.registry")  # found by name: environments import options
+    found: type[TaskConfig] = registry.task_options(env)
+    return found
+
+
+def task_classes() -> list[type[TaskConfig]]:
+    """Return `TaskConfig` and the classes with options of shipped environments."""
+    registry = import_module("unstale.envs.registry")
+    specs = registry.shipped_envs().values()
+    return list(dict.fromkeys([TaskConfig, *(spec.options for spec in specs)]))
+
+
+def make_task(env: str = "retail", **values: Any) -> TaskConfig:
+    """Return the options of an environment.
+
+    Raises `ConfigError` for an option of another environment that has not its default value.
+    """
+    cls = task_class(env)
+    known = {field.name for field in fields(cls)}
+    for other in task_classes():
+        for field in fields(other):
+            if field.name in known or field.name not in values:
+                continue
+            if values.pop(field.name) != field.default:
+                owner = {option.name: option.default for option in fields(other)}["env"]
+                raise ConfigError(f"task.{field.name} is an option of {owner}; task.env is {env}")
+    return cls(env=env, **values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

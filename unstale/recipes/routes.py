@@ -11,9 +11,9 @@ from unstale.config import (
     OldLogpsConfig,
     RunConfig,
     ScheduleConfig,
-    TaskConfig,
     TrainerConfig,
 )
+from unstale.envs.retail import RetailConfig
 
 
 def _stale_retail(old_logps: OldLogpsConfig, changes: dict[str, Any], **needed: Any) -> RunConfig:
@@ -21,7 +21,7 @@ def _stale_retail(old_logps: OldLogpsConfig, changes: dict[str, Any], **needed: 
     config = RunConfig(
         recipe=f"route_{old_logps.route}",
         steps=80,
-        task=TaskConfig(env="retail", level="1", latency_s=0.6),
+        task=RetailConfig(level="1", latency_s=0.6),
         schedule=ScheduleConfig(max_staleness=6, groups_per_step=8, group_size=8),
         engine=EngineConfig(max_running=400, max_context=512),
         trainer=TrainerConfig(lr=5e-4, lr_schedule="constant", warmup_steps=5),

@@ -27,11 +27,13 @@ Refusing and handing over are written into the database, so that they are right 
 import asyncio
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from random import Random
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from unstale.config import TaskConfig
+from unstale.config.checks import NonNegative
 from unstale.envs import EnvError, Message, ToolCall, Turn
 from unstale.envs.registry import EnvSpec
 from unstale.envs.retail.customer import Customer
@@ -160,7 +162,20 @@ def system_text(level: int) -> str:
     return POLICY.format(identify=IDENTIFY if level > 2 else TRUST, stock=STOCK, window=WINDOW)
 
 
-def _make(options: TaskConfig) -> RetailTasks:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetailConfig(TaskConfig):
+    """The tasks of the retail desk."""
+
+    env: str = "retail"
+    level: Literal["1", "2", "3"] = "1"
+    """Difficulty. 1 suits a small model, 2 and 3 larger ones."""
+    latency_s: NonNegative = 0.0
+    """Mean latency of a tool call in seconds, log-normal; 0 has none."""
+    latency_sigma: NonNegative = 0.5
+    """Standard deviation of the logarithm of that latency."""
+
+
+def _make(options: RetailConfig) -> RetailTasks:
     return RetailTasks(
         level=int(options.level),
         latency_s=options.latency_s,
@@ -168,10 +183,10 @@ def _make(options: TaskConfig) -> RetailTasks:
     )
 
 
-ENV = EnvSpec("retail", _make)
+ENV = EnvSpec("retail", _make, RetailConfig)
 
 
 __all__ = [
-    "KINDS", "LEVELS", "NO_FAULTS", "Customer", "Desk", "DeskError", "Faults", "RetailEnv", "RetailTasks", "Scenario",
+    "KINDS", "LEVELS", "NO_FAULTS", "Customer", "Desk", "DeskError", "Faults", "RetailConfig", "RetailEnv", "RetailTasks", "Scenario",
     "call_tool", "correct_call", "expert_replies", "scenario", "system_text",
 ]  # fmt: skip

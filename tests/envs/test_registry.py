@@ -1,0 +1,117 @@
+"""The registry of environments.
+
+Pinned: one file declares an environment with its options, and it trains; its options are in the
+help, and are refused with another environment; names and options are known without torch.
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_run import quiet, small
+from unstale import envs
+from unstale.cli import session
+from unstale.cli.recipe_options import options_help
+from unstale.config import ConfigError, make_task
+from unstale.config.options import options, override
+from unstale.envs.registry import build_taskset, shipped_envs
+from unstale.recipes import RECIPES
+from unstale.testing import check_env
+
+FILE = '''
+from dataclasses import dataclass
+
+from unstale.config import TaskConfig
+from unstale.config.checks import PositiveInt
+from unstale.envs import Message, NumberedTasks, Turn
+from unstale.envs.registry import EnvSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EchoConfig(TaskConfig):
+    """The tasks of the echo."""
+
+    env: str = "echo"
+    digits: PositiveInt = 2
+    """Digits of the number to repeat."""
+
+
+class EchoTasks(NumberedTasks):
+    name = "echo"
+    tools = ()
+
+    def __init__(self, digits):
+        self.digits = digits
+
+    def env(self, task, seed):
+        return Echo(str(self.seed_of(task))[: self.digits])
+
+
+class Echo:
+    def __init__(self, number):
+        self.number = number
+
+    async def begin(self):
+        return Turn((Message("user", self.number),))
+
+    async def step(self, reply):
+        return Turn((), done=True, rewards={"right": float(self.number in reply.content)})
+
+
+ENV = EnvSpec("echo", lambda options: EchoTasks(options.digits), EchoConfig)
+'''
+
+
+@pytest.fixture
+def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "echo.py").write_text(FILE)
+    monkeypatch.setattr(envs, "__path__", [*envs.__path__, str(tmp_path)])
+    for cached in (shipped_envs, options):
+        cached.cache_clear()
+    yield
+    sys.modules.pop("unstale.envs.echo", None)
+    for cached in (shipped_envs, options):
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("echo")
+def test_one_file_declares_an_environment_that_trains(tmp_path: Path) -> None:
+    task = make_task("echo", digits=3)
+    check_env(build_taskset(task), episodes=4)
+    rows = session.train(small(tmp_path, task=task, steps=2), console=quiet()).metrics
+    assert [row["step"] for row in rows] == [0, 1, 2]
+
+
+@pytest.mark.usefixtures("echo")
+def test_its_options_are_in_the_help_where_it_is_chosen() -> None:
+    chosen = options_help(["train", "calculator"], {"task.env": "echo"})
+    assert "--task.digits INT" in chosen and "Digits of the number to repeat. Now: 2" in chosen
+    assert "--task.latency_s" not in chosen
+    other = options_help(["train", "retail"], {})
+    assert "--task.latency_s" in other and "--task.digits" not in other
+
+
+@pytest.mark.usefixtures("echo")
+def test_its_options_are_refused_with_another_environment() -> None:
+    config = RECIPES["calculator"]()
+    chosen = override(config, {"task.env": "echo", "task.digits": 4})
+    assert chosen.task == make_task("echo", digits=4)
+    with pytest.raises(ConfigError, match=r"task\.digits is an option of echo; task.env is retail"):
+        override(config, {"task.env": "retail", "task.digits": 4})
+    with pytest.raises(ConfigError, match=r"task\.digits must be >= 1, got 0"):
+        make_task("echo", digits=0)
+    with pytest.raises(ConfigError, match=r"task\.env cannot be 'ecko'; did you mean echo"):
+        make_task("ecko")
+
+
+def test_names_and_options_are_known_without_torch() -> None:
+    code = (
+        "import sys; from unstale.envs.registry import libraries, shipped_envs; "
+        "print(sorted(shipped_envs()), sorted(libraries()), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    envs_, libraries = "['calculator', 'python', 'retail']", "['gymnasium', 'openenv', "
+    assert done.stdout.startswith(f"{envs_} {libraries}") and done.stdout.endswith("False\n")
