@@ -97,7 +97,7 @@ def test_eval_goes_without_a_trainer_and_survives_its_engine(
 
 def served(port: int) -> str:
     out = StringIO()
-    with pytest.raises(ConfigError, match=f"port {port} cannot be had"):
+    with pytest.raises(ConfigError, match=f"cannot listen on port {port}"):
         serve(SHIPPED_POLICY, CONFIG, port=port, console=Console(file=out, width=300))
     return out.getvalue()
 

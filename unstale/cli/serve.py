@@ -1,4 +1,4 @@
-"""A policy behind the recording endpoint, for agents that are run by hand, until it is stopped."""
+"""The `serve` command: a policy behind the recording endpoint, for agents that are run by hand."""
 
 import asyncio
 from collections import OrderedDict
@@ -18,15 +18,17 @@ from unstale.rollout.endpoint.session import AgentSession
 from unstale.rollout.seeds import derive_seed
 from unstale.rollout.transcript import Transcript
 
-KEPT = 1000
-"""Episodes that are remembered; of more, those are forgotten that were quiet longest."""
+MAX_SESSIONS = 1000
+"""Number of named episodes in memory. Beyond it, the least recently used one is dropped."""
 
 
 class SessionPool:
-    """Episodes of whoever comes: a new name is a new one, and so is every call without a name."""
+    """The episodes of a server. A new name begins one, and so does every call without a name."""
 
     def __init__(self, rollout: AgentRollout, calls: asyncio.TaskGroup, seed: int) -> None:
-        self._rollout, self._calls, self._seed = rollout, calls, seed
+        self._rollout = rollout
+        self._calls = calls
+        self._seed = seed
         self._sessions: OrderedDict[str, AgentSession] = OrderedDict()
 
     def find(self, key: str) -> AgentSession:
@@ -34,7 +36,7 @@ class SessionPool:
         if key:
             self._sessions[key] = session
             self._sessions.move_to_end(key)
-        if len(self._sessions) > KEPT:
+        if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
         return session
 
@@ -52,9 +54,9 @@ def serve(
     port: int = 0,
     console: Console | None = None,
 ) -> None:
-    """Serve a run's policy, or any model folder, until Ctrl-C. Says where, and for whom.
+    """Serve a run's policy, or any model folder, until Ctrl-C. Print the base URL and the key.
 
-    Raises `ConfigError` for what is wrong beforehand and `RunFailed` when the engine fails.
+    Raises `ConfigError` for wrong settings and `RunFailed` if the engine fails.
     """
     folder = trained / POLICY if (trained / POLICY).is_dir() else trained
     config = replace(config, policy=str(folder), rollout=replace(config.rollout, max_turns=1 << 30))
@@ -68,25 +70,24 @@ def serve(
 
     async def work() -> None:
         async with (
-            running_generator(config, policy, generator, told=on_engine_event) as voice,
+            running_generator(config, policy, generator, told=on_engine_event) as running,
             asyncio.TaskGroup() as calls,
         ):
             endpoint = RecordingEndpoint(
-                token=token, port=port, find=lambda key: visitors.find(key)
+                token=token, port=port, find=lambda key: sessions.find(key)
             )
-            visitors = SessionPool(
-                AgentRollout(voice, taskset, config.rollout, endpoint=endpoint), calls, config.seed
-            )
+            rollout = AgentRollout(running, taskset, config.rollout, endpoint=endpoint)
+            sessions = SessionPool(rollout, calls, config.seed)
             async with AsyncExitStack() as serving:
                 try:
                     await serving.enter_async_context(endpoint)
                 except OSError as error:
-                    raise ConfigError(f"port {port} cannot be had: {error}") from error
+                    raise ConfigError(f"cannot listen on port {port}: {error}") from error
                 console.print(
                     f"base URL  {endpoint.url}/v1\nAPI key   {endpoint.token}", highlight=False
                 )
                 console.print(
-                    f"an episode of its own: {endpoint.url}/e/<any name>/v1; Ctrl-C ends it",
+                    f"a named episode: {endpoint.url}/e/<any name>/v1; Ctrl-C stops the server",
                     style="dim",
                 )
                 await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""Tasks of an external agent: a function that uses an OpenAI-compatible endpoint and returns a reward."""
+"""Tasks of an external agent: a function that calls an endpoint and returns a reward."""
 
 import asyncio
 import inspect
@@ -22,8 +22,8 @@ Agent = Callable[[str, Any, int, str], Awaitable[Rewards] | Rewards]
 class ExternalAgent(ListedTasks):
     """A task set whose episodes are runs of `agent`, which gets an item of `tasks` or `held_out`.
 
-    `timeout_s` limits a whole episode; `rollout.timeout_s` limits the time between two calls. At most
-    `concurrency` agents run at once. All randomness of an agent has to come from its `seed`.
+    `timeout_s` limits a whole episode; `rollout.timeout_s` limits the time between two calls. At
+    most `concurrency` agents run at once. All randomness of an agent has to come from its `seed`.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()

@@ -48,7 +48,7 @@ FAILURE_MINIMUM = 20
 """Number of episodes before the share of failures may end the run."""
 
 OnFailure = Callable[[int, Failure, bool], None]
-"""Called with a failed attempt's episode number, its failure, and whether it was the last attempt."""
+"""Called with a failed attempt's episode number, its failure, and whether it was the last."""
 OnRestart = Callable[[int, Failure], None]
 """Called with the episode number of an attempt that could not be replayed, and the reason."""
 
@@ -238,7 +238,7 @@ class Rollout:
     ) -> tuple[Turn, Stop]:
         """Alternate replies and environment steps. Return the last turn and why it was the last."""
         chat = self.generator.chat
-        # Once per attempt: in Python these checks take half as long as a turn of a fast environment.
+        # Once per attempt: these checks take half as long as a turn of a fast environment.
         resumable = env if isinstance(env, Resumable) else None
         simulated = env if isinstance(env, HasSimulatedDelays) else None
         while not turn.done:

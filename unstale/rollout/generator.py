@@ -27,11 +27,11 @@ class Generator:
         *,
         since: int | None = None,
     ) -> tuple[list[int], bool]:
-        """Sample one reply, over as many weight versions as it takes, and append it to `transcript`.
+        """Sample one reply, over as many weight versions as it takes, and append it.
 
-        An interrupted reply continues from its own tokens. `since` is the index of the reply's first
-        piece if an earlier call began it. Returns all tokens of the reply and whether it ended with
-        a stop token. Raises `NotReplayed`.
+        An interrupted reply continues from its own tokens. `since` is the index of the reply's
+        first piece if an earlier call began it. Return all tokens of the reply and whether it ended
+        with a stop token. Raises `NotReplayed`.
         """
         before = transcript.pieces[since:] if since is not None else ()
         tokens = [token for piece in before for token in piece.tokens]

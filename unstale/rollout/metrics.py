@@ -42,7 +42,7 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
 def describe_advantages(
     groups: Sequence[Group], scored: Sequence[ScoredTrajectory]
 ) -> dict[str, float]:
-    """Return the share of groups without a spread of advantages: no reward tells their episodes apart."""
+    """Return the share of groups whose episodes all have the same advantage."""
     by_episode = {each.trajectory.episode: each.advantage for each in scored}
     uniform = []
     for group in groups:
@@ -64,7 +64,7 @@ def _named_rewards(finished: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _facts(finished: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the mean of each fact; rewards that a task set combined are facts named `reward/...`."""
+    """Return the mean of each fact. Rewards that a task set combined are facts `reward/<name>`."""
     names = {name for trajectory in finished for name in trajectory.facts} - {"success"}
     means = {}
     for name in sorted(names):

@@ -1,7 +1,7 @@
 """A queue that bounds staleness, and the pieces that wait to be trained on.
 
-`StalenessQueue` holds budget, order and look-ahead window in one object, because the staleness bound
-needs all three (derivation: docs/staleness.md).
+`StalenessQueue` holds budget, order and look-ahead window in one object, because the staleness
+bound needs all three (derivation: docs/staleness.md).
 """
 
 import asyncio
@@ -24,9 +24,10 @@ class QueueExhausted(RuntimeError):
 class StalenessQueue:
     """A queue of groups in admission order, at most `(max_staleness + 1) * groups_per_step` live.
 
-    A group takes a ticket before its work begins. `release` returns the tickets of a batch once every
-    engine holds the version that the batch led to. `take` returns groups from the `lookahead_window`
-    oldest positions, the oldest finished ones first; a window of 1 is strict admission order.
+    A group takes a ticket before its work begins. `release` returns the tickets of a batch once
+    every engine holds the version that the batch led to. `take` returns groups from the
+    `lookahead_window` oldest positions, the oldest finished ones first; a window of 1 is strict
+    admission order.
 
     `admit` waits for a ticket: `release` unblocks it. `take` waits for finished groups: their work
     unblocks it. A group costs O(log live).
@@ -76,8 +77,8 @@ class StalenessQueue:
     async def readmit(self, position: int, start: StartGroup, tasks: asyncio.TaskGroup) -> None:
         """Wait for a ticket for a restored position, then start its group.
 
-        After a resume there may be more groups than tickets, because their batches were lost. Groups
-        without a ticket wait: what they sampled now would be too old when it is taken.
+        After a resume there may be more groups than tickets, because their batches were lost.
+        Groups without a ticket wait: tokens sampled now would be too old when they are taken.
         """
         await self._take_ticket()
         tasks.create_task(self._run(position, start))
@@ -111,7 +112,7 @@ class StalenessQueue:
             self._batch_ready.set()
 
     async def take(self) -> list[Group]:
-        """Return the next `groups_per_step` groups. Raises `QueueExhausted` if they can never come."""
+        """Return the next `groups_per_step` groups. Raises `QueueExhausted` if none can come."""
         while len(self._within) < self.groups_per_step:
             self._require_prospects()
             self._batch_ready.clear()
@@ -130,8 +131,8 @@ class StalenessQueue:
             )
         if reason:
             raise QueueExhausted(
-                f"a batch takes {self.groups_per_step} groups, {self.num_open} are open and no more "
-                f"will come: {reason}"
+                f"a batch takes {self.groups_per_step} groups, {self.num_open} are open "
+                f"and no more will come: {reason}"
             )
 
     def release(self) -> None:

@@ -11,7 +11,7 @@ CANCEL_INTERVAL_S = 1.0
 
 
 class PersistentTimeout:
-    """A time-out that cancels the task again and again: code in the task may swallow a cancellation.
+    """A time-out that repeats its cancellation: code in the task may swallow the first.
 
     It uses one timer and leaves no reference cycle, so it needs no garbage collector.
     """
@@ -34,7 +34,7 @@ class PersistentTimeout:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        """Raise TimeoutError for its own cancellation, unless the task was cancelled otherwise too."""
+        """Raise TimeoutError for its own cancellation, unless others cancelled the task too."""
         self._timer.cancel()
         for _ in range(self._num_cancelled):
             self.task.uncancel()
@@ -44,7 +44,7 @@ class PersistentTimeout:
 
 
 class reraise_after:
-    """A context that delays an error from inside until `work` is done; an error of `work` goes first.
+    """A context that delays an error until `work` is done. An error of `work` goes first.
 
     A cancellation is raised at once.
     """

@@ -1,7 +1,7 @@
 """Record and replay of one attempt at an episode, with its branches.
 
-A new piece is written to the journal before anything else sees it. A resumed attempt first replays its record: the
-environment or agent has to produce the same text again.
+A new piece is written to the journal before anything else sees it. A resumed attempt first replays
+its record: the environment or agent has to produce the same text again.
 """
 
 import json
@@ -40,7 +40,7 @@ class EpisodeWriter(Protocol):
 
 
 OpenWriter = Callable[..., EpisodeWriter]
-"""Opens the writer of an attempt: `open_writer(episode=, seed=, again=)`; `again` continues a recorded one."""
+"""Opens the writer of an attempt: `(episode=, seed=, again=)`; `again` continues a recorded one."""
 
 
 class NullWriter:
@@ -89,7 +89,7 @@ class BranchWriter:
 class Transcript:
     """The pieces of one attempt in one context, and the branches that diverged from it.
 
-    With a `record`, its pieces are replayed first. `on_piece` is called with each newly sampled piece.
+    With a `record`, its pieces are replayed first. `on_piece` gets each newly sampled piece.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Transcript:
             self.add_branch(branch.episode, branch)
 
     def add_branch(self, episode: int, record: EpisodeRecord | None = None) -> "Transcript":
-        """Begin a branch with sampling noise of its own; it is written as an episode of this number."""
+        """Begin a branch with its own sampling noise, written as an episode of this number."""
         seed = derive_seed(self.seed, "branch", len(self.branches) + 1)
         closed = record is not None and record.outcome is not None
 
@@ -162,14 +162,15 @@ class Transcript:
             self.writer.write_snapshot(len(self.pieces), state)
 
     def add_context(self, piece: ContextPiece) -> None:
-        """Append a piece, or check it against the record. Raises `NotReplayed` where they differ."""
+        """Append a piece, or replay it if it is recorded. Raises `NotReplayed` if they differ."""
         if not self._recorded:
             self.append(piece)
             return
         recorded = self._recorded[0]
         if recorded != piece:
             raise NotReplayed(
-                f"piece {len(self.pieces)} has other tokens than the {len(recorded.tokens)} on record"
+                f"piece {len(self.pieces)} has other tokens than the "
+                f"{len(recorded.tokens)} on record"
             )
         self._replay()
 

@@ -1,4 +1,4 @@
-"""Episodes of agents that call the endpoint: their calls become the trajectories that are trained on."""
+"""Episodes of agents that call the endpoint: their calls become trajectories."""
 
 import asyncio
 from collections.abc import Callable

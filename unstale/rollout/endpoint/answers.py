@@ -25,7 +25,7 @@ Answer = asyncio.Task[list[Choice] | Refused]
 def json_response(
     record: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Return a JSON response in ASCII: text may contain half a surrogate pair, which UTF-8 cannot."""
+    """Return a JSON response in ASCII: UTF-8 cannot encode half a surrogate pair."""
     return Response(json.dumps(record), status, headers, "application/json")
 
 

@@ -30,7 +30,7 @@ def check_agent(
 ) -> None:
     """Run the agent twice on `task`, and once with only one allowed call. Raises AssertionError.
 
-    The n-th reply of a conversation is `replies[n]`; the last one is repeated. A reply calls a tool as
+    The n-th reply of a conversation is `replies[n]`; the last one is repeated. A tool call is
     `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
     """
     asyncio.run(_check(ExternalAgent(agent, [task], timeout_s=timeout_s), replies, seed))

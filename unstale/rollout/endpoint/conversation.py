@@ -2,8 +2,8 @@
 
 An agent sends its whole history with every call. If it repeats an earlier call and its answer, the
 recorded tokens are the context and only the new messages are tokenized. If it was edited, a branch
-begins: its context is the longest recorded one that ends with a shared answer, and the rest as text.
-Nothing here samples or waits.
+begins: its context is the longest recorded one that ends with a shared answer, then the rest as
+text. Nothing here samples or waits.
 """
 
 import json
@@ -136,7 +136,7 @@ class Conversation:
         self._chat = chat
         self.branches: list[Branch] = []
         self._answers: dict[str, tuple[HistoryMessage, tuple[int, ...], bool]] = {}
-        """Each answer by its key: as returned, its tokens, and whether they include an end token."""
+        """Each answer by its key: its message, its tokens, and whether they have an end token."""
 
     def ask(self, call: Call) -> Continuation:
         """Find or begin the branch of a call. It takes no other until `add_answer` or `abandon`.
@@ -192,7 +192,7 @@ class Conversation:
             self.branches.pop()
 
     def _nearest(self, call: Call) -> tuple[_Match, Branch | None]:
-        """Return the branch that shares most answers; if several do, one that the call continues."""
+        """Return the branch that shares most answers, preferably one that the call continues."""
         matches = [(_match(branch, call), branch) for branch in self.branches]
         if not matches:
             return _Match(0, 0), None
@@ -298,7 +298,7 @@ def first_difference(one: History, other: History) -> tuple[int, str] | None:
 
 
 def parse_reply(chat: Chat, text: str, *, tools: bool, plain: bool = False) -> HistoryMessage:
-    """Return a reply as a message. `plain` text, and a reply with a malformed call, is all content."""
+    """Return a reply as a message. With `plain` or a malformed call, all of it is content."""
     if plain:
         return HistoryMessage(Message("assistant", text))
     thoughts, message = chat.parse_text(text, calls=tools)

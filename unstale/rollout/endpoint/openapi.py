@@ -35,7 +35,7 @@ _ERROR = {
 
 
 def describe(paths: Mapping[str, Schema | None]) -> dict[str, Any]:
-    """Return an OpenAPI 3.1 document. `paths` maps each path of an episode to the schema of its body."""
+    """Return an OpenAPI 3.1 document. `paths` maps each path to the schema of its body."""
     return {
         "openapi": "3.1.0",
         "info": {

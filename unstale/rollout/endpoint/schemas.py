@@ -1,7 +1,7 @@
 """JSON Schemas of the requests that the endpoint accepts, and their check.
 
-A field that would change the distribution of the samples is refused with the reason. The schemas are
-also served as the endpoint's OpenAPI description.
+A field that would change the distribution of the samples is refused with the reason. The schemas
+are also served as the endpoint's OpenAPI description.
 """
 
 import reprlib

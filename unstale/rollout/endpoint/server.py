@@ -1,8 +1,9 @@
 """The endpoint over HTTP: starlette on uvicorn, on loopback, for clients with the token.
 
-Routes: `/e/<episode>/v1/` with `chat/completions`, `completions`, `models`, and `record` for all tokens so
-far, with version, log-probability and provenance; `/v1/` with the same for the episode that the header
-X-Episode names; `/openapi.json`, which describes them; `/healthz`, which needs no token.
+Routes: `/e/<episode>/v1/` with `chat/completions`, `completions`, `models`, and `record` for all
+tokens so far, with version, log-probability and provenance; `/v1/` with the same for the episode
+that the header X-Episode names; `/openapi.json`, which describes them; `/healthz`, which needs no
+token.
 """
 
 import asyncio

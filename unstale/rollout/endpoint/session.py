@@ -37,8 +37,8 @@ OnText = Callable[[int, str], None]
 class AgentSession:
     """The calls of one episode whose agent uses the endpoint.
 
-    Answers run as tasks of `calls`: an error that is not the agent's fault ends its parent. `on_event`
-    is called with `"forked"` and its fields when an edited history begins a branch.
+    Answers run as tasks of `calls`: an error that is not the agent's fault ends its parent.
+    `on_event` is called with `"forked"` and its fields when an edited history begins a branch.
     """
 
     rollout: Rollout
@@ -91,7 +91,7 @@ class AgentSession:
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Limit the time between two calls to `rollout.timeout_s`. The session is closed on exit."""
+        """Limit the time between two calls to `rollout.timeout_s`. Close the session on exit."""
         self._changed_at = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(self.rollout.config.timeout_s) as self._limit:
@@ -179,7 +179,7 @@ class AgentSession:
         return places
 
     def _check_size(self, call: Call) -> None:
-        """Refuse a prompt that no context can hold before it is tokenized, which blocks the loop."""
+        """Refuse a prompt that no context can hold before tokenizing it, which blocks the loop."""
         history = () if isinstance(call.history, str) else call.history
         tokens = [token for token in history if isinstance(token, int)]
         if tokens and not self.chat.are_token_ids(tokens):
@@ -192,8 +192,8 @@ class AgentSession:
             self.stop = "max_tokens"
             limit = self.rollout.generator.config.max_context
             raise Refused(
-                f"the context has {qualifier}{num_tokens} tokens; with engine.max_context = {limit} "
-                "no reply fits",
+                f"the context has {qualifier}{num_tokens} tokens; with engine.max_context = "
+                f"{limit} no reply fits",
                 code="context_length_exceeded",
                 param="messages",
             )
@@ -208,7 +208,7 @@ class AgentSession:
         self.num_replies += replies
 
     def _claim(self, place: Continuation) -> Transcript:
-        """Return the transcript of a new branch: a recorded one that begins like it, or a new one."""
+        """Return a new branch's transcript: a recorded one with its beginning, or a new one."""
         matching = [t for t in self._unclaimed if _begins_with(t.all_pieces, place.context)]
         if matching:
             transcript = matching[0]
