@@ -14,7 +14,6 @@ import gc
 import json
 import tempfile
 import time
-import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,7 +38,7 @@ from benchmarks.routes import (
     train,
 )
 from benchmarks.tables import CONSOLE, columns, row, spread, verdict, write
-from unstale.config import Route
+from unstale.config.routes import routes
 from unstale.engines import SamplingParams
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.model.loading import DTYPES
@@ -185,7 +184,7 @@ def scoring(name: str, size: Big, history: History) -> list[str]:
         "model", "route", "extra time a step", "idle time", "resident copies", "movable models"
     )
     batches, step = batches_of(size, len(history.copies)), median(history.step_s)
-    for route in typing.get_args(Route):
+    for route in list(routes()):
         CONSOLE.print(f"{name}: {route}")
         played = play(route, size, history, batches)
         resident = played.costs.get("memory_bytes", 0.0) / copy_bytes(history.copies[0])

@@ -12,7 +12,6 @@ each route takes of a step, end to end.
 import argparse
 import tempfile
 import time
-import typing
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,10 +28,11 @@ from benchmarks import route_steps
 from benchmarks.tables import CONSOLE, columns, picture, row, spread, write
 from unstale.algorithms import audit
 from unstale.build import build_old_logps
-from unstale.config import CorrectionConfig, ObjectiveConfig, OldLogpsConfig, Route, TrainerConfig
+from unstale.config import CorrectionConfig, ObjectiveConfig, OldLogpsConfig, TrainerConfig
+from unstale.config.routes import routes
 from unstale.model.policy import Policy
 from unstale.model.prefix_tree import Packed
-from unstale.old_logps.rollout import Rollout
+from unstale.old_logps.rollout import RolloutRoute
 from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.records import (
     Batch,
@@ -143,7 +143,7 @@ def make_trainer(size: Size, rate: float, num_steps: int) -> LocalTrainer:
         max_tokens_per_microbatch=size.scoring.max_tokens_per_microbatch,
         **size.options,
     )
-    return LocalTrainer(size.policy(), config, rules, Rollout(), num_steps=num_steps)
+    return LocalTrainer(size.policy(), config, rules, RolloutRoute(), num_steps=num_steps)
 
 
 def train(size: Size, rate: float, versions: int) -> History:
@@ -289,7 +289,7 @@ def live(version: int) -> range:
 
 
 def play(
-    name: Route, size: Size, history: History, batches: Sequence[Sequence[ScoredTrajectory]]
+    name: str, size: Size, history: History, batches: Sequence[Sequence[ScoredTrajectory]]
 ) -> Played:
     """Every version through a route, as the loop would bring it; one batch is asked about at each."""
     policy, played = size.policy(), Played()
@@ -331,7 +331,7 @@ def beside(size: Size, history: History, plan: Plan) -> dict[str, list[float]]:
     """`snapshot_old` over `ewma_prox`, version by version, whichever comes first taking turns."""
     policy = size.policy()
     advance(policy, history, 0)
-    names: tuple[Route, Route] = ("snapshot_old", "ewma_prox")
+    names: tuple[str, str] = ("snapshot_old", "ewma_prox")
     routes = {
         name: build_old_logps(OldLogpsConfig(route=name), size.scorer(policy)) for name in names
     }
@@ -410,7 +410,7 @@ class Line:
 
 def route_lines(size: Size, histories: Sequence[History]) -> dict[str, Line]:
     """Every route."""
-    lines: dict[Route, Line] = {name: Line() for name in typing.get_args(Route)}
+    lines: dict[str, Line] = {name: Line() for name in list(routes())}
     for number, history in enumerate(histories):
         batches = spoken(size, history)
         batch = collate(batches[-1])

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,6 @@ from pathlib import Path
 import torch
 
 from unstale.config import (
-    EWMA_BETA,
     ConfigError,
     OldLogpsConfig,
     RunConfig,
@@ -38,17 +36,7 @@ from unstale.model.policy import Policy
 from unstale.observe.metrics import Sink, TensorBoardSink, require_tensorboard
 from unstale.observe.recorder import Recorder, Watcher
 from unstale.old_logps import OldLogps
-from unstale.old_logps.current_recompute import CurrentRecompute
-from unstale.old_logps.eager import Eager
-from unstale.old_logps.ewma_prox import EwmaProx
-from unstale.old_logps.interp_prox_linear import InterpProxLinear
-from unstale.old_logps.interp_prox_loglinear import InterpProxLoglinear
-from unstale.old_logps.interrupt_sync import InterruptSync
-from unstale.old_logps.old_logit_model import OldLogitModel
-from unstale.old_logps.ppo_ewma_async import PpoEwmaAsync, Reset
-from unstale.old_logps.rollout import Rollout as RolloutRoute
-from unstale.old_logps.scoring.scorer import LocalScorer
-from unstale.old_logps.snapshot_old import SnapshotOld
+from unstale.old_logps.scoring.scorer import LocalScorer, Scorer
 from unstale.records import Failure, GroupRequest, PendingPiece
 from unstale.rollout.episode import Rollout
 from unstale.rollout.evaluation import evaluate
@@ -238,9 +226,7 @@ def build(
 
 def trainer_threads(config: RunConfig) -> int:
     """The cores are divided among the processes of a run: with more threads than cores all run many times slower."""
-    others = config.engine.threads * config.engine.processes + (
-        config.old_logps.route == "old_logit_model"
-    )
+    others = config.engine.threads * config.engine.processes + (config.old_logps.needs.own_process)
     return config.trainer.threads or (1 if config.deterministic else max(1, cores() - others))
 
 
@@ -291,12 +277,9 @@ def _decode(policy: Policy, tokens: Sequence[int]) -> str:
 
 
 def shares_deltas(config: RunConfig) -> bool:
-    """Whether what the route keeps is what the engine loads: differences in one precision, or of adapters."""
-    old, same = (
-        config.old_logps,
-        config.engine.dtype == config.trainer.dtype or config.trainer.lora_rank > 0,
-    )
-    return old.underlying == "snapshot_old" and old.storage == "delta" and same
+    """Return True if the deltas that the route keeps are those that an engine loads."""
+    same_precision = config.engine.dtype == config.trainer.dtype
+    return config.old_logps.shares_deltas and (same_precision or config.trainer.lora_rank > 0)
 
 
 def _store(scorer: LocalScorer) -> VersionStore | None:
@@ -360,36 +343,7 @@ def build_rollout(
     return partial(AgentRollout, endpoint=RecordingEndpoint(), on_event=on_event)
 
 
-def build_old_logps(
-    config: OldLogpsConfig, scorer: LocalScorer, *, lockstep: bool = False
-) -> OldLogps:
-    """The route. With `lockstep` no process of its own answers at its own pace."""
-    match config.route:
-        case "rollout":
-            return RolloutRoute()
-        case "current_recompute":
-            return CurrentRecompute(scorer)
-        case "snapshot_old":
-            folder = Path(tempfile.gettempdir()) if config.spill else None
-            store = partial(
-                VersionStore, storage=config.storage, memory_gb=config.memory_gb, folder=folder
-            )
-            return SnapshotOld(scorer, make_store=store)
-        case "old_logit_model":
-            return OldLogitModel(scorer, lockstep=lockstep)
-        case "interrupt_sync":
-            return InterruptSync(scorer)
-        case "eager":
-            rest = replace(config, route=config.fallback, fallback="snapshot_old")
-            return Eager(scorer, fallback=build_old_logps(rest, scorer))
-        case "ewma_prox":
-            beta = EWMA_BETA if config.beta is None else config.beta
-            return EwmaProx(scorer, beta=beta, every_step=config.update_every == "step")
-        case "ppo_ewma_async":
-            reset = Reset(config.reset_below, config.reset_patience, config.reset_cooldown)
-            return PpoEwmaAsync(scorer, averages=config.averages, beta=config.beta, reset=reset)
-        case "interp_prox_loglinear" | "interp_prox_linear":
-            kind = (
-                InterpProxLoglinear if config.route == "interp_prox_loglinear" else InterpProxLinear
-            )
-            return kind(scorer, alpha=config.alpha, fresh=1.0 if config.fresh == "trainer" else 0.0)
+def build_old_logps(config: OldLogpsConfig, scorer: Scorer, *, lockstep: bool = False) -> OldLogps:
+    """Make the route. With `lockstep` nothing depends on the speed of another process."""
+    route: OldLogps = config.make(scorer, lockstep=lockstep)
+    return route

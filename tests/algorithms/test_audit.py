@@ -20,7 +20,7 @@ from unstale.algorithms.audit import Tokens
 from unstale.build import build_old_logps
 from unstale.cli import session
 from unstale.cli.audit import audit as audit_run
-from unstale.cli.audit import label, segments
+from unstale.cli.audit import segments
 from unstale.cli.main import main
 from unstale.config import (
     AuditConfig,
@@ -375,7 +375,7 @@ def test_a_stored_configuration_is_read_again() -> None:
     )
     stored = json.loads(json.dumps(plain(config)))
     assert stored_config(stored) == config
-    assert label(config.old_logps) == "ewma_prox beta=0.75"
+    assert str(config.old_logps) == "ewma_prox beta=0.75"
     with pytest.raises(ConfigError, match="unknown option colour"):
         stored_config({**stored, "colour": "red"})
     renamed = {**stored, "schedule": {"window": 4}}

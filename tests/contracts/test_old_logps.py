@@ -4,40 +4,44 @@ The suite itself is tried on a route that lies about exactness, one that forgets
 """
 
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 from torch import Tensor
 
 from unstale.build import build_old_logps
 from unstale.config import OldLogpsConfig
+from unstale.config.routes import routes
 from unstale.old_logps import OldLogps
 from unstale.old_logps.current_recompute import CurrentRecompute
-from unstale.old_logps.rollout import Rollout
+from unstale.old_logps.rollout import RolloutRoute
 from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.records import Batch
-from unstale.testing import check_old_logps
-
-ROUTES = (
-    "rollout", "current_recompute", "snapshot_old", "interp_prox_loglinear", "interp_prox_linear", "ewma_prox",
-    "ppo_ewma_async", "interrupt_sync", "eager", "old_logit_model",
-)  # fmt: skip
+from unstale.testing import check_old_logps, tiny_policy
 
 
 def maker(route: str) -> Callable[[LocalScorer], OldLogps]:
     return lambda scorer: build_old_logps(OldLogpsConfig(route=route), scorer)
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", routes())
 def test_a_route_keeps_the_contract(route: str) -> None:
     check_old_logps(maker(route))
 
 
-class Liar(Rollout):
+@pytest.mark.parametrize("name", routes())
+def test_a_route_declares_what_it_needs(name: str) -> None:
+    config = OldLogpsConfig(route=name)
+    with closing(config.make(LocalScorer(tiny_policy(), 1.0, 32), lockstep=False)) as route:
+        assert route.needs == config.needs
+
+
+class Liar(RolloutRoute):
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         return batch.behavior_logp, batch.sampled & batch.clean
 
 
-class Unclean(Rollout):
+class Unclean(RolloutRoute):
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         return batch.behavior_logp, batch.sampled & ~batch.clean
 
@@ -47,7 +51,7 @@ class Leaky(CurrentRecompute):
         return super().logps(batch, now.requires_grad_())
 
 
-class Forgetful(Rollout):
+class Forgetful(RolloutRoute):
     def __init__(self) -> None:
         self.asked = 0
 

@@ -23,7 +23,7 @@ from unstale.model.policy import Policy
 from unstale.old_logps import OldLogps
 from unstale.old_logps.interrupt_sync import InterruptSync
 from unstale.old_logps.old_logit_model import OldLogitModel
-from unstale.old_logps.rollout import Rollout
+from unstale.old_logps.rollout import RolloutRoute
 from unstale.old_logps.scoring.scorer import LocalScorer, Weights
 from unstale.old_logps.snapshot_old import SnapshotOld
 from unstale.records import PendingPiece, collate
@@ -50,12 +50,12 @@ def test_whatever_a_route_is_made_of_it_goes_on(name: str) -> None:
     check_old_logps(lambda scorer: build_old_logps(MADE[name], scorer))
 
 
-class Tupled(Rollout):
+class Tupled(RolloutRoute):
     def state(self) -> Mapping[str, Any]:
         return {"answers": {(3, 1): 0.5}}
 
 
-class Sets(Rollout):
+class Sets(RolloutRoute):
     def state(self) -> Mapping[str, Any]:
         return {"versions": {3, 1}}
 
@@ -197,7 +197,7 @@ def test_weights_that_were_not_kept_are_named() -> None:
 
 def test_the_audit_goes_on_with_the_same_figures() -> None:
     """Killed after its second batch, when versions 2 and 3 were published and sampled from."""
-    policy, old = tiny_policy(), Rollout()
+    policy, old = tiny_policy(), RolloutRoute()
     copies: list[Policy] = []
     auditor = Auditor(LocalScorer(policy, 1.0, 64), old, JUDGE, share=0.5)
     for version in range(4):

@@ -45,7 +45,6 @@ from unstale.config import (
     EvalConfig,
     ObjectiveConfig,
     OldLogpsConfig,
-    Route,
     RunConfig,
     ScheduleConfig,
     TrainerConfig,
@@ -59,7 +58,7 @@ from unstale.engines.servers.sglang import SglangEngine
 from unstale.engines.servers.vllm import VllmEngine
 from unstale.model.lora import Base, Lora
 from unstale.model.policy import Policy
-from unstale.old_logps.rollout import Rollout
+from unstale.old_logps.rollout import RolloutRoute
 from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.testing import check_old_logps, checkpoint_round_trip, nudge, plain_logps, tiny_policy
 from unstale.trainer.local import LocalTrainer
@@ -134,7 +133,7 @@ def test_a_twin_has_adapters_of_its_own_over_the_same_base() -> None:
 
 
 @pytest.mark.parametrize("route", ["snapshot_old", "interrupt_sync", "eager"])
-def test_an_exact_route_keeps_its_contract_on_adapters(route: Route) -> None:
+def test_an_exact_route_keeps_its_contract_on_adapters(route: str) -> None:
     options = OldLogpsConfig(route=route)
     check_old_logps(lambda scorer: build_old_logps(options, scorer), lora=LORA)
 
@@ -176,7 +175,7 @@ def test_the_optimizer_moves_the_adapters_and_nothing_else(dtype: str) -> None:
 def test_the_reference_is_the_base_also_when_a_run_goes_on() -> None:
     policy, again = tiny_policy(lora=LORA), tiny_policy(lora=LORA)
     trainer, after = (
-        LocalTrainer(each, TrainerConfig(), RULES, Rollout(), num_steps=2)
+        LocalTrainer(each, TrainerConfig(), RULES, RolloutRoute(), num_steps=2)
         for each in (policy, again)
     )
     nudge(policy, seed=1)

@@ -17,12 +17,13 @@ import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from tests.support.fake_run import fake_place, fake_run, fake_trajectory
-from unstale.config import ConfigError, OldLogpsConfig, Route
+from unstale.config import ConfigError, OldLogpsConfig
+from unstale.config.routes import routes
 from unstale.observe.report.audited import COLUMNS, cells
 from unstale.observe.report.figures import average_lag
 from unstale.observe.report.gather import Chosen, gather
@@ -30,7 +31,7 @@ from unstale.observe.report.markup import el
 from unstale.observe.report.page import write_report
 from unstale.observe.report.plots import Axis
 from unstale.observe.report.transcripts import conversation
-from unstale.observe.report.words import ROUTES, is_exact, waiting
+from unstale.observe.report.words import is_exact, route_about, waiting
 
 PLOTS = (
     "Learning curve",
@@ -644,11 +645,12 @@ def test_nothing_of_the_survivors_becomes_code(tmp_path: Path) -> None:
 
 
 def test_every_route_is_explained() -> None:
-    assert set(ROUTES) == {*get_args(Route), "unknown"}
-    for route in get_args(Route):
+    assert route_about("unknown").startswith("Not known")
+    for route in routes():
         config = OldLogpsConfig(route=route)
-        told = is_exact({"old_logps.route": route, "old_logps.fallback": "snapshot_old"}.get)
-        assert told == config.exact == ROUTES[route].startswith("Exact")
+        fallback = "snapshot_old" if route == "eager" else None
+        exact = is_exact({"old_logps.route": route, "old_logps.fallback": fallback}.get)
+        assert exact == config.exact == route_about(route).startswith("Exact")
     assert not is_exact({"old_logps.route": "eager", "old_logps.fallback": "ewma_prox"}.get)
 
 

@@ -309,7 +309,7 @@ def test_publishing_waits_for_the_process_to_load_the_version_before_and_arrival
         advance(
             policy, route, seed=1
         )  # tells of version 1, and waits for nothing: version 0 is loaded
-        waiting = trainer.submit(route.publishing, policy)
+        waiting = trainer.submit(route.publishing)
         with pytest.raises(TimeoutError):
             waiting.result(timeout=0.5)
         os.kill(route.pid, signal.SIGCONT)
@@ -325,7 +325,7 @@ def test_a_process_that_died_ends_the_next_call_with_its_cause(call: str) -> Non
         os.kill(route.pid, signal.SIGKILL)
         wait_until_gone(route.pid)
         calls: dict[str, Callable[[], object]] = {
-            "publishing": lambda: route.publishing(),
+            "publishing": route.publishing,
             "logps": lambda: route.logps(collate([episode(0, [4, (2, 0)])]), torch.empty(0)),
             "state": route.state,
         }
@@ -370,7 +370,7 @@ def test_a_frozen_process_ends_whoever_waits_for_it_within_five_seconds(
         assert time.monotonic() - began < 5
         for call in (
             route.state,
-            partial(route.publishing, policy),
+            route.publishing,
             partial(route.logps, asked, torch.empty(0)),
         ):
             with pytest.raises(OldLogitModelDied, match="signal 9"):  # it is not left behind
@@ -490,8 +490,9 @@ def test_the_process_ends_when_its_parent_is_gone() -> None:
 class Witness:
     """Hands everything on, and keeps full copies of the versions and what was answered."""
 
-    def __init__(self, route: OldLogps) -> None:
+    def __init__(self, route: OldLogps, policy: Policy) -> None:
         self.route = route
+        self.policy = policy
         self.copies: list[Policy] = []
         self.answers: list[tuple[Batch, Tensor, Tensor]] = []
 
@@ -499,7 +500,7 @@ class Witness:
         return getattr(self.route, name)
 
     def published(self, live: Collection[int]) -> None:
-        self.copies.append(policy.twin())
+        self.copies.append(self.policy.twin())
         self.route.published(live)
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
@@ -561,11 +562,11 @@ def test_no_engine_gets_a_version_before_the_process_has_loaded_the_one_before(
         happened.append("goes on")
         os.kill(route.pid, signal.SIGCONT)
 
-    def hooked_publishing(policy: Policy) -> None:
-        if policy.version == 2:
+    def hooked_publishing() -> None:
+        if parts.trainer.policy.version == 2:
             threading.Timer(0.5, go_on).start()
-        publishing(policy)
-        happened.append(f"loaded {route._loaded}")
+        publishing()
+        happened.append(f"loaded {route.loaded}")
 
     monkeypatch.setattr(parts.engine, "load", hooked_load)
     monkeypatch.setattr(route, "publishing", hooked_publishing)
@@ -601,7 +602,8 @@ def test_in_an_asynchronous_run_every_token_gets_its_own_versions_logp(
     tmp_path: Path, name: str, minibatches_per_batch: int
 ) -> None:
     parts = make(tmp_path, count(), budget=2, steps=10)
-    witness = Witness(build_old_logps(ROUTES[name], LocalScorer(parts.trainer.policy, 1.0, 256)))
+    old = build_old_logps(ROUTES[name], LocalScorer(parts.trainer.policy, 1.0, 256))
+    witness = Witness(old, parts.trainer.policy)
     parts.engine._engine._token_delay = pauses()  # type: ignore[attr-defined]
     parts = routed(parts, witness, minibatches_per_batch=minibatches_per_batch)
     with closing(witness.route):

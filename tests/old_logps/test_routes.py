@@ -23,7 +23,7 @@ from unstale.model.policy import Policy
 from unstale.old_logps import OldLogps
 from unstale.old_logps.ewma_prox import EwmaProx
 from unstale.old_logps.ppo_ewma_async import PpoEwmaAsync, Reset
-from unstale.old_logps.rollout import Rollout
+from unstale.old_logps.rollout import RolloutRoute
 from unstale.old_logps.scoring.average import Average
 from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.old_logps.snapshot_old import SnapshotOld
@@ -311,7 +311,7 @@ def test_the_rollout_proximal_policy_agrees_with_a_public_implementation() -> No
         "version": inputs["version"].flatten(),
     }
     batch = Batch(**{name: flat.get(name, getattr(batch, name)) for name in Batch.__slots__})
-    values, _ = Rollout().logps(batch, torch.empty(0))
+    values, _ = RolloutRoute().logps(batch, torch.empty(0))
     expected = torch.tensor(case["values"]).flatten()
     torch.testing.assert_close(values[batch.sampled], expected[batch.sampled], atol=1e-6, rtol=0)
 

@@ -16,18 +16,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from unstale.cli.main import main, parse
 from unstale.cli.recipe_options import configure
 from unstale.config import ConfigError, ScheduleConfig
-from unstale.old_logps import (
-    Needs,
-    current_recompute,
-    ewma_prox,
-    interp_prox_linear,
-    interp_prox_loglinear,
-    interrupt_sync,
-    old_logit_model,
-    rollout,
-    snapshot_old,
-)
-from unstale.old_logps.ppo_ewma_async import PpoEwmaAsync
 from unstale.planner import deltas
 from unstale.planner.analytic import REDUCE_S, AnalyticCosts, Placement, TrainingSetup
 from unstale.planner.costs import LinearCosts
@@ -186,25 +174,6 @@ def test_routes_cost_what_was_measured(name: str) -> None:
     held = route.chain_bytes(model, live=5, rate=1e-6) + 4 * model.parameters * route.averages
     assert held / model.copy_bytes == pytest.approx(float(copies), rel=0.1, abs=0.005)
     assert (route.movable, route.exact) == (int(models), exact == "100%")
-
-
-def test_routes_need_what_they_say_they_do() -> None:
-    real = {
-        "rollout": rollout.Rollout, "current_recompute": current_recompute.CurrentRecompute,
-        "snapshot_old": snapshot_old.SnapshotOld, "old_logit_model": old_logit_model.OldLogitModel,
-        "interrupt_sync": interrupt_sync.InterruptSync, "ewma_prox": ewma_prox.EwmaProx,
-        "ppo_ewma_async": PpoEwmaAsync, "interp_prox_loglinear": interp_prox_loglinear.InterpProxLoglinear,
-        "interp_prox_linear": interp_prox_linear.InterpProxLinear,
-    }  # fmt: skip
-    needs = {name: kind.needs for name, kind in real.items()}
-    needs["eager"] = replace(needs["snapshot_old"], idle=True)
-    assert needs.keys() == ROUTES.keys()
-    for name, cost in ROUTES.items():
-        told = Needs(
-            now=name == "current_recompute", inline=name.startswith("interp"), snapshots=cost.chain,
-            resident_models=cost.movable, closing=cost.closing, idle=cost.idle,
-        )  # fmt: skip
-        assert needs[name] == told, name
 
 
 def test_trajectories_are_run_up_to_the_last_token_of_each_version() -> None:

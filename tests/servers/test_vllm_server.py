@@ -32,7 +32,6 @@ from unstale.config import (
     EngineConfig,
     EvalConfig,
     OldLogpsConfig,
-    Route,
     RunConfig,
     ScheduleConfig,
     TrainerConfig,
@@ -64,7 +63,7 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[2]
 Dtype = Literal["bfloat16", "float32"]
-EXACT: tuple[Route, ...] = ("snapshot_old", "old_logit_model", "interrupt_sync", "eager")
+EXACT: tuple[str, ...] = ("snapshot_old", "old_logit_model", "interrupt_sync", "eager")
 
 
 def _engine(dtype: Dtype = "float32", *, url: str = "", extension: str = EXTENSION) -> VllmEngine:
@@ -202,7 +201,7 @@ def test_the_probe_catches_it_within_one_update(fault: str, version: int) -> Non
 
 
 def _config(
-    folder: Path, route: Route = "snapshot_old", *, urls: str = "", **changes: Any
+    folder: Path, route: str = "snapshot_old", *, urls: str = "", **changes: Any
 ) -> RunConfig:
     config = replace(
         recipes.retail(),
@@ -231,7 +230,7 @@ def _quiet() -> Console:
     [("snapshot_old", 20), ("old_logit_model", 6), ("interrupt_sync", 6), ("eager", 6)],
 )
 def test_an_asynchronous_run(
-    route: Route, steps: int, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    route: str, steps: int, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stamped: Counter[tuple[str, tuple[int, ...]]] = Counter()
     generate = VllmEngine.generate

@@ -10,11 +10,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import get_args
 
 import torch
 from rich.box import SIMPLE
@@ -29,8 +28,9 @@ from unstale.build import (
     build_scorer,
     load_policy,
 )
-from unstale.config import ConfigError, OldLogpsConfig, Route, nearest
+from unstale.config import ConfigError, OldLogpsConfig, nearest
 from unstale.config.options import stored_config
+from unstale.config.routes import routes
 from unstale.durability.run_folder import AUDIT, Row, RunFolder, dumps, write_whole
 from unstale.model.policy import Policy
 from unstale.observe.report.audited import COLUMNS, cells
@@ -52,7 +52,6 @@ from unstale.trainer.auditor import (
 from unstale.trainer.rules import build_correction, build_objective
 from unstale.weights.recording import RECORDED, Recorded
 
-ROUTES: tuple[Route, ...] = get_args(Route)
 POINTS = 400
 """(log D, log S) points kept of each route."""
 
@@ -78,7 +77,7 @@ def audit(
     judge = Thresholds(
         build_correction(config.correction), build_objective(config.objective).surrogate
     )
-    tried = variants(config.old_logps, routes or ROUTES, alphas)
+    tried = variants(config.old_logps, routes, alphas)
     rows: list[Row] = []
     refused: dict[str, str] = {}
     with Progress(console=console, transient=True) as progress:
@@ -89,14 +88,14 @@ def audit(
         scorer = build_scorer(config, policy)
         replay = Replay.of(recorded, scorer, judge=judge, advance=advance)
         for option in tried:
-            progress.update(doing, description=label(option))
+            progress.update(doing, description=str(option))
             try:
                 old = build_old_logps(option, build_scorer(config, policy))
             except ConfigError as error:
-                refused[label(option)] = str(error)
+                refused[str(option)] = str(error)
                 progress.advance(doing, len(recorded.steps))
             else:
-                rows.append({"route": label(option), **replay.play(old, advance=advance)})
+                rows.append({"route": str(option), **replay.play(old, advance=advance)})
     found = {**replay.facts(), "run": run.resolve().name, "routes": rows, "not_built": refused}
     write_whole(run / AUDIT, dumps(found) + "\n")
     write_whole((run / AUDIT).with_suffix(".md"), _markdown(found))
@@ -106,35 +105,22 @@ def audit(
 
 
 def variants(
-    own: OldLogpsConfig, routes: Sequence[str], alphas: Sequence[float]
+    own: OldLogpsConfig, names: Sequence[str], alphas: Sequence[float]
 ) -> list[OldLogpsConfig]:
-    """The run's route with the run's options, the others with their defaults.
+    """Return settings to audit of the routes in `names`; empty takes all routes.
 
-    Interpolations at each alpha too, and two averages beside the one.
+    The run's own route has the run's options, and others have their defaults. Some routes add
+    further settings, such as each of `alphas`.
     """
-    for name in routes:
-        if name not in ROUTES:
-            raise ConfigError(f"there is no route {name!r}{nearest(name, ROUTES)}")
-    tried: list[OldLogpsConfig] = []
-    for route in ROUTES:
-        if route in routes:
-            tried.append(own if route == own.route else OldLogpsConfig(route=route))
-            if route.startswith("interp_prox"):
-                tried += [OldLogpsConfig(route=route, alpha=alpha) for alpha in alphas]
-            if route == "ppo_ewma_async":
-                tried.append(OldLogpsConfig(route=route, averages=2))
-    return list(dict.fromkeys(tried))
-
-
-def label(option: OldLogpsConfig) -> str:
-    """
-    >>> label(OldLogpsConfig(route="ewma_prox", beta=0.75))
-    'ewma_prox beta=0.75'
-    """
-    changed = [
-        f for f in fields(option) if f.name != "route" and getattr(option, f.name) != f.default
-    ]
-    return " ".join([option.route, *(f"{f.name}={getattr(option, f.name)}" for f in changed)])
+    for name in names:
+        if name not in routes():
+            raise ConfigError(f"there is no route {name!r}{nearest(name, list(routes()))}")
+    settings: list[OldLogpsConfig] = []
+    for name in routes():
+        if not names or name in names:
+            config = own if name == own.route else OldLogpsConfig(route=name)
+            settings += [config, *config.variants(alphas)]
+    return list(dict.fromkeys(settings))
 
 
 def segments(batch: Batch) -> Iterator[PendingPiece]:

@@ -28,6 +28,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from unstale.config import ConfigError, RunConfig
+from unstale.config.routes import routes
 from unstale.durability.machine import alone, commit, machine, versions
 from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, RunFolder, dumps, plain
 from unstale.lint import check
@@ -36,14 +37,6 @@ from unstale.observe.report.compare_page import write_comparison
 from unstale.observe.report.sections import flatten
 from unstale.observe.report.words import duration, number, percent
 from unstale.weights.child_process import cores
-
-NEEDS = {
-    "current_recompute": (
-        "--old_logps.baseline=true",
-    ),  # one step per batch: its S is 1 by construction
-    "rollout": ("--correction.control=none",),  # its D is 1 by construction
-}
-"""What a recipe has to change with its route, for the run to mean something."""
 
 SHARED = (
     "runs",
@@ -76,7 +69,11 @@ class Arm:
 
     @classmethod
     def of_route(cls, route: str) -> "Arm":
-        return cls(route, (f"--old_logps.route={route}", *NEEDS.get(route, ())))
+        words = [f"--old_logps.route={route}"]
+        if route in routes():
+            required = routes()[route].requires
+            words += [f"--{name}={str(value).lower()}" for name, value in required.items()]
+        return cls(route, tuple(words))
 
     @classmethod
     def parse(cls, text: str) -> "Arm":

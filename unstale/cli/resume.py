@@ -34,9 +34,6 @@ FIXED = {
     "engine.temperature": "the open replies were sampled at it",
     "rollout.max_turns": "the open episodes were begun with that many turns",
     "old_logps.route": "the checkpoint holds the state of that route",
-    "old_logps.storage": "the checkpoint holds that kind of store",
-    "old_logps.averages": "the checkpoint holds so many averages",
-    "old_logps.fallback": "the checkpoint holds the state of that fallback",
     "trainer.optimizer": "the checkpoint holds the state of that optimizer",
     "trainer.weight_decay": "the checkpoint holds the state of that optimizer",
     "trainer.dtype": "the versions that were published have that precision",
@@ -77,8 +74,9 @@ def differences(before: RunConfig, now: RunConfig) -> list[str]:
         for name, one_value, other_value in _flat(one, other)
         if one_value != other_value and name not in ("runs", "name", "recipe")
     ]
+    fixed = FIXED | {f"old_logps.{name}": why for name, why in now.old_logps.fixed.items()}
     for name, old, new in changed:
-        reason = FIXED.get(name) or FIXED.get(name.split(".")[0])
+        reason = fixed.get(name) or fixed.get(name.split(".")[0])
         if reason:
             raise ConfigError(
                 f"{name} cannot change from {old} to {new} in a run that goes on: {reason}"

@@ -4,17 +4,14 @@ Sections are frozen dataclasses. An option's type holds its choices or range, an
 under it is its help. A recipe is a function that returns a `RunConfig`.
 """
 
-from unstale.config.algorithm import EWMA_BETA as EWMA_BETA
-from unstale.config.algorithm import EXACT_ROUTES as EXACT_ROUTES
 from unstale.config.algorithm import AdvantageConfig as AdvantageConfig
 from unstale.config.algorithm import AuditConfig as AuditConfig
 from unstale.config.algorithm import CorrectionConfig as CorrectionConfig
 from unstale.config.algorithm import ObjectiveConfig as ObjectiveConfig
-from unstale.config.algorithm import OldLogpsConfig as OldLogpsConfig
-from unstale.config.algorithm import Route as Route
 from unstale.config.algorithm import Unit as Unit
 from unstale.config.checks import ConfigError as ConfigError
 from unstale.config.checks import nearest as nearest
+from unstale.config.routes import OldLogpsConfig as OldLogpsConfig
 from unstale.config.run import MAX_SEED as MAX_SEED
 from unstale.config.run import SHIPPED_POLICY as SHIPPED_POLICY
 from unstale.config.run import RunConfig as RunConfig

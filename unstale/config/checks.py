@@ -3,10 +3,10 @@
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 
 class ConfigError(ValueError):
@@ -55,6 +55,15 @@ class Section:
         section = section_name(cls)
         for name, kind in option_types(cls).items():
             check_value(f"{section}.{name}" if section else name, getattr(self, name), kind)
+
+    @classmethod
+    def classes(cls) -> "Sequence[type[Section]]":
+        """Return the classes that declare options of this section."""
+        return (cls,)
+
+    def with_options(self, **changes: Any) -> Self:
+        """Return the section with other values of some options."""
+        return replace(self, **changes)
 
     def readers(self, option: str) -> Sequence[str]:
         """Return the values of the selector that read an option; empty if all do."""

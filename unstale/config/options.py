@@ -11,9 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from unstale.config import RunConfig
+from unstale.config import OldLogpsConfig, RunConfig
 from unstale.config.checks import ConfigError, nearest, option_types
-from unstale.config.declared import ChoiceOf
 from unstale.config.renamed import refuse_renamed
 from unstale.config.sampling import make_task, task_classes
 
@@ -46,9 +45,7 @@ class Option:
         if get_origin(self.plain_kind) is Literal:
             return get_args(self.plain_kind)
         rules = getattr(self.kind, "__metadata__", ())
-        return tuple(
-            name for rule in rules if isinstance(rule, ChoiceOf) for name in rule.choices()
-        )
+        return tuple(name for rule in rules if hasattr(rule, "choices") for name in rule.choices())
 
     @property
     def values(self) -> str:
@@ -109,18 +106,28 @@ def sections() -> dict[str, Any]:
     return {"": RunConfig, **found}
 
 
-@cache
 def options() -> dict[str, Option]:
     """Return all options by name, in the order of the data flow."""
+    return _options(tuple(OldLogpsConfig.classes()))
+
+
+@cache
+def _options(registered: tuple[Any, ...]) -> dict[str, Option]:
+    """Return all options while these classes of routes are registered."""
     found: dict[str, Option] = {}
     for section, cls in sections().items():
-        owners: list[Any] = [*task_classes()] if section == "task" else [cls]
-        for owner in owners:
-            for field, kind in option_types(owner).items():
+        classes: list[Any] = [*task_classes()] if section == "task" else [*cls.classes()]
+        for each in classes:
+            for field, kind in option_types(each).items():
                 if not is_dataclass(kind):
-                    option = Option(section, field, kind, owner)
+                    option = Option(section, field, kind, _owner(each, field))
                     found.setdefault(option.name, option)
     return found
+
+
+def _owner(section: type, field: str) -> type:
+    """Return the class that declares a field."""
+    return next(base for base in section.__mro__ if field in vars(base).get("__annotations__", {}))
 
 
 def override(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
@@ -134,7 +141,9 @@ def override(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
         if task.get("env", config.task.env) == config.task.env:
             task = asdict(config.task) | task
         own["task"] = make_task(**task)
-    changed = {name: replace(getattr(config, name), **fields) for name, fields in changes.items()}
+    changed = {}
+    for name, fields in changes.items():
+        changed[name] = getattr(config, name).with_options(**fields)
     return replace(config, **changed, **own)
 
 

@@ -9,9 +9,9 @@ from unstale.config.algorithm import (
     AuditConfig,
     CorrectionConfig,
     ObjectiveConfig,
-    OldLogpsConfig,
 )
 from unstale.config.checks import ConfigError, NonNegative, PositiveInt, Range, Section
+from unstale.config.routes import OldLogpsConfig
 from unstale.config.sampling import (
     EngineConfig,
     RolloutConfig,

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unstale.config import RunConfig
+from unstale.config.routes import age_of_average, live_versions
 from unstale.lint.semantics import (
-    average_age,
     bounds_s,
     d_is_one,
-    has_average,
-    live_versions,
     over,
     s_is_one,
 )
@@ -41,13 +39,13 @@ class Finding:
 def _idle_clip(config: RunConfig) -> Finding | None:
     if not s_is_one(config) or not bounds_s(config) or config.old_logps.baseline:
         return None
-    kind, recomputed = config.objective.kind, config.old_logps.route == "current_recompute"
-    if recomputed:
-        why = "with one optimizer step per batch pi has not moved since pi_now was computed; staleness is in D alone"
-    else:
+    kind = config.objective.kind
+    if config.old_logps.needs.inline:
         why = "at this staleness and weight the proxy is the current policy itself; the whole ratio is in D"
-    first = "--trainer.minibatches_per_batch 2" if recomputed else "--old_logps.alpha 0.5"
-    fix = f"{first}, or {_EXACT_ROUTE}, or --old_logps.baseline true for a baseline to compare with"
+    else:
+        why = "with one optimizer step per batch pi has not moved since pi_now was computed; staleness is in D alone"
+    baseline = "--old_logps.baseline true for a baseline to compare with"
+    fix = ", or ".join(filter(None, [config.old_logps.to_free_s, _EXACT_ROUTE, baseline]))
     return Finding(f"S is identically 1, {kind} can never act", why, fix)
 
 
@@ -79,7 +77,7 @@ def _double_count(config: RunConfig) -> Finding | None:
 def _missing_half(config: RunConfig) -> Finding | None:
     if config.correction.control != "none" or config.old_logps.exact or d_is_one(config):
         return None
-    if config.schedule.staleness_bound == 0 and not has_average(config):
+    if config.schedule.staleness_bound == 0 and not config.old_logps.needs.averages:
         return None
     half = (
         "is not bounded from above"
@@ -95,9 +93,7 @@ def _missing_half(config: RunConfig) -> Finding | None:
 
 
 def _kept_cache(config: RunConfig) -> Finding | None:
-    if not config.engine.keep_cache or not (
-        config.old_logps.exact or config.old_logps.route == "eager"
-    ):
+    if not config.engine.keep_cache or not config.old_logps.partly_exact:
         return None
     why = "tokens sampled from new weights over older keys and values come from no version's policy, so none is exact"
     fix = "--engine.keep_cache false, or an approximate route such as --old_logps.route ppo_ewma_async"
@@ -107,7 +103,8 @@ def _kept_cache(config: RunConfig) -> Finding | None:
 def _outrun(config: RunConfig) -> Finding | None:
     """Of full copies it is known beforehand what they take; of differences it is not, and the store watches itself."""
     old = config.old_logps
-    if old.underlying != "snapshot_old" or old.storage != "full" or old.spill or not old.memory_gb:
+    limit_gb = old.copies_limit_gb
+    if not limit_gb:
         return None
     if config.trainer.lora_rank:
         return None  # adapters are small, and how small only the model can tell
@@ -115,9 +112,9 @@ def _outrun(config: RunConfig) -> Finding | None:
         num_weights(config.policy_folder) * (2 if config.trainer.dtype == "bfloat16" else 4) / 1e9
     )
     needed = max(2, live_versions(config))  # the newest stays until the next one is kept
-    if needed * copy_gb <= old.memory_gb:
+    if needed * copy_gb <= limit_gb:
         return None
-    held = int(old.memory_gb / copy_gb)
+    held = int(limit_gb / copy_gb)
     why = f"tokens of {needed} versions can be waiting ({needed * copy_gb:.3g} GB), and the store may hold {held}"
     fix = f"--old_logps.memory_gb {math.ceil(needed * copy_gb * 1000) / 1000:g}, or --old_logps.storage delta"
     return Finding("the staleness bound can outrun the versions that are kept", why, fix)
@@ -147,10 +144,7 @@ def _idle_window(config: RunConfig) -> Finding | None:
 
 
 def _inline_kept(config: RunConfig) -> Finding | None:
-    if (
-        not config.old_logps.route.startswith("interp_")
-        or config.objective.loss_aggregation != "kept"
-    ):
+    if not config.old_logps.needs.inline or config.objective.loss_aggregation != "kept":
         return None
     why = f"{config.old_logps.route} forms its proxy inside the training passes, after the denominator is fixed"
     return Finding(
@@ -163,7 +157,7 @@ def _inline_kept(config: RunConfig) -> Finding | None:
 def _idle_reset(config: RunConfig) -> Finding | None:
     rule = config.correction
     if (
-        not config.old_logps.reset_below
+        not config.old_logps.resets
         or rule.control not in ("none", "truncate")
         or rule.token_veto_threshold
     ):
@@ -202,12 +196,13 @@ def _free_staleness(config: RunConfig) -> Finding | None:
 
 
 def _wrong_age(config: RunConfig) -> Finding | None:
-    fixed = config.old_logps.route != "ppo_ewma_async" or config.old_logps.beta is not None
-    bound, age = config.schedule.staleness_bound, average_age(config)
-    if not has_average(config) or not fixed or bound / 2 <= age <= bound:
+    old, bound = config.old_logps, config.schedule.staleness_bound
+    if old.decay is None:
         return None
-    steps = config.trainer.minibatches_per_batch if config.old_logps.update_every == "step" else 1
-    wanted = max(1, 3 * bound / 4) * steps  # near the mean lag of a full line
+    age = age_of_average(old, config)
+    if bound / 2 <= age <= bound:
+        return None
+    wanted = max(1, 3 * bound / 4) * old.updates_per_version(config)  # near a full queue's mean lag
     why = "staleness that it does not cover is left in D, with a minus where it is too old"
     fix = f"--old_logps.beta {wanted / (wanted + 1):.3g}, or --old_logps.route ppo_ewma_async, or {_EXACT_ROUTE}"
     return Finding(f"the average is {age:.2g} versions old, the tokens 0 to {bound}", why, fix)

@@ -1,20 +1,36 @@
 """`current_recompute`: the trainer's forward pass at the start of the step is the old log-prob."""
 
-import torch
-from torch import Tensor
+from __future__ import annotations
 
-from unstale.old_logps import Needs, Passive, has_clean_behavior
-from unstale.old_logps.scoring.scorer import Scorer
-from unstale.records import Batch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from unstale.config.routes import (
+    ALWAYS_ONE,
+    Meaning,
+    Needs,
+    OldLogpsConfig,
+    RouteDocs,
+    register_route,
+)
+from unstale.old_logps import Passive, has_clean_behavior
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from unstale.config import RunConfig
+    from unstale.old_logps.scoring.scorer import Scorer
+    from unstale.records import Batch
 
 
 class CurrentRecompute(Passive):
-    """Set `prox = log pi_now` (algorithm.md, section 3): staleness is part of D, and S only sees this step.
+    """The current policy as the old one: `prox = log pi_now` (algorithm.md, section 3).
 
-    Tokens of the current version get their true old log-probability and are counted as exact.
+    All staleness is part of D, and S only holds this step's own movement. Tokens of the current
+    version get their true old log-probability and are counted as exact.
     """
 
-    needs = Needs(now=True)
+    needs = Needs(now=True, forwards="one")
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
@@ -22,9 +38,52 @@ class CurrentRecompute(Passive):
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         if now.shape != batch.sampled.shape:
             raise ValueError(
-                f"current_recompute needs `now` for {len(batch.sampled)} tokens, got {tuple(now.shape)}"
+                f"current_recompute needs `now` for {len(batch.sampled)} tokens, "
+                f"got {tuple(now.shape)}"
             )
-        exact = torch.zeros_like(batch.sampled)
+        exact = batch.sampled & False
         if self._scorer.at_version:
             exact = has_clean_behavior(batch) & (batch.version == self._scorer.version)
-        return torch.where(batch.sampled, now, 0.0), exact
+        return now.where(batch.sampled, 0.0), exact
+
+
+@register_route
+@dataclass(frozen=True, kw_only=True)
+class CurrentRecomputeSpec(OldLogpsConfig):
+    """The trainer's weights at the start of the batch."""
+
+    route: str = "current_recompute"
+
+    exactness: ClassVar = "for tokens of lag 0"
+    requires: ClassVar = {"old_logps.baseline": True}  # at one step per batch S is always 1
+    to_free_s: ClassVar = "--trainer.minibatches_per_batch 2"
+    docs: ClassVar = RouteDocs(
+        policy="pi at the start of the step",
+        exact="at lag 0",
+        holds="nothing",
+        costs="one forward pass",
+        choose="as a baseline; its S is 1 at one step a batch",
+        report="Approximate. The weights at the start of the step are taken for those that sampled, "
+        "so old_logp - behavior_logp mixes numerics with staleness, and log S sees only this "
+        "step's own movement.",
+    )
+
+    @property
+    def needs(self) -> Needs:
+        return CurrentRecompute.needs
+
+    def weight_of_now(self, run: RunConfig) -> float:
+        return 1.0
+
+    def meaning(self, run: RunConfig) -> Meaning:
+        moves = run.trainer.minibatches_per_batch > 1
+        return Meaning(
+            symbol="pi_now",
+            policy="the trainer's weights at the start of the batch",
+            d="numerics and all staleness",
+            s="learning, but only by this batch's own optimizer steps" if moves else ALWAYS_ONE,
+            cost="one more forward pass a batch",
+        )
+
+    def make(self, scorer: Scorer, *, lockstep: bool) -> CurrentRecompute:
+        return CurrentRecompute(scorer)

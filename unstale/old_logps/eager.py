@@ -1,36 +1,47 @@
-"""`eager`: tokens are scored while their version still is the trainer's, in time it would spend waiting for data."""
+"""`eager`: tokens are scored while their version is current, in time spent waiting for data."""
+
+from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
-from torch import Tensor
-
+from unstale.config.checks import ConfigError
+from unstale.config.routes import Meaning, Needs, OldLogpsConfig, RouteDocs, register_route
 from unstale.old_logps import OldLogps, Passive, has_clean_behavior
-from unstale.old_logps.scoring.cache import LogpCache, ScoreQueue, key_of
-from unstale.old_logps.scoring.scorer import Scorer, Weights
-from unstale.records import Batch, PendingPiece
+from unstale.old_logps.ewma_prox import EwmaProxSpec
+from unstale.old_logps.scoring.queue import ScoreQueue, key_of
+from unstale.old_logps.snapshot_old import SnapshotOldSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from unstale.config import RunConfig
+    from unstale.old_logps.scoring.scorer import Scorer, Weights
+    from unstale.records import Batch, PendingPiece
 
 
 class Eager(Passive):
-    """Exact for what arrived in time and for what the trainer still is at; `fallback` answers the rest.
+    """Exact for pieces that came in time and for the current version; `fallback` scores the rest.
 
-    Finished turns stream in. What is sampled after the first optimizer step of a batch never is in time. Which share
-    of the tokens asked about was, is reported as `old_logps/scored_in_time_share`; a trainer that never waits covers those of lag
-    0, which it scores when it is asked, and about none beside.
+    Finished turns stream in. Tokens sampled after the first optimizer step of a batch are never in
+    time. The share of tokens that were is reported. A trainer that never waits covers the tokens of
+    lag 0, which it scores on request, and few others.
     """
 
     def __init__(self, scorer: Scorer, *, fallback: OldLogps) -> None:
+        from unstale.old_logps.scoring.cache import LogpCache
+
         self.fallback = fallback
-        self.needs = replace(fallback.needs, idle=True)
+        self.needs = replace(fallback.needs, idle=True, forwards="versions")
         self._scorer = scorer
         self._cache = LogpCache(scorer)
         self._arrived: deque[PendingPiece] = deque()
         self._waiting: dict[int, ScoreQueue] = {}
-        """By version."""
-        self._asked = self._covered = 0
+        """Pieces to score, by version."""
+        self._num_tokens = 0
+        self._num_covered = 0
 
     def publishing(self) -> None:
         self.fallback.publishing()
@@ -66,26 +77,29 @@ class Eager(Passive):
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         values, covered = self._cache.lookup(batch)
         exact = covered & has_clean_behavior(batch)
-        rest = batch.sampled & ~covered
-        self._asked += int(batch.sampled.sum())
-        self._covered += int(exact.sum())
-        left = [i for i, (start, end) in enumerate(batch.spans()) if rest[start:end].any()]
-        if left:
-            part, index = replace(batch, sampled=rest).select(left)
-            theirs, claims = self.fallback.logps(part, now[index] if len(now) else now)
-            values = values.index_put((index,), torch.where(part.sampled, theirs, values[index]))
-            exact = exact.index_put((index,), torch.where(part.sampled, claims, exact[index]))
+        missing = batch.sampled & ~covered
+        self._num_tokens += int(batch.sampled.sum())
+        self._num_covered += int(exact.sum())
+        spans = batch.spans()
+        sequences = [i for i, (start, end) in enumerate(spans) if missing[start:end].any()]
+        if sequences:
+            part, index = replace(batch, sampled=missing).select(sequences)
+            logp, claims = self.fallback.logps(part, now[index] if len(now) else now)
+            values = values.index_put((index,), logp.where(part.sampled, values[index]))
+            exact = exact.index_put((index,), claims.where(part.sampled, exact[index]))
         return values, exact
 
     def costs(self) -> Mapping[str, float]:
-        theirs = self.fallback.costs()
-        spent = {
-            **theirs,
-            "forward_tokens": theirs.get("forward_tokens", 0.0) + self._cache.take_forward_tokens(),
-            "scored_in_time_share": self._covered / max(1, self._asked),
+        costs = self.fallback.costs()
+        forward_tokens = costs.get("forward_tokens", 0.0) + self._cache.take_forward_tokens()
+        scored_share = self._num_covered / max(1, self._num_tokens)
+        self._num_tokens = 0
+        self._num_covered = 0
+        return {
+            **costs,
+            "forward_tokens": forward_tokens,
+            "scored_in_time_share": scored_share,
         }
-        self._asked = self._covered = 0
-        return spent
 
     def events(self) -> list[dict[str, Any]]:
         return self.fallback.events()
@@ -98,19 +112,116 @@ class Eager(Passive):
         self.fallback.restore(state["fallback"])
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """What it has no answer to itself is the fallback's, as it is when a version is closed."""
-        lacking = {version: self._cache.missing(pieces) for version, pieces in past.items()}
+        """Give the fallback what was not scored, as when a version is closed."""
+        missing = {version: self._cache.missing(pieces) for version, pieces in past.items()}
         self.fallback.recover(
-            {version: pieces for version, pieces in lacking.items() if pieces}, weights
+            {version: pieces for version, pieces in missing.items() if pieces}, weights
         )
 
     def close(self) -> None:
         self.fallback.close()
 
     def _sort(self) -> None:
-        """What the event loop has handed over, by version."""
+        """Sort the pieces that the event loop handed over by version."""
         while self._arrived:
             piece = self._arrived.popleft()
             self._waiting.setdefault(piece.piece.version, ScoreQueue()).put(
                 key_of(piece), piece.tokens
             )
+
+
+@register_route
+@dataclass(frozen=True, kw_only=True)
+class EagerSpec(SnapshotOldSpec, EwmaProxSpec):
+    """The trainer's own weights while it waits for data, and a fallback with its options."""
+
+    route: str = "eager"
+    fallback: Literal["snapshot_old", "interrupt_sync", "ewma_prox"] = "snapshot_old"
+    """`eager`: the route of tokens that were not scored while their version was current."""
+
+    exactness: ClassVar = "where scored in time (old_logps/exact_share)"
+    fixed: ClassVar = {
+        **SnapshotOldSpec.fixed,
+        "fallback": "the checkpoint holds the state of that fallback",
+    }
+    recipe: ClassVar = {}
+    docs: ClassVar = RouteDocs(
+        policy="the trainer itself, while it waits for data; a fallback for the rest",
+        exact="as its fallback, and on its own share",
+        holds="what the fallback holds",
+        costs="forward passes in time that is otherwise idle",
+        choose="the trainer waits for episodes",
+        report="Exact where a turn was scored while the trainer's weights still were its version; the "
+        "rest is the fallback's.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        own = {"route", "baseline", "fallback"}
+        for name in self.changed().keys() - own:
+            readers = [
+                spec.route
+                for spec in (SnapshotOldSpec, EwmaProxSpec)
+                if name in {option.name for option in fields(spec)}
+            ]
+            if self.fallback not in readers:
+                raise ConfigError(
+                    f"old_logps.{name} is an option of {', '.join(readers)}; "
+                    f"old_logps.route is eager with the fallback {self.fallback}"
+                )
+
+    def applies(self, option: str) -> bool:
+        return option == "fallback" or self.fallback_spec.applies(option)
+
+    @property
+    def fallback_spec(self) -> OldLogpsConfig:
+        options = {name: value for name, value in self.changed().items() if name != "fallback"}
+        return OldLogpsConfig(**{**options, "route": self.fallback})
+
+    @property
+    def needs(self) -> Needs:
+        return replace(self.fallback_spec.needs, idle=True, forwards="versions")
+
+    @property
+    def exact(self) -> bool:
+        return self.fallback_spec.exact
+
+    @property
+    def partly_exact(self) -> bool:
+        return True
+
+    @property
+    def decay(self) -> float | None:  # type: ignore[override]
+        return self.fallback_spec.decay
+
+    def updates_per_version(self, run: RunConfig) -> int:
+        return self.fallback_spec.updates_per_version(run)
+
+    @property
+    def copies_limit_gb(self) -> float:
+        return self.fallback_spec.copies_limit_gb
+
+    @property
+    def shares_deltas(self) -> bool:
+        return self.fallback_spec.shares_deltas
+
+    def cost(self, run: RunConfig) -> str:
+        return f"the trainer's idle time; for the rest {self.fallback_spec.meaning(run).cost}"
+
+    def meaning(self, run: RunConfig) -> Meaning:
+        meaning = self.fallback_spec.meaning(run)
+        if self.exact:
+            return replace(meaning, cost=self.cost(run))
+        return Meaning(
+            symbol=f"pi_v or {meaning.symbol}",
+            policy="the weights that sampled the token where scored in time, their moving average "
+            "elsewhere",
+            d="numerics where scored in time; elsewhere staleness too, as far as the average misses "
+            "the token's age",
+            s="learning where scored in time; elsewhere since the average",
+            cost="the trainer's idle time; an average, one movable copy and a forward pass for the rest",
+        )
+
+    def make(self, scorer: Scorer, *, lockstep: bool) -> Eager:  # type: ignore[override]
+        fallback = self.fallback_spec.make(scorer, lockstep=lockstep)
+        return Eager(scorer, fallback=fallback)

@@ -1,20 +1,38 @@
-"""`ewma_prox`: a bias-corrected moving average of the weights, about as old as the data, stands for the old policy."""
+"""`ewma_prox`: a moving average of the weights, with fixed decay, is taken for the old policy."""
+
+from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-import torch
-from torch import Tensor
+from unstale.config.checks import Range
+from unstale.config.routes import (
+    Meaning,
+    Needs,
+    OldLogpsConfig,
+    RouteDocs,
+    age_of_average,
+    meaning_of_average,
+    register_route,
+)
+from unstale.old_logps import Passive
 
-from unstale.old_logps import Needs, Passive
-from unstale.old_logps.scoring.scorer import Scorer
-from unstale.records import Batch
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from unstale.config import RunConfig
+    from unstale.old_logps.scoring.scorer import Scorer
+    from unstale.records import Batch
+
+DEFAULT_DECAY = 0.5
+"""Decay for a mean age of one version."""
 
 
 class EwmaProx(Passive):
-    """`prox` from an average of the weights: of every published version, or after every optimizer step. Never exact."""
+    """An average of every published version, or of the weights after every step. Never exact."""
 
-    needs = Needs(resident_models=1)
+    needs = Needs(resident_models=1, averages=1, forwards="one")
 
     def __init__(self, scorer: Scorer, *, beta: float, every_step: bool = False) -> None:
         self.average = scorer.make_average()
@@ -40,16 +58,15 @@ class EwmaProx(Passive):
             raise LookupError("ewma_prox has no weights to average: no version was published")
         scored = self.average.score(batch, batch.sampled)
         self._forward_tokens += scored.forward_tokens
-        return scored.logp, torch.zeros_like(batch.sampled)
+        return scored.logp, batch.sampled & False
 
     def costs(self) -> Mapping[str, float]:
-        spent = {
-            "forward_tokens": float(self._forward_tokens),
+        forward_tokens, self._forward_tokens = self._forward_tokens, 0
+        return {
+            "forward_tokens": float(forward_tokens),
             "memory_bytes": float(self.average.bytes),
             "ewma_age": self.average.age,
         }
-        self._forward_tokens = 0
-        return spent
 
     def state(self) -> Mapping[str, Any]:
         return {"average": self.average.state(), "version": self._version}
@@ -57,3 +74,44 @@ class EwmaProx(Passive):
     def restore(self, state: Mapping[str, Any]) -> None:
         self.average.restore(state["average"])
         self._version = state["version"]
+
+
+@register_route
+@dataclass(frozen=True, kw_only=True)
+class EwmaProxSpec(OldLogpsConfig):
+    """A moving average of the weights with fixed decay."""
+
+    route: str = "ewma_prox"
+    beta: Annotated[float | None, Range(0, 0.9999)] = None
+    """Decay of the average; none: 0.5 (`ewma_prox`), or follows the staleness (`ppo_ewma_async`)."""
+    update_every: Literal["version", "step"] = "version"
+    """`ewma_prox`: average every published version, or the weights after every optimizer step."""
+
+    recipe: ClassVar = {"beta": 0.75}  # 3 versions old, as the recipe's tokens are
+    docs: ClassVar = RouteDocs(
+        policy="an average of fixed decay",
+        exact="no",
+        holds="one float32 copy, one movable copy",
+        costs="one forward pass",
+        choose="to compare with the literature",
+        report="Approximate. A moving average of the weights is taken for those that sampled, so "
+        "old_logp - behavior_logp mixes numerics with whatever staleness the average misses.",
+    )
+
+    @property
+    def needs(self) -> Needs:
+        return EwmaProx.needs
+
+    @property
+    def decay(self) -> float:
+        return DEFAULT_DECAY if self.beta is None else self.beta
+
+    def updates_per_version(self, run: RunConfig) -> int:
+        return run.trainer.minibatches_per_batch if self.update_every == "step" else 1
+
+    def meaning(self, run: RunConfig) -> Meaning:
+        age = f"tends to {age_of_average(self, run):.2g}"
+        return meaning_of_average(run, age=age, averages=1)
+
+    def make(self, scorer: Scorer, *, lockstep: bool) -> EwmaProx:
+        return EwmaProx(scorer, beta=self.decay, every_step=self.update_every == "step")

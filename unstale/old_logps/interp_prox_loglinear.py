@@ -1,36 +1,138 @@
-"""`interp_prox_loglinear`: between mu and pi on a logarithmic scale. Free, and tells nothing apart."""
+"""`interp_prox_loglinear`: between mu and pi on a logarithmic scale. Costs nothing."""
 
-import torch
-from torch import Tensor
+from __future__ import annotations
 
-from unstale.algorithms import proximal
-from unstale.old_logps import Needs, Passive
-from unstale.old_logps.scoring.scorer import Scorer
-from unstale.records import Batch
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from unstale.config.checks import Range
+from unstale.config.routes import (
+    ALWAYS_ONE,
+    WHOLE_RATIO,
+    Meaning,
+    Needs,
+    OldLogpsConfig,
+    RouteDocs,
+    register_route,
+)
+from unstale.old_logps import Passive
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from unstale.config import RunConfig
+    from unstale.old_logps.scoring.scorer import Scorer
+    from unstale.records import Batch
 
 
-class InterpProxLoglinear(Passive):
-    """`prox = log mu + alpha (log pi - log mu)` (arXiv 2512.06547), formed anew in every training pass. Never exact.
+class InterpProx(Passive):
+    """A point between the engine's policy and the current one (arXiv 2512.06547). Never exact.
 
-    `alpha` None follows the lag, (d - 1) / d, and is `fresh` at lag 0.
+    It is computed again in every training pass. `alpha` is the weight of the current policy. None
+    follows the lag d, (d - 1) / d, and is `fresh` at lag 0.
     """
 
     needs = Needs(inline=True)
-    _between = staticmethod(proximal.loglinear)
 
-    def __init__(self, scorer: Scorer, *, alpha: float | None = None, fresh: float = 1.0) -> None:
+    def __init__(
+        self,
+        scorer: Scorer,
+        mix: Callable[..., Tensor],
+        *,
+        alpha: float | None = None,
+        fresh: float = 1.0,
+    ) -> None:
+        """`mix` is `loglinear` or `linear` of `unstale.algorithms.proximal`."""
         self._scorer = scorer
+        self._mix = mix
         self._alpha = alpha
         self._fresh = fresh
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
+        from unstale.algorithms.proximal import weight_of_now
+
         if now.shape != batch.sampled.shape:
             raise ValueError(
-                f"an interpolated proxy needs `now` for {len(batch.sampled)} tokens, got {len(now)}"
+                f"an interpolation needs `now` for {len(batch.sampled)} tokens, got {len(now)}"
             )
-        lag = self._scorer.lag(batch.version)
-        alpha = (
-            proximal.weight_of_now(lag, fresh=self._fresh) if self._alpha is None else self._alpha
-        )
-        values = self._between(batch.behavior_logp, now, alpha, sampled=batch.sampled)
-        return values, torch.zeros_like(batch.sampled)
+        alpha: Tensor | float | None = self._alpha
+        if alpha is None:
+            alpha = weight_of_now(self._scorer.lag(batch.version), fresh=self._fresh)
+        values = self._mix(batch.behavior_logp, now, alpha, sampled=batch.sampled)
+        return values, batch.sampled & False
+
+
+@dataclass(frozen=True, kw_only=True)
+class InterpProxSpec(OldLogpsConfig):
+    """An interpolation between the engine's policy and the current one."""
+
+    alpha: Annotated[float | None, Range(0, 1)] = None
+    """`interp_prox_*`: weight of the current policy; none follows the token's lag d: (d - 1) / d."""
+    fresh: Literal["trainer", "behavior"] = "trainer"
+    """`interp_prox_*` at lag 0: the log-probability of the trainer, or that of the engine."""
+
+    to_free_s: ClassVar = "--old_logps.alpha 0.5"
+
+    @property
+    def needs(self) -> Needs:
+        return InterpProx.needs
+
+    def weight_of_now(self, run: RunConfig) -> float | None:
+        bound = run.schedule.staleness_bound
+        same_for_all = bound == 0 or (bound == 1 and self.fresh == "behavior")
+        if self.alpha is None and same_for_all:
+            return self._fresh
+        return self.alpha
+
+    @property
+    def _fresh(self) -> float:
+        return 1.0 if self.fresh == "trainer" else 0.0
+
+    def meaning(self, run: RunConfig) -> Meaning:
+        alpha = self.weight_of_now(run)
+        a, rest = ("a", "(1-a)") if alpha is None else (f"{alpha:g}", f"{1 - alpha:g}")
+        policy = f"formed anew in each training pass; the weight of pi is {a}"
+        if alpha is None:
+            policy += f" = (d - 1) / d at lag d, {self._fresh:g} at lag 0"
+        symbol, d, s = self._factors(a, rest)
+        if alpha == 0:
+            d, s = ALWAYS_ONE, WHOLE_RATIO
+        if alpha == 1:
+            d, s = WHOLE_RATIO, ALWAYS_ONE
+        return Meaning(symbol, policy, d, s, "nothing")
+
+    def _factors(self, a: str, rest: str) -> tuple[str, str, str]:
+        """Return the symbol, and the meanings of D and S, for the weights of pi and mu."""
+        raise NotImplementedError
+
+    def variants(self, alphas: Sequence[float]) -> list[OldLogpsConfig]:
+        return [type(self)(alpha=alpha) for alpha in alphas]
+
+
+@register_route
+@dataclass(frozen=True, kw_only=True)
+class InterpProxLoglinearSpec(InterpProxSpec):
+    """`prox = log mu + alpha (log pi - log mu)`."""
+
+    route: str = "interp_prox_loglinear"
+
+    docs: ClassVar = RouteDocs(
+        policy="a weight between mu and pi, on a logarithmic scale",
+        exact="no",
+        holds="nothing",
+        costs="nothing",
+        choose="only its cost speaks for it",
+        report="Approximate. A point between the engine's log-probability and the current policy's "
+        "is taken as old_logp, so at one lag both factors are powers of one ratio and nothing is "
+        "decoupled.",
+    )
+
+    def _factors(self, a: str, rest: str) -> tuple[str, str, str]:
+        d = f"(pi / mu)^{a}: a power of the whole ratio, nothing is told apart"
+        return f"mu^{rest} pi^{a}", d, f"(pi / mu)^{rest}: the other power"
+
+    def make(self, scorer: Scorer, *, lockstep: bool) -> InterpProx:
+        from unstale.algorithms.proximal import loglinear
+
+        return InterpProx(scorer, loglinear, alpha=self.alpha, fresh=self._fresh)

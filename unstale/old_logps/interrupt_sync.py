@@ -1,30 +1,39 @@
 """`interrupt_sync`: the trainer scores what its weights sampled, with generation paused. Exact."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor
+from unstale.config.routes import ExactSpec, Needs, RouteDocs, register_route
+from unstale.old_logps import Passive, has_clean_behavior
+from unstale.old_logps.scoring.queue import by_key
 
-from unstale.old_logps import Needs, Passive, has_clean_behavior
-from unstale.old_logps.scoring.cache import LogpCache, key_of, require_scored
-from unstale.old_logps.scoring.scorer import Scorer, Weights
-from unstale.records import Batch, PendingPiece
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from unstale.config import RunConfig
+    from unstale.old_logps.scoring.scorer import Scorer, Weights
+    from unstale.records import Batch, PendingPiece
 
 
 class InterruptSync(Passive):
-    """Score tokens by the trained weights before these leave their version (algorithm.md, section 2).
+    """Scores tokens by the trained weights before these leave their version (algorithm.md, section 2).
 
     Costs no memory but pauses generation. `stall_s` runs from `closing`, through all optimizer steps
     of the batch, until generation resumes with the next version. It is known when that is published,
     and so is reported with the batch after.
     """
 
-    needs = Needs(closing=True)
+    needs = Needs(closing=True, forwards="versions")
 
     def __init__(self, scorer: Scorer) -> None:
+        from unstale.old_logps.scoring.cache import LogpCache
+
         self._scorer = scorer
-        self._cache = LogpCache(scorer)
+        self.cache = LogpCache(scorer)
         self._paused_at: float | None = None
         self._stall_s = 0.0
         self._closing_s = 0.0
@@ -33,23 +42,21 @@ class InterruptSync(Passive):
         if self._paused_at is not None:
             self._stall_s += time.perf_counter() - self._paused_at
             self._paused_at = None
-        self._cache.keep({*live, self._scorer.version})
+        self.cache.keep({*live, self._scorer.version})
 
     def closing(self, unscored: Sequence[PendingPiece]) -> None:
         self._paused_at = began = time.perf_counter()
-        missing = self._cache.missing(unscored)
-        self._cache.score({key_of(piece): piece.tokens for piece in missing})
+        self.cache.score(by_key(self.cache.missing(unscored)))
         self._closing_s += time.perf_counter() - began
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         """LookupError if a token's piece was not among the unscored when its version was closed."""
-        values, scored = self._cache.lookup(batch)
-        require_scored(batch, scored, why="their pieces were missing when their version was closed")
-        return values, has_clean_behavior(batch)
+        why = "their pieces were missing when their version was closed"
+        return self.cache.require(batch, why=why), has_clean_behavior(batch)
 
     def costs(self) -> Mapping[str, float]:
         spent = {
-            "forward_tokens": float(self._cache.take_forward_tokens()),
+            "forward_tokens": float(self.cache.take_forward_tokens()),
             "closing_s": self._closing_s,
             "stall_s": self._stall_s,
         }
@@ -58,10 +65,40 @@ class InterruptSync(Passive):
         return spent
 
     def state(self) -> Mapping[str, Any]:
-        return {"answers": self._cache.state()}
+        return {"answers": self.cache.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._cache.restore(state["answers"])
+        self.cache.restore(state["answers"])
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        self._cache.recover(past, weights)
+        self.cache.recover(past, weights)
+
+
+@register_route
+@dataclass(frozen=True, kw_only=True)
+class InterruptSyncSpec(ExactSpec):
+    """The trainer's own weights, with generation paused."""
+
+    route: str = "interrupt_sync"
+
+    docs: ClassVar = RouteDocs(
+        policy="the trainer itself, just before it leaves a version",
+        exact="yes",
+        holds="nothing",
+        costs="stalls generation while a step is taken",
+        choose="memory is all gone, and steps are short beside rollouts",
+        report="Exact. Before a step leaves a version, generation pauses and the trainer's own weights "
+        "score all that it sampled. The two factors are cleanly apart.",
+    )
+
+    @property
+    def needs(self) -> Needs:
+        return InterruptSync.needs
+
+    def cost(self, run: RunConfig) -> str:
+        return (
+            "generation stands still from before a batch's first optimizer step to the publication"
+        )
+
+    def make(self, scorer: Scorer, *, lockstep: bool) -> InterruptSync:
+        return InterruptSync(scorer)

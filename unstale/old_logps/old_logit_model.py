@@ -1,134 +1,146 @@
-"""`old_logit_model`: a second model, in a process of its own, follows the version that samples. Exact."""
+"""`old_logit_model`: a second model, in its own process, follows the version that samples. Exact."""
+
+from __future__ import annotations
 
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import dataclass
 from socket import MSG_DONTWAIT
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-
-from unstale.old_logps import Needs, Passive, has_clean_behavior
-from unstale.old_logps.scoring.cache import LogpCache, PieceKey, key_of, require_scored
-from unstale.old_logps.scoring.scorer import Scorer, Weights
-from unstale.records import Batch, PendingPiece
+from unstale.config.routes import ExactSpec, Needs, RouteDocs, register_route
+from unstale.old_logps import Passive, has_clean_behavior
+from unstale.old_logps.scoring.queue import PieceKey, Pieces, key_of
 from unstale.weights.child_process import Bytes, Child, ChildFrozen, Frames, Header, frame
-from unstale.weights.codec import file_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from unstale.config import RunConfig
+    from unstale.old_logps.scoring.scorer import Scorer, Weights
+    from unstale.records import Batch, PendingPiece
 
 _READ_BYTES = 1 << 20
 
 
 class OldLogitModelDied(RuntimeError):
-    """The process that scores is gone or frozen, and with it the answers it owed. The message has its last words."""
+    """The scoring process is gone or frozen. The message has its last lines of output."""
 
 
 class OldLogitModel(Passive):
-    """`old_logp` from a model that scores all tokens of a version before it loads the next (algorithm.md, section 2).
+    """Scores all tokens of a version before it loads the next (algorithm.md, section 2).
 
-    Costs one model's memory, and of the trainer's time two things: weights travel whole, once per version, and are
-    packed in the trainer's thread; tokens of the current version that the process has not got to when they are asked
-    for, the trainer scores itself, being at that version. `wait_s` is what publication waited for the process to load
-    the version before, `answer_wait_s` what batches waited for answers it owed.
+    It needs the memory of one model. In the trainer's thread it packs the weights of each version,
+    and scores tokens of the current version that the process has not reached when their batch is
+    taken. `publish_wait_s` is the time that publication waited for the version before to be loaded,
+    `score_wait_s` the time that batches waited for scores.
 
-    Everything to the process goes through one writer thread, in order, so that handing over never blocks; what it
-    says is read when the trainer's thread calls. The process starts at the first publication.
+    All messages to the process go through one writer thread, in order, so that sending never blocks.
+    Its replies are read when the trainer's thread calls. The process starts at the first publication.
 
-    With `lockstep` nothing depends on how fast the process is: pieces are held back until their version is left or
-    somebody asks, go out together in a fixed order, and every answer is waited for.
+    With `lockstep` nothing depends on the speed of the process: pieces are held until their version
+    is left or a batch needs them, are sent together in a fixed order, and all scores are awaited.
     """
 
-    needs = Needs(resident_models=1)
+    needs = Needs(resident_models=1, own_process=True, forwards="versions")
 
     def __init__(self, scorer: Scorer, *, lockstep: bool = False) -> None:
+        from unstale.old_logps.scoring.cache import LogpCache
+
+        self.cache = LogpCache(scorer)
+        self.loaded = -1
+        """The version that the process holds."""
         self._scorer = scorer
-        self._cache = LogpCache(scorer)
         self._lockstep = lockstep
-        self._held_back: dict[PieceKey, Sequence[int]] = {}
-        self._owed: dict[PieceKey, None] = {}
-        """Pieces that were handed over and are not answered, in order."""
-        self._sent = self._loaded = -1
+        self._held: dict[PieceKey, Sequence[int]] = {}
+        """Pieces that are not sent yet, with `lockstep`."""
+        self._unscored: dict[PieceKey, None] = {}
+        """Pieces that were sent and have no score yet, in order."""
+        self._sent = -1
+        """The version that was sent last."""
         self._child: Child | None = None
         self._started = threading.Event()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="old-logit-writer")
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._frames = Frames()
-        self._wait_s = self._answer_wait_s = 0.0
+        self._wait_s = 0.0
+        self._answer_wait_s = 0.0
 
     @property
     def pid(self) -> int:
-        """The process that scores."""
+        """The process id. RuntimeError before the first publication."""
         if self._child is None:
-            raise RuntimeError(
-                "the old-logit process is not there: it starts at the first publication"
-            )
+            raise RuntimeError("the old-logit process starts at the first publication")
         return self._child.pid
 
     def publishing(self) -> None:
-        """Waits until the version last published is loaded, and so all before it is scored.
+        """Wait until the version published last is loaded, and so all before it are scored.
 
-        What it waits for needs no publication: the pieces of a version have all arrived when the next is published.
+        This needs no publication: the pieces of a version have arrived when the next is published.
         """
-        self._wait_s += self._catch_up(lambda: self._loaded != self._sent)
+        self._wait_s += self._read_until(lambda: self.loaded == self._sent)
 
     def published(self, live: Collection[int]) -> None:
-        """Only tells the process, unless in lockstep."""
+        """Send the current version. Waits only with `lockstep`."""
+        from unstale.weights.codec import file_of
+
         version = self._scorer.version
         if self._lockstep:
-            self._wait_s += self._settle()
-        self._cache.keep({*live, version})
+            self._wait_s += self._score_all()
+        self.cache.keep({*live, version})
         if version == self._sent:
             return
         if self._child is None:
             self._start()
-        self._tell({"op": "load", "version": version}, file_of(self._scorer.weights()))
+        self._send({"op": "load", "version": version}, file_of(self._scorer.weights()))
         self._sent = version
 
     def arrived(self, piece: PendingPiece) -> None:
         if self._lockstep:
-            self._held_back[key_of(piece)] = piece.tokens
+            self._held[key_of(piece)] = piece.tokens
         else:
-            self._hand_over({key_of(piece): piece.tokens})
+            self._send_pieces({key_of(piece): piece.tokens})
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         """LookupError if a token's piece never arrived."""
-        own = self._scorer.version if self._scorer.at_version else -1
+        current = self._scorer.version if self._scorer.at_version else -1
         episodes = set(batch.episodes)
+
+        def of_batch(key: PieceKey) -> bool:
+            return key.episode in episodes and key.version != current
+
         if self._lockstep:
-            self._answer_wait_s += self._settle()
+            self._answer_wait_s += self._score_all()
         else:
-            due = partial(
-                self._owes, lambda place: place.episode in episodes and place.version != own
-            )
-            self._answer_wait_s += self._catch_up(due)
-        values, answered = self._cache.lookup(batch)
-        require_scored(batch, answered, why="their pieces never arrived, or long before this batch")
-        return values, has_clean_behavior(batch)
+            self._answer_wait_s += self._read_until(lambda: not self._is_due(of_batch))
+        why = "their pieces never arrived, or long before this batch"
+        return self.cache.require(batch, why=why), has_clean_behavior(batch)
 
     def costs(self) -> Mapping[str, float]:
         spent = {
-            "forward_tokens": float(self._cache.take_forward_tokens()),
+            "forward_tokens": float(self.cache.take_forward_tokens()),
             "publish_wait_s": self._wait_s,
             "score_wait_s": self._answer_wait_s,
             "model_bytes": float(self._scorer.model_bytes),
         }
-        self._wait_s = self._answer_wait_s = 0.0
+        self._wait_s = 0.0
+        self._answer_wait_s = 0.0
         return spent
 
     def state(self) -> Mapping[str, Any]:
-        """Waits until every piece of the versions published so far is answered."""
-        self._settle()
-        return {"answers": self._cache.state()}
+        """Wait until every piece of the versions published so far is scored."""
+        self._score_all()
+        return {"answers": self.cache.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._cache.restore(state["answers"])
+        self.cache.restore(state["answers"])
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """In this process: the other one follows the versions from the first publication on."""
-        self._cache.recover(past, weights)
+        """Score missing pieces in this process: the other one starts at the first publication."""
+        self.cache.recover(past, weights)
 
     def close(self) -> None:
         self._started.set()
@@ -146,44 +158,40 @@ class OldLogitModel(Passive):
         self._child = Child("old-logit", "unstale.old_logps.scoring.worker", exported, threads=1)
         self._started.set()
 
-    def _hand_over(self, pieces: Mapping[PieceKey, Sequence[int]]) -> None:
-        self._owed.update(dict.fromkeys(pieces))
-        self._tell({"op": "pieces", "pieces": list(pieces.items())})
+    def _send_pieces(self, pieces: Pieces) -> None:
+        self._unscored.update(dict.fromkeys(pieces))
+        self._send({"op": "pieces", "pieces": list(pieces.items())})
 
-    def _settle(self) -> float:
-        """Hand over what was held back, and wait for all answers that are owed. Seconds it took."""
-        due = {
-            place: self._held_back.pop(place)
-            for place in sorted(self._held_back)
-            if place.version <= self._sent
-        }
+    def _score_all(self) -> float:
+        """Send the pieces that are held, and wait until all pieces are scored. Return the seconds."""
+        due = {key: self._held.pop(key) for key in sorted(self._held) if key.version <= self._sent}
         if due:
-            self._hand_over(due)
-        return self._catch_up(partial(self._owes, lambda place: True))
+            self._send_pieces(due)
+        return self._read_until(lambda: not self._is_due(lambda key: True))
 
-    def _tell(self, header: Header, body: Sequence[Bytes] = ()) -> None:
-        """What is in `body` may change as soon as this returns."""
+    def _send(self, header: Header, body: Sequence[Bytes] = ()) -> None:
+        """Queue a message. `body` is copied before this returns."""
         self._writer.submit(self._write, b"".join(frame(header, body)))
 
-    def _write(self, frame: bytes) -> None:
-        """In the writer thread. A broken pipe stays here: that the process is gone shows where it is listened to."""
+    def _write(self, message: bytes) -> None:
+        """Write in the writer thread. A broken pipe is reported where replies are read."""
         self._started.wait()
         if self._child is not None:
-            self._child.socket.sendall(frame)
+            self._child.socket.sendall(message)
 
-    def _owes(self, wanted: Callable[[PieceKey], bool]) -> bool:
-        """Whether answers to such pieces will come by themselves: not to those of a version still to be published."""
-        return any(place.version <= self._sent and wanted(place) for place in self._owed.copy())
+    def _is_due(self, wanted: Callable[[PieceKey], bool]) -> bool:
+        """Return True if a wanted piece of a version that was sent has no score yet."""
+        return any(key.version <= self._sent and wanted(key) for key in self._unscored.copy())
 
-    def _catch_up(self, due: Callable[[], bool]) -> float:
-        """Take in all that the process has said, and wait while something is due. Seconds it took."""
+    def _read_until(self, done: Callable[[], bool]) -> float:
+        """Read all replies, and wait for more until `done`. Return the seconds it took."""
         began = time.perf_counter()
-        while self._child is not None and self._hear(self._child, wait=due()):
+        while self._child is not None and self._read(self._child, wait=not done()):
             pass
         return time.perf_counter() - began
 
-    def _hear(self, child: Child, *, wait: bool) -> bool:
-        """Read once. False if there was nothing to read. Raises `OldLogitModelDied` when the process runs no more."""
+    def _read(self, child: Child, *, wait: bool) -> bool:
+        """Read once. Return False if there was nothing. Raises `OldLogitModelDied`."""
         try:
             data = child.recv(_READ_BYTES) if wait else child.socket.recv(_READ_BYTES, MSG_DONTWAIT)
         except BlockingIOError:
@@ -196,13 +204,40 @@ class OldLogitModel(Passive):
             raise OldLogitModelDied(child.last_words())
         for header, _ in self._frames.feed(data):
             if header["op"] == "loaded":
-                self._loaded = header["version"]
+                self.loaded = header["version"]
                 continue
-            answers = {
-                PieceKey(*place): torch.tensor(values, dtype=self._scorer.dtype)
-                for place, values in header["answers"]
-            }
-            self._cache.add(answers, header["forward_tokens"])
-            for place in answers:
-                del self._owed[place]
+            self.cache.add_rows(header["answers"], header["forward_tokens"])
+            for key, _logps in header["answers"]:
+                del self._unscored[PieceKey(*key)]
         return True
+
+
+@register_route
+@dataclass(frozen=True, kw_only=True)
+class OldLogitModelSpec(ExactSpec):
+    """A second model in its own process."""
+
+    route: str = "old_logit_model"
+
+    docs: ClassVar = RouteDocs(
+        policy="a second model in a process of its own, which follows the version that samples",
+        exact="yes",
+        holds="one model more, elsewhere",
+        costs="next to no trainer time; may hold up publication",
+        choose="there is a processor to spare",
+        report="Exact. A second model follows the sampling version and scores every turn before it "
+        "moves on. The two factors are cleanly apart.",
+    )
+
+    @property
+    def needs(self) -> Needs:
+        return OldLogitModel.needs
+
+    def cost(self, run: RunConfig) -> str:
+        return (
+            "a second model in a process of its own; a publication waits until it has loaded the "
+            "version before"
+        )
+
+    def make(self, scorer: Scorer, *, lockstep: bool) -> OldLogitModel:
+        return OldLogitModel(scorer, lockstep=lockstep)

@@ -1,26 +1,39 @@
-"""`ppo_ewma_async`: averages of the weights, kept as old as the data is, and begun anew when they are too old."""
+"""`ppo_ewma_async`: averages of the weights that are about as old as the data."""
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import torch
-from torch import Tensor
+from unstale.config.checks import ConfigError, PositiveInt, Range, Share
+from unstale.config.routes import (
+    Meaning,
+    Needs,
+    OldLogpsConfig,
+    RouteDocs,
+    age_of_average,
+    meaning_of_average,
+    register_route,
+)
+from unstale.old_logps import Passive
 
-from unstale.algorithms import proximal
-from unstale.old_logps import Needs, Passive
-from unstale.old_logps.scoring.scorer import Scorer
-from unstale.records import Batch
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from unstale.config import RunConfig
+    from unstale.old_logps.scoring.scorer import Scorer
+    from unstale.records import Batch
 
 BETA_MAX = 0.95
-"""No average gets older than 19 versions."""
+"""The largest decay: no average gets older than 19 versions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """When the reference is given up: the kept share stays under `below` for `patience` batches.
+    """A condition to reset the averages: `patience` batches with a kept share under `below`.
 
-    At most once in `cooldown` batches. `below` 0 never resets.
+    At most once in `cooldown` batches. With `below` 0 there is no reset.
     """
 
     below: float = 0.0
@@ -29,16 +42,16 @@ class Reset:
 
 
 class PpoEwmaAsync(Passive):
-    """`prox` from averages whose age follows the staleness of the batch (arXiv 2605.12070; algorithm.md, section 3).
+    """Averages whose age follows the staleness of the batch (arXiv 2605.12070; algorithm.md, section 3).
 
-    The weights of a version are added once, when its first batch is scored, with the decay that leaves the average as
-    old as the batch's action tokens with an advantage are in the mean. With several averages these tokens are ranked by
-    lag and cut into equal shares: each average follows the mean of one share, and a token takes the one nearest to its
-    own lag.
-    `beta` fixes the decay (of a single average) instead. Never exact.
+    The weights of a version are added once, when its first batch is scored. The decay leaves the
+    average as old as the batch's action tokens with an advantage are in the mean. With several
+    averages these tokens are ranked by lag and cut into equal shares: each average follows the mean
+    of one share, and a token takes the average nearest to its own lag. `beta` fixes the decay of a
+    single average instead. Never exact.
     """
 
-    needs = Needs(resident_models=1)
+    needs = Needs(resident_models=1, averages=1, forwards="one")
 
     def __init__(
         self,
@@ -48,38 +61,41 @@ class PpoEwmaAsync(Passive):
         beta: float | None = None,
         reset: Reset | None = None,
     ) -> None:
-        if beta is not None and averages > 1:
-            raise ValueError(
-                f"a fixed decay gives all {averages} averages the same age; leave beta out, or keep one"
-            )
         self.averages = [scorer.make_average() for _ in range(averages)]
         self._scorer = scorer
         self._beta = beta
         self._reset = reset or Reset()
         self._version: int | None = None
         self._judged: int | None = None
+        """The version whose batch was counted last."""
         self._low: list[float] = []
+        """Kept shares under the limit, in a row."""
         self._since_reset = self._reset.cooldown
         self._due = ""
+        """The reason of a reset that is due."""
         self._events: list[dict[str, Any]] = []
         self._forward_tokens = 0
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
+        from unstale.algorithms.proximal import nearest_age
+
         if self._version != self._scorer.version:
-            self._take(batch)
+            self._update(batch)
         lag = self._scorer.lag(batch.version)
-        choice = proximal.nearest_age(lag, [average.age for average in self.averages])
-        values = torch.zeros_like(batch.behavior_logp)
+        choice = nearest_age(lag, [average.age for average in self.averages])
+        values = batch.behavior_logp.new_zeros(len(batch.tokens))
         for number, average in enumerate(self.averages):
             where = batch.sampled & (choice == number)
             if where.any():
                 scored = average.score(batch, where)
-                values = torch.where(where, scored.logp, values)
+                values = scored.logp.where(where, values)
                 self._forward_tokens += scored.forward_tokens
-        return values, torch.zeros_like(batch.sampled)
+        return values, batch.sampled & False
 
-    def _take(self, batch: Batch) -> None:
-        """Add the policy's weights, which are still those of its version."""
+    def _update(self, batch: Batch) -> None:
+        """Add the trained weights, which still are those of the current version."""
+        from unstale.algorithms.proximal import beta_for_age
+
         if not self._scorer.at_version:
             raise RuntimeError(
                 f"version {self._scorer.version} is gone: its first batch was not scored before a step"
@@ -94,18 +110,17 @@ class PpoEwmaAsync(Passive):
                 continue
             beta = self._beta
             if beta is None:
-                beta = proximal.beta_for_age(
-                    average.weight, average.age, target=target, beta_max=BETA_MAX
-                )
+                beta = beta_for_age(average.weight, average.age, target=target, beta_max=BETA_MAX)
             average.update(beta)
         if self._due:
             self._events.append(
                 {"kind": "ewma_reset", "version": self._version, "reason": self._due}
             )
-            self._due, self._since_reset = "", 0
+            self._due = ""
+            self._since_reset = 0
 
     def trained(self, kept: float) -> None:
-        """Counts batches, not the optimizer steps of one: the kept share is the batch's."""
+        """Count the kept share of a batch once, whatever its optimizer steps."""
         if self._judged == self._version:
             return
         self._judged = self._version
@@ -149,17 +164,17 @@ class PpoEwmaAsync(Passive):
     def restore(self, state: Mapping[str, Any]) -> None:
         for average, held in zip(self.averages, state["averages"], strict=True):
             average.restore(held)
-        self._version, self._judged = state["version"], state["judged"]
-        self._low, self._since_reset, self._due = (
-            list(state["low"]),
-            state["since_reset"],
-            state["due"],
-        )
+        self._version = state["version"]
+        self._judged = state["judged"]
+        self._low = list(state["low"])
+        self._since_reset = state["since_reset"]
+        self._due = state["due"]
 
 
 def staleness_targets(lag: Tensor, number: int) -> list[float]:
-    """Mean lags of `number` equal shares of the tokens, from fresh to stale.
+    """Return the mean lags of `number` equal shares of the tokens, from fresh to stale.
 
+    >>> import torch
     >>> staleness_targets(torch.tensor([3, 0, 1, 2]), 2)
     [0.5, 2.5]
     """
@@ -167,3 +182,66 @@ def staleness_targets(lag: Tensor, number: int) -> list[float]:
         return [0.0] * number
     shares = lag.sort().values.float().tensor_split(number)
     return [float(share.mean()) if len(share) else float(lag.max()) for share in shares]
+
+
+@register_route
+@dataclass(frozen=True, kw_only=True)
+class PpoEwmaAsyncSpec(OldLogpsConfig):
+    """Moving averages of the weights whose age follows the staleness of the data."""
+
+    route: str = "ppo_ewma_async"
+    beta: Annotated[float | None, Range(0, 0.9999)] = None
+    """Decay of the average; none: 0.5 (`ewma_prox`), or follows the staleness (`ppo_ewma_async`)."""
+    averages: PositiveInt = 1
+    """`ppo_ewma_async`: averages of different ages; a token takes the one nearest to its lag."""
+    reset_below: Share = 0.0
+    """`ppo_ewma_async`: reset the average while the correction keeps a smaller share; 0 never."""
+    reset_patience: PositiveInt = 3
+    """`ppo_ewma_async`: batches below `reset_below` in a row before a reset."""
+    reset_cooldown: PositiveInt = 10
+    """`ppo_ewma_async`: smallest number of batches between two resets."""
+
+    fixed: ClassVar = {"averages": "the checkpoint holds so many averages"}
+    docs: ClassVar = RouteDocs(
+        policy="averages of the weights, as old as the data is",
+        exact="no",
+        holds="one float32 copy an average, one movable copy",
+        costs="one forward pass; more with several averages",
+        choose="a copy of the weights is affordable and versions are not",
+        report="Approximate. A moving average of the weights, kept about as old as the data, is taken "
+        "for those that sampled, so old_logp - behavior_logp mixes numerics with whatever staleness "
+        "the average misses.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.beta is not None and self.averages > 1:
+            raise ConfigError(
+                "old_logps.averages must be 1 with a fixed old_logps.beta: "
+                "all averages would have the same age"
+            )
+
+    @property
+    def needs(self) -> Needs:
+        return PpoEwmaAsync.needs
+
+    @property
+    def decay(self) -> float | None:
+        return self.beta
+
+    @property
+    def resets(self) -> bool:
+        return self.reset_below > 0
+
+    def meaning(self, run: RunConfig) -> Meaning:
+        age = "follows the batch's mean lag"
+        if self.beta is not None:
+            age = f"tends to {age_of_average(self, run):.2g}"
+        return meaning_of_average(run, age=age, averages=self.averages)
+
+    def variants(self, alphas: Sequence[float]) -> list[OldLogpsConfig]:
+        return [type(self)(averages=2)]
+
+    def make(self, scorer: Scorer, *, lockstep: bool) -> PpoEwmaAsync:
+        reset = Reset(self.reset_below, self.reset_patience, self.reset_cooldown)
+        return PpoEwmaAsync(scorer, averages=self.averages, beta=self.beta, reset=reset)

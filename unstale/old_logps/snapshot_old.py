@@ -1,18 +1,28 @@
 """`snapshot_old`: kept weights of every version that a token still needs score it. Exact."""
 
+from __future__ import annotations
+
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from torch import Tensor
+from unstale.config.checks import NonNegative
+from unstale.config.routes import ExactSpec, Needs, RouteDocs, live_versions, register_route
+from unstale.old_logps import Passive, has_clean_behavior
 
-from unstale.old_logps import Needs, Passive, has_clean_behavior
-from unstale.old_logps.scoring.scorer import MakeStore, Scorer, Weights, score_versions
-from unstale.records import Batch, PendingPiece
-from unstale.weights.store import VersionStore
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from unstale.config import RunConfig
+    from unstale.old_logps.scoring.scorer import MakeStore, Scorer, Weights
+    from unstale.records import Batch, PendingPiece
 
 
 class SnapshotOld(Passive):
-    """Score each token by the weights of the version that sampled it (algorithm.md, section 2).
+    """Scores each token by the weights of the version that sampled it (algorithm.md, section 2).
 
     One movable model is moved from version to version. Only the differences between neighbouring
     versions are kept beside it. For a version it runs the sequences that hold it, each cut after its
@@ -20,9 +30,9 @@ class SnapshotOld(Passive):
     are that version.
     """
 
-    needs = Needs(snapshots=True, resident_models=1)
+    needs = Needs(snapshots=True, resident_models=1, forwards="versions")
 
-    def __init__(self, scorer: Scorer, *, make_store: MakeStore = VersionStore) -> None:
+    def __init__(self, scorer: Scorer, *, make_store: MakeStore | None = None) -> None:
         scorer.keep_versions(make_store)
         self.scorer = scorer
         self._forward_tokens = 0
@@ -34,8 +44,7 @@ class SnapshotOld(Passive):
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         """LookupError if a version of the batch was in no `live` since it was published."""
-        current = self.scorer.version if self.scorer.at_version else None
-        scored = score_versions(self.scorer, batch, batch.sampled, current=current)
+        scored = self.scorer.score_versions(batch, batch.sampled, use_trained=True)
         self._forward_tokens += scored.forward_tokens
         return scored.logp, has_clean_behavior(batch)
 
@@ -54,3 +63,59 @@ class SnapshotOld(Passive):
 
     def close(self) -> None:
         self.scorer.close()
+
+
+@register_route
+@dataclass(frozen=True, kw_only=True)
+class SnapshotOldSpec(ExactSpec):
+    """The weights of every live version."""
+
+    route: str = "snapshot_old"
+    storage: Literal["delta", "full"] = "delta"
+    """Version store: lossless differences between versions, or a full copy of each."""
+    memory_gb: NonNegative = 0.0
+    """Version store: largest size; 0 has no limit."""
+    spill: bool = False
+    """Version store: keep versions in files of a temporary folder instead of memory."""
+
+    fixed: ClassVar = {"storage": "the checkpoint holds that kind of store"}
+    docs: ClassVar = RouteDocs(
+        policy="the weights of every version that a token still needs",
+        exact="yes",
+        holds="one movable copy and the deltas between versions",
+        costs="one forward pass of each trajectory per version in it",
+        choose="by default",
+        report="Exact. The weights of every version that a token still needs are kept, and each "
+        "token is scored by the version that sampled it. The two factors are cleanly apart.",
+    )
+
+    @property
+    def needs(self) -> Needs:
+        return SnapshotOld.needs
+
+    @property
+    def copies_limit_gb(self) -> float:
+        return self.memory_gb if self.storage == "full" and not self.spill else 0.0
+
+    @property
+    def shares_deltas(self) -> bool:
+        return self.storage == "delta"
+
+    def cost(self, run: RunConfig) -> str:
+        kind = "full copies" if self.storage == "full" else "lossless differences"
+        place = "files" if self.spill else "memory"
+        return (
+            f"the weights of up to {live_versions(run)} versions ({kind}, in {place}) and one movable "
+            "copy; a forward pass over each trajectory for every version in it"
+        )
+
+    def make(self, scorer: Scorer, *, lockstep: bool) -> SnapshotOld:
+        from unstale.weights.store import VersionStore
+
+        make_store = partial(
+            VersionStore,
+            storage=self.storage,
+            memory_gb=self.memory_gb,
+            folder=Path(tempfile.gettempdir()) if self.spill else None,
+        )
+        return SnapshotOld(scorer, make_store=make_store)

@@ -1,9 +1,10 @@
-"""What each old-logit route holds and runs, as it is implemented here (docs/old-logps.md)."""
+"""Cost of each old-log-probability route: memory and forward passes, from what the route declares."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
-from unstale.config import Route
+from unstale.config import OldLogpsConfig
+from unstale.config.routes import Forwards, routes
 from unstale.planner.deltas import delta_bytes
 from unstale.planner.models import WORD, Model
 
@@ -12,28 +13,28 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteCost:
-    """One route. What `unstale.old_logps.Needs` says of it, in numbers that a plan can be made of."""
+    """The cost of a route with its default options. See `Needs` in `unstale.config.routes`."""
 
-    forwards: Literal["none", "one", "versions"] = "none"
-    """Passes over a batch: of the whole of it, or of each version over what holds its tokens."""
+    forwards: Forwards = "none"
     exact: bool = False
     movable: int = 0
     """Models beside the trained one, in its precision."""
     averages: int = 0
     """Copies of the weights in float32."""
     chain: bool = False
-    """Keeps the deltas of the live versions, in main memory, and publishes by them."""
+    """True if it keeps the deltas of live versions in main memory, and publishes them."""
     closing: bool = False
-    """Generation stands still while it scores, and while the optimizer steps."""
+    """True if generation is paused while it scores and while the optimizer steps."""
     idle: bool = False
-    """Scores in time that the trainer waits."""
+    """True if it scores while the trainer waits."""
     apart: bool = False
-    """Its forward passes and its model are another process's."""
+    """True if its model and forward passes are in another process."""
 
     def forwarded(self, versions: float, *, given: float = 0.0) -> float:
-        """Lengths of a trajectory that are run for it, if it holds so many versions in equal parts.
+        """Return the lengths of a trajectory of so many equal versions that are run to score it.
 
-        A version's pass runs up to its last token: two equal versions cost 1.5. The first `given` of it are prompt.
+        A version's pass runs up to its last token: two equal versions cost 1.5. The first `given` of
+        the trajectory is prompt.
 
         >>> ROUTES["snapshot_old"].forwarded(2), ROUTES["ewma_prox"].forwarded(2)
         (1.5, 1.0)
@@ -44,31 +45,47 @@ class RouteCost:
         return versions * given + (1 - given) * (versions + 1) / 2
 
     def chain_bytes(self, model: Model, *, live: int, rate: float) -> float:
-        """Of main memory: one delta less than live versions."""
+        """Return bytes of main memory: one delta less than live versions."""
         return (live - 1) * delta_bytes(model.parameters, rate) if self.chain else 0.0
 
     def device_bytes(self, model: Model) -> float:
-        """Of the trainer's devices together, beside what training takes."""
-        return (
-            model.copy_bytes * self.movable * (not self.apart)
-            + _FLOAT32 * model.parameters * self.averages
-        )
+        """Return bytes of the trainer's devices together, beside training."""
+        copies = 0 if self.apart else self.movable
+        return model.copy_bytes * copies + _FLOAT32 * model.parameters * self.averages
 
     def traffic_bytes(self, model: Model) -> float:
-        """Of device memory, a step: an average is read and written beside the weights, and copied to where it runs."""
+        """Return bytes of device memory per step for averages.
+
+        An average is read and written beside the weights, and copied to where it runs.
+        """
         return model.parameters * self.averages * (WORD + 2 * _FLOAT32 + _FLOAT32 + WORD)
 
 
-ROUTES: dict[Route, RouteCost] = {
-    "rollout": RouteCost(),
-    "current_recompute": RouteCost(forwards="one"),
-    "snapshot_old": RouteCost(forwards="versions", exact=True, movable=1, chain=True),
-    "old_logit_model": RouteCost(forwards="versions", exact=True, movable=1, apart=True),
-    "interrupt_sync": RouteCost(forwards="versions", exact=True, closing=True),
-    "eager": RouteCost(forwards="versions", exact=True, movable=1, chain=True, idle=True),
-    "interp_prox_loglinear": RouteCost(),
-    "interp_prox_linear": RouteCost(),
-    "ewma_prox": RouteCost(forwards="one", movable=1, averages=1),
-    "ppo_ewma_async": RouteCost(forwards="one", movable=1, averages=1),
-}
-"""`eager` with its default fallback, `snapshot_old`; `ppo_ewma_async` with one average."""
+class _RouteCosts(Mapping[str, RouteCost]):
+    """The costs of all routes that are registered."""
+
+    def __getitem__(self, name: str) -> RouteCost:
+        config = OldLogpsConfig(route=name)
+        needs = config.needs
+        return RouteCost(
+            forwards=needs.forwards,
+            exact=config.exact,
+            movable=needs.resident_models,
+            averages=needs.averages,
+            chain=needs.snapshots,
+            closing=needs.closing,
+            idle=needs.idle,
+            apart=needs.own_process,
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(routes())
+
+    def __len__(self) -> int:
+        return len(routes())
+
+    def __contains__(self, name: object) -> bool:
+        return name in routes()
+
+
+ROUTES = _RouteCosts()

@@ -10,7 +10,7 @@ from functools import cached_property
 from statistics import mean, stdev
 from typing import NamedTuple
 
-from unstale.config import ConfigError, Route, ScheduleConfig, staleness_bound
+from unstale.config import ConfigError, ScheduleConfig, staleness_bound
 from unstale.observe.report.words import KEEPS_PACE
 from unstale.planner.analytic import TRAINED_BYTES, AnalyticCosts, Placement, TrainingSetup
 from unstale.planner.route_costs import ROUTES
@@ -26,7 +26,7 @@ MAX_CHOICES = 6
 """Schedules that are simulated."""
 MAX_SPLITS = 3
 """Placements that are simulated."""
-AVERAGE: Route = "ppo_ewma_async"
+AVERAGE: str = "ppo_ewma_async"
 """The approximate route with weights of its own that is closest to exact (docs/old-logps.md)."""
 MIN_EPISODES = 8
 """Mean episodes in an engine's memory; tensor parallelism is increased to reach it."""
@@ -49,7 +49,7 @@ class PlanRequest:
     group_size: int = 8
     windows: tuple[int, ...] = ()
     """Empty: strict order, and half a batch if the trainer waits."""
-    route: Route | None = None
+    route: str | None = None
     """None: the exact route with the highest throughput."""
     rounds: int = 10
     """Simulated rounds of lag + 1 steps, after the one that fills the queue."""
@@ -62,7 +62,7 @@ class Candidate:
 
     request: PlanRequest
     costs: AnalyticCosts
-    name: Route
+    name: str
     schedule: ScheduleConfig
 
     @property
@@ -73,7 +73,7 @@ class Candidate:
     def episodes(self) -> EpisodeStats:
         return self.costs.setup.episodes
 
-    def with_route(self, name: Route) -> "Candidate":
+    def with_route(self, name: str) -> "Candidate":
         return replace(self, name=name, costs=replace(self.costs, route=ROUTES[name]))
 
     @property
@@ -221,7 +221,7 @@ class Suggestion:
     """Other placements with the suggested schedule."""
     routes: tuple[Candidate, ...]
     """Every route with the suggested schedule, each with its best placement."""
-    simulated: Mapping[Route, SimulatedCandidate]
+    simulated: Mapping[str, SimulatedCandidate]
     """Simulated routes: exact ones near the best, and `AVERAGE`."""
 
     def rate(self, candidate: Candidate) -> float:
@@ -237,7 +237,7 @@ class Suggestion:
 def suggest(request: PlanRequest) -> Suggestion:
     """Return the best configuration. Raises `ConfigError` if there are too few devices."""
     simulated = _Simulations()
-    name: Route = request.route or "snapshot_old"
+    name: str = request.route or "snapshot_old"
     choices, central = _best_schedule(request, name, simulated)
     splits = _simulate_best(_splits(central.candidate), simulated, limit=MAX_SPLITS)
     central = max((central, *splits), key=lambda rated: rated.rate)
@@ -261,7 +261,7 @@ def suggest(request: PlanRequest) -> Suggestion:
 
 
 def _best_schedule(
-    request: PlanRequest, name: Route, simulated: "_Simulations"
+    request: PlanRequest, name: str, simulated: "_Simulations"
 ) -> tuple[tuple[SimulatedCandidate, ...], SimulatedCandidate]:
     """Return the simulated schedules, and the smallest one near the best."""
     window = request.windows[0] if request.windows else 1
@@ -334,7 +334,7 @@ def _schedule(request: PlanRequest, lag: int, groups: int, window: int) -> Sched
 
 
 def candidates(
-    request: PlanRequest, name: Route, schedule: ScheduleConfig, *, colocated: bool = False
+    request: PlanRequest, name: str, schedule: ScheduleConfig, *, colocated: bool = False
 ) -> Iterator[Candidate]:
     """Yield every placement that fits, with and without gradient checkpointing."""
     batch = schedule.groups_per_step * schedule.group_size * request.setup.episodes.tokens
@@ -352,7 +352,7 @@ def candidates(
             yield Candidate(request, costs, name, schedule)
 
 
-def _colocated(setup: TrainingSetup, name: Route, *, devices: int) -> Iterator[Placement]:
+def _colocated(setup: TrainingSetup, name: str, *, devices: int) -> Iterator[Placement]:
     """Yield placements in which all devices train and sample in turns."""
     if setup.fits(devices, ROUTES[name]):
         for tp in engine_sizes(setup):
@@ -361,7 +361,7 @@ def _colocated(setup: TrainingSetup, name: Route, *, devices: int) -> Iterator[P
 
 
 def placements(
-    setup: TrainingSetup, name: Route, schedule: ScheduleConfig, *, devices: int
+    setup: TrainingSetup, name: str, schedule: ScheduleConfig, *, devices: int
 ) -> Iterator[Placement]:
     """Yield splits of the devices. Devices left over from engines train."""
     stride = max(1, devices // _SPLITS)
@@ -382,7 +382,7 @@ def engine_sizes(setup: TrainingSetup) -> tuple[int, ...]:
     )
 
 
-def _scorers(setup: TrainingSetup, name: Route, schedule: ScheduleConfig, trainers: int) -> int:
+def _scorers(setup: TrainingSetup, name: str, schedule: ScheduleConfig, trainers: int) -> int:
     """Return the devices that hold the model and score as fast as `trainers` train.
 
     A trajectory is assumed to have two versions.
@@ -396,19 +396,19 @@ def _scorers(setup: TrainingSetup, name: Route, schedule: ScheduleConfig, traine
     return max(holders, math.ceil(trainers * forwards / 3))
 
 
-def _best(request: PlanRequest, name: Route, schedule: ScheduleConfig) -> Candidate:
+def _best(request: PlanRequest, name: str, schedule: ScheduleConfig) -> Candidate:
     if best := _best_or_none(request, name, schedule):
         return best
     raise ConfigError(_too_few(request, name, schedule))
 
 
-def _best_or_none(request: PlanRequest, name: Route, schedule: ScheduleConfig) -> Candidate | None:
+def _best_or_none(request: PlanRequest, name: str, schedule: ScheduleConfig) -> Candidate | None:
     return max(
         candidates(request, name, schedule), key=lambda candidate: candidate.rate, default=None
     )
 
 
-def _too_few(request: PlanRequest, name: Route, schedule: ScheduleConfig) -> str:
+def _too_few(request: PlanRequest, name: str, schedule: ScheduleConfig) -> str:
     setup = replace(request.setup, gradient_checkpointing=True)
     gb = 1e9
     activations = setup.pass_bytes
@@ -449,7 +449,7 @@ def _splits(candidate: Candidate) -> list[Candidate]:
     return list({each.placement: each for each in ranked}.values())
 
 
-def _with_route(candidate: Candidate, name: Route) -> Candidate | None:
+def _with_route(candidate: Candidate, name: str) -> Candidate | None:
     """Return a candidate with another route, on the same placement if it fits."""
     route = ROUTES[name]
     placement = candidate.placement

@@ -19,7 +19,7 @@ from unstale.algorithms.objectives import Surrogate
 from unstale.model.forward import Scored
 from unstale.model.versions import VersionGaps, lag_of
 from unstale.old_logps import OldLogps, has_clean_behavior
-from unstale.old_logps.scoring.scorer import Scorer, Weights, score_versions
+from unstale.old_logps.scoring.scorer import Scorer, Weights
 from unstale.records import Batch, PendingPiece
 from unstale.weights.recording import Recording, TrainedOn
 
@@ -112,7 +112,7 @@ def with_error(name: str, estimate: Estimate | None) -> dict[str, float | None]:
 
 def score_truth(scorer: Scorer, batch: Batch) -> Scored:
     """Return the true log-probability of each clean action token: by its own version's weights."""
-    return score_versions(scorer, batch, has_clean_behavior(batch))
+    return scorer.score_versions(batch, has_clean_behavior(batch))
 
 
 def packing_noise(scorer: Scorer, batch: Batch, logp: Tensor, version: int | None = None) -> float:

@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from unstale.config import EXACT_ROUTES, RunConfig
+from unstale.config import RunConfig
+from unstale.config.routes import exact_routes
 from unstale.durability.run_folder import plain
 from unstale.observe.report.gather import Exam, Gathered, histogram
 from unstale.observe.report.markup import Markup, el, join
@@ -183,7 +184,9 @@ def factors(run: Gathered) -> Markup:
             if run.route == "rollout"
             else "old_logp - behavior_logp mixes discrepancy and staleness on this page, wherever it says D or S."
         )
-        warning = el("p", told + f" Exact routes are {', '.join(EXACT_ROUTES)}.", class_="warning")
+        warning = el(
+            "p", told + f" Exact routes are {', '.join(exact_routes())}.", class_="warning"
+        )
     meaning = [
         el("div", el("dt", head), el("dd", text))
         for head, text in semantics(run.setting, exact_fraction(run))

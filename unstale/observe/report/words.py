@@ -6,54 +6,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from unstale.config import EXACT_ROUTES, staleness_bound
+from unstale.config import staleness_bound
+from unstale.config.routes import exact_routes, routes
 
 NONE = "—"
 """Stands where a number is missing."""
-
-ROUTES = {
-    "snapshot_old": (
-        "Exact. The weights of every version that a token still needs are kept, and each token is scored by the "
-        "version that sampled it. The two factors are cleanly apart."
-    ),
-    "old_logit_model": (
-        "Exact. A second model follows the sampling version and scores every turn before it moves on. The two "
-        "factors are cleanly apart."
-    ),
-    "interrupt_sync": (
-        "Exact. Before a step leaves a version, generation pauses and the trainer's own weights score all that it "
-        "sampled. The two factors are cleanly apart."
-    ),
-    "eager": (
-        "Exact where a turn was scored while the trainer's weights still were its version; the rest is the fallback's."
-    ),
-    "rollout": (
-        "Approximate. The engine's own number stands for old_logp, so log D is 0 by construction and log S holds "
-        "numerics and staleness together."
-    ),
-    "current_recompute": (
-        "Approximate. The weights at the start of the step stand for those that sampled, so old_logp - "
-        "behavior_logp mixes numerics with staleness, and log S sees only this step's own movement."
-    ),
-    "interp_prox_loglinear": (
-        "Approximate. A point between the engine's log-probability and the current policy's stands for old_logp, "
-        "so at one lag both factors are powers of one ratio and nothing is decoupled."
-    ),
-    "interp_prox_linear": (
-        "Approximate. A mean of the engine's probability and the current policy's stands for that of the weights "
-        "that sampled, so both factors follow one ratio."
-    ),
-    "ewma_prox": (
-        "Approximate. A moving average of the weights stands for those that sampled, so old_logp - behavior_logp "
-        "mixes numerics with whatever staleness the average misses."
-    ),
-    "ppo_ewma_async": (
-        "Approximate. A moving average of the weights, kept about as old as the data, stands for those that "
-        "sampled, so old_logp - behavior_logp mixes numerics with whatever staleness the average misses."
-    ),
-    "unknown": "Not known: the configuration could not be read.",
-}
-"""What stands in old_logp, by route."""
 
 
 def number(value: Any) -> float | None:
@@ -321,8 +278,7 @@ def censored(place: Mapping[str, Any]) -> str:
 
 def is_exact(setting: Any) -> bool:
     """Whether each token's old_logp is of the very version that sampled it, as `OldLogpsConfig.exact` has it."""
-    route = setting("old_logps.route")
-    return (setting("old_logps.fallback") if route == "eager" else route) in EXACT_ROUTES
+    return (setting("old_logps.fallback") or setting("old_logps.route")) in exact_routes()
 
 
 def factor_names(route: str, *, exact: bool) -> tuple[str, str]:
@@ -380,12 +336,16 @@ def _route_words(route: str, exact_share: float | None) -> str:
         if exact_share is None
         else f" Measured: exact for {percent(exact_share, 1)} of the tokens with an advantage."
     )
-    return (
-        ROUTES.get(
-            route, f"{route}: read its own page for what stands in place of the sampling version."
-        )
-        + share
-    )
+    return route_about(route) + share
+
+
+def route_about(route: str) -> str:
+    """Return what is taken as old_logp under a route."""
+    if route == "unknown":
+        return "Not known: the configuration could not be read."
+    if route not in routes():
+        return f"{route} is not a route of this version."
+    return routes()[route].docs.report
 
 
 def _control_words(setting: Any) -> str:

@@ -1,82 +1,44 @@
-"""Answers that are there before they are asked for: pieces scored while a model still held their version."""
+"""Log-probabilities of pieces that were scored before their batch was taken."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from unstale.model.prefix_tree import Packed
+from unstale.old_logps.scoring.queue import PieceKey, Pieces, by_key, key_of
 from unstale.old_logps.scoring.scorer import Scorer, Weights
 from unstale.records import Batch, PendingPiece
 
 
-class PieceKey(NamedTuple):
-    """Whose tokens, and from which position of the episode on."""
-
-    version: int
-    episode: int
-    start: int
-
-
-def key_of(piece: PendingPiece) -> PieceKey:
-    return PieceKey(piece.piece.version, piece.episode, piece.start)
-
-
 def score_pieces(
-    scorer: Scorer, pieces: Mapping[PieceKey, Sequence[int]], version: int | None = None
+    scorer: Scorer, pieces: Pieces, version: int | None = None
 ) -> tuple[dict[PieceKey, Tensor], int]:
     """Return log-probabilities of pieces at the weights of `version`, and the tokens forwarded.
 
-    Each piece comes with all tokens of its episode up to its own end. Those of one episode share one sequence: the
-    longest begins with all the others. How they are packed does not depend on the order in which they came.
+    Pieces of one episode share one sequence, because the longest begins with all the others. The
+    packing does not depend on the order in which the pieces came.
     """
     if not pieces:
         return {}, 0
-    longest: dict[int, Sequence[int]] = {}
-    for place, tokens in sorted(pieces.items()):
-        longest[place.episode] = max(longest.get(place.episode, ()), tokens, key=len)
-    offsets = tuple(accumulate(map(len, longest.values()), initial=0))
-    begins = dict(zip(longest, offsets[:-1], strict=True))
-    packed = Packed(
-        torch.tensor([token for tokens in longest.values() for token in tokens]), offsets
-    )
-    where = torch.zeros(len(packed.tokens), dtype=torch.bool)
-    spans = {
-        place: slice(begins[place.episode] + place.start, begins[place.episode] + len(tokens))
-        for place, tokens in pieces.items()
-    }
-    for span in spans.values():
-        where[span] = True
+    sequences: dict[int, Sequence[int]] = {}
+    for key, tokens in sorted(pieces.items()):
+        sequences[key.episode] = max(sequences.get(key.episode, ()), tokens, key=len)
+    offsets = tuple(accumulate(map(len, sequences.values()), initial=0))
+    begins = dict(zip(sequences, offsets[:-1], strict=True))
+    flat = [token for tokens in sequences.values() for token in tokens]
+    packed = Packed(torch.tensor(flat), offsets)
+    where = torch.zeros(len(flat), dtype=torch.bool)
+    spans = {}
+    for key, tokens in pieces.items():
+        begin = begins[key.episode]
+        spans[key] = slice(begin + key.start, begin + len(tokens))
+        where[spans[key]] = True
     scored = scorer.score(packed, where, version)
-    return {
-        place: scored.logp[span].clone() for place, span in spans.items()
-    }, scored.forward_tokens
-
-
-class ScoreQueue:
-    """Pieces of one version that wait to be scored, by episode: what an episode has is scored in one sequence."""
-
-    def __init__(self) -> None:
-        self._episodes: dict[int, dict[PieceKey, Sequence[int]]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._episodes)
-
-    def put(self, place: PieceKey, tokens: Sequence[int]) -> None:
-        self._episodes.setdefault(place.episode, {})[place] = tokens
-
-    def take(self, max_tokens: int) -> dict[PieceKey, Sequence[int]]:
-        """Remove about one forward pass: all pieces of the episodes that have waited longest."""
-        taken: dict[PieceKey, Sequence[int]] = {}
-        for episode, pieces in list(self._episodes.items()):
-            length = max(map(len, pieces.values()))
-            if taken and length > max_tokens:
-                break
-            taken |= self._episodes.pop(episode)
-            max_tokens -= length
-        return taken
+    logps = {key: scored.logp[span].clone() for key, span in spans.items()}
+    return logps, scored.forward_tokens
 
 
 class LogpCache:
@@ -91,7 +53,13 @@ class LogpCache:
         self._logps.update(logps)
         self._forward_tokens += forward_tokens
 
-    def score(self, pieces: Mapping[PieceKey, Sequence[int]], version: int | None = None) -> None:
+    def add_rows(self, rows: Iterable[Any], forward_tokens: int) -> None:
+        """Add log-probabilities that another process sent, as rows of a key and a list."""
+        dtype = self._scorer.dtype
+        logps = {PieceKey(*key): torch.tensor(values, dtype=dtype) for key, values in rows}
+        self.add(logps, forward_tokens)
+
+    def score(self, pieces: Pieces, version: int | None = None) -> None:
         """Score pieces by the weights of `version`, or by the trained weights if it is None."""
         logps, forward_tokens = score_pieces(self._scorer, pieces, version)
         self.add(logps, forward_tokens)
@@ -107,7 +75,7 @@ class LogpCache:
             return
         with self._scorer.reading(weights):
             for version, pieces in sorted(missing.items()):
-                self.score({key_of(piece): piece.tokens for piece in pieces}, version)
+                self.score(by_key(pieces), version)
 
     def lookup(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return log-probabilities `[T]`, and where they are known (`[T]` bool); 0 elsewhere.
@@ -134,6 +102,17 @@ class LogpCache:
             self._forward_tokens += scored.forward_tokens
         return torch.where(known, values, 0.0), known
 
+    def require(self, batch: Batch, *, why: str) -> Tensor:
+        """Return log-probabilities `[T]`. LookupError if a token of the batch was not scored."""
+        values, known = self.lookup(batch)
+        lost = batch.sampled & ~known
+        if lost.any():
+            versions = batch.version[lost].unique().tolist()
+            raise LookupError(
+                f"{int(lost.sum())} tokens of versions {versions} were never scored: {why}"
+            )
+        return values
+
     def keep(self, versions: Collection[int]) -> None:
         """Drop pieces of all other versions."""
         self._logps = {key: logp for key, logp in self._logps.items() if key.version in versions}
@@ -155,13 +134,3 @@ class LogpCache:
         places = state["places"].tolist()
         logps = state["logp"].split([length for *_, length in places])
         self._logps = {PieceKey(*key): logp for (*key, _), logp in zip(places, logps, strict=True)}
-
-
-def require_scored(batch: Batch, known: Tensor, *, why: str) -> None:
-    """Raise LookupError if a token of the batch was not scored."""
-    lost = batch.sampled & ~known
-    if lost.any():
-        versions = batch.version[lost].unique().tolist()
-        raise LookupError(
-            f"{int(lost.sum())} tokens of versions {versions} were never scored: {why}"
-        )

@@ -146,12 +146,19 @@ class Scorer(Protocol):
         """
         ...
 
-    def tour(self, versions: Collection[int]) -> list[int]:
-        """Sort `versions` so that scoring them in turn moves kept weights least."""
+    def score_versions(self, batch: Batch, where: Tensor, *, use_trained: bool = False) -> Scored:
+        """Return log-probabilities `[T]` of each token at `where` by the weights of its own version.
+
+        These are kept weights. With `use_trained`, tokens of the current version are scored by the
+        trained weights while they still are that version.
+        """
         ...
 
-    def keep_versions(self, make_store: MakeStore) -> None:
-        """Keep weights of past versions from now on, in what `make_store` makes. Called once."""
+    def keep_versions(self, make_store: MakeStore | None = None) -> None:
+        """Keep weights of past versions from now on, in a `VersionStore` or what `make_store` makes.
+
+        Called once.
+        """
         ...
 
     def put(self) -> None:
@@ -254,18 +261,22 @@ class LocalScorer:
     def score(self, batch: Batch | Packed, where: Tensor, version: int | None = None) -> Scored:
         return self._score(self._model(version), batch, where)
 
-    def tour(self, versions: Collection[int]) -> list[int]:
-        """Start at the end that is nearer to the version that the store is at."""
-        moves = sorted(versions)
-        if moves and self.store is not None:
-            at = self.store.at
-            if abs(moves[-1] - at) < abs(moves[0] - at):
-                moves.reverse()
-        return moves
+    def score_versions(self, batch: Batch, where: Tensor, *, use_trained: bool = False) -> Scored:
+        current = self.version if use_trained and self.at_version else None
+        logp = torch.zeros(len(batch.tokens), dtype=self.dtype)
+        forward_tokens = 0
+        versions = set(batch.version[where].tolist())
+        order = self._shortest_path(versions - {current})
+        for version in [*order, *versions.intersection({current})]:
+            of_version = where & (batch.version == version)
+            scored = self.score(batch, of_version, None if version == current else version)
+            logp = torch.where(of_version, scored.logp, logp)
+            forward_tokens += scored.forward_tokens
+        return Scored(logp, forward_tokens)
 
-    def keep_versions(self, make_store: MakeStore = VersionStore) -> None:
+    def keep_versions(self, make_store: MakeStore | None = None) -> None:
         self._stored = self.policy.twin()
-        self.store = make_store(self._stored.weights())
+        self.store = (make_store or VersionStore)(self._stored.weights())
 
     def put(self) -> None:
         self._require_store().put(self.version, self.policy.weights())
@@ -364,6 +375,15 @@ class LocalScorer:
         self._restore_s += time.perf_counter() - began
         return self._stored
 
+    def _shortest_path(self, versions: Collection[int]) -> list[int]:
+        """Sort versions from the end that is nearer to the version that the store is at."""
+        path = sorted(versions)
+        if path and self.store is not None:
+            at = self.store.at
+            if abs(path[-1] - at) < abs(path[0] - at):
+                path.reverse()
+        return path
+
     def _require_store(self) -> WeightStore:
         if self.store is None:
             raise LookupError("this scorer keeps no versions: call keep_versions first")
@@ -406,22 +426,3 @@ class _Reader:
             self._model.load_weights(self._weights(version))
             self._version = version
         return self._model
-
-
-def score_versions(
-    scorer: Scorer, batch: Batch, where: Tensor, *, current: int | None = None
-) -> Scored:
-    """Return log-probabilities `[T]` of each token of `where` by the weights of its own version.
-
-    Tokens of the version `current` are scored by the trained weights, and all others by kept weights.
-    """
-    logp = torch.zeros(len(batch.tokens), dtype=scorer.dtype)
-    forward_tokens = 0
-    versions = set(batch.version[where].tolist())
-    order = scorer.tour(versions - {current})
-    for version in [*order, *versions.intersection({current})]:
-        of_version = where & (batch.version == version)
-        scored = scorer.score(batch, of_version, None if version == current else version)
-        logp = torch.where(of_version, scored.logp, logp)
-        forward_tokens += scored.forward_tokens
-    return Scored(logp, forward_tokens)

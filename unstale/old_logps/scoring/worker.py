@@ -1,8 +1,8 @@
-"""The process of `old_logit_model`: one loop that reads messages, scores what its version sampled, and moves on.
+"""The process of `old_logit_model`: a loop that reads messages, scores pieces and loads versions.
 
-A version is loaded only once all pieces of the one before are scored: they come before it on the wire. Pieces of later
-versions wait. What is said waits here until it is read, so the loop never blocks on it. The process ends by itself
-when the other side is gone.
+A version is loaded only once all pieces of the one before are scored: they come before it on the
+wire. Pieces of later versions wait. Replies wait here until they are read, so the loop never blocks
+on them. The process ends when the other side closes the connection.
 """
 
 import json
@@ -14,7 +14,8 @@ from collections import deque
 import torch
 from safetensors.torch import load as unpack_tensors
 
-from unstale.old_logps.scoring.cache import PieceKey, ScoreQueue, score_pieces
+from unstale.old_logps.scoring.cache import score_pieces
+from unstale.old_logps.scoring.queue import PieceKey, ScoreQueue
 from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.weights.child_process import Frames, Header, pack
 
@@ -22,7 +23,7 @@ _READ_BYTES = 1 << 20
 
 
 def main(descriptor: int, options: str) -> None:
-    """Serve the route at the other end of the socket until it hangs up. `options` is JSON."""
+    """Serve the route at the other end of the socket. `options` is the JSON of `Scorer.export`."""
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     os.dup(descriptor)  # never closed: the other side sees the end only when there is an exit code
@@ -38,60 +39,58 @@ class _Worker:
         self._frames = Frames()
         self._loaded = -1
         self._pieces: dict[int, ScoreQueue] = {}
-        """By version."""
-        self._next: deque[tuple[int, bytes]] = deque()
+        """Pieces to score, by version."""
+        self._versions: deque[tuple[int, bytes]] = deque()
         """Versions to load, in order, with their weights."""
-        self._unsaid = bytearray()
+        self._replies = bytearray()
 
     def serve(self) -> None:
-        """Messages first, then one pass or one load, until the connection ends."""
+        """Read messages, then run one pass or load one version, until the connection ends."""
         while True:
-            busy = bool(self._pieces.get(self._loaded)) or bool(self._next)
-            asking = [self._connection] if self._unsaid else []
-            readable, writable, _ = select.select(
-                [self._connection], asking, [], 0 if busy else None
-            )
+            busy = bool(self._pieces.get(self._loaded)) or bool(self._versions)
+            writing = [self._connection] if self._replies else []
+            timeout = 0 if busy else None
+            readable, writable, _ = select.select([self._connection], writing, [], timeout)
             if readable and not self._receive():
                 return
-            late = min(self._pieces, default=self._loaded)
-            if late < self._loaded:
+            oldest = min(self._pieces, default=self._loaded)
+            if oldest < self._loaded:
                 raise RuntimeError(
-                    f"a piece of version {late} came when version {self._loaded} was loaded"
+                    f"a piece of version {oldest} came when version {self._loaded} was loaded"
                 )
             if writable:
-                del self._unsaid[: self._connection.send(self._unsaid)]
+                del self._replies[: self._connection.send(self._replies)]
             if self._pieces.get(self._loaded):
                 self._score(self._pieces[self._loaded])
-            elif self._next:
-                self._load(*self._next.popleft())
+            elif self._versions:
+                self._load(*self._versions.popleft())
 
     def _receive(self) -> bool:
-        """Take what has arrived. False at the end of the connection."""
+        """Read what has arrived. Return False at the end of the connection."""
         try:
             data = self._connection.recv(_READ_BYTES)
         except ConnectionResetError:
             return False
         for header, body in self._frames.feed(data):
             if header["op"] == "load":
-                self._next.append((header["version"], body))
+                self._versions.append((header["version"], body))
                 continue
-            for held, tokens in header["pieces"]:
-                place = PieceKey(*held)
-                self._pieces.setdefault(place.version, ScoreQueue()).put(place, tokens)
+            for fields, tokens in header["pieces"]:
+                key = PieceKey(*fields)
+                self._pieces.setdefault(key.version, ScoreQueue()).put(key, tokens)
         return bool(data)
 
-    def _score(self, backlog: ScoreQueue) -> None:
-        """About one pass over pieces of the loaded version."""
-        pieces = backlog.take(self._scorer.max_tokens)
-        answers, forward_tokens = score_pieces(self._scorer, pieces)
-        said = [[place, values.tolist()] for place, values in answers.items()]
-        self._say({"op": "answers", "answers": said, "forward_tokens": forward_tokens})
+    def _score(self, queue: ScoreQueue) -> None:
+        """Run about one pass over pieces of the loaded version."""
+        logps, forward_tokens = score_pieces(self._scorer, queue.take(self._scorer.max_tokens))
+        rows = [[key, logp.tolist()] for key, logp in logps.items()]
+        self._reply({"op": "answers", "answers": rows, "forward_tokens": forward_tokens})
 
     def _load(self, version: int, body: bytes) -> None:
         self._pieces.pop(self._loaded, None)
         self._scorer.policy.load_weights(unpack_tensors(body))
         self._loaded = version
-        self._say({"op": "loaded", "version": version})
+        self._reply({"op": "loaded", "version": version})
 
-    def _say(self, header: Header) -> None:
-        self._unsaid += pack(header)
+    def _reply(self, header: Header) -> None:
+        self._replies += pack(header)

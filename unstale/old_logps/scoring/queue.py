@@ -1,0 +1,51 @@
+"""Pieces that are to be scored. Importing this does not import torch."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from unstale.records import PendingPiece
+
+
+class PieceKey(NamedTuple):
+    """The key of a scored piece: version, episode and start offset in the episode."""
+
+    version: int
+    episode: int
+    start: int
+
+
+def key_of(piece: "PendingPiece") -> PieceKey:
+    return PieceKey(piece.piece.version, piece.episode, piece.start)
+
+
+Pieces = dict[PieceKey, Sequence[int]]
+"""Pieces by key, each with all tokens of its episode up to its own end."""
+
+
+def by_key(pieces: "Iterable[PendingPiece]") -> Pieces:
+    return {key_of(piece): piece.tokens for piece in pieces}
+
+
+class ScoreQueue:
+    """A queue of pieces of one version. All pieces of an episode are scored in one sequence."""
+
+    def __init__(self) -> None:
+        self._episodes: dict[int, Pieces] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._episodes)
+
+    def put(self, key: PieceKey, tokens: Sequence[int]) -> None:
+        self._episodes.setdefault(key.episode, {})[key] = tokens
+
+    def take(self, max_tokens: int) -> Pieces:
+        """Remove pieces for about one forward pass: those of the episodes that waited longest."""
+        taken: Pieces = {}
+        for episode, pieces in list(self._episodes.items()):
+            length = max(map(len, pieces.values()))
+            if taken and length > max_tokens:
+                break
+            taken |= self._episodes.pop(episode)
+            max_tokens -= length
+        return taken
