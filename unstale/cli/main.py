@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from unstale.cli import commands
-from unstale.cli.recipe_options import OPTION_NAMES, options_help, refuse_unknown, split_options
+from unstale.cli.recipe_options import option_names, options_help, refuse_unknown, split_options
 from unstale.config import ConfigError, nearest
 
 
@@ -68,7 +68,7 @@ class _Parser(argparse.ArgumentParser):
     def option_strings(self) -> list[str]:
         """The verb's own options and, if it has a recipe, those of the configuration."""
         own = [word for action in self._actions for word in action.option_strings]
-        of_recipe = [f"--{name}" for name in OPTION_NAMES]
+        of_recipe = [f"--{name}" for name in option_names()]
         return own + of_recipe if self.get_default("takes_options") else own
 
     def error(self, message: str) -> NoReturn:

@@ -12,7 +12,9 @@ from unstale.config.options import Option, field_docs, options, override, read_t
 from unstale.config.renamed import refuse_renamed
 from unstale.recipes import RECIPES
 
-OPTION_NAMES = tuple(name for name in options() if name != "recipe")
+
+def option_names() -> list[str]:
+    return [name for name in options() if name != "recipe"]
 
 
 def add_recipe(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
@@ -36,11 +38,12 @@ def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """
     rest: list[str] = []
     values: dict[str, Any] = {}
+    known = option_names()
     remaining = iter(words)
     for word in remaining:
         name, has_value, text = word.partition("=")
         name = name.removeprefix("--").replace("-", "_")
-        if not word.startswith("--") or name not in OPTION_NAMES:
+        if not word.startswith("--") or name not in known:
             rest.append(word)
             continue
         if not has_value:
@@ -55,7 +58,7 @@ def refuse_unknown(word: str, known: Sequence[str] = ()) -> NoReturn:
     """Raise `ConfigError` for a word that is no option, with its new name or similar ones."""
     name = word.partition("=")[0]
     refuse_renamed(name.removeprefix("--").replace("-", "_"), "command line")
-    known = known or [f"--{each}" for each in OPTION_NAMES]
+    known = known or [f"--{each}" for each in option_names()]
     raise ConfigError(f"unknown argument {word}{nearest(name, known)}")
 
 
