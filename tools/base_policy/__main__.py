@@ -1,4 +1,4 @@
-"""`python -m tools.base_policy`: make the shipped base policy again, or a short form of it."""
+"""Make the shipped base policy again, or a short version of it."""
 
 import argparse
 import shutil
@@ -19,15 +19,18 @@ def main() -> None:
     shipped = Path(unstale.__file__).parent / "recipes" / "base_policy"
     parser.add_argument("--out", type=Path, help="folder to write (default: the shipped one)")
     parser.add_argument(
-        "--steps", type=int, default=0, help="steps a stage, for a try; 0 runs the whole recipe"
+        "--steps",
+        type=int,
+        default=0,
+        help="steps per stage, for a short version; 0 runs the whole recipe",
     )
     options = parser.parse_args()
     if options.steps and not options.out:
-        parser.error("--steps makes a toy: say with --out where to put it")
+        parser.error("--steps makes a short version and needs --out FOLDER")
     out: Path = options.out or shipped
     start = time.perf_counter()
     recipe = shortened(SHIPPED, options.steps) if options.steps else SHIPPED
-    with tempfile.TemporaryDirectory() as made:  # an interrupted run leaves what was there before
+    with tempfile.TemporaryDirectory() as made:  # an interrupted run changes nothing
         make(recipe, Path(made))
         shutil.copytree(made, out, dirs_exist_ok=True)
     print(f"made in {(time.perf_counter() - start) / 60:.1f} min: {out}")

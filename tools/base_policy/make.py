@@ -1,4 +1,4 @@
-"""Make the shipped base policy: tokenizer, weights, recipe with its hash."""
+"""Make the shipped base policy: tokenizer, weights, and the recipe with its hash."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ from tools.base_policy.train import FAULTS, Place, Report, Stage, join, train_st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """All that decides what comes out, beside the code."""
+    """The settings that determine the policy, together with the code."""
 
     seed: int = 0
     vocab_size: int = 1024
@@ -39,7 +39,7 @@ class Recipe:
 
     @property
     def hash(self) -> str:
-        """Of the recipe and the numbers the code adds to it."""
+        """The hash of the recipe and of the constants in the code."""
         text = json.dumps(
             {"recipe": asdict(self), "faults": asdict(FAULTS), "init": [STD, GAIN]}, sort_keys=True
         )
@@ -47,17 +47,17 @@ class Recipe:
 
 
 SHIPPED = Recipe()
-"""What made `unstale/recipes/base_policy`."""
+"""The recipe of `unstale/recipes/base_policy`."""
 
 
 def shortened(recipe: Recipe, steps: int) -> Recipe:
-    """The same in kind, with so many small steps a stage, in one process."""
+    """Return the recipe with a few small steps per stage, in one process."""
     stages = tuple(replace(stage, steps=steps, tokens=512) for stage in recipe.stages)
     return replace(recipe, workers=1, stages=stages)
 
 
 def make(recipe: Recipe, folder: Path) -> dict[str, list[float]]:
-    """Write the model folder; returns every twentieth loss, by stage."""
+    """Write the model folder and return every twentieth loss by stage."""
     folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer(corpus(recipe.corpus), recipe.vocab_size).save_pretrained(folder)
     with tempfile.TemporaryDirectory() as meeting:
@@ -65,14 +65,14 @@ def make(recipe: Recipe, folder: Path) -> dict[str, list[float]]:
         if recipe.workers == 1:
             _work(0, *arguments)
         else:
-            os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads in the children
+            os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before torch loads in the children
             spawn(_work, arguments, nprocs=recipe.workers)
     losses: dict[str, list[float]] = json.loads((folder / "recipe.json").read_text())["losses"]
     return losses
 
 
 def _work(rank: int, recipe: Recipe, folder: str, meeting: str) -> None:
-    """One process's part."""
+    """Train in one of the processes; rank 0 saves the model."""
     place = Place(rank, recipe.workers)
     threads = torch.get_num_threads()
     join(place, meeting)
@@ -81,9 +81,8 @@ def _work(rank: int, recipe: Recipe, folder: str, meeting: str) -> None:
     losses: dict[str, list[float]] = {}
     with _progress(recipe.stages, quiet=rank > 0) as report:
         for stage in recipe.stages:
-            losses[stage.name] = train_stage(model, practice, stage, place=place, report=report)[
-                ::20
-            ]
+            every = train_stage(model, practice, stage, place=place, report=report)
+            losses[stage.name] = every[::20]
     if rank == 0:
         save(model, recipe, losses, Path(folder))
     torch.set_num_threads(threads)
@@ -93,7 +92,7 @@ def _work(rank: int, recipe: Recipe, folder: str, meeting: str) -> None:
 
 @contextmanager
 def _progress(stages: Sequence[Stage], *, quiet: bool) -> Iterator[Report]:
-    """A bar for all stages together."""
+    """Show one progress bar for all stages."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -115,7 +114,7 @@ def _progress(stages: Sequence[Stage], *, quiet: bool) -> Iterator[Report]:
 
 
 def save(model: nn.Module, recipe: Recipe, losses: dict[str, list[float]], folder: Path) -> None:
-    """The weights in bfloat16 and what they were made by, with the losses."""
+    """Save the weights in bfloat16, and the recipe with its losses."""
     deepcopy(model).to(torch.bfloat16).save_pretrained(folder)  # type: ignore[operator]
     thinned = {name: [round(loss, 4) for loss in values] for name, values in losses.items()}
     record = {

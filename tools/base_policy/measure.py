@@ -1,4 +1,4 @@
-"""How often a policy succeeds, and where it fails: whole episodes in lockstep, with Hugging Face `generate`."""
+"""Measure a policy's success and its errors with Hugging Face `generate`."""
 
 import asyncio
 from collections.abc import Sequence
@@ -22,16 +22,16 @@ class Played:
     success: bool
     done: bool
     malformed: int
-    """Calls that were no calls."""
+    """Tool calls that could not be parsed."""
     errors: int
-    """Calls the desk could not carry out."""
+    """Tool calls that the desk refused."""
     messages: tuple[Message, ...]
 
 
 def play(
     model: Any, tokenizer: Any, tasks: Sequence[Task], *, temperature: float, seed: int = 0
 ) -> list[Played]:
-    """Play these tasks of the demo's level; `temperature` 0 is greedy."""
+    """Play tasks of level 1; `temperature` 0 is greedy."""
     return asyncio.run(_play(model, tokenizer, tasks, (temperature, seed)))
 
 
@@ -43,24 +43,24 @@ async def _play(
     torch.manual_seed(how[1])
     envs = [taskset.env(task, 0) for task in tasks]
     turns = [await env.begin() for env in envs]
-    said = [list(turn.messages) for turn in turns]
+    messages_of = [list(turn.messages) for turn in turns]
     context = [list(chat.encode_prompt(turn.messages)) for turn in turns]
-    open_ = list(range(len(tasks)))
+    running = list(range(len(tasks)))
     for _ in range(14):
-        replies = _reply(model, tokenizer, [context[i] for i in open_], how[0])
-        for i, reply in zip(list(open_), replies, strict=True):
+        replies = _reply(model, tokenizer, [context[i] for i in running], how[0])
+        for i, reply in zip(list(running), replies, strict=True):
             message = chat.parse(reply)
             turns[i] = await envs[i].step(message)
-            said[i] += [message, *turns[i].messages]
+            messages_of[i] += [message, *turns[i].messages]
             if turns[i].done:
-                open_.remove(i)
+                running.remove(i)
                 continue
             ended = reply[-1:] == list(chat.stop_tokens)
             context[i] += [*reply, *chat.encode_continuation(turns[i].messages, ended=ended)]
-        if not open_:
+        if not running:
             break
     played = []
-    for task, turn, messages in zip(tasks, turns, said, strict=True):
+    for task, turn, messages in zip(tasks, turns, messages_of, strict=True):
         calls = [call for message in messages for call in message.tool_calls]
         malformed = sum(bool(call.error) for call in calls)
         success = turn.done and turn.rewards["success"] == 1.0
@@ -74,7 +74,7 @@ async def _play(
 def _reply(
     model: Any, tokenizer: Any, contexts: list[list[int]], temperature: float
 ) -> list[list[int]]:
-    """One reply to each context, in batches of like length."""
+    """Return one reply per context, in batches of similar length."""
     order = sorted(range(len(contexts)), key=lambda i: len(contexts[i]))
     replies: list[list[int]] = [[] for _ in contexts]
     for start in range(0, len(order), 128):
@@ -91,9 +91,13 @@ def _reply(
             else {"do_sample": False}
         )
         out = model.generate(
-            input_ids=tokens, attention_mask=mask, max_new_tokens=32, pad_token_id=pad,
-            eos_token_id=tokenizer.eos_token_id, **sampling,
-        )  # fmt: skip
+            input_ids=tokens,
+            attention_mask=mask,
+            max_new_tokens=32,
+            pad_token_id=pad,
+            eos_token_id=tokenizer.eos_token_id,
+            **sampling,
+        )
         for i, row in zip(rows, out[:, length:].tolist(), strict=True):
             end = (
                 row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else len(row)
@@ -103,10 +107,15 @@ def _reply(
 
 
 def table(played: Sequence[Played]) -> str:
-    """Success overall and by kind of request, and what went wrong in form."""
+    """Format the success, overall and by kind of request, and the numbers of errors."""
     kinds = sorted({episode.kind for episode in played})
-    lines = [f"success {_share(played)}; calls malformed {sum(e.malformed for e in played)}, refused by the desk "
-             f"{sum(e.errors for e in played)}; unfinished {sum(not e.done for e in played)}"]  # fmt: skip
+    malformed = sum(episode.malformed for episode in played)
+    refused = sum(episode.errors for episode in played)
+    unfinished = sum(not episode.done for episode in played)
+    lines = [
+        f"success {_share(played)}; calls malformed {malformed}, refused by the desk {refused}; "
+        f"unfinished {unfinished}"
+    ]
     for kind in kinds:
         lines.append(
             f"  {kind:20} {_share([episode for episode in played if episode.kind == kind])}"

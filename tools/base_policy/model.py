@@ -1,4 +1,4 @@
-"""The shipped policy's architecture and its first weights."""
+"""The architecture and the initial weights of the shipped policy."""
 
 from typing import Any
 
@@ -9,16 +9,17 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 HEAD = 32
 STD = 0.06
 GAIN = 1.5
-"""Of queries and keys: attention that is sharp from the start finds what it looks for sooner."""
+"""Initial norm weight of queries and keys: sharp attention learns look-ups sooner."""
 
 
 def make_model(tokenizer: Any, seed: int) -> Qwen3ForCausalLM:
-    """A Qwen3 of 1.1 million parameters with seeded weights, two heads of which begin by looking back.
+    """Return a seeded Qwen3 of 1.1 million parameters with two heads that attend backwards.
 
-    Looking up the number behind a name needs a head that looks one token back and, above it, one that looks for its
-    own token; the first is what takes long to appear from noise. Qwen3 has no biases, so every embedding begins with
-    the same large value in one place, which serves as one; and two heads of the first layer begin with queries and
-    keys, made from that value alone, that meet one and two tokens back. Training is free to change all of it.
+    To look up the number behind a name, a model needs a head that attends one token back and, in a
+    higher layer, one that attends to its own token. The first takes long to form from noise. Qwen3
+    has no biases, so every embedding has the same large value in one dimension. Two heads of the
+    first layer have queries and keys of that dimension alone; they attend one and two tokens back.
+    Training may change all of it.
     """
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -36,9 +37,8 @@ def make_model(tokenizer: Any, seed: int) -> Qwen3ForCausalLM:
         bos_token_id=None,
     )
     model = Qwen3ForCausalLM(config)
-    model.set_attn_implementation(
-        "eager"
-    )  # backward through short sequences is much faster so, on a CPU
+    # On a CPU, the backward pass through short sequences is much faster with eager attention.
+    model.set_attn_implementation("eager")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -53,13 +53,13 @@ def make_model(tokenizer: Any, seed: int) -> Qwen3ForCausalLM:
         attention.k_proj.weight[:HEAD] *= 0.1
         attention.q_proj.weight[: 2 * HEAD] *= 0.1
         attention.k_proj.weight[:HEAD, 0] = key
-        attention.q_proj.weight[:HEAD, 0] = _turned(key, -1)
-        attention.q_proj.weight[HEAD : 2 * HEAD, 0] = _turned(key, -2)
+        attention.q_proj.weight[:HEAD, 0] = _rotate(key, -1)
+        attention.q_proj.weight[HEAD : 2 * HEAD, 0] = _rotate(key, -2)
     return model
 
 
-def _turned(vector: Tensor, places: int) -> Tensor:
-    """The vector as rotary positions turn it when it moves by so many places."""
+def _rotate(vector: Tensor, places: int) -> Tensor:
+    """Rotate a vector as rotary positions do for a shift by `places`."""
     half = HEAD // 2
     angle = places / 10000.0 ** (torch.arange(half) / half)
     first, second = vector[:half], vector[half:]

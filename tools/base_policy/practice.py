@@ -1,9 +1,9 @@
-"""What the base policy practises on: look-ups without end, whole sessions, and demonstrations, right or partly faulty.
+"""Training examples of the base policy: look-ups, sessions, and demonstrations, correct or faulty.
 
-Copying a number is learnt late and all at once, and finding the number that belongs to a name later still; with one
-look-up in a sequence it is not learnt at all. So the first stage is dense: dozens of look-ups in a sequence, and loss
-on all text. What a demonstration adds is the course of a conversation and, where it is faulty, the habits that
-reinforcement learning then has to break.
+A small model learns late to copy a number, and later to find the number of a name; with one look-up
+per sequence it does not learn it. So the first stage has dozens of look-ups per sequence, with a
+loss on all text. Demonstrations add the course of a conversation. Faulty ones add errors that
+reinforcement learning can remove.
 """
 
 import json
@@ -29,7 +29,7 @@ from unstale.envs.retail.tools import ARGUMENTS, call_tool
 from unstale.envs.retail.wording import COLOURS, NAMES, PAYMENTS, QUESTIONS, TERSE_ANSWERS, WISHES
 
 OTHER_WEIGHT = 0.03
-"""Loss weight of text that is not the assistant's, in conversations."""
+"""Loss weight of text that the assistant did not write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Example:
 
 
 def transcript(level: int, split: str, index: int, faults: Faults = NO_FAULTS) -> list[Message]:
-    """A whole conversation of the scripted expert. The same as playing it in the environment, without waiting."""
+    """Return a conversation of the scripted expert, as the environment would play it."""
     facts = scenario(level, split, index)
     desk, customer = facts.desk.copy(), Customer(facts)
     messages = [Message("system", system_text(level)), Message("user", customer.opening())]
@@ -59,7 +59,7 @@ def transcript(level: int, split: str, index: int, faults: Faults = NO_FAULTS) -
 
 
 class Practice:
-    """Makes examples from seeds. `render` turns messages into text."""
+    """A maker of examples from seeds."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -75,7 +75,7 @@ class Practice:
         return self.conversation(transcript(1, split, index, faults))
 
     def drill(self, index: int) -> Example:
-        """Plain look-ups: a record, then its names with their numbers, again and again."""
+        """Return plain look-ups: a record, then its names with their numbers, repeated."""
         random = Random(f"drill/{index}")
         facts = scenario(1, "drill", index)
         order = random.choice(list(facts.desk.orders.values()))
@@ -88,19 +88,19 @@ class Practice:
             text += "\n" + variants_record(facts.desk, item)
         body = ", ".join(f"{name} {number}" for name, number in random.choices(pairs, k=30))
         known = self._tokenizer.encode(f"{text}\n", add_special_tokens=False)
-        asked = self._tokenizer.encode(f" {body}", add_special_tokens=False)
+        questions = self._tokenizer.encode(f" {body}", add_special_tokens=False)
         weights = [OTHER_WEIGHT] * len(known) + [
-            1.0 if token in self._digits else OTHER_WEIGHT for token in asked
+            1.0 if token in self._digits else OTHER_WEIGHT for token in questions
         ]
-        return Example((*known, *asked), tuple(weights))
+        return Example((*known, *questions), tuple(weights))
 
     def dictation(self, index: int, rounds: int = 8) -> Example:
-        """Look-ups as conversations need them: a customer names something, the call that follows holds its number."""
+        """Return look-ups in a conversation: a customer names an item, a call has its number."""
         random = Random(f"dictation/{index}")
         facts = scenario(1, "dictation", index)
         order = random.choice(list(facts.desk.orders.values()))
         payments = facts.desk.users[order.user].payments
-        messages = [Message("system", system_text(1)), *_opened(facts, order, random)]
+        messages = [Message("system", system_text(1)), *_opening(facts, order, random)]
         for _ in range(rounds):
             item = facts.desk.items[random.choice(order.items)]
             messages.append(Message("user", random.choice(TERSE_ANSWERS["item"]).format(item.name)))
@@ -116,7 +116,7 @@ class Practice:
         return self.conversation(messages)
 
     def session(self, index: int, rounds: int = 3) -> Example:
-        """One customer who wants one thing after another about one order: the same calls, many times."""
+        """Return a conversation with several requests about one order."""
         random = Random(f"session/{index}")
         facts = scenario(1, "session", index)
         order = random.choice(list(facts.desk.orders.values()))
@@ -131,7 +131,7 @@ class Practice:
         for place, wish in enumerate(wishes):
             messages.append(Message("user", random.choice(WISHES[wish])))
             if place == 0:
-                messages += _opened(facts, order, random)
+                messages += _opening(facts, order, random)
             messages += _round(facts, order, wish, random)
         return self.conversation(messages)
 
@@ -152,7 +152,7 @@ class Practice:
 
 
 def corpus(count: int) -> Iterator[str]:
-    """Text to train the tokenizer on: mostly the demo's level, some of the others. Between special tokens, by piece."""
+    """Yield text to train the tokenizer on, mostly of level 1, split at special tokens."""
     for index in range(count):
         for level in (1,) * 10 + (2, 3):
             for message in transcript(level, "corpus", index * 12 + level):
@@ -176,31 +176,31 @@ def corpus(count: int) -> Iterator[str]:
         yield "personal"
 
 
-def _opened(facts: Scenario, order: Order, random: Random) -> list[Message]:
-    said = random.choice(TERSE_ANSWERS["order"]).format(order.id)
+def _opening(facts: Scenario, order: Order, random: Random) -> list[Message]:
+    answer = random.choice(TERSE_ANSWERS["order"]).format(order.id)
     return [
         Message("assistant", QUESTIONS["order"]),
-        Message("user", said),
+        Message("user", answer),
         _call("get_order", order_id=order.id),
         Message("tool", order_record(facts.desk, order)),
     ]
 
 
-def _asked(kind: str, what: str, random: Random) -> list[Message]:
-    said = random.choice(TERSE_ANSWERS[kind]).format(what)
-    return [Message("assistant", QUESTIONS[kind]), Message("user", said)]
+def _question(kind: str, what: str, random: Random) -> list[Message]:
+    answer = random.choice(TERSE_ANSWERS[kind]).format(what)
+    return [Message("assistant", QUESTIONS[kind]), Message("user", answer)]
 
 
 def _round(facts: Scenario, order: Order, wish: str, random: Random) -> list[Message]:
-    """From a wish to the word that it is done, as the rules want it."""
+    """Return the messages of one request, from its details to its confirmation."""
     desk = facts.desk
     payments = desk.users[order.user].payments
     if wish == "redirect":
         point = str(random.randrange(10, 100))
         call = _call("redirect_order", order_id=order.id, point_id=point)
-        return [*_asked("point", point, random), call, *_ended("ok", "Done.")]
+        return [*_question("point", point, random), call, *_closing("ok", "Done.")]
     item = desk.items[random.choice(order.items)]
-    opened = _asked("item", item.name, random)
+    opened = _question("item", item.name, random)
     if wish == "exchange":
         variants = desk.variants(item)
         new = random.choice(variants)
@@ -212,26 +212,26 @@ def _round(facts: Scenario, order: Order, wish: str, random: Random) -> list[Mes
         return [
             *opened,
             *listed,
-            *_asked("colour", new.colour, random),
+            *_question("colour", new.colour, random),
             call,
-            *_ended("ok", "Done."),
+            *_closing("ok", "Done."),
         ]
     if item.terms == "final":
         return [
             *opened,
             _call("refuse", order_id=order.id, reason="final"),
-            *_ended("noted", "Sorry."),
+            *_closing("noted", "Sorry."),
         ]
     payment = random.choice(payments)
     if item.terms == "sale":
         payment = next(other for other in payments if other.kind == "gift")
     else:
-        opened += _asked("payment", payment.kind, random)
+        opened += _question("payment", payment.kind, random)
     call = _call("return_item", order_id=order.id, item_id=item.id, payment_id=payment.id)
-    return [*opened, call, *_ended("ok", "Done.")]
+    return [*opened, call, *_closing("ok", "Done.")]
 
 
-def _ended(answer: str, last: str) -> list[Message]:
+def _closing(answer: str, last: str) -> list[Message]:
     return [Message("tool", answer), Message("assistant", last)]
 
 

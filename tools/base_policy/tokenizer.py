@@ -1,4 +1,4 @@
-"""The desk's tokenizer: byte-level BPE under which the demo's numbers and names are one token, everywhere the same."""
+"""The base policy's tokenizer: byte-level BPE with one token per number and name of level 1."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,8 +11,9 @@ TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 PIECES = "|".join(
     (
-        r"\n\{\"name\": \"",  # the scaffolding of a call: one token each,
-        r"\", \"arguments\": \{\"[a-z_]+\":(?: \")?",  # so that a call costs little beside what it says
+        # The fixed text of a call is one token per piece, so that calls are short.
+        r"\n\{\"name\": \"",
+        r"\", \"arguments\": \{\"[a-z_]+\":(?: \")?",
         r", \"[a-z_]+\":(?: \")?",
         r"\"?\}\}\n",
         r"(?:system|user|assistant)\n",
@@ -22,7 +23,7 @@ PIECES = "|".join(
         r"\s+",
     )
 )
-"""How text is cut before merging. Digits go in pairs at most: a number of the demo's level is one token."""
+"""The pieces of text before merging. A number has at most two digits, so it is one token."""
 
 TEMPLATE = """\
 {%- macro calls(message) %}
@@ -60,11 +61,11 @@ TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
-"""Qwen's form. A small model cannot read schemas, so of the tools only the names are written."""
+"""Qwen's chat template, with only the names of tools: a small model cannot read schemas."""
 
 
 def make_tokenizer(corpus: Iterable[str], vocab_size: int) -> Any:
-    """Train the tokenizer on this text. The same text gives the same bytes."""
+    """Train the tokenizer; equal text gives an equal tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

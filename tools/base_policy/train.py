@@ -1,7 +1,7 @@
-"""Supervised training in stages: dense clean practice first, then partly faulty demonstrations.
+"""Supervised training in stages: first clean examples, then partly faulty demonstrations.
 
-Several processes of one thread each share the work, because a model this small gains nothing from a second thread:
-every one draws its own examples, and their gradients are averaged.
+Several processes with one thread each draw their own examples and average their gradients: a model
+this small is no faster with a second thread.
 """
 
 import os
@@ -21,40 +21,40 @@ from unstale.envs.retail import Faults
 FAULTS = Faults(
     status=0.6, account=0.6, final=0.65, sale=0.65, item=0.7, payment=0.65, variant=0.65, point=0.65, cancel=0.1
 )  # fmt: skip
-"""Most rules and look-ups are more often broken than kept, so that the greedy policy fails too; all are kept often
-enough for reinforcement learning to see what keeping them is worth."""
+"""Fault rates. Most are above one half, so that the greedy policy fails too. All are below 1, so
+that reinforcement learning sees correct behaviour."""
 
 
 Report = Callable[[str, int, float, float], None]
-"""Gets stage, step, loss and tokens per second."""
+"""Receives stage, step, loss and tokens per second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One stretch of training; its learning rate rises for 5% of the steps and then falls to zero."""
+    """A stage of training. Its learning rate rises for 5% of the steps, then falls to 0."""
 
     name: str
     steps: int
     learning_rate: float
     drills: float = 0.0
-    """Share of examples that are look-ups, plain and dictated in turn."""
+    """Share of examples that are look-ups, alternately plain and in conversations."""
     sessions: float = 0.0
     """Share of examples that are sessions; the rest are demonstrations."""
     faulty: bool = False
     tokens: int = 2048
-    """Per process and step, about."""
+    """Approximate number of tokens per process and step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which of how many processes this is."""
+    """The rank of a process and the number of processes."""
 
     rank: int = 0
     workers: int = 1
 
 
 def examples(practice: Practice, stage: Stage, place: Place) -> Iterator[Example]:
-    """Endless; which kind comes next, and what it is, follows from its number alone."""
+    """Yield examples without end; each depends on its index alone."""
     for index in count(place.rank, place.workers):
         share = (index // place.workers * 0.6180339887) % 1.0
         if share < stage.drills:
@@ -70,7 +70,7 @@ def examples(practice: Practice, stage: Stage, place: Place) -> Iterator[Example
 def batches(
     source: Iterator[Example], tokens: int, pool: int = 16
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """`[B, T]` tokens and loss weights, examples of like length together; about `tokens` of them in a batch."""
+    """Yield tokens and loss weights `[B, T]` of about `tokens` tokens, sorted by length."""
     generator = torch.Generator().manual_seed(0)
     while True:
         drawn: list[Example] = []
@@ -87,7 +87,7 @@ def batches(
 
 
 def pad(group: list[Example]) -> tuple[Tensor, Tensor]:
-    """Examples side by side, shorter ones filled up behind with tokens that weigh nothing."""
+    """Return tokens and loss weights `[B, T]` of examples, padded with weight 0."""
     length = max(len(example.tokens) for example in group)
     tokens = torch.zeros(len(group), length, dtype=torch.long)
     weights = torch.zeros(len(group), length)
@@ -98,7 +98,7 @@ def pad(group: list[Example]) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(model: nn.Module, tokens: Tensor, weights: Tensor) -> Tensor:
-    """Weighted mean of the next-token loss; padding lies behind each sequence and weighs nothing."""
+    """Return the weighted mean of the next-token loss."""
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
     each = nn.functional.cross_entropy(
         logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none"
@@ -122,7 +122,7 @@ def train_stage(
     place: Place = Place(),
     report: Report | None = None,
 ) -> list[float]:
-    """Train for a stage; returns this process's loss at every step."""
+    """Train for a stage and return this process's loss at every step."""
     optimizer = optimizer_for(model, stage.learning_rate)
     source = batches(examples(practice, stage, place), stage.tokens)
     losses: list[float] = []
@@ -161,7 +161,7 @@ def one_step(
 
 
 def join(place: Place, meeting: str) -> None:
-    """Take part in a group of processes that meet at this file."""
+    """Join a group of processes through the file `meeting`."""
     torch.set_num_threads(1)
     with suppress(RuntimeError):  # it can be set once in a process
         torch.set_num_interop_threads(1)
