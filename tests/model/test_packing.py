@@ -332,7 +332,7 @@ def test_a_twin_of_a_policy_that_runs_again_runs_its_own_layers() -> None:
 def test_a_model_without_layers_to_run_again_is_refused() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"trainer\.gradient_checkpointing: Linear has no layers that can be run again",
+        match=r"Linear has no layers that can be run again",
     ):
         checkpoint_layers(nn.Linear(2, 2))
 
@@ -492,8 +492,8 @@ def test_the_gradient_of_many_blocks_is_that_of_sdpa(
 
     def ours(*qkv: Tensor) -> Tensor:
         if by_segment:
-            return attention._attend_by_segment(*qkv, run, (None, None))
-        return attention._Attend.apply(*qkv, (run.segments, None))
+            return attention.attend_by_segment(*qkv, run, None, None)
+        return attention.attend_by_block(*qkv, run.segments, None)
 
     plain = learnt(
         partial(F.scaled_dot_product_attention, attn_mask=seen, enable_gqa=True), torch.float64
@@ -531,15 +531,14 @@ def test_attention_gives_every_tree_what_it_gets_alone_to_the_bit(
     run = build_prefix_tree(put(*(row for tree in trees for row in tree)), share=True)
     noise = torch.Generator().manual_seed(0)
     given = [torch.randn(1, each, len(run.tokens), 64, generator=noise).to(dtype) for each in heads]
-    together = attention._Attend.apply(*given, (run.segments, None))
-    parts = attention._parts(run.segments, True)
-    assert any(isinstance(queries, Tensor) for queries, *_ in parts) and any(
-        num > 3 for _, _, num, _ in parts
-    )
+    together = attention.attend_by_block(*given, run.segments, None)
+    calls = attention.attention_calls(run.segments, True)
+    assert any(isinstance(call.queries, Tensor) for call in calls)
+    assert any(call.num > 3 for call in calls)
     start = 0
     for tree in alone:
         own = [tensor[:, :, start : start + len(tree.tokens)] for tensor in given]
-        said = attention._Attend.apply(*own, (tree.segments, None))[:, :, : tree.num_tokens]
+        said = attention.attend_by_block(*own, tree.segments, None)[:, :, : tree.num_tokens]
         assert torch.equal(said, together[:, :, start : start + tree.num_tokens])
         start += tree.num_tokens
 

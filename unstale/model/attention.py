@@ -1,7 +1,8 @@
-"""Attention along a prefix tree."""
+"""Attention along the paths of a prefix tree, registered with transformers as `ATTENTION`."""
 
 from collections.abc import Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any
@@ -19,13 +20,12 @@ ATTENTION = "unstale_packed"
 """Name of the attention function that a packed model uses."""
 
 BLOCK = 128
-"""Queries on a processor that attend at once: above the diagonal, at most so much is computed in vain."""
+"""Queries of one causal block on a CPU. Half of a block's products are above the diagonal and wasted."""
+
+running: ContextVar[PrefixTree | None] = ContextVar("the tree of the current pass", default=None)
 
 
-running: ContextVar[PrefixTree | None] = ContextVar("the forest that this pass runs", default=None)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # or every forest would be compiled
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # or every tree would be compiled
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -34,7 +34,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention along the paths of the forest; outside a packed pass, transformers' own SDPA."""
+    """Attend along the paths of the current tree. Outside a packed pass use transformers' SDPA."""
     run = running.get()
     if run is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -43,20 +43,17 @@ def packed_attention(
     ]
     if unknown:
         raise NotImplementedError(
-            f"packed attention has no {', '.join(unknown)}, which {type(module).__name__} asks for"
+            f"packed attention has no {', '.join(unknown)}, which {type(module).__name__} needs"
         )
-    window, scale = options.get("sliding_window"), options.get("scaling")
+    scale = options.get("scaling")
+    window = options.get("sliding_window")
     if window is not None and all(s.depth + s.end - s.start <= window for s in run.segments):
         window = None
-    if (
-        window is None
-        and query.device.type == "cpu"
-        and query.shape[-1] == value.shape[-1]
-        and _flash()
-    ):
-        out = _Attend.apply(query, key, value, (run.segments, scale))
+    on_cpu = query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
+    if window is None and on_cpu and _flash():
+        out = attend_by_block(query, key, value, run.segments, scale)
     else:
-        out = _attend_by_segment(query, key, value, run, (scale, window))
+        out = attend_by_segment(query, key, value, run, scale, window)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -68,18 +65,83 @@ AttentionInterface.register(ATTENTION, packed_attention)
 AttentionMaskInterface.register(ATTENTION, packed_mask)
 
 
+def attend_by_block(
+    query: Tensor, key: Tensor, value: Tensor, segments: tuple[Segment, ...], scale: float | None
+) -> Tensor:
+    """Return attention `[1, heads, N, width]` on a CPU, from flash attention of `attention_calls`."""
+    out: Tensor = _BlockAttention.apply(query, key, value, (segments, scale))
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One call of flash attention: `num` blocks of queries, each on its block of keys."""
+
+    queries: slice | Tensor
+    keys: slice | Tensor
+    num: int
+    causal: bool
+
+
+@lru_cache(maxsize=4)
+def attention_calls(segments: tuple[Segment, ...], batched: bool) -> list[AttentionCall]:
+    """Return the calls whose sum is causal attention along every path.
+
+    Each token attends to (1) its own block causally, (2) its segment before the block, and (3) every
+    segment on its path. (1) comes first, as it covers every token and the others add to it.
+
+    With `batched`, blocks of one length are one call. Calls (2) and (3) are never batched: adding their
+    result rounds differently at the end of a tensor, and a query must get the same result whatever it is
+    packed with. With one head (not `batched`) each block is a call of its own, for the same reason: a
+    single block would be divided among threads, and round differently.
+    """
+    own_blocks: dict[int, list[int]] = {}
+    """Starts of the blocks by length."""
+    before_block = []
+    for segment in segments:
+        for start in range(segment.start, segment.end, BLOCK):
+            end = min(start + BLOCK, segment.end)
+            own_blocks.setdefault(end - start, []).append(start)
+            if start > segment.start:
+                earlier = slice(segment.start, start)
+                before_block.append(AttentionCall(slice(start, end), earlier, 1, causal=False))
+    own = []
+    for length, starts in own_blocks.items():
+        for together in [starts] if batched else [[start] for start in starts]:
+            index = _blocks_index(together, length)
+            own.append(AttentionCall(index, index, len(together), causal=True))
+    on_path = []
+    for segment in segments:
+        if segment.last > segment.end:  # all that continues a segment is one span
+            queries = slice(segment.end, segment.last)
+            keys = slice(segment.start, segment.end)
+            on_path.append(AttentionCall(queries, keys, 1, causal=False))
+    return own + before_block + on_path
+
+
+def _blocks_index(starts: Sequence[int], length: int) -> slice | Tensor:
+    """Return the index of blocks of one length: a slice where they are adjacent."""
+    if all(after - before == length for before, after in pairwise(starts)):
+        return slice(starts[0], starts[-1] + length)
+    return (torch.tensor(starts)[:, None] + torch.arange(length)).flatten()
+
+
 @cache
 def _flash() -> tuple[Any, ...]:
-    """Attention on a processor that tells its denominators, and its gradient. Nothing from a torch without them."""
+    """Return flash attention for CPUs, which also returns log denominators, and its gradient.
+
+    Empty for a version of torch that has none.
+    """
     name = "_scaled_dot_product_flash_attention_for_cpu"
-    known = [getattr(torch.ops.aten, each, None) for each in (name, f"{name}_backward")]
-    return tuple(known) if all(known) else ()
+    functions = [getattr(torch.ops.aten, each, None) for each in (name, f"{name}_backward")]
+    return tuple(functions) if all(functions) else ()
 
 
-class _Attend(torch.autograd.Function):
-    """On a processor: the softmax of each part comes with the logarithm of its denominator, which is what adds them up.
+class _BlockAttention(torch.autograd.Function):
+    """Flash attention summed over `attention_calls`.
 
-    The gradient of each part is formed from the sums, as in ring attention (arXiv 2310.01889).
+    Each call returns its softmax and the log of its denominator (lse), by which results are combined.
+    The gradient of each call is formed from the combined values, as in ring attention (arXiv 2310.01889).
     """
 
     @staticmethod
@@ -88,125 +150,107 @@ class _Attend(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        how: tuple[tuple[Segment, ...], float | None],
+        tree: tuple[tuple[Segment, ...], float | None],
     ) -> Tensor:
-        (segments, scale), (flash, _) = how, _flash()
+        segments, scale = tree
+        flash, _ = _flash()
         wide = torch.promote_types(query.dtype, torch.float32)
         batch, heads, length, width = query.shape
         out = query.new_empty(batch, length, heads, width, dtype=wide).transpose(1, 2)
         lse = query.new_empty(batch, length, heads, dtype=wide).transpose(1, 2)
-        for queries, keys, num, causal in _parts(segments, heads > 1):
-            given = _blocks(query, queries, num), _blocks(key, keys, num), _blocks(value, keys, num)
-            part, weight = (
-                _flat(each).to(wide) for each in flash(*given, 0.0, causal, scale=scale)
+        for call in attention_calls(segments, heads > 1):
+            results = flash(
+                _to_blocks(query, call.queries, call.num),
+                _to_blocks(key, call.keys, call.num),
+                _to_blocks(value, call.keys, call.num),
+                0.0,
+                call.causal,
+                scale=scale,
             )
-            if causal:
-                out[:, :, queries], lse[:, :, queries] = part, weight
+            part, part_lse = (_from_blocks(result).to(wide) for result in results)
+            if call.causal:  # the first result of these queries
+                out[:, :, call.queries] = part
+                lse[:, :, call.queries] = part_lse
                 continue
-            before = lse[:, :, queries]
-            total = torch.logaddexp(before, weight)
-            kept, added = (before - total).exp_()[..., None], (weight - total).exp_()[..., None]
-            out[:, :, queries].mul_(kept).addcmul_(part, added)
-            lse[:, :, queries] = total
+            before = lse[:, :, call.queries]
+            total = torch.logaddexp(before, part_lse)
+            kept = (before - total).exp_()[..., None]
+            added = (part_lse - total).exp_()[..., None]
+            out[:, :, call.queries].mul_(kept).addcmul_(part, added)
+            lse[:, :, call.queries] = total
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.how = how
+        ctx.tree = tree
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        (segments, scale), (_, flash_backward) = ctx.how, _flash()
-        given = query, key, value
-        grads = [torch.zeros_like(tensor, dtype=lse.dtype) for tensor in given]
-        for queries, keys, num, causal in _parts(segments, query.shape[1] > 1):
-            q, k, v = (
-                _blocks(query, queries, num),
-                _blocks(key, keys, num),
-                _blocks(value, keys, num),
+        segments, scale = ctx.tree
+        _, flash_backward = _flash()
+        inputs = query, key, value
+        totals = [torch.zeros_like(tensor, dtype=lse.dtype) for tensor in inputs]
+        for call in attention_calls(segments, query.shape[1] > 1):
+            gradients = flash_backward(
+                _to_blocks(grad, call.queries, call.num),
+                _to_blocks(query, call.queries, call.num),
+                _to_blocks(key, call.keys, call.num),
+                _to_blocks(value, call.keys, call.num),
+                _to_blocks(out, call.queries, call.num),
+                _to_blocks(lse, call.queries, call.num),
+                0.0,
+                call.causal,
+                scale=scale,
             )
-            asked, *said = (_blocks(tensor, queries, num) for tensor in (grad, out, lse))
-            found = flash_backward(asked, q, k, v, *said, 0.0, causal, scale=scale)
-            for total, part, where in zip(grads, found, (queries, keys, keys), strict=True):
-                total[:, :, where] += _flat(part)
-        return *(total.to(tensor.dtype) for total, tensor in zip(grads, given, strict=True)), None
+            places = call.queries, call.keys, call.keys
+            for total, gradient, place in zip(totals, gradients, places, strict=True):
+                total[:, :, place] += _from_blocks(gradient)
+        cast = (total.to(tensor.dtype) for total, tensor in zip(totals, inputs, strict=True))
+        return *cast, None
 
 
-def _blocks(tensor: Tensor, where: slice | Tensor, num: int) -> Tensor:
-    """Of `[1, heads, N, ...]`, so many of one length as `[num, heads, L, ...]`."""
-    return tensor[0, :, where].unflatten(1, (num, -1)).transpose(0, 1)
+def _to_blocks(tensor: Tensor, index: slice | Tensor, num: int) -> Tensor:
+    """Select tokens of `[1, heads, N, ...]` and return them as `[num, heads, length, ...]`."""
+    return tensor[0, :, index].unflatten(1, (num, -1)).transpose(0, 1)
 
 
-def _flat(blocks: Tensor) -> Tensor:
+def _from_blocks(blocks: Tensor) -> Tensor:
+    """Return `[num, heads, length, ...]` as `[1, heads, num * length, ...]`."""
     return blocks.transpose(0, 1).flatten(1, 2)[None]
 
 
-@lru_cache(maxsize=4)
-def _parts(
-    segments: tuple[Segment, ...], together: bool
-) -> list[tuple[slice | Tensor, slice | Tensor, int, bool]]:
-    """`(queries, keys, num, causal)`: blocks on themselves, each on its segment before it, what follows on that.
-
-    The first alone are many at once: what adds up the others rounds differently at the end of a tensor, and a query
-    shall get the same with whatever else it is packed. With one head each block is a call of its own: one alone would
-    be divided among the threads, and its products round differently.
-    """
-    blocks = [
-        (s, slice(at, min(at + BLOCK, s.end)))
-        for s in segments
-        for at in range(s.start, s.end, BLOCK)
-    ]
-    alike: dict[int, list[int]] = {}
-    for _, block in blocks:
-        alike.setdefault(block.stop - block.start, []).append(block.start)
-    calls = (
-        alike.items()
-        if together
-        else [(length, [s]) for length, starts in alike.items() for s in starts]
-    )
-    own = [(where := _where(at, length), where, len(at), True) for length, at in calls]
-    before = [
-        (block, slice(s.start, block.start), 1, False)
-        for s, block in blocks
-        if block.start > s.start
-    ]
-    return (
-        own
-        + before
-        + [
-            (slice(s.end, s.last), slice(s.start, s.end), 1, False)
-            for s in segments
-            if s.last > s.end
-        ]
-    )
-
-
-def _where(starts: Sequence[int], length: int) -> slice | Tensor:
-    """The spans of this length that start there."""
-    if all(after - before == length for before, after in pairwise(starts)):
-        return slice(starts[0], starts[-1] + length)
-    return (torch.tensor(starts)[:, None] + torch.arange(length)).flatten()
-
-
-def _attend_by_segment(
-    query: Tensor, key: Tensor, value: Tensor, run: PrefixTree, how: tuple[float | None, int | None]
+def attend_by_segment(  # noqa: PLR0913 - attention and its tree
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    run: PrefixTree,
+    scale: float | None,
+    window: int | None,
 ) -> Tensor:
-    """On any device, and with a window: segment after segment, the keys of its path before its own."""
-    (scale, window), outputs = how, []
-    for s in run.segments:
-        spans = [slice(*span) for span in (*s.path, (s.start, s.end))]
-        q, (k, v) = (
-            query[:, :, s.start : s.end],
-            (torch.cat([x[:, :, at] for at in spans], 2) for x in (key, value)),
-        )
-        mask, times = None, q.shape[1] // k.shape[1]
-        if s.depth or (window is not None and k.shape[2] > window):
-            mask = run.mask(q.shape[2], s.depth, window, q.device)
-            if times > 1:  # no fused kernel has both a mask and groups of heads
-                k, v, times = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1), 1
+    """Return attention `[1, heads, N, width]` on any device, one segment and its path after the other."""
+    outputs = []
+    for segment in run.segments:
+        spans = [slice(*span) for span in (*segment.path, (segment.start, segment.end))]
+        queries = query[:, :, segment.start : segment.end]
+        keys = torch.cat([key[:, :, span] for span in spans], 2)
+        values = torch.cat([value[:, :, span] for span in spans], 2)
+        mask = None
+        groups = queries.shape[1] // keys.shape[1]
+        if segment.depth or (window is not None and keys.shape[2] > window):
+            mask = run.mask(queries.shape[2], segment.depth, window, queries.device)
+            if groups > 1:  # no fused kernel has both a mask and groups of heads
+                keys = keys.repeat_interleave(groups, 1)
+                values = values.repeat_interleave(groups, 1)
+                groups = 1
         outputs.append(
             F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=times > 1
+                queries,
+                keys,
+                values,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=groups > 1,
             )
         )
     return torch.cat(outputs, 2)

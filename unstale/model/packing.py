@@ -1,9 +1,4 @@
-"""Packing: sequences end to end without padding, each token that siblings share run once, attention apart.
-
-A forward pass runs a forest of segments. A sequence is a path from a root to the end of a segment; siblings share the
-segments that they begin with. Segments lie in the order of a walk that goes down first, so that all which follow one in
-some sequence follow it immediately in the packing too: one span of queries attends to it.
-"""
+"""Packing: which sequences each forward pass runs."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -14,71 +9,85 @@ from torch import Tensor
 from unstale.model.prefix_tree import Packed, build_prefix_tree
 
 HEAD_ROWS = 4
-"""Times its budget of tokens, a pass asks for at most so many log-probabilities: siblings may ask about one token."""
+"""Log-probabilities that a pass computes at most, as a multiple of its token budget.
+
+Siblings may each need the log-probability of one shared token."""
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Positions grouped so that each group's lengths sum to at most `budget`: first fit, longest first.
+    """Group positions so that the lengths of a group sum to at most `budget`: first fit, longest first.
 
-    A single item longer than the budget gets a group of its own.
+    An item longer than the budget gets a group of its own.
 
     >>> pack([3, 8, 5, 2], budget=8)
     [[1], [2, 0], [3]]
     """
     groups: list[list[int]] = []
-    room: list[int] = []
+    left: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        for g, free in enumerate(room):
-            if lengths[i] <= free:
-                groups[g].append(i)
-                room[g] -= lengths[i]
-                break
-        else:
+        fits = next((g for g, free in enumerate(left) if lengths[i] <= free), None)
+        if fits is None:
             groups.append([i])
-            room.append(budget - lengths[i])
+            left.append(budget - lengths[i])
+        else:
+            groups[fits].append(i)
+            left[fits] -= lengths[i]
     return groups
 
 
 def pack_shared(packed: Packed, budget: int, wanted: Sequence[int]) -> list[list[int]]:
-    """`pack` for sequences that share, none of them empty: what a pass runs once counts once. Siblings stay together.
+    """`pack` for sequences that share beginnings: a shared token counts once, siblings stay together.
 
-    A tree that is larger than the budget is cut between two of its sequences, and its trunk is run on both sides. So
-    is one whose `wanted` tokens (of each sequence) are more than `HEAD_ROWS` times the budget.
+    None of the sequences is empty. `wanted` counts the log-probabilities each one needs. A tree larger
+    than the budget, or with more than `HEAD_ROWS * budget` wanted, is cut between two sequences; both
+    sides then run the trunk.
     """
-    rows = (
-        build_prefix_tree(packed, share=True).place.split(packed.lengths)
-        if len(packed.tokens)
-        else ()
-    )
+    if not len(packed.tokens):
+        return []
+    places = build_prefix_tree(packed, share=True).place.split(packed.lengths)
     units: list[list[int]] = []
-    sizes: list[tuple[int, int]] = []
-    before = torch.empty(0, dtype=torch.long)
-    for i in sorted(range(len(rows)), key=lambda i: int(rows[i][-1])):  # as the walk goes
-        length = min(len(rows[i]), len(before))
-        new = len(rows[i]) - int((rows[i][:length] == before[:length]).sum())
-        grown = (sizes[-1][0] + new, sizes[-1][1] + wanted[i]) if sizes else (0, 0)
-        if new < len(rows[i]) and grown[0] <= budget and grown[1] <= HEAD_ROWS * budget:
+    costs: list[int] = []
+    tokens = rows = 0
+    previous = torch.empty(0, dtype=torch.long)
+    for i in sorted(range(len(places)), key=lambda i: int(places[i][-1])):  # order of the tree
+        length = min(len(places[i]), len(previous))
+        new_tokens = len(places[i]) - int((places[i][:length] == previous[:length]).sum())
+        previous = places[i]
+        shares = new_tokens < len(places[i])
+        fits = tokens + new_tokens <= budget and rows + wanted[i] <= HEAD_ROWS * budget
+        if units and shares and fits:
             units[-1].append(i)
-            sizes[-1] = grown
+            tokens += new_tokens
+            rows += wanted[i]
+            costs[-1] = _cost(tokens, rows)
         else:
             units.append([i])
-            sizes.append((len(rows[i]), wanted[i]))
-        before = rows[i]
-    costs = [max(run, -(-asked // HEAD_ROWS)) for run, asked in sizes]
-    return [[i for unit in group for i in units[unit]] for group in pack(costs, budget)]
+            tokens = len(places[i])
+            rows = wanted[i]
+            costs.append(_cost(tokens, rows))
+    groups = []
+    for group in pack(costs, budget):
+        groups.append([i for unit in group for i in units[unit]])
+    return groups
+
+
+def _cost(tokens: int, rows: int) -> int:
+    """Return the share of the budget that a unit uses, in tokens."""
+    return max(tokens, -(-rows // HEAD_ROWS))
 
 
 def wanted_spans(spans: Sequence[tuple[int, int]], where: Tensor) -> list[tuple[int, int]]:
-    """The spans that hold a wanted token, each cut after its last."""
-    last = [
-        int(wanted[-1]) if len(wanted := where[start:end].nonzero()) else -1 for start, end in spans
-    ]
-    return [(start, start + at + 1) for (start, _), at in zip(spans, last, strict=True) if at >= 0]
+    """Return the spans that hold a wanted token (`where` `[T]` bool), each cut after its last one."""
+    cut_spans = []
+    for start, end in spans:
+        wanted = where[start:end].nonzero()
+        if len(wanted):
+            cut_spans.append((start, start + int(wanted[-1]) + 1))
+    return cut_spans
 
 
 def cut(tokens: Tensor, spans: Sequence[tuple[int, int]]) -> tuple[Packed, Tensor]:
-    """These spans as sequences, and the index of their tokens."""
+    """Return these spans as packed sequences, and the index of their tokens."""
     index = torch.cat([torch.empty(0, dtype=torch.long), *(torch.arange(*span) for span in spans)])
-    return Packed(
-        tokens[index], tuple(accumulate((end - start for start, end in spans), initial=0))
-    ), index
+    offsets = accumulate((end - start for start, end in spans), initial=0)
+    return Packed(tokens[index], tuple(offsets)), index

@@ -1,16 +1,21 @@
-"""Prefix trees."""
+"""Prefix trees: packed sequences in which a beginning that siblings share is run once.
 
-from collections.abc import Sequence
+A tree's nodes are segments of tokens. A sequence is a path from a root to the end of a segment. Segments
+are stored depth first, so everything that continues a segment follows it in one contiguous span, which
+attends to it in one call.
+"""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 MIN_SHARED = 16
-"""Tokens that siblings must have in common: a shorter beginning costs more to share than to run again."""
+"""Tokens that siblings must share. Sharing fewer costs more than running them twice."""
 
 ROUND = 32
-"""A pass runs a multiple of so many tokens."""
+"""Tokens that the length of a pass is a multiple of, so that shapes repeat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,124 +35,151 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens `[start, end)` of a pass. `[end, last)` are all that follow it in some sequence."""
+    """Tokens `[start, end)` of a pass. Its continuations, of all sequences, are `[end, last)`."""
 
     start: int
     end: int
     last: int
     path: tuple[tuple[int, int], ...] = ()
-    """The spans that precede it in its sequences."""
+    """The spans `(start, end)` before it in its sequences."""
 
     @property
     def depth(self) -> int:
+        """The number of tokens before it in its sequences."""
         return sum(end - start for start, end in self.path)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """What a pass runs: `[N]` tokens and their positions. Of `[T]` packed ones, `t` is run at `place[t]`.
+    """One forward pass: `[N]` tokens, their positions, and where `[T]` packed tokens are in it.
 
-    `follows` are those that are not the first of their sequence. `N` is rounded up to `ROUND`, so that the shapes of
-    passes repeat: the last segment may be nobody's.
+    `N` is a multiple of `ROUND`. The last segment may be padding that belongs to no sequence.
     """
 
     tokens: Tensor
     positions: Tensor
     place: Tensor
+    """`[T]`: packed token `t` is run at `place[t]`."""
     follows: Tensor
+    """`[T]` bool: False on the first token of each sequence."""
     segments: tuple[Segment, ...]
     num_tokens: int
-    """Without what was added to round."""
+    """Tokens without padding."""
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict, compare=False)
-    """Made for the first layer that asks: of so many queries after so many tokens, within a window."""
+    """Attention masks by `(queries, depth, window)`, shared by all layers."""
 
     def mask(self, queries: int, depth: int, window: int | None, device: torch.device) -> Tensor:
-        """`[queries, depth + queries]`: which keys each query attends to."""
+        """Return `[queries, depth + queries]` bool: the keys that each query attends to."""
         key = queries, depth, window
         if key not in self.masks:
-            seen = torch.ones(queries, depth + queries, dtype=torch.bool, device=device).tril(depth)
-            self.masks[key] = seen if window is None else seen.triu(depth + 1 - window)
+            causal = torch.ones(queries, depth + queries, dtype=torch.bool, device=device)
+            causal = causal.tril(depth)
+            self.masks[key] = causal if window is None else causal.triu(depth + 1 - window)
         return self.masks[key]
 
 
-_Path = tuple[tuple[int, int], ...]
-_Branch = tuple[list[int], _Path, int]
-"""Sequences that go on alike, the spans before that, and the tokens in those."""
-
-
-@dataclass(slots=True)
-class _Growing:
-    rows: list[Tensor]
-    place: list[Tensor]
-    tokens: list[Tensor] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
-    size: int = 0
-
-    def grow(self) -> None:
-        """All segments. What is to do is a stack: branches may nest as deep as they like."""
-        todo: list[int | _Branch] = self._branches(range(len(self.rows)), (), 0)
-        while todo:
-            at = todo.pop()
-            if isinstance(at, int):  # all that follows this segment is there
-                self.segments[at] = replace(self.segments[at], last=self.size)
-                continue
-            kin, path, depth = at
-            common = _common(self.rows, kin, depth)
-            start, end = self.size, self.size + common
-            self.size = end
-            self.tokens.append(self.rows[kin[0]][depth : depth + common])
-            for i in kin:
-                self.place[i][depth : depth + common] = torch.arange(start, end)
-            self.segments.append(Segment(start, end, end, path))
-            if len(kin) > 1:
-                todo += [
-                    len(self.segments) - 1,
-                    *self._branches(kin, (*path, (start, end)), depth + common),
-                ]
-
-    def _branches(self, members: Sequence[int], path: _Path, depth: int) -> "list[int | _Branch]":
-        """Of sequences that are alike up to `depth`, the last first."""
-        return [(kin, path, depth) for kin in reversed(_kin(self.rows, members, depth))]
-
-
 def build_prefix_tree(packed: Packed, *, share: bool) -> PrefixTree:
-    """Without `share` every sequence is a tree of its own. Trees and branches are in the order of the sequences."""
-    tokens, place = packed.tokens.cpu(), torch.arange(len(packed.tokens))
+    """Return the pass that runs these sequences, in their order. Without `share` no beginning is shared."""
+    tokens = packed.tokens.cpu()
+    place = torch.arange(len(tokens))
     follows = torch.ones(len(place), dtype=torch.bool)
     follows[[start for start, end in packed.spans() if end > start]] = False
     if share:
-        growing = _Growing(list(tokens.split(packed.lengths)), list(place.split(packed.lengths)))
-        growing.grow()
-        tokens, segments = torch.cat([tokens[:0], *growing.tokens]), growing.segments
+        builder = _Builder(tokens.split(packed.lengths), place.split(packed.lengths))
+        builder.build()
+        tokens = torch.cat([tokens[:0], *builder.tokens])
+        segments = builder.segments
     else:
         segments = [Segment(start, end, end) for start, end in packed.spans() if end > start]
-    run = len(tokens)
-    if more := -run % ROUND:
-        tokens = torch.cat([tokens, tokens.new_zeros(more)])
-        segments.append(Segment(run, run + more, run + more))
-    positions = torch.cat(
-        [tokens[:0], *(torch.arange(s.end - s.start) + s.depth for s in segments)]
+    num_tokens = len(tokens)
+    if padding := -num_tokens % ROUND:
+        tokens = torch.cat([tokens, tokens.new_zeros(padding)])
+        segments.append(Segment(num_tokens, num_tokens + padding, num_tokens + padding))
+    positions = [torch.arange(s.end - s.start) + s.depth for s in segments]
+    return PrefixTree(
+        tokens,
+        torch.cat([tokens[:0], *positions]),
+        place,
+        follows,
+        tuple(segments),
+        num_tokens,
     )
-    return PrefixTree(tokens, positions, place, follows, tuple(segments), run)
 
 
-def _kin(rows: Sequence[Tensor], members: Sequence[int], depth: int) -> list[list[int]]:
-    """Those among sequences alike up to `depth` that go on alike for at least `MIN_SHARED` tokens, in order."""
-    kin: dict[object, list[int]] = {}
-    for i in members:
-        opening = rows[i][depth : depth + MIN_SHARED]
-        if len(opening):
-            kin.setdefault(
-                opening.numpy().tobytes() if len(opening) == MIN_SHARED else i, []
-            ).append(i)
-    return list(kin.values())
+@dataclass(frozen=True, slots=True)
+class _Branch:
+    """Sequences that are equal up to `depth` and continue alike. Together they start a new segment."""
+
+    members: list[int]
+    path: tuple[tuple[int, int], ...]
+    depth: int
 
 
-def _common(rows: Sequence[Tensor], kin: Sequence[int], depth: int) -> int:
-    """Tokens that all of them have in common from `depth` on."""
-    length = min(len(rows[i]) for i in kin) - depth
-    first = rows[kin[0]][depth : depth + length]
-    for i in kin[1:]:
-        differ = (rows[i][depth : depth + len(first)] != first).nonzero()
-        first = first[: int(differ[0])] if len(differ) else first
-    return len(first)
+class _Builder:
+    """A depth-first walk that makes the segments, and writes each token's place into `places`."""
+
+    def __init__(self, sequences: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+        self._sequences = sequences
+        self._places = places
+        self.tokens: list[Tensor] = []
+        """The tokens of each segment."""
+        self.segments: list[Segment] = []
+        self._size = 0
+
+    def build(self) -> None:
+        # An explicit stack: branches may nest deeper than Python's recursion allows. A number on it
+        # is a segment whose continuations are complete when the walk returns to it.
+        stack: list[_Branch | int] = []
+        stack += self._branches(range(len(self._sequences)), (), 0)
+        while stack:
+            item = stack.pop()
+            if isinstance(item, int):
+                self.segments[item] = replace(self.segments[item], last=self._size)
+                continue
+            segment = self._add_segment(item)
+            if len(item.members) > 1:
+                stack.append(len(self.segments) - 1)
+                path = (*item.path, (segment.start, segment.end))
+                depth = item.depth + segment.end - segment.start
+                stack += self._branches(item.members, path, depth)
+
+    def _add_segment(self, branch: _Branch) -> Segment:
+        """Append the longest run of tokens that all members of the branch share."""
+        begin = branch.depth
+        end = begin + self._shared_length(branch)
+        segment = Segment(
+            self._size, self._size + end - begin, self._size + end - begin, branch.path
+        )
+        self._size = segment.end
+        self.tokens.append(self._sequences[branch.members[0]][begin:end])
+        for member in branch.members:
+            self._places[member][begin:end] = torch.arange(segment.start, segment.end)
+        self.segments.append(segment)
+        return segment
+
+    def _branches(
+        self, members: Iterable[int], path: tuple[tuple[int, int], ...], depth: int
+    ) -> list[_Branch]:
+        """Group sequences by their next `MIN_SHARED` tokens. The last comes first: a stack reverses them.
+
+        A sequence with fewer tokens left is a branch of its own; one that ends here is none.
+        """
+        groups: dict[object, list[int]] = {}
+        for member in members:
+            opening = self._sequences[member][depth : depth + MIN_SHARED]
+            if not len(opening):
+                continue
+            key = opening.numpy().tobytes() if len(opening) == MIN_SHARED else member
+            groups.setdefault(key, []).append(member)
+        return [_Branch(group, path, depth) for group in reversed(groups.values())]
+
+    def _shared_length(self, branch: _Branch) -> int:
+        """Count the tokens from `depth` on that all members have in common."""
+        first, *others = (self._sequences[member][branch.depth :] for member in branch.members)
+        length = len(first)
+        for other in others:
+            length = min(length, len(other))
+            differs = (other[:length] != first[:length]).nonzero()
+            if len(differs):
+                length = int(differs[0])
+        return length
