@@ -51,7 +51,6 @@ from rich.console import Console
 
 from benchmarks.tables import CONSOLE, columns, picture, ratios, row, spread, verdict, write
 from unstale import recipes
-from unstale.cli.grades import wilson
 from unstale.cli.session import train
 from unstale.config import (
     AuditConfig,
@@ -64,6 +63,7 @@ from unstale.durability.journal import Journal
 from unstale.durability.machine import cores
 from unstale.durability.run_folder import EVENTS, METRICS, RunFolder
 from unstale.envs.retail import RetailConfig
+from unstale.observe.statistics import wilson
 
 FILE = Path(__file__).parent / "workloads.toml"
 FASTER, NEAR = 2.8, 0.85

@@ -11,10 +11,11 @@ import pytest
 from tests.cli.test_cli import complaint
 from tests.rollout.test_episode import END, TASK, LetterChat, Tasks, awake, over, says
 from unstale.cli import main, session
-from unstale.cli.grades import Estimate, Grade, estimate, pass_at, wilson
+from unstale.cli.grades import EvalResult, TaskMean, mean_over_tasks, pass_at
 from unstale.config import EngineConfig, RolloutConfig
 from unstale.engines import SamplingParams
 from unstale.engines.scripted import ScriptedEngine
+from unstale.observe.statistics import wilson
 from unstale.rollout.episode import Rollout
 from unstale.rollout.evaluation import evaluate
 from unstale.rollout.generator import Generator
@@ -57,7 +58,7 @@ def test_more_than_was_attempted_cannot_be_told(k: int, attempts: int, successes
 
 
 def test_a_grade_is_a_mean_over_tasks() -> None:
-    grade = Grade((2, 1, 0, 0), attempts=2)
+    grade = EvalResult((2, 1, 0, 0), attempts=2)
     assert (grade.tasks, grade.success) == (4, 3 / 8)
     assert grade.average.interval == "bootstrap" and grade.average.low < 3 / 8 < grade.average.high
     both = grade.passed(2)  # with k attempts out of k a task is passed or not
@@ -68,25 +69,25 @@ def test_a_grade_is_a_mean_over_tasks() -> None:
 
 
 def test_an_attempt_that_failed_is_no_success_and_not_passed_over_in_silence() -> None:
-    grade = Grade.of([True, None, False, True, None, None], 2)
-    assert grade == Grade((1, 1, 0), attempts=2, failed=3) and grade.success == 1 / 3
+    grade = EvalResult.of([True, None, False, True, None, None], 2)
+    assert grade == EvalResult((1, 1, 0), attempts=2, failed=3) and grade.success == 1 / 3
     assert str(grade) == "3 tasks, 2 attempts each\n3 of 6 failed, which is no success"
-    assert str(Grade.of([False, True], 1)) == "2 tasks, 1 attempts each"
+    assert str(EvalResult.of([False, True], 1)) == "2 tasks, 1 attempts each"
 
 
 def test_wilson_has_a_width_where_nothing_was_seen() -> None:
     assert wilson(0.0, 4) == pytest.approx((0.0, 3.8416 / 7.8416))
     assert wilson(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
-    assert estimate([0.25] * 4) == Estimate(0.25, *wilson(0.25, 4), "Wilson")
+    assert mean_over_tasks([0.25] * 4) == TaskMean(0.25, *wilson(0.25, 4), "Wilson")
 
 
 def test_the_bootstrap_draws_tasks() -> None:
-    assert estimate([0.0, 0.5]) == Estimate(
+    assert mean_over_tasks([0.0, 0.5]) == TaskMean(
         0.25, 0.0, 0.5, "bootstrap"
     )  # means 0, 1/4, 1/2 with chances 1/4, 1/2, 1/4
-    many = estimate([0.25, 0.75] * 200)  # standard error 1/80
+    many = mean_over_tasks([0.25, 0.75] * 200)  # standard error 1/80
     assert (many.low, many.high) == pytest.approx((0.5 - 1.96 / 80, 0.5 + 1.96 / 80), abs=2e-3)
-    assert many == estimate([0.25, 0.75] * 200)
+    assert many == mean_over_tasks([0.25, 0.75] * 200)
 
 
 def test_attempts_at_a_task_differ_in_their_replies_alone() -> None:
@@ -132,9 +133,9 @@ def test_eval_shows_a_table(
 ) -> None:
     asked: list[tuple[Path, int]] = []
 
-    def grade(trained: Path, config: object, *, attempts: int) -> Grade:
+    def grade(trained: Path, config: object, *, attempts: int) -> EvalResult:
         asked.append((trained, attempts))
-        return Grade((4, 1, 0, 0), attempts, failed=3)
+        return EvalResult((4, 1, 0, 0), attempts, failed=3)
 
     monkeypatch.setattr(session, "evaluate", grade)
     with pytest.raises(SystemExit) as end:

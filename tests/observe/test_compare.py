@@ -20,16 +20,15 @@ from rich.console import Console
 from tests.support.fake_run import FakeClock, fake_config, fake_run
 from unstale.cli import compare as launcher
 from unstale.cli import main, recipe_options
-from unstale.cli.compare import Arm, Plan, Planned, compare, plan
+from unstale.cli.compare import Arm, ComparisonPlan, Planned, compare, plan
 from unstale.config import ConfigError, EvalConfig, OldLogpsConfig, RunConfig
 from unstale.durability.run_folder import RunLog, dumps
 from unstale.observe.report.compare import (
-    Budget,
     Comparison,
-    Estimate,
-    estimate,
+    SeedMean,
+    TrainingBudget,
+    mean_over_seeds,
     read_comparison,
-    t975,
 )
 from unstale.observe.report.compare_page import (
     UNCOUNTED,
@@ -42,17 +41,23 @@ from unstale.observe.report.compare_page import (
     tables,
     write_comparison,
 )
+from unstale.observe.statistics import student_t975
 
 
 def trial(
-    folder: Path, *, seed: int, exams: Sequence[float], step_s: float = 60.0, tokens: float = 50.0
+    folder: Path,
+    *,
+    seed: int,
+    evaluations: Sequence[float],
+    step_s: float = 60.0,
+    tokens: float = 50.0,
 ) -> None:
     """A finished run, evaluated before the first and after every step, each step taking `step_s` and `tokens`."""
     clock = FakeClock()
-    config = replace(fake_config(steps=len(exams) - 1, seed=seed), eval=EvalConfig(every=1))
+    config = replace(fake_config(steps=len(evaluations) - 1, seed=seed), eval=EvalConfig(every=1))
     with RunLog.create(folder, config, clock=clock) as log:
         clock.now = 100.0  # the engine starts
-        for step, success in enumerate(exams):
+        for step, success in enumerate(evaluations):
             if step:
                 clock.now += step_s
             with log.span("eval"):
@@ -81,12 +86,17 @@ def three_seeds(folder: Path) -> Comparison:
     for arm, values in finals.items():
         for seed, final in enumerate(values):
             step_s = 30.0 if (arm, seed) == ("ewma_prox", 0) else 60.0
-            trial(folder / f"{arm}-seed{seed}", seed=seed, exams=(0.4, 0.6, final), step_s=step_s)
+            trial(
+                folder / f"{arm}-seed{seed}",
+                seed=seed,
+                evaluations=(0.4, 0.6, final),
+                step_s=step_s,
+            )
     launched(folder)
     return read_comparison(folder)
 
 
-def values(found: Estimate | None) -> tuple[float, float | None, float | None, int]:
+def values(found: SeedMean | None) -> tuple[float, float | None, float | None, int]:
     assert found is not None
     return found.mean, found.low, found.high, found.n
 
@@ -104,21 +114,23 @@ def values(found: Estimate | None) -> tuple[float, float | None, float | None, i
     ],
 )
 def test_students_t(freedom: int, quantile: float) -> None:
-    assert t975(freedom) == pytest.approx(quantile, abs=2e-4)
+    assert student_t975(freedom) == pytest.approx(quantile, abs=2e-4)
 
 
 def test_an_interval_over_seeds() -> None:
     # sd 0.1 over 3 seeds: 4.3027 * 0.1 / sqrt(3) = 0.2484
-    assert values(estimate([0.6, 0.7, 0.8])) == pytest.approx((0.7, 0.4516, 0.9484, 3), abs=1e-4)
+    assert values(mean_over_seeds([0.6, 0.7, 0.8])) == pytest.approx(
+        (0.7, 0.4516, 0.9484, 3), abs=1e-4
+    )
     # sd 0.0158114 over 5 seeds: 2.7764 * 0.0158114 / sqrt(5) = 0.019632
-    assert values(estimate([0.50, 0.51, 0.52, 0.53, 0.54])) == pytest.approx(
+    assert values(mean_over_seeds([0.50, 0.51, 0.52, 0.53, 0.54])) == pytest.approx(
         (0.52, 0.500368, 0.539632, 5), abs=1e-5
     )
 
 
 def test_one_seed_has_no_interval_and_none_no_mean() -> None:
-    assert values(estimate([None, 0.7])) == (0.7, None, None, 1)
-    assert estimate([None]) is None
+    assert values(mean_over_seeds([None, 0.7])) == (0.7, None, None, 1)
+    assert mean_over_seeds([None]) is None
 
 
 def test_arms_are_compared_seed_by_seed(tmp_path: Path) -> None:
@@ -150,13 +162,13 @@ def test_only_seeds_that_both_arms_finished_are_paired(tmp_path: Path) -> None:
 
 def test_equal_wall_clock_is_the_quickest_runs_training_time(tmp_path: Path) -> None:
     found = three_seeds(tmp_path)
-    quickest = Budget(
+    quickest = TrainingBudget(
         "minutes", pytest.approx(1.0)
     )  # two steps of 30 s; starting and evaluating are not training
     assert found.smallest("minutes") == quickest
     assert [trial.minutes for trial in found.trials if trial.seed == 1] == pytest.approx([2.0, 2.0])
     ewma = next(arm for arm in found.arms if arm.name == "ewma_prox")
-    one, longer = Budget("minutes", 1.0), Budget("minutes", 1.5)
+    one, longer = TrainingBudget("minutes", 1.0), TrainingBudget("minutes", 1.5)
     assert [trial.after(one) for trial in ewma.finished] == pytest.approx([0.80, 0.6, 0.6])
     assert [trial.after(longer) for trial in ewma.finished[1:]] == pytest.approx([0.75, 0.65])
     assert ewma.finished[0].after(longer) is None
@@ -168,16 +180,19 @@ def test_equal_wall_clock_is_the_quickest_runs_training_time(tmp_path: Path) -> 
 def test_equal_tokens_is_what_the_run_with_the_fewest_trained_on(tmp_path: Path) -> None:
     for seed in range(2):
         trial(
-            tmp_path / f"good-seed{seed}", seed=seed, exams=(0.4, 0.6, 0.8), tokens=100 + 20 * seed
+            tmp_path / f"good-seed{seed}",
+            seed=seed,
+            evaluations=(0.4, 0.6, 0.8),
+            tokens=100 + 20 * seed,
         )
         trial(
-            tmp_path / f"lost-seed{seed}", seed=seed, exams=(0.4, 0.5, 0.1), tokens=400
+            tmp_path / f"lost-seed{seed}", seed=seed, evaluations=(0.4, 0.5, 0.1), tokens=400
         )  # long episodes, no end
     launched(tmp_path)
     found = read_comparison(tmp_path)
     good, lost = found.arms
     budget = found.smallest("tokens")
-    assert budget == Budget("tokens", 200.0)
+    assert budget == TrainingBudget("tokens", 200.0)
     assert [run.after(budget) for run in good.finished] == pytest.approx(
         [0.8, 0.6 + 0.2 * 80 / 120]
     )
@@ -199,10 +214,10 @@ def test_runs_that_did_not_count_their_tokens_are_not_compared_at_equal_ones(
     tmp_path: Path,
 ) -> None:
     for arm, tokens in (("a", 0.0), ("b", 50.0)):
-        trial(tmp_path / f"{arm}-seed0", seed=0, exams=(0.4, 0.6), tokens=tokens)
+        trial(tmp_path / f"{arm}-seed0", seed=0, evaluations=(0.4, 0.6), tokens=tokens)
     (uncounted, counted) = read_comparison(tmp_path).trials
-    assert uncounted.tokens is None and uncounted.after(Budget("tokens", 50.0)) is None
-    assert counted.after(Budget("tokens", 50.0)) == 0.6
+    assert uncounted.tokens is None and uncounted.after(TrainingBudget("tokens", 50.0)) is None
+    assert counted.after(TrainingBudget("tokens", 50.0)) == 0.6
     (tmp_path / "b-seed0").rename(tmp_path / "b")
     found = read_comparison(tmp_path)
     assert equal_tokens(found) is None
@@ -215,9 +230,9 @@ def test_runs_that_did_not_count_their_tokens_are_not_compared_at_equal_ones(
 def test_times_of_runs_that_shared_the_machine_are_left_out(
     tmp_path: Path, jobs: int | None, says: str
 ) -> None:
-    trial(tmp_path / "a-seed0", seed=0, exams=(0.4, 0.6))
+    trial(tmp_path / "a-seed0", seed=0, evaluations=(0.4, 0.6))
     launched(tmp_path)
-    trial(tmp_path / "b-seed0", seed=0, exams=(0.4, 0.6))
+    trial(tmp_path / "b-seed0", seed=0, evaluations=(0.4, 0.6))
     if jobs:
         launched(tmp_path, jobs=jobs)
     found = read_comparison(tmp_path)
@@ -227,8 +242,8 @@ def test_times_of_runs_that_shared_the_machine_are_left_out(
 
 
 def test_a_run_that_fell_to_under_half_of_its_best_collapsed(tmp_path: Path) -> None:
-    for seed, exams in enumerate([(0.4, 0.8, 0.39), (0.4, 0.8, 0.41)]):
-        trial(tmp_path / f"a-seed{seed}", seed=seed, exams=exams)
+    for seed, evaluations in enumerate([(0.4, 0.8, 0.39), (0.4, 0.8, 0.41)]):
+        trial(tmp_path / f"a-seed{seed}", seed=seed, evaluations=evaluations)
     (arm,) = read_comparison(tmp_path).arms
     assert [run.collapsed for run in arm.trials] == [True, False]
     assert arm.collapsed == 1
@@ -289,7 +304,7 @@ def configured(words: Sequence[str], recipe: str = "retail") -> RunConfig:
     return recipe_options.configure(main.parse(given))
 
 
-def planned(folder: Path, *arms: Arm, seeds: int = 2, base: Sequence[str] = ()) -> Plan:
+def planned(folder: Path, *arms: Arm, seeds: int = 2, base: Sequence[str] = ()) -> ComparisonPlan:
     arms = arms or (Arm.of_route("snapshot_old"), Arm.of_route("rollout"))
     base = (*base, "--steps=20", f"--runs={folder.parent}", f"--name={folder.name}")
     return plan(arms, seeds, base=base, configure=configured)
@@ -388,7 +403,7 @@ def fake_train(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
 
-def start(plan: Plan, *, jobs: int = 1) -> str:
+def start(plan: ComparisonPlan, *, jobs: int = 1) -> str:
     said = io.StringIO()
     compare(
         plan, jobs=jobs, command="unstale compare retail", console=Console(file=said, width=200)

@@ -246,15 +246,15 @@ def test_a_failed_run_says_why(tmp_path: Path) -> None:
 
 def test_the_outcome_comes_first_with_its_intervals(run: Path) -> None:
     text = report(run).text
-    exams = gather(run).exams
-    assert [exam.step for exam in exams] == [0, 20, 40]
+    evaluations = gather(run).evaluations
+    assert [evaluation.step for evaluation in evaluations] == [0, 20, 40]
     p, n, z = 0.434, 256, 1.959964
     spread = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     middle = (p + z * z / (2 * n)) / (1 + z * z / n)
-    assert exams[0].interval == pytest.approx((middle - spread, middle + spread), abs=1e-6)
+    assert evaluations[0].interval == pytest.approx((middle - spread, middle + spread), abs=1e-6)
     assert text.index("43.4%") < text.index("staleness, max")
     assert "95% interval 37.5% to 49.5%" in text
-    assert f"{100 * exams[-1].success:.1f}%" in text
+    assert f"{100 * evaluations[-1].success:.1f}%" in text
     assert "before training and after 40 steps" in text
 
 

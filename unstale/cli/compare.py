@@ -112,7 +112,7 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ComparisonPlan:
     """A comparison. `runs` stand in the order in which they are run: cut short, every arm has as many seeds (or one
     more)."""
 
@@ -128,7 +128,7 @@ def plan(
     *,
     base: Sequence[str],
     configure: Callable[[Sequence[str]], RunConfig],
-) -> Plan:
+) -> ComparisonPlan:
     """Every run, each configuration checked. `configure` turns words into a configuration of the recipe.
 
     All runs train the same number of steps: the recipe's limit in minutes is switched off. Where it evaluates only at
@@ -158,7 +158,7 @@ def plan(
         except ConfigError as error:
             raise ConfigError(f"arm {arm.name!r}: {error}") from error
         warnings[arm.name] = [str(warning) for warning in verdict.warnings]
-    return Plan(folder=folder, runs=tuple(runs), warnings=warnings)
+    return ComparisonPlan(folder=folder, runs=tuple(runs), warnings=warnings)
 
 
 def knob(word: str) -> str:
@@ -185,7 +185,7 @@ def _distinct(arms: Sequence[Arm]) -> None:
 
 
 def compare(
-    plan: Plan, *, jobs: int = 1, command: str = "", console: Console | None = None
+    plan: ComparisonPlan, *, jobs: int = 1, command: str = "", console: Console | None = None
 ) -> Path:
     """Run whatever of the plan has not finished, `jobs` at a time, and write the page: its path.
 
@@ -257,7 +257,7 @@ def _holds(run: Planned) -> bool:
     return ended(run.folder)[0] == "finished"
 
 
-def _remember(plan: Plan, command: str) -> None:
+def _remember(plan: ComparisonPlan, command: str) -> None:
     """Add to what was asked for: arms and seeds of an earlier command stay in the comparison."""
     path = plan.folder / PLAN
     before: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
@@ -278,7 +278,7 @@ class _Launcher:
     """Starts runs, one at a time on each share of the cores, and says how it goes."""
 
     def __init__(
-        self, plan: Plan, console: Console, *, shares: Sequence[Sequence[int]], lock: int
+        self, plan: ComparisonPlan, console: Console, *, shares: Sequence[Sequence[int]], lock: int
     ) -> None:
         self._plan, self._console, self._shares, self._lock = plan, console, shares, lock
         self._going: dict[str, Planned] = {}

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy
+from scipy.stats import bootstrap
+
+from unstale.observe.statistics import wilson
 
 RESAMPLES = 10_000
-CHUNK = 100
-"""Resamples at a time, for memory."""
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class TaskMean:
     """A mean over tasks, and how its interval was made."""
 
     value: float
@@ -27,7 +28,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Grade:
+class EvalResult:
     """How many of the `attempts` at each held-out task succeeded, and how many of all `failed`, without a verdict."""
 
     successes: tuple[int, ...]
@@ -35,8 +36,8 @@ class Grade:
     failed: int = 0
 
     @classmethod
-    def of(cls, graded: Sequence[bool | None], attempts: int) -> "Grade":
-        """Of what `examine` found, the attempts at a task side by side."""
+    def of(cls, graded: Sequence[bool | None], attempts: int) -> "EvalResult":
+        """Of what `evaluate` found, the attempts at a task side by side."""
         successes = (
             graded[at : at + attempts].count(True) for at in range(0, len(graded), attempts)
         )
@@ -59,13 +60,13 @@ class Grade:
         return self.average.value
 
     @property
-    def average(self) -> Estimate:
+    def average(self) -> TaskMean:
         """avg@k, k being all attempts: the mean success of an attempt."""
-        return estimate([count / self.attempts for count in self.successes])
+        return mean_over_tasks([count / self.attempts for count in self.successes])
 
-    def passed(self, k: int) -> Estimate:
+    def passed(self, k: int) -> TaskMean:
         """pass@k: the chance that at least one of k attempts at a task succeeds."""
-        return estimate(
+        return mean_over_tasks(
             [pass_at(k, attempts=self.attempts, successes=count) for count in self.successes]
         )
 
@@ -83,20 +84,17 @@ def pass_at(k: int, *, attempts: int, successes: int) -> float:
     return 1 - math.comb(attempts - successes, k) / math.comb(attempts, k)
 
 
-def estimate(values: Sequence[float]) -> Estimate:
+def mean_over_tasks(values: Sequence[float]) -> TaskMean:
     """The mean of one number per task, each between 0 and 1."""
     value = sum(values) / len(values)
     if len(set(values)) == 1 or set(values) <= {0.0, 1.0}:
-        return Estimate(value, *wilson(value, len(values)), "Wilson")
-    column, random = numpy.array(values), numpy.random.default_rng(0)
-    draws = [random.choice(column, (CHUNK, len(values))).mean(1) for _ in range(RESAMPLES // CHUNK)]
-    low, high = numpy.quantile(numpy.concatenate(draws), [0.025, 0.975])
-    return Estimate(value, float(low), float(high), "bootstrap")
-
-
-def wilson(share: float, number: int) -> tuple[float, float]:
-    """The 95% interval of a share of successes (Wilson 1927). For numbers between 0 and 1 of that mean, a wider one."""
-    z2 = 1.96**2
-    spread = math.sqrt(z2 * (share * (1 - share) / number + z2 / (4 * number * number)))
-    centre, scale = share + z2 / (2 * number), 1 + z2 / number
-    return (centre - spread) / scale, (centre + spread) / scale
+        return TaskMean(value, *wilson(value, len(values)), "Wilson")
+    interval = bootstrap(
+        (values,),
+        numpy.mean,
+        n_resamples=RESAMPLES,
+        batch=100,
+        method="percentile",
+        rng=numpy.random.default_rng(0),
+    ).confidence_interval
+    return TaskMean(value, float(interval.low), float(interval.high), "bootstrap")

@@ -25,7 +25,7 @@ from unstale.build import (
     build_rollout,
     build_sampler,
 )
-from unstale.cli.grades import Grade
+from unstale.cli.grades import EvalResult
 from unstale.cli.resume import begin, differences, load_resume_state, revive, stored
 from unstale.cli.survivors import write_survivors
 from unstale.config import ConfigError, RunConfig
@@ -289,7 +289,7 @@ async def _supervise(parts: RunComponents) -> bool:
 
 def evaluate(
     trained: Path, config: RunConfig, *, attempts: int = 1, console: Console | None = None
-) -> Grade:
+) -> EvalResult:
     """Held-out success of a run's policy, or of any model folder, on the recipe's tasks, `attempts` at each.
 
     Raises `ConfigError` for what is wrong beforehand and `RunFailed` when the machinery fails.
@@ -315,7 +315,7 @@ def evaluate(
                         rollout, again, seed=config.seed, progress=display.phase
                     )
 
-    return Grade.of(under_one_parent(grade()), attempts)
+    return EvalResult.of(under_one_parent(grade()), attempts)
 
 
 @asynccontextmanager

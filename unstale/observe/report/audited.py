@@ -11,8 +11,8 @@ from unstale.observe.report.markup import Markup, el
 from unstale.observe.report.plots import (
     Axis,
     Guides,
-    Line,
     Mark,
+    Series,
     hex_plot,
     legend,
     line_plot,
@@ -135,9 +135,9 @@ def _error_over_steps(run: Gathered) -> Markup:
     told = f"Mean |prox - old_logp| of a step's audited tokens: {tokens:,.0f} in all, for {amount(seconds)} s and "
     told += f"{amount(held / 1e6)} MB of copies."
     noise = thin(run.series("audit/logp_noise_rms"))
-    lines = [Line(name="error", colour="trainer", points=points)]
+    lines = [Series(name="error", colour="trainer", points=points)]
     if noise:
-        lines.append(Line(name="noise", colour="wait", points=noise))
+        lines.append(Series(name="noise", colour="wait", points=noise))
     axis = Axis(
         label="", low=0, high=1.12 * max(value for line in lines for _, value in line.points) or 1.0
     )
@@ -148,7 +148,7 @@ def _error_over_steps(run: Gathered) -> Markup:
 def _leaks_over_steps(run: Gathered) -> Markup:
     title = "Leaks over the run"
     lines = [
-        Line(name=name, colour=colour, points=thin(run.series(f"audit/{name}")))
+        Series(name=name, colour=colour, points=thin(run.series(f"audit/{name}")))
         for name, colour in (("staleness_leak", "s"), ("discrepancy_leak", "d"))
     ]
     drawn = [line for line in lines if line.points]

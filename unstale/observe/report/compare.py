@@ -20,6 +20,7 @@ from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, Row, RunFolde
 from unstale.observe.report.gather import step_of
 from unstale.observe.report.sections import flatten
 from unstale.observe.report.words import number
+from unstale.observe.statistics import student_t975
 
 PLAN, LAUNCHES = "plan.json", "launches.jsonl"
 EXACT = "snapshot_old"
@@ -33,32 +34,12 @@ KEPT, CLIPPED, EXACT_SHARE = (
 SERIES = (SUCCESS, STALENESS, KEPT, CLIPPED, EXACT_SHARE)
 TOKENS = "trainer/action_tokens"
 
-T975 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
-"""Student's t, 97.5% quantile, for 1 to 10 degrees of freedom."""
-
 Point = tuple[float, float]
 Unit = Literal["minutes", "tokens"]
 
 
-def t975(freedom: int) -> float:
-    """Student's t, 97.5% quantile: from the table, beyond it by Cornish and Fisher's expansion (error below 2e-4).
-
-    >>> t975(4), round(t975(20), 3), round(t975(120), 3)
-    (2.7764, 2.086, 1.98)
-    """
-    if freedom <= len(T975):
-        return T975[freedom - 1]
-    z, n = 1.959964, freedom
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return z + sum(term / n**power for power, term in enumerate(terms, start=1))
-
-
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class SeedMean:
     """A mean over `n` seeds; `low` and `high` are its 95% interval, None where one seed allows none."""
 
     n: int
@@ -71,10 +52,10 @@ class Estimate:
         return f"{self.mean:.3g}{between}, n = {self.n}"
 
 
-def estimate(values: Iterable[float | None]) -> Estimate | None:
+def mean_over_seeds(values: Iterable[float | None]) -> SeedMean | None:
     """Of the values that are there.
 
-    >>> print(estimate([0.5, None, 0.75, 1.0]))
+    >>> print(mean_over_seeds([0.5, None, 0.75, 1.0]))
     0.75 (0.129 to 1.371), n = 3
     """
     found = [value for value in values if value is not None]
@@ -82,10 +63,10 @@ def estimate(values: Iterable[float | None]) -> Estimate | None:
         return None
     n, mean = len(found), sum(found) / len(found)
     if n == 1:
-        return Estimate(1, mean, None, None)
+        return SeedMean(1, mean, None, None)
     error = math.sqrt(sum((value - mean) ** 2 for value in found) / (n - 1) / n)
-    half = t975(n - 1) * error
-    return Estimate(n, mean, mean - half, mean + half)
+    half = student_t975(n - 1) * error
+    return SeedMean(n, mean, mean - half, mean + half)
 
 
 def ended(folder: Path) -> tuple[str, str]:
@@ -103,7 +84,7 @@ def ended(folder: Path) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class TrainingBudget:
     """So much training, by the clock or in action tokens: where runs of the same number of steps differ."""
 
     unit: Unit
@@ -111,7 +92,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Exam:
+class TrialEvaluation:
     """Held-out success after `step` steps, `minutes` of training and `tokens` trained on."""
 
     step: int
@@ -134,7 +115,7 @@ class Trial:
     """Of training."""
     tokens: float | None
     """Action tokens trained on; None where they were not recorded."""
-    exams: tuple[Exam, ...]
+    evaluations: tuple[TrialEvaluation, ...]
     series: Mapping[str, list[Point]]
     """`(step, value)` by metric."""
     launch: Row
@@ -146,11 +127,11 @@ class Trial:
 
     @property
     def final(self) -> float | None:
-        return self.exams[-1].success if self.exams else None
+        return self.evaluations[-1].success if self.evaluations else None
 
     @property
     def best(self) -> float | None:
-        return max((exam.success for exam in self.exams), default=None)
+        return max((evaluation.success for evaluation in self.evaluations), default=None)
 
     @property
     def collapsed(self) -> bool:
@@ -166,18 +147,22 @@ class Trial:
     def mean(self, name: str) -> float | None:
         return _mean([value for _, value in self.series[name]])
 
-    def all(self, unit: Unit) -> Budget | None:
+    def all(self, unit: Unit) -> TrainingBudget | None:
         """What the run took to its end."""
         total = self.minutes if unit == "minutes" else self.tokens
-        return None if total is None else Budget(unit, total)
+        return None if total is None else TrainingBudget(unit, total)
 
-    def after(self, budget: Budget) -> float | None:
+    def after(self, budget: TrainingBudget) -> float | None:
         """Held-out success after so much training: on the line between two evaluations.
 
         None outside of what was measured.
         """
         return between(
-            [(getattr(exam, budget.unit), exam.success) for exam in self.exams], budget.amount
+            [
+                (getattr(evaluation, budget.unit), evaluation.success)
+                for evaluation in self.evaluations
+            ],
+            budget.amount,
         )
 
 
@@ -205,7 +190,7 @@ def read_trial(folder: Path, arm: str, seed: int, launch: Row) -> Trial:
     events = list(run.rows(EVENTS)) if run else []
     at, trained = _training_minutes(rows, events), _trained_tokens(rows)
     pairs = {name: [(step_of(row), number(row.get(name))) for row in rows] for name in SERIES}
-    exams = [(step_of(row), number(row.get("eval/success_rate"))) for row in rows]
+    evaluations = [(step_of(row), number(row.get("eval/success_rate"))) for row in rows]
     return Trial(
         arm=arm,
         seed=seed,
@@ -215,9 +200,9 @@ def read_trial(folder: Path, arm: str, seed: int, launch: Row) -> Trial:
         config=run.config() if run else {},
         minutes=max(at.values(), default=None),
         tokens=max(trained.values(), default=0.0) or None,
-        exams=tuple(
-            Exam(step, at.get(step, 0.0), trained[step], value)
-            for step, value in exams
+        evaluations=tuple(
+            TrialEvaluation(step, at.get(step, 0.0), trained[step], value)
+            for step, value in evaluations
             if value is not None
         ),
         series={name: [(x, y) for x, y in found if y is not None] for name, found in pairs.items()},
@@ -237,9 +222,11 @@ def _training_minutes(rows: Sequence[Row], events: Sequence[Row]) -> dict[int, f
     ]
     waits = [start for lane, start, _ in spans if lane == "wait"]
     begin = next((time for step, time in timed if step == 0), min(waits, default=0.0))
-    exams = [(start, end) for lane, start, end in spans if lane == "eval" and start >= begin]
+    evaluations = [(start, end) for lane, start, end in spans if lane == "eval" and start >= begin]
     return {
-        step: (time - begin - sum(min(end, time) - start for start, end in exams if start < time))
+        step: (
+            time - begin - sum(min(end, time) - start for start, end in evaluations if start < time)
+        )
         / 60
         for step, time in timed
     }
@@ -271,8 +258,8 @@ class ArmResult:
     def collapsed(self) -> int:
         return sum(trial.collapsed for trial in self.finished)
 
-    def mean(self, name: str) -> Estimate | None:
-        return estimate(trial.mean(name) for trial in self.finished)
+    def mean(self, name: str) -> SeedMean | None:
+        return mean_over_seeds(trial.mean(name) for trial in self.finished)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,7 +284,7 @@ class Comparison:
     def reference(self) -> ArmResult:
         return next((arm for arm in self.arms if arm.name == EXACT), self.arms[0])
 
-    def smallest(self, unit: Unit) -> Budget | None:
+    def smallest(self, unit: Unit) -> TrainingBudget | None:
         """What every finished run has reached: all that the one with the least of it took."""
         totals = [total for trial in self.finished if (total := trial.all(unit))]
         return min(totals, key=lambda total: total.amount, default=None)
@@ -323,19 +310,19 @@ class Comparison:
         """What `launches.jsonl` says under this name, of all runs."""
         return sorted({str(trial.launch[name]) for trial in self.trials if trial.launch.get(name)})
 
-    def versus(self, arm: ArmResult, budget: Budget | None = None) -> Estimate | None:
+    def versus(self, arm: ArmResult, budget: TrainingBudget | None = None) -> SeedMean | None:
         """Held-out success of `arm` less that of the reference, by seed: at the end, or after so much training."""
         if arm is self.reference:
             return None
         theirs = {trial.seed: _success(trial, budget) for trial in self.reference.finished}
         pairs = [(_success(trial, budget), theirs.get(trial.seed)) for trial in arm.finished]
-        return estimate(
+        return mean_over_seeds(
             ours - other for ours, other in pairs if ours is not None and other is not None
         )
 
-    def success(self, arm: ArmResult, budget: Budget | None = None) -> Estimate | None:
+    def success(self, arm: ArmResult, budget: TrainingBudget | None = None) -> SeedMean | None:
         """Held-out success, at the end, or after so much training."""
-        return estimate(_success(trial, budget) for trial in arm.finished)
+        return mean_over_seeds(_success(trial, budget) for trial in arm.finished)
 
     def settings(self, name: str) -> list[Any]:
         """The values that a knob has in the runs."""
@@ -354,7 +341,7 @@ class Comparison:
         }
 
 
-def _success(trial: Trial, budget: Budget | None) -> float | None:
+def _success(trial: Trial, budget: TrainingBudget | None) -> float | None:
     return trial.final if budget is None else trial.after(budget)
 
 

@@ -15,20 +15,20 @@ from unstale.observe.report.compare import (
     STALENESS,
     SUCCESS,
     ArmResult,
-    Budget,
     Comparison,
-    Estimate,
     Point,
+    SeedMean,
+    TrainingBudget,
     Trial,
     Unit,
-    estimate,
     grouped,
+    mean_over_seeds,
     read_comparison,
 )
 from unstale.observe.report.figures import figure, gap
 from unstale.observe.report.markup import Markup, el
 from unstale.observe.report.page import document
-from unstale.observe.report.plots import FULL, HALF, Axis, Line, legend, line_plot, smooth, thin
+from unstale.observe.report.plots import FULL, HALF, Axis, Series, legend, line_plot, smooth, thin
 from unstale.observe.report.sections import bar, section
 from unstale.observe.report.words import NONE, amount, percent
 
@@ -60,9 +60,9 @@ def tenths(share: float | None) -> str:
     return percent(share, 1)
 
 
-def spread(found: Estimate | None, show: Callable[[float], str] = tenths) -> str:
+def spread(found: SeedMean | None, show: Callable[[float], str] = tenths) -> str:
     """
-    >>> spread(Estimate(3, 0.7, 0.45, 0.95)), spread(Estimate(1, 0.7, None, None)), spread(None)
+    >>> spread(SeedMean(3, 0.7, 0.45, 0.95)), spread(SeedMean(1, 0.7, None, None)), spread(None)
     ('70.0% (45.0% to 95.0%)', '70.0%', '—')
     """
     if found is None:
@@ -105,8 +105,8 @@ def equal_steps(found: Comparison) -> Table:
             _count(versus),
         ]
         best, late = (
-            estimate(run.best for run in arm.finished),
-            estimate(run.late for run in arm.finished),
+            mean_over_seeds(run.best for run in arm.finished),
+            mean_over_seeds(run.late for run in arm.finished),
         )
         row += [
             tenths(best.mean if best else None),
@@ -129,13 +129,15 @@ def equal_clock(found: Comparison) -> Table | None:
     return _after(found, budget) if budget else None
 
 
-def _after(found: Comparison, budget: Budget) -> Table:
+def _after(found: Comparison, budget: TrainingBudget) -> Table:
     show, words = UNITS[budget.unit]
     head = ("arm", "runs", f"success after {show(budget.amount)} {words}")
     rows = []
     for arm in found.arms:
         success, versus = found.success(arm, budget), found.versus(arm, budget)
-        took = estimate(total.amount for trial in arm.finished if (total := trial.all(budget.unit)))
+        took = mean_over_seeds(
+            total.amount for trial in arm.finished if (total := trial.all(budget.unit))
+        )
         row = (arm.name, _count(success), spread(success), spread(versus, points), _count(versus))
         rows.append((*row, show(took.mean) if took else NONE))
     return Table(
@@ -148,7 +150,7 @@ def lengths(found: Comparison) -> str:
     means = [
         (e.mean, arm.name)
         for arm in found.arms
-        if (e := estimate(trial.tokens for trial in arm.finished))
+        if (e := mean_over_seeds(trial.tokens for trial in arm.finished))
     ]
     if not means:
         return UNCOUNTED
@@ -176,7 +178,7 @@ def _runs(arm: ArmResult) -> str:
     return f"{len(arm.finished)} of {len(arm.trials)}"
 
 
-def _count(found: Estimate | None) -> str:
+def _count(found: SeedMean | None) -> str:
     return str(found.n) if found else NONE
 
 
@@ -305,8 +307,8 @@ def results(found: Comparison) -> Mapping[str, Any]:
             "collapsed": arm.collapsed,
             "final": found.success(arm),
             "final_less_reference": found.versus(arm),
-            "best": estimate(trial.best for trial in arm.finished),
-            "late_training": estimate(trial.late for trial in arm.finished),
+            "best": mean_over_seeds(trial.best for trial in arm.finished),
+            "late_training": mean_over_seeds(trial.late for trial in arm.finished),
             "equal_tokens": tokens and found.success(arm, tokens),
             "equal_tokens_less_reference": tokens and found.versus(arm, tokens),
             "equal_minutes": minutes and found.success(arm, minutes),
@@ -341,7 +343,7 @@ def _data(trial: Trial) -> Mapping[str, Any]:
         "best",
         "late",
         "collapsed",
-        "exams",
+        "evaluations",
     )
     return {name: getattr(trial, name) for name in names}
 
@@ -441,7 +443,7 @@ Curve = tuple[str, str, Sequence[Point], Sequence[Point]]
 
 
 def _curves(
-    found: Comparison, of: Callable[[ArmResult], Sequence[tuple[float, Estimate]]]
+    found: Comparison, of: Callable[[ArmResult], Sequence[tuple[float, SeedMean]]]
 ) -> list[Curve]:
     curves: list[Curve] = []
     for position, arm in enumerate(found.arms):
@@ -457,22 +459,27 @@ def _curves(
     return curves
 
 
-def _by_step(arm: ArmResult) -> list[tuple[float, Estimate]]:
+def _by_step(arm: ArmResult) -> list[tuple[float, SeedMean]]:
     """Where all finished runs of the arm were evaluated."""
-    runs = [{exam.step: exam.success for exam in trial.exams} for trial in arm.finished]
+    runs = [
+        {evaluation.step: evaluation.success for evaluation in trial.evaluations}
+        for trial in arm.finished
+    ]
     steps = sorted(set.intersection(*map(set, runs))) if runs else []
     return [
-        (float(step), found) for step in steps if (found := estimate(run[step] for run in runs))
+        (float(step), found)
+        for step in steps
+        if (found := mean_over_seeds(run[step] for run in runs))
     ]
 
 
-def _up_to(arm: ArmResult, budget: Budget) -> list[tuple[float, Estimate]]:
+def _up_to(arm: ArmResult, budget: TrainingBudget) -> list[tuple[float, SeedMean]]:
     """As far as the table looks: one run that took many times more would squeeze all others."""
-    at = [Budget(budget.unit, budget.amount * index / GRID) for index in range(GRID + 1)]
+    at = [TrainingBudget(budget.unit, budget.amount * index / GRID) for index in range(GRID + 1)]
     return [
         (x.amount, found)
         for x in at
-        if (found := estimate(trial.after(x) for trial in arm.finished))
+        if (found := mean_over_seeds(trial.after(x) for trial in arm.finished))
     ]
 
 
@@ -497,7 +504,7 @@ def _plot(
     last = max(x for _, _, means, _ in curves for x, _ in means)
     x = Axis(label=across, low=0, high=last, show=amount, whole=across.endswith("step"))
     lines = [
-        Line(
+        Series(
             name=name,
             colour=colour,
             points=means,

@@ -13,7 +13,7 @@ from unstale.observe.report.plots import (
     Bar,
     BarAxis,
     Guides,
-    Line,
+    Series,
     bar_plot,
     hex_plot,
     legend,
@@ -68,28 +68,38 @@ def _top(values: Sequence[float], least: float = 1e-9) -> float:
 def learning(run: Gathered) -> Markup:
     """Held-out and rollout success over the steps."""
     rollout = thin(run.series("rollout/success_rate"))
-    lines: list[Line] = []
+    lines: list[Series] = []
     keys: list[tuple[str, str]] = []
     if rollout:
         lines += [
-            Line(name="rollout success", colour="engine", points=rollout, faint=True, show=percent),
-            Line(name="mean of the last 5", colour="engine", points=smooth(rollout), show=percent),
+            Series(
+                name="rollout success", colour="engine", points=rollout, faint=True, show=percent
+            ),
+            Series(
+                name="mean of the last 5", colour="engine", points=smooth(rollout), show=percent
+            ),
         ]
         keys += [
             ("engine faint", "rollouts, each step"),
             ("engine", "rollouts, mean of the last 5 steps"),
         ]
-    if run.exams:
-        exams = [(float(exam.step), exam.success) for exam in run.exams]
+    if run.evaluations:
+        evaluations = [
+            (float(evaluation.step), evaluation.success) for evaluation in run.evaluations
+        ]
         between = (
-            [exam.interval for exam in run.exams] if all(exam.tasks for exam in run.exams) else []
+            [evaluation.interval for evaluation in run.evaluations]
+            if all(evaluation.tasks for evaluation in run.evaluations)
+            else []
         )
-        about = f"held out, {run.exams[-1].tasks} tasks, 95% interval" if between else "held out"
+        about = (
+            f"held out, {run.evaluations[-1].tasks} tasks, 95% interval" if between else "held out"
+        )
         lines.append(
-            Line(
+            Series(
                 name="held-out",
                 colour="good",
-                points=exams,
+                points=evaluations,
                 intervals=between,
                 dots=True,
                 show=partial(percent, digits=1),
@@ -344,7 +354,10 @@ def _over_steps(run: Gathered) -> Markup:
     )
     if not d and not s:
         return gap(title, "Neither log D nor log S was recorded.")
-    lines = [Line(name="|log D|", colour="d", points=d), Line(name="|log S|", colour="s", points=s)]
+    lines = [
+        Series(name="|log D|", colour="d", points=d),
+        Series(name="|log S|", colour="s", points=s),
+    ]
     axis = Axis(label="", low=0, high=_top([value for _, value in [*d, *s]], 1e-6))
     keys = legend(("d", "mean |log D|"), ("s", "mean |log S|"))
     drawn = [line for line in lines if line.points]
@@ -365,8 +378,8 @@ def _acted_on(run: Gathered) -> Markup:
         return gap(title, "Neither the kept nor the clipped share was recorded.")
     dropped = [(step, max(0.0, 1 - share)) for step, share in kept]
     lines = [
-        Line(name="dropped", colour="d", points=dropped, show=partial(percent, digits=2)),
-        Line(name="clipped", colour="s", points=clipped, show=partial(percent, digits=2)),
+        Series(name="dropped", colour="d", points=dropped, show=partial(percent, digits=2)),
+        Series(name="clipped", colour="s", points=clipped, show=partial(percent, digits=2)),
     ]
     axis = _share_axis(0, min(1.0, _top([value for _, value in [*dropped, *clipped]], 0.004)))
     mean = (
@@ -387,8 +400,8 @@ def throughput(run: Gathered) -> Markup:
     if not engine and not trainer:
         return gap(title, "No throughput was recorded.")
     lines = [
-        Line(name="engine", colour="engine", points=engine, show=lambda v: f"{v:,.0f} tok/s"),
-        Line(name="trainer", colour="trainer", points=trainer, show=lambda v: f"{v:,.0f} tok/s"),
+        Series(name="engine", colour="engine", points=engine, show=lambda v: f"{v:,.0f} tok/s"),
+        Series(name="trainer", colour="trainer", points=trainer, show=lambda v: f"{v:,.0f} tok/s"),
     ]
     axis = Axis(label="", low=0, high=_top([value for _, value in [*engine, *trainer]]))
     told = "Tokens per second: sampled, over all of a step's time (engine); trained on, over working time (trainer)."

@@ -1,6 +1,5 @@
 """Everything a report needs from a run folder, read once, bounded in size, and trusted in nothing."""
 
-import math
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,15 +8,15 @@ from typing import Any, TypeVar
 
 from unstale.durability.run_folder import EVENTS, METRICS, SAMPLES, TRAJECTORIES, Row, RunFolder
 from unstale.observe.report.words import is_exact, number
+from unstale.observe.statistics import wilson
 
 MAX_POINTS, MAX_SPANS, MAX_FAILURES, MAX_LAG = 20_000, 4_000, 20, 99
-Z95 = 1.959964
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Exam:
+class Evaluation:
     """Held-out success after `step` steps, on `tasks` tasks (0: unknown)."""
 
     step: int
@@ -26,18 +25,10 @@ class Exam:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson's 95% interval of a binomial share.
-
-        >>> low, high = Exam(0, 0.5, 256).interval
-        >>> round(low, 4), round(high, 4)
-        (0.4392, 0.5608)
-        """
+        """The 95% interval of the success rate, of width 0 if the number of tasks is unknown."""
         if not self.tasks:
             return self.success, self.success
-        n, p = self.tasks, min(1.0, max(0.0, self.success))
-        middle, scale = p + Z95**2 / (2 * n), 1 + Z95**2 / n
-        spread = Z95 * math.sqrt(p * (1 - p) / n + Z95**2 / (4 * n * n))
-        return (middle - spread) / scale, (middle + spread) / scale
+        return wilson(min(1.0, max(0.0, self.success)), self.tasks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +51,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Audited:
+class AuditedPoint:
     """One audited token: the two factors by the route, and in truth."""
 
     said: Point
@@ -85,12 +76,12 @@ class Gathered:
     """Rows of `metrics.jsonl` of steps that trained, in order; an evaluation before the first is not one of them."""
     begin_s: float
     """When the first step began."""
-    exams: list[Exam]
+    evaluations: list[Evaluation]
     spans: list[Span]
     spans_left_out: int
     points: list[Point]
     points_seen: int
-    audited: list[Audited]
+    audited: list[AuditedPoint]
     audit: Row
     """What `unstale audit` found; empty if it was not asked."""
     survivors: Row
@@ -169,7 +160,7 @@ def gather(path: Path) -> Gathered:
         begin_s=before[-1]
         if before
         else min((s.start for s in events.spans if s.lane == "wait"), default=0.0),
-        exams=_exams(rows, events.exams, int(number(tasks) or 0)),
+        evaluations=_evaluations(rows, events.evaluations, int(number(tasks) or 0)),
         spans=events.spans[-MAX_SPANS:],
         spans_left_out=max(0, len(events.spans) - MAX_SPANS),
         points=points,
@@ -224,7 +215,7 @@ class _Events:
 
     def __init__(self, events: Iterable[Row]) -> None:
         self.spans: list[Span] = []
-        self.exams: list[Row] = []
+        self.evaluations: list[Row] = []
         self.failures: list[Row] = []
         self.forks: list[Row] = []
         self.started: Row = {}
@@ -238,7 +229,7 @@ class _Events:
                             Span(str(event.get("lane")), start, end, str(event.get("label") or ""))
                         )
                 case "eval":
-                    self.exams.append(event)
+                    self.evaluations.append(event)
                 case "episode_failed" if event.get("final", True):
                     self.failures.append(event)
                 case "forked":
@@ -249,24 +240,24 @@ class _Events:
                     self.stopped = event
 
 
-def _exams(rows: Iterable[Row], events: Iterable[Row], tasks: int) -> list[Exam]:
-    exams: dict[int, Exam] = {}
+def _evaluations(rows: Iterable[Row], events: Iterable[Row], tasks: int) -> list[Evaluation]:
+    evaluations: dict[int, Evaluation] = {}
     for row in rows:
         success = number(row.get("eval/success_rate"))
         if success is not None:
-            exams[step_of(row)] = Exam(step_of(row), success, tasks)
+            evaluations[step_of(row)] = Evaluation(step_of(row), success, tasks)
     for event in events:
         success = number(event.get("success"))
         if success is not None:
-            exams[step_of(event)] = Exam(
+            evaluations[step_of(event)] = Evaluation(
                 step_of(event), success, int(number(event.get("tasks")) or tasks)
             )
-    return [exams[step] for step in sorted(exams)]
+    return [evaluations[step] for step in sorted(evaluations)]
 
 
-def _points(rows: Iterable[Row]) -> tuple[list[Point], list[Audited], int]:
+def _points(rows: Iterable[Row]) -> tuple[list[Point], list[AuditedPoint], int]:
     """Even samples of at most `MAX_POINTS`, plain and audited, the same for a file; how many plain ones there were."""
-    rng, kept, audited, seen = random.Random(0), list[Point](), list[Audited](), 0
+    rng, kept, audited, seen = random.Random(0), list[Point](), list[AuditedPoint](), 0
     seen_audited = 0
     for row in rows:
         lag, log_d, log_s = (number(row.get(name)) for name in ("lag", "log_d", "log_s"))
@@ -276,7 +267,9 @@ def _points(rows: Iterable[Row]) -> tuple[list[Point], list[Audited], int]:
         true_d, true_s = number(row.get("true_log_d")), number(row.get("true_log_s"))
         if true_d is not None and true_s is not None:
             seen_audited += 1
-            _sample(audited, Audited(point, Point(int(lag), true_d, true_s)), seen_audited, rng)
+            _sample(
+                audited, AuditedPoint(point, Point(int(lag), true_d, true_s)), seen_audited, rng
+            )
             continue
         seen += 1
         _sample(kept, point, seen, rng)

@@ -47,7 +47,7 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class Series:
     """A row of points. `low` and `high` of a point draw an interval; `dots` marks every point."""
 
     name: str
@@ -180,7 +180,7 @@ def smooth(points: Sequence[tuple[float, float]], window: int = 5) -> list[tuple
 
 
 def line_plot(
-    lines: Sequence[Line], x: Axis, y: Axis, *, label: str, width: float = HALF
+    lines: Sequence[Series], x: Axis, y: Axis, *, label: str, width: float = HALF
 ) -> Markup:
     """Lines over a common axis, with a reading per point."""
     height = 320.0 if width > MOST else 230.0
@@ -199,7 +199,7 @@ def line_plot(
     return both(draw, width)
 
 
-def _line(line: Line, frame: Frame) -> Markup:
+def _line(line: Series, frame: Frame) -> Markup:
     spots = [(frame.at_x(x), frame.at_y(y)) for x, y in line.points]
     parts: list[Markup] = []
     path = "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in spots)
@@ -233,7 +233,7 @@ def _line(line: Line, frame: Frame) -> Markup:
     return join(parts)
 
 
-def _hits(lines: Sequence[Line], frame: Frame) -> Markup:
+def _hits(lines: Sequence[Series], frame: Frame) -> Markup:
     readings: dict[float, list[str]] = {}
     for line in lines:
         for index, (x, y) in enumerate(line.points):

@@ -8,7 +8,7 @@ from typing import Any
 from unstale.config import RunConfig
 from unstale.config.routes import exact_routes
 from unstale.durability.run_folder import plain
-from unstale.observe.report.gather import Exam, Gathered, histogram
+from unstale.observe.report.gather import Evaluation, Gathered, histogram
 from unstale.observe.report.markup import Markup, el, join
 from unstale.observe.report.transcripts import conversation
 from unstale.observe.report.words import NONE, amount, duration, number, percent, semantics
@@ -71,8 +71,8 @@ def status(run: Gathered) -> tuple[str, str]:
 
 
 def _outcome(run: Gathered) -> Markup:
-    if len(run.exams) > 1:
-        first, last = run.exams[0], run.exams[-1]
+    if len(run.evaluations) > 1:
+        first, last = run.evaluations[0], run.evaluations[-1]
         tasks = f"{last.tasks} held-out tasks" if last.tasks else "held-out tasks"
         begin = f"after {first.step} steps" if first.step else "before training"
         note = f"success on {tasks}, {begin} and after {last.step} steps"
@@ -84,9 +84,9 @@ def _outcome(run: Gathered) -> Markup:
             el("p", note),
             class_="outcome",
         )
-    if run.exams:
-        note = f"success on held-out tasks after {run.exams[0].step} steps; there was no second evaluation"
-        return el("div", _share(run.exams[0]), el("p", note), class_="outcome")
+    if run.evaluations:
+        note = f"success on held-out tasks after {run.evaluations[0].step} steps; there was no second evaluation"
+        return el("div", _share(run.evaluations[0]), el("p", note), class_="outcome")
     rollout = [value for _, value in run.series("rollout/success_rate")]
     if len(rollout) > 1:
         few = max(1, min(5, len(rollout) // 2))
@@ -101,12 +101,14 @@ def _number(share: float) -> Markup:
     return el("span", el("b", percent(share, 1)), class_="share")
 
 
-def _share(exam: Exam) -> Markup:
-    low, high = exam.interval
+def _share(evaluation: Evaluation) -> Markup:
+    low, high = evaluation.interval
     between = (
-        el("small", f"95% interval {percent(low, 1)} to {percent(high, 1)}") if exam.tasks else None
+        el("small", f"95% interval {percent(low, 1)} to {percent(high, 1)}")
+        if evaluation.tasks
+        else None
     )
-    return el("span", el("b", percent(exam.success, 1)), between, class_="share")
+    return el("span", el("b", percent(evaluation.success, 1)), between, class_="share")
 
 
 def tiles(run: Gathered) -> Markup:

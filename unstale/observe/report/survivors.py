@@ -13,7 +13,7 @@ from unstale.durability.run_folder import Row
 from unstale.observe.report.figures import figure, gap
 from unstale.observe.report.gather import Gathered
 from unstale.observe.report.markup import Markup, el
-from unstale.observe.report.plots import Axis, Line, legend, line_plot
+from unstale.observe.report.plots import Axis, Series, legend, line_plot
 from unstale.observe.report.sections import section
 from unstale.observe.report.words import (
     FATES,
@@ -158,7 +158,7 @@ def _lengths(place: Mapping[str, Any], name: str) -> Markup:
         return gap(title, "Nothing was trained on yet.")
     spots = [(0.0, 0.0, 0.0), *sorted(spots)] if min(spots)[0] > 0 else sorted(spots)
     lines = [
-        Line(
+        Series(
             name=words,
             colour=colour,
             points=[(s[0], s[at]) for s in spots],

@@ -24,7 +24,7 @@ _ROLES = {"system": "system", "user": "user", "assistant": "agent", "tool": "too
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Utterance:
     """A run of text of one origin. `version` is None for text that no policy sampled."""
 
     text: str
@@ -33,9 +33,9 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TurnText:
     role: str
-    said: tuple[Said, ...]
+    said: tuple[Utterance, ...]
 
 
 def conversation(chosen: Chosen, *, opened: bool) -> Markup:
@@ -81,7 +81,7 @@ def conversation(chosen: Chosen, *, opened: bool) -> Markup:
     )
 
 
-def _turns(turns: Any) -> Iterator[Turn]:
+def _turns(turns: Any) -> Iterator[TurnText]:
     """Turns as a reader knows them: what the template wrote between two replies is parted by speaker."""
     if not isinstance(turns, list):
         return
@@ -90,26 +90,26 @@ def _turns(turns: Any) -> Iterator[Turn]:
             continue
         role, said = str(turn.get("role", "")), tuple(_said(turn))
         if role == "assistant":
-            yield Turn(role, said)
+            yield TurnText(role, said)
         else:
             yield from _parted(role, "".join(part.text for part in said))
 
 
-def _said(turn: Mapping[str, Any]) -> Iterator[Said]:
+def _said(turn: Mapping[str, Any]) -> Iterator[Utterance]:
     pieces = turn.get("pieces")
     if not isinstance(pieces, list) or not pieces:
-        yield Said(str(turn.get("text", "")), None, 0)
+        yield Utterance(str(turn.get("text", "")), None, 0)
         return
     for piece in pieces:
         if isinstance(piece, Mapping):
             version = number(piece.get("version"))
             sampled = None if version is None or version < 0 else int(version)
-            yield Said(
+            yield Utterance(
                 str(piece.get("text", "")), sampled, int(number(piece.get("num_tokens")) or 0)
             )
 
 
-def _parted(role: str, text: str) -> Iterator[Turn]:
+def _parted(role: str, text: str) -> Iterator[TurnText]:
     """ChatML text by speaker; other text as it is. The opening of a reply has no text and is left out."""
     marks = _SPEAKER.split(text)
     for speaker, words in [(role, marks[0]), *zip(marks[1::2], marks[2::2], strict=True)]:
@@ -117,10 +117,10 @@ def _parted(role: str, text: str) -> Iterator[Turn]:
         if "<tool_response>" in words:
             speaker, words = "tool", _RESPONSE.sub("\n", words)
         if words.strip():
-            yield Turn(speaker, (Said(words.strip("\n"), None, 0),))
+            yield TurnText(speaker, (Utterance(words.strip("\n"), None, 0),))
 
 
-def _turn(turn: Turn, order: Sequence[int]) -> Markup:
+def _turn(turn: TurnText, order: Sequence[int]) -> Markup:
     name = _ROLES.get(turn.role, turn.role or "environment")
     kind = turn.role if turn.role in _ROLES else "tool"
     body = _body(turn, order)
@@ -132,7 +132,7 @@ def _turn(turn: Turn, order: Sequence[int]) -> Markup:
     )
 
 
-def _body(turn: Turn, order: Sequence[int]) -> Markup:
+def _body(turn: TurnText, order: Sequence[int]) -> Markup:
     """The text of a turn: cut where the version changes and where a call begins or ends, whichever comes first."""
     text = "".join(said.text for said in turn.said)
     kinds: list[tuple[int, str]] = []
