@@ -76,7 +76,7 @@ def test_an_attempt_that_failed_is_no_success_and_not_passed_over_in_silence() -
 
 
 def test_wilson_has_a_width_where_nothing_was_seen() -> None:
-    assert wilson(0.0, 4) == pytest.approx((0.0, 3.8416 / 7.8416))
+    assert wilson(0.0, 4) == pytest.approx((0.0, 3.841459 / 7.841459))
     assert wilson(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
     assert mean_over_tasks([0.25] * 4) == TaskMean(0.25, *wilson(0.25, 4), "Wilson")
 

@@ -14,7 +14,7 @@ def wilson(share: float, number: int) -> tuple[float, float]:
     >>> round(low, 4), round(high, 4)
     (0.4392, 0.5608)
     """
-    z2 = 1.96**2
+    z2 = 1.959964**2
     half = math.sqrt(z2 * (share * (1 - share) / number + z2 / (4 * number * number)))
     centre = share + z2 / (2 * number)
     scale = 1 + z2 / number

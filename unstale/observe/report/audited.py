@@ -170,10 +170,7 @@ def _said_and_true(run: Gathered) -> Markup:
         return gap(title, "No sample of audited tokens was recorded.")
     said = [(pair.said.log_d, pair.said.log_s) for pair in run.audited]
     true = [(pair.true.log_d, pair.true.log_s) for pair in run.audited]
-    f1 = {
-        what: [value for _, value in run.series(f"audit/{what}_agreement")]
-        for what in ("mask", "clip")
-    }
+    f1 = {what: [value for _, value in run.series(f"audit/{what}_f1")] for what in ("mask", "clip")}
     mask, clip = (_places(values[-1] if values else None) for values in f1.values())
     told = f"{len(said):,} audited tokens of all lags on common axes. Agreement of the thresholds taken with the route "
     told += f"and with the truth (F1, at the end of the run): dropped tokens {mask}, clipped tokens {clip}."

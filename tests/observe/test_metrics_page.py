@@ -1,0 +1,57 @@
+"""docs/metrics.md lists the metrics of a run: no name is missing there, and none is invented."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from tests.cli.test_run import quiet, small
+from unstale.cli import session
+from unstale.config import AuditConfig, CheckpointConfig
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+NOT_OF_A_RUN = "From library functions only"
+OTHER_ROUTES = {
+    "old_logps/ewma_age", "old_logps/ewma_age_<n>", "old_logps/scored_in_time_share", "old_logps/publish_wait_s",
+    "old_logps/score_wait_s", "old_logps/closing_s", "old_logps/stall_s",
+}  # fmt: skip
+OTHER_ENGINES = {"engine/probe_logp_error"}
+OTHER_TASKS = {"reward/<name>_mean", "env/<fact>_mean"}
+UNDEFINED = {
+    "audit/mask_f1", "audit/clip_f1", "audit/log_d_log_s_corr", "audit/logp_error_abs_mean_se", "audit/staleness_leak",
+    "audit/staleness_leak_se", "audit/discrepancy_leak", "audit/discrepancy_leak_se",
+}  # fmt: skip
+"""Absent when the data of so short a run does not define them."""
+
+
+def listed_names() -> dict[str, str]:
+    """Return the section of each metric that a table of the page defines."""
+    names: dict[str, str] = {}
+    for section in PAGE.read_text("utf-8").split("\n## ")[1:]:
+        title, _, body = section.partition("\n")
+        if "| metric | definition |" not in body:
+            continue
+        for line in body.splitlines():
+            if line.startswith("| `"):
+                cell = line.split(" | ")[0]
+                names |= dict.fromkeys(re.findall(r"`([^`]+)`", cell), title)
+    return names
+
+
+def test_the_page_lists_what_a_run_logs(tmp_path: Path) -> None:
+    config = replace(
+        small(tmp_path), audit=AuditConfig(share=1.0), checkpoint=CheckpointConfig(every=1)
+    )
+    rows = session.train(config, console=quiet()).metrics
+    logged = {name for row in rows for name in row}
+    listed = listed_names()
+    patterns = [re.sub(r"<\w+>", r"\\w+", name) for name in listed]
+    unlisted = {name for name in logged if not any(re.fullmatch(p, name) for p in patterns)}
+    assert unlisted == set()
+    of_a_run = {name for name, section in listed.items() if section != NOT_OF_A_RUN}
+    expected = of_a_run - OTHER_ROUTES - OTHER_ENGINES - OTHER_TASKS - UNDEFINED
+    missing = {
+        name
+        for name in expected
+        if not any(re.fullmatch(re.sub(r"<\w+>", r"\\w+", name), other) for other in logged)
+    }
+    assert missing == set()
