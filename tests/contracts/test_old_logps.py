@@ -5,13 +5,14 @@ The suite itself is tried on a route that lies about exactness, one that forgets
 
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from torch import Tensor
 
 from unstale.build import build_old_logps
 from unstale.config import OldLogpsConfig
-from unstale.config.routes import routes
+from unstale.config.routes import docs_table, routes
 from unstale.old_logps import OldLogps
 from unstale.old_logps.current_recompute import CurrentRecompute
 from unstale.old_logps.rollout import RolloutRoute
@@ -75,3 +76,8 @@ def test_the_suite_finds_a_route_that_breaks_it(
 ) -> None:
     with pytest.raises(AssertionError, match=what):
         check_old_logps(broken)
+
+
+def test_the_docs_have_the_table_that_the_routes_declare() -> None:
+    page = Path(__file__).parents[2] / "docs" / "old-logps.md"
+    assert docs_table() in page.read_text(encoding="utf-8")

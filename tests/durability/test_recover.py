@@ -152,7 +152,7 @@ def test_only_what_lacks_is_scored(name: str) -> None:
         assert disk.read == [] and route.costs()["forward_tokens"] == 0
         if not isinstance(route, InterruptSync | OldLogitModel):
             return
-        route._cache.keep({0, 1, 2})
+        route.cache.keep({0, 1, 2})
         route.recover({version: pieces_of(version) for version in (2, 3)}, disk)
         assert disk.read == [3]
         longest = {piece.episode: len(piece.tokens) for piece in pieces_of(3)}

@@ -79,7 +79,7 @@ def test_a_registered_route_is_known_everywhere(
     shifted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert shifted in routes()
-    with pytest.raises(ConfigError, match="old_logps.shift is an option of shifted"):
+    with pytest.raises(ConfigError, match=r"old_logps.shift is an option of shifted"):
         OldLogpsConfig(shift=0.2)
     with pytest.raises(ConfigError, match=r"old_logps.shift must be between 0 and 1, got 2"):
         OldLogpsConfig(route=shifted, shift=2)

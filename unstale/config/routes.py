@@ -302,6 +302,19 @@ def exact_routes() -> list[str]:
     ]
 
 
+def docs_table() -> str:
+    """Return the table of routes in docs/old-logps.md."""
+    lines = [
+        "| route | what stands for pi_old | exact | holds | costs | choose it |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, spec in routes().items():
+        row = spec.docs
+        cells = (f"`{name}`", row.policy, row.exact, row.holds, row.costs, row.choose)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def readers(option: str) -> list[str]:
     """Return the routes that have an option."""
     return [

@@ -24,7 +24,7 @@ class InterpProxLinearSpec(InterpProxSpec):
         exact="no",
         holds="nothing",
         costs="nothing",
-        choose="as above; it errs less than the log-linear one",
+        choose="only its cost speaks for it; it errs less than the log-linear one",
         report="Approximate. A mean of the engine's probability and the current policy's is taken "
         "for that of the weights that sampled, so both factors follow one ratio.",
     )
