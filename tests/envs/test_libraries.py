@@ -70,7 +70,10 @@ def test_tasks_are_drawn_by_their_seed(name: str) -> None:
         ("reasoning-gym:chian_sum", "reasoning-gym has no 'chian_sum'; did you mean chain_sum"),
         ("reasoning-gym:word_ladder", "set PYTHONHASHSEED=0"),
         ("gymnasium:NoLake-v1", "cannot be made: Environment `NoLake` doesn't exist"),
-        ("gymnasium:Pendulum-v1", r"takes actions of Box\(.*; only Text and Discrete can be said"),
+        (
+            "gymnasium:Pendulum-v1",
+            r"takes actions of Box\(.*; only Text and Discrete are supported",
+        ),
         (
             "textarena:GuessTheNumber",
             "textarena has no 'GuessTheNumber'; did you mean GuessTheNumber-v0",

@@ -1,4 +1,4 @@
-"""Environments pose tasks, answer replies and judge episodes. They speak messages; `chat.py` makes tokens of them."""
+"""Protocols of environments and task sets. They exchange messages; `chat.py` encodes these."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,12 +10,12 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from unstale.records import Task
 
 _A_SEED = 10**9
-"""Numbers of tasks that a seed has for itself."""
+"""Task numbers reserved for each seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call the policy made. `error` says why the text is not a call, for the environment to answer."""
+    """A tool call of the policy. `error` is the reason why a malformed call cannot be made."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -24,21 +24,22 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation, as chat templates know them."""
+    """One message of a conversation, as in chat templates."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     thoughts: str = ""
-    """Of the assistant, where the chat template knows of them."""
+    """Reasoning of the assistant, if the chat template supports it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the environment says: new messages, and at the end the verdict.
+    """An environment's answer to a reply: new messages, and the rewards at the end.
 
-    `rewards` are named channels and only count when `done`; they are added up, unless the task set is `RewardCombiner`.
-    `reward` is for the last reply alone, in addition; only the credit estimator `turn_level` reads it.
+    `rewards` has named rewards of the episode, which count only if `done`. They are added up unless
+    the task set is a `RewardCombiner`. `reward` is for the last reply alone, and is read only by the
+    advantage estimator `turn_level`. `facts` are numbers to log.
     """
 
     messages: tuple[Message, ...]
@@ -49,75 +50,75 @@ class Turn:
 
 
 class EnvError(Exception):
-    """The environment's own fault. The episode is retried, then reported; the run goes on."""
+    """A fault of the environment. The episode is retried, then reported; the run continues."""
 
 
 class Env(Protocol):
-    """One episode: single use, seeded. Both methods may raise `EnvError`."""
+    """One episode, seeded and used once. Both methods may raise `EnvError`."""
 
     async def begin(self) -> Turn:
-        """The opening messages (system, user)."""
+        """Return the first messages (system, user)."""
         ...
 
     async def step(self, reply: Message) -> Turn:
-        """Answer the policy's reply. `reply.role` is "assistant"."""
+        """Answer a reply of the policy. `reply.role` is "assistant"."""
         ...
 
 
 @runtime_checkable
 class Resumable(Protocol):
-    """An environment that can be put where it was without asking it everything again.
+    """An environment that can restore its state.
 
-    One that is not is resumed by replaying the recorded replies to it, and has to answer each with the same text.
+    Any other is resumed by replaying the recorded replies, which it must answer with the same text.
     """
 
     def snapshot(self) -> str:
-        """All of it between two replies, as text. It is kept in the journal."""
+        """Return the state between two replies as text, for the journal."""
         ...
 
     async def resume(self, state: str) -> None:
-        """In place of `begin`: a fresh environment, of the same task and seed, goes on from there."""
+        """Restore the state in a new environment of the same task and seed, instead of `begin`."""
         ...
 
 
 @runtime_checkable
 class HasSimulatedDelays(Protocol):
-    """An environment whose waiting is pretended, so that it can leave it out while it is `replaying`."""
+    """An environment with simulated delays, which it skips while `replaying` is true."""
 
     replaying: bool
 
 
 @runtime_checkable
 class Closable(Protocol):
-    """An environment that holds something outside of it, to be let go however its episode ends."""
+    """An environment with resources to release at the end of an episode, failed or not."""
 
     async def close(self) -> None:
-        """Raises nothing, and takes no longer than a few seconds."""
+        """Release the resources within a few seconds. Must not raise."""
         ...
 
 
 class Taskset(Protocol):
-    """Where tasks come from, and the environment that poses each."""
+    """A source of tasks and their environments."""
 
     name: str
     tools: tuple[Mapping[str, Any], ...]
-    """JSON schemas of the tools, as chat templates take them."""
+    """JSON schemas of the tools, in the format of chat templates."""
 
     def train(self, seed: int) -> Iterator[Task]:
-        """Endless, in an order that depends on `seed` alone."""
+        """Yield training tasks without end, in an order that depends only on `seed`."""
         ...
 
     def held_out(self, count: int) -> list[Task]:
-        """The same tasks each time, none of which `train` ever yields."""
+        """Return a fixed set of tasks that `train` never yields."""
         ...
 
     def env(self, task: Task, seed: int) -> Env:
-        """A fresh environment for one episode. Everything random in it comes from `task` and `seed`."""
+        """Return a new environment. All its randomness is derived from `task` and `seed`."""
         ...
 
 
 class NumberedTasks:
-    """The tasks of a task set that makes each from its number alone."""
+    """A base class for task sets that generate each task from its number."""
 
     name: str
 
@@ -129,49 +130,52 @@ class NumberedTasks:
 
     @staticmethod
     def seed_of(task: Task) -> int:
-        """31 bits; odd for training tasks, even for others."""
+        """Return 31 bits: odd for training tasks, even for held-out ones."""
         return 2 * Random(task.key).getrandbits(30) + (task.split == "train")
 
 
 class ListedTasks:
-    """The tasks of a task set that has a list of what it poses, for each split."""
+    """A base class for task sets with a list of task data for each split."""
 
     name: str
     data: Mapping[str, Sequence[Any]]
 
     def train(self, seed: int) -> Iterator[Task]:
-        """All tasks in another order each time round; each time under other numbers."""
+        """Yield all tasks again and again, each time in a new order and with new numbers."""
         number = len(self.data["train"])
         for begin in range(0, _A_SEED - number, number):
             order = Random(f"{self.name}/{seed}/{begin}").sample(range(number), number)
             yield from (Task(self.name, "train", seed * _A_SEED + begin + place) for place in order)
 
     def held_out(self, count: int) -> list[Task]:
-        """The first of those given; fewer if there are no more."""
+        """Return the first `count` tasks, or all if there are fewer."""
         return [
             Task(self.name, "held_out", index)
             for index in range(min(count, len(self.data["held_out"])))
         ]
 
     def data_of(self, task: Task) -> Any:
-        """What stands in the list."""
+        """Return the task's entry in the list."""
         data = self.data[task.split]
         return data[task.index % _A_SEED % len(data)]
 
 
 @runtime_checkable
 class RewardCombiner(Protocol):
-    """A task set whose named rewards are not to be added up."""
+    """A task set that combines named rewards itself."""
 
     def combine(self, rewards: Mapping[str, float]) -> float:
-        """An episode's reward, of its named rewards."""
+        """Return an episode's reward."""
         ...
 
 
 def combine_rewards(taskset: Taskset, turn: Turn) -> Turn:
-    """A verdict with one reward, if the task set combines them; what it is made of is then in facts `reward/<name>`."""
+    """Return the turn with one reward if the task set combines rewards.
+
+    The named rewards are then facts `reward/<name>`.
+    """
     if not (turn.done and turn.rewards and isinstance(taskset, RewardCombiner)):
         return turn
-    made_of = {f"reward/{name}": float(value) for name, value in turn.rewards.items()}
+    parts = {f"reward/{name}": float(value) for name, value in turn.rewards.items()}
     rewards = MappingProxyType({"reward": float(taskset.combine(turn.rewards))})
-    return replace(turn, rewards=rewards, facts=MappingProxyType({**turn.facts, **made_of}))
+    return replace(turn, rewards=rewards, facts=MappingProxyType({**turn.facts, **parts}))

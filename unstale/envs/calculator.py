@@ -1,4 +1,4 @@
-"""A small second environment: a sum to work out, one tool that works it out, and an answer to give as text."""
+"""Arithmetic with a calculator tool and an answer as text."""
 
 import ast
 import operator
@@ -36,7 +36,7 @@ MAX_LENGTH = 100
 
 
 class CalculatorTasks(NumberedTasks):
-    """Sums of `terms` numbers. Reward is 1 when the final text holds the result as a number of its own."""
+    """Expressions of `terms` numbers. The reward is 1 if the last reply contains the result."""
 
     name = "calculator"
     tools: tuple[Mapping[str, Any], ...] = (TOOL,)
@@ -47,7 +47,7 @@ class CalculatorTasks(NumberedTasks):
         self.terms = terms
 
     def expression(self, task: Task) -> str:
-        """The sum a task asks for.
+        """Return the expression of a task.
 
         >>> tasks = CalculatorTasks(terms=2)
         >>> tasks.expression(Task("calculator", "train", 1)) == tasks.expression(Task("calculator", "train", 1))
@@ -60,7 +60,7 @@ class CalculatorTasks(NumberedTasks):
         return " ".join(parts)
 
     def env(self, task: Task, seed: int) -> Question:
-        """Nothing here is random beyond the task, so `seed` changes nothing."""
+        """Randomness comes from the task alone, not from `seed`."""
         expression = self.expression(task)
         system = "Work it out with the tool, then give the number."
         return Question(system, f"What is {expression}?", str(calculate(expression)), _tool)
@@ -80,7 +80,7 @@ async def _tool(call: ToolCall) -> str:
 
 
 def calculate(expression: str) -> int:
-    """The value of an expression of whole numbers; `ValueError` says what is wrong with any other text.
+    """Return the value of an expression of integers. Raises `ValueError` for any other text.
 
     >>> calculate("(12 + 7) * -3")
     -57

@@ -1,11 +1,11 @@
 """Messages to tokens and back, for any tokenizer whose chat template writes calls as JSON.
 
-What was said is never tokenised again: a conversation grows by appending. `encode_prompt` renders the prompt once;
-`encode_continuation` renders only what comes after a reply, which it finds by rendering a stand-in reply and taking what the
-template puts behind it. How a reply ends, and how calls look in it, is found the same way: no model is known by name.
+Tokens are never encoded twice: a conversation grows by appending. `encode_prompt` renders the prompt
+once. `encode_continuation` renders a stand-in reply and encodes only what the template writes after
+it. The end of a reply and the format of calls are found in the same way, not by a model's name.
 
-What a message says is text, whatever it looks like: only the template writes control tokens, so no tool and no
-customer can end a turn or speak in another role.
+The content of messages is always text: only the template writes control tokens. So no tool or user
+can end a turn or write in another role.
 """
 
 import json
@@ -22,10 +22,10 @@ from jinja2 import TemplateError
 from unstale.envs import Message, ToolCall
 
 STAND_IN = "@@reply@@"
-"""Stands for the policy's reply while the template renders what follows it."""
+"""Stand-in for the policy's reply."""
 
 DAY = datetime(2024, 7, 26)
-"""Today, for templates that ask: a prompt is the same after midnight and in a resumed run. Llama's fall back on it."""
+"""Date for templates that need today's, so that prompts are the same in a resumed run."""
 
 _CODES = [
     "%A",
@@ -53,17 +53,17 @@ _ASKED, _REPLY = Message("user", "?"), Message("assistant", STAND_IN)
 _CALLED = ToolCall("a_tool", {"an_argument": "x"})
 _THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
 _BARE = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:')
-"""How a call begins that has no tag in front."""
+"""The start of a call without a tag."""
 _BETWEEN = re.compile(r"[\s;,]*")
 _OTHERS = 64
-"""Sets of tools whose formats are kept."""
+"""Number of cached chats with other tools."""
 _SEAM = "\ue000"
-"""Cuts what only looks like a control token, in runs longer than any in the text; none are in what is encoded."""
+"""Splits text that looks like a control token. Removed before encoding."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a template writes calls: objects with a name, and under `key` arguments, between tags or as all there is."""
+    """The format of calls: JSON objects with a name and, under `key`, arguments; tags are optional."""
 
     opens: str = "<tool_call>"
     closes: str = "</tool_call>"
@@ -74,14 +74,14 @@ class CallForm:
 
 
 class Chat:
-    """One conversation format: a tokenizer's chat template with a set of tools."""
+    """A conversation format: a tokenizer's chat template with a set of tools."""
 
     def __init__(
         self, tokenizer: Any, tools: Sequence[Mapping[str, Any]], *, ends: Sequence[int] = ()
     ) -> None:
-        """`ends` are what else may end a reply (a model's generation config names them); control tokens among them do.
+        """`ends` are more end tokens, from the model's generation config; only control tokens count.
 
-        Raises `ValueError` for a template that cannot be gone on with, or that writes calls of tools as nothing known.
+        Raises `ValueError` for a template that cannot be continued, or has an unknown call format.
         """
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
@@ -95,7 +95,7 @@ class Chat:
         self.dated = "strftime_now" in template
         self._template = _TODAY + template if self.dated else template
         self.control_texts = _marks(tokenizer, template)
-        """All control tokens, as text."""
+        """Texts of all control tokens."""
         any_mark = (
             "|".join(re.escape(mark) for mark in self.control_texts if len(mark.strip()) > 1)
             or "(?!)"
@@ -108,10 +108,10 @@ class Chat:
         known = [tokenizer.convert_tokens_to_ids(self._end), tokenizer.eos_token_id]
         added = tokenizer.added_tokens_decoder
         self.control_tokens = {token: mark.content for token, mark in added.items()}
-        """What control tokens and tags are written as."""
+        """Texts of control tokens and tags by token id."""
         known += [token for token in ends if token in added and added[token].special]
         self.stop_tokens: tuple[int, ...] = tuple(dict.fromkeys(known))
-        """The first one is what the template writes."""
+        """End tokens of a reply. The template writes the first one."""
         self._begins_thinking = self.render([_ASKED]).rstrip().endswith(_THOUGHT)
         self.call_form = self._find_call_form()
 
@@ -133,9 +133,9 @@ class Chat:
         return text if marked else text.replace(seam, "")
 
     def encode_continuation(self, messages: Sequence[Message], *, ended: bool) -> tuple[int, ...]:
-        """What comes between two replies: the end of the first, the new messages, the beginning of the next.
+        """Return the tokens between two replies: end of the first, new messages, start of the next.
 
-        With `ended` the reply's own tokens hold its end token; without, it was cut off and the end is given too.
+        `ended` is False for a reply that was cut off: its end token is then included.
         """
         text, seam = self._render([_ASKED, _REPLY, *messages])
         _, found, after = text.partition(STAND_IN)
@@ -146,12 +146,12 @@ class Chat:
         return self._encode(after[len(self._end) :] if ended else after, seam)
 
     def parse(self, tokens: Sequence[int]) -> Message:
-        """A reply's tokens as a message. What is no proper call becomes a `ToolCall` that says why in `error`."""
+        """Return a reply as a message. A malformed call becomes a `ToolCall` with an `error`."""
         thoughts, message = self.parse_text(self.text(tokens))
         return replace(message, thoughts=thoughts or "")
 
     def text(self, tokens: Sequence[int], *, whole: bool = False) -> str:
-        """What a reply's tokens say; without the one that ends it, unless the `whole` is asked for."""
+        """Decode a reply, without its end token unless `whole`."""
         kept = [token for token in tokens if whole or token not in self.stop_tokens]
         return str(
             self._tokenizer.decode(
@@ -160,9 +160,9 @@ class Chat:
         )
 
     def parse_text(self, text: str, *, calls: bool = True) -> tuple[str | None, Message]:
-        """A reply's thoughts, None if there are none that end, and what it says after them; as text, without `calls`.
+        """Return a reply's finished thoughts, or None, and its message.
 
-        There are no calls in thoughts.
+        Without `calls` the message is plain text. Calls in thoughts are not calls.
         """
         thoughts = None
         if self.thinks and _END_OF_THOUGHT in text:
@@ -173,7 +173,7 @@ class Chat:
         return thoughts, self.parse_content(text) if calls else Message("assistant", text)
 
     def parse_partial(self, text: str, *, calls: bool = True) -> tuple[str, str]:
-        """How the thoughts and the content of each reply begin that begins so, also where its calls are none."""
+        """Return the parts of thoughts and content that no continuation of the text can change."""
         thoughts, form = "", self.call_form
         if self.thinks:
             thoughts, ended, text = text.partition(_END_OF_THOUGHT)
@@ -195,7 +195,7 @@ class Chat:
         return thoughts, text.rstrip()
 
     def parse_content(self, text: str) -> Message:
-        """What a reply says that does not think, with its calls."""
+        """Return the message of a reply without thoughts, with its calls."""
         form = self.call_form
         if form is None:
             return Message("assistant", text.strip())
@@ -212,7 +212,7 @@ class Chat:
         return Message("assistant", pattern.sub("", text).strip(), calls)
 
     def _read_bare(self, text: str, form: CallForm) -> Message:
-        """Calls, one after the other, and nothing else. A control token in front says that they are meant as such."""
+        """Parse a sequence of calls without tags. A control token before them marks them as calls."""
         lead = self._lead.match(text)
         at = lead.end() if lead else 0
         meant, calls = bool(at), list[ToolCall]()
@@ -233,21 +233,21 @@ class Chat:
 
     @property
     def thinks(self) -> bool:
-        """Whether the template knows of thoughts, which end in `</think>`."""
+        """True if the template supports thoughts, which end in `</think>`."""
         return _END_OF_THOUGHT in self._template
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """A prompt that somebody rendered already: what looks like a control token is one."""
+        """Encode a rendered prompt, with control tokens in its text."""
         whole = text.encode(errors="replace").decode()
         return tuple(self._tokenizer.encode(whole, add_special_tokens=False))
 
     def are_token_ids(self, tokens: Sequence[int]) -> bool:
-        """Whether these are tokens at all."""
+        """Return True if all are ids of the vocabulary."""
         return 0 <= min(tokens) <= max(tokens) < len(self._tokenizer)
 
     @cached_property
     def renders_tools(self) -> bool:
-        """Whether the template writes what tools are described as; else the prompt speaks of them."""
+        """True if the template writes the descriptions of tools."""
         tool = {
             "type": "function",
             "function": {"name": "f", "description": STAND_IN, "parameters": {}},
@@ -260,11 +260,11 @@ class Chat:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters that one token stands for at most."""
+        """Characters of the longest token."""
         return max(map(len, self._tokenizer.get_vocab()))
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "Chat":
-        """The same format with other tools."""
+        """Return the same format with other tools."""
         wanted = [dict(tool) for tool in tools]
         if (made := json.dumps(wanted)) == json.dumps(self._tools, default=str):
             return self
@@ -275,7 +275,7 @@ class Chat:
         return self._others[made]
 
     def _find_end(self) -> str:
-        """The control token that the template writes after a reply."""
+        """Return the control token that the template writes after a reply."""
         before, found, after = self._render([_ASKED, _REPLY, _ASKED])[0].partition(STAND_IN)
         ends = [mark for mark in self.control_texts if after.startswith(mark)]
         if not found or not ends:
@@ -286,9 +286,10 @@ class Chat:
         return max(ends, key=len)
 
     def _find_call_form(self) -> CallForm | None:
-        """As a call is written. A template that writes none leaves it to the prompt: then it is Hermes' form.
+        """Return the format in which the template writes calls.
 
-        None where calls cannot be read back; raises `ValueError` then if there are tools.
+        A template that writes none has Hermes' format. Returns None for an unknown format, or raises
+        `ValueError` if there are tools.
         """
         silent, called = Message("assistant", ""), Message("assistant", "", (_CALLED,))
         try:
@@ -314,7 +315,7 @@ class Chat:
     def _render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True
     ) -> tuple[str, str]:
-        """The conversation as text, and the seam at which it is to be cut before it is encoded."""
+        """Return the conversation as text, and the seam at which to split it before encoding."""
         said = json.dumps([_as_dict(message) for message in messages], ensure_ascii=False)
         around = f"{said}{self._told}{self._template}"
         seam = _SEAM * (1 + max(map(len, re.findall(f"{_SEAM}+", around)), default=0))
@@ -331,7 +332,7 @@ class Chat:
         return str(text), seam
 
     def _encode(self, text: str, seam: str) -> tuple[int, ...]:
-        """Half a surrogate pair, which JSON can write and UTF-8 cannot, becomes a question mark."""
+        """Encode the parts between seams. Lone surrogates become question marks."""
         parts = text.encode(errors="replace").decode().split(seam)
         return tuple(
             token
@@ -341,14 +342,14 @@ class Chat:
 
 
 def _marks(tokenizer: Any, template: str) -> list[str]:
-    """Every control token: all special ones, and the tags that the template writes."""
+    """Return all special tokens and the added tokens in the template, as text."""
     added = tokenizer.added_tokens_decoder.values()
     told = (token.content for token in added if token.special or token.content in template)
     return sorted({tokenizer.eos_token, *told})
 
 
 def _form_of(said: str, end: str) -> CallForm | None:
-    """What stands around the call, and under what its arguments are."""
+    """Return the tags around a rendered call and the key of its arguments."""
     try:
         record, after = json.JSONDecoder().raw_decode(said, start := max(said.find("{"), 0))
     except ValueError:
@@ -377,7 +378,7 @@ def _as_dict(message: Message) -> dict[str, Any]:
 
 
 def _read_call(text: str, form: CallForm, closed: bool) -> ToolCall:
-    """One call from the text between its tags."""
+    """Parse the text between two tags."""
     if not closed:
         return _malformed(f"the call is not closed by {form.closes}")
     try:

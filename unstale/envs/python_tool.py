@@ -1,4 +1,4 @@
-"""Puzzles that are hard in the head and easy in Python, and one tool: it runs what the policy wrote, in the sandbox."""
+"""Puzzles that are easy with Python, and a tool that runs the policy's code in the sandbox."""
 
 from collections.abc import Mapping
 from random import Random
@@ -29,13 +29,13 @@ WORDS = ("copper", "lantern", "orchard", "pebble", "saddle", "thimble", "walnut"
 
 
 class PythonTasks(NumberedTasks):
-    """Powers, digits and letters. Reward is 1 when the final text holds the result as a word of its own."""
+    """Puzzles of powers, digits and letters. The reward is 1 if the last reply has the answer."""
 
     name = "python"
     tools: tuple[Mapping[str, Any], ...] = (TOOL,)
 
     def puzzle(self, task: Task) -> tuple[str, str]:
-        """A question and its answer.
+        """Return a question and its answer.
 
         >>> PythonTasks().puzzle(Task("python", "train", 0))
         ('What is the remainder of 48 ** 22 divided by 97?', '93')
@@ -59,12 +59,12 @@ class PythonTasks(NumberedTasks):
         return question, str(answer)
 
     def env(self, task: Task, seed: int) -> Question:
-        """Nothing here is random beyond the task, so `seed` changes nothing."""
+        """Randomness comes from the task alone, not from `seed`."""
         return Question("Work it out with the tool, then answer.", *self.puzzle(task), _tool)
 
 
 async def _tool(call: ToolCall) -> str:
-    """What the program printed. ValueError says what was wrong."""
+    """Return the output of the program. Raises `ValueError` if the call or the program fails."""
     code = call.arguments.get("code")
     if call.error:
         raise ValueError(call.error)

@@ -1,8 +1,9 @@
-"""Programs that a model wrote, in a process that can do little: no network; limits on time, memory, files, processes.
+"""A sandbox for programs of a model: no network; limits on time, memory, files and processes.
 
-Bubblewrap where it works on this machine: a file system of its own, of which one small folder can be written, and all
-that was begun is gone when the program ends. Elsewhere resource limits, in namespaces of their own where the kernel
-gives them. `kind` and `weaknesses` say which it is and what that does not stop. Linux only. See docs/security.md.
+It uses Bubblewrap if that works on this machine: a read-only file system with one small writable
+folder, and no process outlives the program. Otherwise it uses resource limits, in namespaces if the
+kernel allows them. `kind` and `weaknesses` report the method and its limits. Linux only. See
+docs/security.md.
 """
 
 import asyncio
@@ -41,35 +42,35 @@ _ENTER = (
 )
 
 _POOL = ThreadPoolExecutor(max(2, os.cpu_count() or 1), thread_name_prefix="sandbox")
-"""As many programs at a time as there are cores. A program dies with the thread that began it, so these stay."""
+"""One program per core. A program dies with the thread that started it, so threads are kept."""
 
 _UIDS = itertools.cycle(range(61_184 + os.getpid() % 4_096, 65_520))
-"""User numbers that are nobody's: where we are root, each program is a user of its own."""
+"""Unused user ids: if this process is root, each program gets a user of its own."""
 
 _INSIDE = "/tmp/work"
-"""The empty folder that a program in bubblewrap begins in."""
+"""The empty folder in which a program starts in bubblewrap."""
 _LOOK_MS = 50
-"""How often a waiting thread looks whether its caller was cancelled."""
+"""Interval in milliseconds at which a waiting thread checks for cancellation."""
 
 
 class SandboxError(EnvError):
-    """No sandbox, or the program is not there. What a program does is never an error."""
+    """No sandbox can be made, or the program does not exist. A failing program is no error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a program may use. More memory, files or processes are refused to it, and it goes on or ends as it likes."""
+    """The resources of a program. Requests for more memory, files or processes fail inside it."""
 
     seconds: float = 5.0
-    """By the clock, and of processor time in each process; then it is killed."""
+    """Wall-clock seconds, and CPU seconds of each process, before it is killed."""
     memory_mb: int = 512
     """Address space of each process."""
     file_mb: int = 16
-    """Of each file that it writes; with bubblewrap of all of them together."""
+    """Size of each file; with bubblewrap, of all files together."""
     processes: int = 16
-    """Processes and threads at the same time."""
+    """Simultaneous processes and threads."""
     output_kb: int = 64
-    """Kept of its output, and as much of its errors; the rest is cut off."""
+    """Size at which stdout is cut off, and stderr."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -79,18 +80,18 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """What became of a program. `code` is 0 for success and 128 + n for signal n, as in a shell."""
+    """The output and exit code of a program; 128 + n for signal n, as in a shell."""
 
     stdout: str
     stderr: str
     code: int
     ended: Ended
-    """By itself; killed when its time was over; by itself, with more output than is kept."""
+    """`exited`; `timeout`: killed after its time; `output`: exited, but its output was cut off."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How a program is shut in. `isolated`: in namespaces without bubblewrap. `own_user`: no longer as root."""
+    """A method of isolation. `isolated`: namespaces without bubblewrap. `own_user`: not as root."""
 
     kind: Kind
     isolated: bool = False
@@ -98,12 +99,12 @@ class _Way:
 
     @property
     def counts_processes(self) -> bool:
-        """The kernel counts them by user and user namespace, and never root's."""
+        """True if the kernel limits processes: it counts by user and namespace, but not for root."""
         return self.own_user or (os.getuid() != 0 and (self.isolated or self.kind == "bubblewrap"))
 
     @property
     def helpers(self) -> int:
-        """Processes of ours that are counted with the program's."""
+        """Processes of the sandbox that count towards the program's limit."""
         return 2 if self.isolated else int(self.kind == "bubblewrap" and not self.own_user)
 
 
@@ -123,9 +124,10 @@ async def run(
     limits: Limits | None = None,
     require: Kind = "limits",
 ) -> ProgramResult:
-    """Run Python code, or a command, in an empty folder with these files in it, without our environment variables.
+    """Run Python code or a command in a new folder with `files`, without environment variables.
 
-    Cancelling the caller kills the program. A ValueError with `require="bubblewrap"` on a machine without it.
+    Cancelling the caller kills the program. Raises `ValueError` for `require="bubblewrap"` on a
+    machine without it.
     """
     if odd := [name for name in files if name in ("", ".", "..") or "/" in name]:
         raise ValueError(f"a program's files have plain names, got {odd[0]!r}")
@@ -145,12 +147,12 @@ async def run(
 
 
 def kind() -> Kind:
-    """What shuts programs in on this machine."""
+    """Return the isolation that works on this machine."""
     return _way().kind
 
 
 def weaknesses() -> str:
-    """What that does not stop."""
+    """Return a sentence on what the sandbox of this machine does not stop."""
     way, told = (
         _way(),
         [
@@ -182,7 +184,10 @@ def weaknesses() -> str:
 
 @cache
 def _way() -> _Way:
-    """The strongest that works here, found out by trying. Without isolation, root must at least become another."""
+    """Return the strongest method that works here, found by trying.
+
+    Without isolation, programs of root must run as another user.
+    """
     ways = [_Way("bubblewrap", own_user=True), _Way("bubblewrap")] if shutil.which("bwrap") else []
     ways += [_Way("limits", True, True), _Way("limits", True), _Way("limits", own_user=True)]
     if os.getuid():
@@ -201,7 +206,7 @@ def _way() -> _Way:
 
 
 def _run(way: _Way, job: _Job, stop: threading.Event) -> ProgramResult:
-    """Until the program ends, its time is over, or `stop` is set."""
+    """Run a job until it ends, its time is over, or `stop` is set."""
     limits, user = job.limits, next(_UIDS) if way.own_user else None
     counted = limits.processes + way.helpers if way.counts_processes else None
     outer = _bubblewrap(way, limits) if way.kind == "bubblewrap" else []
@@ -245,7 +250,7 @@ def _run(way: _Way, job: _Job, stop: threading.Event) -> ProgramResult:
 
 
 def _ends(pid: int, deadline: float, stop: threading.Event) -> bool:
-    """Whether the process ends before the deadline and before `stop` is set. It is left unreaped."""
+    """Return True if the process ends before the deadline and before `stop`. Does not reap it."""
     descriptor, poll = os.pidfd_open(pid), select.poll()
     try:
         poll.register(descriptor, select.POLLIN)
@@ -258,7 +263,10 @@ def _ends(pid: int, deadline: float, stop: threading.Event) -> bool:
 
 
 def _bubblewrap(way: _Way, limits: Limits) -> list[str]:
-    """A read-only system, one small folder, no network, no other process; it dies with us."""
+    """Return the command: a read-only system, one small folder, no network, no other process.
+
+    It dies with its parent.
+    """
     words = [
         "bwrap",
         "--unshare-ipc",

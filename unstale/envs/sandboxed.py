@@ -1,6 +1,7 @@
-"""A program's way into its sandbox, from inside: read the note, give up what is not needed, become the program.
+"""The inside of the sandbox: read the job, drop privileges, and execute the program.
 
-`sandbox.py` runs this source in a bare interpreter. The note is wiped before the last step, and says why that failed.
+`sandbox.py` runs this source in a bare interpreter. The job's file is emptied before the program is
+executed, and gets the error if that fails.
 """
 
 import ctypes
@@ -16,7 +17,7 @@ _PDEATHSIG, _NO_NEW_PRIVS = 1, 38
 
 
 def main(descriptor: int) -> None:
-    """Never returns."""
+    """Execute the job in the file of this descriptor. Never returns."""
     with open(descriptor, "rb", closefd=False) as file:
         note = json.load(file)
     os.set_inheritable(descriptor, False)
@@ -29,11 +30,11 @@ def main(descriptor: int) -> None:
             written.write(text)
     _call("prctl", _PDEATHSIG, signal.SIGKILL)
     if not note["inside"] and os.getppid() != note["parent"]:
-        os._exit(1)  # who began this died before it could be told
+        os._exit(1)  # the parent died before this process could be tied to it
     _call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
     if note["isolated"]:
         _call("unshare", _NEW_USER_PID_NET_IPC)
-        _fork()  # the first process of the new space: when it ends, all of them do
+        _fork()  # the first process of the new namespace: when it ends, all others are killed
         _fork()
         os.setsid()
     most = {"AS": note["memory_mb"] << 20, "FSIZE": note["file_mb"] << 20, "CPU": note["seconds"]}
@@ -49,7 +50,7 @@ def main(descriptor: int) -> None:
 
 
 def _fork() -> None:
-    """Go on as the child. The parent stays behind, and ends as the child does."""
+    """Continue as the child. The parent waits, and exits with the child's code."""
     if child := os.fork():
         while (ended := os.wait())[0] != child:
             pass

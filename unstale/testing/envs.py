@@ -1,4 +1,4 @@
-"""What every task set keeps."""
+"""A conformance test for task sets."""
 
 import asyncio
 import math
@@ -18,13 +18,14 @@ NOISE = (
         (ToolCall("no_such_tool", {}), ToolCall("", {}, error="the call is not JSON")),
     ),
 )
-"""Replies that any policy may give; an environment answers all of them."""
+"""Replies that any policy may give. An environment must answer all of them."""
 
 
 def check_env(taskset: Taskset, *, episodes: int = 20, max_turns: int = 30) -> None:
-    """Whether a task set and its environments keep their contract: AssertionError says what breaks it, and why.
+    """Raise `AssertionError` if a task set or its environments break their contract.
 
-    Plays `episodes` episodes of noise twice: the same task, seed and replies must give the same answers.
+    Plays `episodes` episodes of fixed replies twice: the same task, seed and replies must give the
+    same answers.
     """
     held_out = taskset.held_out(8)
     drawn = list(islice(taskset.train(0), 200))
@@ -61,7 +62,7 @@ async def _play(taskset: Taskset, task: Task, seed: int, max_turns: int) -> list
         await env.close()
     for turn in turns:
         assert turn.done or turn.messages, (
-            f"{task.key}: a turn without messages that is not done leaves nothing to say"
+            f"{task.key}: a turn without messages that is not done leaves nothing to answer"
         )
         roles = {message.role for message in turn.messages}
         assert roles <= {"system", "user", "tool"}, (

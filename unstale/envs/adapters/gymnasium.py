@@ -1,8 +1,8 @@
 """Environments of Gymnasium that can be played in text: `--task.env gymnasium:FrozenLake-v1`.
 
-Actions are text (`Text`) or a choice (`Discrete`: the last whole number of a reply); after a reply that is none the
-policy is asked again. It reads the observation where that is text, else what `render` draws, else its numbers. Steps
-run in the event loop, and should be quick.
+Actions are text (`Text`) or a choice (`Discrete`: the last integer of a reply). After any other reply
+the action is requested again. The policy reads the observation if it is text, else the output of
+`render`, else its numbers. Steps run in the event loop and should be fast.
 """
 
 import re
@@ -20,11 +20,11 @@ from unstale.records import Task
 
 _WHOLE = re.compile(r"(?<![\w.])-?\d{1,18}(?![\w]|\.\d)", re.ASCII)
 _COLOURED = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m", re.DOTALL)
-"""Usually where the player stands."""
+"""Coloured text, usually the position of the player."""
 
 
 class GymnasiumTasks(NumberedTasks):
-    """One registered environment, with options of its own. Training and held-out episodes never begin with one seed."""
+    """A registered environment with its options. Training and held-out seeds differ."""
 
     tools: tuple[Mapping[str, Any], ...] = ()
 
@@ -45,7 +45,7 @@ class GymnasiumTasks(NumberedTasks):
                 told = f"Answer with the number of your action, {start} to {start + n - 1}."
             case other:
                 raise ConfigError(
-                    f"{self.name} takes actions of {other}; only Text and Discrete can be said"
+                    f"{self.name} takes actions of {other}; only Text and Discrete are supported"
                 )
         probe.close()
         self.instructions = instructions or told
@@ -54,12 +54,12 @@ class GymnasiumTasks(NumberedTasks):
         return gymnasium.make(self.environment, **self.options)
 
     def env(self, task: Task, seed: int) -> "GymnasiumEnv":
-        """Everything random comes from the task: `seed` changes nothing."""
+        """Randomness comes from the task alone, not from `seed`."""
         return GymnasiumEnv(self, self.seed_of(task))
 
 
 class GymnasiumEnv:
-    """One episode. Its reward is the sum of what the steps gave."""
+    """One episode. Its reward is the sum of the rewards of its steps."""
 
     def __init__(self, tasks: GymnasiumTasks, seed: int) -> None:
         self._env, self._seed, self._instructions = tasks.make(), seed, tasks.instructions
@@ -70,9 +70,9 @@ class GymnasiumEnv:
         if self._state != "new":
             raise EnvError("an episode begins once; make a new environment")
         self._state = "open"
-        told = self._seen(self._env.reset(seed=self._seed)[0])
+        first = self._seen(self._env.reset(seed=self._seed)[0])
         system = (Message("system", self._instructions),) if self._instructions else ()
-        return Turn((*system, Message("user", told)))
+        return Turn((*system, Message("user", first)))
 
     async def step(self, reply: Message) -> Turn:
         if self._state != "open":
@@ -95,14 +95,14 @@ class GymnasiumEnv:
         )
 
     async def close(self) -> None:
-        """Of an episode that was cut short or failed."""
+        """Close an episode that was cut short or failed."""
         if self._state != "over":
             self._state = "over"
             with suppress(gymnasium.error.Error, AttributeError, OSError, RuntimeError):
                 self._env.close()
 
     def _action(self, text: str) -> Any:
-        """None for what is none."""
+        """Return the action in a reply, or None."""
         space = self._env.action_space
         action: Any = text
         if isinstance(space, Discrete):

@@ -1,7 +1,7 @@
-"""Environments of OpenEnv, behind a server that is running: `--task.env openenv:http://127.0.0.1:8000`.
+"""Environments of a running OpenEnv server: `--task.env openenv:http://127.0.0.1:8000`.
 
-What the policy says becomes the action that the server's schema asks for: the whole reply where the schema has one
-field of text, else the arguments of a tool call; an MCP environment's own tools, where it has any.
+A reply becomes an action of the server's schema: the whole reply if the schema has one text field,
+else the arguments of a tool call. An MCP environment brings its own tools.
 """
 
 import json
@@ -18,7 +18,7 @@ from unstale.envs import EnvError, Message, NumberedTasks, ToolCall, Turn
 from unstale.records import Task
 
 ACT = "act"
-"""The tool that is an action of several fields."""
+"""Name of the tool for an action with several fields."""
 
 _WAIT_S = 10.0
 _REFUSED = "(code: VALIDATION_ERROR)"
@@ -26,10 +26,10 @@ _UNSEEN = frozenset({"done", "metadata", "reward"})
 
 
 class OpenEnvTasks(NumberedTasks):
-    """Episodes on one server, each in a session of its own. Training and held-out ones never begin with one seed.
+    """Episodes on one server, each in its own session. Training and held-out seeds differ.
 
-    The server has to allow as many sessions as there are episodes at a time (its `max_concurrent_envs`).
-    `options` are given to every `reset`, beside the seed. `timeout_s` is for one answer.
+    The server must allow one session per concurrent episode (`max_concurrent_envs`). `options` go to
+    every `reset`, with the seed. `timeout_s` is for one answer.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class OpenEnvTasks(NumberedTasks):
             return json.load(answer)
 
     def env(self, task: Task, seed: int) -> "OpenEnv":
-        """The task's own number seeds the server's environment: `seed` changes nothing."""
+        """The task's number seeds the server's environment; `seed` is not used."""
         return OpenEnv(self, self.seed_of(task))
 
 
 def plain(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """An action's schema without what is no part of what the policy says."""
+    """Return the schema of an action without fields that are not the policy's."""
     fields = {
         name: field for name, field in schema.get("properties", {}).items() if name not in _UNSEEN
     }
@@ -81,7 +81,7 @@ def plain(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def only_text(schema: Mapping[str, Any]) -> str:
-    """The name of the one field, if that is text and may be any; else nothing.
+    """Return the name of the only field if it is free text, else "".
 
     >>> only_text({"properties": {"message": {"type": "string"}, "metadata": {"type": "object"}}})
     'message'
@@ -97,7 +97,7 @@ def only_text(schema: Mapping[str, Any]) -> str:
 
 
 def as_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool as chat templates take it; MCP names its schema in one way, OpenEnv in another."""
+    """Return a tool of MCP or OpenEnv in the format of chat templates."""
     parameters = (
         tool.get("inputSchema") or tool.get("input_schema") or {"type": "object", "properties": {}}
     )
@@ -110,7 +110,7 @@ def as_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def seen(observation: Mapping[str, Any]) -> str:
-    """What the policy reads: the one text there is, else JSON without what is empty.
+    """Return an observation as text: its only text, or JSON without empty fields.
 
     >>> seen({"echoed": "hello", "metadata": {}})
     'hello'
@@ -133,7 +133,7 @@ def seen(observation: Mapping[str, Any]) -> str:
 
 
 class OpenEnv:
-    """One episode. Its reward is the sum of what the steps gave."""
+    """One episode. Its reward is the sum of the rewards of its steps."""
 
     def __init__(self, tasks: OpenEnvTasks, seed: int) -> None:
         self._tasks, self._seed = tasks, seed
@@ -146,7 +146,7 @@ class OpenEnv:
         if self._state != "new":
             raise EnvError("an episode begins once; make a new environment")
         self._state = "open"
-        with self._told_apart():
+        with self._env_errors():
             found = await self._session.reset(seed=self._seed, **self._tasks.options)
         if found.done:
             raise EnvError(f"{self._tasks.url} has nothing to do after reset(seed={self._seed})")
@@ -187,9 +187,9 @@ class OpenEnv:
         return await self._act(arguments)
 
     async def _act(self, action: Mapping[str, Any]) -> tuple[bool, str]:
-        """Whether that was the end, and what is seen then. An action that the schema refuses is the policy's fault."""
+        """Return if the episode is over, and the observation. An invalid action is the policy's fault."""
         try:
-            with self._told_apart():
+            with self._env_errors():
                 found = await self._session.step(dict(action))
         except EnvError as error:
             if _REFUSED in str(error):
@@ -207,27 +207,27 @@ class OpenEnv:
         return Turn((), done=True, rewards=MappingProxyType({"return": self._total}))
 
     @contextmanager
-    def _told_apart(self) -> Iterator[None]:
-        """What the server or the way to it does is the environment's fault."""
+    def _env_errors(self) -> Iterator[None]:
+        """Raise `EnvError` for errors of the server or the connection."""
         try:
             yield
         except (OSError, RuntimeError, ValueError) as error:
             raise EnvError(f"{self._tasks.url}: {str(error) or type(error).__name__}") from error
 
     async def close(self) -> None:
-        """The server is told that its session is over, so that another can begin. One that is gone need not be."""
-        with suppress(EnvError), self._told_apart():
+        """End the session on the server, so that another can start."""
+        with suppress(EnvError), self._env_errors():
             await self._session.close()
 
 
 @cache
 def connection_class() -> Any:
-    """OpenEnv's client, imported when it is needed: what stands above has to be there without it."""
+    """Return a subclass of OpenEnv's client, which is imported here because it is optional."""
     from openenv.core import GenericEnvClient
     from websockets.exceptions import WebSocketException
 
     class Connection(GenericEnvClient):
-        """One connection. A lost one is not made again: its environment is gone with it."""
+        """A connection that is not made again after a loss: its environment is lost too."""
 
         _begun = False
 

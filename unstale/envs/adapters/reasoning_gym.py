@@ -1,7 +1,7 @@
-"""The puzzles of reasoning-gym, one reply each: `--task.env reasoning-gym:countdown`, or the name of another data set.
+"""The puzzles of reasoning-gym, one reply each: `--task.env reasoning-gym:countdown`.
 
-Some of its scorers evaluate the answer as Python or sympy code. For those an answer that is more than numbers, words,
-lists and formulas is wrong, and the scorer runs in the sandbox, where a formula that takes too long is wrong too.
+Some scorers evaluate the answer as Python or sympy code. For these an answer must consist of numbers,
+words, lists and formulas, and the scorer runs in the sandbox with a time limit.
 """
 
 import inspect
@@ -23,11 +23,11 @@ from unstale.envs import EnvError, Message, NumberedTasks, Turn, sandbox
 from unstale.records import Task
 
 UNSTEADY = ("isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder")
-"""Their puzzles follow the order of sets, which differs from process to process unless PYTHONHASHSEED is 0."""
+"""Data sets that depend on the order of sets, which PYTHONHASHSEED=0 makes reproducible."""
 
 LIMITS = sandbox.Limits(seconds=20.0, memory_mb=2048, file_mb=1)
 MAX_EVALUATED = 500
-"""Characters of an answer that is evaluated."""
+"""Maximum characters of an answer that is evaluated."""
 
 _EVALUATES = re.compile(r"\b(eval|exec|parse_expr|sympify)\(")
 _NAMES = "sin|cos|tan|asin|acos|atan|sinh|cosh|tanh|exp|log|ln|sqrt|Abs|pi|[A-Za-z]"
@@ -54,7 +54,7 @@ sys.stdout.write(repr(score))
 
 
 class ReasoningGymTasks(NumberedTasks):
-    """One data set, with options of its own. Training and held-out tasks never have the same seed."""
+    """A data set with its options. Training and held-out seeds differ."""
 
     tools: tuple[Mapping[str, Any], ...] = ()
 
@@ -74,19 +74,19 @@ class ReasoningGymTasks(NumberedTasks):
         self.evaluates = own and bool(_EVALUATES.search(inspect.getsource(scorer)))
 
     def posed(self, seed: int) -> ProceduralDataset:
-        """A data set of one puzzle."""
+        """Return a data set of one puzzle."""
         made: ProceduralDataset = reasoning_gym.create_dataset(
             self.dataset, seed=seed, size=1, **self.config
         )
         return made
 
     def env(self, task: Task, seed: int) -> "PuzzleEnv":
-        """Nothing here is random beyond the task, so `seed` changes nothing."""
+        """Randomness comes from the task alone, not from `seed`."""
         return PuzzleEnv(self, self.seed_of(task))
 
 
 class PuzzleEnv:
-    """One question, one reply: what stands between the last `<answer>` and `</answer>` is scored from 0 to 1."""
+    """One question and one reply. The text in the last `<answer>` tags is scored from 0 to 1."""
 
     def __init__(self, tasks: ReasoningGymTasks, seed: int) -> None:
         self._tasks, self._seed = tasks, seed
@@ -123,7 +123,7 @@ class PuzzleEnv:
                 TypeError,
                 ValueError,
             ):
-                return 0.0  # some scorers trip over what they cannot read
+                return 0.0  # some scorers fail on malformed answers
         if len(answer) > MAX_EVALUATED or not (
             _LIST.fullmatch(answer) or _FORMULA.fullmatch(answer)
         ):

@@ -1,8 +1,8 @@
 """The customer service of tau2-bench: `--task.env tau2:retail`, `tau2:airline`, `tau2:telecom`.
 
-Finds a tau2 that is installed from its source. Its orchestrator passes the messages: the policy is its agent, and the
-user a script (offline), or a model (`tau2:retail@openai/gpt-4.1`, as litellm names it). The reward is tau2's own for
-the state that an episode leaves behind; assertions in natural language need a judge and are left out.
+Needs tau2 installed from its source. Its orchestrator exchanges the messages. The policy is its
+agent; the user is scripted (offline) or a model (`tau2:retail@openai/gpt-4.1`, a name of litellm).
+The reward is tau2's for the final state. Assertions in natural language need a judge and are left out.
 """
 
 import asyncio
@@ -44,19 +44,20 @@ except ImportError as error:
 
 DOMAINS = ("airline", "retail", "telecom")
 MAX_STEPS, MAX_ERRORS = 200, 10
-"""Of tau2's own runs: messages in an episode, and calls in it that fail."""
+"""Messages and failed calls of an episode at most, as in tau2's runs."""
 THREADS = 64
-"""Episodes that can wait for their users at a time."""
+"""Episodes that can wait for their users at the same time."""
 USER_ARGS = {"temperature": 0.0, "timeout": 50.0}
-"""What a user's model is asked with."""
+"""Sampling options of a user's model."""
 
 _TRANSFERRED = "YOU ARE BEING TRANSFERRED TO A HUMAN AGENT"
 
 
 class Tau2Tasks(ListedTasks):
-    """One domain, with its own split into training tasks and held-out ones (tau2 calls them `test`).
+    """A domain with tau2's split into training and held-out tasks (`test`).
 
-    `user` is a script, or the name of a model; `user_args` are what litellm is called with, such as `api_base`.
+    `user` is the name of a model, or "" for the scripted user. `user_args` are litellm's arguments,
+    such as `api_base`.
     """
 
     def __init__(
@@ -92,11 +93,11 @@ class Tau2Tasks(ListedTasks):
         )
 
     def environment(self) -> Any:
-        """A fresh world of the domain."""
+        """Return a new environment of the domain."""
         return registry.get_env_constructor(self.domain)()
 
     def env(self, task: Task, seed: int) -> "Tau2Env":
-        """Nothing here is random but a user's model, which is asked at its own temperature."""
+        """Only a user's model is random; `seed` is not used."""
         return (
             Tau2Env(self, self.data_of(task))
             if not self.user
@@ -105,7 +106,7 @@ class Tau2Tasks(ListedTasks):
 
 
 class Tau2Env:
-    """One conversation. The policy answers the user's messages and the results of its calls."""
+    """One conversation: the policy answers the user's messages and the results of its calls."""
 
     def __init__(self, tasks: Tau2Tasks, task: Any) -> None:
         self._tasks, self._task = tasks, task
@@ -116,14 +117,14 @@ class Tau2Env:
         if self._state != "new":
             raise EnvError("an episode begins once; make a new environment")
         self._state = "open"
-        return await self._aside(self._begin)
+        return await self._in_thread(self._begin)
 
     async def step(self, reply: Message) -> Turn:
         if self._state != "open":
             raise EnvError(f"step() in an episode that is {self._state}")
-        return await self._aside(self._step, reply)
+        return await self._in_thread(self._step, reply)
 
-    async def _aside(self, work: Callable[..., Any], *given: Any) -> Any:
+    async def _in_thread(self, work: Callable[..., Any], *given: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._tasks.threads, work, *given)
 
     def _begin(self) -> Turn:
@@ -131,7 +132,7 @@ class Tau2Env:
         return Turn((Message("system", self._tasks.system), *self._told(0)))
 
     def _start(self, task: Any) -> None:
-        """An orchestrator that has got to where the policy speaks next."""
+        """Start an orchestrator and run it up to the policy's turn."""
         world = self._tasks.environment()
         policy, model = (
             PolicyAgent([], ""),
@@ -148,7 +149,7 @@ class Tau2Env:
         self._pass_on()
 
     def _pass_on(self) -> None:
-        """As `Orchestrator.run` does, but only until it is the policy's turn."""
+        """Run the orchestrator up to the policy's turn."""
         orchestrator = self._orchestrator
         while not orchestrator.done and orchestrator.to_role != Role.AGENT:
             orchestrator.step()
@@ -184,7 +185,7 @@ class Tau2Env:
         )
 
     def _told(self, since: int) -> tuple[Message, ...]:
-        """What the policy hears: neither the user's own calls, nor the greeting, which few templates can put first."""
+        """Return the messages for the policy: without the user's calls and the agent's greeting."""
         return tuple(
             Message("tool" if isinstance(said, ToolMessage) else "user", said.content)
             for said in self._orchestrator.trajectory[since:]
@@ -192,7 +193,7 @@ class Tau2Env:
         )
 
     def _end(self, facts: Mapping[str, float] = MappingProxyType({})) -> Turn:
-        """tau2's verdict. Who did not come to an end with the user gets nothing."""
+        """End with tau2's reward, which is 0 unless the user ended the conversation."""
         self._state = "over"
         said, criteria = self._orchestrator.get_trajectory(), self._task.evaluation_criteria
         if self._orchestrator.termination_reason != TerminationReason.USER_STOP:
@@ -206,7 +207,7 @@ class Tau2Env:
 
 
 class LiveEnv(Tau2Env):
-    """One whose user is a model. It would not say the same again, so that what was said is kept."""
+    """A conversation with a model as user. It is restored from its messages, not replayed."""
 
     def snapshot(self) -> str:
         kept = {"role", "id", "content", "tool_calls", "requestor", "error"}
@@ -220,13 +221,13 @@ class LiveEnv(Tau2Env):
         )
 
     async def resume(self, state: str) -> None:
-        """tau2 makes the calls on record again."""
+        """Restore the conversation. tau2 repeats the recorded calls."""
         kept, self._state = json.loads(state), "open"
         said = [_KINDS[one["role"]].model_validate(one) for one in kept["said"]]
         initial = (self._task.initial_state or InitialState()).model_copy(
             update={"message_history": said}
         )
-        await self._aside(self._start, self._task.model_copy(update={"initial_state": initial}))
+        await self._in_thread(self._start, self._task.model_copy(update={"initial_state": initial}))
         self._orchestrator.step_count, self._orchestrator.num_errors = kept["steps"], kept["errors"]
 
 
@@ -234,11 +235,11 @@ _KINDS = {"assistant": AssistantMessage, "tool": ToolMessage, "user": UserMessag
 
 
 class PolicyAgent(HalfDuplexAgent[None]):
-    """tau2's agent: it says what the policy has said."""
+    """tau2's agent, which returns the replies of the policy."""
 
     says: AssistantMessage
     calls = 0
-    """How many it made."""
+    """Number of calls made."""
 
     def get_init_state(self, message_history: Any = None) -> None: ...
 
@@ -248,8 +249,11 @@ class PolicyAgent(HalfDuplexAgent[None]):
 
 
 class ScriptedUser(HalfDuplexUser[None]):
-    """A user without a model. It reads out what its task tells it, does on its phone what a message names, with the
-    task's arguments, and agrees to anything else. It hangs up after two messages that no call stands between."""
+    """A user without a model.
+
+    It sends its instructions, makes the calls that a message names with the task's arguments, and
+    agrees to anything else. It ends the conversation after two messages without a call in between.
+    """
 
     def __init__(self, task: Any, world: Any, policy: PolicyAgent) -> None:
         super().__init__(instructions=str(task.user_scenario.instructions))
@@ -277,7 +281,7 @@ class ScriptedUser(HalfDuplexUser[None]):
         return UserMessage(role="user", content=text or None, tool_calls=calls or None), None
 
     def _answer(self, asked: str) -> tuple[str, list[ToolCall]]:
-        """A text or calls."""
+        """Return a text or calls."""
         if _TRANSFERRED in asked:
             return TRANSFER, []
         named = [found.lower().replace(" ", "_") for found in self._named.findall(asked)]

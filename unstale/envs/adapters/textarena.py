@@ -1,7 +1,7 @@
 """Games of TextArena for one player: `--task.env textarena:GuessTheNumber-v0`.
 
-They draw from Python's one global random generator; here each episode has a state of it of its own, so that episodes
-that take turns do not disturb each other. Moves run in the event loop.
+Games draw from Python's global random generator. Each episode has its own state of it, so that
+concurrent episodes do not affect each other. Moves run in the event loop.
 """
 
 import random
@@ -19,7 +19,7 @@ from unstale.records import Task
 
 
 class TextArenaTasks(NumberedTasks):
-    """One game, with options of its own. Training and held-out episodes never begin with one seed."""
+    """A game with its options. Training and held-out seeds differ."""
 
     tools: tuple[Mapping[str, Any], ...] = ()
 
@@ -44,12 +44,12 @@ class TextArenaTasks(NumberedTasks):
             ) from error
 
     def env(self, task: Task, seed: int) -> "GameEnv":
-        """Everything random comes from the task: `seed` changes nothing."""
+        """Randomness comes from the task alone, not from `seed`."""
         return GameEnv(self, self.seed_of(task))
 
 
 class GameEnv:
-    """One game. Its reward is what the game gives in the end."""
+    """One game. Its reward is the game's."""
 
     def __init__(self, tasks: TextArenaTasks, seed: int) -> None:
         self._tasks, self._seed = tasks, seed
@@ -57,7 +57,7 @@ class GameEnv:
         self._state = "new"
 
     def reset(self) -> str:
-        """Begin the game: what the player reads first."""
+        """Start the game and return the first observation."""
         with self._own_random():
             self._game = textarena.make(self._tasks.game, **self._tasks.options)
             self._game.reset(num_players=1, seed=self._seed)
@@ -78,9 +78,9 @@ class GameEnv:
             done, _ = self._game.step(reply.content)
             if not done:
                 return Turn((Message("user", self._seen()),))
-            rewards, told = self._game.close()
+            rewards, info = self._game.close()
         self._state = "over"
-        facts = MappingProxyType({"invalid_move": float(told[0]["invalid_move"])})
+        facts = MappingProxyType({"invalid_move": float(info[0]["invalid_move"])})
         return Turn(
             (), done=True, rewards=MappingProxyType({"game": float(rewards[0])}), facts=facts
         )

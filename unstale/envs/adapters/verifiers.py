@@ -1,7 +1,7 @@
 """Task sets of verifiers: `--task.env verifiers:my-taskset` (`verifiers.v1`, version 0.4).
 
-verifiers runs the episode: its task set, its harness (an agent program), its runtime. The model behind its streaming
-client is the recording endpoint, so that its agents are trained as any `ExternalAgent` is.
+verifiers runs the episode with its task set, harness (an agent program) and runtime. Its model is the
+recording endpoint, so its agents are trained like any `ExternalAgent`.
 """
 
 import itertools
@@ -18,14 +18,14 @@ from unstale.envs import EnvError
 from unstale.envs.external import ExternalAgent
 
 KEY = "UNSTALE_API_KEY"
-"""Where verifiers looks for the endpoint's key. It keeps what has API_KEY in its name from programs that it starts."""
+"""Environment variable of the endpoint's key. verifiers hides `*API_KEY*` from its programs."""
 
 
 class VerifiersTasks(ExternalAgent):
-    """An installed task set. `env` is what verifiers has in its section of that name: agents, harness, runtime.
+    """An installed task set. `env` is verifiers' section of that name: agents, harness, runtime.
 
-    Of the first `limit` tasks, the first `held_out` are held out; without a number, a fifth is. Agents run without a
-    container unless `env` says otherwise, so a harness that runs code is then refused.
+    Of the first `limit` tasks, the first `held_out` are held out, by default a fifth. Agents run
+    without a container by default; a harness that runs code is then refused.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class VerifiersTasks(ExternalAgent):
     async def _episode(
         self, base_url: str, task: vf.Task, seed: int, api_key: str
     ) -> Mapping[str, float]:
-        """One episode in an environment of its own: what it opens for this address goes with it."""
+        """Run one episode in an environment of its own, which closes its connections."""
         os.environ[KEY] = api_key
         context = vf.ModelContext(
             model="policy", client=vf.EvalClientConfig(base_url=base_url, api_key_var=KEY)

@@ -1,7 +1,7 @@
-"""A help desk: tools, a written policy, a customer who tells what is asked, a verdict on the final database.
+"""A help desk with tools, a written policy and a simulated customer. The final database is scored.
 
-It is a task and not a trick: policies that do not understand score (`benchmarks/retail_degenerate.py`, 1000 held-out
-tasks a level; each asks for the order, looks it up, does its blind thing and says it is done)
+Fixed strategies score low (`benchmarks/retail_degenerate.py`, 1000 held-out tasks per level). Each
+asks for the order, looks it up, makes its one call and says that it is done:
 
     policy                                      level 1  level 2  level 3
     scripted expert                              100.0%   100.0%   100.0%
@@ -21,7 +21,7 @@ tasks a level; each asks for the order, looks it up, does its blind thing and sa
     any call, numbers of the right kind            4.3%     4.0%     2.2%
     only talk                                      0.0%     0.0%     0.0%
 
-Refusing and handing over are written into the database, so that they are right only where the rules call for them.
+Refusals and hand-overs change the database, so they are right only where the rules require them.
 """
 
 import asyncio
@@ -45,12 +45,15 @@ from unstale.envs.retail.wording import BRIEF, IDENTIFY, POLICY, STOCK, TRUST, W
 from unstale.records import Task
 
 LEVELS = (1, 2, 3)
-"""1: the demo's; short lines, one request. 2: free wording, JSON records, every rule of the desk, the policy in the
-prompt. 3: also identification by email, and sometimes a second request."""
+"""Levels of difficulty.
+
+1: the demo, with short lines and one request. 2: free wording, JSON records, all rules, and the
+policy in the prompt. 3: also identification by email, and sometimes a second request.
+"""
 
 
 class RetailTasks:
-    """Tasks of the help desk. `latency_s` is the mean of the log-normal time a tool call takes; 0 means none."""
+    """Tasks of the help desk. Tool calls have a log-normal latency with mean `latency_s` seconds."""
 
     name = "retail"
 
@@ -68,7 +71,7 @@ class RetailTasks:
         self.tools: tuple[Mapping[str, Any], ...] = tuple(schema(name) for name in names)
 
     def train(self, seed: int) -> Iterator[Task]:
-        """Endless; different seeds give different tasks."""
+        """Yield tasks without end; seeds have different tasks."""
         index = seed * 10**9
         while True:
             yield Task(self.name, "train", index)
@@ -78,7 +81,7 @@ class RetailTasks:
         return [Task(self.name, "held_out", index) for index in range(count)]
 
     def scenario(self, task: Task) -> Scenario:
-        """What the task is about: for experts, tests and tables, never for the policy."""
+        """Return the task's facts, for the expert, tests and tables."""
         return scenario(self.level, task.split, task.index)
 
     def env(self, task: Task, seed: int) -> "RetailEnv":
@@ -87,7 +90,7 @@ class RetailTasks:
 
 
 class _Latency:
-    """Log-normal waiting with a given mean."""
+    """A log-normal delay with a given mean."""
 
     def __init__(self, mean_s: float, sigma: float, random: Random | None) -> None:
         self._mean_s, self._sigma, self._random = mean_s, sigma, random
@@ -156,7 +159,7 @@ class RetailEnv:
 
 
 def system_text(level: int) -> str:
-    """The written policy as this level shows it."""
+    """Return the system prompt of a level."""
     if level == 1:
         return BRIEF
     return POLICY.format(identify=IDENTIFY if level > 2 else TRUST, stock=STOCK, window=WINDOW)

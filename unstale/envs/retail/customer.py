@@ -1,4 +1,4 @@
-"""The simulated customer: tells what is asked, in seeded words, and leaves when done or out of patience."""
+"""The simulated customer: answers questions in seeded words, and leaves when done or annoyed."""
 
 from random import Random
 
@@ -6,11 +6,11 @@ from unstale.envs.retail.tasks import Scenario
 from unstale.envs.retail.wording import FREE_ANSWERS, FREE_WISHES, HEARD, TERSE_ANSWERS, WISHES
 
 PATIENCE = 3
-"""Replies without a question the customer understands, before anything was done, after which the customer leaves."""
+"""Unhelpful replies after which the customer leaves."""
 
 
 class Customer:
-    """One customer with one or two requests. Words depend on the scenario alone: siblings hear the same."""
+    """One customer with one or two requests. The words depend only on the scenario."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
@@ -25,7 +25,7 @@ class Customer:
         return self._random("wish").choice(wishes[self._scenario.requests[self._current].wish])
 
     def answer(self, text: str, *, writes: int) -> str:
-        """Reply to what the agent said; `writes` is how many changes the agent has made so far."""
+        """Answer the agent. `writes` is the number of changes that the agent has made."""
         asked = self._asked(text)
         if asked:
             return self._tell(asked)
@@ -40,7 +40,7 @@ class Customer:
         return self._lose("Please help me.")
 
     def _asked(self, text: str) -> str:
-        """What the text asks for: of the things it mentions, the first not told yet, else the first."""
+        """Return the kind of fact that a question asks for, one not given yet if possible; or ""."""
         text = text.lower()
         known = self._scenario.told(self._scenario.requests[self._current])
         asked = [

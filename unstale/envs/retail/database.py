@@ -7,11 +7,11 @@ Status = Literal["pending", "shipped", "delivered", "cancelled"]
 Terms = Literal["regular", "sale", "final"]
 
 REASONS = ("status", "final", "window", "stock")
-"""What a refusal may rest on: each is one rule of the policy."""
+"""Reasons of a refusal, each a rule of the policy."""
 
 
 class DeskError(Exception):
-    """A call the desk cannot carry out; its text goes back to the agent."""
+    """A call that cannot be made. The agent receives the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class User:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One variant of a product: what an order holds and what an exchange hands out."""
+    """One variant of a product."""
 
     id: str
     name: str
@@ -48,7 +48,7 @@ class Order:
     items: tuple[str, ...]
     paid_with: str
     point: str
-    """Where the parcel goes."""
+    """Pickup point."""
     days: int
     """Days since delivery; 0 before it."""
     returned: tuple[tuple[str, str], ...] = ()
@@ -62,15 +62,15 @@ class Order:
 
 @dataclass(slots=True)
 class Desk:
-    """The database of one episode. `state()` is what the verdict compares."""
+    """The database of one episode. The reward compares `state()` with the goal."""
 
     users: dict[str, User]
     items: dict[str, Item]
     orders: dict[str, Order]
     terse: bool = True
-    """Answers as short lines; otherwise as JSON records."""
+    """Answer in short lines instead of JSON."""
     writes: list[str] = field(default_factory=list)
-    """Names of the calls that changed something, in order."""
+    """Names of the calls that changed the database, in order."""
 
     def state(self) -> dict[str, Order]:
         return dict(self.orders)

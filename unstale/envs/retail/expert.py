@@ -1,4 +1,4 @@
-"""The scripted expert, and how it can be made to err in its decisions, never in what it writes."""
+"""A scripted expert, which can be made to err in its decisions but not in its format."""
 
 from dataclasses import dataclass
 from random import Random
@@ -11,33 +11,33 @@ from unstale.envs.retail.wording import QUESTIONS
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """How likely each decision goes wrong. A fault replaces a rule by a habit; it never depends on anything else."""
+    """Probabilities with which the expert ignores a rule, independent of each other."""
 
     status: float = 0.0
-    """The order's status does not matter: the wish is carried out."""
+    """Ignore the order's status."""
     account: float = 0.0
-    """The account does not matter."""
+    """Ignore the kind of account."""
     final: float = 0.0
-    """Final items are taken back like any other."""
+    """Take back final items."""
     sale: float = 0.0
-    """Sale items are refunded to what the customer names."""
+    """Refund sale items to the payment method that the customer names."""
     item: float = 0.0
-    """The first item of the order is taken for the one the customer means."""
+    """Take the first item of the order."""
     payment: float = 0.0
-    """The refund goes to the first payment method of the record."""
+    """Refund to the first payment method of the record."""
     variant: float = 0.0
-    """The first variant listed is taken."""
+    """Take the first variant of the list."""
     point: float = 0.0
-    """The parcel is sent to the point it goes to already."""
+    """Send the parcel to its present pickup point."""
     cancel: float = 0.0
-    """A wish to cancel is refused though the order is pending."""
+    """Refuse to cancel a pending order."""
 
 
 NO_FAULTS = Faults()
 
 
 def expert_replies(scenario: Scenario, faults: Faults = NO_FAULTS, seed: int = 0) -> list[Message]:
-    """What the expert says in this scenario, reply by reply. Without faults it is always right."""
+    """Return the expert's replies. Without faults they reach the goal."""
     random = Random(f"{scenario.seed}/{seed}")
     replies: list[Message] = []
     if scenario.level > 2:
@@ -51,7 +51,7 @@ def expert_replies(scenario: Scenario, faults: Faults = NO_FAULTS, seed: int = 0
 
 @dataclass(frozen=True, slots=True)
 class _Decision:
-    """What follows once the order is on the table."""
+    """The expert's decision about an order that it has looked up."""
 
     scenario: Scenario
     request: CustomerRequest

@@ -1,8 +1,8 @@
-"""How the desk writes down what it looked up: short lines at level 1, JSON above.
+"""The records that tools return: short lines at level 1, JSON above.
 
-In the short form every name and every number stands after a space and a number right behind its name, as in calls and
-in what customers say: so each is the same token wherever it stands, and what follows a name is its number. A mark
-(`sale`, `final`) stands before its item's name.
+In short lines, names and numbers follow a space, and a number follows its name, as in calls and in
+the customer's answers. So each is one token everywhere. A mark (`sale`, `final`) precedes the name of
+its item.
 """
 
 import json

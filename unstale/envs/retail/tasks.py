@@ -1,4 +1,4 @@
-"""What an episode is about: the shop as it stands, what the customer wants and knows, and the calls that are right."""
+"""The facts of an episode: the shop, the customer's requests, and the correct calls."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,29 +24,29 @@ KINDS: Mapping[str, float] = {
     "business": 0.06,
     "redirect_shipped": 0.03,
 }
-"""Shares of the kinds of request. Refusing is right in 10%, handing over in 9%, cancelling in 12%: no one answer pays.
+"""Shares of the kinds of requests. Refusing is right in 10%, handing over in 9%, cancelling in 12%.
 
-From level 2 on, `refuse_final` also stands for the rules that only those levels have (stock, window).
+From level 2 on, `refuse_final` includes refusals for stock and window.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class CustomerRequest:
-    """One thing the customer wants, with all that the customer can tell about it."""
+    """A request of the customer, with the facts that the customer knows."""
 
     kind: str
     wish: Wish
     order: str
     item: str = ""
     payment: str = ""
-    """Number of the payment method the customer names."""
+    """Number of the payment method that the customer names."""
     new_item: str = ""
     point: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """An episode's facts. `desk` is the shop before it; it must be copied, never changed."""
+    """The facts of an episode. `desk` is the shop at its start, to be copied before changes."""
 
     level: int
     desk: Desk
@@ -55,7 +55,7 @@ class Scenario:
     seed: int
 
     def told(self, request: CustomerRequest) -> dict[str, str]:
-        """What the customer says for each thing asked: names for goods and money, numbers for orders and points."""
+        """Return the customer's answers by kind: names of items and payments, numbers of others."""
         told = {"email": self.user.email} if self.level > 2 else {}
         told["order"] = request.order
         if request.item:
@@ -69,7 +69,7 @@ class Scenario:
         return told
 
     def goal(self) -> dict[str, Order]:
-        """The database as the policy wants it at the end."""
+        """Return the orders after the correct calls."""
         desk = self.desk.copy()
         for request in self.requests:
             name, arguments = correct_call(self, request)
@@ -78,7 +78,7 @@ class Scenario:
 
 
 def correct_call(scenario: Scenario, request: CustomerRequest) -> Call:
-    """The one call that changes the database as the rules want it."""
+    """Return the call that the rules require."""
     order = scenario.desk.orders[request.order]
     number = {"order_id": order.id}
     if scenario.user.account == "business":
@@ -117,7 +117,7 @@ def _refusal(order: Order, reason: str) -> Call:
 
 
 class _Numbers:
-    """Numbers of two digits at level 1, of four above; each is used once."""
+    """A generator of unused numbers, with two digits at level 1 and four above."""
 
     def __init__(self, random: Random, level: int) -> None:
         self.random, self.used = random, set[str]()
@@ -132,7 +132,7 @@ class _Numbers:
 
 
 def scenario(level: int, split: str, index: int) -> Scenario:
-    """The scenario of one task: a function of its arguments alone."""
+    """Return the scenario of a task, determined by the arguments."""
     random = Random(f"retail/{level}/{split}/{index}")
     kinds = random.choices(
         list(KINDS), weights=list(KINDS.values()), k=2 if level > 2 and random.random() < 0.4 else 1
@@ -180,7 +180,7 @@ def _stock(random: Random, numbers: _Numbers, level: int) -> list[Item]:
 
 
 def _order(desk: Desk, user: User, random: Random, numbers: _Numbers) -> Order:
-    """Any order of this user: two or three different products."""
+    """Return a random order of two or three products."""
     products = random.sample(
         sorted({item.name for item in desk.items.values()}), random.choice((2, 3))
     )
@@ -195,9 +195,9 @@ def _order(desk: Desk, user: User, random: Random, numbers: _Numbers) -> Order:
 def _request(
     kind: str, desk: Desk, user: User, source: tuple[Random, _Numbers, int]
 ) -> CustomerRequest:
-    """A request of this kind; makes its order, and sees to it that the order's facts fit the kind."""
+    """Return a request of a kind, and add an order that fits it to the database."""
     random, numbers, level = source
-    wish, statuses = _shape(kind, random, level)
+    wish, statuses = _wish_and_states(kind, random, level)
     order = replace(_order(desk, user, random, numbers), status=random.choice(statuses))
     item_id = random.choice(order.items)
     days = random.randrange(1, 30) if order.status == "delivered" else 0
@@ -228,8 +228,8 @@ def _request(
     return CustomerRequest(kind, wish, order.id, point=point if wish == "redirect" else "")
 
 
-def _shape(kind: str, random: Random, level: int) -> tuple[Wish, tuple[Status, ...]]:
-    """What is wanted, and the states its order may be in."""
+def _wish_and_states(kind: str, random: Random, level: int) -> tuple[Wish, tuple[Status, ...]]:
+    """Return the wish of a request, and the possible states of its order."""
     if kind == "cancel":
         return "cancel", ("pending",)
     if kind == "cancel_instead":

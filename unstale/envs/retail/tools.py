@@ -1,7 +1,7 @@
 """The tools that read and change the shop's database.
 
-They check that what a call names exists and belongs together. They do *not* keep the shop's rules: those are the
-agent's to keep, so that breaking one shows in the database instead of in an error text.
+They check that the arguments exist and belong together. They do not enforce the shop's rules: a
+violation shows in the database instead of in an error.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from unstale.envs.retail.records import order_record, user_record, variants_reco
 
 
 def call_tool(desk: Desk, name: str, arguments: Mapping[str, Any]) -> str:
-    """Carry out one call and return the service's answer; `DeskError` says what is wrong with it."""
+    """Make a call and return the answer. Raises `DeskError` for a call that cannot be made."""
     if name not in TOOLS:
         raise DeskError(f"unknown tool {name!r}; tools are {', '.join(TOOLS)}")
     wanted = ARGUMENTS[name]
@@ -29,7 +29,7 @@ def call_tool(desk: Desk, name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def _read(key: str, value: Any) -> str:
-    """An argument as the database keeps it: numbers are integers in a call, or strings of digits."""
+    """Return an argument as text. Calls may give numbers as integers or as strings of digits."""
     if isinstance(value, str) or (
         isinstance(value, int) and not isinstance(value, bool) and key.endswith("_id")
     ):

@@ -1,4 +1,4 @@
-"""What is written on the walls: names, the policy, the tools' schemas, what customers and the expert say."""
+"""The texts of the desk: names, policy, schemas of the tools, words of customers and expert."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -13,14 +13,14 @@ NAMES = (
 )  # fmt: skip
 COLOURS = ("red", "blue", "green", "black", "white", "grey", "yellow", "brown")
 PAYMENTS = ("card", "bank", "wallet")
-"""Kinds of payment besides the gift balance, which every customer has."""
+"""Payment methods besides the gift balance, which every customer has."""
 PEOPLE = (
     "Ada Lindqvist", "Bela Horvat", "Chidi Okafor", "Dana Petrov", "Emre Yilmaz", "Farah Nasser", "Goran Ilic",
     "Hana Sato", "Ivo Marek", "Jun Park", "Kofi Mensah", "Lena Vogel", "Mina Rossi", "Nils Berg", "Olga Duarte",
 )  # fmt: skip
 
 BRIEF = "Keep the rules of the desk."
-"""The policy at level 1, where the model has learnt the rules and the prompt must be short."""
+"""The policy at level 1, where the base model knows the rules and the prompt is short."""
 
 POLICY = """You serve the help desk of a shop. Customers write to you; you look things up and change things with \
 the tools.
@@ -72,7 +72,7 @@ _MEANING = {
 
 
 def schema(name: str) -> Mapping[str, Any]:
-    """A tool's JSON schema, as chat templates take it."""
+    """Return the JSON schema of a tool, in the format of chat templates."""
     properties: dict[str, Any] = {}
     for key in ARGUMENTS[name]:
         kind = "integer" if key.endswith("_id") else "string"
@@ -161,7 +161,7 @@ QUESTIONS: Mapping[str, str] = MappingProxyType(
         "point": "Where to?",
     }
 )
-"""What the expert asks."""
+"""The questions of the expert."""
 
 HEARD: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -179,4 +179,4 @@ HEARD: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "point": ("where to", "point", "where should", "address"),
     }
 )
-"""Words by which the customer understands what is asked; the first kind that matches and is not told yet counts."""
+"""Words by which the customer recognises a question. Kinds are tried in this order."""
