@@ -57,7 +57,7 @@ class Silent(ToyTasks):
         (Unseeded(), "went differently the second time"),
         (Leaks(), "held-out tasks are among the training tasks"),
         (Restless(), "gives other tasks the second time"),
-        (Silent(), "leaves nothing to say"),
+        (Silent(), "leaves nothing to answer"),
     ],
 )
 def test_a_broken_one_is_told_what_is_wrong(taskset: Taskset, says: str) -> None:

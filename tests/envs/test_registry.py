@@ -16,7 +16,7 @@ from unstale import envs
 from unstale.cli import session
 from unstale.cli.recipe_options import options_help
 from unstale.config import ConfigError, make_task
-from unstale.config.options import options, override
+from unstale.config.options import override
 from unstale.envs.registry import build_taskset, shipped_envs
 from unstale.recipes import RECIPES
 from unstale.testing import check_env
@@ -69,12 +69,10 @@ ENV = EnvSpec("echo", lambda options: EchoTasks(options.digits), EchoConfig)
 def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "echo.py").write_text(FILE)
     monkeypatch.setattr(envs, "__path__", [*envs.__path__, str(tmp_path)])
-    for cached in (shipped_envs, options):
-        cached.cache_clear()
+    shipped_envs.cache_clear()
     yield
     sys.modules.pop("unstale.envs.echo", None)
-    for cached in (shipped_envs, options):
-        cached.cache_clear()
+    shipped_envs.cache_clear()
 
 
 @pytest.mark.usefixtures("echo")

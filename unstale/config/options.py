@@ -108,12 +108,12 @@ def sections() -> dict[str, Any]:
 
 def options() -> dict[str, Option]:
     """Return all options by name, in the order of the data flow."""
-    return _options(tuple(OldLogpsConfig.classes()))
+    return _options((*OldLogpsConfig.classes(), *task_classes()))
 
 
 @cache
 def _options(registered: tuple[Any, ...]) -> dict[str, Option]:
-    """Return all options while these classes of routes are registered."""
+    """Return all options while these classes of routes and environments are registered."""
     found: dict[str, Option] = {}
     for section, cls in sections().items():
         classes: list[Any] = [*task_classes()] if section == "task" else [*cls.classes()]
