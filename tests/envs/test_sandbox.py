@@ -20,7 +20,7 @@ from tests.test_docs import blocks
 from unstale.durability.virtual_clock import run as run_loop
 from unstale.envs import EnvError, Message, ToolCall, Turn, python_tool, sandbox
 from unstale.envs.python_tool import PythonTasks
-from unstale.envs.sandbox import Limits, Outcome, SandboxError, _Way
+from unstale.envs.sandbox import Limits, ProgramResult, SandboxError, _Way
 from unstale.records import Task
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> _Way
 
 def execute(
     program: str | list[str], *, stdin: str = "", files: dict[str, str] | None = None, **used: float
-) -> Outcome:
+) -> ProgramResult:
     limits = Limits(**{"seconds": 20.0, **used})  # type: ignore[arg-type]
     return asyncio.run(sandbox.run(program, stdin=stdin, files=files or {}, limits=limits))
 
@@ -90,7 +90,7 @@ def marker() -> Iterator[str]:
 def test_a_program_reads_computes_and_says(way: _Way) -> None:
     code = "import sys, numbers_of\nprint(sum(map(int, input().split())) + numbers_of.more)\nsys.exit(3)"
     done = execute(code, stdin="4 5", files={"numbers_of.py": "more = 33"})
-    assert done == Outcome("42\n", "", 3, "exited")
+    assert done == ProgramResult("42\n", "", 3, "exited")
     assert execute(["cat", "a b"], files={"a b": "żółw\n"}).stdout == "żółw\n"
     assert execute("import os; os.abort()").code == 128 + signal.SIGABRT
     assert "ZeroDivisionError" in execute("1 / 0").stderr
@@ -134,7 +134,7 @@ except BlockingIOError:
 def test_a_fork_bomb_goes_no_further_than_its_limit(way: _Way, marker: str) -> None:
     done = execute(f"'{marker}'{FORKS}", processes=8)
     if way.counts_processes:
-        assert done == Outcome("7\n", "", 0, "exited")
+        assert done == ProgramResult("7\n", "", 0, "exited")
     else:
         assert "any number of processes" in sandbox.weaknesses()
     until(lambda: not alive(marker))
@@ -155,7 +155,7 @@ def test_a_big_file_is_cut(way: _Way) -> None:
 
 def test_output_beyond_what_is_kept_is_cut_off(way: _Way) -> None:
     done = execute("import sys\nprint('x' * 5000)\nprint('e' * 10, file=sys.stderr)", output_kb=2)
-    assert done == Outcome("x" * 2048, "e" * 10 + "\n", 0, "output")
+    assert done == ProgramResult("x" * 2048, "e" * 10 + "\n", 0, "output")
     assert execute("print('x' * 2047)", output_kb=2).ended == "exited"
     endless = execute("while True: print('x' * 1000)", output_kb=2, file_mb=1)
     assert endless.stdout == ("x" * 1000 + "\n") * 2 + "x" * 46 and endless.ended == "output"
@@ -214,7 +214,7 @@ def test_bubblewrap_shows_only_what_is_installed(way: _Way, tmp_path: Path) -> N
     if way.kind == "limits":
         assert "reading and writing files" in sandbox.weaknesses()
         return
-    assert execute(code) == Outcome("", "", 0, "exited")
+    assert execute(code) == ProgramResult("", "", 0, "exited")
     assert not (tmp_path / "left").exists()
 
 
@@ -276,7 +276,7 @@ def test_programs_wait_for_their_turn_and_cancelled_ones_never_begin(marker: str
 
 
 def test_it_works_under_the_virtual_clock() -> None:
-    async def main() -> list[Outcome]:
+    async def main() -> list[ProgramResult]:
         return await asyncio.gather(*(sandbox.run(f"print({number} ** 2)") for number in range(3)))
 
     assert [done.stdout for done in run_loop(main(), virtual=True)] == ["0\n", "1\n", "4\n"]
@@ -384,10 +384,10 @@ def test_the_strongest_way_is_chosen_and_root_never_runs_a_program_as_it_is(
 ) -> None:
     works: list[_Way] = []
 
-    def attempt(way: _Way, job: object, stop: threading.Event) -> Outcome:
+    def attempt(way: _Way, job: object, stop: threading.Event) -> ProgramResult:
         if way not in works:
             raise SandboxError("refused")
-        return Outcome("", "", 0, "exited")
+        return ProgramResult("", "", 0, "exited")
 
     def chosen(*ways: _Way, uid: int) -> _Way:
         works[:] = ways
