@@ -19,7 +19,7 @@ RESAMPLES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class TaskMean:
-    """A mean over tasks, and how its interval was made."""
+    """A mean over tasks, its 95% interval and the method of the interval."""
 
     value: float
     low: float
@@ -29,7 +29,7 @@ class TaskMean:
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """How many of the `attempts` at each held-out task succeeded, and how many of all `failed`, without a verdict."""
+    """The number of successes of each held-out task, and of failed episodes in all."""
 
     successes: tuple[int, ...]
     attempts: int = 1
@@ -37,7 +37,7 @@ class EvalResult:
 
     @classmethod
     def of(cls, graded: Sequence[bool | None], attempts: int) -> "EvalResult":
-        """Of what `evaluate` found, the attempts at a task side by side."""
+        """Count successes. Attempts at one task are adjacent in `graded`."""
         successes = (
             graded[at : at + attempts].count(True) for at in range(0, len(graded), attempts)
         )
@@ -61,18 +61,18 @@ class EvalResult:
 
     @property
     def average(self) -> TaskMean:
-        """avg@k, k being all attempts: the mean success of an attempt."""
+        """Return avg@k over all attempts, the mean success of an attempt."""
         return mean_over_tasks([count / self.attempts for count in self.successes])
 
     def passed(self, k: int) -> TaskMean:
-        """pass@k: the chance that at least one of k attempts at a task succeeds."""
+        """Return pass@k, the probability that one of k attempts at a task succeeds."""
         return mean_over_tasks(
             [pass_at(k, attempts=self.attempts, successes=count) for count in self.successes]
         )
 
 
 def pass_at(k: int, *, attempts: int, successes: int) -> float:
-    """The unbiased estimate 1 - C(n - c, k) / C(n, k) from n attempts, c of them successes (arXiv 2107.03374, eq. 1).
+    """Return 1 - C(n - c, k) / C(n, k) for n attempts and c successes (arXiv:2107.03374, eq. 1).
 
     >>> pass_at(2, attempts=4, successes=1)
     0.5
@@ -85,7 +85,7 @@ def pass_at(k: int, *, attempts: int, successes: int) -> float:
 
 
 def mean_over_tasks(values: Sequence[float]) -> TaskMean:
-    """The mean of one number per task, each between 0 and 1."""
+    """Return the mean of one number per task, each between 0 and 1."""
     value = sum(values) / len(values)
     if len(set(values)) == 1 or set(values) <= {0.0, 1.0}:
         return TaskMean(value, *wilson(value, len(values)), "Wilson")

@@ -1,4 +1,4 @@
-"""The run as it happens: a panel on a terminal, one plain line per step anywhere else."""
+"""Show a run while it trains: a panel on a terminal, one plain line per step elsewhere."""
 
 import threading
 import time
@@ -32,7 +32,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 def sparkline(
     values: Sequence[float], width: int, low: float | None = None, high: float | None = None
 ) -> str:
-    """The values as a row of bars, averaged down to `width`.
+    """Return the values as a row of bars, averaged down to `width`.
 
     >>> sparkline([0.0, 0.5, 1.0], 8, low=0.0, high=1.0)
     '▁▅█'
@@ -52,7 +52,7 @@ def sparkline(
 
 
 class LiveDisplay:
-    """Shows a run. Also a `Sink`. On anything but a terminal it writes plain lines, and is never silent for long.
+    """A display of a run, and a `Sink`. Without a terminal it writes plain lines regularly.
 
     `console` and `clock` are for tests and for pictures.
     """
@@ -113,7 +113,7 @@ class LiveDisplay:
         self.update({"step": step, **metrics})
 
     def update(self, metrics: Mapping[str, Any]) -> None:
-        """One step is done; the keys are those of `metrics.jsonl`."""
+        """Show the metrics of a finished step. Keys are those of `metrics.jsonl`."""
         with self._lock:
             self._phase = ("", 0, 0)
             now = self._clock()
@@ -126,7 +126,7 @@ class LiveDisplay:
             self._last_step = now
 
     def note(self, text: str) -> None:
-        """Something worth a line: it stays above the panel."""
+        """Print a line that stays above the panel."""
         with self._lock:
             live = self._live
             if live is None:
@@ -137,7 +137,7 @@ class LiveDisplay:
             live.console.print(Text.assemble(("• ", GENERATION), _one_line(text)))
 
     def phase(self, text: str, done: int = 0, total: int = 0) -> None:
-        """What happens outside a step: "evaluating the base policy", 120 of 256. Cheap to call often."""
+        """Show progress outside a step, such as "evaluating the base policy", 120 of 256."""
         with self._lock:
             self._phase = (text, done, total)
             new, finished = text != self._said, total > 0 and done >= total
@@ -150,7 +150,7 @@ class LiveDisplay:
                 self._say(self._phase_text())
 
     def panel(self) -> RenderableType:
-        """What a terminal shows now."""
+        """Return the panel with its current content."""
         with self._lock:
             roomy = self.console.height >= ROOMY
             gap = [Text()] if roomy else []
@@ -203,7 +203,7 @@ class LiveDisplay:
         self.console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def _beat(self) -> None:
-        """Break a silence of `quiet_s`; ends with the display."""
+        """Print a line after `quiet_s` seconds without output, until the display ends."""
         while not self._over.wait(max(0.05, self._quiet_s - self._silent_for())):
             with self._lock:
                 if self._silent_for() >= self._quiet_s:
@@ -213,7 +213,7 @@ class LiveDisplay:
 
 
 def _one_line(text: str) -> str:
-    """Without line ends and control characters: an environment's error text must not steer a terminal."""
+    """Remove line ends and control characters, so that text cannot control the terminal."""
     return "".join(
         " " if char in "\r\n\t" else char for char in text if char.isprintable() or char in "\r\n\t"
     )
@@ -354,7 +354,7 @@ def _small(value: float | None) -> str:
 
 
 def _pace(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Tokens per second, what share of its time each side works, and who is waited for."""
+    """Return the tokens per second and busy shares of engine and trainer, and the bottleneck."""
     wait = waiting(rows[-RECENT - 1 :])
     grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column(no_wrap=True, width=8, style="bold")
@@ -387,7 +387,7 @@ def _pace(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 
 def _line(rows: Sequence[Mapping[str, Any]], config: RunConfig, took: float) -> str:
-    """One step, on one line, for logs."""
+    """Return the log line of one step."""
     row = rows[-1]
     step, held_out = int(number(row.get("step")) or 0), number(row.get("eval/success_rate"))
     parts = [f"step {step}/{config.steps}"]

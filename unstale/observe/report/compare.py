@@ -1,4 +1,4 @@
-"""What a comparison of arms and seeds came to: read from its run folders, reduced to means with honest intervals.
+"""Read the runs of a comparison and reduce them to means over seeds with 95% intervals.
 
 A run counts once it has finished. Its training time is the time since the first step began, less its evaluations; its
 tokens are the action tokens it trained on.
@@ -53,7 +53,7 @@ class SeedMean:
 
 
 def mean_over_seeds(values: Iterable[float | None]) -> SeedMean | None:
-    """Of the values that are there.
+    """Return the mean and its interval over the values that are not None.
 
     >>> print(mean_over_seeds([0.5, None, 0.75, 1.0]))
     0.75 (0.129 to 1.371), n = 3
@@ -70,7 +70,7 @@ def mean_over_seeds(values: Iterable[float | None]) -> SeedMean | None:
 
 
 def ended(folder: Path) -> tuple[str, str]:
-    """`finished`, `failed`, `unfinished` or `not begun`, and the last line of the error if there is one."""
+    """Return `finished`, `failed`, `unfinished` or `not begun`, and the error's last line."""
     log = folder.with_name(f"{folder.name}.log")
     if not (folder / CONFIG).is_file():
         said = log.read_text("utf-8", "replace").strip().splitlines() if log.is_file() else []
@@ -85,7 +85,7 @@ def ended(folder: Path) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class TrainingBudget:
-    """So much training, by the clock or in action tokens: where runs of the same number of steps differ."""
+    """An amount of training, in minutes or in action tokens."""
 
     unit: Unit
     amount: float
@@ -135,12 +135,12 @@ class Trial:
 
     @property
     def collapsed(self) -> bool:
-        """Final success under half of the best."""
+        """Return True if the final success is less than half of the best."""
         return self.final is not None and self.best is not None and self.final < self.best / 2
 
     @property
     def late(self) -> float | None:
-        """Mean success of the last quarter of the training rollouts."""
+        """Return the mean rollout success over the last quarter of the steps."""
         values = [value for _, value in self.series[SUCCESS]]
         return _mean(values[-max(1, len(values) // 4) :])
 
@@ -148,12 +148,12 @@ class Trial:
         return _mean([value for _, value in self.series[name]])
 
     def all(self, unit: Unit) -> TrainingBudget | None:
-        """What the run took to its end."""
+        """Return the amount of training of the whole run."""
         total = self.minutes if unit == "minutes" else self.tokens
         return None if total is None else TrainingBudget(unit, total)
 
     def after(self, budget: TrainingBudget) -> float | None:
-        """Held-out success after so much training: on the line between two evaluations.
+        """Return held-out success after a budget, interpolated between two evaluations.
 
         None outside of what was measured.
         """
@@ -182,7 +182,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def read_trial(folder: Path, arm: str, seed: int, launch: Row) -> Trial:
-    """A run as far as it got. Only the small files are read."""
+    """Read one run, finished or not. Only its small files are read."""
     state, error = ended(folder)
     held = (folder / CONFIG).is_file()
     run = RunFolder(folder) if held else None
@@ -211,7 +211,7 @@ def read_trial(folder: Path, arm: str, seed: int, launch: Row) -> Trial:
 
 
 def _training_minutes(rows: Sequence[Row], events: Sequence[Row]) -> dict[int, float]:
-    """By step: since the evaluation before the first step (without one, since the first wait), less evaluations."""
+    """Return the training minutes up to each step, without evaluations."""
     timed = [
         (step_of(row), time) for row in rows if (time := number(row.get("time_s"))) is not None
     ]
@@ -233,7 +233,7 @@ def _training_minutes(rows: Sequence[Row], events: Sequence[Row]) -> dict[int, f
 
 
 def _trained_tokens(rows: Sequence[Row]) -> dict[int, float]:
-    """By step: all up to it."""
+    """Return the number of trained action tokens up to each step."""
     return dict(
         zip(
             map(step_of, rows),
@@ -285,13 +285,13 @@ class Comparison:
         return next((arm for arm in self.arms if arm.name == EXACT), self.arms[0])
 
     def smallest(self, unit: Unit) -> TrainingBudget | None:
-        """What every finished run has reached: all that the one with the least of it took."""
+        """Return the largest budget that every finished run reached."""
         totals = [total for trial in self.finished if (total := trial.all(unit))]
         return min(totals, key=lambda total: total.amount, default=None)
 
     @property
     def shared_machine(self) -> str:
-        """Why times cannot be compared; empty if they can."""
+        """Return the reason why times are not comparable, or an empty string."""
         jobs = [number(trial.launch.get("jobs")) for trial in self.finished]
         if not jobs:
             return "No run has finished."
@@ -307,11 +307,11 @@ class Comparison:
         )
 
     def launched(self, name: str) -> list[str]:
-        """What `launches.jsonl` says under this name, of all runs."""
+        """Return the values of one field of `launches.jsonl` over all runs."""
         return sorted({str(trial.launch[name]) for trial in self.trials if trial.launch.get(name)})
 
     def versus(self, arm: ArmResult, budget: TrainingBudget | None = None) -> SeedMean | None:
-        """Held-out success of `arm` less that of the reference, by seed: at the end, or after so much training."""
+        """Return the held-out success of `arm` minus the reference's, paired by seed."""
         if arm is self.reference:
             return None
         theirs = {trial.seed: _success(trial, budget) for trial in self.reference.finished}
@@ -321,16 +321,16 @@ class Comparison:
         )
 
     def success(self, arm: ArmResult, budget: TrainingBudget | None = None) -> SeedMean | None:
-        """Held-out success, at the end, or after so much training."""
+        """Return held-out success at the end, or after a budget."""
         return mean_over_seeds(_success(trial, budget) for trial in arm.finished)
 
     def settings(self, name: str) -> list[Any]:
-        """The values that a knob has in the runs."""
+        """Return the values of an option over the runs."""
         values = [flatten(trial.config).get(name) for trial in self.trials if trial.config]
         return list(dict.fromkeys(values))
 
     def differences(self, arm: ArmResult) -> dict[str, Any]:
-        """The knobs in which arms differ, as this one has them."""
+        """Return the options that differ between arms, with this arm's values."""
         found = [flatten(trial.config) for trial in self.trials if trial.config]
         own = next((flatten(trial.config) for trial in arm.trials if trial.config), {})
         names = [name for name in own if name not in ("seed", "name", "runs")]
@@ -346,7 +346,7 @@ def _success(trial: Trial, budget: TrainingBudget | None) -> float | None:
 
 
 def grouped(warnings: Mapping[str, Sequence[str]]) -> list[str]:
-    """Every warning once, after the arms that it is of.
+    """Return each warning once, after the names of its arms.
 
     >>> grouped({"a": ["nothing bounds S"], "b": [], "c": ["nothing bounds S"]})
     ['a, c: nothing bounds S']
@@ -359,7 +359,7 @@ def grouped(warnings: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def read_comparison(folder: Path) -> Comparison:
-    """ConfigError when the folder holds no runs of arms."""
+    """Read a comparison. Raise ConfigError if the folder holds no runs of arms."""
     path = folder / PLAN
     plan: Row = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     runs = {run["folder"]: (str(run["arm"]), int(run["seed"])) for run in plan.get("runs", [])}

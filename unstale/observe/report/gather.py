@@ -1,4 +1,4 @@
-"""Everything a report needs from a run folder, read once, bounded in size, and trusted in nothing."""
+"""Read a run folder for its report. Data are bounded in size and not trusted."""
 
 import random
 from collections.abc import Iterable, Mapping
@@ -25,7 +25,7 @@ class Evaluation:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The 95% interval of the success rate, of width 0 if the number of tasks is unknown."""
+        """Return the 95% interval of the success rate, of width 0 without a number of tasks."""
         if not self.tasks:
             return self.success, self.success
         return wilson(min(1.0, max(0.0, self.success)), self.tasks)
@@ -33,7 +33,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that lasted, in seconds since the run began."""
+    """An activity with start and end, in seconds since the run began."""
 
     lane: str
     start: float
@@ -43,7 +43,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One sampled token's two factors."""
+    """The log D and log S of one sampled token, and its lag."""
 
     lag: int
     log_d: float
@@ -52,7 +52,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class AuditedPoint:
-    """One audited token: the two factors by the route, and in truth."""
+    """The log D and log S of one audited token, by the route and the true ones."""
 
     said: Point
     true: Point
@@ -60,7 +60,7 @@ class AuditedPoint:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A conversation for the page, and why this one."""
+    """A conversation for the page, and the reason for its choice."""
 
     why: str
     record: Row
@@ -68,7 +68,7 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered:
-    """A run, as far as it could be read."""
+    """The readable data of a run."""
 
     name: str
     config: Row
@@ -96,14 +96,14 @@ class Gathered:
     gaps: list[str]
 
     def setting(self, name: str, default: Any = None) -> Any:
-        """A knob by its dotted name."""
+        """Return an option by its dotted name."""
         value: Any = self.config
         for part in name.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return default if value is None else value
 
     def series(self, name: str) -> list[tuple[float, float]]:
-        """`(step, value)` wherever there is a value."""
+        """Return `(step, value)` for each step with a value."""
         pairs = ((step_of(row), number(row.get(name))) for row in self.rows)
         return [(step, value) for step, value in pairs if value is not None]
 
@@ -130,7 +130,7 @@ class Gathered:
 
     @property
     def bound(self) -> float | None:
-        """The derived bound on staleness."""
+        """Return the guaranteed bound on staleness, in versions."""
         bounds = self.series("schedule/staleness_bound")
         return bounds[-1][1] if bounds else number(self.setting("schedule.max_staleness"))
 
@@ -184,20 +184,20 @@ def step_of(row: Mapping[str, Any]) -> int:
 
 
 def histogram(row: Mapping[str, Any]) -> dict[int, float]:
-    """Tokens by lag of one step, whatever the file holds."""
+    """Return the number of tokens by lag of one step. Invalid entries are left out."""
     found = row.get("schedule/staleness_histogram")
     return by_lag(found.items()) if isinstance(found, Mapping) else {}
 
 
 def lag_values(row: Mapping[str, Any], prefix: str) -> dict[int, float]:
-    """The metrics `prefix/<lag>` of one step."""
+    """Return the metrics of one step that start with `prefix`, by lag."""
     return by_lag(
         (name.removeprefix(prefix), value) for name, value in row.items() if name.startswith(prefix)
     )
 
 
 def by_lag(pairs: Iterable[tuple[Any, Any]]) -> dict[int, float]:
-    """Pairs whose key is a lag and whose value is a number; others are not data.
+    """Return the pairs with a lag as key and a number as value. Others are left out.
 
     >>> by_lag([("0", 3), ("x", 1), ("2", None), (1, 4.5)])
     {0: 3.0, 1: 4.5}
@@ -256,7 +256,7 @@ def _evaluations(rows: Iterable[Row], events: Iterable[Row], tasks: int) -> list
 
 
 def _points(rows: Iterable[Row]) -> tuple[list[Point], list[AuditedPoint], int]:
-    """Even samples of at most `MAX_POINTS`, plain and audited, the same for a file; how many plain ones there were."""
+    """Return uniform samples of plain and audited points, and the number of plain points."""
     rng, kept, audited, seen = random.Random(0), list[Point](), list[AuditedPoint](), 0
     seen_audited = 0
     for row in rows:
@@ -277,7 +277,7 @@ def _points(rows: Iterable[Row]) -> tuple[list[Point], list[AuditedPoint], int]:
 
 
 def _sample(kept: list[T], item: T, seen: int, rng: random.Random) -> None:
-    """Reservoir sampling: of `seen` items so far, this one the last, each is among the kept ones as likely."""
+    """Add an item by reservoir sampling, as the last of `seen` items."""
     if len(kept) < MAX_POINTS:
         kept.append(item)
     elif (place := rng.randrange(seen)) < MAX_POINTS:
@@ -285,13 +285,13 @@ def _sample(kept: list[T], item: T, seen: int, rng: random.Random) -> None:
 
 
 def succeeded(record: Mapping[str, Any]) -> bool:
-    """The record's own word, or a reward above one half."""
+    """Return the record's `success`, or whether its reward is above one half."""
     success = record.get("success")
     return bool(success) if success is not None else (number(record.get("reward")) or 0.0) > 0.5
 
 
 def _conversations(rows: Iterable[Row], last: int) -> list[Chosen]:
-    """By rule, not by hand: of the first and of the last quarter of the steps, one success and one failure.
+    """Choose a success and a failure from the first and from the last quarter of the steps.
 
     Preferred are those that lived through a weight update, then the earliest (latest) step.
     """

@@ -1,4 +1,4 @@
-"""HTML and SVG from functions: whatever is not `Markup` is escaped, so a run's text can never become a page's code."""
+"""Build HTML and SVG from functions. Text that is not `Markup` is escaped."""
 
 import html
 import re
@@ -15,7 +15,7 @@ _UNPRINTABLE = re.compile(
 
 
 class Markup(str):
-    """Text that is HTML already. Only `el`, `join` and files of this package make it."""
+    """Text that is already HTML. Only this package creates it."""
 
     __slots__ = ()
 
@@ -29,12 +29,14 @@ def escape(text: str) -> Markup:
 
 
 def join(*children: Child) -> Markup:
-    """The children one after another; None is nothing, strings are escaped."""
+    """Concatenate children. None is left out and strings are escaped."""
     return Markup("".join(_render(child) for child in children))
 
 
 def el(tag: str, *children: Child, **attributes: str | int | float | bool | None) -> Markup:
-    """An element. `class_` is `class`, `stroke_width` is `stroke-width`; None and False leave an attribute out.
+    """Return an element. `class_` is `class`, `stroke_width` is `stroke-width`.
+
+    An attribute that is None or False is left out.
 
     >>> el("p", "1 < 2", el("b", "!"), class_="note", hidden=True, title=None)
     '<p class="note" hidden>1 &lt; 2<b>!</b></p>'

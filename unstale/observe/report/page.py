@@ -1,4 +1,4 @@
-"""One self-contained HTML page about a run: no network, no script but the page's own, everything of the run escaped."""
+"""Write the report of a run as one HTML page. Text of the run is escaped."""
 
 import base64
 import hashlib
@@ -13,7 +13,7 @@ from unstale.observe.report.timeline import pace, pace_of
 
 
 def write_report(run_folder: Path) -> Path:
-    """Write `report.html` into a run folder, also of a run that goes on, failed, or lost some of its files.
+    """Write `report.html` into a run folder, finished or not, complete or not.
 
     Raises `ConfigError` when the folder holds no run. An older report is replaced as a whole.
     """
@@ -21,7 +21,7 @@ def write_report(run_folder: Path) -> Path:
 
 
 def told_report(run_folder: Path) -> str:
-    """`write_report`, and what a terminal is told: where it is, what the run waited for, and what would help."""
+    """Write the report and return its path, the bottleneck and the advice, as text."""
     run = gather(run_folder)
     pace = pace_of(run)
     return "\n".join(filter(None, (str(_write(run_folder, run)), pace.sentence, pace.advice)))
@@ -33,7 +33,7 @@ def _write(run_folder: Path, run: Gathered) -> Path:
 
 
 def render(run: Gathered) -> str:
-    """The page as text."""
+    """Return the page as text."""
     return document(
         run.name,
         sections.header(run),
@@ -53,7 +53,7 @@ def render(run: Gathered) -> str:
 
 
 def document(title: str, *content: Markup | None) -> Markup:
-    """A whole page around its sections. One of them holds the button `theme`."""
+    """Return a page around its sections. One of them holds the button `theme`."""
     style, script = _asset("report.css"), _asset("report.js")
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src '{_digest(script)}'; "
     policy += "base-uri 'none'; form-action 'none'"
@@ -81,5 +81,5 @@ def _asset(name: str) -> str:
 
 
 def _digest(script: str) -> str:
-    """The hash by which the page's policy admits this script and no other."""
+    """Return the hash by which the page's content security policy admits this script."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

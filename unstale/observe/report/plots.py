@@ -1,4 +1,4 @@
-"""A small plotting module: data to SVG text. Colours come from the page's style sheet by class.
+"""Draw plots as SVG. Colours come from the page's style sheet by class.
 
 A plot that spans a card is drawn twice, wide and narrow, and the style sheet shows the one that fits: text keeps its
 size on a phone.
@@ -18,7 +18,7 @@ LEFT, RIGHT, TOP, BOTTOM = 48, 14, 12, 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """A range, what it measures, and how its numbers are written."""
+    """An axis: its range, label and number format."""
 
     label: str
     low: float
@@ -28,7 +28,7 @@ class Axis:
     """Whether only whole numbers have a meaning."""
 
     def ticks(self, count: int) -> list[float]:
-        """Round numbers inside the range, about `count` of them.
+        """Return about `count` round numbers inside the range.
 
         >>> Axis(label="step", low=0, high=80).ticks(5)
         [0.0, 20.0, 40.0, 60.0, 80.0]
@@ -48,7 +48,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """A row of points. `low` and `high` of a point draw an interval; `dots` marks every point."""
+    """A series of points. `low` and `high` draw intervals; `dots` marks every point."""
 
     name: str
     colour: str
@@ -66,7 +66,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Where the data go inside a drawing of this size."""
+    """The data area inside a drawing of this size."""
 
     x: Axis
     y: Axis
@@ -83,7 +83,7 @@ class Frame:
         return self.height - BOTTOM - share * (self.height - TOP - BOTTOM)
 
     def axes(self, *, x_ticks: bool = True) -> Markup:
-        """Grid lines and their numbers, and the two labels."""
+        """Draw grid lines, their numbers and the two labels."""
         parts: list[Markup] = []
         base = self.height - BOTTOM
         for value in self.y.ticks(5):
@@ -128,7 +128,7 @@ class Frame:
         return join(parts)
 
     def hit(self, x: float, width: float, text: str) -> Markup:
-        """A column that shows `text` when pointed at."""
+        """Return an invisible column that shows `text` on hover."""
         return el(
             "rect", el("title", text), class_="hit", data_tip=text,
             x=x - width / 2, y=TOP, width=width, height=self.height - TOP - BOTTOM,
@@ -136,7 +136,7 @@ class Frame:
 
 
 def svg(width: float, height: float, label: str, *children: Markup, class_: str = "") -> Markup:
-    """A drawing that keeps its proportions. `label` says in words what it shows."""
+    """Return a drawing of fixed proportions. `label` is its text alternative."""
     box = f"0 0 {width:g} {height:g}"
     return el(
         "svg", *children, class_=f"plot {class_}".strip(), viewBox=box, role="img", aria_label=label
@@ -144,18 +144,18 @@ def svg(width: float, height: float, label: str, *children: Markup, class_: str 
 
 
 def both(draw: Callable[[float], Markup], width: float) -> Markup:
-    """The same plot for a card of this width and for a phone."""
+    """Return a plot twice, for a card of this width and for a phone."""
     return join(el("div", draw(width), class_="wide"), el("div", draw(NARROW), class_="narrow"))
 
 
 def legend(*entries: tuple[str, str]) -> Markup:
-    """`(colour, name)`: what the colours mean."""
+    """Return the legend of `(colour, name)` pairs."""
     items = [el("span", el("i", class_=f"swatch {colour}"), name) for colour, name in entries]
     return el("div", items, class_="legend")
 
 
 def thin(points: Sequence[tuple[float, float]], limit: int = 240) -> list[tuple[float, float]]:
-    """At most `limit` points: means of neighbours.
+    """Reduce to at most `limit` points by means of neighbours.
 
     >>> thin([(0, 1), (1, 3), (2, 5), (3, 7)], limit=2)
     [(0.5, 2.0), (2.5, 6.0)]
@@ -168,7 +168,7 @@ def thin(points: Sequence[tuple[float, float]], limit: int = 240) -> list[tuple[
 
 
 def smooth(points: Sequence[tuple[float, float]], window: int = 5) -> list[tuple[float, float]]:
-    """A running mean over the last `window` points.
+    """Return the running mean over the last `window` points.
 
     >>> smooth([(0, 0.0), (1, 1.0), (2, 2.0)], window=2)
     [(0, 0.0), (1, 0.5), (2, 1.5)]
@@ -182,7 +182,7 @@ def smooth(points: Sequence[tuple[float, float]], window: int = 5) -> list[tuple
 def line_plot(
     lines: Sequence[Series], x: Axis, y: Axis, *, label: str, width: float = HALF
 ) -> Markup:
-    """Lines over a common axis, with a reading per point."""
+    """Draw series over a common axis, with a hover text per point."""
     height = 320.0 if width > MOST else 230.0
 
     def draw(width: float) -> Markup:
@@ -253,7 +253,7 @@ def _hits(lines: Sequence[Series], frame: Frame) -> Markup:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar: its name under it, its value over it."""
+    """A bar with its name below and its value above."""
 
     name: str
     value: float
@@ -263,7 +263,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarAxis:
-    """What the bars are counted by. `bound` draws a line behind the bar of that position."""
+    """The axis of the bars. `bound` draws a line behind the bar at that position."""
 
     label: str
     bound: float | None = None
@@ -271,7 +271,7 @@ class BarAxis:
 
 
 def bar_plot(bars: Sequence[Bar], y: Axis, x: BarAxis, *, label: str) -> Markup:
-    """Bars side by side."""
+    """Draw bars side by side."""
 
     def draw(width: float) -> Markup:
         frame = Frame(
@@ -318,7 +318,7 @@ def _bound(bound: float, frame: Frame) -> Markup:
 def stack_plot(
     columns: Sequence[tuple[float, Sequence[float]]], x: Axis, *, names: Sequence[str], label: str
 ) -> Markup:
-    """Per step, shares that add up to 1, as stacked columns coloured `lag-0`, `lag-1`, and so on."""
+    """Draw shares that add up to 1 as stacked columns, one per step."""
     height = 250.0
 
     def draw(width: float) -> Markup:
@@ -366,7 +366,7 @@ class Mark:
 def track_plot(
     tracks: Sequence[tuple[str, Sequence[Mark]]], x: Axis, *, label: str, width: float = HALF
 ) -> Markup:
-    """One track per name, under the name, with a dot per mark: what is compared lies on one axis."""
+    """Draw one track per name, with a dot per mark, on a common axis."""
     side, step, height = 10.0, 36.0, 36.0 * len(tracks) + TOP + BOTTOM
 
     def draw(width: float) -> Markup:
@@ -418,7 +418,7 @@ def track_plot(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guides:
-    """Thresholds to draw: vertical ones on x, horizontal ones on y."""
+    """Thresholds to draw: vertical lines at x, horizontal lines at y."""
 
     x: Sequence[float] = ()
     y: Sequence[float] = ()
@@ -427,7 +427,7 @@ class Guides:
 def hex_plot(
     points: Sequence[tuple[float, float]], x: Axis, y: Axis, *, label: str, guides: Guides
 ) -> Markup:
-    """Density of points in hexagons, five shades on a log scale. Points outside the axes are left out."""
+    """Draw the density of points in hexagons, in five shades on a log scale."""
     width, height, radius = 330.0, 260.0, 5.0
     frame = Frame(x, y, width, height)
     counts: dict[tuple[int, int], int] = {}

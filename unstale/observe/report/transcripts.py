@@ -1,4 +1,4 @@
-"""Whole conversations as HTML: who spoke, what was called, and which version sampled which run of tokens."""
+"""Render conversations as HTML, with speakers, calls and sampling versions."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ class TurnText:
 
 
 def conversation(chosen: Chosen, *, opened: bool) -> Markup:
-    """One conversation, folded up unless `opened`."""
+    """Render one conversation, folded unless `opened`."""
     record = chosen.record
     turns = list(_turns(record.get("turns")))
     order = sorted(
@@ -82,7 +82,7 @@ def conversation(chosen: Chosen, *, opened: bool) -> Markup:
 
 
 def _turns(turns: Any) -> Iterator[TurnText]:
-    """Turns as a reader knows them: what the template wrote between two replies is parted by speaker."""
+    """Return the turns. Template text between two replies is split by speaker."""
     if not isinstance(turns, list):
         return
     for turn in turns:
@@ -110,7 +110,7 @@ def _said(turn: Mapping[str, Any]) -> Iterator[Utterance]:
 
 
 def _parted(role: str, text: str) -> Iterator[TurnText]:
-    """ChatML text by speaker; other text as it is. The opening of a reply has no text and is left out."""
+    """Split ChatML text by speaker. The empty opening of a reply is left out."""
     marks = _SPEAKER.split(text)
     for speaker, words in [(role, marks[0]), *zip(marks[1::2], marks[2::2], strict=True)]:
         words = _END.sub("", words)
@@ -133,7 +133,7 @@ def _turn(turn: TurnText, order: Sequence[int]) -> Markup:
 
 
 def _body(turn: TurnText, order: Sequence[int]) -> Markup:
-    """The text of a turn: cut where the version changes and where a call begins or ends, whichever comes first."""
+    """Render a turn's text, split where the version changes or a call begins or ends."""
     text = "".join(said.text for said in turn.said)
     kinds: list[tuple[int, str]] = []
     for match in _PARTS.finditer(text[:MAX_TEXT]):
@@ -165,7 +165,7 @@ def _interruption(before: int | None, after: int | None) -> Markup:
 
 
 def _kinds(text: str, start: int) -> list[tuple[int, str]]:
-    """Where which kind of text begins, in a part that the policy marked: its tags, and what is between them."""
+    """Return where each kind of text begins, by the tags of the policy."""
     end = start + len(text)
     for tag, kind in (("tool_call", "call"), ("think", "think")):
         if text.startswith(f"<{tag}>"):
