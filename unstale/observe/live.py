@@ -362,7 +362,7 @@ def _pace(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     grid.add_column(ratio=1)
     grid.add_column(no_wrap=True, width=30)
     sides = (
-        ("engine", "engine/sampled_tokens_per_s", wait.engine, GENERATION, "stands idle"),
+        ("engine", "engine/sampled_tokens_per_s", wait.engine, GENERATION, "idle"),
         ("trainer", "trainer/tokens_per_s", wait.trainer, TRAINING, "waits for episodes"),
     )
     for name, key, idle, colour, word in sides:

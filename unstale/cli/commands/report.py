@@ -15,8 +15,8 @@ def add(verbs: Any) -> None:
 
 def _report(chosen: argparse.Namespace) -> int:
     from unstale.cli.survivors import write_survivors
-    from unstale.observe.report.page import told_report
+    from unstale.observe.report.page import write_and_summarize
 
     write_survivors(chosen.run)
-    Console(soft_wrap=True).print(told_report(chosen.run), highlight=False, markup=False)
+    Console(soft_wrap=True).print(write_and_summarize(chosen.run), highlight=False, markup=False)
     return 0

@@ -20,7 +20,7 @@ def write_report(run_folder: Path) -> Path:
     return _write(run_folder, gather(run_folder))
 
 
-def told_report(run_folder: Path) -> str:
+def write_and_summarize(run_folder: Path) -> str:
     """Write the report and return its path, the bottleneck and the advice, as text."""
     run = gather(run_folder)
     pace = pace_of(run)
