@@ -578,3 +578,23 @@ def test_an_optimizer_is_fused_where_it_can_be(monkeypatch: pytest.MonkeyPatch) 
     assert not optimizer.defaults["fused"]
     weight.grad = torch.ones(2)
     optimizer.step()
+
+
+def test_tokens_with_gradient_are_none_where_every_advantage_is_zero() -> None:
+    metrics = learn(make(tiny_policy()), collate([episode(0, [4, (6, 1)], advantage=0.0)]))
+    assert metrics["trainer/action_tokens"] == 6
+    assert metrics["trainer/tokens_with_gradient"] == 0
+    assert metrics["old_logps/exact_share"] == 1  # the route is still asked
+
+
+def test_a_sampled_entropy_is_the_entropy_and_leaves_the_gradient_alone() -> None:
+    policy, batch = tiny_policy(dtype="float64"), a_batch()
+    where = batch.sampled
+    full = policy.logps_and_entropy(batch, temperature=0.7, where=where)[1].detach()
+    sample = where & (torch.arange(len(where)) % 3 == 0)
+    logp, entropy = policy.logps_and_entropy(
+        batch, temperature=0.7, where=where, entropy_sample=sample
+    )
+    assert not entropy.requires_grad
+    torch.testing.assert_close(entropy, torch.where(sample, full, 0.0))
+    assert torch.equal(logp, policy.logps(batch, temperature=0.7, where=where))
