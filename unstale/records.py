@@ -1,4 +1,4 @@
-"""The records: an episode is a row of pieces, and everything per token derives from them.
+"""Records: an episode is a sequence of pieces, from which all per-token values are derived.
 
     ContextPiece, Sampled -> Trajectory -> Group -> ScoredTrajectory -> Batch
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:  # environments and the command line import this module withou
 
 
 class Provenance(IntEnum):
-    """Where a token comes from, and so whether it may enter an importance product."""
+    """The origin of a token, which decides whether it enters an importance ratio."""
 
     ENVIRONMENT = 0
     """Prompt, tool or user text."""
     SAMPLED = 1
     """Sampled by the engine in exactly this context."""
     FORCED = 2
-    """Placed, not sampled: a hint, a branch seed, a spliced prefix."""
+    """Inserted, not sampled: a hint, a branch seed, a spliced prefix."""
     REWRITTEN = 3
     """Sampled, but its context was edited afterwards."""
     FOREIGN = 4
@@ -33,13 +33,13 @@ class Provenance(IntEnum):
 
 
 HAS_BEHAVIOR = frozenset({Provenance.SAMPLED, Provenance.REPLAYED})
-"""Only these have a behaviour probability; the others are trained only by objectives that say how."""
+"""Origins that have a behaviour probability. Others need an objective of their own."""
 
 NO_VERSION = -1
 """`version` of a token that no engine sampled."""
 
 Stop = Literal["done", "max_turns", "max_tokens"]
-"""Why an episode ended: the environment said so, or a limit did."""
+"""The reason an episode ended: the environment, or a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,13 @@ class ContextPiece:
     def __post_init__(self) -> None:
         if self.provenance in HAS_BEHAVIOR:
             raise ValueError(
-                f"a ContextPiece piece cannot be {self.provenance.name}; use Sampled, which has behavior_logp"
+                f"a ContextPiece cannot be {self.provenance.name}; use Sampled, which has behavior_logp"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One run of tokens from one engine and one version.
+    """A run of tokens from one engine and one version.
 
     `behavior_logp` is the log-probability of each token under the distribution it was sampled from.
     `clean` is False when weights changed under a kept KV cache: such tokens come from no version's policy.
@@ -88,7 +88,7 @@ Piece = ContextPiece | Sampled
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What an environment is asked to pose, small enough to write down: the environment rebuilds the rest from it.
+    """The key of a task, small enough for the journal. The environment builds the task from it.
 
     >>> Task("retail", "train", 17).key
     'retail/train/17'
@@ -105,7 +105,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A finished episode. `rewards` are named channels; `turn_rewards`, beside them, one number a turn or none."""
+    """A finished episode with its named rewards. `turn_rewards` is empty or has one number per turn."""
 
     pieces: tuple[Piece, ...]
     rewards: Mapping[str, float]
@@ -113,12 +113,12 @@ class Trajectory:
     task: Task
     seed: int
     episode: int = 0
-    """Unique within a run: the order in which episodes were begun."""
+    """The order in which episodes started, unique in a run."""
     turn_rewards: tuple[float, ...] = ()
     facts: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    """What the environment counted in passing (tool errors, turns); metrics, never reward."""
+    """Counts by the environment, such as tool errors. They become metrics, never reward."""
     branches: tuple["Trajectory", ...] = ()
-    """What else was said in the episode, each in a context of its own. They share its reward and its credit."""
+    """Conversations of the episode with other contexts. They share its reward and advantage."""
 
     @property
     def reward(self) -> float:
@@ -126,11 +126,11 @@ class Trajectory:
 
     @property
     def success(self) -> bool:
-        """The environment's own word (`success` among the facts), or a reward of at least 1."""
+        """True if the fact `success`, or else the reward, is at least 1."""
         return self.facts.get("success", self.reward) >= 1
 
     def led(self) -> "Trajectory":
-        """Itself, or where only branches were answered, the first of them with the others."""
+        """Return the trajectory; without sampled tokens, its first branch with the other branches."""
         return (
             self
             if self.sampled or not self.branches
@@ -147,7 +147,7 @@ class Trajectory:
 
     @property
     def versions(self) -> frozenset[int]:
-        """Versions that sampled at least one token."""
+        """The versions that sampled at least one token."""
         return frozenset(piece.version for piece in self.sampled if piece.tokens)
 
     @property
@@ -163,7 +163,7 @@ class Trajectory:
 
 
 def walk(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece, int]]:
-    """`(start, piece, turn)` of every piece that holds tokens; `turn` is -1 on ContextPiece pieces.
+    """Yield `(start, piece, turn)` of every piece with tokens. `turn` is -1 for a ContextPiece.
 
     Adjacent Sampled pieces belong to one turn: an interrupted reply and its continuation.
 
@@ -183,13 +183,13 @@ def walk(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece, int]]:
 
 
 def count_turns(pieces: Sequence[Piece]) -> int:
-    """Replies, however many pieces each came in."""
+    """Count the replies. A reply may have several pieces."""
     return max((turn for _, _, turn in walk(pieces)), default=-1) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An episode that its environment could not finish: data, not a crash."""
+    """An episode that failed in its environment. It is data, not a crash."""
 
     task: Task
     stage: str
@@ -200,18 +200,18 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Siblings: the trajectories of one task. `failures` counts the episodes that never became one."""
+    """The trajectories of one task, and its failed episodes."""
 
     task: Task
     trajectories: tuple[Trajectory, ...]
     failures: tuple[Failure, ...] = ()
     number: int = 0
-    """Unique within a run: the order in which groups were admitted."""
+    """The order in which groups were admitted, unique in a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredTrajectory:
-    """A judged trajectory: one advantage per turn (a single number is the same for every turn)."""
+    """A trajectory with its advantage: one number, one per turn, or one per token."""
 
     trajectory: Trajectory
     advantage: tuple[float, ...]
@@ -226,11 +226,11 @@ class ScoredTrajectory:
 
 @dataclass(frozen=True, slots=True)
 class PendingPiece:
-    """A piece that just arrived, with all that is needed to score it: `tokens[start:]` are the piece's own."""
+    """A sampled piece with the tokens before it, to be scored. Its own tokens are `tokens[start:]`."""
 
     episode: int
     text: Sequence[int]
-    """Of its episode up to the piece's end, or further: all pieces of an episode can share it while it grows."""
+    """The episode's tokens up to the piece's end or beyond. Pieces of an episode may share it."""
     start: int
     piece: Sampled
 
@@ -241,35 +241,35 @@ class PendingPiece:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRecord:
-    """What an earlier life of the run has of one episode: its last attempt, and how many have failed."""
+    """An episode recorded before a resume: its last attempt, and the number of failed ones."""
 
     episode: int
     pieces: tuple[Piece, ...]
     outcome: Trajectory | Failure | None
-    """None while it goes on."""
+    """None if it is not finished."""
     failures: int = 0
     snapshot: tuple[int, str] | None = None
-    """The environment's own, and the number of pieces that it had led to."""
+    """The number of pieces at a snapshot of the environment, and the snapshot."""
     branches: tuple["EpisodeRecord", ...] = ()
-    """What else was said in the attempt, in contexts of its own."""
+    """Conversations of the attempt with other contexts."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """A task that becomes a group, the `number`-th of the run. `place` is its place among the training tasks."""
+    """A task that becomes group `number` of the run. `place` is its position among the training tasks."""
 
     number: int
     task: Task
     seed: int
     place: int
     begun: bool = False
-    """It was handed out before, by an earlier life of the run."""
+    """True if it was started before a resume."""
     past: tuple[EpisodeRecord, ...] = ()
-    """By sibling, as far as they were begun."""
+    """The records of its episodes that were started, by sibling."""
     finished: bool = False
 
     def opens(self) -> Iterator[PendingPiece]:
-        """Every sampled piece of its episodes that can still be trained on."""
+        """Yield every sampled piece of its episodes that did not fail."""
         alive = [past for past in self.past if not isinstance(past.outcome, Failure)]
         for one in (one for past in alive for one in (past, *past.branches)):
             text: list[int] = []
@@ -284,15 +284,15 @@ class GroupRequest:
 class Batch:
     """Sequences packed end to end; every tensor is `[T]`. Sequence `i` is `offsets[i]:offsets[i + 1]`.
 
-    Per-token values stand at the token they speak of: `behavior_logp[t]` is the log-probability of `tokens[t]`
-    given what precedes it in its own sequence. Off the mask, `behavior_logp` and `advantage` are 0, `version` and
-    `turn` are -1.
+    Values at `t` belong to `tokens[t]`: `behavior_logp[t]` is its log-probability given the tokens before
+    it in its own sequence. Where `sampled` is False, `behavior_logp` and `advantage` are 0, and `version`
+    and `turn` are -1.
     """
 
     tokens: "Tensor"
     offsets: tuple[int, ...]
     sampled: "Tensor"
-    """True on action tokens: those the policy chose."""
+    """True on action tokens, which the policy chose."""
     behavior_logp: "Tensor"
     version: "Tensor"
     turn: "Tensor"
@@ -307,7 +307,7 @@ class Batch:
 
     @property
     def sequence(self) -> "Tensor":
-        """`[T]`, the index of the sequence that a token belongs to."""
+        """Return `[T]`: the index of each token's sequence."""
         import torch
 
         lengths = torch.tensor([end - start for start, end in self.spans()])
@@ -317,7 +317,7 @@ class Batch:
         return list(zip(self.offsets[:-1], self.offsets[1:], strict=True))
 
     def select(self, sequences: Sequence[int]) -> "tuple[Batch, Tensor]":
-        """The batch of these sequences, in this order, and the `[T']` index of its tokens in this batch."""
+        """Return the batch of these sequences, in this order, and the `[T']` index of its tokens."""
         import torch
 
         spans = self.spans()
@@ -339,7 +339,7 @@ _PER_TOKEN = (
 
 
 def collate(credited: Sequence[ScoredTrajectory]) -> Batch:
-    """Pack judged trajectories into one batch. No padding: sequences lie end to end."""
+    """Pack trajectories with advantages into one batch, without padding."""
     import torch
 
     if not credited:

@@ -1,4 +1,4 @@
-"""Loading."""
+"""Loading of models and tokenizers from disk."""
 
 import re
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 """Precisions of a forward pass; float64 is for tests."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-"""One of these must be there: without any, transformers makes an empty tokenizer and says nothing."""
+"""One of these files must exist. Without any, transformers silently makes an empty tokenizer."""
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """From disk only. Raises `ConfigError` for none, and for one without a chat template."""
+    """Load a tokenizer, from disk only. ConfigError if there is none, or it has no chat template."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(
             f"policy: {folder} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there"
@@ -43,6 +43,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Load a causal language model, from disk only. ConfigError if it is damaged or incomplete."""
     try:
         with no_progress_bars():
             read: Any = AutoModelForCausalLM.from_pretrained(
@@ -61,13 +62,14 @@ def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     missing = sorted(info["missing_keys"])
     if missing:
         raise ConfigError(
-            f"policy: {folder} lacks {len(missing)} weights of its architecture, {missing[0]} among them"
+            f"policy: {folder} lacks {len(missing)} weights of its architecture, "
+            f"for example {missing[0]}"
         )
     return cast(PreTrainedModel, model)
 
 
 def vocab_size(embedding: nn.Module) -> int:
-    """Size of the vocabulary that a table or a head holds."""
+    """Return the number of rows of an embedding or a head."""
     return int(cast(Tensor, embedding.weight).shape[0])
 
 

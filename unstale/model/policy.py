@@ -1,6 +1,6 @@
-"""The policy: model, tokenizer and version. Tokens go in, log-probabilities come out.
+"""The policy: a model, its tokenizer and its version. It returns log-probabilities of tokens.
 
-Sequences are packed end to end without padding, and run by `packing`.
+Sequences are packed end to end without padding; shared beginnings are run once (`prefix_tree`).
 """
 
 import copy
@@ -30,12 +30,12 @@ from unstale.records import Batch
 
 
 class Policy:
-    """A causal language model, its tokenizer, and the version that counts its published weights.
+    """A causal language model with its tokenizer and version number.
 
-    `version` counts published weights. `at_version` holds from the publication of `version` to the first optimizer step
-    after it: only then is this model's own forward pass a log-probability of `version`.
-    Always in eval mode: a log-probability is a function of weights and tokens alone.
-    With `lora` its weights are the adapters alone, over a base that is frozen. `base` is the checksum of that.
+    `version` counts published weights. `at_version` is True from the publication of `version` to the next
+    optimizer step: only then does a forward pass give log-probabilities of that version. The model is in
+    eval mode, so a log-probability depends on weights and tokens alone. With `lora` the weights are the
+    adapters; `base` is the checksum of the frozen model under them.
     """
 
     def __init__(
@@ -50,7 +50,8 @@ class Policy:
             adapters.inject(model, lora)
         linear.use(model)
         model.set_attn_implementation(ATTENTION)
-        self.lora, self.base = lora, base
+        self.lora = lora
+        self.base = base
         self.model = model.eval()
         self.tokenizer = tokenizer
         self._version = 0
@@ -58,8 +59,12 @@ class Policy:
         self.version_gaps: VersionGaps = ()
         self._plain_head = check_packing(model)
         if not self._plain_head:
-            kind = "a pass holds all logits [tokens, vocabulary]: more than a linear map makes those of"
-            warnings.warn(f"{kind} {type(model).__name__}", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"the head of {type(model).__name__} is more than one linear map: "
+                "a forward pass holds all logits [tokens, vocabulary] in memory",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self.passes = ForwardOptions()
         self._body: Callable[..., Any] = self._whole
 
@@ -72,7 +77,7 @@ class Policy:
         device: str | None = None,
         lora: Lora | None = None,
     ) -> Self:
-        """Any Hugging Face causal-LM folder, from disk only. `device` None takes a GPU if there is one."""
+        """Load a Hugging Face causal-LM folder, from disk only. `device` None is a GPU if there is one."""
         folder = Path(folder)
         if not folder.is_dir():
             raise ConfigError(f"policy: no model folder at {folder}")
@@ -82,22 +87,22 @@ class Policy:
             )
         tokenizer = load_tokenizer(folder)
         model = load_model(folder, DTYPES[dtype])
-        held = vocab_size(model.get_input_embeddings())
-        if len(tokenizer) > held:
+        rows = vocab_size(model.get_input_embeddings())
+        if len(tokenizer) > rows:
             raise ConfigError(
                 f"policy: the tokenizer in {folder} has {len(tokenizer)} tokens, "
-                f"but the model's embedding has {held} rows"
+                f"but the model's embedding has {rows} rows"
             )
         nn.Module.to(model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
         return cls(model, tokenizer, lora=lora, base=adapters.base_checksum(folder) if lora else 0)
 
     @property
     def _whole(self) -> Any:
-        """What ends in hidden states, or in the logits of a model whose head is more than one linear map."""
+        """The part of the model that ends in hidden states, or the whole model without a plain head."""
         return self.model.base_model if self._plain_head else self.model
 
     def set_forward_options(self, passes: ForwardOptions) -> None:
-        """From here on; twins made later too. ConfigError for what the model cannot do."""
+        """Set the options for this policy and its later twins. ConfigError if the model cannot do it."""
         if passes == self.passes:
             return
         if passes.gradient_checkpointing and not self.passes.gradient_checkpointing:
@@ -110,7 +115,7 @@ class Policy:
 
     @property
     def merging(self) -> Merging | None:
-        """How an engine makes whole weights of adapters; None if they are whole."""
+        """How an engine merges the adapters into its base model. None without adapters."""
         if self.lora is None:
             return None
         return Merging(
@@ -118,11 +123,11 @@ class Policy:
         )
 
     def require_base(self, base: int) -> None:
-        """ConfigError unless this is the checksum of the weights under the adapters."""
+        """Raise ConfigError unless `base` is the checksum of the weights under the adapters."""
         if base != self.base:
             raise ConfigError(
-                f"policy: the adapters were trained on other weights than those in {self.model.name_or_path}: their "
-                f"checksum was {base:08x}, and it is {self.base:08x}"
+                f"policy: the adapters were trained on other weights than those in "
+                f"{self.model.name_or_path}: their checksum was {base:08x}, and it is {self.base:08x}"
             )
 
     @property
@@ -131,22 +136,25 @@ class Policy:
 
     @version.setter
     def version(self, version: int) -> None:
-        """Publication: the weights of this moment are `version`."""
+        """Give the current weights this number, when they are published."""
         self._version, self.at_version = version, True
 
     def assign_new_version(self, version: int) -> None:
-        """The same weights under a higher number: those between belong to versions whose training was lost."""
+        """Give the current weights a new version number.
+
+        Numbers in between were published before a crash and must not be reused.
+        """
         highest = max([self._version, *(first for first, _ in self.version_gaps)])
         if version <= highest:
             raise ValueError(
                 f"version {version} is not higher than {highest}: numbers never repeat"
             )
-        place = int(num_batches(torch.tensor(self._version), self.version_gaps))
-        self.version_gaps = (*self.version_gaps, (version, version - place))
+        batches = int(num_batches(torch.tensor(self._version), self.version_gaps))
+        self.version_gaps = (*self.version_gaps, (version, version - batches))
         self._version = version
 
     def lag(self, version: Tensor | int) -> Tensor:
-        """Batches between the versions that sampled tokens and the policy's: `lag_of` at its version."""
+        """Return the staleness of `version`, in batches, for the policy's version (`lag_of`)."""
         return lag_of(torch.as_tensor(version), at=self._version, version_gaps=self.version_gaps)
 
     @property
@@ -163,19 +171,19 @@ class Policy:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Tokens that end what it says, as its generation config has them."""
+        """The tokens that end a reply, from the generation config."""
         named = getattr(self.model.generation_config, "eos_token_id", None)
         return tuple(named) if isinstance(named, list) else () if named is None else (int(named),)
 
     def twin(self) -> "Policy":
-        """A frozen copy with weights of its own, to be moved to other versions with `load_weights`."""
+        """Return a frozen copy with its own weights, for other versions (`load_weights`)."""
         twin, copied = copy.copy(self), adapters.twin if self.lora else copy.deepcopy
         twin.model = cast(PreTrainedModel, copied(self.model).requires_grad_(False))
         twin._take(self.passes)
         return twin
 
     def weights(self) -> dict[str, Tensor]:
-        """The forward weights by name, tied ones once. They are the live tensors: clone what must not change."""
+        """Return the forward weights by name, tied ones once. They are the live tensors."""
         if self.lora:
             return {name: weight.detach() for name, weight in adapters.adapters(self.model).items()}
         held = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
@@ -183,7 +191,10 @@ class Policy:
         return held | {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take these values, all of them and no others. From then on `at_version` is False."""
+        """Copy these values into the weights. ValueError unless names and shapes match.
+
+        `at_version` is False afterwards.
+        """
         own = self.weights()
         if own.keys() != weights.keys():
             raise ValueError(
@@ -201,9 +212,9 @@ class Policy:
         self.at_version = False
 
     def save(self, folder: Path | str, *, base: bool = False) -> None:
-        """An ordinary Hugging Face model folder, tokenizer and chat template included.
+        """Save a Hugging Face model folder with tokenizer and chat template.
 
-        Adapters are merged into it, and lie beside in `adapter` as PEFT has them; the `base` is without them.
+        Adapters are merged, and also saved in `adapter` in PEFT's format. With `base` they are left out.
         """
         whole = self.model
         if self.merging:
@@ -251,9 +262,9 @@ class Policy:
         temperature: float,
         max_tokens_per_microbatch: int,
     ) -> Scored:
-        """`logps` on `where` without gradient, in passes of at most `max_tokens_per_microbatch` (one sequence may be longer).
+        """Return `logps` at `where` without gradient, in passes of at most `max_tokens_per_microbatch`.
 
-        Runs only the sequences that hold a wanted token, each cut after its last wanted one.
+        Only sequences with a wanted token run, each up to its last one. A longer sequence runs alone.
         """
         logp = torch.zeros(len(batch.tokens), dtype=wide(self.dtype))
         spans, forwarded = wanted_spans(batch.spans(), where), 0
@@ -272,9 +283,10 @@ class Policy:
         *,
         where: Tensor,
     ) -> list[list[int]]:
-        """Which of these spans each pass runs: at most `max_tokens_per_microbatch`, unless one span alone is longer.
+        """Return the spans that each pass runs, as positions in `spans`.
 
-        `where` (`[T]` bool) are the tokens that are asked about.
+        A pass has at most `max_tokens_per_microbatch` tokens, unless one span alone is longer. `where`
+        (`[T]` bool) are the tokens whose log-probability is needed.
         """
         if self.passes.share_prompts:
             wanted = [int(where[start:end].sum()) for start, end in spans]
@@ -282,7 +294,7 @@ class Policy:
         return pack([end - start for start, end in spans], max_tokens_per_microbatch)
 
     def prefix_tree(self, batch: Batch | Packed | PrefixTree) -> PrefixTree:
-        """What one pass over these sequences runs."""
+        """Return the pass that runs these sequences."""
         if isinstance(batch, PrefixTree):
             return batch
         return build_prefix_tree(
