@@ -33,7 +33,7 @@ from chaos_child import CLOCK, TARGETS
 from rich.console import Console
 
 from unstale.durability.compare_runs import differences
-from unstale.durability.journal import JOURNAL, Journal, check
+from unstale.durability.journal import JOURNAL, Journal, check, trained_episodes
 from unstale.durability.machine import commit, machine, versions
 from unstale.durability.run_folder import RunFolder
 
@@ -222,11 +222,7 @@ class Witness:
             ]
             handed = {group.number for group in journal.groups()}
             self.end.lost += len(set(range(max(handed) + 1)) - handed)
-        told = Counter(row["episode"] for row in RunFolder(folder).rows("trajectories.jsonl"))
-        self.end.twice += (
-            sum(count > 1 for count in told.values()) + len(trained) - len(set(trained))
-        )
-        self.end.lost += len(set(trained) ^ set(told))
+        self.end.twice += len(trained) - len(set(trained))
         rows = RunFolder(folder).metrics()
         if [row["step"] for row in rows] != list(range(steps + 1)):
             self.end.wrong.append(f"its steps are {[row['step'] for row in rows]}")
@@ -389,7 +385,8 @@ def _last_advance(folder: Path) -> float:
 
 def several_versions(folder: Path) -> str:
     """How much there is to get wrong: what share of trajectories holds several versions, and of tokens which lag."""
-    rows = list(RunFolder(folder).rows("trajectories.jsonl"))
+    with Journal.read(folder) as journal:
+        rows = list(trained_episodes(journal))
     mixed = sum(len(row["versions"]) > 1 for row in rows) / len(rows)
     lags: Counter[str] = Counter()
     for row in RunFolder(folder).metrics():

@@ -112,9 +112,9 @@ TARGETS: dict[str, tuple[Place, ...]] = {
     "start-up": (
         Place(session, "build_machine", 1),
         Place(session, "build_machine", 3, 0.5),
-        Place(session, "begin", 1, 0.3),
-        Place(session, "recall", 2, 0.2),
-        Place(session, "revive", 2, 0.2),
+        Place(session, "init_run", 1, 0.3),
+        Place(session, "load_resume_state", 2, 0.2),
+        Place(session, "restore", 2, 0.2),
         Place(EmbeddedEngine, "start", 2, 2.0),
     ),
     "generation": (
@@ -134,15 +134,15 @@ TARGETS: dict[str, tuple[Place, ...]] = {
         Place(Journal, "_commit", 100, 0.004),
     ),
     "checkpoint": (
-        Place(checkpoint, "_write", 2, 0.3),
-        Place(checkpoint, "_require_same", 2),
+        Place(checkpoint, "write_checkpoint", 2, 0.3),
+        Place(checkpoint, "require_same", 2),
         Place(Journal, "checkpoint", 2),
         Place(Journal, "checkpoint", 2, 0.01),
         Place(Checkpoints, "prune", 2),
         Place(Checkpoints, "prune", 2, 0.003),
     ),
     "publication": (
-        Place(Checkpoints, "put", 4, 0.03),
+        Place(Checkpoints, "write_version", 4, 0.03),
         Place(DirectPublisher, "prepare", 5, 0.05),
         Place(DirectPublisher, "publish", 5, 0.1),
         Place(Journal, "publishing", 5),

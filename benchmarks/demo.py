@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tools.base_policy.practice import Practice
 from tools.base_policy.train import FAULTS, Place, batches, one_step, optimizer_for
 from unstale import recipes
-from unstale.cli.session import evaluate
+from unstale.cli.evaluate import evaluate
 from unstale.config import SHIPPED_POLICY
 from unstale.durability.machine import commit, cores, machine, versions
 from unstale.durability.run_folder import RunFolder

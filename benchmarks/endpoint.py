@@ -30,7 +30,7 @@ from rich.console import Console
 
 from unstale import recipes
 from unstale.build import build_machine
-from unstale.cli.session import limit_threads
+from unstale.cli.process import limit_threads
 from unstale.config import SHIPPED_POLICY
 from unstale.durability.machine import commit, machine, versions
 from unstale.envs.external import ExternalAgent

@@ -134,7 +134,7 @@ class Sender:
 
     def _put(self, *version: Any) -> None:
         with timed() as clock:
-            self._checkpoints.put(*version)
+            self._checkpoints.write_version(*version)
         self._disk_s = clock[0]
 
     async def publish(self, policy: Policy, *, count: bool) -> None:

@@ -58,14 +58,14 @@ class Meter:
         self._journal_s = 0.0
 
     def watch(self) -> None:
-        page = journal_writer._Page
+        page = journal_writer._EpisodeWriter
         for owner, name in (
             (Journal, "add_request"), (Journal, "begin"), (Journal, "consume"), (Journal, "event"),
             (page, "piece"), (page, "snapshot"), (page, "ended"),
         ):  # fmt: skip
             self._time(owner, name, "loop_s", time.thread_time)
         self._time(Checkpoints, "write", "save_s", time.perf_counter)
-        self._time(Checkpoints, "put", "put_s", time.perf_counter)
+        self._time(Checkpoints, "write_version", "put_s", time.perf_counter)
         for name in ("publishing", "checkpoint", "finish"):
             self._await(name)
         enter, write = Journal.__enter__, Recorder.write

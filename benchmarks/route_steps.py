@@ -20,7 +20,8 @@ from rich.console import Console
 
 from benchmarks.tables import CONSOLE, columns, rotated, row, spread
 from unstale.build import Components, build_machine
-from unstale.cli.session import RunSession, limit_threads
+from unstale.cli.process import limit_threads
+from unstale.cli.session import RunSession
 from unstale.config import AuditConfig, CheckpointConfig, EvalConfig, RunConfig, ScheduleConfig
 from unstale.durability.run_folder import RunFolder, RunLog
 from unstale.observe.live import LiveDisplay

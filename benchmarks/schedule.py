@@ -28,7 +28,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from benchmarks import tables
-from unstale.cli.session import rare_garbage_collection
+from unstale.cli.process import rare_garbage_collection
 from unstale.config import EngineConfig, RolloutConfig, RunConfig, ScheduleConfig, TaskConfig
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.engines.pool import EnginePool

@@ -17,6 +17,7 @@ import shutil
 import sqlite3
 import struct
 import tempfile
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import cache, partial
@@ -35,8 +36,8 @@ from fuzz.talk import chat_text, tool_call
 from unstale.cli import main, recipe_options
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import stored_config
-from unstale.durability.checkpoint import CheckpointError, Checkpoints, Progress, _sum
-from unstale.durability.journal import JournalError, JournalReader, check, write_jsonl
+from unstale.durability.checkpoint import CheckpointError, Checkpoints, Progress
+from unstale.durability.journal import JournalError, JournalReader, check, export_rows, write_jsonl
 from unstale.durability.journal.tables import (
     COLUMNS,
     FORMAT,
@@ -226,7 +227,7 @@ def _read_journal(path: Path) -> list[Any]:
         pieces = [journal.pieces(episode) for episode in range(6)]
         trained = [journal.consumed(step) for step in range(3)]
         out = StringIO()
-        write_jsonl(journal, out)
+        write_jsonl(export_rows(journal, "tokens", str), out)
         told = [kept.trajectory.reward for kept in journal.trajectories()]
         return [
             wrong, repr((handed, groups, pieces, trained, told, journal.requests(), journal.checkpoints())),
@@ -464,7 +465,7 @@ def _sound_checkpoint() -> tuple[Path, list[str]]:
     held.save(
         Progress(3, {"loss": math.nan}), SimpleNamespace(version=7, weights=lambda: _weights(7))
     )  # type: ignore
-    held.put(8, _weights(8), None)
+    held.write_version(8, _weights(8), None)
     return run, [repr(read()) for read in _reads(run)]
 
 
@@ -498,7 +499,7 @@ def checkpoint(data: bytes) -> None:
     forged = path.name == "manifest.json" and draws.number(2)
     if forged:
         body = draws.changed(json.loads(path.read_bytes())["body"])
-        path.write_text(as_json({"sum": _sum(as_json(body).encode()), "body": body}))
+        path.write_text(as_json({"checksum": zlib.crc32(as_json(body).encode()), "body": body}))
     elif draws.number(8):
         path.write_bytes(draws.damaged(path.read_bytes()))
     else:

@@ -21,9 +21,7 @@ import torch
 from torch import Tensor
 
 from unstale import loop
-from unstale.build import Components, build
-from unstale.cli.resume import begin
-from unstale.cli.session import first_error
+from unstale.build import Components, build, build_checkpoints
 from unstale.config import (
     CheckpointConfig,
     EngineConfig,
@@ -33,7 +31,8 @@ from unstale.config import (
     ScheduleConfig,
     TaskConfig,
 )
-from unstale.durability.journal import Journal
+from unstale.durability.journal import Journal, trained_episodes
+from unstale.durability.resume import ResumeState, init_run
 from unstale.durability.run_folder import RunLog
 from unstale.engines import SamplingParams
 from unstale.engines.scripted import Delay, ScriptedEngine
@@ -41,8 +40,9 @@ from unstale.envs import Message, Taskset, Turn
 from unstale.loop import RunComponents
 from unstale.old_logps import Needs, OldLogps, Passive
 from unstale.old_logps.scoring.scorer import LocalScorer
-from unstale.records import Batch, Group, PendingPiece, Task
+from unstale.records import Batch, PendingPiece, Task
 from unstale.rollout.generator import Generator
+from unstale.rollout.timeouts import first_error
 from unstale.testing import tiny_policy
 from unstale.trainer.auditor import Auditor, Thresholds
 from unstale.trainer.local import LocalTrainer
@@ -109,7 +109,6 @@ class Log:
     def __init__(self, folder: RunLog) -> None:
         self.folder = folder
         self.rows: list[dict[str, Any]] = []
-        self.consumed: list[set[int]] = []
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.rows.append({"step": step, **metrics})
@@ -124,11 +123,6 @@ class Log:
     def learnt(self, step: int, *, points: Any, events: Any) -> None: ...
 
     def failure(self, episode: int, failure: Any, final: bool) -> None: ...
-
-    def trajectories(self, step: int, groups: Sequence[Group]) -> None:
-        self.consumed.append(
-            {trajectory.episode for group in groups for trajectory in group.trajectories}
-        )
 
     def span(self, lane: str, label: str) -> Any:
         return nullcontext()
@@ -189,6 +183,11 @@ async def a_moment(tokens: Sequence[int], params: SamplingParams) -> None:
         await asyncio.sleep(0)
 
 
+def first_state(machine: Components, config: RunConfig, folder: Path) -> ResumeState:
+    """Write the first checkpoint of a run."""
+    return init_run(folder, build_checkpoints(config, machine, folder), machine.policy)
+
+
 def toy_machine(
     config: RunConfig, taskset: Taskset, *, delay: Delay = a_moment, route: Route | None = None
 ) -> Components:
@@ -216,7 +215,7 @@ def make(folder: Path, tasks: Iterator[int], *, budget: int = 1, steps: int = 12
     config = configure(steps=steps, max_staleness=budget)
     machine = toy_machine(config, Numbers(tasks))
     log = RunLog(folder)
-    parts = build(config, machine, log, Quiet(), begin(machine, config, folder))
+    parts = build(config, machine, log, Quiet(), first_state(machine, config, folder))
     return replace(parts, log=Log(log))  # type: ignore[arg-type]
 
 
@@ -260,7 +259,10 @@ def test_closing_is_given_every_unscored_piece_of_the_version(tmp_path: Path) ->
     run(parts)
     closed = parts.old_logps.closed  # type: ignore[attr-defined]
     assert sorted(closed) == list(range(12))
-    consumed = parts.log.consumed  # type: ignore[attr-defined]
+    consumed: list[set[int]] = [set() for _ in range(12)]
+    with Journal.read(tmp_path) as journal:
+        for row in trained_episodes(journal):
+            consumed[row["step"] - 1].add(row["episode"])
     for version, pieces in closed.items():
         assert pieces == {
             place for place in seen.get(version, ()) if place[0] not in consumed[version]
@@ -310,7 +312,7 @@ def test_the_next_batch_is_scored_and_its_gradient_formed_while_a_version_is_pub
     )
     log = RunLog(tmp_path)
     parts = replace(
-        build(config, machine, log, Quiet(), begin(machine, config, tmp_path)), log=Log(log)
+        build(config, machine, log, Quiet(), first_state(machine, config, tmp_path)), log=Log(log)
     )
     heard, formed = list[str](), threading.Event()
 
@@ -361,7 +363,7 @@ def keeping(folder: Path, *, snapshots: bool = True) -> RunComponents:
     )
     log = RunLog(folder)
     return replace(
-        build(config, machine, log, Quiet(), begin(machine, config, folder)), log=Log(log)
+        build(config, machine, log, Quiet(), first_state(machine, config, folder)), log=Log(log)
     )
 
 

@@ -328,7 +328,7 @@ def hostile(recorded: Path, tmp_path: Path) -> Path:
     config = json.loads((run / "config.json").read_text())
     config["task"]["env"], config["name"] = "runs.evil.payload:make", EVIL
     (run / "config.json").write_text(json.dumps(config))
-    for name in ("events.jsonl", "trajectories.jsonl"):
+    for name in ("events.jsonl",):
         rows = [json.loads(line) for line in (run / name).read_text().splitlines()]
         texts = [
             {
@@ -352,7 +352,7 @@ def hostile(recorded: Path, tmp_path: Path) -> Path:
         "audit.md",
         "survivors.json",
         "error.txt",
-        "samples.jsonl",
+        "tokenizer.json",
     ):
         (run / name).unlink(missing_ok=True)
         (run / name).symlink_to(tmp_path / "yours")

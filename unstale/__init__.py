@@ -18,7 +18,8 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 if TYPE_CHECKING:
     from unstale import recipes
-    from unstale.cli.session import Run, RunFailed, evaluate, train
+    from unstale.cli.evaluate import RunFailed, evaluate
+    from unstale.cli.session import Run, train
     from unstale.config import ConfigError, RunConfig
     from unstale.envs.external import ExternalAgent
     from unstale.model.policy import Policy
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "unstale.config": ("ConfigError", "RunConfig"),
     "unstale.envs.external": ("ExternalAgent",),
-    "unstale.cli.session": ("Run", "RunFailed", "evaluate", "train"),
+    "unstale.cli.evaluate": ("RunFailed", "evaluate"),
+    "unstale.cli.session": ("Run", "train"),
     "unstale.model.policy": ("Policy",),
     "unstale.recipes": ("recipes",),
     "unstale.records": (

@@ -2,9 +2,9 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,8 +18,9 @@ from unstale.config import (
     ScheduleConfig,
     install,
 )
-from unstale.durability.checkpoint import Checkpoints, Progress, Stateful
+from unstale.durability.checkpoint import Checkpoints, Stateful
 from unstale.durability.journal import JOURNAL, Journal
+from unstale.durability.resume import ResumeState
 from unstale.durability.run_folder import RunLog
 from unstale.engines import Engine
 from unstale.engines.pool import EnginePool, Recovery, supervise
@@ -68,22 +69,6 @@ class Components:
     old: OldLogps
     auditor: Auditor
     trainer: LocalTrainer
-
-
-@dataclass(frozen=True, slots=True)
-class ResumeState:
-    """What a run goes on from: where it stands, and what its journal has of the episodes."""
-
-    progress: Progress = field(default_factory=Progress)
-    requests: tuple[GroupRequest, ...] = ()
-    """Groups that no checkpoint holds the effect of, in order."""
-    admitted: int = 0
-    """Groups handed out so far, and where the next task is looked for."""
-    place: int = 0
-    episodes: int = 0
-    quarantined: frozenset[str] = frozenset()
-    outcomes: tuple[bool, ...] = ()
-    """Of the last episodes: finished, or given up."""
 
 
 def build_machine(config: RunConfig, engine: Engine | None = None) -> Components:
@@ -156,7 +141,7 @@ def build(
     sinks: list[Sink] = [journal]
     if config.tensorboard:
         sinks.append(TensorBoardSink(log.path / "tensorboard"))
-    recorder = Recorder(log, watcher, partial(_decode, policy), sinks=sinks, told=journal.event)
+    recorder = Recorder(log, watcher, sinks=sinks, on_event=journal.event)
     if config.audit.record:
         machine.auditor.recording = Recording(log.path / RECORDED, base=policy.base)
     recovery = Recovery(checkpoints.weights, config.engine.restarts, recorder.event)
@@ -213,7 +198,7 @@ def build(
             engine,
             dtype=policy.travel_dtype(DTYPES[config.engine.dtype]),
             store=_store(machine.scorer) if shares_deltas(config) else None,
-            put=checkpoints.put,
+            put=checkpoints.write_version,
         ),
         journal=journal,
         checkpoints=checkpoints,
@@ -270,10 +255,6 @@ def training_requests(
             number, since = number + 1, 0
         elif since > MAX_SKIPPED:
             return
-
-
-def _decode(policy: Policy, tokens: Sequence[int]) -> str:
-    return str(policy.tokenizer.decode(list(tokens)))
 
 
 def shares_deltas(config: RunConfig) -> bool:

@@ -168,7 +168,6 @@ async def take_step(run: RunComponents, step: int, publication: "Publication") -
 
     run.pending.discard(batch.episodes)
     run.journal.consume(groups, step=step, version=run.trainer.version)
-    run.log.trajectories(step, groups)
     run.trainer.start_version()
     return Progress(
         step, {**metrics, **rates(run.engine.metrics()), **run.rollout.wait_times.read("rollout")}

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import unstale
 from benchmarks.schedule import STALENESS, Scene, child
-from unstale.cli.session import YOUNG, rare_garbage_collection
+from unstale.cli.process import YOUNG_OBJECTS, rare_garbage_collection
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.records import Group, PendingPiece, Sampled, Task
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
@@ -155,7 +155,7 @@ def test_episodes_leave_nothing_for_the_garbage_collector() -> None:
 def test_a_run_leaves_the_garbage_collector_as_it_found_it() -> None:
     before = gc.get_threshold(), gc.get_freeze_count()
     with rare_garbage_collection():
-        assert gc.get_threshold()[0] == YOUNG and gc.get_freeze_count() > before[1]
+        assert gc.get_threshold()[0] == YOUNG_OBJECTS and gc.get_freeze_count() > before[1]
     assert (gc.get_threshold(), gc.get_freeze_count()) == before
     gc.freeze()
     try:

@@ -10,7 +10,8 @@ import pytest
 
 from tests.cli.test_cli import complaint
 from tests.rollout.test_episode import END, TASK, LetterChat, Tasks, awake, over, says
-from unstale.cli import main, session
+from unstale.cli import evaluate as evaluate_module
+from unstale.cli import main
 from unstale.cli.grades import EvalResult, TaskMean, mean_over_tasks, pass_at
 from unstale.config import EngineConfig, RolloutConfig
 from unstale.engines import SamplingParams
@@ -137,7 +138,7 @@ def test_eval_shows_a_table(
         asked.append((trained, attempts))
         return EvalResult((4, 1, 0, 0), attempts, failed=3)
 
-    monkeypatch.setattr(session, "evaluate", grade)
+    monkeypatch.setattr(evaluate_module, "evaluate", grade)
     with pytest.raises(SystemExit) as end:
         main.main(["eval", "runs/mine", "retail", "--k", "4", "2", "1"])
     assert end.value.code in (0, None) and asked == [(Path("runs/mine"), 4)]

@@ -14,9 +14,10 @@ from safetensors.torch import save
 from tests.cli.test_run import small
 from unstale.algorithms import advantages
 from unstale.build import Components, build_machine
+from unstale.cli.evaluate import RunFailed
 from unstale.cli.main import main
 from unstale.cli.replay import replay
-from unstale.cli.session import RunFailed, save_failed_batch, train
+from unstale.cli.session import save_failed_batch, train
 from unstale.config import ConfigError, EvalConfig, OldLogpsConfig, RunConfig
 from unstale.durability.run_folder import RunLog
 from unstale.old_logps.snapshot_old import SnapshotOld

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import unstale
 from unstale import build
 from unstale.cli import session
+from unstale.cli.evaluate import evaluate
 from unstale.config import (
     EngineConfig,
     EvalConfig,
@@ -32,6 +33,8 @@ from unstale.config import (
     TrainerConfig,
     make_task,
 )
+from unstale.durability.journal import Journal, conversation, trained_episodes
+from unstale.durability.journal.conversations import load_decoder
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,11 +78,22 @@ def test_metrics_have_one_row_a_step_with_what_every_reader_counts_on(run: unsta
     assert [row["version"] for row in rows[1:]] == [0, 1, 2]
 
 
+def journal_tokens(folder: Path, episode: int) -> tuple[int, ...]:
+    with Journal.read(folder) as journal:
+        return journal.episode(episode).trajectory.tokens
+
+
 def test_the_folder_holds_conversations_a_report_and_a_model(run: unstale.Run) -> None:
-    records = [
-        json.loads(line) for line in (run.folder / "trajectories.jsonl").read_text().splitlines()
-    ]
-    assert len(records) == 3 * 2 * 2
+    decode = load_decoder(run.folder)
+    with Journal.read(run.folder) as journal:
+        trained = list(trained_episodes(journal))
+        records = [conversation(journal.episode(row["episode"]), decode) for row in trained]
+    assert len(records) == 3 * 2 * 2 and not (run.folder / "trajectories.jsonl").exists()
+    assert [
+        {name: record[name] for name in row} for row, record in zip(trained, records, strict=True)
+    ] == trained
+    text = run.policy.tokenizer.decode(list(journal_tokens(run.folder, records[0]["episode"])))
+    assert "".join(turn["text"] for turn in records[0]["turns"]) == text
     assert all(record["turns"][0]["role"] == "environment" for record in records)
     assert run.report.read_text().startswith("<!doctype html>") or "<html" in run.report.read_text()
     model = AutoModelForCausalLM.from_pretrained(run.folder / "policy")
@@ -88,7 +102,7 @@ def test_the_folder_holds_conversations_a_report_and_a_model(run: unstale.Run) -
 
 
 def test_eval_grades_a_run_folder(run: unstale.Run) -> None:
-    grade = session.evaluate(run.folder, small(run.folder.parent), attempts=2, console=quiet())
+    grade = evaluate(run.folder, small(run.folder.parent), attempts=2, console=quiet())
     assert (grade.tasks, grade.attempts) == (4, 2) and max(grade.successes) <= 2
     assert 0 <= grade.average.low <= grade.success <= grade.average.high <= 1
 

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from unstale.cli import main
+from unstale.cli.evaluate import RunFailed, evaluate
 from unstale.cli.serve import serve
-from unstale.cli.session import RunFailed, evaluate
 from unstale.config import (
     SHIPPED_POLICY,
     ConfigError,

@@ -92,7 +92,7 @@ def test_one_bit_of_the_policy_is_told(
         ("DELETE FROM consumed WHERE number = 3", "consumed of the journal: row 3"),
         (
             "UPDATE versions SET version = 99 WHERE version = 4",
-            "versions of the journal: row 4/version is 4, and 99",
+            "versions of the journal: row 4/version is 4 and 99",
         ),
         (
             "UPDATE events SET fields = json_set(fields, '$.trainer/lr', 1.0) WHERE id = 2",
@@ -108,21 +108,16 @@ def test_one_cell_of_the_journal_is_told(
     assert any(told in text for text in differences(one, other)), differences(one, other)
 
 
-def test_a_metric_a_conversation_and_a_checkpoint_are_told(pair: tuple[Path, Path]) -> None:
+def test_a_changed_metric_and_a_renamed_checkpoint_are_found(pair: tuple[Path, Path]) -> None:
     one, other = pair
     rows = [json.loads(line) for line in (other / METRICS).read_text().splitlines()]
     rows[2]["trainer/grad_norm"] += 1e-12
     (other / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    lines = (other / "trajectories.jsonl").read_text().splitlines(keepends=True)
-    (other / "trajectories.jsonl").write_text("".join(lines[:-1]))
     for folder in [*(other / "checkpoints").iterdir()]:
         folder.rename(folder.with_name(f"step9{folder.name.removeprefix('step0')}"))
     found = differences(one, other)
-    assert len(found) == 3 and "none has the same name" in found[0]
-    assert (
-        "2/trainer/grad_norm" in found[1]
-        and f"{len(lines)} entries, and {len(lines) - 1}" in found[2]
-    )
+    assert len(found) == 2 and "none has the same name" in found[0]
+    assert "2/trainer/grad_norm" in found[1]
 
 
 def _change(run: Path, statement: str) -> None:

@@ -34,7 +34,7 @@ from tests.durability.test_resume import (
 )
 from tests.test_loop import TwoTurns
 from unstale.cli import session
-from unstale.cli.session import RunFailed
+from unstale.cli.evaluate import RunFailed
 from unstale.config import ConfigError, OldLogpsConfig, RolloutConfig, RunConfig
 from unstale.durability import checkpoint, compare_runs, run_folder
 from unstale.durability.journal import JOURNAL, Journal, writer
@@ -109,7 +109,7 @@ def test_a_full_disk_under_the_journal_ends_the_run_and_nothing_is_lost(
 def test_a_full_disk_under_a_checkpoint_or_a_version_ends_the_run_and_the_older_one_is_sound(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    made, to_disk, calls = named(tmp_path, config()), checkpoint._to_disk, 0
+    made, to_disk, calls = named(tmp_path, config()), checkpoint.flush_to_disk, 0
 
     def full(path: Path) -> None:
         nonlocal calls
@@ -119,7 +119,7 @@ def test_a_full_disk_under_a_checkpoint_or_a_version_ends_the_run_and_the_older_
         to_disk(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_to_disk", full)
+        patch.setattr(checkpoint, "flush_to_disk", full)
         with pytest.raises(
             RunFailed,
             match=rf"CheckpointError: .*\.part cannot be written: .*No space left.*{name}",

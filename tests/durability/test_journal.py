@@ -28,18 +28,17 @@ from rich.console import Console
 from tests.cli.test_run import small
 from tests.test_loop import make, run
 from unstale.cli import main, session
-from unstale.cli.session import first_error
 from unstale.config import ConfigError, install
 from unstale.durability.journal import (
     JOURNAL,
+    CheckpointRow,
     Journal,
     JournalError,
     JournalReader,
-    Marked,
     check,
     writer,
 )
-from unstale.durability.journal.export import write_jsonl
+from unstale.durability.journal.export import export_rows, write_jsonl
 from unstale.planner.measured import RESULTS
 from unstale.records import (
     HAS_BEHAVIOR,
@@ -54,6 +53,7 @@ from unstale.records import (
     Task,
     Trajectory,
 )
+from unstale.rollout.timeouts import first_error
 
 ROOT = Path(__file__).parents[2]
 TASK = Task("retail", "train", 17)
@@ -253,7 +253,7 @@ def test_consumption_becomes_true_with_the_checkpoint_that_holds_its_effect(tmp_
         assert [handed.ended for handed in read.groups()] == [
             "consumed"
         ] * 3 and read.requests() == []
-        assert read.checkpoints() == [Marked(0, 2, 3, "all")]
+        assert read.checkpoints() == [CheckpointRow(0, 2, 3, "all")]
 
 
 @pytest.mark.parametrize("everything", [False, True])
@@ -357,8 +357,8 @@ def test_a_row_that_the_disk_changed_is_found(tmp_path: Path, table: str) -> Non
         )
     connection.close()
     with Journal.read(tmp_path) as read:
-        assert read.unsound() == [f"1 rows of {table} are not as they were written"]
-        assert f"1 rows of {table} are not as they were written" in check(read)
+        assert read.unsound() == [f"1 rows of {table} changed after they were written"]
+        assert f"1 rows of {table} changed after they were written" in check(read)
 
 
 @pytest.mark.parametrize(
@@ -564,7 +564,7 @@ def unusable(tmp_path: Path, kind: str) -> Path:
     [
         ("folder", "unable to open database file"),
         ("text", "file is not a database"),
-        ("format", "it has format 7, this version writes 2"),
+        ("format", "its format is 7, this release writes 2"),
     ],
 )
 def test_what_cannot_be_opened_is_told_at_once(tmp_path: Path, kind: str, says: str) -> None:
@@ -746,7 +746,7 @@ def test_the_verb_shows_what_is_in_it(
     ran: tuple[Path, list[tuple[int, list[Group]]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = said(capsys, "journal", str(ran[0]))
-    assert re.search(r"consumed\W+24\b", text) and "0 to 12" in text and "nothing is wrong" in text
+    assert re.search(r"consumed\W+24\b", text) and "0 to 12" in text and "no problems found" in text
 
 
 def test_the_verbs_say_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -865,7 +865,7 @@ def test_an_export_is_json_for_everybody(tmp_path: Path) -> None:
         record(journal, group(0, Sampled((7, 8), (-math.inf, -0.5), version=0)))
     out = StringIO()
     with Journal.read(tmp_path) as read:
-        write_jsonl(read, out)
+        write_jsonl(export_rows(read, "tokens", str), out)
     for line in out.getvalue().splitlines():
         assert json.loads(line, parse_constant=pytest.fail)["behavior_logp"] == [None, -0.5]
 

@@ -69,8 +69,8 @@ class Unrecovered(SnapshotOld):
 @pytest.mark.parametrize(
     ("broken", "what"),
     [
-        (lambda _: Tupled(), "is a dict, which no checkpoint can hold"),
-        (lambda _: Sets(), "is a set, which no checkpoint can hold"),
+        (lambda _: Tupled(), "is a dict, which cannot be saved"),
+        (lambda _: Sets(), "is a set, which cannot be saved"),
         (
             Unrecovered,
             "called exact at version 3, but off",

@@ -27,12 +27,12 @@ from tests.cli.test_run import small
 from tests.test_loop import Numbers, Quiet, TwoTurns, configure, toy_machine
 from unstale.build import Components, build_old_logps
 from unstale.cli import main, recipe_options, session
-from unstale.cli.resume import differences, stored
+from unstale.cli.resume import config_changes, load_config
 from unstale.cli.session import RunSession
 from unstale.config import AuditConfig, ConfigError, RunConfig, TaskConfig, TrainerConfig, make_task
-from unstale.durability import checkpoint, compare_runs, virtual_clock
+from unstale.durability import checkpoint, checkpoint_files, compare_runs, virtual_clock
 from unstale.durability.checkpoint import Checkpoints
-from unstale.durability.journal import JOURNAL, Journal, check, writer
+from unstale.durability.journal import JOURNAL, TOKEN_SAMPLES, Journal, check, writer
 from unstale.durability.run_folder import RunLog, read_jsonl
 from unstale.engines import SamplingParams
 from unstale.engines.scripted import ScriptedEngine
@@ -40,6 +40,7 @@ from unstale.envs import EnvError, Message, Turn
 from unstale.old_logps import OldLogps
 from unstale.old_logps.scoring.scorer import LocalScorer
 from unstale.records import Task
+from unstale.rollout.timeouts import first_error
 from unstale.trainer.local import LocalTrainer
 
 STEPS = 4
@@ -72,7 +73,7 @@ class Toy:
 
     def _live(self, lives: RunSession) -> None:
         try:
-            while not lives.next(Quiet()):  # type: ignore[arg-type]
+            while not lives.run_segment(Quiet()):  # type: ignore[arg-type]
                 pass
         finally:
             lives._log.close()
@@ -101,8 +102,8 @@ class Killed(BaseException):
 
 
 MOMENTS: tuple[tuple[Any, str], ...] = (
-    (Journal, "transaction"), (Journal, "flush"), (checkpoint, "_write"), (checkpoint, "_to_disk"),
-    (Checkpoints, "prune"), (Checkpoints, "put"), (LocalTrainer, "prepare"), (LocalTrainer, "step"),
+    (Journal, "transaction"), (Journal, "flush"), (checkpoint, "write_checkpoint"), (checkpoint, "flush_to_disk"), (checkpoint_files, "flush_to_disk"),
+    (Checkpoints, "prune"), (Checkpoints, "write_version"), (LocalTrainer, "prepare"), (LocalTrainer, "step"),
     (ScriptedEngine, "load"), (ScriptedEngine, "resume"), (RunLog, "write"),
     (Checkpoints, "snapshot"), (LocalTrainer, "backward"),
 )  # fmt: skip
@@ -152,7 +153,7 @@ def killed(name: str = "", number: int = 0) -> Iterator[None]:
             return
         with pytest.raises((Killed, BaseExceptionGroup)) as end:
             yield
-        assert isinstance(session.first_error(end.value), Killed), end.value
+        assert isinstance(first_error(end.value), Killed), end.value
         assert dead, f"there is no call {number} of {name}"
 
 
@@ -173,6 +174,9 @@ def require_sound(folder: Path, *, bound: int = 1) -> None:
         assert sorted(consumed) == [step for step in range(1, STEPS + 1) for _ in range(2)]
         versions, marks = reader.versions(), reader.checkpoints()
         written = [event["step"] for event in reader.events() if event["kind"] == "step"]
+        sampled = {row["step"]: row for row in reader.token_samples()}
+        steps = [event["step"] for event in reader.events() if event["kind"] == TOKEN_SAMPLES]
+    assert steps == sorted(set(steps)) and steps == list(sampled) and steps
     assert versions == sorted(set(versions)) and marks[-1].step == STEPS
     assert written == [row["step"] for row in rows(folder)] == list(range(1, STEPS + 1))
     assert max(row["schedule/staleness_max"] for row in rows(folder)) <= bound
@@ -195,12 +199,12 @@ def test_two_deterministic_runs_are_equal_and_sound(toy: Toy, tmp_path: Path, wh
 
 
 KILLS = [
-    ("transaction", 120), ("flush", 11), ("_write", 3), ("_to_disk", 14), ("prune", 3), ("put", 4),
+    ("transaction", 120), ("flush", 11), ("write_checkpoint", 3), ("flush_to_disk", 14), ("prune", 3), ("write_version", 4),
     ("prepare", 3), ("step", 4), ("load", 4), ("resume", 4), ("write", 3),
     ("snapshot", 3), ("backward", 3),
 ]  # fmt: skip
 """One of each of `MOMENTS`, after the first checkpoint."""
-AGAIN = [("flush", 2), ("transaction", 2), ("put", 1)]
+AGAIN = [("flush", 2), ("transaction", 2), ("write_version", 1)]
 """Where its next life is killed."""
 
 
@@ -227,7 +231,7 @@ def test_a_deterministic_run_ends_equal_cut_off_at_every_checkpoint(
     machine: Components | None = toy.machine(made)
     while True:
         lives += 1
-        done = RunSession(made, log, machine).next(Quiet())  # type: ignore[arg-type]
+        done = RunSession(made, log, machine).run_segment(Quiet())  # type: ignore[arg-type]
         log.close()
         if done:
             break
@@ -354,7 +358,7 @@ def test_without_a_sound_checkpoint_a_run_cannot_go_on(toy: Toy, tmp_path: Path)
         checkpoint.CheckpointError, match="no sound checkpoint to go on from"
     ) as error:
         toy.go_on(folder, made)
-    assert "state.safetensors is not as it was written" in str(error.value.__cause__)
+    assert "state.safetensors was changed after it was written" in str(error.value.__cause__)
 
 
 class Numbered(Numbers):
@@ -530,7 +534,7 @@ def changed(**changes: Any) -> RunConfig:
         ({"task__level": "2"}, r"task\.level cannot change"),
         (
             {"schedule__max_staleness": 3},
-            r"schedule\.max_staleness cannot change from 1 to 3 .* staleness bound of the groups",
+            r"schedule\.max_staleness cannot change from 1 to 3 .* staleness bound of the queued groups",
         ),
         (
             {"schedule__lookahead_window": 3},
@@ -545,7 +549,7 @@ def changed(**changes: Any) -> RunConfig:
         ),
         ({"trainer__weight_decay": 0.5}, r"trainer\.weight_decay cannot change"),
         ({"engine__max_context": 128}, r"engine\.max_context cannot change"),
-        ({"engine__max_reply_tokens": 7}, r"engine\.max_completion_tokens cannot change"),
+        ({"engine__max_completion_tokens": 7}, r"engine\.max_completion_tokens cannot change"),
         ({"engine__temperature": 0.5}, r"engine\.temperature cannot change"),
         ({"rollout__max_turns": 3}, r"rollout\.max_turns cannot change"),
         (
@@ -562,7 +566,7 @@ def test_what_a_run_has_to_keep_is_refused_with_the_reason(
     changes: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
-        differences(configure(), changed(**changes))
+        config_changes(configure(), changed(**changes))
 
 
 @pytest.mark.parametrize(
@@ -572,35 +576,37 @@ def test_what_a_run_has_to_keep_is_refused_with_the_reason(
         ({"runs": Path("elsewhere"), "name": "other"}, []),
         (
             {"steps": 20},
-            [
-                "steps is 20, it was 12: the learning-rate schedule ends there, and is another one from here on"
-            ],
+            ["steps is 20, it was 12: the learning-rate schedule now ends there"],
         ),
         (
             {"trainer__lr": 0.1},
-            ["trainer.lr is 0.1, it was 0.0003: holds from the next step; the optimizer's moments"],
+            [
+                "trainer.lr is 0.1, it was 0.0003: takes effect at the next step, with the optimizer's moments"
+            ],
         ),
         (
-            {"trainer__steps_per_batch": 2},
-            ["trainer.minibatches_per_batch is 2, it was 1: the learning-rate schedule counts"],
+            {"trainer__minibatches_per_batch": 2},
+            [
+                "trainer.minibatches_per_batch is 2, it was 1: the position in the learning-rate schedule"
+            ],
         ),
-        ({"checkpoint__keep": 3}, ["checkpoint.keep is 3, it was 2: holds from here on"]),
+        ({"checkpoint__keep": 3}, ["checkpoint.keep is 3, it was 2: takes effect from here on"]),
         (
             {"tensorboard": True, "eval__every": 2},
-            ["tensorboard is True", "eval.every is 2, it was 0: holds from here on"],
+            ["tensorboard is True", "eval.every is 2, it was 0: takes effect from here on"],
         ),
     ],
 )
 def test_what_a_run_may_change_is_said_in_words(changes: dict[str, Any], says: list[str]) -> None:
-    told = differences(configure(), changed(**changes))
+    told = config_changes(configure(), changed(**changes))
     assert len(told) == len(says) and all(
         one.startswith(other) for one, other in zip(told, says, strict=True)
     )
 
 
 def test_a_deterministic_run_that_was_changed_is_another_run() -> None:
-    told = differences(changed(deterministic=True), changed(deterministic=True, trainer__lr=0.1))
-    assert told[-1] == "what comes out will not be what the run as it was begun would have given"
+    told = config_changes(changed(deterministic=True), changed(deterministic=True, trainer__lr=0.1))
+    assert told[-1] == "the result will differ from that of the unchanged run"
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -624,14 +630,14 @@ def test_what_cannot_be_gone_on_with_is_one_line(
     RunLog.create(tmp_path / "early", made).close()
     (tmp_path / "early" / "checkpoints" / "step000000-version000000").mkdir(parents=True)
     said = complaint(capsys, "train", "--resume", "early")
-    assert "early has checkpoints and no journal: what its episodes were is gone" in said
+    assert "early has checkpoints but no journal.sqlite: its episodes are lost" in said
     with Journal(tmp_path / "early" / JOURNAL) as journal:
         asyncio.run(journal.checkpoint("one", step=3, version=3))
         journal.write(3, {})
     with RunLog(tmp_path / "early") as log:
         log.event("stopped", reason="finished")
     said = complaint(capsys, "train", "--resume", "early")
-    assert "the run in early is finished; to go on with it, give it more steps (--steps)" in said
+    assert "the run in early is finished; to continue it, raise --steps" in said
     assert "leave retail out, or leave --resume out" in complaint(
         capsys, "train", "retail", "--resume", "early"
     )
@@ -648,11 +654,11 @@ def test_code_that_a_run_folder_names_is_not_imported_unless_it_is_named_again(
     monkeypatch.setitem(sys.modules, "harm", None)  # an import of it raises
     RunLog.create(tmp_path / "run", small(tmp_path, task=TaskConfig(env="harm:Tasks"))).close()
     said = complaint(capsys, "train", "--resume", str(tmp_path / "run"))
-    assert "names code of yours as its task set; to go on, say --task.env harm:Tasks" in said
+    assert "names your own code as its task set. To resume, add --task.env harm:Tasks" in said
     said = complaint(
         capsys, "train", "--resume", str(tmp_path / "run"), "--task.env", "other:Tasks"
     )
-    assert "say --task.env harm:Tasks" in said
+    assert "add --task.env harm:Tasks" in said
     said = complaint(capsys, "train", "--resume", str(tmp_path / "run"), "--task.env", "harm:Tasks")
     assert "task.env 'harm:Tasks' cannot be made: import of harm halted" in said
 
@@ -685,7 +691,7 @@ def test_a_run_killed_with_sigkill_and_resumed_is_the_run_that_was_not(tmp_path:
             assert process.poll() is None, process.communicate()
             time.sleep(0.01)
         process.kill()
-    made = stored(tmp_path / "killed", named_env="retail")
+    made = load_config(tmp_path / "killed", named_env="retail")
     resumed = session.resume(tmp_path / "killed", made, console=Console(file=StringIO()))
     assert [row["step"] for row in resumed.metrics] == [1, 2, 3]
     assert compare_runs.differences(whole.folder, resumed.folder) == []

@@ -36,7 +36,7 @@ from unstale.build import (
     shares_deltas,
 )
 from unstale.cli import audit, session
-from unstale.cli.resume import differences
+from unstale.cli.resume import config_changes
 from unstale.config import (
     SHIPPED_POLICY,
     AuditConfig,
@@ -483,7 +483,7 @@ def test_what_a_run_with_adapters_has_to_keep() -> None:
     before = configured()
     for change in ({"lora_rank": 4}, {"lora_alpha": 16.0}, {"lora_targets": "q_proj"}):
         with pytest.raises(ConfigError, match=f"trainer.{next(iter(change))} cannot change"):
-            differences(before, replace(before, trainer=replace(before.trainer, **change)))  # type: ignore[arg-type]
+            config_changes(before, replace(before, trainer=replace(before.trainer, **change)))  # type: ignore[arg-type]
 
 
 def test_a_checkpoint_goes_on_over_its_own_base_alone(folder: Path, other: Path) -> None:

@@ -15,15 +15,19 @@ import hashlib
 import json
 import math
 import re
+import sqlite3
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.fake_run import fake_place, fake_run, fake_trajectory
+from tests.support.fake_run import NoDisplay, fake_place, fake_run
 from unstale.config import ConfigError, OldLogpsConfig
 from unstale.config.routes import routes
+from unstale.durability.journal import JOURNAL, Journal
+from unstale.durability.run_folder import RunLog
+from unstale.observe.recorder import Recorder
 from unstale.observe.report.audited import COLUMNS, cells
 from unstale.observe.report.figures import average_lag
 from unstale.observe.report.gather import Chosen, gather
@@ -45,7 +49,7 @@ PLOTS = (
     "Throughput",
     "Timeline",
 )
-FILES = ("config.json", "metrics.jsonl", "events.jsonl", "trajectories.jsonl", "samples.jsonl")
+FILES = ("config.json", "metrics.jsonl", "events.jsonl")
 ATTACK = "\"'><img src=x onerror=alert(1)></style></script><script>alert(2)</script>\ud800\x00"
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
@@ -153,7 +157,11 @@ def poisoned(value: Any) -> Any:
 @pytest.mark.parametrize("everything", [False, True])
 def test_nothing_of_a_run_becomes_code(run: Path, tmp_path: Path, everything: bool) -> None:
     folder = tmp_path / "a <script>alert(3)</script>&lt;".replace("/", "_")
-    folder.mkdir()
+    fake_run(folder, steps=6, prefix=ATTACK.replace("\ud800", ""))
+    if everything:
+        with sqlite3.connect(folder / JOURNAL) as journal:
+            samples = "UPDATE events SET fields = json_set(fields, '$.tokens.lag[0]', ?)"
+            journal.execute(f"{samples} WHERE kind = 'token_samples'", [ATTACK[:-2]])
     for name in FILES:
         rows = (
             [json.loads(line) for line in (run / name).read_text().splitlines()]
@@ -193,7 +201,7 @@ def test_nothing_of_a_run_becomes_code(run: Path, tmp_path: Path, everything: bo
     )
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [*FILES, "journal.sqlite", "tokenizer.json"])
 def test_a_missing_file_is_a_stated_gap(tmp_path: Path, name: str) -> None:
     folder = fake_run(tmp_path / "run", steps=6)
     (folder / name).unlink()
@@ -489,15 +497,15 @@ def audit_it(folder: Path) -> Path:
         }
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     point = {
-        "step": 1,
         "lag": 1,
         "log_d": 0.01,
         "log_s": 0.02,
         "true_log_d": 0.02,
         "true_log_s": 0.01,
     }
-    with (folder / "samples.jsonl").open("a") as file:
-        file.write("".join(json.dumps(point | {"lag": i % 3}) + "\n" for i in range(40)))
+    with Journal(folder / JOURNAL) as journal:
+        recorder = Recorder(RunLog(folder), NoDisplay(), on_event=journal.event)
+        recorder.learnt(1, points=[point | {"lag": i % 3} for i in range(40)], events=())
     exact = route_row("snapshot_old", 0.0, mask_f1=1.0, clip_f1=1.0, exact_fraction=1.0)
     proxy = route_row(
         "rollout", 0.01, logp_error_abs_mean_se=0.002, staleness_leak=-0.0001, staleness_leak_se=0.01,
@@ -697,4 +705,3 @@ def test_ticks_are_round(low: float, high: float, whole: bool, ticks: list[float
 def test_the_made_up_run_is_the_same_for_the_same_seed(tmp_path: Path) -> None:
     a, b = (fake_run(tmp_path / name, steps=3) for name in "ab")
     assert all((a / name).read_bytes() == (b / name).read_bytes() for name in FILES)
-    assert callable(fake_trajectory)

@@ -53,6 +53,7 @@ from unstale.rollout.endpoint.agents import AgentRollout
 from unstale.rollout.endpoint.check import check_agent
 from unstale.rollout.endpoint.server import RecordingEndpoint
 from unstale.rollout.generator import Generator
+from unstale.rollout.timeouts import first_error
 
 CHAT = Chat(AutoTokenizer.from_pretrained(SHIPPED_POLICY), ())
 TASK = Task("sums", "train", 0)
@@ -444,7 +445,7 @@ def test_an_engines_death_ends_the_run_and_not_the_episode() -> None:
 
     with pytest.raises(ExceptionGroup) as caught:
         World(dies, retries=3).play(with_sdk)
-    error = session.first_error(caught.value)
+    error = first_error(caught.value)
     assert isinstance(error, EngineDied)
 
 

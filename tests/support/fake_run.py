@@ -1,5 +1,6 @@
-"""A plausible run folder, made up from a seed: for tests and for looking at the report while working on it."""
+"""A plausible run folder, generated from a seed, for tests and for work on the report."""
 
+import asyncio
 import json
 import math
 import random
@@ -8,8 +9,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer, decoders, models
+
 from unstale.config import EvalConfig, OldLogpsConfig, RunConfig, ScheduleConfig
-from unstale.durability.run_folder import SURVIVORS, RunLog, dumps
+from unstale.durability.journal import JOURNAL, Journal
+from unstale.durability.run_folder import SURVIVORS, TOKENIZER, RunLog, dumps
+from unstale.observe.recorder import Recorder
+from unstale.records import ContextPiece, Group, GroupRequest, Piece, Sampled, Task, Trajectory
 
 STEP_S = 6.0
 PRODUCTS = ("green kettle", "oak desk", "desk lamp", "wool blanket", "steel bottle", "garden chair")
@@ -88,14 +94,80 @@ def fake_metrics(
     }
 
 
-def fake_run(
-    path: Path, *, steps: int = 80, seed: int = 0, route: str = "snapshot_old", planned: int = 0
+class FakeEpisodes:
+    """Writes episodes and token samples into the journal of a run folder, and the tokenizer that reads them."""
+
+    def __init__(self, path: Path, journal: Journal, prefix: str) -> None:
+        self._path = path
+        self._journal = journal
+        self._prefix = prefix
+        self._vocabulary: dict[str, int] = {}
+        self._episodes = 0
+
+    def step(self, step: int, success: float, rng: random.Random) -> None:
+        """Record a consumed group of four episodes."""
+        task = Task(f"{self._prefix}retail", "train", rng.randrange(10_000))
+        self._journal.add_request(GroupRequest(step, task, seed=step, place=step))
+        trajectories = []
+        for sibling in range(4):
+            self._episodes += 1
+            episode = self._episodes
+            seed = 100 * step + sibling
+            writer = self._journal.begin(step, sibling, episode=episode, seed=seed)
+            pieces = []
+            won, turns = fake_turns(step, success, rng)
+            for version, text in turns:
+                pieces.append(self._piece(version, self._prefix + text))
+                writer.write_piece(len(pieces) - 1, pieces[-1])
+            reward = {"task": 1.0 if won else 0.0}
+            trajectories.append(Trajectory(tuple(pieces), reward, "done", task, seed, episode))
+            writer.write_outcome(trajectories[-1])
+        group = Group(task, tuple(trajectories), number=step)
+        asyncio.run(self._journal.finish(group))
+        self._journal.consume([group], step=step, version=step - 1)
+
+    def close(self, steps: int) -> None:
+        asyncio.run(self._journal.checkpoint("fake", step=steps, version=steps))
+        tokenizer = Tokenizer(models.WordLevel(self._vocabulary, unk_token="?"))
+        tokenizer.decoder = decoders.Fuse()
+        tokenizer.save(str(self._path / TOKENIZER))
+
+    def _piece(self, version: int | None, text: str) -> Piece:
+        tokens = tuple(self._token(text[at : at + 4]) for at in range(0, len(text), 4))
+        if version is None:
+            return ContextPiece(tokens)
+        return Sampled(tokens, (-0.1,) * len(tokens), version)
+
+    def _token(self, word: str) -> int:
+        return self._vocabulary.setdefault(word, len(self._vocabulary))
+
+
+class NoDisplay:
+    def update(self, metrics: Any) -> None: ...
+
+    def phase(self, text: str, done: int = 0, total: int = 0) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+def fake_run(  # noqa: PLR0913
+    path: Path,
+    *,
+    steps: int = 80,
+    seed: int = 0,
+    route: str = "snapshot_old",
+    planned: int = 0,
+    prefix: str = "",
 ) -> Path:
-    """Write the folder of a run that took `steps` of its `planned` steps."""
+    """Write the folder of a run that took `steps` of its `planned` steps. `prefix` begins every text of an episode."""
     rng, clock = random.Random(seed), FakeClock()
     planned = planned or steps
-    episode = 0
-    with RunLog.create(path, fake_config(route, planned, seed), clock=clock) as log:
+    with (
+        RunLog.create(path, fake_config(route, planned, seed), clock=clock) as log,
+        Journal(path / JOURNAL) as journal,
+    ):
+        recorder = Recorder(log, NoDisplay(), on_event=journal.event)
+        episodes = FakeEpisodes(path, journal, prefix)
         log.event(
             "started", command=f"unstale train retail --seed {seed}", unstale="0.1.0", cores=2
         )
@@ -121,10 +193,10 @@ def fake_run(
                     error="EnvError: tool timed out",
                 )
             log.write(step, metrics)
-            for _ in range(4):
-                episode += 1
-                log.trajectory(fake_trajectory(step, episode, metrics["rollout/success_rate"], rng))
-            log.points(_points(step, metrics["schedule/staleness_histogram"], rng))
+            episodes.step(step, metrics["rollout/success_rate"], rng)
+            points = _points(metrics["schedule/staleness_histogram"], rng)
+            recorder.learnt(step, points=points, events=())
+        episodes.close(steps)
         if steps == planned:
             log.event("stopped", reason="all steps done")
     (path / SURVIVORS).write_text(dumps({"places": [fake_place("retail")]}))
@@ -185,63 +257,45 @@ def _spans(log: RunLog, clock: FakeClock, step: int, metrics: dict[str, Any]) ->
     )
 
 
-def _points(step: int, lags: dict[int, int], rng: random.Random) -> list[dict[str, Any]]:
+def _points(lags: dict[int, int], rng: random.Random) -> list[dict[str, Any]]:
     points = []
     for lag in rng.choices(list(lags), weights=list(lags.values()), k=60):
         wide = rng.random() < 0.08
         points.append(
             {
-                "step": step,
                 "lag": lag,
                 "log_d": rng.gauss(0, 0.03 if wide else 0.005),
                 "log_s": rng.gauss(0, (0.004 + 0.03 * lag) * (3 if wide else 1)),
-                "exact": True,
             }
         )
     return points
 
 
-def fake_trajectory(step: int, episode: int, success: float, rng: random.Random) -> dict[str, Any]:
-    """An episode at the service desk; half of them live through a weight update."""
+def fake_turns(
+    step: int, success: float, rng: random.Random
+) -> tuple[bool, list[tuple[int | None, str]]]:
+    """Return the outcome of a service-desk episode and its text by version. Half of them span a weight update."""
     won = rng.random() < success
     name, item = rng.choice(NAMES), rng.choice(PRODUCTS)
     order = f"#W{rng.randrange(1000, 9999)}"
-    first = max(0, step - 1 - rng.choice((1, 1, 2)))
-    version = first
-    turns: list[dict[str, Any]] = []
+    version = max(0, step - 1 - rng.choice((1, 1, 2)))
+    turns: list[tuple[int | None, str]] = []
 
     def given(role: str, text: str) -> None:
-        """As the chat template writes it, up to the beginning of the next reply."""
+        """Add text as the chat template writes it, up to the beginning of the next reply."""
         if role == "tool":
             role, text = "user", f"<tool_response>\n{text}\n</tool_response>"
         text = f"<|im_start|>{role}\n{text}<|im_end|>\n"
-        text += "<|im_start|>assistant\n" if role != "system" else ""
-        count = len(text) // 4
-        piece = {"text": text, "version": None, "provenance": "ENVIRONMENT", "num_tokens": count}
-        if turns and turns[-1]["role"] == "environment":
-            turns[-1]["text"] += text
-            turns[-1]["pieces"].append(piece)
-        else:
-            turns.append({"role": "environment", "text": text, "pieces": [piece]})
+        turns.append((None, text + ("<|im_start|>assistant\n" if role != "system" else "")))
 
     def says(text: str) -> None:
         nonlocal version
         cuts = [0, len(text)]
         if rng.random() < 0.35 and version < step - 1:
             cuts.insert(1, rng.randrange(5, len(text) - 5))
-        pieces = []
         for start, end in pairwise(cuts):
             version += bool(start)
-            count = max(1, (end - start) // 4)
-            pieces.append(
-                {
-                    "text": text[start:end],
-                    "version": version,
-                    "provenance": "SAMPLED",
-                    "num_tokens": count,
-                }
-            )
-        turns.append({"role": "assistant", "text": text, "pieces": pieces})
+            turns.append((version, text[start:end]))
 
     given(
         "system",
@@ -272,18 +326,7 @@ def fake_trajectory(step: int, episode: int, success: float, rng: random.Random)
     )
     given("tool", json.dumps({"order": order, "status": "return requested"}))
     says("Done. You will have an e-mail with the label.<|im_end|>")
-    return {
-        "step": step,
-        "episode": episode,
-        "task": f"retail/train/{rng.randrange(10_000)}",
-        "reward": 1.0 if won else 0.0,
-        "stop": "done",
-        "turns": turns,
-        "versions": sorted(
-            {piece["version"] for turn in turns for piece in turn["pieces"]} - {None}
-        ),
-        "num_tokens": sum(piece["num_tokens"] for turn in turns for piece in turn["pieces"]),
-    }
+    return won, turns
 
 
 def _call(name: str, arguments: dict[str, Any]) -> str:

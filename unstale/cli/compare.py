@@ -29,7 +29,7 @@ from rich.text import Text
 
 from unstale.config import ConfigError, RunConfig
 from unstale.config.routes import routes
-from unstale.durability.machine import alone, commit, machine, versions
+from unstale.durability.machine import commit, lock_folder, machine, versions
 from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, RunFolder, dumps, plain
 from unstale.lint import check
 from unstale.observe.report.compare import LAUNCHES, PLAN, ended, grouped
@@ -197,7 +197,7 @@ def compare(
     console = console or Console(soft_wrap=True)
     left = [run for run in plan.runs if not _holds(run)]
     plan.folder.mkdir(parents=True, exist_ok=True)
-    with alone(plan.folder) as lock:
+    with lock_folder(plan.folder) as lock:
         _remember(plan, command)
         console.print(
             f"{len(plan.runs)} runs in {plan.folder}, {len(plan.runs) - len(left)} of them finished before"

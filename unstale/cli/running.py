@@ -11,7 +11,7 @@ INTERRUPTED = 130
 
 def exit_code(work: Callable[[], object]) -> int:
     """Run something and return the exit code: 0, 1 if its machinery failed, 130 after Ctrl-C."""
-    from unstale.cli.session import RunFailed
+    from unstale.cli.evaluate import RunFailed
 
     try:
         work()

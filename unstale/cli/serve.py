@@ -10,7 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from unstale.build import build_sampler
-from unstale.cli.session import POLICY, limit_threads, running_generator, under_one_parent
+from unstale.cli.evaluate import POLICY, run_until_complete, running_generator
+from unstale.cli.process import limit_threads
 from unstale.config import ConfigError, RunConfig
 from unstale.rollout.endpoint.agents import AgentRollout
 from unstale.rollout.endpoint.server import RecordingEndpoint
@@ -70,7 +71,7 @@ def serve(
 
     async def work() -> None:
         async with (
-            running_generator(config, policy, generator, told=on_engine_event) as running,
+            running_generator(config, policy, generator, on_event=on_engine_event) as running,
             asyncio.TaskGroup() as calls,
         ):
             endpoint = RecordingEndpoint(
@@ -92,4 +93,4 @@ def serve(
                 )
                 await asyncio.Event().wait()
 
-    under_one_parent(work())
+    run_until_complete(work())

@@ -1,4 +1,4 @@
-"""What the journal says of every group and attempt, kept in the run folder for reports, which need no torch."""
+"""Derive `survivors.json` from the journal, for reports."""
 
 from pathlib import Path
 
@@ -7,16 +7,16 @@ from unstale.durability.run_folder import SURVIVORS, Row, dumps, write_whole
 
 
 def write_survivors(folder: Path) -> None:
-    """Write `survivors.json` into a run folder, also while the run goes on; an older one is replaced as a whole.
+    """Write `survivors.json` into a run folder, also while the run continues. Replaces an older file.
 
-    Of a journal that cannot be read it says why. A folder without one keeps what it has.
+    If the journal cannot be read, the file holds the reason. Without a journal nothing is written.
     """
     if not (folder / JOURNAL).exists():
         return
-    found: Row
+    content: Row
     try:
         with Journal.read(folder) as journal:
-            found = survivors(journal).row()
+            content = survivors(journal).row()
     except (JournalError, OSError) as error:
-        found = {"missing": str(error)}
-    write_whole(folder / SURVIVORS, dumps(found) + "\n")
+        content = {"missing": str(error)}
+    write_whole(folder / SURVIVORS, dumps(content) + "\n")

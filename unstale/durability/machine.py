@@ -38,7 +38,7 @@ def commit() -> str:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[int]:
+def lock_folder(folder: Path) -> Iterator[int]:
     """The folder for oneself, and for the processes that inherit the descriptor. ConfigError if it is somebody's."""
     with (folder / ".lock").open("a") as file:
         try:

@@ -15,8 +15,8 @@ import torch
 from scipy.optimize import nnls
 
 from unstale.config import ConfigError, ScheduleConfig
-from unstale.durability.journal import Journal
-from unstale.durability.run_folder import TRAJECTORIES, RunFolder
+from unstale.durability.journal import Journal, trained_episodes
+from unstale.durability.run_folder import RunFolder
 from unstale.old_logps import Needs
 from unstale.planner.costs import LinearCosts
 from unstale.planner.hardware import Device, Shares
@@ -89,7 +89,7 @@ def from_run(run: Path) -> SimulationSetup:
         workload=recorded_workload(run, config, rows),
         fleet=fleet,
         schedule=ScheduleConfig(**config["schedule"]),
-        costs=fit_costs(rows[1:], span_seconds(folder), _versions(folder), engines),
+        costs=fit_costs(rows[1:], span_seconds(folder), _versions(run), engines),
         needs=route_needs,
     )
 
@@ -181,11 +181,12 @@ def span_seconds(folder: RunFolder) -> dict[int, dict[str, float]]:
     }
 
 
-def _versions(folder: RunFolder) -> dict[int, float]:
+def _versions(run: Path) -> dict[int, float]:
     """Return the mean number of versions in a trajectory, by step."""
     counts: dict[int, list[int]] = defaultdict(list)
-    for row in folder.rows(TRAJECTORIES):
-        counts[row["step"]].append(max(1, len(row["versions"])))
+    with Journal.read(run) as journal:
+        for row in trained_episodes(journal):
+            counts[row["step"]].append(max(1, len(row["versions"])))
     return {step: fmean(numbers) for step, numbers in counts.items()}
 
 

@@ -31,7 +31,7 @@ def _eval(chosen: argparse.Namespace) -> int:
     if min(chosen.k) < 1 or max(chosen.k) > attempts:
         words = " ".join(map(str, chosen.k))
         raise ConfigError(f"--k must be between 1 and --attempts ({attempts}), got {words}")
-    from unstale.cli.session import evaluate
+    from unstale.cli.evaluate import evaluate
 
     def show() -> None:
         grade = evaluate(chosen.trained, config, attempts=attempts)

@@ -37,11 +37,11 @@ def _resume(chosen: argparse.Namespace) -> int:
         raise ConfigError(
             f"a run resumes with its own recipe: leave out {chosen.recipe} or --resume"
         )
-    from unstale.cli.resume import stored
+    from unstale.cli.resume import load_config
     from unstale.cli.session import resume
 
     values = file_values(chosen)
-    config = stored(chosen.resume, named_env=values.get("task.env", ""))
+    config = load_config(chosen.resume, named_env=values.get("task.env", ""))
     values.pop("recipe", None)
     config = override(config, values)
     return exit_code(lambda: resume(chosen.resume, config))

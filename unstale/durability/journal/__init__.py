@@ -1,29 +1,40 @@
-"""The durable record of a run: one SQLite database in its folder, written while the run goes on.
+"""The durable record of a run: one SQLite database in its folder.
 
-A group is committed before it can be consumed, a version before an engine can load it; everything else is committed
-within `WINDOW_S`. Who reads sees one moment of it and never disturbs who writes. Tables, guarantees: docs/journal.md.
+A group is committed before it can be trained on, a version before an engine can load it, everything else within
+`WINDOW_S`. A reader sees one moment of the journal and never blocks the writer. Tables and guarantees:
+docs/journal.md.
 """
 
 from unstale.durability.journal.check import check, page
-from unstale.durability.journal.export import write_jsonl, write_parquet
-from unstale.durability.journal.reader import Handed, JournalReader, Kept, Marked
+from unstale.durability.journal.conversations import conversation, trained_episodes
+from unstale.durability.journal.export import export_rows, write_jsonl, write_parquet
+from unstale.durability.journal.reader import (
+    CheckpointRow,
+    GroupRow,
+    JournalReader,
+    StoredEpisode,
+)
 from unstale.durability.journal.survivors import Survivors, survivors
-from unstale.durability.journal.tables import JOURNAL, JournalError
+from unstale.durability.journal.tables import JOURNAL, TOKEN_SAMPLES, JournalError
 from unstale.durability.journal.writer import WINDOW_S, Journal
 
 __all__ = [
     "JOURNAL",
+    "TOKEN_SAMPLES",
     "WINDOW_S",
-    "Handed",
+    "CheckpointRow",
+    "GroupRow",
     "Journal",
     "JournalError",
     "JournalReader",
-    "Kept",
-    "Marked",
+    "StoredEpisode",
     "Survivors",
     "check",
+    "conversation",
+    "export_rows",
     "page",
     "survivors",
+    "trained_episodes",
     "write_jsonl",
     "write_parquet",
 ]

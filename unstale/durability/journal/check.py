@@ -1,4 +1,4 @@
-"""Whether a journal keeps its promises, and what is in it, for a terminal."""
+"""Check the consistency of a journal, and show its content on a terminal."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,10 +8,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from unstale.durability.journal.reader import JournalReader
-from unstale.durability.journal.tables import TRIED, JournalError
+from unstale.durability.journal.tables import ATTEMPTS, JournalError
 
-SHOWN = 20
-"""Findings of one kind that are listed."""
+MAX_LISTED = 20
+"""Problems of one kind that are listed."""
 
 CHECKS = (
     (
@@ -28,7 +28,7 @@ CHECKS = (
     ),
     (
         "group {} was finished while its episode {} was open",
-        f"""SELECT number, episode FROM {TRIED} JOIN finished USING (number)
+        f"""SELECT number, episode FROM {ATTEMPTS} JOIN finished USING (number)
         WHERE episode NOT IN (SELECT episode FROM trajectories UNION SELECT episode FROM failures
         UNION SELECT episode FROM restarts)""",
     ),
@@ -70,69 +70,61 @@ CHECKS = (
         WHERE version <= before""",
     ),
 )
-"""What is wrong, in words, and a question whose answers are the cases."""
+"""Messages and the queries that find their cases."""
 
 
 def check(journal: JournalReader) -> list[str]:
-    """What is wrong; nothing, in a sound journal, whenever the run was cut off."""
+    """Return the problems of a journal. A sound one has none, however the run ended."""
     try:
         damage = [text for (text,) in journal.rows("PRAGMA integrity_check") if text != "ok"]
-        wrong = [f"the file is damaged: {text}" for text in damage]
-        wrong += journal.unsound()
-        for words, question in CHECKS:
-            wrong += _some(
-                [words.format(*case) for case in journal.rows(question) if case[0] is not None]
-            )
+        problems = [f"the file is damaged: {text}" for text in damage]
+        problems += journal.unsound()
+        for message, question in CHECKS:
+            cases = [case for case in journal.rows(question) if case[0] is not None]
+            problems += [message.format(*case) for case in cases[:MAX_LISTED]]
+            if len(cases) > MAX_LISTED:
+                problems.append(f"and {len(cases) - MAX_LISTED} more like it")
     except JournalError as error:
         return [str(error)]
-    return wrong
+    return problems
 
 
-def _some(found: Sequence[str]) -> list[str]:
-    return [
-        *found[:SHOWN],
-        *([f"and {len(found) - SHOWN} more like it"] if len(found) > SHOWN else []),
-    ]
-
-
-def page(journal: JournalReader, wrong: Sequence[str]) -> RenderableType:
-    """What is in it, and what is wrong with it."""
+def page(journal: JournalReader, problems: Sequence[str]) -> RenderableType:
+    """Return a table of the journal's content, and its problems."""
     groups = journal.groups()
     ends: Counter[str] = Counter(group.ended for group in groups)
     ((pieces, tokens, sampled),) = journal.rows(
         """SELECT count(*), coalesce(sum(num_tokens), 0),
         coalesce(sum(CASE WHEN version IS NOT NULL THEN num_tokens END), 0) FROM pieces"""
     )
+    ((restarts,),) = journal.rows("SELECT count(*) FROM restarts")
     versions = journal.versions()
-    table = Table(
-        title=escape(str(journal.path)), title_justify="left", title_style="bold", show_header=False
-    )
+    checkpoints = journal.checkpoints()
+    rows = {
+        "groups handed out": f"{len(groups):,}",
+        "  consumed": f"{ends['consumed']:,}",
+        "  finished, not consumed": f"{ends['finished']:,}",
+        "  open": f"{ends['open']:,}",
+        "  failed: no episode finished": f"{ends['failed']:,}",
+        "failed attempts at episodes": f"{sum(group.num_failures for group in groups):,}",
+        "attempts that did not replay": f"{restarts:,}",
+        "trajectories": f"{sum(group.num_trajectories for group in groups):,}",
+        "pieces": f"{pieces:,}",
+        "tokens": f"{tokens:,}",
+        "  sampled": f"{sampled:,}",
+        "checkpoints": "none",
+        "versions": f"{versions[0]} to {versions[-1]}" if versions else "none",
+        "bytes on disk": f"{journal.num_bytes:,}",
+        "  per sampled token": f"{journal.num_bytes / sampled:.1f}" if sampled else "-",
+    }
+    if checkpoints:
+        last = checkpoints[-1]
+        rows["checkpoints"] = f"{len(checkpoints)}, the current one of step {last.step}"
+    title = escape(str(journal.path))
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
     table.add_column()
     table.add_column(justify="right")
-    table.add_row("groups handed out", f"{len(groups):,}")
-    for end, words in (
-        ("consumed", "consumed"),
-        ("finished", "finished, not consumed"),
-        ("open", "open"),
-    ):
-        table.add_row(f"  {words}", f"{ends[end]:,}")
-    table.add_row("  failed: no episode finished", f"{ends['failed']:,}")
-    table.add_row("failed attempts at episodes", f"{sum(group.num_failures for group in groups):,}")
-    ((restarts,),) = journal.rows("SELECT count(*) FROM restarts")
-    table.add_row("attempts that did not replay", f"{restarts:,}")
-    table.add_row("trajectories", f"{sum(group.num_trajectories for group in groups):,}")
-    table.add_row("pieces", f"{pieces:,}")
-    table.add_row("tokens", f"{tokens:,}")
-    table.add_row("  sampled", f"{sampled:,}")
-    marks = journal.checkpoints()
-    table.add_row(
-        "checkpoints",
-        f"{len(marks)}, the current one of step {marks[-1].step}" if marks else "none",
-    )
-    table.add_row("versions", f"{versions[0]} to {versions[-1]}" if versions else "none")
-    table.add_row("bytes on disk", f"{journal.num_bytes:,}")
-    table.add_row("  a sampled token", f"{journal.num_bytes / sampled:.1f}" if sampled else "-")
-    verdict = [f"[bold red]wrong:[/] {escape(text)}" for text in wrong] or [
-        "[green]nothing is wrong[/]"
-    ]
-    return Group(table, *verdict)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    verdict = [f"[bold red]wrong:[/] {escape(text)}" for text in problems]
+    return Group(table, *(verdict or ["[green]no problems found[/]"]))

@@ -1,44 +1,61 @@
-"""Trajectories for other tools: one row each, and per token what is known of it."""
+"""Export a journal for other tools: trajectories by token, readable conversations, or samples of trained tokens."""
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from unstale.config import ConfigError, install
-from unstale.durability.journal.reader import JournalReader, Kept
+from unstale.durability.journal.conversations import Decode, conversation
+from unstale.durability.journal.reader import JournalReader, StoredEpisode
 from unstale.records import NO_VERSION, Sampled, walk
 
-CHUNK = 256
-"""Trajectories that a Parquet row group holds."""
+ROW_GROUP = 256
+"""Rows in a Parquet row group."""
+
+Content = Literal["tokens", "text", "samples"]
+"""`tokens`: one row per trajectory with lists over its tokens. `text`: the same as conversations. `samples`: one row per
+sampled token of a step, with its two log-ratios."""
+
+Row = dict[str, Any]
 
 
-def row(kept: Kept) -> dict[str, Any]:
-    """What both formats write. The last five are lists with one entry a token."""
-    trajectory = kept.trajectory
-    columns: dict[str, list[Any]] = {
-        "behavior_logp": [],
-        "version": [],
-        "provenance": [],
-        "turn": [],
-    }
+def export_rows(journal: JournalReader, content: Content, decode: Decode) -> Iterator[Row]:
+    """Return the rows to export, one at a time. The journal may be larger than memory."""
+    match content:
+        case "tokens":
+            return map(token_row, journal.trajectories())
+        case "text":
+            return (conversation(episode, decode) for episode in journal.trajectories())
+        case "samples":
+            return journal.token_samples()
+
+
+def token_row(episode: StoredEpisode) -> Row:
+    """Return a trajectory as columns. The last five are lists with one entry per token."""
+    trajectory = episode.trajectory
+    behavior_logp: list[float | None] = []
+    version: list[int] = []
+    provenance: list[str] = []
+    turns: list[int] = []
     for _, piece, turn in walk(trajectory.pieces):
         count = len(piece.tokens)
-        sampled = isinstance(piece, Sampled)
-        columns["behavior_logp"] += (
-            piece.behavior_logp if isinstance(piece, Sampled) else [None] * count
-        )
-        columns["version"] += [piece.version if isinstance(piece, Sampled) else NO_VERSION] * count
-        columns["provenance"] += [piece.provenance.name] * count
-        columns["turn"] += [turn if sampled else -1] * count
+        provenance += [piece.provenance.name] * count
+        turns += [turn] * count
+        if isinstance(piece, Sampled):
+            behavior_logp += piece.behavior_logp
+            version += [piece.version] * count
+        else:
+            behavior_logp += [None] * count
+            version += [NO_VERSION] * count
     return {
         "task": trajectory.task.key,
-        "group": kept.group,
+        "group": episode.group,
         "episode": trajectory.episode,
         "seed": trajectory.seed,
-        "step": kept.step,
+        "step": episode.step,
         "versions": sorted(trajectory.versions),
         "rewards": dict(trajectory.rewards),
         "reward": trajectory.reward,
@@ -46,12 +63,15 @@ def row(kept: Kept) -> dict[str, Any]:
         "stop": trajectory.stop,
         "turns": trajectory.num_turns,
         "token": list(trajectory.tokens),
-        **columns,
+        "behavior_logp": behavior_logp,
+        "version": version,
+        "provenance": provenance,
+        "turn": turns,
     }
 
 
 def finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null, as in the run folder's other files.
+    """Replace NaN and infinity by None, because JSON lacks them.
 
     >>> finite({"a": [0.5, float("nan")], "b": "text"})
     {'a': [0.5, None], 'b': 'text'}
@@ -66,36 +86,59 @@ def finite(value: Any) -> Any:
     return value
 
 
-def write_jsonl(journal: JournalReader, out: IO[str]) -> None:
-    """A line at a time; the journal may be larger than memory."""
-    for kept in journal.trajectories():
-        out.write(json.dumps(finite(row(kept)), allow_nan=False) + "\n")
+def write_jsonl(rows: Iterable[Row], out: IO[str]) -> None:
+    """Write one JSON object per line."""
+    for row in rows:
+        out.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def write_parquet(journal: JournalReader, out: Path) -> None:
-    """ConfigError when pyarrow is missing."""
+def write_parquet(rows: Iterator[Row], content: Content, out: Path) -> None:
+    """Write a Parquet file. Raises `ConfigError` if pyarrow is missing."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise ConfigError(f"Parquet needs the package pyarrow: {install('parquet')}") from error
-    kinds = {
-        "task": pyarrow.string(), "group": pyarrow.int64(), "episode": pyarrow.int64(), "seed": pyarrow.int64(),
-        "step": pyarrow.int64(), "versions": pyarrow.list_(pyarrow.int32()),
-        "rewards": pyarrow.map_(pyarrow.string(), pyarrow.float64()), "reward": pyarrow.float64(),
-        "success": pyarrow.bool_(), "stop": pyarrow.string(), "turns": pyarrow.int32(),
-        "token": pyarrow.list_(pyarrow.uint32()), "behavior_logp": pyarrow.list_(pyarrow.float32()),
-        "version": pyarrow.list_(pyarrow.int32()), "provenance": pyarrow.list_(pyarrow.string()),
-        "turn": pyarrow.list_(pyarrow.int32()),
-    }  # fmt: skip
-    schema = pyarrow.schema(list(kinds.items()))
+    schema = _schema(pyarrow, content)
     with pyarrow.parquet.ParquetWriter(str(out), schema) as writer:
-        for rows in _chunks(map(row, journal.trajectories())):
-            for each in rows:
-                each["rewards"] = list(each["rewards"].items())
-            writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
+        while chunk := list(islice(rows, ROW_GROUP)):
+            for row in chunk:
+                if "rewards" in row:
+                    row["rewards"] = list(row["rewards"].items())
+            writer.write_table(pyarrow.Table.from_pylist(chunk, schema=schema))
 
 
-def _chunks(rows: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    while chunk := list(islice(rows, CHUNK)):
-        yield chunk
+def _schema(pyarrow: Any, content: Content) -> Any:
+    """Return the columns of one kind of row."""
+    text, integer, number = pyarrow.string(), pyarrow.int64(), pyarrow.float64()
+    versions = pyarrow.list_(pyarrow.int32())
+    if content == "samples":
+        names = ("log_d", "log_s", "true_log_d", "true_log_s")
+        return pyarrow.schema([("step", integer), ("lag", integer), *((n, number) for n in names)])
+    columns = {
+        "task": text,
+        "episode": integer,
+        "step": integer,
+        "versions": versions,
+        "reward": number,
+        "success": pyarrow.bool_(),
+        "stop": text,
+    }
+    if content == "text":
+        piece = {"text": text, "version": integer, "provenance": text, "num_tokens": integer}
+        pieces = pyarrow.list_(pyarrow.struct(list(piece.items())))
+        turn = pyarrow.struct([("role", text), ("text", text), ("pieces", pieces)])
+        columns |= {"num_tokens": integer, "turns": pyarrow.list_(turn)}
+    else:
+        columns |= {
+            "group": integer,
+            "seed": integer,
+            "rewards": pyarrow.map_(text, number),
+            "turns": pyarrow.int32(),
+            "token": pyarrow.list_(pyarrow.uint32()),
+            "behavior_logp": pyarrow.list_(pyarrow.float32()),
+            "version": versions,
+            "provenance": pyarrow.list_(text),
+            "turn": versions,
+        }
+    return pyarrow.schema(list(columns.items()))

@@ -1,4 +1,4 @@
-"""Reads: the database becomes records again. Read-only; nothing in the file is executed, only looked at."""
+"""Read the journal of a run: database rows become records again. Read-only; no stored content is executed."""
 
 import json
 import sqlite3
@@ -11,11 +11,12 @@ from typing import Any, Literal, Self, get_args
 from urllib.parse import quote
 
 from unstale.durability.journal.tables import (
+    ATTEMPTS,
     COLUMNS,
     FORMAT,
     SCHEMA,
-    TRIED,
-    failed,
+    TOKEN_SAMPLES,
+    journal_error,
     seal,
     unpack_logps,
     unpack_tokens,
@@ -34,12 +35,12 @@ from unstale.records import (
     Trajectory,
 )
 
-Ended = Literal["open", "finished", "consumed", "failed"]
+GroupEnd = Literal["open", "finished", "consumed", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Handed:
-    """A group that was handed out, and how it ended. Times are seconds since 1970."""
+class GroupRow:
+    """An admitted group and its end. Times are seconds since 1970."""
 
     number: int
     task: Task
@@ -47,18 +48,18 @@ class Handed:
     handed_out: float
     finished: float | None
     step: int | None
-    """That consumed it."""
+    """Optimizer step that consumed the group."""
     version: int | None
-    """Of the policy that was trained on it."""
+    """Version of the policy that was trained on it."""
     num_trajectories: int
     num_failures: int
-    """Attempts that broke, those begun again included."""
+    """Failed attempts at its episodes, including those that were retried."""
     place: int
-    """Of the task among the training tasks."""
+    """Index of the task among the training tasks."""
 
     @property
-    def ended(self) -> Ended:
-        """`failed` when no episode of it became a trajectory, consumed or not."""
+    def ended(self) -> GroupEnd:
+        """The end of the group: "failed" if no episode finished, even if the group was consumed."""
         if self.finished is None:
             return "open"
         if not self.num_trajectories:
@@ -67,8 +68,8 @@ class Handed:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """A finished episode, the group it belongs to, and the step that consumed it, if one has."""
+class StoredEpisode:
+    """A finished episode, the number of its group, and the step that consumed it, if any."""
 
     trajectory: Trajectory
     group: int
@@ -76,8 +77,8 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Marked:
-    """A checkpoint that was the current one at its time."""
+class CheckpointRow:
+    """A journaled checkpoint."""
 
     checkpoint: int
     step: int
@@ -86,33 +87,31 @@ class Marked:
 
 
 class JournalReader:
-    """The journal as it was when this was made; for a later moment make another. `with` closes it."""
+    """A view of the journal as it was when the reader was created. Use as a context manager, or call `close`."""
 
     def __init__(self, path: Path) -> None:
-        """FileNotFoundError without a journal, `JournalError` if it cannot be one."""
+        """Raise FileNotFoundError without a journal, and `JournalError` if the file is not one."""
         self.path = path
         if not path.is_file():
-            raise FileNotFoundError(f"{path.parent} holds no journal: there is no {path.name}")
-        with ExitStack() as unless_sound:
-            with self._named():
+            raise FileNotFoundError(f"{path.parent} holds no journal: {path.name} is missing")
+        with ExitStack() as on_error:
+            with self._wrap_errors():
                 _roll_back(path)
                 self._connection = sqlite3.connect(
                     f"file:{quote(str(path))}?mode=ro", uri=True, isolation_level=None
                 )
-                unless_sound.callback(self._connection.close)
+                on_error.callback(self._connection.close)
                 self._connection.executescript(
                     "PRAGMA trusted_schema=OFF; PRAGMA cell_size_check=ON; BEGIN;"
                 )
-                ((found,),) = self.rows("PRAGMA user_version")
-                self.rows(
-                    "SELECT count(*) FROM sqlite_master"
-                )  # the first look decides which moment this is
+                ((version,),) = self.rows("PRAGMA user_version")
+                self.rows("SELECT count(*) FROM sqlite_master")  # fixes the moment that is read
                 self._connection.create_function("seal", -1, seal, deterministic=True)
-            if found != FORMAT:
-                raise failed(path, f"it has format {found}, this version reads {FORMAT}")
-            with self._named():
+            if version != FORMAT:
+                raise journal_error(path, f"its format is {version}, this release reads {FORMAT}")
+            with self._wrap_errors():
                 require_tables(path, self._connection)
-            unless_sound.pop_all()
+            on_error.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -125,142 +124,232 @@ class JournalReader:
 
     @property
     def num_bytes(self) -> int:
-        """Of the main file once all that is committed is in it; beside it a run has a few MB in `-wal`."""
-        ((pages,), (size,)) = (*self.rows("PRAGMA page_count"), *self.rows("PRAGMA page_size"))
-        return int(pages * size)
+        """Size of the main file. A live run has a few MB more in the `-wal` file."""
+        ((pages,),) = self.rows("PRAGMA page_count")
+        ((page_bytes,),) = self.rows("PRAGMA page_size")
+        return int(pages * page_bytes)
 
     def rows(self, statement: str, *parameters: int | str) -> list[tuple[Any, ...]]:
-        """The answer to one SQL statement."""
-        with self._named():
+        """Return the result of one SQL statement."""
+        with self._wrap_errors():
             return self._connection.execute(statement, parameters).fetchall()
 
-    def groups(self) -> list[Handed]:
-        """Every group handed out, in admission order."""
-        found = self.rows(
-            """WITH ends AS (SELECT number, count(t.episode) AS told, count(f.episode) AS broken FROM episodes
+    def groups(self) -> list[GroupRow]:
+        """Return every group, in admission order."""
+        rows = self.rows(
+            """WITH ends AS (SELECT number, count(t.episode) AS done, count(f.episode) AS broken FROM episodes
                 LEFT JOIN trajectories t USING (episode) LEFT JOIN failures f USING (episode) GROUP BY number)
-            SELECT g.number, env, split, task, seed, g.at, f.at, step, version, coalesce(told, 0),
+            SELECT g.number, env, split, task, seed, g.at, f.at, step, version, coalesce(done, 0),
                 coalesce(broken, 0), g.place
             FROM groups g LEFT JOIN ends USING (number) LEFT JOIN finished f USING (number)
             LEFT JOIN consumed USING (number) ORDER BY g.number"""
         )
         return [
-            Handed(number, Task(env, split, index), *rest)
-            for number, env, split, index, *rest in found
+            GroupRow(number, Task(env, split, index), *columns)
+            for number, env, split, index, *columns in rows
         ]
 
     def versions(self) -> list[int]:
-        """In the order of their publication."""
+        """Return the published versions, in order of publication."""
         return [version for (version,) in self.rows("SELECT version FROM versions ORDER BY id")]
 
     def events(self) -> list[dict[str, Any]]:
-        """What happened, in order; a step's metrics are of kind `step`."""
-        found = self.rows("SELECT at, kind, fields FROM events ORDER BY id")
-        with self._named("the events"):
-            return [{"at": at, "kind": kind, **_object(fields)} for at, kind, fields in found]
+        """Return every event, in order. The metrics of a step are an event of kind "step"."""
+        rows = self.rows("SELECT at, kind, fields FROM events ORDER BY id")
+        with self._wrap_errors("the events"):
+            return [{"at": at, "kind": kind, **_parse_object(fields)} for at, kind, fields in rows]
 
-    def checkpoints(self) -> list[Marked]:
-        """In order; the last is the current one."""
-        found = self.rows(
-            "SELECT checkpoint, step, version, name FROM checkpoints ORDER BY checkpoint"
-        )
-        return [Marked(*row) for row in found]
+    def checkpoints(self) -> list[CheckpointRow]:
+        """Return the checkpoints, in order. The last one is current."""
+        return [
+            CheckpointRow(*row)
+            for row in self.rows(
+                "SELECT checkpoint, step, version, name FROM checkpoints ORDER BY checkpoint"
+            )
+        ]
 
     def steps(self) -> list[dict[str, Any]]:
-        """The metrics of every step that was written down, as `metrics.jsonl` has them."""
-        found = self.rows("SELECT fields FROM events WHERE kind = 'step' ORDER BY id")
-        with self._named("the metrics"):
-            return [_object(fields) for (fields,) in found]
+        """Return the metrics of every logged step, as in `metrics.jsonl`."""
+        rows = self.rows("SELECT fields FROM events WHERE kind = 'step' ORDER BY id")
+        with self._wrap_errors("the metrics"):
+            return [_parse_object(fields) for (fields,) in rows]
+
+    def token_samples(self) -> Iterator[dict[str, Any]]:
+        """Return a sample of trained tokens, one row each: step, lag, log_d and log_s.
+
+        An audited token also has `true_log_d` and `true_log_s`.
+        """
+        rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", TOKEN_SAMPLES)
+        with self._wrap_errors("the token samples"):
+            for (fields,) in rows:
+                sample = _parse_object(fields)
+                for columns in (sample["tokens"], sample["audited"]):
+                    for values in zip(*columns.values(), strict=True):
+                        yield {"step": sample["step"], **dict(zip(columns, values, strict=True))}
 
     def outcomes(self, number: int) -> tuple[bool, ...]:
-        """Of the last episodes, as many: whether they were finished, or given up."""
-        found = self.rows(
-            f"""SELECT trajectories.episode IS NOT NULL FROM (SELECT max(episode) AS episode FROM {TRIED}
+        """Return the outcomes of the last `number` episodes, oldest first: True if finished, False if given up."""
+        rows = self.rows(
+            f"""SELECT trajectories.episode IS NOT NULL FROM (SELECT max(episode) AS episode FROM {ATTEMPTS}
             GROUP BY number, sibling) LEFT JOIN trajectories USING (episode) LEFT JOIN failures USING (episode)
             WHERE coalesce(trajectories.episode, failures.episode) IS NOT NULL ORDER BY episode DESC LIMIT ?""",
             number,
         )
-        return tuple(bool(finished) for (finished,) in reversed(found))
+        return tuple(bool(is_finished) for (is_finished,) in reversed(rows))
 
     def unsound(self) -> list[str]:
-        """Tables with rows that are not as they were written, in words."""
-        wrong = []
+        """Describe the tables with rows that changed after they were written."""
+        problems = []
         for table, columns in COLUMNS.items():
             question = f"SELECT count(*) FROM {table} WHERE seal IS NOT seal('{table}', {', '.join(columns)})"
             ((count,),) = self.rows(question)
             if count:
-                wrong.append(f"{count} rows of {table} are not as they were written")
-        return wrong
+                problems.append(f"{count} rows of {table} changed after they were written")
+        return problems
 
     def counts(self) -> tuple[int, int, int]:
-        """Groups handed out, the place after the last one's task, and episodes begun."""
-        (found,) = self.rows(
+        """Return the number of groups, the index of the next task, and the number of episodes."""
+        ((groups, place, episodes),) = self.rows(
             """SELECT (SELECT coalesce(max(number) + 1, 0) FROM groups),
             (SELECT coalesce(max(place) + 1, 0) FROM groups), (SELECT coalesce(max(episode) + 1, 0) FROM episodes)"""
         )
-        return found[0], found[1], found[2]
+        return groups, place, episodes
 
     def given_up(self, retries: int) -> frozenset[str]:
-        """Keys of the tasks with an episode that failed more often than it was to be begun again."""
-        found = self.rows(
+        """Return the keys of tasks with an episode that failed more than `retries` times."""
+        rows = self.rows(
             """SELECT env, split, task FROM groups WHERE number IN (SELECT number FROM episodes
             JOIN failures USING (episode) GROUP BY number, sibling HAVING count(*) > ?)""",
             retries,
         )
-        return frozenset(Task(*row).key for row in found)
+        return frozenset(Task(*row).key for row in rows)
 
     def requests(self) -> list[GroupRequest]:
-        """Every group that no checkpoint holds the effect of, in admission order, with all that is known of it."""
-        found = self.rows(
+        """Return the groups that no checkpoint has trained on, in admission order, with their episodes."""
+        rows = self.rows(
             """SELECT g.number, env, split, task, seed, place, f.number IS NOT NULL FROM groups g
             LEFT JOIN finished f USING (number) WHERE g.number NOT IN (SELECT number FROM consumed) ORDER BY g.number"""
         )
-        tasks = [Task(*row[1:4]) for row in found]
-        return [
-            GroupRequest(number, task, seed, place, True, self._past(number, task), bool(done))
-            for task, (number, _, _, _, seed, place, done) in zip(tasks, found, strict=True)
-        ]
+        requests: list[GroupRequest] = []
+        for number, env, split, index, seed, place, is_finished in rows:
+            task = Task(env, split, index)
+            past = self._episode_records(number, task)
+            requests.append(GroupRequest(number, task, seed, place, True, past, bool(is_finished)))
+        return requests
 
-    def _past(self, number: int, task: Task) -> tuple[EpisodeRecord, ...]:
-        """Episodes of a group that has not been consumed, by sibling."""
-        found = self.rows(
-            f"""SELECT sibling, max(episode), count(failures.episode) FROM {TRIED} LEFT JOIN failures USING (episode)
+    def trajectories(self) -> Iterator[StoredEpisode]:
+        """Return every finished episode, in the order in which they began."""
+        for (episode,) in self.rows("SELECT episode FROM trajectories ORDER BY episode"):
+            yield self.episode(episode)
+
+    def group(self, number: int) -> Group:
+        """Return a finished group. The last attempt at each episode counts."""
+        rows = self.rows(
+            "SELECT env, split, task FROM groups JOIN finished USING (number) WHERE number = ?",
+            number,
+        )
+        if not rows:
+            raise journal_error(self.path, f"group {number} is not finished")
+        task = Task(*rows[0])
+        last = self.rows(
+            f"SELECT max(episode) FROM {ATTEMPTS} WHERE number = ? GROUP BY sibling ORDER BY sibling",
+            number,
+        )
+        outcomes = [self._outcome(episode, task) for (episode,) in last]
+        return Group(
+            task=task,
+            trajectories=tuple(end for end in outcomes if isinstance(end, Trajectory)),
+            failures=tuple(end for end in outcomes if isinstance(end, Failure)),
+            number=number,
+        )
+
+    def consumed(self, step: int) -> list[Group]:
+        """Return the groups that a step trained on, in its order."""
+        rows = self.rows("SELECT number FROM consumed WHERE step = ? ORDER BY place", step)
+        return [self.group(number) for (number,) in rows]
+
+    def episode(self, episode: int) -> StoredEpisode:
+        """Return a finished episode. Raises `JournalError` if it is incomplete."""
+        rows = self.rows(
+            """SELECT number, step, env, split, task, e.seed, num_pieces, stop, rewards, turn_rewards, facts
+            FROM trajectories JOIN episodes e USING (episode) JOIN groups USING (number)
+            LEFT JOIN consumed USING (number) WHERE episode = ?""",
+            episode,
+        )
+        pieces = self.pieces(episode)
+        with self._wrap_errors(f"episode {episode}"):
+            if not rows or rows[0][6] != len(pieces):
+                raise ValueError("it is incomplete")
+            number, step, env, split, index, seed, _, stop, rewards, turn_rewards, facts = rows[0]
+            turns = json.loads(turn_rewards)
+            if stop not in get_args(Stop) or not isinstance(turns, list):
+                raise ValueError(f"it ended with {stop!r} and turn rewards {turn_rewards}")
+            trajectory = Trajectory(
+                pieces=pieces,
+                rewards=_require_numbers(_parse_object(rewards)),
+                stop=stop,
+                task=Task(env, split, index),
+                seed=seed,
+                episode=episode,
+                turn_rewards=tuple(_require_numbers(dict(enumerate(turns))).values()),
+                facts=_require_numbers(_parse_object(facts)),
+            )
+            return StoredEpisode(trajectory, number, step)
+
+    def pieces(self, episode: int) -> tuple[Piece, ...]:
+        """Return the pieces of an episode, also of one that has not ended."""
+        rows = self.rows(
+            f"SELECT {', '.join(COLUMNS['pieces'])}, seal FROM pieces WHERE episode = ? ORDER BY position",
+            episode,
+        )
+        with self._wrap_errors(f"the pieces of episode {episode}"):
+            if [row[1] for row in rows] != list(range(len(rows))):
+                raise ValueError("positions are not contiguous")
+            if any(seal("pieces", *row[:-1]) != row[-1] for row in rows):
+                raise ValueError("a piece changed after it was written")
+            return tuple(_to_piece(*row[2:-2]) for row in rows)
+
+    def _episode_records(self, number: int, task: Task) -> tuple[EpisodeRecord, ...]:
+        """Return the last attempt at each episode of an unconsumed group, by sibling."""
+        rows = self.rows(
+            f"""SELECT sibling, max(episode), count(failures.episode) FROM {ATTEMPTS} LEFT JOIN failures USING (episode)
             WHERE number = ? GROUP BY sibling ORDER BY sibling""",
             number,
         )
-        if [row[0] for row in found] != list(range(len(found))):
-            raise failed(
-                self.path,
-                f"group {number} lacks episodes: it has siblings {[row[0] for row in found]}",
-            )
-        return tuple(self._last(episode, task, failures) for _, episode, failures in found)
+        siblings = [row[0] for row in rows]
+        if siblings != list(range(len(rows))):
+            raise journal_error(self.path, f"group {number} lacks episodes: it has only {siblings}")
+        return tuple(self._last_attempt(episode, task, failures) for _, episode, failures in rows)
 
-    def _last(self, episode: int, task: Task, failures: int) -> EpisodeRecord:
-        ended = self.rows(
+    def _last_attempt(self, episode: int, task: Task, failures: int) -> EpisodeRecord:
+        ((trajectory, failure, restart),) = self.rows(
             """SELECT (SELECT count(*) FROM trajectories WHERE episode = ?1),
             (SELECT count(*) FROM failures WHERE episode = ?1), (SELECT count(*) FROM restarts WHERE episode = ?1)""",
             episode,
-        )[0]
-        if ended[2]:
-            told = self.rows(
+        )
+        if restart:
+            (reason,) = self.rows(
                 "SELECT reason, turns, sampled_tokens FROM restarts WHERE episode = ?", episode
-            )[0]
-            return EpisodeRecord(episode, (), Failure(task, "replay", *told), failures)
-        held = self.rows(
+            )
+            return EpisodeRecord(episode, (), Failure(task, "replay", *reason), failures)
+        snapshots = self.rows(
             "SELECT num_pieces, state FROM snapshots WHERE episode = ? ORDER BY num_pieces", episode
         )
-        outcome = self._outcome(episode, task) if any(ended) else None
-        also = [
-            (branch, self._kept(branch).trajectory if told else None)
-            for branch, told in self._branches(episode)
-        ]
-        branches = tuple(EpisodeRecord(branch, self.pieces(branch), end) for branch, end in also)
+        branches = []
+        for branch, is_finished in self._branches(episode):
+            end = self.episode(branch).trajectory if is_finished else None
+            branches.append(EpisodeRecord(branch, self.pieces(branch), end))
         return EpisodeRecord(
-            episode, self.pieces(episode), outcome, failures, held[-1] if held else None, branches
+            episode=episode,
+            pieces=self.pieces(episode),
+            outcome=self._outcome(episode, task) if trajectory or failure else None,
+            failures=failures,
+            snapshot=snapshots[-1] if snapshots else None,
+            branches=tuple(branches),
         )
 
     def _branches(self, episode: int) -> list[tuple[int, bool]]:
-        """What else was said in the last attempt at an episode, and whether it has ended."""
+        """Return the branches of the last attempt at an episode, and whether each has ended."""
         return self.rows(
             """SELECT more.episode, t.episode IS NOT NULL FROM episodes JOIN episodes more USING (number, sibling)
             LEFT JOIN trajectories t ON t.episode = more.episode
@@ -268,139 +357,70 @@ class JournalReader:
             episode,
         )
 
-    def trajectories(self) -> Iterator[Kept]:
-        """Every finished episode, in the order in which they were begun."""
-        for (episode,) in self.rows("SELECT episode FROM trajectories ORDER BY episode"):
-            yield self._kept(episode)
-
-    def group(self, number: int) -> Group:
-        """As it was when it was finished: the last attempt at each episode counts."""
-        found = self.rows(
-            "SELECT env, split, task FROM groups JOIN finished USING (number) WHERE number = ?",
-            number,
-        )
-        if not found:
-            raise failed(self.path, f"group {number} was not finished")
-        task = Task(*found[0])
-        question = (
-            f"SELECT max(episode) FROM {TRIED} WHERE number = ? GROUP BY sibling ORDER BY sibling"
-        )
-        last = self.rows(question, number)
-        ended = [self._outcome(episode, task) for (episode,) in last]
-        return Group(
-            task=task,
-            trajectories=tuple(outcome for outcome in ended if isinstance(outcome, Trajectory)),
-            failures=tuple(outcome for outcome in ended if isinstance(outcome, Failure)),
-            number=number,
-        )
-
-    def consumed(self, step: int) -> list[Group]:
-        """What a step trained on, in its order."""
-        return [
-            self.group(n)
-            for (n,) in self.rows("SELECT number FROM consumed WHERE step = ? ORDER BY place", step)
-        ]
-
-    def pieces(self, episode: int) -> tuple[Piece, ...]:
-        """Of any episode, also of one that has not ended."""
-        found = self.rows(
-            f"SELECT {', '.join(COLUMNS['pieces'])}, seal FROM pieces WHERE episode = ? ORDER BY position",
-            episode,
-        )
-        with self._named(f"the pieces of episode {episode}"):
-            if [row[1] for row in found] != list(range(len(found))):
-                raise ValueError("positions are not contiguous")
-            if any(seal("pieces", *row[:-1]) != row[-1] for row in found):
-                raise ValueError("a piece is not as it was written")
-            return tuple(_piece(*row[2:-2]) for row in found)
-
     def _outcome(self, episode: int, task: Task) -> Trajectory | Failure:
         failure = self.rows(
             "SELECT stage, error, turns, sampled_tokens FROM failures WHERE episode = ?", episode
         )
         if failure:
             return Failure(task, *failure[0])
-        also = tuple(
-            self._kept(branch).trajectory for branch, ended in self._branches(episode) if ended
-        )
-        return replace(self._kept(episode).trajectory, branches=also).led()
-
-    def _kept(self, episode: int) -> Kept:
-        found = self.rows(
-            """SELECT number, step, env, split, task, e.seed, num_pieces, stop, rewards, turn_rewards, facts
-            FROM trajectories JOIN episodes e USING (episode) JOIN groups USING (number)
-            LEFT JOIN consumed USING (number) WHERE episode = ?""",
-            episode,
-        )
-        pieces = self.pieces(episode)
-        with self._named(f"episode {episode}"):
-            if not found or found[0][6] != len(pieces):
-                raise ValueError("it is not whole")
-            number, step, env, split, index, seed, _, stop, *texts = found[0]
-            rewards, facts = _numbers(_object(texts[0])), _numbers(_object(texts[2]))
-            turn_rewards = json.loads(texts[1])
-            if stop not in get_args(Stop) or not isinstance(turn_rewards, list):
-                raise ValueError(f"it ended with {stop!r} and {texts[1]}")
-            spoken = tuple(_numbers(dict(enumerate(turn_rewards))).values())
-            trajectory = Trajectory(
-                pieces, rewards, stop, Task(env, split, index), seed, episode, spoken, facts
-            )
-            return Kept(trajectory, number, step)
+        branches = self._branches(episode)
+        ended = tuple(self.episode(branch).trajectory for branch, done in branches if done)
+        return replace(self.episode(episode).trajectory, branches=ended).led()
 
     @contextmanager
-    def _named(self, what: str = "") -> Iterator[None]:
-        """Whatever is wrong with the file is a `JournalError` that names it."""
+    def _wrap_errors(self, subject: str = "") -> Iterator[None]:
+        """Turn any error of the file into a `JournalError` that names it."""
         try:
             yield
         except (
             sqlite3.Error,
             struct.error,
+            LookupError,
             ValueError,
             TypeError,
+            AttributeError,
             OverflowError,
             RecursionError,
         ) as error:
-            raise failed(self.path, f"{what}: {error}" if what else error) from error
+            cause = f"{subject}: {error}" if subject else error
+            raise journal_error(self.path, cause) from error
 
 
 def require_tables(path: Path, connection: sqlite3.Connection) -> None:
-    """`JournalError` unless the database has the journal's tables and nothing else: no view, no trigger."""
+    """Raise `JournalError` unless the database has exactly the journal's tables: no view, no trigger."""
     question = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name"
     with closing(sqlite3.connect(":memory:")) as fresh:
         fresh.executescript(SCHEMA)
-        wanted = fresh.execute(question).fetchall()
-    if connection.execute(question).fetchall() != wanted:
-        raise failed(path, "its tables are not those of a journal")
+        expected = fresh.execute(question).fetchall()
+    if connection.execute(question).fetchall() != expected:
+        raise journal_error(path, "its tables are not those of a journal")
 
 
 def _roll_back(path: Path) -> None:
-    """Undo what a writer was at when it was killed while it made the database one plain file: a reader may not."""
+    """Undo the unfinished transaction of a writer that was killed. A read-only connection cannot."""
     if path.with_name(f"{path.name}-journal").exists():
         with closing(sqlite3.connect(path)) as writer:
             writer.execute("SELECT count(*) FROM sqlite_master")
 
 
-def _object(text: str) -> dict[str, Any]:
-    """What a JSON object holds. ValueError for anything else."""
-    held = json.loads(text)
-    if not isinstance(held, dict):
-        raise ValueError(f"{text[:40]} is no object")
-    return held
+def _parse_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"{text[:40]} is not a JSON object")
+    return value
 
 
-def _numbers(named: dict[Any, Any]) -> dict[Any, float]:
-    if wrong := [
-        name
-        for name, value in named.items()
-        if isinstance(value, bool) or not isinstance(value, int | float)
-    ]:
-        raise ValueError(f"{wrong} are no numbers")
-    return {name: float(value) for name, value in named.items()}
+def _require_numbers(values: dict[Any, Any]) -> dict[Any, float]:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{name} is {value!r}, not a number")
+    return {name: float(value) for name, value in values.items()}
 
 
-def _piece(provenance: int, count: int, tokens: bytes, *sampled: Any) -> Piece:
+def _to_piece(provenance: int, count: int, tokens: bytes, *sampled: Any) -> Piece:
     version, clean, logps = sampled
-    source, text = Provenance(provenance), unpack_tokens(tokens, count)
+    source = Provenance(provenance)
+    text = unpack_tokens(tokens, count)
     if version is None:
         return ContextPiece(text, source)
     return Sampled(text, unpack_logps(logps, count), version, bool(clean), source)

@@ -1,4 +1,4 @@
-"""The tables, and how pieces, groups and their ends become rows."""
+"""The tables of the journal, and the rows of pieces, groups and outcomes."""
 
 import json
 import struct
@@ -11,7 +11,6 @@ from typing import Any
 from unstale.records import Failure, GroupRequest, Piece, Sampled, Trajectory
 
 JOURNAL = "journal.sqlite"
-"""Its name in a run folder."""
 
 FORMAT = 2
 """`user_version` of the database."""
@@ -42,7 +41,7 @@ TABLES = {
     "events": "id INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, fields TEXT NOT NULL, "
     "after INTEGER NOT NULL",
 }
-"""`after` is the checkpoint that a row came after."""
+"""Columns by table. `after` is the checkpoint that was current when the row was written."""
 
 _KEYS = {
     "pieces": ", PRIMARY KEY (episode, position)",
@@ -58,9 +57,9 @@ COLUMNS = {
     name: tuple(column.split()[0] for column in columns.split(", ") if not column.startswith("id "))
     for name, columns in TABLES.items()
 }
-"""What a row's seal covers: everything but a number that the database gives."""
+"""Columns that a row's seal covers: all but an id that the database assigns."""
 
-NEWER = (
+REPEATED = (
     "snapshots",
     "pieces",
     "trajectories",
@@ -71,91 +70,89 @@ NEWER = (
     "groups",
     "versions",
 )
-"""Tables whose rows a deterministic run makes again, in an order in which they can go."""
+"""Tables whose newer rows a deterministic run writes again, in an order that foreign keys allow."""
 
-TRIED = """(SELECT episode, number, sibling FROM (SELECT episode, number, sibling,
-    seed = first_value(seed) OVER (PARTITION BY number, sibling ORDER BY episode) AS own FROM episodes) WHERE own)"""
-"""Attempts at episodes, which all have the sibling's seed. What else was said in one has another: its branches."""
+ATTEMPTS = """(SELECT episode, number, sibling FROM (SELECT episode, number, sibling,
+    seed = first_value(seed) OVER (PARTITION BY number, sibling ORDER BY episode) AS is_attempt FROM episodes)
+    WHERE is_attempt)"""
+"""Attempts at episodes. All have the seed of their sibling; branches of an attempt have other seeds."""
+
+TOKEN_SAMPLES = "token_samples"
+"""Kind of the event that holds a sample of the tokens of a step."""
 
 Record = tuple[str, Sequence[Any]]
 """An SQL statement and its parameters."""
 
 
 class JournalError(RuntimeError):
-    """The journal cannot be written or read: names the file and the cause."""
+    """The journal cannot be written or read. Names the file and the cause."""
 
 
 def insert(table: str, *values: Any) -> Record:
-    """One row, sealed.
+    """Return the statement that inserts a sealed row.
 
     >>> insert("finished", 3, 0.5, 1)[0]
     'INSERT INTO finished (number, at, after, seal) VALUES (?, ?, ?, ?)'
     """
     columns = COLUMNS[table]
     row = tuple(int(value) if isinstance(value, bool) else value for value in values)
+    names = ", ".join(columns)
     marks = ", ".join("?" * (len(columns) + 1))
-    return f"INSERT INTO {table} ({', '.join(columns)}, seal) VALUES ({marks})", (
-        *row,
-        seal(table, *row),
-    )
+    statement = f"INSERT INTO {table} ({names}, seal) VALUES ({marks})"
+    return statement, (*row, seal(table, *row))
 
 
 def seal(table: str, *row: Any) -> int:
-    """Checksum of a row as SQLite keeps it: what a disk changed is found where it is read."""
+    """Return the checksum of a row, to detect rows that a faulty disk changed."""
     return zlib.crc32(repr((table, row)).encode(errors="surrogatepass"))
 
 
-def handed_out(request: GroupRequest, after: int) -> Record:
+def group_row(request: GroupRequest, after: int) -> Record:
     task = request.task
     row = (request.number, task.env, task.split, int(task.index), request.seed, request.place)
     return insert("groups", *row, time.time(), after)
 
 
 def piece_row(episode: int, position: int, piece: Piece, after: int) -> Record:
-    row = (episode, position, int(piece.provenance), len(piece.tokens), pack_tokens(piece.tokens))
+    sampled: tuple[Any, ...] = (None, None, None)
     if isinstance(piece, Sampled):
-        return insert(
-            "pieces", *row, piece.version, piece.clean, pack_logps(piece.behavior_logp), after
-        )
-    return insert("pieces", *row, None, None, None, after)
+        sampled = (piece.version, piece.clean, pack_logps(piece.behavior_logp))
+    tokens = pack_tokens(piece.tokens)
+    row = (episode, position, int(piece.provenance), len(piece.tokens), tokens)
+    return insert("pieces", *row, *sampled, after)
 
 
 def outcome_row(episode: int, outcome: Trajectory | Failure, after: int) -> Record:
     if isinstance(outcome, Failure):
-        stage, error = plain(outcome.stage), plain(outcome.error)
-        return insert(
-            "failures", episode, stage, error, outcome.turns, outcome.sampled_tokens, after
-        )
-    rewards, facts = _numbers(outcome.rewards), _numbers(outcome.facts)
-    turn_rewards = json.dumps([float(value) for value in outcome.turn_rewards])
-    return insert(
-        "trajectories",
-        episode,
+        cause = (to_utf8(outcome.stage), to_utf8(outcome.error))
+        return insert("failures", episode, *cause, outcome.turns, outcome.sampled_tokens, after)
+    row = (
         len(outcome.pieces),
         outcome.stop,
-        rewards,
-        turn_rewards,
-        facts,
-        after,
+        _dump_numbers(outcome.rewards),
+        json.dumps([float(value) for value in outcome.turn_rewards]),
+        _dump_numbers(outcome.facts),
     )
+    return insert("trajectories", episode, *row, after)
 
 
-def plain(text: str) -> str:
-    """As UTF-8 can have it.
+def to_utf8(text: str) -> str:
+    """Replace what UTF-8 cannot encode.
 
-    >>> plain("half a pair: \\ud800")
+    >>> to_utf8("half a pair: \\ud800")
     'half a pair: ?'
     """
     return text.encode(errors="replace").decode()
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Little-endian, two bytes each where all of them fit, else four.
+    """Pack tokens little-endian: two bytes each if all of them fit, otherwise four.
 
     >>> pack_tokens([1, 65535]), pack_tokens([65536])
     (b'\\x01\\x00\\xff\\xff', b'\\x00\\x00\\x01\\x00')
     """
-    return struct.pack(f"<{len(tokens)}{'H' if max(tokens, default=0) < 1 << 16 else 'I'}", *tokens)
+    width = "H" if max(tokens, default=0) < 1 << 16 else "I"
+    return struct.pack(f"<{len(tokens)}{width}", *tokens)
 
 
 def unpack_tokens(blob: bytes, count: int) -> tuple[int, ...]:
@@ -163,7 +160,7 @@ def unpack_tokens(blob: bytes, count: int) -> tuple[int, ...]:
 
 
 def pack_logps(values: Sequence[float]) -> bytes:
-    """float32, which is what engines compute in: exact for their values."""
+    """Pack log-probabilities as float32, which is exact: engines compute in float32."""
     return struct.pack(f"<{len(values)}f", *values)
 
 
@@ -171,9 +168,9 @@ def unpack_logps(blob: bytes, count: int) -> tuple[float, ...]:
     return struct.unpack(f"<{count}f", blob)
 
 
-def _numbers(named: Mapping[str, float]) -> str:
-    return json.dumps({name: float(value) for name, value in named.items()})
+def _dump_numbers(values: Mapping[str, float]) -> str:
+    return json.dumps({name: float(value) for name, value in values.items()})
 
 
-def failed(path: Path, cause: object) -> JournalError:
+def journal_error(path: Path, cause: object) -> JournalError:
     return JournalError(f"the journal {path} failed: {cause}")

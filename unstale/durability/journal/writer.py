@@ -1,4 +1,4 @@
-"""Writes. Whoever has something to say appends to a queue; one thread owns the connection and commits what gathered."""
+"""Write the journal of a run. Callers append to a queue; one thread owns the connection and commits in batches."""
 
 import asyncio
 import json
@@ -17,33 +17,35 @@ from unstale.durability.journal.reader import JournalReader, require_tables
 from unstale.durability.journal.tables import (
     FORMAT,
     JOURNAL,
-    NEWER,
+    REPEATED,
     SCHEMA,
+    TOKEN_SAMPLES,
     JournalError,
     Record,
-    failed,
-    handed_out,
+    group_row,
     insert,
+    journal_error,
     outcome_row,
     piece_row,
-    plain,
+    to_utf8,
 )
 from unstale.records import Failure, Group, GroupRequest, Piece, Trajectory
 
 WINDOW_S = 0.2
-"""What was written is committed this much later at the latest; a barrier does not wait for it."""
+"""Seconds until a record is committed at the latest. A barrier commits at once."""
 
 STUCK_S = 8.0
-"""Nothing written for longer ends the run. SQLite itself waits for the lock of another writer for half of it."""
+"""Seconds without a commit that end the run. SQLite waits half as long for another writer's lock."""
 
 _Item = list[Record] | Future[None] | None
-"""Records that become true together, a barrier, or the end."""
+"""One transaction, a barrier, or the end."""
 
 
 class Journal:
-    """`with journal:` opens and closes it. Nothing that writes waits; only `barrier` and what says so does.
+    """The journal of a run, for writing. Use as a context manager.
 
-    A failure of the disk or the file surfaces as `JournalError` in `watch`, at once, and at every barrier.
+    Only `barrier`, `flush` and methods documented to commit wait for the disk. A failure of the disk or the file
+    is raised as `JournalError` by `watch`, at once, and by every barrier.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,188 +54,188 @@ class Journal:
         self._awaited = Event()
         self._thread: Thread | None = None
         self._failure: Future[None] = Future()
-        self._failure.set_running_or_notify_cancel()  # who stops watching does not cancel it
-        self._waiting = asyncio.Lock()
-        self._waiter = ThreadPoolExecutor(
-            1, thread_name_prefix="barrier"
-        )  # environments may keep others busy
-        self._barriers = self._passed = self._written = 0
-        self._after = self._highest = -1
+        self._failure.set_running_or_notify_cancel()  # a cancelled `watch` must not cancel it
+        self._barrier_lock = asyncio.Lock()
+        # A thread of its own, because environments may keep the default executor busy.
+        self._barrier_thread = ThreadPoolExecutor(1, thread_name_prefix="barrier")
+        self._barriers = 0
+        self._barriers_passed = 0
+        self._num_written = 0
+        self._checkpoint = -1
+        self._highest_version = -1
         self._trained_on: list[tuple[int, int, int, int, float]] = []
-        """Consumed, but in no checkpoint: rows of the table without its last column."""
+        """Consumed groups that are in no checkpoint yet: rows of `consumed` without the last column."""
 
     @staticmethod
     def read(run: Path) -> JournalReader:
-        """The journal of a run folder as it is at this moment; the run may be going on."""
+        """Open the journal of a run folder for reading. The run may be live."""
         return JournalReader(run / JOURNAL)
 
     def __enter__(self) -> Self:
-        """Make the database, or open the one that is there."""
+        """Open the database, or create it."""
         try:
             connection = _connect(self.path)
-            self._after = _number(connection, "SELECT max(checkpoint) FROM checkpoints")
-            self._highest = _number(connection, "SELECT max(version) FROM versions")
+            self._checkpoint = _max(connection, "SELECT max(checkpoint) FROM checkpoints")
+            self._highest_version = _max(connection, "SELECT max(version) FROM versions")
         except sqlite3.Error as error:
-            raise failed(self.path, error) from error
-        # A daemon, because a disk that does not answer must not keep the process from ending.
+            raise journal_error(self.path, error) from error
+        # A daemon: a disk that does not answer must not keep the process alive.
         self._thread = Thread(target=self._write, args=(connection,), name="journal", daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        """What was going wrong already is the cause; that closing fails too is a note to it."""
+        """Close the journal. If the block failed already, a failure to close becomes a note to its error."""
         try:
             self.close()
-        except JournalError as too:
+        except JournalError as close_error:
             if error is None:
                 raise
-            error.add_note(str(too))
+            error.add_note(str(close_error))
 
     def close(self) -> None:
-        """Commit what is queued and end the thread. Raises what goes wrong here; an earlier failure was told."""
+        """Commit the queue and end the thread. Raises `JournalError` unless the failure was raised before."""
         if self._thread is None:
             return
-        told = self._failure.done()
-        thread, self._thread = self._thread, None
+        had_failed = self._failure.done()
+        thread = self._thread
+        self._thread = None
         self._queue.put(None)
         self._awaited.set()
-        written = -1
-        while thread.is_alive() and self._written > written:  # else it is stuck
-            written = self._written
+        num_written = -1
+        while thread.is_alive() and self._num_written > num_written:  # as long as it progresses
+            num_written = self._num_written
             thread.join(STUCK_S)
         if thread.is_alive():
-            raise failed(self.path, f"it could not be closed in {STUCK_S:g} s")
-        if not told and self._failure.done():
+            raise journal_error(self.path, f"it could not be closed in {STUCK_S:g} s")
+        if not had_failed and self._failure.done():
             self._failure.result()
 
     def add_request(self, request: GroupRequest) -> None:
-        """A task was admitted as a group."""
-        self.transaction([handed_out(request, self._after)])
+        """Record that a task was admitted as a group."""
+        self.transaction([group_row(request, self._checkpoint)])
 
     def begin(
         self, number: int, sibling: int, *, episode: int, seed: int, again: bool = False
-    ) -> "_Page":
-        """An attempt at one episode of a group begins, or goes on `again`: where to write it down."""
+    ) -> "_EpisodeWriter":
+        """Record an attempt at an episode of a group, and return its writer. `again` continues an earlier attempt."""
         if not again:
             self._insert("episodes", episode, number, sibling, seed, time.time())
-        return _Page(self, episode)
+        return _EpisodeWriter(self, episode)
 
     async def finish(self, group: Group) -> None:
-        """All episodes of a group have ended, and are committed when this returns."""
+        """Record that every episode of a group has ended, and commit."""
         self._insert("finished", group.number, time.time())
         await self.barrier()
 
     async def publishing(self, version: int) -> None:
-        """A version will be loaded by engines; that it exists is committed when this returns.
-
-        The newest may be brought to them again, by a run that goes on from a checkpoint.
-        """
-        if version != self._highest:
+        """Record a version and commit, before any engine loads it. A resumed run may publish the newest again."""
+        if version != self._highest_version:
             self._insert("versions", version, time.time())
-            self._highest = version
+            self._highest_version = version
         await self.barrier()
 
     def consume(self, groups: Sequence[Group], *, step: int, version: int) -> None:
-        """A step trained on these groups, in this order. It becomes true with the checkpoint that holds its effect."""
+        """Note that a step trained on these groups, in this order. `checkpoint` commits it."""
         now = time.time()
-        self._trained_on += [
-            (group.number, step, place, version, now) for place, group in enumerate(groups)
-        ]
+        for place, group in enumerate(groups):
+            self._trained_on.append((group.number, step, place, version, now))
 
     async def checkpoint(self, name: str, *, step: int, version: int) -> None:
-        """A checkpoint is there: in one transaction it becomes the current one, and what it was trained on consumed.
+        """Commit a checkpoint and the groups it was trained on, in one transaction.
 
-        A group that was consumed before is refused by the table.
+        Fails if one of the groups was consumed before.
         """
-        self._after += 1
-        rows, self._trained_on = self._trained_on, []
-        records = [insert("checkpoints", self._after, step, version, name, time.time())]
-        self.transaction(records + [insert("consumed", *row, self._after) for row in rows])
+        self._checkpoint += 1
+        records = [insert("checkpoints", self._checkpoint, step, version, name, time.time())]
+        records += [insert("consumed", *row, self._checkpoint) for row in self._trained_on]
+        self._trained_on = []
+        self.transaction(records)
         await self.barrier()
 
     def rewind(self, checkpoint: int, *, everything: bool) -> None:
-        """That checkpoint becomes the current one again: later ones are gone, and what they consumed is not consumed.
+        """Make an earlier checkpoint current again: groups that later ones consumed become unconsumed.
 
-        The metrics of its step and of later ones go, they will be written again. `everything` that came after it goes
-        for a deterministic run, which makes it again.
+        Removes the metrics of its step and later ones, because they are logged again. `everything` removes all newer
+        rows, because a deterministic run computes them again.
         """
-        later = [("DELETE FROM consumed WHERE checkpoint > ?", (checkpoint,))]
-        later += [("DELETE FROM checkpoints WHERE checkpoint > ?", (checkpoint,))]
-        kinds = "" if everything else " AND kind = 'step'"
-        later += [(f"DELETE FROM events WHERE after >= ?{kinds}", (checkpoint,))]
+        events = "DELETE FROM events WHERE after >= ?"
+        if not everything:
+            events += f" AND kind IN ('step', '{TOKEN_SAMPLES}')"
+        statements = [
+            "DELETE FROM consumed WHERE checkpoint > ?",
+            "DELETE FROM checkpoints WHERE checkpoint > ?",
+            events,
+        ]
         if everything:
-            later += [(f"DELETE FROM {table} WHERE after >= ?", (checkpoint,)) for table in NEWER]
-        self.transaction(later)
+            statements += [f"DELETE FROM {table} WHERE after >= ?" for table in REPEATED]
+        self.transaction([(statement, (checkpoint,)) for statement in statements])
         self.flush()
-        self._after = checkpoint
+        self._checkpoint = checkpoint
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Something that happened."""
         self._insert("events", time.time(), kind, json.dumps(fields, default=float))
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """As a `Sink`: a step's metrics are an event."""
-        self.event(
-            "step", step=step, **{name: value for name, value in metrics.items() if name != "step"}
-        )
-
-    def _insert(self, table: str, *values: Any) -> None:
-        self.transaction([insert(table, *values, self._after)])
+        """Record the metrics of a step, as a `Sink`."""
+        others = {name: value for name, value in metrics.items() if name != "step"}
+        self.event("step", step=step, **others)
 
     def transaction(self, records: Sequence[Record]) -> None:
-        """Records that become true together or not at all."""
+        """Queue records that are committed together or not at all."""
         self._queue.put(list(records))
 
     async def barrier(self) -> None:
-        """Everything written before is committed when this returns. Those who come while one waits share the next."""
+        """Wait until everything written before is committed. Concurrent callers share a commit."""
         self._barriers += 1
         mine = self._barriers
-        async with self._waiting:
-            if self._passed < mine:
-                covers = self._barriers
-                await asyncio.get_running_loop().run_in_executor(self._waiter, self.flush)
-                self._passed = covers
+        async with self._barrier_lock:
+            if self._barriers_passed < mine:
+                covered = self._barriers
+                await asyncio.get_running_loop().run_in_executor(self._barrier_thread, self.flush)
+                self._barriers_passed = covered
 
     def flush(self) -> None:
-        """`barrier` for a thread, which waits."""
+        """Block until everything written before is committed."""
         if self._thread is None:
-            raise failed(self.path, "it is not open")
+            raise journal_error(self.path, "it is not open")
         mark: Future[None] = Future()
         self._queue.put(mark)
         self._awaited.set()
         while True:
-            written = self._written
+            num_written = self._num_written
             try:
                 return mark.result(STUCK_S)
             except TimeoutError as error:
-                if self._written == written:  # else there is so much before it
-                    raise failed(
+                if self._num_written == num_written:  # no progress: not just a long queue
+                    raise journal_error(
                         self.path, f"nothing could be committed for {STUCK_S:g} s"
                     ) from error
 
     async def watch(self) -> None:
-        """Return never; raise when the journal fails."""
+        """Wait until the journal fails, and raise its error."""
         await asyncio.wrap_future(self._failure)
 
+    def _insert(self, table: str, *values: Any) -> None:
+        self.transaction([insert(table, *values, self._checkpoint)])
+
     def _write(self, connection: sqlite3.Connection) -> None:
-        """The thread. After a failure it only tells whoever asks, until it is closed."""
+        """Commit the queue until it is closed. After a failure, only answer barriers with the error."""
         with closing(connection):
             items: list[_Item] = []
             while None not in items:
                 items = self._gather()
                 if not self._failure.done():
-                    self._commit(
-                        connection,
-                        [record for item in items if isinstance(item, list) for record in item],
-                    )
+                    records: list[Record] = []
+                    for item in items:
+                        records += item if isinstance(item, list) else []
+                    self._commit(connection, records)
                 for mark in items:
                     if isinstance(mark, Future) and mark.set_running_or_notify_cancel():
                         error = self._failure.exception() if self._failure.done() else None
                         mark.set_exception(error) if error else mark.set_result(None)
             if not self._failure.done():
-                with suppress(
-                    sqlite3.OperationalError
-                ):  # one plain file, unless somebody is reading
+                with suppress(sqlite3.OperationalError):  # a reader is active: keep the WAL file
                     connection.execute("PRAGMA busy_timeout=0")
                     connection.execute("PRAGMA journal_mode=DELETE")
 
@@ -242,15 +244,15 @@ class Journal:
             connection.execute("BEGIN IMMEDIATE")
             for statement, row in records:
                 connection.execute(statement, row)
-                self._written += 1
+                self._num_written += 1
             connection.execute("COMMIT")
         except (sqlite3.Error, OverflowError, UnicodeError) as error:
-            with suppress(sqlite3.Error):  # SQLite may have rolled back itself
+            with suppress(sqlite3.Error):  # SQLite may have rolled back already
                 connection.execute("ROLLBACK")
-            self._failure.set_exception(failed(self.path, error))
+            self._failure.set_exception(journal_error(self.path, error))
 
     def _gather(self) -> list[_Item]:
-        """What comes within `WINDOW_S`, or until somebody waits. To wake for each record would cost more than it."""
+        """Collect the queue for `WINDOW_S`, or until a barrier. Waking for each record would cost more."""
         items = [self._queue.get()]
         if isinstance(items[0], list):
             self._awaited.wait(WINDOW_S)
@@ -262,50 +264,52 @@ class Journal:
 
 
 @dataclass(frozen=True, slots=True)
-class _Page:
-    """Where one episode is written down while it happens."""
+class _EpisodeWriter:
+    """Writes one attempt at an episode while it runs."""
 
     journal: Journal
     episode: int
 
     def write_piece(self, position: int, piece: Piece) -> None:
-        self.journal.transaction([piece_row(self.episode, position, piece, self.journal._after)])
+        checkpoint = self.journal._checkpoint
+        self.journal.transaction([piece_row(self.episode, position, piece, checkpoint)])
 
     def write_snapshot(self, num_pieces: int, state: str) -> None:
-        """The environment's own, after it had led to so many pieces."""
-        self.journal._insert("snapshots", self.episode, num_pieces, plain(state))
+        """Record the environment's state after so many pieces."""
+        self.journal._insert("snapshots", self.episode, num_pieces, to_utf8(state))
 
     def write_outcome(self, outcome: Trajectory | Failure) -> None:
-        self.journal.transaction([outcome_row(self.episode, outcome, self.journal._after)])
+        checkpoint = self.journal._checkpoint
+        self.journal.transaction([outcome_row(self.episode, outcome, checkpoint)])
 
     def write_restart(self, reason: str, *, turns: int, sampled_tokens: int) -> None:
-        """It could not be gone on with, and is begun again."""
-        self.journal._insert("restarts", self.episode, plain(reason), turns, sampled_tokens)
+        """Record that the attempt could not be replayed, and that the episode begins again."""
+        self.journal._insert("restarts", self.episode, to_utf8(reason), turns, sampled_tokens)
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """A connection that commits to the disk, on a database with the tables. Handed to the thread that writes."""
-    with ExitStack() as stack:
+    """Open a database with the journal's tables. Every commit reaches the disk."""
+    with ExitStack() as on_error:
         connection = sqlite3.connect(
             path, timeout=STUCK_S / 2, isolation_level=None, check_same_thread=False
         )
-        stack.callback(connection.close)
+        on_error.callback(connection.close)
         connection.executescript(
             "PRAGMA trusted_schema=OFF; PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; PRAGMA foreign_keys=ON;"
         )
-        (found,) = connection.execute("PRAGMA user_version").fetchone()
-        if found not in (0, FORMAT):
-            raise failed(path, f"it has format {found}, this version writes {FORMAT}")
-        if not found:
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version not in (0, FORMAT):
+            raise journal_error(path, f"its format is {version}, this release writes {FORMAT}")
+        if not version:
             connection.executescript(
                 f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version={FORMAT}; COMMIT;"
             )
         require_tables(path, connection)
-        stack.pop_all()
+        on_error.pop_all()
     return connection
 
 
-def _number(connection: sqlite3.Connection, question: str) -> int:
-    """-1 for nothing."""
-    ((found,),) = connection.execute(question).fetchall()
-    return -1 if found is None else int(found)
+def _max(connection: sqlite3.Connection, question: str) -> int:
+    """Return the single number of a query, or -1 for an empty table."""
+    ((value,),) = connection.execute(question).fetchall()
+    return -1 if value is None else int(value)

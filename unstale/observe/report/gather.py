@@ -2,11 +2,11 @@
 
 import random
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unstale.durability.run_folder import EVENTS, METRICS, SAMPLES, TRAJECTORIES, Row, RunFolder
+from unstale.durability.run_folder import EVENTS, METRICS, Row, RunFolder
 from unstale.observe.report.words import is_exact, number
 from unstale.observe.statistics import wilson
 
@@ -150,8 +150,8 @@ def gather(path: Path) -> Gathered:
     ]
     events = _Events(folder.rows(EVENTS))
     last = step_of(trained[-1]) if trained else 0
-    points, audited, seen = _points(folder.rows(SAMPLES))
-    conversations = _conversations(folder.rows(TRAJECTORIES), last)
+    journaled = _read_journal(folder, last)
+    points, audited, seen = _points(journaled.samples)
     tasks = config.get("eval", {}).get("tasks") if isinstance(config.get("eval"), dict) else None
     return Gathered(
         name=path.resolve().name,
@@ -168,7 +168,7 @@ def gather(path: Path) -> Gathered:
         audited=audited,
         audit=folder.audit(),
         survivors=folder.survivors(),
-        conversations=conversations,
+        conversations=journaled.conversations,
         failures=events.failures[:MAX_FAILURES],
         num_failures=len(events.failures),
         forks=events.forks,
@@ -177,6 +177,42 @@ def gather(path: Path) -> Gathered:
         error=folder.error(),
         gaps=folder.gaps,
     )
+
+
+@dataclass(slots=True)
+class _Journaled:
+    """The part of a report that comes from the journal."""
+
+    samples: list[Row] = field(default_factory=list)
+    conversations: list[Chosen] = field(default_factory=list)
+
+
+def _read_journal(folder: RunFolder, last: int) -> _Journaled:
+    """Read samples of trained tokens, and a few conversations as text."""
+    from unstale.durability.journal import (  # imports torch
+        JOURNAL,
+        Journal,
+        JournalError,
+        conversation,
+        trained_episodes,
+    )
+    from unstale.durability.journal.conversations import load_decoder
+
+    found = _Journaled()
+    if not folder.holds(JOURNAL):
+        folder.add_gap(f"{JOURNAL} is missing")
+        return found
+    try:
+        with Journal.read(folder.path) as journal:
+            found.samples = list(journal.token_samples())
+            chosen = _conversations(trained_episodes(journal), last)
+            decode = load_decoder(folder.path) if chosen else str
+            for one in chosen:
+                text = conversation(journal.episode(one.record["episode"]), decode)
+                found.conversations.append(Chosen(one.why, text))
+    except (JournalError, OSError, ValueError) as error:
+        folder.add_gap(f"conversations and samples are incomplete: {error}")
+    return found
 
 
 def step_of(row: Mapping[str, Any]) -> int:

@@ -64,7 +64,7 @@ def conversation(chosen: Chosen, *, opened: bool) -> Markup:
         shown.append(
             el(
                 "p",
-                f"{len(turns) - MAX_TURNS} more turns are in trajectories.jsonl",
+                f"{len(turns) - MAX_TURNS} more turns: unstale export-trajectories --content text",
                 class_="quiet",
             )
         )

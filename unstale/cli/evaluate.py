@@ -1,0 +1,102 @@
+"""Evaluate a trained policy on held-out tasks."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from unstale.build import build_rollout, build_sampler
+from unstale.cli.grades import EvalResult
+from unstale.cli.process import limit_threads
+from unstale.config import ConfigError, RunConfig
+from unstale.engines.pool import Recovery, supervise
+from unstale.model.loading import DTYPES
+from unstale.model.policy import Policy
+from unstale.observe.live import LiveDisplay
+from unstale.rollout import evaluation
+from unstale.rollout.generator import Generator
+from unstale.rollout.timeouts import first_error
+from unstale.weights.publish import DirectPublisher
+
+POLICY = "policy"
+"""Folder of the trained model in a run folder."""
+
+T = TypeVar("T")
+
+
+class RunFailed(RuntimeError):
+    """A component of a run failed. `__cause__` is the first error."""
+
+
+def evaluate(
+    trained: Path, config: RunConfig, *, attempts: int = 1, console: Console | None = None
+) -> EvalResult:
+    """Grade a policy on the recipe's held-out tasks, with `attempts` episodes for each.
+
+    `trained` is a run folder or a model folder. Raises `ConfigError` before anything runs, and `RunFailed` if a
+    component fails later.
+    """
+    if config.eval.tasks < 1:
+        raise ConfigError(f"eval.tasks must be >= 1 to evaluate, got {config.eval.tasks}")
+    if attempts < 1:
+        raise ConfigError(f"attempts must be >= 1, got {attempts}")
+    folder = trained / POLICY if (trained / POLICY).is_dir() else trained
+    config = replace(config, policy=str(folder))
+    limit_threads()
+    policy, taskset, sampler = build_sampler(config)
+
+    async def grade() -> list[bool | None]:
+        async with running_generator(config, policy, sampler) as generator:
+            rollout = build_rollout(config, taskset)(generator, taskset, config.rollout)
+            with LiveDisplay(config, console=console or Console()) as display:
+                tasks = [
+                    task for task in taskset.held_out(config.eval.tasks) for _ in range(attempts)
+                ]
+                async with rollout.resources:
+                    return await evaluation.evaluate(
+                        rollout, tasks, seed=config.seed, progress=display.phase
+                    )
+
+    return EvalResult.of(run_until_complete(grade()), attempts)
+
+
+@asynccontextmanager
+async def running_generator(
+    config: RunConfig,
+    policy: Policy,
+    generator: Generator,
+    *,
+    on_event: Callable[..., None] = lambda kind, **_: None,
+) -> AsyncIterator[Generator]:
+    """Start the generator's engine with the policy's weights. It restarts when it dies, as in a run."""
+    recovery = Recovery(lambda version: policy.weights(), config.engine.restarts, on_event)
+    engine = supervise(generator.engine, recovery)
+    try:
+        await engine.start()
+        publisher = DirectPublisher(engine, dtype=policy.travel_dtype(DTYPES[config.engine.dtype]))
+        publisher.prepare(policy)
+        await publisher.publish()
+        yield replace(generator, engine=engine)
+    finally:
+        await engine.close()
+
+
+def run_until_complete(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine and return its result. Raises its `ConfigError`, and `RunFailed` for any other error."""
+
+    async def main() -> T:
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(work)
+        return task.result()
+
+    try:
+        return asyncio.run(main())
+    except ExceptionGroup as failures:
+        error = first_error(failures)
+        if isinstance(error, ConfigError):
+            raise error from error.__cause__
+        raise RunFailed(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,96 @@
+"""Readable conversations from a journal, for reports and exports."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from unstale.durability.journal.reader import JournalReader, StoredEpisode
+from unstale.durability.journal.tables import journal_error
+from unstale.durability.run_folder import TOKENIZER
+from unstale.records import Piece, Sampled, Task
+
+Decode = Callable[[Sequence[int]], str]
+"""Turns tokens into text."""
+
+
+def load_decoder(run: Path) -> Decode:
+    """Return the decoder of a run's tokenizer. Raises OSError or ValueError if `tokenizer.json` cannot be read."""
+    from tokenizers import Tokenizer
+
+    path = run / TOKENIZER
+    if path.is_symlink() or not path.is_file():
+        raise FileNotFoundError(f"{path} is missing")
+    text = path.read_text(encoding="utf-8")
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:
+        raise ValueError(f"{path} is not a tokenizer: {error}") from error
+    return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+
+TRAINED = """
+SELECT episode, step, env, split, groups.task, stop, rewards, facts,
+    (SELECT group_concat(DISTINCT version) FROM pieces
+     WHERE pieces.episode = episodes.episode AND version IS NOT NULL AND num_tokens > 0)
+FROM consumed JOIN groups USING (number) JOIN episodes USING (number) JOIN trajectories USING (episode)
+ORDER BY step, consumed.place, sibling, episode"""
+
+
+def trained_episodes(journal: JournalReader) -> Iterator[dict[str, Any]]:
+    """Summarize every trained episode in training order: step, episode, task, reward, success, stop and versions.
+
+    No token is read. Raises `JournalError`.
+    """
+    for episode, step, env, split, index, stop, rewards, facts, versions in journal.rows(TRAINED):
+        try:
+            reward = float(sum(json.loads(rewards).values()))
+            success = json.loads(facts).get("success", reward) >= 1
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise journal_error(journal.path, f"episode {episode}: {error}") from error
+        yield {
+            "step": step,
+            "episode": episode,
+            "task": Task(env, split, index).key,
+            "reward": reward,
+            "success": success,
+            "stop": stop,
+            "versions": sorted(int(version) for version in versions.split(",")) if versions else [],
+        }
+
+
+def conversation(stored: StoredEpisode, decode: Decode) -> dict[str, Any]:
+    """Return an episode as text: its summary, `num_tokens`, and `turns` with `role`, `text` and `pieces`."""
+    trajectory = stored.trajectory
+    return {
+        "step": stored.step,
+        "episode": trajectory.episode,
+        "task": trajectory.task.key,
+        "reward": trajectory.reward,
+        "success": trajectory.success,
+        "stop": trajectory.stop,
+        "versions": sorted(trajectory.versions),
+        "num_tokens": len(trajectory),
+        "turns": _turns(trajectory.pieces, decode),
+    }
+
+
+def _turns(pieces: Sequence[Piece], decode: Decode) -> list[dict[str, Any]]:
+    """Join adjacent pieces of one speaker. A reply that spans two versions has two pieces."""
+    turns: list[dict[str, Any]] = []
+    for piece in pieces:
+        is_sampled = isinstance(piece, Sampled)
+        role = "assistant" if is_sampled else "environment"
+        text = decode(piece.tokens)
+        row = {
+            "text": text,
+            "version": piece.version if isinstance(piece, Sampled) else None,
+            "provenance": piece.provenance.name,
+            "num_tokens": len(piece.tokens),
+        }
+        if turns and turns[-1]["role"] == role:
+            turns[-1]["text"] += text
+            turns[-1]["pieces"].append(row)
+        else:
+            turns.append({"role": role, "text": text, "pieces": [row]})
+    return turns

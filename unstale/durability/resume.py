@@ -1,0 +1,184 @@
+"""Resume a run from its newest sound checkpoint and the episodes in its journal."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+from unstale.config import ConfigError, RunConfig
+from unstale.durability.checkpoint import Checkpoint, CheckpointError, Checkpoints, Progress
+from unstale.durability.journal import JOURNAL, CheckpointRow, Journal, JournalError
+from unstale.model.policy import Policy
+from unstale.old_logps import OldLogps
+from unstale.old_logps.scoring.scorer import Weights
+from unstale.records import GroupRequest, PendingPiece
+
+MAX_OUTCOMES = 1000
+"""Outcomes to restore: more than the window over which `Rollout` limits failures."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeState:
+    """The progress of a run and the episodes that its journal holds. The default is a new run."""
+
+    progress: Progress = field(default_factory=Progress)
+    requests: tuple[GroupRequest, ...] = ()
+    """Groups that no checkpoint has trained on, in admission order."""
+    admitted: int = 0
+    """Number of groups admitted so far."""
+    place: int = 0
+    """Index of the next training task."""
+    episodes: int = 0
+    """Number of episodes begun so far."""
+    quarantined: frozenset[str] = frozenset()
+    """Keys of tasks that failed too often."""
+    outcomes: tuple[bool, ...] = ()
+    """Results of the last episodes, oldest first: True if finished, False if given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """The state of a run as read from its folder."""
+
+    state: ResumeState
+    checkpoint: Checkpoint
+    highest: int
+    """Highest version published so far."""
+    version_gaps: tuple[tuple[int, int], ...]
+    """See `Policy.version_gaps`. Includes gaps recorded by checkpoints that are damaged now."""
+    metrics: list[dict[str, Any]]
+    """Metrics of the logged steps."""
+
+
+class Recoverable(Protocol):
+    """A component that keeps weights of versions which unconsumed pieces were sampled with."""
+
+    def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None: ...
+
+
+def load_resume_state(
+    run: Path,
+    checkpoints: Checkpoints,
+    config: RunConfig,
+    on_event: Callable[..., None],
+    *,
+    verify: bool = True,
+) -> StoredRun:
+    """Read the state of a run, and set its journal back to the newest sound checkpoint.
+
+    A deterministic run also discards everything newer than that checkpoint, because it is computed again.
+    `verify` checks every row of the journal first.
+    Raises `CheckpointError` if no checkpoint is sound and `JournalError` for a damaged journal.
+    """
+    with Journal.read(run) as reader:
+        damage = reader.unsound() if verify else []
+        if damage:
+            raise JournalError(f"the journal {reader.path} is damaged: {'; '.join(damage)}")
+        rows = reader.checkpoints()
+    row, checkpoint = _newest_sound(run, checkpoints, rows, on_event)
+    with Journal(run / JOURNAL) as journal:
+        journal.rewind(row.checkpoint, everything=config.deterministic)
+    if config.deterministic:
+        checkpoints.remove_after(row.version)
+    with Journal.read(run) as reader:
+        checkpoints.prune({row.name for row in reader.checkpoints()})
+        admitted, place, episodes = reader.counts()
+        state = ResumeState(
+            progress=checkpoint.progress,
+            requests=tuple(reader.requests()),
+            admitted=admitted,
+            place=place,
+            episodes=episodes,
+            quarantined=reader.given_up(config.rollout.retries),
+            outcomes=reader.outcomes(MAX_OUTCOMES),
+        )
+        highest = max(reader.versions(), default=-1)
+        return StoredRun(state, checkpoint, highest, _version_gaps(rows), reader.steps())
+
+
+def restore(
+    stored: StoredRun,
+    checkpoints: Checkpoints,
+    run: Path,
+    policy: Policy,
+    parts: tuple[OldLogps, Recoverable],
+) -> ResumeState:
+    """Restore every component, and score the unconsumed pieces of the policy's own version again.
+
+    `parts` are the old-logit route and the auditor. The policy gets a new version number if versions after its
+    checkpoint were published: those numbers must not be reused.
+    """
+    old_logps, auditor = parts
+    try:
+        checkpoints.restore(stored.checkpoint)
+    except ConfigError:
+        raise
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"the newest sound checkpoint of {run} does not belong to this run: {error!r}"
+        ) from error
+    policy.version_gaps = max(policy.version_gaps, stored.version_gaps, key=len)
+    highest = max([stored.highest, *(first for first, _ in policy.version_gaps)])
+    is_renumbered = highest > policy.version
+    if is_renumbered:
+        policy.assign_new_version(highest + 1)
+    past: defaultdict[int, list[PendingPiece]] = defaultdict(list)
+    for request in stored.state.requests:
+        for piece in request.opens():
+            past[piece.piece.version].append(piece)
+    current = past.pop(policy.version, [])
+    try:
+        old_logps.recover(past, checkpoints.weights)
+        auditor.recover(past, checkpoints.weights)
+    except LookupError as error:
+        raise CheckpointError(
+            f"{run} lacks a version that journaled pieces need: {error}"
+        ) from error
+    for piece in current:
+        old_logps.arrived(piece)
+    if is_renumbered:  # the new number must be on disk before an engine loads it
+        _save(run, checkpoints, stored.state.progress, policy)
+    return stored.state
+
+
+def init_run(run: Path, checkpoints: Checkpoints, policy: Policy) -> ResumeState:
+    """Write the first checkpoint of a run."""
+    _save(run, checkpoints, Progress(), policy)
+    return ResumeState()
+
+
+def _save(run: Path, checkpoints: Checkpoints, progress: Progress, policy: Policy) -> None:
+    with Journal(run / JOURNAL) as journal:
+        name = checkpoints.save(progress, policy)
+        asyncio.run(journal.checkpoint(name, step=progress.step, version=policy.version))
+
+
+def _version_gaps(rows: Sequence[CheckpointRow]) -> tuple[tuple[int, int], ...]:
+    """Return `(version, numbers skipped so far)` at every jump. Without jumps a version equals its step.
+
+    >>> steps = [(0, 0), (5, 5), (5, 8), (10, 13)]
+    >>> _version_gaps([CheckpointRow(i, *step, "") for i, step in enumerate(steps)])
+    ((8, 3),)
+    """
+    skipped = [(0, 0), *((row.version, row.version - row.step) for row in rows)]
+    return tuple(after for before, after in pairwise(skipped) if after[1] > before[1])
+
+
+def _newest_sound(
+    run: Path,
+    checkpoints: Checkpoints,
+    rows: Sequence[CheckpointRow],
+    on_event: Callable[..., None],
+) -> tuple[CheckpointRow, Checkpoint]:
+    """Return the newest journaled checkpoint whose files are intact."""
+    cause: CheckpointError | None = None
+    for row in reversed(rows):
+        try:
+            return row, checkpoints.load(row.name)
+        except CheckpointError as error:
+            cause = cause or error
+            on_event("checkpoint_unsound", name=row.name, error=str(error))
+    raise CheckpointError(f"{run} has no sound checkpoint to resume from") from cause
