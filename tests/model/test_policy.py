@@ -102,7 +102,7 @@ def test_packed_equals_one_sequence_at_a_time(make) -> None:
 
 
 def test_a_model_whose_logits_are_all_held_is_told() -> None:
-    with pytest.warns(RuntimeWarning, match=r"holds all logits .* those of Gemma3ForCausalLM"):
+    with pytest.warns(RuntimeWarning, match=r"holds all logits .* the head of Gemma3ForCausalLM"):
         Policy(soft_capped(), None)
     with warnings.catch_warnings(action="error"):
         Policy(llama(), None)

@@ -60,8 +60,8 @@ class Policy:
         self._plain_head = check_packing(model)
         if not self._plain_head:
             warnings.warn(
-                f"the head of {type(model).__name__} is more than one linear map: "
-                "a forward pass holds all logits [tokens, vocabulary] in memory",
+                "a pass holds all logits [tokens, vocabulary] in memory: "
+                f"the head of {type(model).__name__} is more than one linear map",
                 RuntimeWarning,
                 stacklevel=2,
             )
