@@ -1,11 +1,11 @@
-"""Does an agent that only knows the OpenAI SDK learn through the endpoint, and what does the endpoint cost?
+"""Train an agent that uses the OpenAI SDK, and measure the cost of the endpoint.
 
     python benchmarks/agent.py --seeds 0    # about 15 minutes on two quiet cores
 
-Each seed runs the retail recipe twice, each in a process of its own: with `examples/retail_agent.py` through the
-endpoint, then with the desk's own environment. Tasks, noise, held-out tasks and settings are the same. Afterwards a few
-steps of each by turns are timed, and their processor time is counted. What a folder of runs already holds is not run
-again. Writes a dated table under benchmarks/results/.
+Each seed runs the retail recipe twice, each time in a new process: with `examples/retail_agent.py`
+through the endpoint, then with the built-in environment. Tasks, noise, held-out tasks and settings are
+the same. Then a few steps of each are timed in turn, with their CPU time. Runs that a folder already
+has are not repeated. Writes a dated table under benchmarks/results/.
 """
 
 import argparse
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def train(env: str, folder: Path, *options: str) -> None:
-    """The recipe, from the command line, and the processor seconds that all of it took."""
+    """Run the recipe from the command line and save its CPU seconds."""
     before, code = _processor_s(), commit()
     command = [
         sys.executable,
@@ -54,13 +54,13 @@ def train(env: str, folder: Path, *options: str) -> None:
 
 
 def _processor_s() -> float:
-    """Of all processes that were begun and have ended."""
+    """Return the CPU seconds of all child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def learnt(runs: Path, seeds: list[int]) -> list[str]:
-    """One line a seed."""
+    """Return a table of the trained policies, one line per seed."""
     lines = [
         "| seed | base policy | the agent, trained | the desk's own environment, trained | minutes | steps "
         "| tokens by lag 0 / 1 / 2 | trajectories of several versions | staleness seen / bound | commit |",
@@ -83,7 +83,7 @@ def learnt(runs: Path, seeds: list[int]) -> list[str]:
 
 
 def recorded(runs: Path, seeds: list[int]) -> list[str]:
-    """What the journals of the agent's runs hold."""
+    """Return a table of the calls in the journals of the agent's runs."""
     lines = [
         "| seed | episodes trained on | attempts begun again | calls answered | tokens sampled in them "
         "| with exact old logits | forks | calls that are none, handed out as text | found wrong in the journal |",
@@ -121,7 +121,7 @@ def recorded(runs: Path, seeds: list[int]) -> list[str]:
 
 
 def pace(runs: Path, turns: int) -> list[str]:
-    """Medians over the timed runs of each, from the first step's end to the last one's."""
+    """Return a table of medians over the timed runs, from the first step's end to the last's."""
     lines = [
         "| through | steps a minute | sampled tokens a second | processor seconds a step |",
         "|---|---|---|---|",

@@ -1,12 +1,12 @@
-"""Does the endpoint hold 64 streaming episodes at once, for minutes, while the weights change?
+"""Run 64 streaming episodes at once through the endpoint while the weights change.
 
     python benchmarks/endpoint.py          # five minutes on two cores
 
-A run's own parts, in one process with its engine beside it: the demo's policy behind the endpoint, episodes as
-`AgentRollout` runs them, new weights every few seconds. The agents are a client in a process of its own. Half of the
-episodes have the retail desk's tools. After each episode the client asks for its record, and compares it with what
-was streamed, call by call: text, log-probabilities, what each token says, how many there were. What the rollout makes
-of the episode is then compared with the record, token by token. Writes a dated table under benchmarks/results/.
+The components of a run: the demo's policy behind the endpoint, episodes of `AgentRollout`, new weights
+every few seconds. The agents are one client in another process. Half of the episodes have the retail
+tools. After each episode the client compares its record with the stream: text, log-probabilities,
+tokens and their number. The trajectory is then compared with the record, token by token. Writes a
+dated table under benchmarks/results/.
 """
 
 import argparse
@@ -45,13 +45,13 @@ from unstale.weights.publish import DirectPublisher
 RESULTS = Path(__file__).parent / "results"
 CONSOLE = Console(soft_wrap=True, highlight=False)
 CLIENT = "client"
-"""The first word to this file when it is to be the agents."""
+"""The first argument of the process that runs the agents."""
 TURNS = 4
 TEMPERATURE = 2.5
-"""At 1 the demo's policy says a few words at a time, and there is little to stream."""
+"""At 1 the replies of the demo's policy have a few words: little to stream."""
 LINE = 1 << 24
 SLOPE_MB = 1.0
-"""What a process may grow by in 1,000 calls, in the second half."""
+"""Allowed growth of a process in MB per 1,000 calls, in the second half."""
 
 Call = dict[str, Any]
 
@@ -60,7 +60,7 @@ Call = dict[str, Any]
 
 
 async def agents() -> None:
-    """An episode for every line that is read; a line for every one that ended."""
+    """Run an episode for each line of stdin. Write a line for each that ends."""
     import httpx2 as httpx
     from tokenizers import Tokenizer
 
@@ -113,7 +113,7 @@ async def episode(client: Any, tokenizer: Any, asked: dict[str, Any]) -> dict[st
 
 
 async def streamed(client: Any, url: str, headers: Any, body: Any) -> Call:
-    """What came over the wire, and when."""
+    """Send a streamed call. Return its text, tool calls, tokens and times."""
     begun, first_s = time.perf_counter(), 0.0
     call: Call = {"text": "", "calls": {}, "said": [], "usage": None, "chunks": 0}
     async with client.stream("POST", url, headers=headers, json=body) as answer:
@@ -139,7 +139,7 @@ async def streamed(client: Any, url: str, headers: Any, body: Any) -> Call:
 
 
 def compare(calls: list[Call], record: list[Any], tokenizer: Any, *, tools: bool) -> None:
-    """Every call against the pieces that the endpoint says it sampled for it."""
+    """Compare every call with the recorded pieces of its reply."""
     replies = [
         list(pieces)
         for kind, pieces in groupby(record, key=lambda piece: piece["kind"])
@@ -171,22 +171,22 @@ def compare(calls: list[Call], record: list[Any], tokenizer: Any, *, tools: bool
 
 @dataclass
 class StepMetrics:
-    """What happened so far."""
+    """Counts and times of the calls so far."""
 
     first_s: array = field(default_factory=lambda: array("d"))  # type: ignore[type-arg]
     whole_s: array = field(default_factory=lambda: array("d"))  # type: ignore[type-arg]
     tokens: int = 0
     episodes: int = 0
     across: int = 0
-    """Replies that more than one version sampled."""
+    """Number of replies that more than one version sampled."""
     published: int = 0
     lost: list[str] = field(default_factory=list)
     memory: list[tuple[int, float, float]] = field(default_factory=list)
-    """Calls so far, and MB of the endpoint's process and of its engine's."""
+    """Calls so far, and MB of the endpoint's process and of the engine's."""
 
 
 class Agents:
-    """The client's process: an address goes in, and what became of it comes out."""
+    """The process of the agents: base URLs go in, results come out."""
 
     def __init__(self, tally: StepMetrics) -> None:
         self.tally = tally
@@ -218,7 +218,7 @@ class Agents:
         assert await self._process.wait() == 0
 
     async def play(self, base_url: str, task: str, seed: int, api_key: str) -> float:
-        """An episode, as it is asked for by a rollout."""
+        """Run one episode, as the agent of a rollout."""
         assert self._process.stdin is not None
         begun = [
             {"role": "system", "content": "You are an agent at the desk of a shop."},
@@ -241,7 +241,7 @@ class Agents:
 
 @dataclass
 class Bench:
-    """A run's parts, and what happens to them."""
+    """The components of a run and the work on them."""
 
     config: Any
     parts: Any
@@ -294,7 +294,7 @@ class Bench:
 
 
 async def measured(seconds: float, many: int, every_s: float) -> tuple[StepMetrics, dict[str, int]]:
-    """What happened, and what is left over."""
+    """Return the counts and times, and the resources that are left over."""
     config = recipes.retail()
     config = replace(
         config, engine=replace(config.engine, max_context=1024, temperature=TEMPERATURE)
@@ -331,14 +331,14 @@ async def measured(seconds: float, many: int, every_s: float) -> tuple[StepMetri
     left = {
         "tasks": len(asyncio.all_tasks()) - before[0],
         "files": len(os.listdir("/proc/self/fd")) - before[1],
-        "episodes": len(endpoint._sessions),
+        "episodes": endpoint.num_sessions,
     }
     await engine.close()
     return tally, left
 
 
 def _memory(process: int) -> float:
-    """MB that are its own: what it shares with others, a library's code, comes and goes."""
+    """Return the private memory of a process in MB. Shared memory comes and goes."""
     try:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -347,7 +347,7 @@ def _memory(process: int) -> float:
 
 
 def _children() -> list[int]:
-    """Of this process, the client aside: the engine."""
+    """Return the child processes without the client: the engine."""
     tasks = Path("/proc/self/task").glob("*/children")
     children = [int(word) for task in tasks for word in task.read_text().split()]
     return [
@@ -358,7 +358,7 @@ def _children() -> list[int]:
 
 
 def slope(memory: list[tuple[int, float, float]], at: int) -> float:
-    """MB in 1,000 calls, over the second half."""
+    """Return the growth in MB per 1,000 calls over the second half."""
     half = memory[len(memory) // 2 :]
     if half[0][0] == half[-1][0]:
         return 0.0

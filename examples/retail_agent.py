@@ -1,9 +1,10 @@
-"""An agent with tools at the retail desk, written with the OpenAI SDK and nothing else to speak through.
+"""An agent with tools for the retail tasks, written with the OpenAI SDK.
 
     unstale train retail --task.env examples.retail_agent:tasks
 
-`agent` gets a base URL, a task, a seed and a key; it calls tools, talks to the customer, and says whether the database
-is as it should be. Its tasks, held-out ones included, are those of the recipe `retail` at its demo level.
+`agent` gets a base URL, a task, a seed and a key. It calls tools, talks to the customer and returns
+whether the database has the right content at the end. Training and held-out tasks are those of the
+recipe `retail` at its demo level.
 """
 
 import asyncio
@@ -20,20 +21,19 @@ from unstale.records import Task
 
 DESK = RetailTasks(level=1)
 LATENCY_S = 0.6
-"""Mean of the log-normal time that a tool call takes."""
+"""Mean of the log-normal duration of a tool call."""
 
 
 async def agent(base_url: str, task: Task, seed: int, api_key: str) -> dict[str, float]:
-    """Serve one customer, until one of the two leaves."""
+    """Serve one customer until one of the two leaves."""
     scenario, random = DESK.scenario(task), Random(seed)
     desk, customer = scenario.desk.copy(), Customer(scenario)
     messages: list[Any] = [
         {"role": "system", "content": system_text(DESK.level)},
         {"role": "user", "content": customer.opening()},
     ]
-    http = openai.DefaultAsyncHttpxClient(
-        verify=False, timeout=None
-    )  # on loopback: no certificates are read
+    # On loopback: loading certificates would block the event loop.
+    http = openai.DefaultAsyncHttpxClient(verify=False, timeout=None)
     async with openai.AsyncOpenAI(
         base_url=base_url, api_key=api_key, max_retries=0, http_client=http
     ) as client:
@@ -45,24 +45,24 @@ async def agent(base_url: str, task: Task, seed: int, api_key: str) -> dict[str,
             messages.append(reply)
             for call in reply.tool_calls or ():
                 await asyncio.sleep(LATENCY_S * math.exp(random.gauss(0, 1) - 0.5))
-                told = answer(desk, call.function)
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": told})
+                result = answer(desk, call.function)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
             if not reply.tool_calls:
-                said = customer.answer(reply.content, writes=len(desk.writes))
-                messages.append({"role": "user", "content": said})
+                text = customer.answer(reply.content, writes=len(desk.writes))
+                messages.append({"role": "user", "content": text})
     return {"success": float(desk.state() == scenario.goal())}
 
 
-def answer(desk: Desk, asked: Any) -> str:
-    """What a tool says to a call."""
+def answer(desk: Desk, call: Any) -> str:
+    """Return the result of a tool call as text."""
     try:
-        return call_tool(desk, asked.name, json.loads(asked.arguments))
+        return call_tool(desk, call.name, json.loads(call.arguments))
     except DeskError as error:
         return f"Error: {error}"
 
 
 def tasks() -> ExternalAgent:
-    """The recipe's tasks, as many as a long run takes."""
+    """Return the recipe's tasks, enough for a long run."""
     train = [Task(DESK.name, "train", index) for index in range(10_000)]
     return ExternalAgent(
         agent, train, held_out=DESK.held_out(1000), name=DESK.name, concurrency=400

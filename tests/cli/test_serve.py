@@ -1,5 +1,5 @@
-"""`unstale eval` and `unstale serve` need what samples and nothing of what learns; what goes wrong ends them as
-it ends a run, in one message; an engine that dies is started again."""
+"""`unstale eval` and `unstale serve` need no trainer; an error ends them with one message, as it ends a run; an engine
+that crashes is restarted."""
 
 import socket
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""Promises of the recording endpoint: what was said is never tokenised again, whatever a harness does to its history; a
-branch shares its parent's tokens and trains them once; requests that cannot be answered are refused in words."""
+"""Promises of the recording endpoint: recorded text is never tokenized again, however a history is edited; a branch
+shares its parent's tokens and trains them once; requests that cannot be answered are refused with the reason."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ import pytest
 from jinja2 import TemplateError
 
 from tests.envs.test_chat import QWEN
-from tests.rollout.test_external import CALL, CHAT, SUMS, TASK, World, says, whole
+from tests.rollout.test_external import CALL, CHAT, SUMS, TASK, TOKENIZER, World, says, whole
 from tests.support.templates import DIALECTS, ends_of, tokenizer_of
 from unstale.engines import SamplingParams
 from unstale.envs import Message
@@ -74,8 +74,8 @@ class Harness:
     """Holds one conversation with itself: extends, edits, branches, repeats, gives up, and writes it down again its own
     way. The oracle knows answers by what they say, and every context that was ever spoken in, by the history it was."""
 
-    def __init__(self, chat: Chat, seed: int) -> None:
-        self.chat, self.draw = chat, random.Random(seed)
+    def __init__(self, chat: Chat, tokenizer: Any, seed: int) -> None:
+        self.chat, self.tokenizer, self.draw = chat, tokenizer, random.Random(seed)
         self.conversation = Conversation(chat)
         self.histories: list[tuple[list[dict[str, Any]], tuple[Any, ...]]] = []
         self.known: dict[str, set[tuple[tuple[int, ...], bool]]] = defaultdict(set)
@@ -160,7 +160,7 @@ class Harness:
 
     def sample(self) -> list[int]:
         """What a policy may say: anything."""
-        draw, tokenizer, form = self.draw, self.chat._tokenizer, self.chat.call_form
+        draw, tokenizer, form = self.draw, self.tokenizer, self.chat.call_form
         assert form
         thoughts = "<think>\nso\n</think>\n\n" * (draw.random() < 0.3)
         call = json.dumps(
@@ -295,7 +295,7 @@ def test_whatever_a_harness_does_every_token_keeps_its_context(template: str) ->
     tokenizer = tokenizer_of(template, TEMPLATES.get(template, ""))
     chat, forks, refused = Chat(tokenizer, (), ends=ends_of(tokenizer)), 0, 0
     for seed in range(CONVERSATIONS):
-        harness = Harness(chat, seed)
+        harness = Harness(chat, tokenizer, seed)
         for _ in range(harness.draw.randrange(2, 10)):
             harness.ask()
         harness.check()
@@ -639,7 +639,7 @@ def test_what_is_streamed_is_how_the_answer_begins_wherever_it_is_cut(template: 
     chat, early = Chat(tokenizer, (), ends=ends_of(tokenizer)), 0
     answer_format = ChatFormat("policy", chat)
     for seed in range(CONVERSATIONS):
-        harness = Harness(chat, seed)
+        harness = Harness(chat, tokenizer, seed)
         draw = harness.draw
         tokens = (
             tokenizer.encode("".join(draw.choices(REPLIES, k=draw.randrange(4)))) + harness.sample()
@@ -665,23 +665,27 @@ def test_what_is_streamed_is_how_the_answer_begins_wherever_it_is_cut(template: 
 
 def test_who_hangs_up_ends_the_reply_and_may_ask_again_for_the_rest() -> None:
     reached = asyncio.Event()
+    ended = asyncio.Event()
 
     async def slow(tokens: Sequence[int], params: SamplingParams) -> None:
         if CHAT.text(tokens).endswith("two. three") and not reached.is_set():
             reached.set()
-            await asyncio.Event().wait()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
 
     async def act(client: httpx.AsyncClient, world: World) -> None:
         async with asyncio.timeout(10):
             for stream in (True, False):
                 reached.clear()
+                ended.clear()
                 body = {"messages": [{"role": "user", "content": f"{stream}"}], "stream": stream}
                 asking = asyncio.create_task(client.post("chat/completions", json=body))
                 await reached.wait()
-                assert world.engine._pending
+                assert not ended.is_set()
                 asking.cancel()
-                while world.engine._pending:  # noqa: ASYNC110 - nobody is told of it
-                    await asyncio.sleep(0.01)
+                await ended.wait()
                 answer = await client.post("chat/completions", json={**body, "stream": False})
                 assert (
                     answer.json()["choices"][0]["message"]["content"]
@@ -736,11 +740,16 @@ def test_who_hangs_up_at_any_moment_may_ask_again_without_a_fork(
 
 @pytest.mark.parametrize("choices", [1, 3])
 def test_the_last_allowed_reply_can_be_asked_for_again(choices: int) -> None:
-    begun, go = [], asyncio.Event()
+    begun: list[int] = []
+    ended: list[int] = []
+    go = asyncio.Event()
 
     async def slow(tokens: Sequence[int], params: SamplingParams) -> None:
         begun.append(1)
-        await go.wait()
+        try:
+            await go.wait()
+        finally:
+            ended.append(1)
 
     async def act(client: httpx.AsyncClient, world: World) -> None:
         body = {**ASK, "n": choices}
@@ -749,10 +758,10 @@ def test_the_last_allowed_reply_can_be_asked_for_again(choices: int) -> None:
         assert len((await client.get("record")).json()["branches"]) == 1, "nothing was begun"
         asking = asyncio.create_task(client.post("chat/completions", json=body))
         async with asyncio.timeout(10):
-            while len(begun) < choices:  # noqa: ASYNC110 - nobody is told of it
+            while len(begun) < choices:  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.01)
             asking.cancel()
-            while world.engine._pending:  # noqa: ASYNC110
+            while len(ended) < len(begun):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             go.set()
             answer = (await client.post("chat/completions", json=body)).json()
@@ -777,8 +786,10 @@ def test_the_last_allowed_reply_can_be_asked_for_again(choices: int) -> None:
 def test_what_no_context_can_hold_is_refused_before_it_becomes_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made, encode = [], Chat._encode
-    monkeypatch.setattr(Chat, "_encode", lambda *said: made.append(1) or encode(*said))
+    made, encode = [], TOKENIZER.encode
+    monkeypatch.setattr(
+        TOKENIZER, "encode", lambda *text, **how: made.append(1) or encode(*text, **how)
+    )
     assert not CHAT.renders_tools and chat_of(QWEN).renders_tools
     monkeypatch.setattr(Chat, "renders_tools", True)
     long = "x" * (

@@ -1,7 +1,7 @@
 """Promises: an interrupted reply continues from the same tokens under the next version, as a second piece of the same
-turn; limits end episodes; a failed environment is begun again with the same seed, then reported, and never hides an
-engine's death; every piece is announced the moment it arrives; an episode goes on from its past token for token; one
-whose environment says something else is begun again, which is no failure."""
+turn; limits end episodes; a failed environment is retried with the same seed, then reported, and never hides a crash
+of the engine; `on_piece` gets every piece as soon as it is sampled; an episode continues from its record token for
+token; one whose environment gives other text restarts, which does not count as a failure."""
 
 import asyncio
 import json

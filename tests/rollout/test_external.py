@@ -1,6 +1,6 @@
-"""Promises of bring-your-own-agent: an unmodified agent becomes trajectories whose tokens are what the engine sampled;
-weight updates, the journal and resuming work as for any episode; time-outs, retries and limits are the library's; a
-fork is trained with its episode's credit, and no token twice; a run trains on it."""
+"""Promises of external agents: an unmodified agent becomes trajectories whose tokens are those that the engine
+sampled; weight updates, the journal and resuming work as for any episode; time-outs, retries and limits are the
+library's; a fork is trained with its episode's advantage, and no token twice; a run trains on it."""
 
 import asyncio
 import gc
@@ -55,13 +55,13 @@ from unstale.rollout.endpoint.server import RecordingEndpoint
 from unstale.rollout.generator import Generator
 from unstale.rollout.timeouts import first_error
 
-CHAT = Chat(AutoTokenizer.from_pretrained(SHIPPED_POLICY), ())
+TOKENIZER = AutoTokenizer.from_pretrained(SHIPPED_POLICY)
+CHAT = Chat(TOKENIZER, ())
 TASK = Task("sums", "train", 0)
-TEXT = CHAT._tokenizer
 
 
 def says(text: str, *, end: bool = True) -> list[int]:
-    return [*TEXT.encode(text, add_special_tokens=False), *([CHAT.stop_tokens[0]] if end else [])]
+    return [*CHAT.encode(text), *([CHAT.stop_tokens[0]] if end else [])]
 
 
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "10 + 20"}}\n</tool_call>'

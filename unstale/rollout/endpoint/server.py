@@ -80,6 +80,10 @@ class RecordingEndpoint:
     def num_connections(self) -> int:
         return len(self._server.server_state.connections) if self._server else 0
 
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
     async def __aenter__(self) -> Self:
         """Raises OSError if the port is in use."""
         listening = socket.create_server((HOST, self._port), backlog=512)
