@@ -76,7 +76,7 @@ class Witness:
         @contextmanager
         def seen(endpoint: RecordingEndpoint, session: AgentSession) -> Iterator[str]:
             with opened(endpoint, session) as address:
-                self._episodes[address] = session.recorded[0].episode
+                self._episodes[address] = session.transcript.episode
                 yield address
 
         patch.setattr(RecordingEndpoint, "opened", seen)
