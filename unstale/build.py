@@ -1,4 +1,4 @@
-"""Configuration -> objects: the one file that knows every concrete class."""
+"""Build the objects of a run from its configuration."""
 
 import asyncio
 import math
@@ -54,27 +54,27 @@ from unstale.weights.recording import RECORDED, Recording
 from unstale.weights.store import VersionStore
 
 MAX_SKIPPED = 100_000
-"""Tasks in a row that could not be finished before: then there are no others."""
+"""Number of skipped tasks in a row after which no usable tasks are assumed to be left."""
 
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """What generates and what learns. Making it refuses whatever is wrong, before there is a run folder."""
+    """The parts of a run that sample and train; they need no run folder."""
 
     policy: Policy
     taskset: Taskset
     generator: Generator
     scorer: LocalScorer
-    """The route's own."""
+    """The scorer of the route."""
     old: OldLogps
     auditor: Auditor
     trainer: LocalTrainer
 
 
 def build_machine(config: RunConfig, engine: Engine | None = None) -> Components:
-    """Raises `ConfigError` for anything that can be known to be wrong without starting the engine.
+    """Return the components of a run; `engine` replaces the configured one.
 
-    `engine` is one that is there already, of the same configuration.
+    Raises `ConfigError` for every mistake that can be found without starting the engine.
     """
     policy, taskset, generator = build_sampler(config, engine)
     scorer = build_scorer(config, policy)
@@ -87,20 +87,22 @@ def build_machine(config: RunConfig, engine: Engine | None = None) -> Components
 def build_sampler(
     config: RunConfig, engine: Engine | None = None
 ) -> tuple[Policy, Taskset, Generator]:
-    """What generates, with nothing of what learns. Else as `build_machine`."""
-    policy, taskset = load_policy(config), build_taskset(config.task)
-    build_rollout(config, taskset)  # refuses what it needs and has not
+    """Return the parts that sample. Raises `ConfigError` like `build_machine`."""
+    policy = load_policy(config)
+    taskset = build_taskset(config.task)
+    build_rollout(config, taskset)  # raises ConfigError if a requirement is missing
     return policy, taskset, build_generator(config, policy, taskset, engine)
 
 
 def build_trainer(
     config: RunConfig, policy: Policy, scorer: LocalScorer
 ) -> tuple[LocalTrainer, Auditor]:
-    """Make the trainer and its audit; the route uses `scorer`. The trainer's route is to be closed."""
+    """Return the trainer and its audit. The caller must close the trainer's route."""
     old = build_old_logps(config.old_logps, scorer, lockstep=config.deterministic)
-    correction, objective = build_correction(config.correction), build_objective(config.objective)
-    judge = Thresholds(correction, objective.surrogate)
-    auditor = Auditor(build_scorer(config, policy), old, judge, share=config.audit.share)
+    correction = build_correction(config.correction)
+    objective = build_objective(config.objective)
+    thresholds = Thresholds(correction, objective.surrogate)
+    auditor = Auditor(build_scorer(config, policy), old, thresholds, share=config.audit.share)
     rules = Rules(
         correction=correction,
         objective=objective,
@@ -112,18 +114,16 @@ def build_trainer(
 
 
 def build_scorer(config: RunConfig, policy: Policy) -> LocalScorer:
-    """Make a scorer for one consumer."""
+    """Return a scorer. Each consumer needs its own."""
     return LocalScorer(policy, config.engine.temperature, config.trainer.max_tokens_per_microbatch)
 
 
 def load_policy(config: RunConfig) -> Policy:
-    """The policy that a run begins with."""
+    """Return the initial policy of a run."""
     options = config.trainer
-    lora = (
-        Lora(options.lora_rank, options.lora_alpha, options.lora_targets, config.seed)
-        if options.lora_rank
-        else None
-    )
+    lora = None
+    if options.lora_rank:
+        lora = Lora(options.lora_rank, options.lora_alpha, options.lora_targets, config.seed)
     policy = Policy.load(config.policy_folder, dtype=options.dtype, lora=lora)
     policy.set_forward_options(ForwardOptions.of(options))
     return policy
@@ -132,7 +132,7 @@ def load_policy(config: RunConfig) -> Policy:
 def build(
     config: RunConfig, machine: Components, log: RunLog, watcher: Watcher, life: ResumeState
 ) -> RunComponents:
-    """Everything the loop touches, as it stands in this life of the run."""
+    """Return the components of the loop, with the state of a resumed run."""
     policy, taskset, old = machine.policy, machine.taskset, machine.old
     pending = PendingPieces()
     piece_arrived = asyncio.Event()
@@ -148,31 +148,12 @@ def build(
     engine = supervise(machine.generator.engine, recovery)
     generator = replace(machine.generator, engine=engine)
 
-    def on_piece(piece: PendingPiece) -> None:
-        pending.add(piece)
-        old.arrived(piece)
-        piece_arrived.set()
-
-    def on_failure(episode: int, failure: Failure, final: bool) -> None:
-        pending.discard([episode])
-        recorder.failure(episode, failure, final)
-
-    def on_restart(episode: int, failure: Failure) -> None:
-        pending.discard([episode])
-        recorder.restarted(episode, failure)
-
     make_rollout = build_rollout(config, taskset, on_event=recorder.event)
-    rollout = make_rollout(
-        generator,
-        taskset,
-        config.rollout,
-        on_piece=on_piece,
-        on_failure=on_failure,
-        on_restart=on_restart,
+    rollout = _training_rollout(
+        partial(make_rollout, generator, taskset, config.rollout),
+        _Listeners(old, pending, piece_arrived, recorder),
+        life,
     )
-    rollout.restore(life.episodes, life.quarantined, life.outcomes)
-    for piece in (piece for request in life.requests for piece in request.opens()):
-        pending.add(piece)
     held_out = taskset.held_out(config.eval.tasks)
     evaluation = None
     if held_out:
@@ -209,21 +190,70 @@ def build(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Listeners:
+    """The objects that are notified of the pieces and failures of episodes."""
+
+    old: OldLogps
+    pending: PendingPieces
+    piece_arrived: asyncio.Event
+    recorder: Recorder
+
+    def on_piece(self, piece: PendingPiece) -> None:
+        self.pending.add(piece)
+        self.old.arrived(piece)
+        self.piece_arrived.set()
+
+    def on_failure(self, episode: int, failure: Failure, final: bool) -> None:
+        self.pending.discard([episode])
+        self.recorder.failure(episode, failure, final)
+
+    def on_restart(self, episode: int, failure: Failure) -> None:
+        self.pending.discard([episode])
+        self.recorder.restarted(episode, failure)
+
+
+def _training_rollout(
+    make_rollout: Callable[..., Rollout], listeners: _Listeners, life: ResumeState
+) -> Rollout:
+    """Return the rollout of training episodes, with the state of a resumed run."""
+    rollout = make_rollout(
+        on_piece=listeners.on_piece,
+        on_failure=listeners.on_failure,
+        on_restart=listeners.on_restart,
+    )
+    rollout.restore(life.episodes, life.quarantined, life.outcomes)
+    for request in life.requests:
+        for piece in request.opens():
+            listeners.pending.add(piece)
+    return rollout
+
+
 def trainer_threads(config: RunConfig) -> int:
-    """The cores are divided among the processes of a run: with more threads than cores all run many times slower."""
-    others = config.engine.threads * config.engine.processes + (config.old_logps.needs.own_process)
-    return config.trainer.threads or (1 if config.deterministic else max(1, cores() - others))
+    """Return the number of CPU threads of the trainer.
+
+    All processes of a run share the cores: with more threads than cores, all are many times slower.
+    """
+    if config.trainer.threads:
+        return config.trainer.threads
+    if config.deterministic:
+        return 1
+    engine_threads = config.engine.threads * config.engine.processes
+    return max(1, cores() - engine_threads - config.old_logps.needs.own_process)
 
 
 def _own_threads(count: int) -> None:
-    """For products of this thread alone: torch gives every later one the number that was last asked for."""
+    """Set the number of torch threads for this thread alone.
+
+    Threads that start later inherit the last value that any thread has set.
+    """
     torch.set_num_threads(count)
-    torch.get_num_threads()  # which settles it here
+    torch.get_num_threads()  # applies the value to this thread
     ThreadPoolExecutor(1).submit(torch.set_num_threads, 1).result()
 
 
 def build_checkpoints(config: RunConfig, machine: Components, run: Path) -> Checkpoints:
-    """They hold every part that has a state of its own."""
+    """Return the checkpoints, which store every component with state."""
     parts: dict[str, Stateful] = {
         "trainer": machine.trainer,
         "old": machine.old,
@@ -233,7 +263,7 @@ def build_checkpoints(config: RunConfig, machine: Components, run: Path) -> Chec
 
 
 def build_queue(config: ScheduleConfig, life: ResumeState) -> StalenessQueue:
-    """The line, with what an earlier life of the run has in it."""
+    """Return the queue, with the groups of a resumed run."""
     queue = StalenessQueue(
         max_staleness=config.max_staleness,
         groups_per_step=config.groups_per_step,
@@ -246,14 +276,19 @@ def build_queue(config: ScheduleConfig, life: ResumeState) -> StalenessQueue:
 def training_requests(
     taskset: Taskset, seed: int, life: ResumeState, *, skipped: Collection[str]
 ) -> Iterator[GroupRequest]:
-    """The training tasks from where the run stands, but for those `skipped` by then; none if it would skip for ever."""
-    number, since = life.admitted, 0
+    """Yield groups of training tasks from the run's position on, without `skipped` tasks.
+
+    Stops after `MAX_SKIPPED` skipped tasks in a row.
+    """
+    number = life.admitted
+    num_skipped = 0
     for place, task in enumerate(islice(taskset.train(seed), life.place, None), life.place):
-        since += 1
+        num_skipped += 1
         if task.key not in skipped:
             yield GroupRequest(number, task, seed, place)
-            number, since = number + 1, 0
-        elif since > MAX_SKIPPED:
+            number += 1
+            num_skipped = 0
+        elif num_skipped > MAX_SKIPPED:
             return
 
 
@@ -264,14 +299,14 @@ def shares_deltas(config: RunConfig) -> bool:
 
 
 def _store(scorer: LocalScorer) -> VersionStore | None:
-    """The version store of the route, whose deltas publication may send."""
+    """Return the route's version store, whose deltas can be published."""
     return scorer.store if isinstance(scorer.store, VersionStore) else None
 
 
 def build_generator(
     config: RunConfig, policy: Policy, taskset: Taskset, engine: Engine | None = None
 ) -> Generator:
-    """The engine, and the conversation format of the policy's tokenizer with the task set's tools."""
+    """Return the engine with the chat format of the policy's tokenizer and the task set's tools."""
     try:
         engine = engine or build_engine(config, policy.merging)
         chat = Chat(policy.tokenizer, taskset.tools, ends=policy.ends)
@@ -309,12 +344,13 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
 def build_rollout(
     config: RunConfig, taskset: Taskset, *, on_event: Callable[..., None] = lambda kind, **_: None
 ) -> Callable[..., Rollout]:
-    """What makes rollouts of this task set; those of agents that ask by themselves share one endpoint."""
+    """Return the class or function that makes rollouts; external agents share one endpoint."""
     if not isinstance(taskset, ExternalAgent):
         return Rollout
     if config.deterministic:
         raise ConfigError(
-            "deterministic must be false with an ExternalAgent: a virtual clock does not wait for sockets"
+            "deterministic must be false with an ExternalAgent: "
+            "a virtual clock does not wait for sockets"
         )
     try:
         from unstale.rollout.endpoint.agents import AgentRollout
