@@ -1,8 +1,9 @@
-"""Question 1: sampled tokens per second of the embedded engine beside transformers and vLLM, `make bench-generate`.
+"""Question 1: sampled tokens per second of the embedded engine beside transformers and vLLM, `make
+bench-generate`.
 
-All play the same episodes of several turns: the same lengths of replies, at temperature 1, and the same tool results,
-which cost no time. An episode that ends is replaced by the next until a quarter more have begun than are live.
-Each contestant is a process that is stopped while another plays.
+All play the same episodes of several turns: the same lengths of replies, at temperature 1, and the
+same tool results, which cost no time. An episode that ends is replaced by the next until a quarter
+more have begun than are live. Each contestant is a process that is stopped while another plays.
 """
 
 import argparse
@@ -80,7 +81,9 @@ GOALS = {
 WIDER = 1.5
 """At 256 episodes over 64."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
-"""Mean difference of log-probabilities from the plain forward pass in float32, beyond which it is another model."""
+"""Mean difference of log-probabilities from the plain forward pass in float32, beyond which it is
+another model.
+"""
 
 
 TURNS, REPLY, RESULT, OPENING = (2, 4), (5, 80), (5, 60), (60, 140)
@@ -243,7 +246,10 @@ def players(arguments: argparse.Namespace, folder: Path, dtype: str) -> Iterator
 
 
 def check(player: Player, probe: Probe, folder: Path, dtype: str) -> float:
-    """Mean difference of a reply's log-probabilities from the plain forward pass. A contestant far off is left out."""
+    """Mean difference of a reply's log-probabilities from the plain forward pass.
+
+    A contestant far off is left out.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -266,7 +272,10 @@ def check(player: Player, probe: Probe, folder: Path, dtype: str) -> float:
 def measure(
     arguments: argparse.Namespace, what: tuple[str, str], folder: Path
 ) -> tuple[list[str], dict[str, Any]]:
-    """Rows of the table for one model, and the figures by contestant and episodes live. Ends where ours fails."""
+    """Rows of the table for one model, and the figures by contestant and episodes live.
+
+    Ends where ours fails.
+    """
     size, dtype = what
     vocab = SIZES[size][4]
     plays = [

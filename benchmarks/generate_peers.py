@@ -1,8 +1,10 @@
-"""Contestants of `benchmarks.generate`: each plays workloads in a process of its own, in the environment that has it.
+"""Contestants of `benchmarks.generate`: each plays workloads in a process of its own, in the
+environment that has it.
 
-A line of JSON comes in (`{"episodes": [[opening, [[reply length, tool result], ...]], ...], "live": 64, ...}`), a line
-goes out: seconds, sampled tokens, and of one reply its context, tokens and log-probabilities, which show whether all
-run one model. The first line out names the processes that are not of this one's group.
+A line of JSON comes in (`{"episodes": [[opening, [[reply length, tool result], ...]], ...], "live":
+64, ...}`), a line goes out: seconds, sampled tokens, and of one reply its context, tokens and
+log-probabilities, which show whether all run one model. The first line out names the processes that
+are not of this one's group.
 """
 
 import asyncio
@@ -157,10 +159,11 @@ def _heard(child: "subprocess.Popen[str]") -> Any:
 
 
 class Generate:
-    """`generate` of transformers: in every round all live episodes take a turn, in 1, 2 or 4 batches by reply length.
+    """`generate` of transformers: in every round all live episodes take a turn, in 1, 2 or 4
+    batches by reply length.
 
-    Each turn is computed from its first token: a cache of the turns before would have holes, and was not tried.
-    `choose` tries which number of batches is best.
+    Each turn is computed from its first token: a cache of the turns before would have holes, and
+    was not tried. `choose` tries which number of batches is best.
     """
 
     def __init__(self, folder: Path, dtype: str, threads: int) -> None:
@@ -318,7 +321,10 @@ class Continuous(_Queue):
 
 
 class Vllm(_Queue):
-    """vLLM's CPU build, in this process, with its prefix cache. It takes its threads from the environment."""
+    """vLLM's CPU build, in this process, with its prefix cache.
+
+    It takes its threads from the environment.
+    """
 
     eager = False
 

@@ -1,11 +1,12 @@
-"""On one GPU, with models of a real size: how near its own limits are training, scoring, publishing and decoding?
+"""On one GPU, with models of a real size: how near its own limits are training, scoring, publishing
+and decoding?
 
     python -m benchmarks.gpu              # under 25 minutes on one GPU; nothing is downloaded
 
-Dense Qwen3-shaped models of 0.6B and 1.7B parameters with random weights in bfloat16. What the chip can do is measured
-in the same run, by large matrix products and a large copy. `--parts` and `--sizes` choose some of it. It runs on a CPU
-too, where it measures nothing worth knowing (`--device cpu --layers 2 --hidden 64 ...`); parts that need CUDA then say
-that they were not run.
+Dense Qwen3-shaped models of 0.6B and 1.7B parameters with random weights in bfloat16. What the chip
+can do is measured in the same run, by large matrix products and a large copy. `--parts` and
+`--sizes` choose some of it. It runs on a CPU too, where it measures nothing worth knowing
+(`--device cpu --layers 2 --hidden 64 ...`); parts that need CUDA then say that they were not run.
 """
 
 import argparse
@@ -51,7 +52,9 @@ RATE = 1e-6
 GOAL = 0.45
 """Share of the measured matrix rate that training is to reach."""
 SHAPES = {"0.6B": (28, 1024, 3072), "1.7B": (28, 2048, 6144)}
-"""Layers, width and inner width; all have 16 heads of 128, 8 of them for keys and values, and tied embeddings."""
+"""Layers, width and inner width; all have 16 heads of 128, 8 of them for keys and values, and tied
+embeddings.
+"""
 VOCABULARIES = (1024, 32_768, 151_936)
 PARTS = ("train", "routes", "publish", "decode", "memory")
 PROMPT, REPLY = 32, 256
@@ -113,9 +116,11 @@ class Big(Size):
 
 
 def train_flops(size: Big, lengths: Sequence[int], sampled: int) -> float:
-    """Of a forward and backward pass: matrices twice a weight and token, causal attention, thrice for the gradient.
+    """Of a forward and backward pass: matrices twice a weight and token, causal attention, thrice
+    for the gradient.
 
-    Logits are of `sampled` tokens alone. What is computed a second time to save memory does not count.
+    Logits are of `sampled` tokens alone. What is computed a second time to save memory does not
+    count.
     """
     matrices = 6 * (size.body * sum(lengths) + size.head * sampled)
     return matrices + 6 * size.layers * size.heads * size.head_dim * sum(
@@ -124,7 +129,9 @@ def train_flops(size: Big, lengths: Sequence[int], sampled: int) -> float:
 
 
 def decode_bytes(size: Big, rows: int) -> float:
-    """Read from memory for one token of each row, half of the reply behind it: weights once, each row's own keys."""
+    """Read from memory for one token of each row, half of the reply behind it: weights once, each
+    row's own keys.
+    """
     context = PROMPT + REPLY / 2
     return (
         2.0 * (size.body + size.head)
@@ -225,7 +232,9 @@ async def _decoded(engine: EmbeddedEngine, count: int, vocab: int) -> float:
 
 
 def memory(name: str, size: Big) -> list[str]:
-    """Peaks above what is held: weights, float32 masters and Adam's state; of training, gradients taken off too."""
+    """Peaks above what is held: weights, float32 masters and Adam's state; of training, gradients
+    taken off too.
+    """
     if size.device == "cpu":
         return ["Not run: needs CUDA, whose allocator says what its peak was."]
     lines = columns("model", "vocabulary", "held GB", "scoring, peak GB", "training, peak GB")

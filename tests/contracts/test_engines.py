@@ -1,4 +1,6 @@
-"""Every engine keeps the same contract: `check_engine` for the fake and for the embedded engine with each runner."""
+"""Every engine keeps the same contract: `check_engine` for the fake and for the embedded engine
+with each runner.
+"""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,6 @@
-"""In lockstep what an engine says, and when, depends on the calls alone, bit for bit, in every process and life."""
+"""In lockstep what an engine says, and when, depends on the calls alone, bit for bit, in every
+process and life.
+"""
 
 import asyncio
 import os
@@ -40,7 +42,9 @@ def _engine(folder: Path) -> EmbeddedEngine:
 
 
 class _Scene:
-    """Seven ragged episodes of two turns in four slots, interrupted in the middle of it, then under other weights."""
+    """Seven ragged episodes of two turns in four slots, interrupted in the middle of it, then under
+    other weights.
+    """
 
     def __init__(self, engine: EmbeddedEngine, weights: list[Mapping[str, Tensor]]) -> None:
         self.engine = engine
@@ -84,7 +88,9 @@ class _Scene:
 
 
 def test_two_lives_are_equal_bit_for_bit(folder: Path, weights: list[Mapping[str, Tensor]]) -> None:
-    """A process of its own, another life of the same process, and a third one that begins amid the second scene."""
+    """A process of its own, another life of the same process, and a third one that begins amid the
+    second scene.
+    """
 
     async def lives(count: int) -> list[tuple[list[Event], Mapping[str, float]]]:
         engine, found = _engine(folder), []
@@ -118,7 +124,9 @@ def test_two_lives_are_equal_bit_for_bit(folder: Path, weights: list[Mapping[str
 def test_nothing_is_computed_unless_time_passes(
     folder: Path, weights: list[Mapping[str, Tensor]]
 ) -> None:
-    """A reply of ten tokens takes ten steps of the virtual clock, however long the process is given."""
+    """A reply of ten tokens takes ten steps of the virtual clock, however long the process is
+    given.
+    """
 
     async def live() -> float:
         engine = _engine(folder)

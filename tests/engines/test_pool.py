@@ -1,6 +1,8 @@
-"""A dead engine is started again: what it says is, token for token and version for version, what it would have said.
+"""A dead engine is started again: what it says is, token for token and version for version, what it
+would have said.
 
-With the fake: who waits, what it is asked to be, how often. With a real process: killed and stopped in mid-reply.
+With the fake: who waits, what it is asked to be, how often. With a real process: killed and stopped
+in mid-reply.
 """
 
 import asyncio
@@ -28,7 +30,9 @@ def _count(tokens: Sequence[int], params: SamplingParams) -> list[int]:
 
 
 class _Fake(ScriptedEngine):
-    """A scripted engine that remembers what it was told, and dies at the calls that it is asked to die at."""
+    """A scripted engine that remembers what it was told, and dies at the calls that it is asked to
+    die at.
+    """
 
     def __init__(
         self, *, dies_at: Sequence[str] = (), delay: Callable[..., Awaitable[None]] | None = None
@@ -127,7 +131,9 @@ def test_who_waits_is_served_by_one_restart() -> None:
 
 
 def test_who_waits_for_a_new_life_may_go_without_it() -> None:
-    """The first of two waiters is cancelled while the engine comes back: one restart, and the other is served."""
+    """The first of two waiters is cancelled while the engine comes back: one restart, and the other
+    is served.
+    """
     coming, gate = asyncio.Event(), asyncio.Event()
 
     class Slow(_Fake):
@@ -326,7 +332,9 @@ def _embedded(folder: Path, *, deltas: bool = False) -> EmbeddedEngine:
 async def _undisturbed(
     engine: Engine, weights: Mapping[str, Tensor], contexts: Mapping[int, list[int]], *, end: int
 ) -> dict[int, list[int]]:
-    """What it says with these weights to each seed's context, up to so many tokens in all, in a life without deaths."""
+    """What it says with these weights to each seed's context, up to so many tokens in all, in a
+    life without deaths.
+    """
     await engine.start()
     await _publish(engine, 1, weights)
     return {

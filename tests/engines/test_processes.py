@@ -1,5 +1,5 @@
-"""Several embedded engines as one: what may be asked for, that it does not matter which of them serves, who has each
-version, and what a killed one costs."""
+"""Several embedded engines as one: what may be asked for, that it does not matter which of them
+serves, who has each version, and what a killed one costs."""
 
 import asyncio
 import os
@@ -114,7 +114,10 @@ def said(replies: list[Reply]) -> list[int]:
 
 
 def test_a_killed_one_costs_nobody_a_token_and_comes_back_with_the_version(folder: Path) -> None:
-    """A reply is the same from every engine. The other engine goes on while the killed one restarts."""
+    """A reply is the same from every engine.
+
+    The other engine goes on while the killed one restarts.
+    """
     events: list[tuple[str, int]] = []
     back = asyncio.Event()
 

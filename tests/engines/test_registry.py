@@ -1,4 +1,6 @@
-"""A backend behind HTTP is one file in `engines/servers/`: here, one that is added to a copy of the package."""
+"""A backend behind HTTP is one file in `engines/servers/`: here, one that is added to a copy of the
+package.
+"""
 
 import os
 import shutil

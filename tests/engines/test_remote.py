@@ -1,6 +1,6 @@
-"""Engines behind servers, each against a faithful fake of its server: the contract, whose stamp a token carries, what
-the probe catches, who notices that a server is gone, and where an episode goes among several. `make test-engines` has
-the real vLLM; what only SGLang has is in test_sglang.py."""
+"""Engines behind servers, each against a faithful fake of its server: the contract, whose stamp a
+token carries, what the probe catches, who notices that a server is gone, and where an episode goes
+among several. `make test-engines` has the real vLLM; what only SGLang has is in test_sglang.py."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -85,7 +85,9 @@ def test_it_keeps_the_contract(model: Path, server: FakeServer) -> None:
 
 
 def test_deltas_change_the_weights_in_place(model: Path, server: FakeServer) -> None:
-    """Those of a version store: the server reads the new ones, and a delta from elsewhere is refused, whole."""
+    """Those of a version store: the server reads the new ones, and a delta from elsewhere is
+    refused, whole.
+    """
     engine, policy = attached(model, server, deltas=True), tiny_policy(seed=5)
     store = VersionStore(policy.twin().weights())
 
@@ -334,9 +336,9 @@ def test_a_cancelled_sample_hangs_up(model: Path, server: FakeServer) -> None:
 @pytest.mark.parametrize(
     ("tokens", "params", "why"),
     [
-        ([], SamplingParams(2, ()), "nothing to continue"),
+        ([], SamplingParams(2, ()), "the context is empty"),
         ([1] * 2048, SamplingParams(2, ()), "no room"),
-        ([64], SamplingParams(2, ()), "belong together"),
+        ([64], SamplingParams(2, ()), "does the tokenizer fit the model"),
         ([1], SamplingParams(2, (), temperature=1e-7), "needs temperature 0 or >="),
         ([1], SamplingParams(2, (), top_k=3), "truncate the support"),
     ],
@@ -519,7 +521,9 @@ def test_an_episode_goes_where_its_prefix_is(keep_cache: bool) -> None:
 def test_siblings_begin_together_as_far_as_their_opening_is_worth_it(
     length: int, together: int
 ) -> None:
-    """It is not computed again elsewhere, unless that takes less time than waiting for each other, or none has room."""
+    """It is not computed again elsewhere, unless that takes less time than waiting for each other,
+    or none has room.
+    """
     asked = _Asked()
     engine = EnginePool([asked.engine(0), asked.engine(1)])
     cramped = EnginePool([asked.engine(0), asked.engine(1)], max_running=2)

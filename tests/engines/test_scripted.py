@@ -1,4 +1,6 @@
-"""The scripted engine says what it is told, when it is told: stragglers, continuations and failures on purpose."""
+"""The scripted engine says what it is told, when it is told: stragglers, continuations and failures
+on purpose.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -111,7 +113,7 @@ def test_a_script_that_runs_dry_is_an_error() -> None:
         engine = await _ready(ScriptedEngine(lambda tokens, params: [1, 2]))
         with pytest.raises(
             ValueError,
-            match="say gave 2 tokens, neither the 6 asked for nor one of the stop tokens",
+            match="the script returned 2 tokens without a stop token, but max_tokens is 6",
         ):
             await engine.sample([0], PARAMS)
 

@@ -1,5 +1,6 @@
-"""vLLM's server as a process, without vLLM: it leaves no folder that nobody uses, takes the user's variables but for
-the run's own, and when whoever started it is gone it is asked to end, and then killed with all its processes."""
+"""vLLM's server as a process, without vLLM: it leaves no folder that nobody uses, takes the user's
+variables but for the run's own, and when whoever started it is gone it is asked to end, and then
+killed with all its processes."""
 
 import os
 import signal

@@ -1,5 +1,6 @@
-"""What the SGLang engine has to cope with alone: end tokens that end a reply unasked, replies that an abort does not
-find or that never began, flushes that are refused, servers without seeds or with preferences; and a whole run."""
+"""What the SGLang engine has to cope with alone: end tokens that end a reply unasked, replies that
+an abort does not find or that never began, flushes that are refused, servers without seeds or with
+preferences; and a whole run."""
 
 import asyncio
 from collections.abc import Iterator
@@ -131,7 +132,10 @@ def test_a_reply_that_nobody_waits_for_does_not_outlive_its_weights(
 
 @pytest.mark.parametrize("keep_cache", [False, True])
 def test_a_cache_is_dropped_before_anything_is_sampled(model: Path, keep_cache: bool) -> None:
-    """However often that is refused. A server with a past has its cache dropped by the first load in any case."""
+    """However often that is refused.
+
+    A server with a past has its cache dropped by the first load in any case.
+    """
     with FakeSglang() as server:
         server.cache([7] * 70)
         server.refuses = 3
@@ -181,7 +185,9 @@ def test_servers_that_would_do_something_else(model: Path, flags: dict[str, Any]
 
 
 def test_an_asynchronous_run(tmp_path: Path) -> None:
-    """With two servers, a lag of up to 2, replies that go on under another version, and exact old log-probabilities."""
+    """With two servers, a lag of up to 2, replies that go on under another version, and exact old
+    log-probabilities.
+    """
     policy, model = tiny_policy(seed=5), tmp_path / "model"
     policy.tokenizer.chat_template = (
         "{% for message in messages %}w2 {{ message['content'] }}w1 {% endfor %}"

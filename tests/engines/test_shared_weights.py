@@ -1,4 +1,6 @@
-"""Weights for servers on this host: the file is the memory, a delta is in it, and a killed process leaves nothing."""
+"""Weights for servers on this host: the file is the memory, a delta is in it, and a killed process
+leaves nothing.
+"""
 
 import os
 import signal

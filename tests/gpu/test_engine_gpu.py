@@ -1,11 +1,13 @@
-"""The embedded engine on CUDA says what it says on the processor, and from graphs what it says without them."""
+"""The embedded engine on CUDA says what it says on the processor, and from graphs what it says
+without them.
+"""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from unstale.engines.embedded.batcher import Batcher, Finished, Request
+from unstale.engines.embedded.batcher import Batcher, FinishedReply, SampleRequest
 from unstale.engines.embedded.decoder import Qwen3Runner
 from unstale.engines.embedded.worker import build_runner
 from unstale.testing import tiny_policy
@@ -32,17 +34,17 @@ def _batcher(folder: Path, device: str, *, dtype: str = "float32") -> Batcher:
     return batcher
 
 
-def _live(batcher: Batcher) -> list[list[Finished]]:
+def _live(batcher: Batcher) -> list[list[FinishedReply]]:
     """Ragged episodes of three turns, with a shared opening and chunks beside rows."""
     contexts = {number: [*range(5, 45), *range(5, 6 + 9 * number)] for number in range(EPISODES)}
-    found: list[list[Finished]] = []
+    found: list[list[FinishedReply]] = []
     with torch.inference_mode():
         for turn in range(3):
             for number, context in contexts.items():
                 batcher.submit(
-                    Request(number, tuple(context), 10 + 7 * number, (), 1.0, seed=number)
+                    SampleRequest(number, tuple(context), 10 + 7 * number, (), 1.0, seed=number)
                 )
-            replies: dict[int, Finished] = {}
+            replies: dict[int, FinishedReply] = {}
             while batcher.has_work:
                 replies |= {reply.id: reply for reply in batcher.step()}
             found.append([replies[number] for number in range(EPISODES)])

@@ -1,6 +1,7 @@
-"""Promises of the judge, against an endpoint on this machine: what is judged cannot leave its frame; only a verdict
-counts, and anything else is asked again, a bounded number of times; equal questions are asked once, also by a later
-process; no budget is exceeded, no call outlives its time; without a verdict there is an `EnvError`, never a 0."""
+"""Promises of the judge, against an endpoint on this machine: what is judged cannot leave its
+frame; only a verdict counts, and anything else is asked again, a bounded number of times; equal
+questions are asked once, also by a later process; no budget is exceeded, no call outlives its time;
+without a verdict there is an `EnvError`, never a 0."""
 
 import asyncio
 import json
@@ -44,7 +45,9 @@ def completion(text: str, tokens: int | None = 40) -> tuple[int, bytes]:
 
 
 class Model:
-    """Answers each call with the next of its answers, the last one for ever, and remembers what it was asked."""
+    """Answers each call with the next of its answers, the last one for ever, and remembers what it
+    was asked.
+    """
 
     def __init__(self) -> None:
         self.answers: list[tuple[int, bytes] | Callable[[BaseHTTPRequestHandler], None]] = [

@@ -1,6 +1,6 @@
-"""Promises: rules say 1 to what is right in another dress and 0 to what only looks right; a task set combines its named
-rewards, and what they were is kept; a program's prints, exits and patches pass no test, and what is expected is not
-where it runs."""
+"""Promises: rules say 1 to what is right in another dress and 0 to what only looks right; a task
+set combines its named rewards, and what they were is kept; a program's prints, exits and patches
+pass no test, and what is expected is not where it runs."""
 
 import asyncio
 from collections.abc import Mapping, Sequence

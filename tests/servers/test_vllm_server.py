@@ -1,7 +1,8 @@
 """The vLLM engine on vLLM's CPU build, with the demo's model: `make test-engines`.
 
-The contract; log-probabilities against the trainer's, of adapters too; asynchronous runs with every exact route, their
-tokens' versions against the server's stamps; what the probe catches; servers and trainers killed."""
+The contract; log-probabilities against the trainer's, of adapters too; asynchronous runs with every
+exact route, their tokens' versions against the server's stamps; what the probe catches; servers and
+trainers killed."""
 
 import asyncio
 import importlib.util
@@ -83,7 +84,10 @@ def _run(engine: VllmEngine, story: Callable[[], Awaitable[None]]) -> None:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A float32 server to attach to: one takes a minute to start. It is so small that replies are always waiting."""
+    """A float32 server to attach to: one takes a minute to start.
+
+    It is so small that replies are always waiting.
+    """
     engine = VllmEngine(SHIPPED_POLICY, dtype="float32", max_running=4)
     asyncio.run(engine.start())
     yield engine.url
@@ -276,7 +280,9 @@ def test_an_asynchronous_run(
 
 
 def _hold_against_the_embedded_engine(run: Path) -> None:
-    """Each exact route, played over what the servers sampled; and the embedded engine's log-probabilities of it."""
+    """Each exact route, played over what the servers sampled; and the embedded engine's
+    log-probabilities of it.
+    """
     rows = audit(run, routes=EXACT, console=_quiet())["routes"]
     assert [row["route"] for row in rows] == [*EXACT]
     assert all(row["exact_fraction"] == 1 and row["claimed_error_max"] < 1e-5 for row in rows)
@@ -311,7 +317,10 @@ def _embedded_logps(runner: Runner, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def test_two_servers_and_one_dies_in_mid_run(url: str, tmp_path: Path) -> None:
-    """Somebody else's servers: nobody starts them again. Its episodes go on at the other, their prefixes with them."""
+    """Somebody else's servers: nobody starts them again.
+
+    Its episodes go on at the other, their prefixes with them.
+    """
     other = VllmEngine(SHIPPED_POLICY, dtype="float32", max_running=4)
     asyncio.run(other.start())
 

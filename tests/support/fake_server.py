@@ -1,6 +1,8 @@
-"""What the fakes of inference servers have in common: HTTP in a thread of its own, and a tiny model that samples.
+"""What the fakes of inference servers have in common: HTTP in a thread of its own, and a tiny model
+that samples.
 
-One thread serves, and the engine behind it is one loop, so weights and their version change only between tokens.
+One thread serves, and the engine behind it is one loop, so weights and their version change only
+between tokens.
 """
 
 import asyncio
@@ -53,7 +55,10 @@ def gumbel(noise: torch.Generator, size: int) -> Tensor:
 
 
 class FakeServer:
-    """`with FakeServer() as server:` serves at `server.url`. Its faults are attributes, to be set by tests."""
+    """`with FakeServer() as server:` serves at `server.url`.
+
+    Its faults are attributes, to be set by tests.
+    """
 
     url: str
     notices_s = 0.0

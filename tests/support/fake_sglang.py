@@ -1,9 +1,11 @@
-"""SGLang's HTTP API as version 0.5.23 has it, as far as a run uses it, over a tiny model on the CPU.
+"""SGLang's HTTP API as version 0.5.23 has it, as far as a run uses it, over a tiny model on the
+CPU.
 
-Written from its source: entrypoints/http_server.py, managers/tokenizer_manager.py and scheduler.py (under srt/), with
-what is awkward about it: a process in front of the engine that a request passes through first, where no abort finds
-it; end tokens of the model that end a reply unasked, and `ignore_eos`, under which no stop token counts; aborted
-replies that run one step more, or never began and then lack fields; a cache that is not flushed while a step runs.
+Written from its source: entrypoints/http_server.py, managers/tokenizer_manager.py and scheduler.py
+(under srt/), with what is awkward about it: a process in front of the engine that a request passes
+through first, where no abort finds it; end tokens of the model that end a reply unasked, and
+`ignore_eos`, under which no stop token counts; aborted replies that run one step more, or never
+began and then lack fields; a cache that is not flushed while a step runs.
 """
 
 import asyncio
@@ -40,7 +42,10 @@ class _Req:
 
 
 class FakeSglang(FakeServer):
-    """On a port of loopback: `port`, or one that is free. `deterministic`: --enable-deterministic-inference."""
+    """On a port of loopback: `port`, or one that is free.
+
+    `deterministic`: --enable-deterministic-inference.
+    """
 
     notices_s = 0.3
 
@@ -210,7 +215,9 @@ class FakeSglang(FakeServer):
         return {"output_ids": req.ids, "meta_info": meta}
 
     async def _run(self, req: _Req, asked: Mapping[str, Any]) -> None:
-        """Its life in the scheduler, which takes an abort between two steps: one step later for what it has begun."""
+        """Its life in the scheduler, which takes an abort between two steps: one step later for
+        what it has begun.
+        """
         while True:
             if not self.frozen:
                 if req.speech.aborted:

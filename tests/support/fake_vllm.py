@@ -1,6 +1,7 @@
 """vLLM's HTTP API as version 0.32 has it, as far as a run uses it, over a tiny model on the CPU.
 
-Written from its source: entrypoints/rl/online/api_router.py, entrypoints/scale_out/token_in_token_out, v1/engine/core.
+Written from its source: entrypoints/rl/online/api_router.py,
+entrypoints/scale_out/token_in_token_out, v1/engine/core.
 """
 
 import asyncio

@@ -25,7 +25,8 @@ class HttpError(OSError):
 class Http:
     """A client of one server, with a new connection for every call.
 
-    The address is `http://host:port`, `https://host:port` or `unix:/path`. `key` is sent as a bearer token.
+    The address is `http://host:port`, `https://host:port` or `unix:/path`. `key` is sent as a
+    bearer token.
     """
 
     def __init__(self, url: str, *, key: str = "", max_body_bytes: int = MAX_BODY_BYTES) -> None:
@@ -52,7 +53,8 @@ class Http:
             self._headers.append(f"Authorization: Bearer {key}")
 
     async def call(self, method: str, path: str, body: Any = None) -> Any:
-        """Return the decoded JSON of the response, None if it is empty. Raises OSError for every failure.
+        """Return the decoded JSON of the response, None if it is empty. Raises OSError for every
+        failure.
 
         Cancelling the call closes the connection, so the server can stop working on it.
         """

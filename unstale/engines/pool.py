@@ -1,4 +1,7 @@
-"""A pool of engines that hold the same weights. It routes requests by cached prefix and restarts engines that die."""
+"""A pool of engines that hold the same weights.
+
+It routes requests by cached prefix and restarts engines that die.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -14,7 +17,10 @@ from unstale.records import Sampled
 MAX_EXTRA_REPLIES = 8
 """Replies: how many more than the least busy engine one may sample to reuse its cache."""
 CACHED_TOKENS_PER_REPLY = 128
-"""Cached tokens that justify one extra reply. In a small model, computing them takes as long as the wait."""
+"""Cached tokens that justify one extra reply.
+
+In a small model, computing them takes as long as the wait.
+"""
 
 
 class _Member:
@@ -49,12 +55,13 @@ NO_RECOVERY = Recovery()
 class EnginePool:
     """An `Engine` made of one or more engines with the same model.
 
-    Requests that a dead engine was serving return an interrupted reply without tokens. The engine is restarted as
-    `recovery` allows, and brought to the current version; the others keep sampling. Calls wait for a restart only
-    while no engine is up. `EngineDied` is raised once none is up and none can be restarted.
+    Requests that a dead engine was serving return an interrupted reply without tokens. The engine
+    is restarted as `recovery` allows, and brought to the current version; the others keep sampling.
+    Calls wait for a restart only while no engine is up. `EngineDied` is raised once none is up and
+    none can be restarted.
 
-    Each engine samples up to `max_running` replies at once. With `keep_cache`, engines keep their caches when the
-    weights change.
+    Each engine samples up to `max_running` replies at once. With `keep_cache`, engines keep their
+    caches when the weights change.
     """
 
     def __init__(
@@ -159,9 +166,11 @@ class EnginePool:
                 raise result
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the counters of the engines that are up, with deaths and restarts since the last call.
+        """Return the counters of the engines that are up, with deaths and restarts since the last
+        call.
 
-        Tokens and processor time are summed, other times and means are averaged, errors are the maximum.
+        Tokens and processor time are summed, other times and means are averaged, errors are the
+        maximum.
         """
         counters = [member.engine.metrics() for member in self._up or self._members]
         totals = {"crashes": float(self._deaths)}
@@ -183,7 +192,9 @@ class EnginePool:
         return [member for member in self._members if member.up]
 
     def _route(self, tokens: Sequence[int]) -> _Member:
-        """Return the engine where the cached prefix outweighs the extra load, up to `MAX_EXTRA_REPLIES`."""
+        """Return the engine where the cached prefix outweighs the extra load, up to
+        `MAX_EXTRA_REPLIES`.
+        """
         least = min(member.num_running for member in self._up)
         most = min(least + MAX_EXTRA_REPLIES, max(least, self.max_running - 1))
         candidates = [member for member in self._up if member.num_running <= most]
@@ -196,7 +207,10 @@ class EnginePool:
         )
 
     async def _call_all(self, call: Callable[[Engine], Awaitable[None]]) -> None:
-        """Call every engine that is up. Raise what one refuses after all have answered; deaths lead to restarts."""
+        """Call every engine that is up.
+
+        Raise what one refuses after all have answered; deaths lead to restarts.
+        """
         members = self._up
         lives = [member.lives for member in members]
         results = await asyncio.gather(
@@ -233,7 +247,8 @@ class EnginePool:
         self._recovery.on_event("engine_lost", engine=self._members.index(member), cause=str(error))
 
     async def _restart(self, member: _Member, died: EngineDied) -> None:
-        """Start an engine until it is in the pool's state. Raises `EngineDied` when no restart is left.
+        """Start an engine until it is in the pool's state. Raises `EngineDied` when no restart is
+        left.
 
         A task of its own, so that cancelling a request never cancels the restart.
         """

@@ -1,14 +1,15 @@
-"""Openings of contexts that were seen lately, in whole blocks, as the cache of a server holds them."""
+"""Prefixes that a server has probably cached, in whole blocks of tokens."""
 
 from collections.abc import Iterator, Sequence
 
 BLOCK = 16
-"""Tokens. The blocks of a server's cache are as long or a multiple, so it holds no more of a context than was added."""
+"""Tokens. The blocks of a server's cache have this length or a multiple of it."""
 _MAX_BLOCKS = 1 << 17
+"""Blocks remembered; the oldest are forgotten first."""
 
 
 class CachedPrefixes:
-    """Remembers what was added, and forgets the oldest.
+    """A set of prefixes. The oldest are forgotten when there are too many.
 
     >>> seen = Prefixes()
     >>> seen.add(range(100))
@@ -26,12 +27,12 @@ class CachedPrefixes:
         self._forget()
 
     def update(self, others: "CachedPrefixes") -> None:
-        """Add what they remember."""
+        """Add all prefixes of another set."""
         self._blocks.update(others._blocks)
         self._forget()
 
     def length(self, tokens: Sequence[int]) -> int:
-        """Tokens of the longest opening of `tokens` that was added."""
+        """Return the length in tokens of the longest known prefix of `tokens`."""
         count = 0
         for block in _chain(tokens):
             if block not in self._blocks:
@@ -45,7 +46,7 @@ class CachedPrefixes:
 
 
 def _chain(tokens: Sequence[int]) -> Iterator[int]:
-    """One number for each whole block, which depends on all before it."""
+    """Yield one hash per whole block; each depends on all blocks before it."""
     number = 0
     for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
         number = hash((number, *tokens[start : start + BLOCK]))

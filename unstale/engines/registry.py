@@ -1,6 +1,8 @@
-"""The registry of engine backends: the embedded engine, and one file per server in `engines/servers/`.
+"""The registry of engine backends: the embedded engine, and one file per server in
+`engines/servers/`.
 
-Each of these modules defines `SPEC`, an `EngineSpec`. The file's name is the value of `engine.backend`.
+Each of these modules defines `SPEC`, an `EngineSpec`. The file's name is the value of
+`engine.backend`.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """The base class of engines behind an HTTP server.
 
-The server stamps every token with the version that sampled it; the stamp must be the version loaded last. After
-every load the engine samples a few tokens and compares their log-probabilities with the trainer's model under the
-same weights. See docs/engines.md.
+The server stamps every token with the version that sampled it; the stamp must be the version loaded
+last. After every load the engine samples a few tokens and compares their log-probabilities with the
+trainer's model under the same weights. See docs/engines.md.
 """
 
 import asyncio
@@ -70,9 +70,10 @@ class ServerReply:
 class RemoteEngine(ABC):
     """An `Engine` on one server. A subclass describes the server's HTTP API.
 
-    Weights travel through a file in memory, so the server must run on this host. With `deltas` the file is kept and
-    updated in place. With `merging` the updates are adapters, and the server gets merged weights. With `keep_cache`
-    the server keeps its cache when weights change; tokens sampled over older caches are not clean.
+    Weights travel through a file in memory, so the server must run on this host. With `deltas` the
+    file is kept and updated in place. With `merging` the updates are adapters, and the server gets
+    merged weights. With `keep_cache` the server keeps its cache when weights change; tokens sampled
+    over older caches are not clean.
     """
 
     NAME: ClassVar[str]
@@ -121,7 +122,10 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     async def _handshake(self) -> int:
-        """Return the longest context in tokens. Raises ValueError for a server that cannot be used."""
+        """Return the longest context in tokens.
+
+        Raises ValueError for a server that cannot be used.
+        """
 
     @abstractmethod
     async def _pause(self, *, keep_cache: bool) -> None:
@@ -254,7 +258,10 @@ class RemoteEngine(ABC):
 
     @property
     def pid(self) -> int:
-        """The process id of the server, and of its process group. RuntimeError for a server started elsewhere."""
+        """The process id of the server, and of its process group.
+
+        RuntimeError for a server started elsewhere.
+        """
         if self._server is None:
             raise RuntimeError(f"{self.url} was started elsewhere: its process is unknown")
         return self._server.pid
@@ -291,7 +298,10 @@ class RemoteEngine(ABC):
         return reply
 
     def _checked_piece(self, reply: ServerReply, params: SamplingParams, version: int) -> Sampled:
-        """Return the reply as a piece. Raises `EngineDied` for wrong versions or log-probabilities."""
+        """Return the reply as a piece.
+
+        Raises `EngineDied` for wrong versions or log-probabilities.
+        """
         tokens = reply.tokens
         session = self._live_session()
         if tokens:
@@ -334,8 +344,8 @@ class RemoteEngine(ABC):
         if not mean <= tolerance:
             reason = (
                 f"after loading version {version}, the log-probabilities of {len(errors)} tokens "
-                f"differ by {mean:.2g} on average and {errors.max():.2g} at most; float noise stays "
-                f"below {tolerance:g}. The server holds other weights, or ignores the temperature"
+                f"differ by {mean:.2g} on average and {errors.max():.2g} at most; float noise "
+                f"stays below {tolerance:g}. The server holds other weights, or ignores the temperature"
             )
             raise ProbeFailed(str(self._fail(session, reason)))
         return mean
@@ -350,7 +360,10 @@ class RemoteEngine(ABC):
         return tokens
 
     async def _wait_until_reachable(self, session: "_Session") -> None:
-        """Wait while the server starts. A server started elsewhere is waited for if it was reached before."""
+        """Wait while the server starts.
+
+        A server started elsewhere is waited for if it was reached before.
+        """
         timeout_s = LOAD_S if self._server is not None else HANG_S
         try:
             async with asyncio.timeout(timeout_s):
@@ -373,7 +386,8 @@ class RemoteEngine(ABC):
     async def _post(
         self, path: str, body: Any = None, *, timeout_s: float | None = None, retry_on: str = ""
     ) -> None:
-        """Send a command. Raises `EngineDied` if the server refuses it or takes longer than `timeout_s` (`HANG_S`).
+        """Send a command. Raises `EngineDied` if the server refuses it or takes longer than
+        `timeout_s` (`HANG_S`).
 
         A refusal that contains the words `retry_on` is retried until then.
         """

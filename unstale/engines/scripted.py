@@ -1,7 +1,7 @@
-"""The public fake: an engine that says what it is told to, for tests of everything that stands on an engine.
+"""A fake engine that returns scripted tokens, for tests of code that uses an engine.
 
-In-process, deterministic, without a model. Time passes only in `token_delay`, so a test decides with events or a
-virtual clock which reply is the slow one and where an interrupt finds it.
+It runs in this process, deterministically and without a model. Time passes only in `token_delay`,
+so a test decides with events or a virtual clock which reply is slow and where an interrupt cuts it.
 """
 
 import asyncio
@@ -22,17 +22,20 @@ from unstale.engines.embedded.runner import check_update
 from unstale.records import Sampled
 from unstale.weights.store import Delta
 
-Say = Callable[[Sequence[int], SamplingParams], Sequence[int]]
-"""`(tokens so far, params)` -> the tokens that follow, up to and including a stop token or as many as are asked for."""
+Script = Callable[[Sequence[int], SamplingParams], Sequence[int]]
+"""A function of (tokens so far, params) that returns the tokens up to a stop token or
+`params.max_tokens`.
+"""
 Delay = Callable[[Sequence[int], SamplingParams], Awaitable[None]]
-"""`(tokens so far, params)` -> what the next token waits for."""
+"""An async function of (tokens so far, params) that the next token waits for."""
 
 
 class ScriptedEngine:
-    """`Engine` that samples nothing. `logp` is the log-probability of every token, or a function of (context, token).
+    """An `Engine` that returns scripted tokens.
 
-    A continued reply asks `say` again, with what was said so far. `parameters` are the weights that `load` expects, by
-    name; without them it takes any.
+    `script` returns the tokens after a context; it is called again for a reply that continues.
+    `logp` is the log-probability of every token, or a function of (context, token). `parameters`
+    are the weights that `load` expects, by name; without them it accepts any.
 
     >>> async def hello() -> Reply:
     ...     engine = ScriptedEngine(lambda tokens, params: [5, 6, 7])
@@ -49,19 +52,22 @@ class ScriptedEngine:
 
     def __init__(
         self,
-        say: Say,
+        script: Script,
         *,
         logp: float | Callable[[Sequence[int], int], float] = -0.5,
         token_delay: Delay | None = None,
         parameters: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self._say = say
+        self._script = script
         self._logp = logp
         self._token_delay = token_delay
         self._parameters = parameters
         self.version = -1
         self._pending: dict[asyncio.Timeout, None] = {}
-        """One limit per reply being said, in order; once it is due, the reply ends with what it has."""
+        """A timeout for each pending reply.
+
+        When it expires, the reply ends with the tokens it has.
+        """
         self._open = asyncio.Event()
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -71,16 +77,18 @@ class ScriptedEngine:
 
     async def start(self) -> None:
         self.die("the engine was started again")
-        await asyncio.sleep(0)  # for those who wait for `resume`
+        await asyncio.sleep(0)  # let requests that wait for `resume` fail
         await self._quiet.wait()
-        self._error, self.version, self._sampled_tokens = "", -1, 0
+        self._error = ""
+        self.version = -1
+        self._sampled_tokens = 0
         self._open.clear()
         self._started = True
 
     async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
         require_full_support(params)
         if not tokens:
-            raise ValueError("nothing to continue: sample needs at least one token")
+            raise ValueError("the context is empty: sample needs at least one token")
         self._check_alive()
         while not self._open.is_set():
             await self._open.wait()
@@ -98,37 +106,36 @@ class ScriptedEngine:
     async def _reply(
         self, tokens: tuple[int, ...], params: SamplingParams, halt: asyncio.Timeout
     ) -> Reply:
-        said: list[int] = []
+        reply: list[int] = []
         behavior_logp: list[float] = []
         version = self.version
         try:
             async with halt:
-                for token in self._script(tokens, params):
+                for token in self._scripted_reply(tokens, params):
                     if self._token_delay is not None:
-                        await self._token_delay((*tokens, *said), params)
+                        await self._token_delay((*tokens, *reply), params)
                     behavior_logp.append(
-                        self._logp((*tokens, *said), token) if callable(self._logp) else self._logp
+                        self._logp((*tokens, *reply), token) if callable(self._logp) else self._logp
                     )
-                    said.append(token)
-            stop: ReplyStop = "stop" if said[-1] in params.stop_tokens else "length"
+                    reply.append(token)
+            stop: ReplyStop = "stop" if reply[-1] in params.stop_tokens else "length"
         except TimeoutError:
             if not halt.expired():
                 raise
             stop = "interrupted"
         self._check_alive()
-        self._sampled_tokens += len(said)
-        return Reply(Sampled(tuple(said), tuple(behavior_logp), version), stop)
+        self._sampled_tokens += len(reply)
+        return Reply(Sampled(tuple(reply), tuple(behavior_logp), version), stop)
 
-    def _script(self, tokens: tuple[int, ...], params: SamplingParams) -> list[int]:
-        """What will be said if nothing interrupts it."""
-        script: list[int] = []
-        for token in self._say(tokens, params):
-            script.append(token)
-            if token in params.stop_tokens or len(script) == params.max_tokens:
-                return script
+    def _scripted_reply(self, tokens: tuple[int, ...], params: SamplingParams) -> list[int]:
+        reply: list[int] = []
+        for token in self._script(tokens, params):
+            reply.append(token)
+            if token in params.stop_tokens or len(reply) == params.max_tokens:
+                return reply
         raise ValueError(
-            f"say gave {len(script)} tokens, neither the {params.max_tokens} asked for nor one of the stop tokens "
-            f"{params.stop_tokens}: end the script with a stop token"
+            f"the script returned {len(reply)} tokens without a stop token, but max_tokens is "
+            f"{params.max_tokens}: end it with one of {params.stop_tokens}"
         )
 
     async def interrupt(self) -> None:
@@ -140,15 +147,11 @@ class ScriptedEngine:
     async def load(self, update: Update, version: int) -> None:
         self._check_alive()
         if isinstance(update, Delta):
-            raise ValueError(
-                "this engine takes full weights: it has none that a delta could change"
-            )
+            raise ValueError("this engine takes full weights, not deltas")
         if version < 0:
             raise ValueError(f"version must be >= 0, got {version}")
         if self._open.is_set():
-            raise RuntimeError(
-                "load while sampling: interrupt first, so that no reply mixes two versions"
-            )
+            raise RuntimeError("load while sampling would mix two versions: interrupt first")
         if self._parameters is not None:
             check_update(
                 update, {name: tensor.shape for name, tensor in self._parameters.items()}, {}
@@ -162,12 +165,13 @@ class ScriptedEngine:
         self._open.set()
 
     async def close(self) -> None:
-        """End every pending reply with `EngineDied`."""
         self.die("the engine is closed")
         await self._quiet.wait()
 
     def die(self, error: str) -> None:
-        """Fail as an engine whose process has ended: every call until `start` raises `EngineDied`, pending ones too."""
+        """Simulate the death of the engine: pending and later calls raise `EngineDied` until
+        `start`.
+        """
         self._error = self._error or error
         self._open.set()
         self._halt()
@@ -178,9 +182,10 @@ class ScriptedEngine:
                 halt.reschedule(0.0)
 
     def metrics(self) -> Mapping[str, float]:
-        """Tokens said since the last call; the fake computes nothing, so its other counters are 0."""
-        sampled_tokens, self._sampled_tokens = self._sampled_tokens, 0
-        return dict.fromkeys(REQUIRED_COUNTERS, 0.0) | {"sampled_tokens": float(sampled_tokens)}
+        """Return the tokens since the last call. The other counters are 0."""
+        sampled_tokens = float(self._sampled_tokens)
+        self._sampled_tokens = 0
+        return dict.fromkeys(REQUIRED_COUNTERS, 0.0) | {"sampled_tokens": sampled_tokens}
 
     def _check_alive(self) -> None:
         if self._error:

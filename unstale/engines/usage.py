@@ -1,4 +1,6 @@
-"""Counters of an engine behind a server: tokens, busy time, and which cached contexts are of the current version."""
+"""Counters of an engine behind a server: tokens, busy time, and which cached contexts are of the
+current version.
+"""
 
 import time
 from collections.abc import Sequence
@@ -9,7 +11,8 @@ from unstale.engines.prefixes import CachedPrefixes
 class UsageCounters:
     """Counters of one server since its start.
 
-    With `keep_cache`, the server reuses caches of older weights, and replies over them are not clean.
+    With `keep_cache`, the server reuses caches of older weights, and replies over them are not
+    clean.
     """
 
     def __init__(self, *, keep_cache: bool) -> None:
@@ -38,7 +41,7 @@ class UsageCounters:
             self._busy_since = None
 
     def loaded(self, probe_error: float) -> None:
-        """Note that the weights have changed, with the probe's mean log-probability error in nats."""
+        """Count a change of weights, whose probe had this mean log-probability error in nats."""
         self._probe_error = max(self._probe_error, probe_error)
         if self._keep_cache:
             self._current.update(self._older)
@@ -46,7 +49,8 @@ class UsageCounters:
         self._current = CachedPrefixes()
 
     def count(self, context: Sequence[int], reply: Sequence[int], *, cached: int) -> bool:
-        """Count a reply whose first `cached` context tokens were cached. Return whether the reply is clean.
+        """Count a reply whose first `cached` context tokens were cached. Return whether the reply
+        is clean.
 
         Nothing is counted for an empty reply: the server may not have begun to compute it.
         """
@@ -58,13 +62,17 @@ class UsageCounters:
         self._prefilled += len(context) - cached
         self._reprefilled += max(0, older - max(cached, current))
         clean = not self._keep_cache or cached <= current
-        # With an older cache of the same context, the server may reuse either one for the next reply.
+        # With an older cache of the same context, the server may reuse either one for the next
+        # reply.
         if clean and (not self._keep_cache or older <= cached):
             self._current.add([*context, *reply])
         return clean
 
     def read(self) -> dict[str, float]:
-        """Return the counters since the last call. Re-prefilling gets its token share of the busy time."""
+        """Return the counters since the last call.
+
+        Re-prefilling gets its token share of the busy time.
+        """
         now = time.monotonic()
         if self._busy_since is not None:
             self._busy_s += now - self._busy_since

@@ -24,8 +24,8 @@ _TERMINATE_S = 10.0
 class VllmServer:
     """A vLLM server process.
 
-    Its processes form one group, which ends with `close` or with this process. The server starts with random
-    weights, so that a probe detects parameters that the first load does not reach.
+    Its processes form one group, which ends with `close` or with this process. The server starts
+    with random weights, so that a probe detects parameters that the first load does not reach.
     """
 
     def __init__(self, model_folder: Path, options: Mapping[str, object], *, threads: int) -> None:

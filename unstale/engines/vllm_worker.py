@@ -1,4 +1,5 @@
-"""The code that runs inside vLLM: a worker extension that loads weights, and the server's entry point.
+"""The code that runs inside vLLM: a worker extension that loads weights, and the server's entry
+point.
 
 Only this file imports vllm, inside functions.
 """
@@ -24,7 +25,10 @@ class Extension:
     reload_weights: Any
 
     def unstale_load(self, path: str) -> None:
-        """Load all weights from a safetensors file on this host. Names are those of the checkpoint."""
+        """Load all weights from a safetensors file on this host.
+
+        Names are those of the checkpoint.
+        """
         self.reload_weights(
             weights_iterator=iter(load_file(path).items()), is_checkpoint_format=True
         )
@@ -33,7 +37,8 @@ class Extension:
     def unstale_repack(self) -> None:
         """Repack weights for vLLM's CPU build.
 
-        It packs a tied head when the model is made, and does not notice that another module loads it.
+        It packs a tied head when the model is made, and does not notice that another module loads
+        it.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -58,8 +63,8 @@ def main() -> None:
 def end_with_parent() -> None:
     """End the server once the parent is gone.
 
-    SIGTERM first: the server's shared memory outlives a kill. A shell then kills the process group, because this
-    process may have ended by then.
+    SIGTERM first: the server's shared memory outlives a kill. A shell then kills the process group,
+    because this process may have ended by then.
     """
     sys.stdin.buffer.read()
     try:

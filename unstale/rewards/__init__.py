@@ -1,4 +1,5 @@
-"""Reward functions with values from 0 to 1, for the named rewards of environments. See docs/rewards.md.
+"""Reward functions with values from 0 to 1, for the named rewards of environments. See
+docs/rewards.md.
 
 `programs.py` runs unit tests in a sandbox, `judge.py` grades by a language model.
 """
@@ -17,7 +18,8 @@ _PUNCTUATION = " ,;:!?\"'`*\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATI
 
 
 def weighted(**weights: float) -> Callable[[Mapping[str, float]], float]:
-    """Return a function that computes the weighted sum of rewards. It raises ValueError for other names.
+    """Return a function that computes the weighted sum of rewards. It raises ValueError for other
+    names.
 
     >>> weighted(answer=1.0, form=0.25)({"answer": 1.0, "form": 1.0})
     1.25
@@ -34,7 +36,8 @@ def weighted(**weights: float) -> Callable[[Mapping[str, float]], float]:
 
 
 def normalised(text: str) -> str:
-    """Return the text in NFKC and lower case, with single spaces and without surrounding punctuation.
+    """Return the text in NFKC and lower case, with single spaces and without surrounding
+    punctuation.
 
     >>> normalised(' "PARIS,   France". ')
     'paris, france'
@@ -56,12 +59,13 @@ def exact_match(text: str, *expected: str) -> float:
 
 
 def numeric(text: str, expected: float, *, relative: float = 1e-6, absolute: float = 0.0) -> float:
-    """Return 1 if the last number in the text is within either tolerance of the expected one, else 0.
+    """Return 1 if the last number in the text is within either tolerance of the expected one, else
+    0.
 
     Commas between thousands, units, `%` and `$` are ignored.
 
-    >>> numeric("9 boxes of $150 are $1,350.00.", 1350), numeric("41 or 42", 41), numeric("many", 41)
-    (1.0, 0.0, 0.0)
+    >>> numeric("9 boxes of $150 are $1,350.00.", 1350), numeric("41 or 42", 41)
+    (1.0, 0.0)
     """
     if not math.isfinite(expected):
         raise ValueError(f"expected must be finite, got {expected}")
@@ -75,8 +79,9 @@ def numeric(text: str, expected: float, *, relative: float = 1e-6, absolute: flo
 def json_schema(text: str, schema: Mapping[str, Any]) -> float:
     """Return 1 if the text is JSON that satisfies the schema, else 0.
 
-    The default is draft 2020-12. Needs jsonschema, of the extra `rewards`. Nothing is fetched: raises ValueError for
-    an invalid schema, and for a reference that the schema itself does not define.
+    The default is draft 2020-12. Needs jsonschema, of the extra `rewards`. Nothing is fetched:
+    raises ValueError for an invalid schema, and for a reference that the schema itself does not
+    define.
     """
     from jsonschema import SchemaError, validators
     from referencing import Registry

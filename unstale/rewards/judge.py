@@ -1,8 +1,9 @@
 """Grading by a language model behind the OpenAI API, with a cache, a budget and timeouts.
 
-The graded texts are sent as JSON in a message of their own, so no text can end its field and pose as an instruction. A
-weak judge may still be persuaded by them. The judge must answer with one JSON object. If it does not, does not answer,
-or has no budget left, an `EnvError` is raised; it never counts as a score of 0.
+The graded texts are sent as JSON in a message of their own, so no text can end its field and pose
+as an instruction. A weak judge may still be persuaded by them. The judge must answer with one JSON
+object. If it does not, does not answer, or has no budget left, an `EnvError` is raised; it never
+counts as a score of 0.
 """
 
 import asyncio
@@ -100,7 +101,8 @@ class JudgeVerdict:
 class LLMJudge:
     """A judge that grades by a rubric. Episodes can share it; equal questions are asked once.
 
-    `cache` is an SQLite file that processes can share. With it, a resumed episode gets the same verdict as before.
+    `cache` is an SQLite file that processes can share. With it, a resumed episode gets the same
+    verdict as before.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """A reward for programs: the share of unit tests that they pass, in a sandbox.
 
-The expected values never enter the sandbox. The program's answer comes out as data and is compared here, so whatever a
-program prints, patches or exits with, it can only name an answer. Every test has a process of its own.
+The expected values never enter the sandbox. The program's answer comes out as data and is compared
+here, so whatever a program prints, patches or exits with, it can only name an answer. Every test
+has a process of its own.
 """
 
 import ast
@@ -29,10 +30,11 @@ async def unit_tests(
 ) -> float:
     """Return the share of tests that a program passes.
 
-    A test is an assertion such as `"assert gcd(12, 18) == 6"`, or a pair of standard input and output such as
-    `("3 4", "7")`. The right side of an assertion is a literal; other assertions raise ValueError. Outputs are compared
-    without trailing space. The limits apply to each test, and a timeout ends the testing. Keep the number of tests
-    times `limits.seconds` below `rollout.timeout_s`.
+    A test is an assertion such as `"assert gcd(12, 18) == 6"`, or a pair of standard input and
+    output such as `("3 4", "7")`. The right side of an assertion is a literal; other assertions
+    raise ValueError. Outputs are compared without trailing space. The limits apply to each test,
+    and a timeout ends the testing. Keep the number of tests times `limits.seconds` below
+    `rollout.timeout_s`.
     """
     if not tests:
         raise ValueError("tests must not be empty")

@@ -1,4 +1,4 @@
-"""Public fakes and conformance suites. What passes a suite keeps its room's contract (architecture.md, section 4)."""
+"""Public fakes, and conformance suites for engines, environments and routes."""
 
 from unstale.testing.engines import check_engine
 from unstale.testing.envs import NOISE, check_env

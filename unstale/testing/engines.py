@@ -1,4 +1,4 @@
-"""What every engine keeps."""
+"""A conformance suite for engines."""
 
 import asyncio
 import math
@@ -9,86 +9,101 @@ from torch import Tensor
 
 from unstale.engines import REQUIRED_COUNTERS, Engine, EngineDied, Reply, SamplingParams
 
-_PATIENCE_S = 120.0
-_LONG = 1000
-"""Tokens of a reply that is still being sampled when a short one beside it has ended."""
+_TIMEOUT_S = 120.0
+_LONG_REPLY = 1000
+"""Tokens of a reply that is still being sampled when a short one has ended."""
 
 
 def check_engine(
     make: Callable[[], Engine], *, update: Mapping[str, Tensor], prompt: Sequence[int] = (1, 2, 3)
 ) -> None:
-    """`make()` returns a fresh engine. Raises AssertionError with the promise that is broken and the likely mistake.
+    """Check that an engine keeps the contract of `Engine`.
 
-    `update` is a full set of weights for it; `prompt` a context that leaves room for a thousand tokens. Replies must
-    take time: of two that begin together, the one of two tokens ends while the one of a thousand goes on.
+    Raises AssertionError with the broken promise and the likely mistake. `make` returns a new
+    engine, `update` is a full set of weights for it. `prompt` is a context after which a thousand
+    more tokens fit. Sampling must take time: a reply of two tokens must end before one of a
+    thousand that started with it.
     """
     asyncio.run(_check_engine(make(), update, list(prompt)))
 
 
 async def _check_engine(engine: Engine, update: Mapping[str, Tensor], prompt: list[int]) -> None:
-    """One engine for all checks: real ones take seconds to start. What waits before the first load comes first."""
-    doing = "start"
+    """Run all checks on one engine, because real ones take seconds to start.
+
+    The check of samples before the first load comes first.
+    """
+    current = "start"
     try:
-        async with asyncio.timeout(_PATIENCE_S):
+        async with asyncio.timeout(_TIMEOUT_S):
             await engine.start()
             for check in (
-                _check_waiting, _check_replies, _check_refusals, _check_interrupt, _check_again, _check_close,
-            ):  # fmt: skip
-                doing = check.__name__.removeprefix("_check_")
+                _check_waiting,
+                _check_replies,
+                _check_refusals,
+                _check_interrupt,
+                _check_restart,
+                _check_close,
+            ):
+                current = check.__name__.removeprefix("_check_")
                 await check(engine, update, prompt)
     except TimeoutError:
         raise AssertionError(
-            f"{doing}: still waiting after {_PATIENCE_S:g} s; somebody is never told"
+            f"{current}: not finished after {_TIMEOUT_S:g} s; is a caller never notified?"
         ) from None
     finally:
         await engine.close()
 
 
-async def _go(engine: Engine, update: Mapping[str, Tensor], version: int) -> None:
+async def _publish(engine: Engine, update: Mapping[str, Tensor], version: int) -> None:
     await engine.interrupt()
     await engine.load(update, version)
     await engine.resume()
 
 
-def _asking(max_tokens: int, *, stop_tokens: tuple[int, ...] = ()) -> SamplingParams:
+def _params(max_tokens: int, *, stop_tokens: tuple[int, ...] = ()) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, stop_tokens=stop_tokens, seed=7)
 
 
 def _check_reply(reply: Reply, *, version: int) -> None:
     piece = reply.piece
     assert piece.version == version, (
-        f"sampled under version {version}, tagged {piece.version}: is the version stamped where the weights change?"
+        f"sampled under version {version}, tagged {piece.version}: "
+        "is the version stamped where the weights change?"
     )
     assert all(math.isfinite(logp) and logp <= 0 for logp in piece.behavior_logp), (
-        f"behavior_logp must be finite and <= 0, got {piece.behavior_logp}: are these logits or probabilities?"
+        f"behavior_logp must be finite and <= 0, got {piece.behavior_logp}: "
+        "are these logits or probabilities?"
     )
 
 
 async def _check_replies(engine: Engine, update: Mapping[str, Tensor], prompt: list[int]) -> None:
-    await _go(engine, update, 3)
-    reply = await engine.sample(prompt, _asking(6))
+    await _publish(engine, update, 3)
+    reply = await engine.sample(prompt, _params(6))
     _check_reply(reply, version=3)
-    said = reply.piece.tokens
-    assert reply.stop == "length" and len(said) == 6, (
-        f"asked for 6 tokens without stop tokens, got {len(said)} and {reply.stop!r}: does something else end a reply?"
+    tokens = reply.piece.tokens
+    assert reply.stop == "length" and len(tokens) == 6, (
+        f"max_tokens is 6 without stop tokens, got {len(tokens)} tokens and {reply.stop!r}: "
+        "does something else end a reply?"
     )
-    assert (await engine.sample(prompt, _asking(6))).piece.tokens == said, (
-        "the same seed and context gave another reply: noise must be keyed by (seed, position), not drawn from a stream"
+    assert (await engine.sample(prompt, _params(6))).piece.tokens == tokens, (
+        "the same seed and context gave another reply: "
+        "noise must be keyed by (seed, position), not drawn from a stream"
     )
     missing = set(REQUIRED_COUNTERS) - engine.metrics().keys()
     assert not missing, f"metrics() lacks {sorted(missing)}: the loop and the report read them"
-    first = said.index(said[3]) + 1
-    reply = await engine.sample(prompt, _asking(6, stop_tokens=(said[3],)))
+    first = tokens.index(tokens[3]) + 1
+    reply = await engine.sample(prompt, _params(6, stop_tokens=(tokens[3],)))
     _check_reply(reply, version=3)
-    assert reply.stop == "stop" and reply.piece.tokens == said[:first], (
-        f"stop token {said[3]} should end {said} after {first} tokens with 'stop' and be part of the reply, "
+    assert reply.stop == "stop" and reply.piece.tokens == tokens[:first], (
+        f"stop token {tokens[3]} should end {tokens} after {first} tokens with 'stop' "
+        "and be part of the reply, "
         f"got {reply.piece.tokens} and {reply.stop!r}"
     )
 
 
 async def _check_refusals(engine: Engine, update: Mapping[str, Tensor], prompt: list[int]) -> None:
-    await _go(engine, update, 3)
-    for params in (replace(_asking(2), top_p=0.9), replace(_asking(2), top_k=5)):
+    await _publish(engine, update, 3)
+    for params in (replace(_params(2), top_p=0.9), replace(_params(2), top_k=5)):
         await _refuses(
             engine.sample(prompt, params),
             "top_p < 1 and top_k > 0 truncate the support",
@@ -109,7 +124,7 @@ async def _check_refusals(engine: Engine, update: Mapping[str, Tensor], prompt: 
             ValueError,
         )
     await engine.resume()
-    reply = await engine.sample(prompt, _asking(2))
+    reply = await engine.sample(prompt, _params(2))
     assert reply.piece.version == 3, (
         f"a refused load must change nothing, but the version is now {reply.piece.version}"
     )
@@ -124,36 +139,38 @@ async def _refuses(call: Awaitable[object], reason: str, kind: type[Exception]) 
 
 
 async def _check_interrupt(engine: Engine, update: Mapping[str, Tensor], prompt: list[int]) -> None:
-    """Interrupt a long reply, change version, and go on from the same tokens."""
-    await _go(engine, update, 3)
+    """Interrupt a long reply, change the version, and continue from the same tokens."""
+    await _publish(engine, update, 3)
     order: list[str] = []
 
-    async def speak() -> Reply:
-        reply = await engine.sample(prompt, _asking(_LONG))
+    async def sample() -> Reply:
+        reply = await engine.sample(prompt, _params(_LONG_REPLY))
         order.append("reply")
         return reply
 
     async with asyncio.TaskGroup() as tasks:
-        speaking = [tasks.create_task(speak()) for _ in range(3)]
-        await engine.sample(prompt, _asking(2))
+        samples = [tasks.create_task(sample()) for _ in range(3)]
+        await engine.sample(prompt, _params(2))
         await engine.interrupt()
         order.append("interrupt")
     assert order == ["reply"] * 3 + ["interrupt"], (
-        f"interrupt must return after all pending samples have, got {order}: resolve replies before the acknowledgement"
+        f"interrupt must return after all pending samples have, got {order}: "
+        "resolve replies before the acknowledgement"
     )
-    for task in speaking:
+    for task in samples:
         reply = task.result()
         _check_reply(reply, version=3)
-        assert reply.stop == "interrupted" and len(reply.piece.tokens) < _LONG, (
+        assert reply.stop == "interrupted" and len(reply.piece.tokens) < _LONG_REPLY, (
             f"a pending sample must end with 'interrupted' and what it has, got {reply.stop!r} and "
-            f"{len(reply.piece.tokens)} tokens: does interrupt wait for replies to end by themselves?"
+            f"{len(reply.piece.tokens)} tokens: does interrupt wait for replies to end?"
         )
     await engine.load(update, 4)
     await engine.resume()
-    reply = await engine.sample([*prompt, *speaking[0].result().piece.tokens], _asking(4))
+    reply = await engine.sample([*prompt, *samples[0].result().piece.tokens], _params(4))
     _check_reply(reply, version=4)
     assert reply.stop == "length" and len(reply.piece.tokens) == 4, (
-        f"a reply must continue from the tokens of its first part, got {reply.stop!r} and {reply.piece.tokens}"
+        "a reply must continue from the tokens of its first part, "
+        f"got {reply.stop!r} and {reply.piece.tokens}"
     )
 
 
@@ -162,7 +179,7 @@ async def _check_waiting(engine: Engine, update: Mapping[str, Tensor], prompt: l
     for version in (0, 1):
         async with asyncio.TaskGroup() as tasks:
             await engine.interrupt()
-            waiting = tasks.create_task(engine.sample(prompt, _asking(2)))
+            waiting = tasks.create_task(engine.sample(prompt, _params(2)))
             await asyncio.sleep(0)
             await engine.interrupt()
             await engine.load(update, version)
@@ -176,44 +193,44 @@ async def _check_waiting(engine: Engine, update: Mapping[str, Tensor], prompt: l
         )
 
 
-async def _check_again(engine: Engine, update: Mapping[str, Tensor], prompt: list[int]) -> None:
+async def _check_restart(engine: Engine, update: Mapping[str, Tensor], prompt: list[int]) -> None:
     """Start it again while one reply is being sampled and another waits."""
-    await _go(engine, update, 5)
-    said = (await engine.sample(prompt, _asking(6))).piece.tokens
-    died = "start ends what an earlier life owed"
+    await _publish(engine, update, 5)
+    tokens = (await engine.sample(prompt, _params(6))).piece.tokens
+    died = "start must end pending samples"
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(_refuses(engine.sample(prompt, _asking(_LONG)), died, EngineDied))
-        await engine.sample(prompt, _asking(2))
+        tasks.create_task(_refuses(engine.sample(prompt, _params(_LONG_REPLY)), died, EngineDied))
+        await engine.sample(prompt, _params(2))
         await engine.start()
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(_refuses(engine.sample(prompt, _asking(2)), died, EngineDied))
+        tasks.create_task(_refuses(engine.sample(prompt, _params(2)), died, EngineDied))
         await asyncio.sleep(0)
         await engine.start()
-    counted = engine.metrics()["sampled_tokens"]
-    assert counted == 0, (
-        f"{counted:g} tokens are counted of an earlier life: start begins all counters again"
+    count = engine.metrics()["sampled_tokens"]
+    assert count == 0, (
+        f"{count:g} tokens are counted from before start: start must reset all counters"
     )
-    await _refuses(engine.resume(), "the weights of an earlier life are gone", RuntimeError)
+    await _refuses(engine.resume(), "start must drop the weights", RuntimeError)
     async with asyncio.TaskGroup() as tasks:
-        waiting = tasks.create_task(engine.sample(prompt, _asking(6)))
+        waiting = tasks.create_task(engine.sample(prompt, _params(6)))
         await asyncio.sleep(0)
         await engine.load(update, 2)
         assert not waiting.done(), "a sample that arrives after start waits for load and resume"
         await engine.resume()
     _check_reply(waiting.result(), version=2)
-    assert waiting.result().piece.tokens == said, (
+    assert waiting.result().piece.tokens == tokens, (
         "the same weights and seed gave another reply after start"
     )
 
 
 async def _check_close(engine: Engine, update: Mapping[str, Tensor], prompt: list[int]) -> None:
-    await _go(engine, update, 0)
+    await _publish(engine, update, 0)
     async with asyncio.TaskGroup() as tasks:
         pending = tasks.create_task(
-            _refuses(engine.sample(prompt, _asking(_LONG)), "close ends it", EngineDied)
+            _refuses(engine.sample(prompt, _params(_LONG_REPLY)), "close ends it", EngineDied)
         )
-        await engine.sample(prompt, _asking(2))
+        await engine.sample(prompt, _params(2))
         await engine.close()
     assert pending.done()
-    await _refuses(engine.sample(prompt, _asking(2)), "the engine is closed", EngineDied)
+    await _refuses(engine.sample(prompt, _params(2)), "the engine is closed", EngineDied)
     await engine.close()

@@ -1,4 +1,4 @@
-"""Small policies and what is made of them, for tests."""
+"""Small policies, episodes and weight changes for tests."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +22,10 @@ from unstale.records import ContextPiece, Piece, Sampled, ScoredTrajectory, Task
 
 
 def tiny_policy(*, seed: int = 0, dtype: str = "float32", lora: Lora | None = None) -> Policy:
-    """A random Qwen3 with 64 words, on the CPU: small enough for a test, and far enough from uniform to tell apart."""
+    """Return a random Qwen3 with 64 words on the CPU.
+
+    It is small enough for a test, and its distribution is far from uniform.
+    """
     words = {f"w{i}": i for i in range(64)}
     inner = Tokenizer(WordLevel(words, unk_token="w0"))
     inner.pre_tokenizer = Whitespace()
@@ -47,7 +50,7 @@ def tiny_policy(*, seed: int = 0, dtype: str = "float32", lora: Lora | None = No
 
 
 def plain_logps(policy: Policy, tokens: Sequence[int], *, temperature: float = 1.0) -> Tensor:
-    """`[T]` of one sequence by an ordinary forward pass of the model, unpacked: the slow reference."""
+    """Return `[T]` log-probabilities in nats of one sequence, by a plain forward pass."""
     row = torch.tensor([tokens], device=policy.device)
     with torch.no_grad():
         logits = policy.model(input_ids=row, use_cache=False).logits[0, :-1]
@@ -60,9 +63,10 @@ def plain_logps(policy: Policy, tokens: Sequence[int], *, temperature: float = 1
 def episode(
     number: int, plan: Sequence[int | tuple[int, int] | tuple[int, int, bool]], **rest: float
 ) -> ScoredTrajectory:
-    """A random episode: `n` is n given tokens, `(n, version)` or `(n, version, clean)` n sampled ones.
+    """Return a random episode whose pieces follow a plan.
 
-    `rest`: `advantage` (1.0). Tokens and `behavior_logp` follow from `number` alone.
+    In the plan, `n` is n context tokens, and `(n, version)` or `(n, version, clean)` are n sampled
+    ones. `rest` may set `advantage` (1.0). Tokens and `behavior_logp` depend on `number` alone.
     """
     noise = torch.Generator().manual_seed(number)
     pieces: list[Piece] = []
@@ -84,7 +88,7 @@ def episode(
 
 
 def nudge(policy: Policy, *, seed: int, size: float = 0.02) -> None:
-    """Move the weights as an optimizer step would: the policy is no longer at its version."""
+    """Change the weights as an optimizer step would, without a new version."""
     noise = torch.Generator().manual_seed(seed)
     moved = {
         name: tensor + size * torch.randn(tensor.shape, generator=noise).to(tensor)
@@ -94,7 +98,10 @@ def nudge(policy: Policy, *, seed: int, size: float = 0.02) -> None:
 
 
 def checkpoint_round_trip(state: Any) -> Any:
-    """What comes back of a part's state that a checkpoint held. TypeError for what no checkpoint can hold."""
+    """Return a component's state after writing it to a checkpoint and reading it back.
+
+    Raises TypeError for a state that a checkpoint cannot hold.
+    """
     with TemporaryDirectory() as folder:
         checkpoints = Checkpoints(
             Path(folder), {"part": cast(Any, SimpleNamespace(state=lambda: state))}

@@ -1,8 +1,9 @@
-"""Continuous batching: requests join and leave between steps, and every step is one forward pass of all.
+"""Continuous batching: requests join and leave between steps, and each step is one forward pass of
+all.
 
-A slot is a row of the KV cache together with the tokens it holds. When a reply ends its slot is kept, so that the
-episode's next turn only computes what is new; a request whose opening another slot already holds copies it. Slots are
-given up oldest first.
+A slot is a row of the KV cache with the tokens in it. The slot of a finished reply is kept, so that
+the episode's next turn computes only its new tokens. A request copies the longest prefix that
+another slot has cached. Slots are reused oldest first.
 """
 
 from collections import deque
@@ -20,16 +21,16 @@ from unstale.engines.embedded.runner import Chunk, Runner, Step
 from unstale.engines.embedded.sampling import draw, uniforms
 
 MAX_CHUNK_TOKENS = 512
-"""Context tokens computed in one step, so that an interrupt never waits for more than one such step."""
+"""Context tokens computed in one step. An interrupt waits for at most one such step."""
 MIN_COPY = 8
-"""Shorter common openings are computed again: that is as cheap as looking after them."""
+"""Tokens. Shorter common prefixes are computed again, which costs no more than a copy."""
 IDLE_STEPS = 512
-"""A slot unused for so many steps most likely belongs to an episode that has ended."""
+"""Steps after which the episode of an unused slot has most likely ended."""
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """One `sample`."""
+class SampleRequest:
+    """A call of `sample`."""
 
     id: int
     tokens: tuple[int, ...]
@@ -40,8 +41,8 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """What came of a request."""
+class FinishedReply:
+    """The result of a request."""
 
     id: int
     tokens: list[int]
@@ -52,9 +53,10 @@ class Finished:
 
 
 class Batcher:
-    """Slots, queue and sampling around a `Runner`. Not thread-safe: one loop owns it.
+    """The queue, slots and sampling of a `Runner`. Not thread-safe.
 
-    `keep_cache` goes on with what is cached when weights change. Replies over such a context are not clean.
+    With `keep_cache`, cached contexts are used after the weights have changed. Replies over them
+    are not clean.
     """
 
     def __init__(
@@ -62,25 +64,25 @@ class Batcher:
     ) -> None:
         self.runner = runner
         self._keep_cache = keep_cache
-        self._queue: deque[Request] = deque()
-        self._active: dict[int, Request] = {}
+        self._queue: deque[SampleRequest] = deque()
+        self._active: dict[int, SampleRequest] = {}
         self._tokens = np.full((max_slots, max_context), -1, dtype=np.int32)
         self._logp = np.zeros((max_slots, max_context), dtype=np.float32)
         self._length = np.zeros(max_slots, dtype=np.int64)
         self._cached = np.zeros(max_slots, dtype=np.int64)
-        """Tokens of the slot whose keys and values are in the cache."""
+        """Tokens of each slot whose keys and values are cached."""
         self._older = np.zeros(max_slots, dtype=np.int64)
-        """Of these, how many (the first ones) were cached under older weights. Later ones were computed over them."""
+        """How many of the first cached tokens were computed under older weights."""
         self._limit = np.zeros(max_slots, dtype=np.int64)
         self._temperature = np.ones(max_slots, dtype=np.float32)
         self._seed = np.zeros(max_slots, dtype=np.uint64)
         self._used = np.zeros(max_slots, dtype=np.int64)
         self._stops = np.zeros((max_slots, runner.vocab_size), dtype=np.bool_)
         self._stale = np.zeros(max_slots, dtype=np.int64)
-        """Like `_cached`, for the tokens in `_stale_tokens` whose cache the last load dropped."""
+        """Like `_cached`, for the tokens in `_stale_tokens`, whose cache the last load dropped."""
         self._stale_tokens = self._tokens[:, :0]
         self._reprefill: dict[int, int] = {}
-        """Slot -> end of the context tokens that were in the cache before the last load."""
+        """For each slot, the end of the context tokens that were cached before the last load."""
         self._steps = 0
         self.counters: dict[str, float] = {}
 
@@ -88,25 +90,28 @@ class Batcher:
     def has_work(self) -> bool:
         return bool(self._active or self._queue)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: SampleRequest) -> None:
         self._queue.append(request)
 
     def cancel(self, request_id: int) -> None:
-        """Forget a request. Its slot keeps what it has computed."""
+        """Drop a request. Its slot keeps its cache."""
         self._queue = deque(request for request in self._queue if request.id != request_id)
         for slot, request in list(self._active.items()):
             if request.id == request_id:
                 del self._active[slot]
 
-    def interrupt(self) -> list[Finished]:
-        """End every request with what it has."""
+    def interrupt(self) -> list[FinishedReply]:
+        """End every request with the tokens it has."""
         finished = [self._finish(slot, "interrupted") for slot in sorted(self._active)]
-        finished += [Finished(request.id, [], [], "interrupted") for request in self._queue]
+        finished += [FinishedReply(request.id, [], [], "interrupted") for request in self._queue]
         self._queue.clear()
         return finished
 
     def load(self, update: Mapping[str, Tensor]) -> None:
-        """Take new weights. Unless it is kept, what was cached under the old ones is computed again when needed."""
+        """Load weights, and drop the cache unless `keep_cache`.
+
+        Contexts are computed again when needed.
+        """
         if self._active:
             raise RuntimeError(f"{len(self._active)} replies are being sampled; interrupt first")
         self.runner.load(update)
@@ -119,9 +124,10 @@ class Batcher:
         for slot in range(len(self._cached)):
             self.runner.keep(slot, 0)
 
-    def step(self) -> list[Finished]:
-        """One forward pass: admit, compute, sample. Returns the requests that ended with it."""
-        start, spent = perf_counter(), process_time()
+    def step(self) -> list[FinishedReply]:
+        """Admit requests, run one forward pass, and sample. Return the replies that ended."""
+        start = perf_counter()
+        cpu_start = process_time()
         self._admit()
         step, sampling = self._plan()
         logits = self.runner.forward(step)
@@ -136,28 +142,31 @@ class Batcher:
         self._sample(logits, slots, sampling)
         self._steps += 1
         self._used[slots] = self._steps
-        took = perf_counter() - start
+        duration_s = perf_counter() - start
         self._count("steps", 1)
-        self._count("busy_s", took)
-        self._count("cpu_s", process_time() - spent)
+        self._count("busy_s", duration_s)
+        self._count("cpu_s", process_time() - cpu_start)
         self._count("rows", len(slots))
         self._count("sampled_tokens", int(sampling.sum()))
         self._count("prefill_tokens", len(step.tokens) - len(step.rows))
         self._count("reprefill_tokens", reprefilled)
-        self._count("reprefill_s", took * reprefilled / len(step.tokens))
+        self._count("reprefill_s", duration_s * reprefilled / len(step.tokens))
         return self._ended(slots[sampling])
 
     def _count(self, name: str, amount: float) -> None:
         self.counters[name] = self.counters.get(name, 0.0) + amount
 
     def _admit(self) -> None:
-        """Give waiting requests a slot, in order. One whose opening is being computed for another waits for that."""
+        """Give waiting requests a slot, in order.
+
+        A request waits while another computes its prefix.
+        """
         idle = np.ones(len(self._length), dtype=np.bool_)
         idle[list(self._active)] = False
-        waiting: deque[Request] = deque()
+        waiting: deque[SampleRequest] = deque()
         while self._queue and idle.any():
             request = self._queue.popleft()
-            slot = self._place(request, idle)
+            slot = self._assign_slot(request, idle)
             if slot is None:
                 waiting.append(request)
                 continue
@@ -165,8 +174,10 @@ class Batcher:
             self._active[slot] = request
         self._queue.extendleft(reversed(waiting))
 
-    def _place(self, request: Request, idle: NDArray[np.bool_]) -> int | None:
-        """A slot with as much of the request's context as can be had, or None while more of it is being computed."""
+    def _assign_slot(self, request: SampleRequest, idle: NDArray[np.bool_]) -> int | None:
+        """Prepare the slot with the longest cached prefix, or return None while a longer one is
+        being computed.
+        """
         tokens = np.array(request.tokens, dtype=np.int32)
         common = np.minimum(_common_prefix(self._tokens, tokens), len(tokens) - 1)
         cached = np.minimum(common, self._cached)
@@ -176,9 +187,11 @@ class Batcher:
             return None
         extends = idle & (cached == self._cached) & (cached > 0)
         slot = int(np.where(extends, cached, -1).argmax()) if extends.any() else self._victim(idle)
-        source, have = slot, int(cached[slot]) if extends[slot] or slot == best else 0
+        source = slot
+        have = int(cached[slot]) if extends[slot] or slot == best else 0
         if cached[best] >= have + MIN_COPY:
-            source, have = best, int(cached[best])
+            source = best
+            have = int(cached[best])
             self.runner.copy_prefix(best, slot, have)
         else:
             self.runner.keep(slot, have)
@@ -188,13 +201,16 @@ class Batcher:
         return slot
 
     def _victim(self, idle: NDArray[np.bool_]) -> int:
-        """The idle slot to give up: the lowest empty or long unused one, which keeps the batch small, or the oldest."""
+        """Return the idle slot to reuse: the lowest that is empty or long unused, else the oldest.
+
+        Low slots keep the batch small.
+        """
         spare = idle & ((self._cached == 0) | (self._used < self._steps - IDLE_STEPS))
         if spare.any():
             return int(spare.argmax())
         return int(np.where(idle, self._used, np.iinfo(np.int64).max).argmin())
 
-    def _open(self, slot: int, request: Request, tokens: NDArray[np.int32]) -> None:
+    def _open(self, slot: int, request: SampleRequest, tokens: NDArray[np.int32]) -> None:
         count = len(tokens)
         self._tokens[slot, :count] = tokens
         self._tokens[slot, count:] = -1
@@ -209,7 +225,10 @@ class Batcher:
         self._reprefill[slot] = self._stale_prefix(tokens)
 
     def _stale_prefix(self, tokens: NDArray[np.int32]) -> int:
-        """How much of `tokens` was in the cache before the last load. Each dropped context counts once."""
+        """Return how many of `tokens` were cached before the last load.
+
+        Each dropped context counts once.
+        """
         if not self._stale.any():
             return 0
         common = np.minimum(_common_prefix(self._stale_tokens, tokens), self._stale)
@@ -219,7 +238,9 @@ class Batcher:
         return int(common[best])
 
     def _plan(self) -> tuple[Step, NDArray[np.bool_]]:
-        """The next forward pass, and which of its rows and chunks end where a token is to be sampled."""
+        """Return the next forward pass, and a mask of the rows and chunks after which a token is
+        sampled.
+        """
         slots = np.array(sorted(self._active), dtype=np.int64)
         due = self._length[slots] - self._cached[slots]
         rows = slots[due == 1]
@@ -261,7 +282,7 @@ class Batcher:
         self._logp[slots, at] = logp.numpy()
         self._length[slots] += 1
 
-    def _ended(self, slots: NDArray[np.int64]) -> list[Finished]:
+    def _ended(self, slots: NDArray[np.int64]) -> list[FinishedReply]:
         stopped = self._stops[slots, self._tokens[slots, self._length[slots] - 1]]
         full = self._length[slots] >= self._limit[slots]
         finished = []
@@ -269,21 +290,22 @@ class Batcher:
             finished.append(self._finish(int(slots[index]), "stop" if stopped[index] else "length"))
         return finished
 
-    def _finish(self, slot: int, stop: ReplyStop) -> Finished:
+    def _finish(self, slot: int, stop: ReplyStop) -> FinishedReply:
         request = self._active.pop(slot)
         reply = slice(len(request.tokens), int(self._length[slot]))
         tokens, logp = self._tokens[slot, reply].tolist(), self._logp[slot, reply].tolist()
-        return Finished(request.id, tokens, logp, stop, clean=not self._older[slot])
+        return FinishedReply(request.id, tokens, logp, stop, clean=not self._older[slot])
 
 
-def _common_prefix(held: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.int64]:
-    """`[slots]`, how many leading tokens each row of `held` shares with `tokens`.
+def _common_prefix(slots: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Return `[slots]`, the length of the prefix that each row of `slots` shares with `tokens`.
 
-    >>> _common_prefix(np.array([[1, 2, 3], [1, 5, 3], [4, 2, 3]], np.int32), np.array([1, 2], np.int32)).tolist()
+    >>> slots = np.array([[1, 2, 3], [1, 5, 3], [4, 2, 3]], np.int32)
+    >>> _common_prefix(slots, np.array([1, 2], np.int32)).tolist()
     [2, 1, 0]
     """
-    width = min(held.shape[1], len(tokens))
+    width = min(slots.shape[1], len(tokens))
     if not width:
-        return np.zeros(len(held), dtype=np.int64)
-    same = held[:, :width] == tokens[:width]
+        return np.zeros(len(slots), dtype=np.int64)
+    same = slots[:, :width] == tokens[:width]
     return np.where(same.all(1), width, same.argmin(1))

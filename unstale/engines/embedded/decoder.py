@@ -1,11 +1,15 @@
-"""Our own decoder for the Qwen3 architecture: few, large operations, because at these sizes overhead is the cost.
+"""A decoder for the Qwen3 architecture. It uses few, large operations, because overhead dominates
+at these sizes.
 
-Query, key and value are one matrix, gate and up another. On a processor all else is `kernels.c`, over pages of the
-cache that siblings share. Elsewhere it is torch: rows of one token are one batched attention over the pages as they
-lie, each page with its row's query, summed up per row afterwards; chunks are one over their blocks; and on a CUDA
-device a step of rows alone is replayed from a graph. Within a head the two halves of the rotary embedding are
-interleaved at load time, which turns the rotation into one complex multiplication and leaves every inner product as
-it was.
+Query, key and value are one matrix, gate and up another.
+
+On a CPU, `kernels.c` does everything between the matrix products, over cache pages that siblings
+share. On other devices torch does it. Rows of one token are one batched attention: each page
+attends with its row's query, and the pages of a row are summed afterwards. Chunks are one attention
+over their blocks. On CUDA, a step of rows alone replays a graph.
+
+At load time the two halves of each head's rotary embedding are interleaved. The rotation is then
+one complex multiplication, and inner products do not change.
 """
 
 import math
@@ -22,22 +26,22 @@ from torch import Tensor
 
 from unstale.engines.embedded.graphs import Graphs
 from unstale.engines.embedded.kernels import Kernels
-from unstale.engines.embedded.pages import PAGE, Inputs, Pages, Shape, placed, plan, runs, tiled
+from unstale.engines.embedded.pages import PAGE, Inputs, Pages, StepShape, placed, plan, runs, tiled
 from unstale.engines.embedded.runner import Step, check_update
 from unstale.model import linear
 
 RUN = 8
-"""Tokens of a chunk that are attended together."""
+"""Tokens of a chunk whose attention is computed together."""
 ROWS_A_THREAD = 16
-"""Fewer are not worth waking one."""
+"""Runs per thread below which another thread does not pay."""
 _USUAL_ROWS = 64
-"""Weights are laid out for products with so many rows; others give the same, a little slower."""
+"""The number of rows that the weights' layout is best for. Other numbers are a little slower."""
 _FIRST_PAGES = 64
-"""The pool begins with so many, and doubles when they are used up, as far as there are pages."""
+"""Pages allocated at first. The pool doubles when they are used up."""
 
 
 def supports(config: Mapping[str, Any]) -> bool:
-    """Whether this decoder computes exactly the model that this `config.json` describes."""
+    """Return True if this decoder computes the model of a `config.json` exactly."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return (
         config.get("model_type") == "qwen3"
@@ -50,8 +54,8 @@ def supports(config: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """The numbers of a `config.json` that this decoder needs."""
+class ModelSizes:
+    """The sizes in a `config.json` that the decoder needs."""
 
     layers: int
     hidden: int
@@ -65,7 +69,7 @@ class Sizes:
     tied: bool
 
     @classmethod
-    def read(cls, config: Mapping[str, Any]) -> "Sizes":
+    def read(cls, config: Mapping[str, Any]) -> "ModelSizes":
         rope = config.get("rope_parameters") or {}
         heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
         return cls(
@@ -82,7 +86,7 @@ class Sizes:
         )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter by the name that transformers gives it."""
+        """Return the shape of every parameter, by its name in transformers."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         layer = {
             "input_layernorm": (self.hidden,),
@@ -123,8 +127,10 @@ class _Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """What a step's attention adds to scores, the same in every layer: 0 where a token is seen, -inf elsewhere."""
+class _Masks:
+    """The masks that a step adds to attention scores in every layer: 0 for visible tokens, -inf for
+    others.
+    """
 
     rows: Tensor
     """`[pages, 1, PAGE]`"""
@@ -133,7 +139,10 @@ class _Seen:
 
 
 class Qwen3Runner:
-    """`Runner` for Qwen3. The cache grows as sequences do, up to `max_context` for each of `max_slots`."""
+    """A `Runner` for Qwen3.
+
+    The cache grows with the sequences, up to `max_context` tokens for each slot.
+    """
 
     name = "qwen3 decoder"
 
@@ -146,7 +155,7 @@ class Qwen3Runner:
         max_context: int,
         device: str = "cpu",
     ) -> None:
-        self.sizes = sizes = Sizes.read(config)
+        self.sizes = sizes = ModelSizes.read(config)
         self.vocab_size = sizes.vocab
         self._dtype, self._device = dtype, torch.device(device)
         self._linear, self._packed = _linear_for(self._device, dtype)
@@ -162,16 +171,22 @@ class Qwen3Runner:
         self._graphs = Graphs(self._device, self._run)
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
-        self._room = 0
+        self._num_pages = 0
         self._reserve(1)
 
     def _reserve(self, pages: int) -> None:
-        """Make room for so many pages. Keys lie `[pages * kv, head_dim, PAGE]`, values `[pages * kv, PAGE, head_dim]`:
-        both products then go along what they do not sum over."""
-        if pages <= self._room:
+        """Grow the pool to at least this many pages.
+
+        Keys are `[pages * kv, head_dim, PAGE]` and values `[pages * kv, PAGE, head_dim]`, so that
+        neither product sums over its fastest dimension.
+        """
+        if pages <= self._num_pages:
             return
-        sizes, old = self.sizes, self._room * self.sizes.kv_heads
-        self._room = max(min(max(_FIRST_PAGES, 2 * self._room), len(self._pages.owner)), pages)
+        sizes = self.sizes
+        old = self._num_pages * sizes.kv_heads
+        self._num_pages = max(
+            min(max(_FIRST_PAGES, 2 * self._num_pages), len(self._pages.owner)), pages
+        )
         self._graphs.clear()
         for pool, page in (
             (self._keys, (sizes.head_dim, PAGE)),
@@ -180,7 +195,7 @@ class Qwen3Runner:
             pool += [torch.empty(0, *page)] * (sizes.layers - len(pool))
             for layer, before in enumerate(pool):
                 grown = torch.zeros(
-                    self._room * sizes.kv_heads, *page, dtype=self._dtype, device=self._device
+                    self._num_pages * sizes.kv_heads, *page, dtype=self._dtype, device=self._device
                 )
                 grown[:old] = before
                 pool[layer] = grown
@@ -243,12 +258,12 @@ class Qwen3Runner:
         return self._copy((self._pages.of[source, :pages], self._pages.of[target, :pages]))
 
     def _copy(self, moved: tuple[Any, Any] | None) -> None:
-        """Pages from where to where, if any."""
+        """Copy pages from the first to the second index, if any."""
         self._reserve(self._pages.span)
         if moved is not None:
             old, new = (torch.as_tensor(pages).to(self._device) for pages in moved)
             for pool in (*self._keys, *self._values):
-                whole = pool.view(self._room, -1)
+                whole = pool.view(self._num_pages, -1)
                 whole[new] = whole[old]
 
     def forward(self, step: Step) -> Tensor:
@@ -261,19 +276,21 @@ class Qwen3Runner:
         return self._graphs(flat, shape)[: len(step.rows)]
 
     def _by_kernels(self, kernels: Kernels, step: Step) -> Tensor:
-        """`_run` on a processor: the products by oneDNN, all between them by `kernels.c`, rows and chunks alike."""
-        sizes, eps = self.sizes, self.sizes.eps
+        """Run a step on a CPU: matrix products by oneDNN, everything else by `kernels.c`."""
+        sizes = self.sizes
+        eps = sizes.eps
         cells = torch.from_numpy(placed(step, self._pages))
         self._reserve(self._pages.span)
-        of, (begins, counts, slots, held) = (
-            torch.from_numpy(self._pages.of),
-            runs(step, self._pages, RUN),
-        )
-        count, wide = len(step.tokens), tiled(len(step.tokens))
+        of = torch.from_numpy(self._pages.of)
+        begins, counts, slots, held = runs(step, self._pages, RUN)
+        count = len(step.tokens)
+        wide = tiled(count)
         x = F.embedding(F.pad(step.tokens, (0, wide - count)), self._embed)
         query = torch.empty(count, sizes.heads, sizes.head_dim, dtype=torch.float32)
-        h, mixed = torch.empty_like(x), x.new_zeros(wide, sizes.heads * sizes.head_dim)
-        gated, more = x.new_empty(wide, sizes.inner), torch.zeros_like(x)
+        h = torch.empty_like(x)
+        mixed = x.new_zeros(wide, sizes.heads * sizes.head_dim)
+        gated = x.new_empty(wide, sizes.inner)
+        more = torch.zeros_like(x)
         for layer, keys, values in zip(self._layers, self._keys, self._values, strict=True):
             kernels.norm(x, more, layer.norm_1, h, wide, sizes.hidden, eps)
             qkv = self._linear(h, layer.qkv)
@@ -288,15 +305,19 @@ class Qwen3Runner:
             more = self._linear(gated, layer.down)
         ends = [*range(len(step.rows)), *(span.stop - 1 for _, span in step.spans())]
         if step.chunks:
-            x, more = (
-                each[ends + ends[-1:] * (tiled(len(ends)) - len(ends))] for each in (x, more)
-            )
+            padded_ends = ends + ends[-1:] * (tiled(len(ends)) - len(ends))
+            x = x[padded_ends]
+            more = more[padded_ends]
         h = torch.empty_like(x)
         kernels.norm(x, more, self._norm, h, len(x), sizes.hidden, eps)
         return self._linear(h, self._head).float()[: len(ends)]
 
     def _each_thread(self, work: Callable[[int, int], None], count: int) -> None:
-        """`work(first, last)`, which lets other threads run, over equal parts of `count` on as many as torch has."""
+        """Call `work(first, last)` for equal parts of `range(count)`, on as many threads as torch
+        uses.
+
+        `work` must release the interpreter lock.
+        """
         parts = min(torch.get_num_threads(), -(-count // ROWS_A_THREAD))
         cuts = [count * part // parts for part in range(parts + 1)]
         others = [self._helpers.submit(work, *cut) for cut in pairwise(cuts[1:])]
@@ -304,11 +325,11 @@ class Qwen3Runner:
         for other in others:
             other.result()
 
-    def _run(self, inputs: Inputs, shape: Shape) -> Tensor:
-        """Float32 logits after every row, or where there are chunks, after `ends`."""
+    def _run(self, inputs: Inputs, shape: StepShape) -> Tensor:
+        """Return float32 logits after every row, or after `inputs.ends` if there are chunks."""
         sizes = self.sizes
         rotations = self._rotations[inputs.positions][:, None]
-        seen = self._seen(inputs, shape)
+        masks = self._masks(inputs, shape)
         heads = torch.arange(sizes.kv_heads, device=self._device)
         cells = (
             (inputs.cells // PAGE)[:, None] * sizes.kv_heads + heads,
@@ -326,7 +347,7 @@ class Qwen3Runner:
             qk = torch.view_as_real(turned).flatten(2).to(self._dtype)
             self._keys[index].transpose(1, 2)[cells[0], cells[1]] = qk[:, sizes.heads :]
             self._values[index][cells[0], cells[1]] = value
-            mixed = self._attend(index, qk[:, : sizes.heads], inputs, seen=seen)
+            mixed = self._attend(index, qk[:, : sizes.heads], inputs, masks=masks)
             x = x + self._linear(mixed, layer.out)
             h = F.rms_norm(x, (sizes.hidden,), layer.norm_2, sizes.eps)
             gate, up = self._linear(h, layer.gate_up).chunk(2, dim=-1)
@@ -336,48 +357,56 @@ class Qwen3Runner:
         x = F.rms_norm(x, (sizes.hidden,), self._norm, sizes.eps)
         return self._linear(x, self._head).float()
 
-    def _seen(self, inputs: Inputs, shape: Shape) -> _Seen:
+    def _masks(self, inputs: Inputs, shape: StepShape) -> _Masks:
         within = torch.arange(PAGE, device=self._device)
         rows = _hidden(within >= inputs.visible[:, None], torch.float32)
         at = inputs.positions[inputs.lanes].repeat(1, self.sizes.heads // self.sizes.kv_heads)
         blocks = torch.arange(shape.reach * PAGE, device=self._device) > at[..., None]
-        return _Seen(rows[:, None], _hidden(blocks, self._dtype)[:, None])
+        return _Masks(rows[:, None], _hidden(blocks, self._dtype)[:, None])
 
-    def _attend(self, index: int, query: Tensor, inputs: Inputs, *, seen: _Seen) -> Tensor:
-        """`[T, heads * head_dim]` of one layer, whose cache already holds this step."""
-        mixed, num_rows = [], len(inputs.bags) - 1
+    def _attend(self, index: int, query: Tensor, inputs: Inputs, *, masks: _Masks) -> Tensor:
+        """Return `[T, heads * head_dim]` of one layer. Its cache has this step's tokens already."""
+        mixed = []
+        num_rows = len(inputs.bags) - 1
         if num_rows:
-            mixed.append(self._attend_rows(index, query[:num_rows], inputs, seen=seen.rows))
+            mixed.append(self._attend_rows(index, query[:num_rows], inputs, mask=masks.rows))
         if len(inputs.lanes):
-            mixed.append(self._attend_blocks(index, query, inputs, seen=seen.blocks))
+            mixed.append(self._attend_blocks(index, query, inputs, mask=masks.blocks))
         return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
 
-    def _attend_rows(self, index: int, query: Tensor, inputs: Inputs, *, seen: Tensor) -> Tensor:
-        """One query per row: every page by itself, then the pages of a row together (as in arXiv:2311.01282)."""
-        sizes, pages = self.sizes, len(inputs.page_rows)
+    def _attend_rows(self, index: int, query: Tensor, inputs: Inputs, *, mask: Tensor) -> Tensor:
+        """Attend with one query per row, first per page, then over the pages of a row
+        (arXiv:2311.01282).
+        """
+        sizes = self.sizes
+        pages = len(inputs.page_rows)
         keys, values = (self._paged(pool[index], inputs) for pool in (self._keys, self._values))
         asked = query[inputs.page_rows].view(pages * sizes.kv_heads, -1, sizes.head_dim)
-        scores = torch.bmm(asked, keys).view(pages, sizes.heads, PAGE) + seen
+        scores = torch.bmm(asked, keys).view(pages, sizes.heads, PAGE) + mask
         top = _per_row(scores.amax(-1), inputs, mode="max")
         weights = (scores - top[inputs.page_rows][..., None]).exp_()
         total = _per_row(weights.sum(-1), inputs, mode="sum")
         weights = weights.to(self._dtype).view(pages * sizes.kv_heads, -1, PAGE)
         mixed = torch.bmm(weights, values).view(pages, -1).float()
         mixed = _per_row(mixed, inputs, mode="sum").view(-1, sizes.heads, sizes.head_dim)
-        return (
-            (mixed / total[..., None].clamp_min(1e-30)).flatten(1).to(self._dtype)
-        )  # no pages: a row that pads
+        total = total[..., None].clamp_min(1e-30)  # 0 for padding rows, which have no pages
+        return (mixed / total).flatten(1).to(self._dtype)
 
     def _paged(self, pool: Tensor, inputs: Inputs) -> Tensor:
-        """The pages that are attended, `[pages * kv, ...]`."""
+        """Return the attended pages, `[pages * kv, ...]`."""
         kv_heads = self.sizes.kv_heads
         if len(inputs.page_ids):
-            return pool.view(self._room, kv_heads, *pool.shape[1:])[inputs.page_ids].flatten(0, 1)
+            return pool.view(self._num_pages, kv_heads, *pool.shape[1:])[inputs.page_ids].flatten(
+                0, 1
+            )
         return pool[: len(inputs.page_rows) * kv_heads]
 
-    def _attend_blocks(self, index: int, query: Tensor, inputs: Inputs, *, seen: Tensor) -> Tensor:
-        """Each block of a chunk over its sequence so far, copied together."""
-        sizes, blocks = self.sizes, len(inputs.lanes)
+    def _attend_blocks(self, index: int, query: Tensor, inputs: Inputs, *, mask: Tensor) -> Tensor:
+        """Attend with each block of a chunk over its sequence so far, whose pages are gathered
+        first.
+        """
+        sizes = self.sizes
+        blocks = len(inputs.lanes)
         heads = torch.arange(sizes.kv_heads, device=self._device)[:, None]
         reached = inputs.reached[:, None] * sizes.kv_heads + heads
         keys = self._keys[index][reached].transpose(3, 4).flatten(2, 3)
@@ -385,7 +414,7 @@ class Qwen3Runner:
         asked = (
             query[inputs.lanes].transpose(1, 2).reshape(blocks, sizes.kv_heads, -1, sizes.head_dim)
         )
-        mixed = F.scaled_dot_product_attention(asked, keys, values, attn_mask=seen, scale=1.0)
+        mixed = F.scaled_dot_product_attention(asked, keys, values, attn_mask=mask, scale=1.0)
         mixed = mixed.view(blocks, sizes.heads, -1, sizes.head_dim).transpose(1, 2)
         return mixed.reshape(-1, sizes.heads * sizes.head_dim)[inputs.spots]
 
@@ -393,7 +422,10 @@ class Qwen3Runner:
 def _linear_for(
     device: torch.device, dtype: torch.dtype
 ) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """The product with a weight `[out, in]`, and how that must lie: on a processor by oneDNN, see `linear.py`."""
+    """Return the product with a weight `[out, in]`, and a function that packs a weight for it.
+
+    On a CPU the product is oneDNN's; see `linear.py`.
+    """
     if device.type != "cpu" or not linear.supported(dtype):
         return F.linear, lambda weight: weight
     product, pack = torch.ops.mkldnn._linear_pointwise, torch.ops.mkldnn._reorder_linear_weight
@@ -404,35 +436,34 @@ def _linear_for(
 
 
 def _kernels_for(
-    device: torch.device, dtype: torch.dtype, sizes: Sizes
+    device: torch.device, dtype: torch.dtype, sizes: ModelSizes
 ) -> tuple[Kernels | None, str]:
-    """None off the processor; and with a warning for heads that are no multiple of four, or without a compiler."""
-    lanes, slower = (
-        math.gcd(16, sizes.head_dim),
-        "the engine decodes by torch, several times slower, because",
-    )
+    """Return the CPU kernels, or None and a warning if the CPU cannot use them."""
+    lanes = math.gcd(16, sizes.head_dim)
+    slower = "the engine decodes by torch, several times slower, because"
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return None, ""
     if lanes < 4:
-        return None, f"{slower} heads of {sizes.head_dim} are no multiple of four"
-    shape = {
+        return None, f"{slower} a head size of {sizes.head_dim} is not a multiple of 4"
+    macros = {
         "HEADS": sizes.heads,
         "KV_HEADS": sizes.kv_heads,
         "HEAD_DIM": sizes.head_dim,
         "PAGE": PAGE,
         "RUN": RUN,
+        "LANES": lanes,
     }
+    if dtype == torch.bfloat16:
+        macros["BFLOAT16"] = 1
     try:
-        return Kernels(
-            **shape, LANES=lanes, **({"BFLOAT16": 1} if dtype == torch.bfloat16 else {})
-        ), ""
+        return Kernels(**macros), ""
     except OSError as error:
         return None, f"{slower} its kernels do not compile: {error}"
 
 
-def _per_row(found: Tensor, inputs: Inputs, *, mode: str) -> Tensor:
-    """`[rows, n]` from `[pages, n]`."""
-    return F.embedding_bag(inputs.order, found, inputs.bags, mode=mode)[:-1]
+def _per_row(values: Tensor, inputs: Inputs, *, mode: str) -> Tensor:
+    """Reduce `[pages, n]` to `[rows, n]`."""
+    return F.embedding_bag(inputs.order, values, inputs.bags, mode=mode)[:-1]
 
 
 def _hidden(where: Tensor, dtype: torch.dtype) -> Tensor:

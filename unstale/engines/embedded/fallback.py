@@ -1,8 +1,9 @@
-"""Any causal language model of transformers, by its own forward pass over our slots.
+"""A runner for any causal language model of transformers with full attention, by the model's own
+forward pass.
 
-Slower than a decoder of our own and needing nothing from it but ordinary full attention: models that keep another kind
-of state (sliding windows shorter than the context, recurrent layers) are refused when the engine starts, by name where
-the config says so and by a comparison with the model's uncached forward pass where it does not.
+It is slower than the decoder. Models with other state (sliding windows shorter than the context,
+recurrent layers) are refused when the engine starts: by their configuration, or by a comparison
+with the uncached forward pass.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ _PROBE_TOLERANCE = 1e-3
 
 
 class _Slots:
-    """Which part of every layer's storage the current forward pass reads and writes."""
+    """The part of every layer's cache that the current forward pass reads and writes."""
 
     def __init__(self, max_slots: int, max_context: int) -> None:
         self.shape = (max_slots, max_context)
@@ -30,7 +31,7 @@ class _Slots:
 
 
 class _SlotLayer(CacheLayerMixin):
-    """One layer's cache, `[slots, heads, max_context, width]`, allocated when the model first shows its widths."""
+    """A layer's cache `[slots, heads, max_context, width]`, allocated by the first pass."""
 
     keys: Tensor
     values: Tensor
@@ -52,14 +53,17 @@ class _SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Cache `[rows, heads, n, width]` at this step's positions; return the rows' whole contexts."""
+        """Cache `[rows, heads, n, width]` at this step's positions, and return the rows' full
+        contexts.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        slots, found = self._slots, []
+        slots = self._slots
+        contexts = []
         for stored, states in ((self.keys, key_states), (self.values, value_states)):
             stored[slots.rows[:, None], :, slots.positions] = states.transpose(1, 2)
-            found.append(stored[slots.rows, :, : slots.length])
-        return found[0], found[1]
+            contexts.append(stored[slots.rows, :, : slots.length])
+        return contexts[0], contexts[1]
 
     def get_seq_length(self) -> int:
         return self._slots.length - self._slots.positions.shape[-1]
@@ -76,7 +80,10 @@ class _SlotLayer(CacheLayerMixin):
 
 
 class TransformersRunner:
-    """`Runner` through the model's own forward pass: rows of one token together, longer chunks one by one."""
+    """A `Runner` on a model's own forward pass.
+
+    Rows of one token run together, chunks one by one.
+    """
 
     def __init__(
         self, folder: Path, *, dtype: torch.dtype, max_slots: int, max_context: int
@@ -89,8 +96,12 @@ class TransformersRunner:
             trust_remote_code=False,
         ).eval()
         config = self._model.config
-        self.name = f"transformers {(kind := type(self._model).__name__)}"
-        self.warning = f"the engine decodes by torch, prompts one by one on a processor: its decoder computes no {kind}"
+        architecture = type(self._model).__name__
+        self.name = f"transformers {architecture}"
+        self.warning = (
+            f"the engine decodes {architecture} by transformers on the CPU, prompts one by one: "
+            "its own decoder does not support this model"
+        )
         self.vocab_size = int(config.get_text_config().vocab_size)
         _refuse_other_state(config.get_text_config(), max_context)
         self._slots = _Slots(max_slots, max_context)
@@ -116,28 +127,32 @@ class TransformersRunner:
                 parameter.copy_(update[name])
 
     def keep(self, slot: int, count: int) -> None:
-        """Slots have their place whatever they hold."""
+        """Do nothing: every slot has fixed memory."""
 
     def copy_prefix(self, source: int, target: int, count: int) -> None:
         for layer in self._layers:
             layer.copy_prefix(source, target, count)
 
     def forward(self, step: Step) -> Tensor:
-        num_rows, found = len(step.rows), []
+        num_rows = len(step.rows)
+        logits = []
         if num_rows:
-            rows, positions = step.rows, step.positions[:num_rows, None]
-            found.append(self._run(rows, positions, step.tokens[:num_rows, None], step.longest))
+            positions = step.positions[:num_rows, None]
+            tokens = step.tokens[:num_rows, None]
+            logits.append(self._run(step.rows, positions, tokens, step.longest))
         for chunk, span in step.spans():
             slot = torch.tensor([chunk.slot])
-            found.append(
+            logits.append(
                 self._run(slot, step.positions[None, span], step.tokens[None, span], chunk.end)
             )
-        return torch.cat(found)
+        return torch.cat(logits)
 
     def _run(self, rows: Tensor, positions: Tensor, tokens: Tensor, length: int) -> Tensor:
-        """Logits after the last of `tokens [rows, n]`, which stand at `positions [rows, n]`."""
+        """Return logits after the last of `tokens [rows, n]` at `positions [rows, n]`."""
         slots = self._slots
-        slots.rows, slots.positions, slots.length = rows, positions, length
+        slots.rows = rows
+        slots.positions = positions
+        slots.length = length
         hidden = torch.arange(length) > positions[:, None, :, None]
         dtype = self._model.dtype
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
@@ -152,7 +167,10 @@ class TransformersRunner:
 
     @torch.no_grad()
     def _probe(self, max_context: int) -> None:
-        """Run a ragged pair of sequences through the slots, and compare with the uncached forward pass."""
+        """Compare a cached pass of two sequences of different lengths with the uncached pass.
+
+        Raises ValueError if their log-probabilities differ by more than `_PROBE_TOLERANCE` nats.
+        """
         length = min(24, max_context)
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(self.vocab_size, (2, length), generator=generator)
@@ -171,8 +189,8 @@ class TransformersRunner:
             error = (found[slot].log_softmax(-1) - want.log_softmax(-1)).abs().max().item()
             if not error < _PROBE_TOLERANCE:
                 raise ValueError(
-                    f"{self.name} does not give the same logits with a cache of ragged sequences as without one "
-                    f"(log-probabilities differ by {error:.1e}); the embedded engine cannot run this architecture"
+                    f"the embedded engine cannot run {self.name}: with a cache, log-probabilities "
+                    f"differ by {error:.1e} from those without"
                 )
 
 
@@ -190,10 +208,10 @@ def _refuse_other_state(config: Any, max_context: int) -> None:
         and window < max_context
     ):
         raise ValueError(
-            f"sliding_window={window} is shorter than max_context={max_context}, and the embedded engine only has full "
-            f"attention; set max_context to at most {window}"
+            f"sliding_window={window} is shorter than max_context={max_context}, but the embedded "
+            f"engine needs full attention: set max_context to at most {window}"
         )
     if other := sorted(kinds - {"full_attention", "sliding_attention"}):
         raise ValueError(
-            f"the embedded engine only has full attention; this model also has {', '.join(other)}"
+            f"the embedded engine needs full attention; this model has {', '.join(other)}"
         )

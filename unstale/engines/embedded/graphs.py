@@ -1,4 +1,4 @@
-"""Steps of the same shape replayed from CUDA graphs: one launch instead of hundreds."""
+"""CUDA graphs of decoding steps: one launch per step instead of hundreds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,42 +7,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unstale.engines.embedded.pages import Inputs, Shape
+from unstale.engines.embedded.pages import Inputs, StepShape
 
 _MAX_GRAPHS = 256
-"""Each holds on to its part of the device's memory; beyond this the one longest unused is given up."""
+"""Each graph holds device memory. Beyond this number, the least recently used one is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
     flat: Tensor
-    """What a step is copied into before `replay`."""
+    """The input buffer of `replay`."""
     logits: Tensor
-    """What it is read from afterwards, until the next replay."""
+    """The output buffer, valid until the next replay."""
     replay: Callable[[], None]
 
 
 class Graphs:
-    """`run` by shape: as it is the first time, from its graph from then on. Only CUDA has graphs."""
+    """A cache of CUDA graphs by shape. The first step of a shape calls `run`; later ones replay its
+    graph.
 
-    def __init__(self, device: torch.device, run: Callable[[Inputs, Shape], Tensor]) -> None:
-        self._device, self._run = device, run
-        self._captured: dict[Shape, _Captured] = {}
+    Other devices always call `run`.
+    """
+
+    def __init__(self, device: torch.device, run: Callable[[Inputs, StepShape], Tensor]) -> None:
+        self._device = device
+        self._run = run
+        self._captured: dict[StepShape, _Captured] = {}
         self._pool: Any = None  # the memory that all graphs share
 
     def __len__(self) -> int:
         return len(self._captured)
 
     def clear(self) -> None:
-        """Weights or cache have moved."""
+        """Drop all graphs, because weights or cache have moved."""
         self._captured.clear()
         self._pool = None
 
-    def __call__(self, flat: Tensor, shape: Shape) -> Tensor:
-        """Logits, good until the next call."""
+    def __call__(self, flat: Tensor, shape: StepShape) -> Tensor:
+        """Return logits, valid until the next call."""
         captured = self._captured.pop(shape, None)
         if captured is not None:
-            self._captured[shape] = captured  # the last to be given up
+            self._captured[shape] = captured  # moves it to the end, as the most recently used
             captured.flat.copy_(flat)
             captured.replay()
             return captured.logits
@@ -54,8 +59,8 @@ class Graphs:
             self._captured[shape] = self._capture(flat, shape)
         return logits
 
-    def _capture(self, flat: Tensor, shape: Shape) -> _Captured:
-        """After a run of this shape, which has loaded its kernels."""
+    def _capture(self, flat: Tensor, shape: StepShape) -> _Captured:
+        """Capture a graph. The kernels must have run once with this shape."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):

@@ -1,15 +1,16 @@
-/* What a decoding step does between its matrix products, compiled on the machine that runs it.
+/* The parts of a decoding step between its matrix products, compiled on the machine that runs it.
 
-   HEADS, KV_HEADS, HEAD_DIM, PAGE and LANES (which divides both), and RUN are given, and BFLOAT16 where the model is;
-   sums are float32 in any case. The cache lies in pages: keys [page, KV_HEADS, HEAD_DIM, PAGE] and values
-   [page, KV_HEADS, PAGE, HEAD_DIM]. `number` is what the model is made of. */
+   Macros set by the caller: HEADS, KV_HEADS, HEAD_DIM, PAGE, RUN, LANES (divides HEAD_DIM and
+   PAGE), and BFLOAT16 if the model is bfloat16. Sums are always float32. `number` is the model's
+   type. The cache is paged: keys are [page, KV_HEADS, HEAD_DIM, PAGE], values are
+   [page, KV_HEADS, PAGE, HEAD_DIM]. */
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
 #define REP (HEADS / KV_HEADS)
-#define MOST 4     /* queries whose sums stay in registers together */
+#define MOST 4 /* queries whose sums fit into registers together */
 #define LEAST -1e30f
 #define inline_ static inline __attribute__((always_inline))
 
@@ -62,7 +63,8 @@ inline_ floats loaded(const number *at) {
 inline_ void stored(number *at, floats value) { memcpy(at, &value, sizeof value); }
 #endif
 
-/* e^x for x <= 0, to 2 units in the last place; 0 below -87, where float32 would lose digits; what is no number stays none. */
+/* e^x for x <= 0, to 2 units in the last place. 0 below -87, where float32 loses digits. NaN stays
+   NaN. */
 inline_ floats exponential(floats x) {
     ints power = __builtin_convertvector(x * 1.44269504f - 0.5f, ints);
     floats whole = __builtin_convertvector(power, floats);
@@ -93,7 +95,7 @@ inline_ float total(floats x) {
     return sum;
 }
 
-/* One over the root of the mean square. */
+/* Return 1 / sqrt(mean square + eps). */
 inline_ float root(const number *x, int64_t count, float eps) {
     floats squares = all(0);
     int64_t at = 0;
@@ -103,7 +105,7 @@ inline_ float root(const number *x, int64_t count, float eps) {
     return 1.0f / sqrtf(rest / count + eps);
 }
 
-/* A query's softmax over the pages so far. */
+/* A query, and its softmax over the pages so far. */
 typedef struct {
     float asked[HEAD_DIM];
     float top, weight;
@@ -111,12 +113,13 @@ typedef struct {
     int64_t visible;
 } query_;
 
-/* Where a page's keys and values are, for one head. */
+/* A page's keys and values of one head. */
 typedef struct {
     const number *keys, *values;
 } page_;
 
-/* `width` queries over a page whose first token is number `start` of the sequence. `next` is on its way meanwhile. */
+/* Attend with `width` queries over a page whose first token has position `start`. Prefetches the
+   page `next`. */
 inline_ void attend_page(query_ *queries, int width, page_ page, int64_t start, page_ next) {
     const number *keys = page.keys, *values = page.values;
     floats scores[MOST][PAGE / LANES];
@@ -188,9 +191,10 @@ inline_ page_ page_of(const number *keys, const number *values, int64_t page, in
     return (page_){keys + at, values + at};
 }
 
-/* Attention of runs `first` to `last`: up to RUN successive tokens each, of which the first is number `begins` of the
-   step's and `held` of its sequence, so that its pages are read once for all. `query` [T, HEADS, HEAD_DIM] carries the
-   scale; `of` [slots, width] are the pages. */
+/* Attention of runs `first` to `last`. A run is up to RUN successive tokens of a sequence, so that
+   its pages are read once for all of them: `counts` tokens from index `begins` of the step, at
+   position `held` of the sequence. `query` [T, HEADS, HEAD_DIM] includes the softmax scale; `of`
+   [slots, width] are the pages. */
 void attend(const float *query, const number *keys, const number *values, const int64_t *of, int64_t width,
             const int64_t *begins, const int64_t *counts, const int64_t *slots, const int64_t *held, number *out,
             int64_t first, int64_t last) {
@@ -227,8 +231,9 @@ void attend(const float *query, const number *keys, const number *values, const 
         }
 }
 
-/* Queries and keys normed and turned, keys and values into the cache. `qkv` [count, HEADS + 2 KV_HEADS, HEAD_DIM],
-   `norm` [HEADS + KV_HEADS, HEAD_DIM], `rotations` [positions, HEAD_DIM / 2] pairs; `cells` count the pool's tokens. */
+/* Normalise and rotate queries and keys, and write keys and values to the cache. `qkv` is
+   [count, HEADS + 2 KV_HEADS, HEAD_DIM], `norm` [HEADS + KV_HEADS, HEAD_DIM], `rotations`
+   [positions, HEAD_DIM / 2] complex; `cells` are page * PAGE + offset. */
 void turn(const number *qkv, const float *norm, const float *rotations, const int64_t *positions, const int64_t *cells,
           float *query, number *keys, number *values, int64_t count, float eps) {
     for (int64_t token = 0; token < count; token++, qkv += (HEADS + 2 * KV_HEADS) * HEAD_DIM) {
@@ -257,7 +262,7 @@ void turn(const number *qkv, const float *norm, const float *rotations, const in
     }
 }
 
-/* x += more, and its RMS norm; all [count, hidden]. */
+/* Add `more` to x and write the RMS norm of the sum; all are [count, hidden]. */
 void norm(number *x, const number *more, const number *weight, number *out, int64_t count, int64_t hidden, float eps) {
     for (int64_t token = 0; token < count; token++, x += hidden, out += hidden) {
         for (int64_t d = 0; d < hidden; d++) x[d] = rounded(widened(x[d]) + widened(more[token * hidden + d]));
@@ -267,7 +272,7 @@ void norm(number *x, const number *more, const number *weight, number *out, int6
     }
 }
 
-/* silu(gate) * up, `both` [count, 2 * inner] as gate and then up. */
+/* silu(gate) * up, for `both` [count, 2 * inner] with the gate first. */
 void gated(const number *both, number *out, int64_t count, int64_t inner) {
     for (int64_t token = 0; token < count; token++, both += 2 * inner, out += inner) {
         int64_t d = 0;

@@ -1,4 +1,7 @@
-"""`kernels.c`, compiled once for a machine and a model's shape: in four calls what torch does in twenty a layer."""
+"""`kernels.c`, compiled once per machine and model shape.
+
+Four calls replace twenty of torch in each layer.
+"""
 
 import ctypes
 import hashlib
@@ -27,10 +30,13 @@ _FLAGS = (
 
 
 class Kernels:
-    """The functions of `kernels.c` by name. Arguments are tensors in one piece, whole numbers and floats."""
+    """The functions of `kernels.c`, as attributes.
+
+    Arguments are contiguous tensors, ints and floats.
+    """
 
     def __init__(self, **shape: int) -> None:
-        """Raises OSError with what the compiler says."""
+        """`shape` are macros for the compiler. Raises OSError with its first error."""
         self._library = _loaded(tuple(f"-D{name}={value}" for name, value in shape.items()))
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -44,7 +50,8 @@ class Kernels:
             for each in arguments:
                 if isinstance(each, Tensor) and not each.is_contiguous():
                     raise ValueError(
-                        f"{name} wants {list(each.shape)} in one piece, not strides {each.stride()}"
+                        f"{name} needs contiguous tensors, got strides {each.stride()} "
+                        f"of {list(each.shape)}"
                     )
             function(*[each.data_ptr() if isinstance(each, Tensor) else each for each in arguments])
 
@@ -54,36 +61,38 @@ class Kernels:
 
 @cache
 def _loaded(shape: tuple[str, ...]) -> ctypes.CDLL:
-    """From the user's cache if it was made for this source, compiler and processor, and else compiled."""
+    """Load the library from the user's cache, or compile it.
+
+    Its name in the cache is a hash of the source, the compiler's macros for this CPU, and the
+    flags.
+    """
     compiler = (
         shlex.split(os.environ.get("CC", ""))
         or [*filter(None, map(shutil.which, ("cc", "gcc", "clang")))][:1]
     )
     if not compiler:
         raise FileNotFoundError("no C compiler: CC, cc, gcc or clang")
-    macros = _said(
-        [*compiler, *_FLAGS, "-dM", "-E", "-x", "c", os.devnull]
-    )  # of this compiler for this processor
-    made_of = "\0".join([SOURCE.read_text(), macros, *_FLAGS, *shape])
-    name = f"kernels-{hashlib.sha256(made_of.encode()).hexdigest()[:24]}.so"
+    macros = _run_compiler([*compiler, *_FLAGS, "-dM", "-E", "-x", "c", os.devnull])
+    inputs = "\0".join([SOURCE.read_text(), macros, *_FLAGS, *shape])
+    name = f"kernels-{hashlib.sha256(inputs.encode()).hexdigest()[:24]}.so"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "unstale")
-    with suppress(OSError):  # not there yet, or damaged
+    with suppress(OSError):  # missing or damaged
         return ctypes.CDLL(str(folder / name))
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         scratch = tempfile.TemporaryDirectory(dir=folder)
-    except OSError:  # for this process alone
+    except OSError:  # no cache: compile for this process alone
         scratch = tempfile.TemporaryDirectory()
     with scratch as place:
         made = Path(place, name)
-        _said([*compiler, *_FLAGS, *shape, str(SOURCE), "-o", str(made), "-lm"])
+        _run_compiler([*compiler, *_FLAGS, *shape, str(SOURCE), "-o", str(made), "-lm"])
         library = ctypes.CDLL(str(made))
         if made.parent.parent == folder:
-            made.replace(folder / name)  # whole, even if several compile it at once
+            made.replace(folder / name)  # atomic, as several processes may compile it
         return library
 
 
-def _said(command: Sequence[str]) -> str:
+def _run_compiler(command: Sequence[str]) -> str:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         named = [line for line in done.stderr.splitlines() if "error" in line]

@@ -1,8 +1,8 @@
-"""Where the tokens of every slot lie in the cache, and what a step's attention needs to know of that.
+"""The paged KV cache: which pages each slot has, and the index arrays of a step's attention.
 
-The cache is a pool of pages of `PAGE` tokens. Each page belongs to one slot, so that one batched product over the pages
-as they lie attends all rows at once, and a long sequence costs nobody but itself. Everything here happens on the host,
-in numpy; what a step needs on the device is one flat array.
+The cache is a pool of pages of `PAGE` tokens. One batched product over all pages attends all rows
+at once, so a long sequence does not make the others slower. Everything here runs on the host, in
+numpy; a step needs one flat array on the device.
 """
 
 import heapq
@@ -19,43 +19,48 @@ from unstale.engines.embedded.runner import Step
 PAGE = 64
 """Tokens."""
 BLOCK = 32
-"""Chunks are attended in blocks of so many tokens."""
+"""Tokens of a chunk per attention block."""
 TILE = 8
-"""Sizes that change from step to step are rounded up: kernels and graphs are made anew for every shape."""
+"""Sizes are rounded up to a multiple of this, because every new shape needs new kernels and graphs.
+"""
 
 Ints = NDArray[np.int64]
 
 
 class Pages:
-    """Which pages each slot has. Page 0 belongs to nobody: what pads a step is written there. Low ones are taken first,
-    so that those in use lie together.
+    """The page table of all slots.
 
-    Whole pages may be those of several slots; the one that a slot writes to next is its own.
+    Slots can share full pages, but never the page that they write to next. Padding is written to
+    page 0, which belongs to no slot. Low pages are taken first, so that the used ones lie together.
     """
 
     def __init__(self, max_slots: int, max_context: int) -> None:
         each = -(-max_context // PAGE)
         self.of = np.zeros((max_slots, each), dtype=np.int64)
-        """`[slots, pages]`, in the order of the sequence; 0 where there is none."""
+        """`[slots, pages]`, the pages of each sequence in order; 0 where there is none."""
         self.count = np.zeros(max_slots, dtype=np.int64)
         self.users = np.zeros(max_slots * each + 1, dtype=np.int64)
-        """`[pages]`, how many slots have it."""
+        """`[pages]`, the number of slots that use each page."""
         self.owner = np.full(max_slots * each + 1, -1, dtype=np.int64)
-        """`[pages]`, which slot took it."""
+        """`[pages]`, the slot that took each page."""
         self.first = np.zeros(max_slots * each + 1, dtype=np.int64)
-        """`[pages]`, the place of a page's first token in its sequence."""
+        """`[pages]`, the position of each page's first token in its sequence."""
         self._free = list(range(1, max_slots * each + 1))
 
     @property
     def span(self) -> int:
-        """How many pages, from the first, there are up to the last in use."""
+        """The number of pages up to the last one in use."""
         used = np.flatnonzero(self.users)
         return int(used[-1]) + 1 if len(used) else 1
 
     def hold(self, slot: int, length: int) -> tuple[int, int] | None:
-        """Give `slot` the pages that `length` tokens need, and take back all others. If it shares the last of them, in
-        the middle of which it goes on, it gets its own, to which the first of the returned two is to be copied."""
-        wanted, had = -(-length // PAGE), int(self.count[slot])
+        """Give `slot` exactly the pages that `length` tokens need.
+
+        If the last page is partly filled and shared, the slot gets a copy: the result is (source
+        page, new page).
+        """
+        wanted = -(-length // PAGE)
+        had = int(self.count[slot])
         for index in range(wanted, had):
             self._release(int(self.of[slot, index]))
             self.of[slot, index] = 0
@@ -70,8 +75,10 @@ class Pages:
         return moved
 
     def share(self, source: int, target: int, length: int) -> tuple[int, int] | None:
-        """Let `target` begin with `length` tokens of `source`: whole pages are those of both. The rest of a page is to
-        be copied, from the first of the returned two to the second."""
+        """Make the first `length` tokens of `source` the start of `target`. Full pages are shared.
+
+        A partly filled last page must be copied: the result is (source page, target page).
+        """
         if source == target:
             return self.hold(target, length)
         self.hold(target, 0)
@@ -84,8 +91,10 @@ class Pages:
 
     def _take(self, slot: int, index: int) -> int:
         page = heapq.heappop(self._free)
-        self.of[slot, index], self.users[page] = page, 1
-        self.owner[page], self.first[page] = slot, index * PAGE
+        self.of[slot, index] = page
+        self.users[page] = 1
+        self.owner[page] = slot
+        self.first[page] = index * PAGE
         return page
 
     def _release(self, page: int) -> None:
@@ -95,20 +104,20 @@ class Pages:
             heapq.heappush(self._free, page)
 
 
-class Shape(NamedTuple):
-    """All that varies in size from step to step."""
+class StepShape(NamedTuple):
+    """The sizes that vary from step to step."""
 
     rows: int
     pages: int
     gathered: bool
-    """The pages that are attended are few of those in use, and copied together first."""
+    """Copy the attended pages together first, because they are few of those in use."""
     tokens: int = 0
-    """In chunks."""
+    """Tokens in chunks."""
     blocks: int = 0
     reach: int = 0
-    """Pages of the longest chunk's sequence."""
+    """Pages of the longest sequence that has a chunk."""
     ends: int = 0
-    """Rows and chunks, where there are chunks; rows alone end where they are."""
+    """Number of rows and chunks; 0 without chunks, where every row is an end."""
 
     def fields(self) -> dict[str, tuple[int, ...]]:
         width = self.rows + self.tokens
@@ -129,34 +138,34 @@ class Shape(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """A step as the device sees it: views of one flat `int64` tensor."""
+    """The index arrays of a step: views of one flat `int64` tensor on the device."""
 
     tokens: Tensor
-    """`[rows + chunk tokens]`, as `positions` and `cells`."""
+    """`[rows + chunk tokens]`, like `positions` and `cells`."""
     positions: Tensor
     cells: Tensor
-    """Where in the pool a token's key and value go."""
+    """The place of each token's key and value in the pool: page * PAGE + offset."""
     page_ids: Tensor
-    """Which pages are attended, if not the first ones as they lie."""
+    """The attended pages, if they are copied together first; else empty."""
     page_rows: Tensor
-    """`[pages]`, the row whose query attends it; any where `visible` is 0."""
+    """`[pages]`, the row whose query attends each page; arbitrary where `visible` is 0."""
     visible: Tensor
-    """`[pages]`, how many of its tokens are attended."""
+    """`[pages]`, the number of attended tokens of each page."""
     order: Tensor
     """`[pages]`, sorted by row."""
     bags: Tensor
-    """`[rows + 1]`, where in `order` each row's begin, and then those of no row."""
+    """`[rows + 1]`, the start of each row in `order`, then that of the pages of no row."""
     lanes: Tensor
-    """`[blocks, BLOCK]`, which of `tokens` ask."""
+    """`[blocks, BLOCK]`, the indices in `tokens` of the queries."""
     reached: Tensor
-    """`[blocks, reach]`, the pages that they ask."""
+    """`[blocks, reach]`, the pages that they attend."""
     spots: Tensor
-    """`[chunk tokens]`, each one's lane, counted through all blocks."""
+    """`[chunk tokens]`, the index of each token in the flattened `lanes`."""
     ends: Tensor
-    """Which of `tokens` get logits."""
+    """The indices in `tokens` that get logits."""
 
     @classmethod
-    def of(cls, flat: Tensor, shape: Shape) -> "Inputs":
+    def of(cls, flat: Tensor, shape: StepShape) -> "Inputs":
         fields = shape.fields()
         parts = flat.split([int(np.prod(size)) for size in fields.values()])
         return cls(
@@ -168,8 +177,9 @@ class Inputs(NamedTuple):
 
 
 def placed(step: Step, pages: Pages) -> Ints:
-    """The cell of every token, in pages that are there from now on."""
-    rows, at = step.rows.numpy(), step.positions.numpy()
+    """Take the pages that a step needs. Return the cell of every token."""
+    rows = step.rows.numpy()
+    at = step.positions.numpy()
     for chunk in step.chunks:
         pages.hold(chunk.slot, chunk.end)
     for index in np.flatnonzero(at[: len(rows)] // PAGE >= pages.count[rows]):
@@ -182,8 +192,12 @@ def placed(step: Step, pages: Pages) -> Ints:
 
 
 def runs(step: Step, pages: Pages, most: int) -> Tensor:
-    """`[4, runs]`: rows, and chunks cut into runs of up to `most` tokens. Where in `tokens` each begins, how many, of
-    which slot, and how many come before it in its sequence. Those that begin with the same page follow each other."""
+    """Return `[4, runs]`: rows, and chunks cut into runs of up to `most` tokens.
+
+    For each run: its start in `tokens`, its length, its slot, and its start in the sequence. Runs
+    whose sequences share their first page follow each other, so that the page stays in the CPU's
+    cache.
+    """
     num_rows = len(step.rows)
     parts = [
         np.stack(
@@ -208,42 +222,47 @@ def runs(step: Step, pages: Pages, most: int) -> Tensor:
                 ]
             )
         )
-    found = np.concatenate(parts, axis=1).astype(np.int64)
-    order = np.argsort(pages.of[found[2], 0], kind="stable")
-    return torch.from_numpy(np.take(found, order, axis=1))
+    table = np.concatenate(parts, axis=1).astype(np.int64)
+    order = np.argsort(pages.of[table[2], 0], kind="stable")
+    return torch.from_numpy(np.take(table, order, axis=1))
 
 
-def plan(step: Step, pages: Pages) -> tuple[Shape, Tensor]:
-    """What to compute where, once every token of the step has its cell."""
+def plan(step: Step, pages: Pages) -> tuple[StepShape, Tensor]:
+    """Take the pages that a step needs.
+
+    Return its sizes and its index arrays as one flat tensor.
+    """
     cells = placed(step, pages)
-    rows, at = step.rows.numpy(), step.positions.numpy()
-    num_rows, counts = len(rows), [chunk.end - chunk.start for chunk in step.chunks]
+    rows = step.rows.numpy()
+    at = step.positions.numpy()
+    num_rows = len(rows)
     fields, gathered = _attended(rows, at[:num_rows], pages)
-    wide, num_tokens = tiled(num_rows), len(at) - num_rows
+    wide = tiled(num_rows)
+    num_tokens = len(at) - num_rows
     for name, values in (("tokens", step.tokens.numpy()), ("positions", at), ("cells", cells)):
-        fields[name] = _apart(values, num_rows, wide)
-    shape = Shape(wide, len(fields["visible"]), gathered)
+        fields[name] = _pad_rows_and_chunks(values, num_rows, wide)
+    shape = StepShape(wide, len(fields["visible"]), gathered)
     if step.chunks:
         fields |= _blocks(step, pages, start=wide)
         blocks, reach = fields["reached"].shape
-        shape = Shape(
-            wide, shape.pages, gathered, tiled(num_tokens), blocks, reach, num_rows + len(counts)
-        )
+        ends = num_rows + len(step.chunks)
+        shape = StepShape(wide, shape.pages, gathered, tiled(num_tokens), blocks, reach, ends)
     return shape, torch.from_numpy(_flat(shape, fields))
 
 
-def _apart(values: Ints, num_rows: int, wide: int) -> Ints:
-    """Rows, zeros up to `wide` of them, and then the chunks, padded as well."""
-    found = np.zeros(wide + tiled(len(values) - num_rows), dtype=np.int64)
-    found[:num_rows], found[wide : wide + len(values) - num_rows] = (
-        values[:num_rows],
-        values[num_rows:],
-    )
-    return found
+def _pad_rows_and_chunks(values: Ints, num_rows: int, wide: int) -> Ints:
+    """Pad the rows to `wide`, and the chunks after them to a multiple of `TILE`."""
+    num_tokens = len(values) - num_rows
+    padded = np.zeros(wide + tiled(num_tokens), dtype=np.int64)
+    padded[:num_rows] = values[:num_rows]
+    padded[wide : wide + num_tokens] = values[num_rows:]
+    return padded
 
 
 def _attended(rows: Ints, at: Ints, pages: Pages) -> tuple[dict[str, Ints], bool]:
-    """The pages that rows of one token attend to, and whether they are to be copied together."""
+    """Return the index arrays of the pages that rows attend, and whether to copy those pages
+    together.
+    """
     if not len(rows):
         none = np.zeros(0, dtype=np.int64)
         return {
@@ -253,25 +272,25 @@ def _attended(rows: Ints, at: Ints, pages: Pages) -> tuple[dict[str, Ints], bool
             "bags": np.zeros(1, dtype=np.int64),
         }, False
     span = pages.span
-    row_of = np.full(
-        len(pages.count) + 1, -1, dtype=np.int64
-    )  # the last for what belongs to no slot: -1
+    # One element more than slots: pages without an owner have owner -1, which finds the last one.
+    row_of = np.full(len(pages.count) + 1, -1, dtype=np.int64)
     row_of[rows] = np.arange(len(rows))
     row = row_of[pages.owner[:span]]
     ids = np.flatnonzero(row >= 0)
     gathered = 3 * len(ids) < span
     if not gathered:
         ids = np.arange(span)
-    size, wide = _roomy(len(ids)), tiled(len(rows))
-    mine = np.full(size, -1, dtype=np.int64)
-    mine[: len(ids)] = row[ids]
-    held = np.where(mine >= 0, at[mine] + 1, 0)
+    size = _rounded_size(len(ids))
+    wide = tiled(len(rows))
+    row_of_page = np.full(size, -1, dtype=np.int64)
+    row_of_page[: len(ids)] = row[ids]
+    held = np.where(row_of_page >= 0, at[row_of_page] + 1, 0)
     held[: len(ids)] -= pages.first[ids]
-    bag = np.where(mine >= 0, mine, wide)
+    bag = np.where(row_of_page >= 0, row_of_page, wide)
     order = np.argsort(bag, kind="stable")
     fields = {
-        "page_rows": np.maximum(mine, 0),
-        "visible": np.where(mine >= 0, held, 0).clip(0, PAGE),
+        "page_rows": np.maximum(row_of_page, 0),
+        "visible": np.where(row_of_page >= 0, held, 0).clip(0, PAGE),
         "order": order,
         "bags": np.searchsorted(bag[order], np.arange(wide + 1)),
     }
@@ -281,7 +300,7 @@ def _attended(rows: Ints, at: Ints, pages: Pages) -> tuple[dict[str, Ints], bool
 
 
 def _blocks(step: Step, pages: Pages, *, start: int) -> dict[str, Ints]:
-    """Chunks cut into blocks; the first token of the first chunk is number `start`."""
+    """Cut chunks into blocks; `start` is the index of the first chunk's first token."""
     lanes, reached, spots, ends = [], [], [], [*range(len(step.rows))]
     reach = max(-(-chunk.end // PAGE) for chunk in step.chunks)
     num_blocks = 0
@@ -303,7 +322,7 @@ def _blocks(step: Step, pages: Pages, *, start: int) -> dict[str, Ints]:
     }
 
 
-def _flat(shape: Shape, fields: Mapping[str, Ints]) -> Ints:
+def _flat(shape: StepShape, fields: Mapping[str, Ints]) -> Ints:
     parts = [fields[name].ravel() for name, size in shape.fields().items() if np.prod(size)]
     return np.concatenate(parts).astype(np.int64, copy=False)
 
@@ -313,17 +332,18 @@ def _padded(values: Ints, size: int) -> Ints:
 
 
 def tiled(size: int) -> int:
-    """
+    """Round up to a multiple of `TILE`.
+
     >>> tiled(33), tiled(64)
     (40, 64)
     """
     return -(-size // TILE) * TILE
 
 
-def _roomy(size: int) -> int:
-    """A little more, so that there are few different ones: sixteen sizes in every octave.
+def _rounded_size(size: int) -> int:
+    """Round up to one of sixteen sizes per octave, so that there are few different sizes.
 
-    >>> _roomy(100), _roomy(1000)
+    >>> _rounded_size(100), _rounded_size(1000)
     (104, 1024)
     """
     tile = max(TILE, 2 ** max(size.bit_length() - 5, 0))

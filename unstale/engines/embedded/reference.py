@@ -1,4 +1,4 @@
-"""The trainer's forward pass as a function of weights, to check the log-probabilities of engines."""
+"""The trainer's forward pass as a function of weights, to check log-probabilities of engines."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,8 +16,8 @@ from unstale.model.lora import Base, Merging
 class ReferenceModel:
     """A causal language model without weights of its own.
 
-    `max_positions` is the longest sequence by its configuration, `vocab_size` the size of its vocabulary. With
-    `merging`, `cast` takes adapters and merges them.
+    `max_positions` is the longest sequence by its configuration, `vocab_size` the size of its
+    vocabulary. With `merging`, `cast` takes adapters and merges them.
     """
 
     def __init__(self, folder: Path, *, dtype: torch.dtype, merging: Merging | None = None) -> None:
@@ -45,7 +45,10 @@ class ReferenceModel:
         self._model = _without_memory(model)
 
     def cast(self, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return full weights in the engine's precision, without aliases. Raises ValueError if they do not fit."""
+        """Return full weights in the engine's precision, without aliases.
+
+        Raises ValueError if they do not fit.
+        """
         if self._base:
             update = self._base.merged(update, dtype=self._dtype)
         check_update(update, self._shapes, self._tied)
@@ -55,7 +58,10 @@ class ReferenceModel:
     def logps(
         self, weights: Mapping[str, Tensor], tokens: Sequence[int], *, temperature: float
     ) -> Tensor:
-        """Return `[T - 1]` log-probabilities in nats of `tokens` after the first. `weights` come from `cast`."""
+        """Return `[T - 1]` log-probabilities in nats of `tokens` after the first.
+
+        `weights` come from `cast`.
+        """
         device = next(iter(weights.values())).device
         row = torch.tensor([tokens], device=device)
         buffers = {name: buffer.to(device) for name, buffer in self._buffers.items()}

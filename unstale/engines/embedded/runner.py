@@ -1,4 +1,6 @@
-"""The interface between the batcher and a model: forward passes of packed sequences over a KV cache."""
+"""The interface between the batcher and a model: forward passes of packed sequences over a KV
+cache.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,7 +59,10 @@ class Runner(Protocol):
     vocab_size: int
 
     def forward(self, step: Step) -> Tensor:
-        """Return float32 logits `[R + C, V]` after the last token of each row and chunk. All tokens are cached."""
+        """Return float32 logits `[R + C, V]` after the last token of each row and chunk.
+
+        All tokens are cached.
+        """
         ...
 
     def keep(self, slot: int, count: int) -> None:
@@ -74,7 +79,7 @@ class Runner(Protocol):
 
 
 def tied_parameters(model: nn.Module) -> dict[str, str]:
-    """Return the aliases in a model's state, each with the name of the parameter that it repeats."""
+    """Return the aliases in a model's state, each with the parameter that it repeats."""
     parameters = dict(model.named_parameters())
     names = {parameter.data_ptr(): name for name, parameter in parameters.items()}
     return {
@@ -89,7 +94,8 @@ def check_update(
 ) -> None:
     """Raise ValueError for weights that do not fit a model.
 
-    `shapes` has every parameter. `tied` maps an alias, which may be left out, to the parameter that it repeats.
+    `shapes` has every parameter. `tied` maps an alias, which may be left out, to the parameter that
+    it repeats.
 
     >>> check_update({"a": torch.zeros(2)}, {"a": (2,), "b": (3,)}, {})
     Traceback (most recent call last):

@@ -1,4 +1,6 @@
-"""Draw tokens: noise that depends on nothing but (seed, position), and the log-probability under what was sampled."""
+"""Sampling with noise that depends only on seed and position, and the log-probabilities of the
+result.
+"""
 
 import numpy as np
 import torch
@@ -12,10 +14,11 @@ _BITS = 48
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """One number in (0, 1) for each (seed, position): a counter-based generator, so order and batch do not matter.
+    """Return `[B]` uniform numbers in (0, 1), one for each seed and position.
 
-    The counter is hashed twice with the splitmix64 finaliser. 48 bits are kept, which leaves the result strictly
-    below 1 even after multiplication by a sum of probabilities.
+    The generator is counter-based, so order and batch do not matter. The counter is hashed twice
+    with the splitmix64 finaliser. With 48 bits the result stays below 1 even after multiplication
+    by a sum of probabilities.
     """
     with np.errstate(over="ignore"):
         stream = _mix(seeds + _GOLDEN)
@@ -30,13 +33,14 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def draw(logits: Tensor, temperature: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens `[B]` and their log-probabilities `[B]` from `logits [B, V]`, by inverting the distribution function.
+    """Return sampled tokens `[B]` and their log-probabilities `[B]` in nats, on the CPU.
 
-    `temperature` is `[B]` float32; where it is 0 the token is the argmax and its log-probability 0 (a point mass).
-    `noise` is `[B]` float64 in (0, 1). The logits may be on any device; what is drawn comes
-    back to the processor.
+    Inverts the cumulative distribution of `logits [B, V]`, which may be on any device.
+    `temperature` is `[B]` float32; at 0 the token is the argmax and its log-probability 0. `noise`
+    is `[B]` float64 in (0, 1). Raises FloatingPointError for logits that are not finite.
     """
-    temperature, noise = temperature.to(logits.device), noise.to(logits.device)
+    temperature = temperature.to(logits.device)
+    noise = noise.to(logits.device)
     greedy = temperature == 0
     if bool((temperature != 1).any()):
         logits = logits / temperature.masked_fill(greedy, 1)[:, None]
@@ -45,7 +49,7 @@ def draw(logits: Tensor, temperature: Tensor, noise: Tensor) -> tuple[Tensor, Te
     total = below[:, -1:]
     if not bool(torch.isfinite(total).all()):
         raise FloatingPointError(
-            "the logits are not finite, so nothing can be sampled: look at the weights"
+            "the logits are not finite: check the weights for NaN and infinity"
         )
     tokens = torch.searchsorted(below, noise[:, None] * total, right=True)
     chosen = logp.gather(1, tokens)[:, 0]

@@ -1,4 +1,5 @@
-"""Weights for servers on this host: one safetensors file in memory, written whole or updated in place.
+"""Weights for servers on this host: one safetensors file in memory, written whole or updated in
+place.
 
 The file is in `/dev/shm`, or in the folder for temporary files if there is too little space.
 """
@@ -31,8 +32,9 @@ _HEADER_SIZE_BYTES = 8
 class SharedWeights:
     """A folder with one weight file that is mapped into memory.
 
-    `weights` are the tensors of the mapping, so a delta applied to them changes the file. One copy of the weights is
-    held until `close`. Folders of killed processes are removed by the next process of the same user.
+    `weights` are the tensors of the mapping, so a delta applied to them changes the file. One copy
+    of the weights is held until `close`. Folders of killed processes are removed by the next
+    process of the same user.
     """
 
     def __init__(self) -> None:
@@ -42,7 +44,10 @@ class SharedWeights:
         self._resources = ExitStack()
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
-        """Write all weights without changing their dtype. Raises OSError if there is too little space."""
+        """Write all weights without changing their dtype.
+
+        Raises OSError if there is too little space.
+        """
         if not self.weights:
             self._make_folder(sum(tensor.nbytes for tensor in weights.values()))
         self.weights = {}
@@ -53,7 +58,10 @@ class SharedWeights:
         self.weights = _map_file(path, weights)
 
     def advance(self, delta: Delta) -> None:
-        """Apply a delta in place. Raises ValueError, changing nothing, unless it leads to `delta.version` exactly."""
+        """Apply a delta in place.
+
+        Raises ValueError, changing nothing, unless it leads to `delta.version` exactly.
+        """
         advance(self.weights, delta)
 
     def close(self) -> None:
@@ -78,7 +86,10 @@ class SharedWeights:
 
 
 def _map_file(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, sharing the file's memory. Shapes and dtypes are those of `like`."""
+    """Return the tensors of a safetensors file, sharing the file's memory.
+
+    Shapes and dtypes are those of `like`.
+    """
     with path.open("r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)
     start = _HEADER_SIZE_BYTES + int.from_bytes(memory[:_HEADER_SIZE_BYTES], "little")

@@ -1,7 +1,7 @@
-"""The embedded engine's process: one loop that reads messages, steps the batcher, and answers.
+"""The process of the embedded engine: one loop that reads messages, steps the batcher, and answers.
 
-Only this loop touches the weights and the version, and it does so between steps: that is the guard under which every
-reply gets its version. The process ends by itself when the other side is gone.
+Only this loop changes the weights and the version, and only between steps, so every token gets the
+version that sampled it. The process ends when the other end of the socket closes.
 """
 
 import json
@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load as unpack_tensors
 from torch import Tensor
 
-from unstale.engines.embedded.batcher import Batcher, Finished, Request
+from unstale.engines.embedded.batcher import Batcher, FinishedReply, SampleRequest
 from unstale.engines.embedded.decoder import Qwen3Runner, supports
 from unstale.engines.embedded.runner import DTYPES, Runner
 from unstale.model.lora import Base, Merging
@@ -28,17 +28,17 @@ from unstale.weights.store import Delta
 _READ_BYTES = 1 << 20
 
 Refusal = tuple[str, str]
-"""Whose fault it is (`order` or `weights`) and what is wrong; both empty when nothing is."""
-TAKEN: Refusal = ("", "")
+"""The kind of error (`order` or `weights`) and its message; both are empty without an error."""
+ACCEPTED: Refusal = ("", "")
 
 
 def main(descriptor: int, options: str) -> None:
-    """Serve the engine at the other end of the socket until it hangs up. `options` is JSON."""
+    """Serve an engine over the socket until the other end closes. `options` is JSON."""
     wanted = json.loads(options)
     torch.set_num_threads(wanted["threads"])
     torch.set_num_interop_threads(1)
     limits = {"max_slots": wanted["max_slots"], "max_context": wanted["max_context"]}
-    # Never closed: the other side then sees the end only once the last words are written and there is an exit code.
+    # Never closed, so that the other end sees the end of this process only after its exit.
     os.dup(descriptor)
     with socket.socket(fileno=descriptor) as connection, torch.inference_mode():
 
@@ -61,7 +61,8 @@ def main(descriptor: int, options: str) -> None:
 def build_runner(
     folder: Path, *, dtype: str, max_slots: int, max_context: int, device: str = ""
 ) -> Runner:
-    """Our decoder where it computes this model exactly, transformers' forward pass for everything else.
+    """Our decoder where it computes this model exactly, transformers' forward pass for everything
+    else.
 
     The decoder runs on `device`, by default on CUDA where there is any; the other on the processor.
     """
@@ -70,7 +71,7 @@ def build_runner(
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         limits = {"max_slots": max_slots, "max_context": max_context}
         return Qwen3Runner(config, dtype=DTYPES[dtype], device=device, **limits)
-    # Here, because importing transformers takes longer than all the rest of the start.
+    # Imported here because transformers takes longer to import than everything else.
     from unstale.engines.embedded.fallback import TransformersRunner
 
     return TransformersRunner(
@@ -88,19 +89,20 @@ class _Worker:
         lockstep: bool,
         base: Base | None,
     ) -> None:
-        """What is loaded are adapters if there is a `base` to merge them into."""
-        self._connection, self._base = connection, base
+        """With `base`, updates are adapters that are merged into it."""
+        self._connection = connection
+        self._base = base
         self._make = make
         self._deltas = deltas
         self._lockstep = lockstep
         self._frames = Frames()
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
-        """As a process that has just started: only the bytes still to be read are of an earlier life."""
+    def _reset(self) -> None:
+        """Return to the state of a new process. Messages that are not yet read stay."""
         self._batcher = self._make()
-        self._given: dict[str, Tensor] = {}
-        """The weights of this version as they came, if deltas are to change them."""
+        self._full_weights: dict[str, Tensor] = {}
+        """The weights of this version as they were sent, for deltas to change."""
         self._version = -1
         self._running = False
         self._idle_s = 0.0
@@ -110,15 +112,18 @@ class _Worker:
         return self._running and self._batcher.has_work
 
     def serve(self) -> None:
-        """Messages first, then one step unless they ask for it, until the connection ends."""
+        """Process messages, then run one step, until the connection ends.
+
+        In lockstep, messages request steps.
+        """
         runner = self._batcher.runner
-        about = {"runner": runner.name, "vocab_size": runner.vocab_size, "warning": runner.warning}
-        self.send({"op": "ready", **about})
+        model = {"runner": runner.name, "vocab_size": runner.vocab_size, "warning": runner.warning}
+        self.send({"op": "ready", **model})
         while True:
-            free = self._working and not self._lockstep
+            must_step = self._working and not self._lockstep
             start = perf_counter()
-            readable, _, _ = select.select([self._connection], [], [], 0 if free else None)
-            if not free:
+            readable, _, _ = select.select([self._connection], [], [], 0 if must_step else None)
+            if not must_step:
                 self._idle_s += perf_counter() - start
             if readable and not self._receive():
                 return
@@ -126,7 +131,10 @@ class _Worker:
                 return
 
     def send(self, header: Header) -> bool:
-        """False when nobody listens any more. The counters since the last message travel along."""
+        """Send a message with the counters since the last one.
+
+        Return False if the connection has ended.
+        """
         counters = {**self._batcher.counters, "idle_s": self._idle_s}
         self._batcher.counters.clear()
         self._idle_s = 0.0
@@ -137,7 +145,7 @@ class _Worker:
         return True
 
     def _receive(self) -> bool:
-        """Take what has arrived. False at the end of the connection."""
+        """Process the messages that have arrived. Return False if the connection has ended."""
         try:
             data = self._connection.recv(_READ_BYTES)
         except ConnectionResetError:
@@ -159,8 +167,8 @@ class _Worker:
                 finished = self._batcher.step() if self._working else []
                 return self._reply(finished) and self._acknowledge(header)
             case "reset":
-                del self._batcher  # two would need the memory of two
-                self._begin()
+                del self._batcher  # frees its memory for the next one
+                self._reset()
                 return self._acknowledge(header)
             case "interrupt":
                 finished = self._batcher.interrupt() if self._running else []
@@ -180,33 +188,33 @@ class _Worker:
             )
         try:
             update = (
-                self._changed(loads(body), header["version"])
+                self._apply_delta(loads(body), header["version"])
                 if header["delta"]
                 else unpack_tensors(body)
             )
             self._batcher.load(self._base.merged(update) if self._base else update)
         except ValueError as error:
             return "weights", str(error)
-        self._given = update if self._deltas else {}
+        self._full_weights = update if self._deltas else {}
         self._version = header["version"]
-        return TAKEN
+        return ACCEPTED
 
-    def _changed(self, delta: Delta, version: int) -> dict[str, Tensor]:
-        """The weights of the delta's version, in place of those of this one."""
+    def _apply_delta(self, delta: Delta, version: int) -> dict[str, Tensor]:
+        """Apply a delta to the full weights in place, and return them."""
         delta.check_way(self._version, version)
-        advance(self._given, delta)
-        return self._given
+        advance(self._full_weights, delta)
+        return self._full_weights
 
     def _resume(self) -> Refusal:
         if self._version < 0:
             return "order", "resume before the first load: there are no weights to sample from"
         self._running = True
-        return TAKEN
+        return ACCEPTED
 
     def _acknowledge(self, header: Header, fault: str = "", error: str = "") -> bool:
         return self.send({"op": "done", "id": header["id"], "fault": fault, "error": error})
 
-    def _reply(self, finished: list[Finished]) -> bool:
+    def _reply(self, finished: list[FinishedReply]) -> bool:
         if not finished:
             return True
         replies = [
@@ -216,6 +224,6 @@ class _Worker:
         return self.send({"op": "replies", "version": self._version, "replies": replies})
 
 
-def _request(fields: list[Any]) -> Request:
+def _request(fields: list[Any]) -> SampleRequest:
     number, tokens, max_tokens, stop_tokens, temperature, seed = fields
-    return Request(number, tuple(tokens), max_tokens, tuple(stop_tokens), temperature, seed)
+    return SampleRequest(number, tuple(tokens), max_tokens, tuple(stop_tokens), temperature, seed)

@@ -17,8 +17,9 @@ class SglangEngine(RemoteEngine):
     Noise is keyed by seed and position, as in `SamplingParams`, if the server was started with
     `--enable-deterministic-inference`. Otherwise SGLang ignores seeds.
 
-    SGLang's pause takes a second while replies are pending, and misses requests that arrive later. This engine does
-    not use it: while interrupted it sends no requests, and aborts until all replies have returned.
+    SGLang's pause takes a second while replies are pending, and misses requests that arrive later.
+    This engine does not use it: while interrupted it sends no requests, and aborts until all
+    replies have returned.
     """
 
     NAME = "SGLang"

@@ -14,11 +14,12 @@ from unstale.engines.vllm_server import EXTENSION, VllmServer
 class VllmEngine(RemoteEngine):
     """An `Engine` on one vLLM server.
 
-    Without a `url` the server is a process of this engine and ends with it; `extension` is mixed into its workers.
-    docs/engines.md shows how to start a server for use with a `url`.
+    Without a `url` the server is a process of this engine and ends with it; `extension` is mixed
+    into its workers. docs/engines.md shows how to start a server for use with a `url`.
 
-    vLLM's noise is not keyed by position. A reply that continues after an interruption is another draw from the same
-    policy. Its seed combines `seed` with the context's length, so that no noise is used twice.
+    vLLM's noise is not keyed by position. A reply that continues after an interruption is another
+    draw from the same policy. Its seed combines `seed` with the context's length, so that no noise
+    is used twice.
     """
 
     NAME = "vLLM"
