@@ -11,7 +11,7 @@ _MAX_BLOCKS = 1 << 17
 class CachedPrefixes:
     """A set of prefixes. The oldest are forgotten when there are too many.
 
-    >>> seen = Prefixes()
+    >>> seen = CachedPrefixes()
     >>> seen.add(range(100))
     >>> seen.length([*range(70), 5, 5, 5]), seen.length([1, *range(99)])
     (64, 0)
