@@ -63,10 +63,10 @@ def audit(
     alphas: Sequence[float] = (0.5,),
     console: Console | None = None,
 ) -> Row:
-    """Audit `routes` (none: all) on a run that was recorded; `alphas` add rows with a constant alpha.
+    """Audit `routes` (empty: all) on a recorded run; `alphas` add rows with a constant alpha.
 
-    Leaves `audit.json` and `audit.md` in the run folder, writes its report again, and returns what `audit.json` holds.
-    Raises `ConfigError` for what is no recorded run, naming what is missing.
+    Writes `audit.json`, `audit.md` and the report, and returns the content of `audit.json`. Raises
+    `ConfigError` if the run was not recorded.
     """
     console = console or Console(soft_wrap=True)
     config = stored_config(RunFolder(run).config())
@@ -124,7 +124,7 @@ def variants(
 
 
 def segments(batch: Batch) -> Iterator[PendingPiece]:
-    """The sampled pieces of a batch: maximal runs of one version inside a turn, each with all that precedes it."""
+    """Iterate over the sampled pieces of a batch: maximal runs of one version inside a turn."""
     keys = torch.stack([batch.turn, batch.version, batch.clean.long(), batch.provenance])
     for episode, (start, end) in zip(batch.episodes, batch.spans(), strict=True):
         own = keys[:, start:end]
@@ -190,7 +190,7 @@ class Replay:
         judge: Thresholds,
         advance: Callable[[], None],
     ) -> "Replay":
-        """Scores the truth, once for all routes."""
+        """Score the truth once, for all routes."""
         policy, noise = scorer.policy, 0.0
         truths: dict[int, list[Truth]] = defaultdict(list)
         now: dict[int, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
@@ -220,7 +220,7 @@ class Replay:
 
     @property
     def in_order(self) -> list[Truth]:
-        """The batches as they were trained on."""
+        """The batches in the order of training."""
         return [truth for version in sorted(self.truths) for truth in self.truths[version]]
 
     @property
@@ -229,7 +229,7 @@ class Replay:
         return [version for version in self.recorded.versions if version <= max(self.truths)]
 
     def play(self, old: OldLogps, *, advance: Callable[[], None]) -> Row:
-        """Figures and costs of a route. Closes it."""
+        """Return the measures and costs of a route, and close it."""
         spent, audited, claims = Spent(), list[Audited](), list[Tensor]()
         try:
             for version, following in zip(self.path, [*self.path[1:], None], strict=True):
@@ -252,7 +252,7 @@ class Replay:
         return self._row(join(audited), claims, spent)
 
     def _arrive(self, old: OldLogps, version: int, spent: Spent) -> None:
-        """The policy is published as `version`, and all that is sampled from it arrives."""
+        """Publish the policy as `version`, and give the route all pieces sampled from it."""
         self.policy.load_weights(self.recorded.weights(version))
         self.policy.version = version
         later = [
@@ -315,7 +315,7 @@ class Replay:
         }
 
     def facts(self) -> Row:
-        """What holds for every route."""
+        """Return the facts that hold for every route."""
         truths = self.in_order
         tokens = join([truth.compare(truth.old_logp, self.judge) for truth in truths]).tokens
         chosen = spread(len(tokens), POINTS, turn=0.0)
@@ -351,7 +351,7 @@ def _about(found: Row) -> str:
 
 
 def _table(found: Row) -> Table:
-    """What fits a terminal; `audit.md` has the rest, and the standard errors."""
+    """Return the main columns for a terminal; `audit.md` has all, with standard errors."""
     table = Table(
         title=f"old logits of {found['run']} against full copies", box=SIMPLE, padding=(0, 1, 0, 0)
     )

@@ -1,9 +1,9 @@
-"""A run states its semantics before it starts: what stands in each ratio, what bounds it, on how many versions.
+"""The linter: the meaning of a run's ratios, and settings that cannot do what their names say.
 
     pi / mu  =  D * S,    D = prox / mu,    S = pi / prox
 
-`prox` is what the route puts in the place of the old logit. `check` says what D and S then mean and refuses, with
-reason and fix, the combinations in which a bound cannot do what its name says.
+`prox` is the route's old log-probability. `check` states the meaning of D and S, and refuses wrong
+combinations with a reason and a fix.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,7 +22,7 @@ __all__ = ["Factor", "Finding", "Verdict", "check", "page"]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a run means. `facts` are names and sentences, in reading order."""
+    """The meaning of a run. `facts` are names and sentences, in reading order."""
 
     recipe: str
     factors: tuple[Factor, Factor]
@@ -31,13 +31,13 @@ class Verdict:
     warnings: tuple[Finding, ...]
 
     def require(self) -> None:
-        """Raise `ConfigError` with every refusal, one a line."""
+        """Raise `ConfigError` with all refusals, one per line."""
         if self.refusals:
             raise ConfigError("\n".join(map(str, self.refusals)))
 
 
 def check(config: RunConfig) -> Verdict:
-    """Read the semantics of a run off its configuration.
+    """Return the meaning of a run, from its configuration.
 
     >>> [factor.denominator for factor in check(RunConfig(recipe="mine")).factors]
     ['mu', 'pi_v']
@@ -52,7 +52,7 @@ def check(config: RunConfig) -> Verdict:
 
 
 def page(verdict: Verdict) -> RenderableType:
-    """The verdict for a terminal of 100 columns or more."""
+    """Return the verdict as tables for a terminal of at least 100 columns."""
     table = Table(
         title=f"{verdict.recipe}: pi / mu = D * S",
         title_justify="left",
@@ -79,7 +79,7 @@ def page(verdict: Verdict) -> RenderableType:
 
 
 def _rows(rows: Iterable[tuple[Text, str]]) -> Table:
-    """Names and sentences in two columns; what is in brackets is text, not markup."""
+    """Return names and sentences in two columns. Brackets are text, not markup."""
     grid = Table.grid(padding=(0, 2))
     for name, words in rows:
         grid.add_row(name, Text(words))

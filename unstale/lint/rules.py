@@ -1,4 +1,4 @@
-"""What the linter refuses, and what it warns of. One function a rule; each finding has its reason and its fix."""
+"""The linter's rules, one function each. A finding has a reason and a fix."""
 
 import json
 import math
@@ -16,17 +16,20 @@ from unstale.lint.semantics import (
 )
 
 NOISE = 0.02
-"""Two forward passes of the same weights in bfloat16, packed differently, differ by about so much (log-probability)."""
+"""Typical difference in log-probability of two bfloat16 passes that are packed differently."""
 GSPO_CLIP = 0.02
-"""A sequence's mean ratio hardly ever leaves a wider band; the paper of `gspo` clips at 3e-4 and 4e-4."""
+"""The widest useful clip of `gspo`: mean ratios hardly leave it. Its paper has 3e-4 and 4e-4."""
 LORA_RATE = 1e-5
-"""A usual rate of all weights. Adapters learn best at about ten times theirs (Schulman, LoRA Without Regret, 2025)."""
+"""A usual learning rate of all weights. Adapters need about ten times as much.
+
+Source: Schulman, LoRA Without Regret, 2025.
+"""
 _EXACT_ROUTE = "--old_logps.route snapshot_old"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that cannot mean what it says. `fix` are knobs to type."""
+    """A setting that cannot do what its name says. `fix` are options to type."""
 
     wrong: str
     why: str
@@ -101,7 +104,7 @@ def _kept_cache(config: RunConfig) -> Finding | None:
 
 
 def _outrun(config: RunConfig) -> Finding | None:
-    """Of full copies it is known beforehand what they take; of differences it is not, and the store watches itself."""
+    """Check full copies: their size is known before the run. The store itself checks differences."""
     old = config.old_logps
     limit_gb = old.copies_limit_gb
     if not limit_gb:
@@ -121,7 +124,7 @@ def _outrun(config: RunConfig) -> Finding | None:
 
 
 def num_weights(folder: Path) -> int:
-    """Numbers in the safetensors files of a model folder, by their headers; 0 where there are none."""
+    """Return the number of weights in a model folder's safetensors files, from their headers."""
     total = 0
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
@@ -237,7 +240,7 @@ def _under_noise(config: RunConfig) -> Finding | None:
 
 
 def _thresholds(config: RunConfig) -> Iterator[tuple[str, float]]:
-    """Factor and width, in log-ratio, of every bound that cuts."""
+    """Iterate over the factor and the log-ratio of every threshold."""
     d, s = config.correction, config.objective
     if d.control != "none" and not d_is_one(config):
         yield "D", math.log(d.high)

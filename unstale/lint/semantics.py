@@ -1,4 +1,4 @@
-"""What a configuration says, in plain words: what stands in each ratio, what bounds it, what the route costs."""
+"""The meaning of a configuration in plain words: the ratios, their bounds and the costs."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class Factor:
 
 
 def factors(config: RunConfig) -> tuple[Factor, Factor]:
-    """D and S."""
+    """Return the factors D and S."""
     proxy = config.old_logps.meaning(config)
     return (
         Factor("D", proxy.symbol, "mu", proxy.d, _bound_on_d(config)),
@@ -27,7 +27,7 @@ def factors(config: RunConfig) -> tuple[Factor, Factor]:
 
 
 def facts(config: RunConfig) -> dict[str, str]:
-    """Who the policies in the ratios are, and what else there is to know, in reading order."""
+    """Return the policies in the ratios and other facts by name, in reading order."""
     proxy, engine, trainer = config.old_logps.meaning(config), config.engine, config.trainer
     who = {
         proxy.symbol: f"{proxy.policy} ({trainer.dtype})",
@@ -60,13 +60,13 @@ def s_is_one(config: RunConfig) -> bool:
 
 
 def bounds_s(config: RunConfig) -> bool:
-    """Whether the objective constrains S at all."""
+    """Return True if the objective constrains S."""
     rule = config.objective
     return rule.kind != "none" and not (rule.kind == "kl_penalty" and rule.kl_penalty == 0)
 
 
 def over(unit: Unit, aggregate: str) -> str:
-    """What a ratio is taken over.
+    """Return the tokens that a ratio is aggregated over, in words.
 
     >>> over("turn", "sum")
     'product over a turn'

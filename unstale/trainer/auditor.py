@@ -1,6 +1,6 @@
-"""The audit inside training: a share of every batch is scored again by full copies of the versions that sampled it.
+"""The audit inside training: a share of every batch is scored again by full copies of its versions.
 
-The copies are the auditor's own, so that what is measured is not the route's view of itself.
+The copies are the auditor's own, so that an error of the route cannot hide itself.
 """
 
 import time
@@ -24,9 +24,9 @@ from unstale.records import Batch, PendingPiece
 from unstale.weights.recording import Recording, TrainedOn
 
 WINDOW = 4096
-"""Audited tokens that leaks, correlation and agreement are taken over: one step's sample is too small for them."""
+"""Audited tokens for leaks, correlation and agreement: one step has too few."""
 MAX_POINTS = 64
-"""(log D, log S) points kept of one step, evenly spread over its audited tokens."""
+"""(log D, log S) points of one step for plots, evenly spread over its audited tokens."""
 NOISE_SEQUENCES = 4
 """Sequences that are scored in another packing to measure the noise."""
 TURN = 0.6180339887
@@ -35,7 +35,7 @@ TURN = 0.6180339887
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """The run's own thresholds: what they do with `prox` is compared with what they do with the truth."""
+    """The run's correction and trust region, to compare their decisions on `prox` and on the truth."""
 
     correction: Callable[[Tensor, Batch], Control]
     surrogate: Callable[[Tensor, Tensor, Batch], Surrogate]
@@ -43,7 +43,7 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """Action tokens under audit, and the verdicts on them: `[2, N]`, taken with `prox` and with the truth."""
+    """`N` audited action tokens, and the decisions on them (`[2, N]`): by `prox`, and by the truth."""
 
     tokens: Tokens
     dropped: Tensor
@@ -52,7 +52,7 @@ class Audited:
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """A batch with its true old logits, and the policy's log-probabilities before the step's first update."""
+    """A batch with its true old log-probabilities, and the policy's before the first update."""
 
     batch: Batch
     version: int
@@ -61,10 +61,10 @@ class Truth:
     version_gaps: VersionGaps = ()
 
     def compare(self, prox: Tensor, judge: Thresholds) -> Audited:
-        """With what a route says, `[T]`.
+        """Compare with a route's values `[T]`.
 
-        Tokens of no version's policy have no truth: they are left out, and where they share a unit with others the
-        verdict on these is taken with the route's value for them both times.
+        Tokens of no version's policy have no truth and are left out. Where they share a unit with
+        others, the decision on the unit uses the route's values for them both times.
         """
         batch, where = self.batch, has_clean_behavior(self.batch)
         both = (prox, torch.where(where, self.old_logp, prox))
@@ -80,7 +80,7 @@ class Truth:
 
 
 def join(parts: Sequence[Audited]) -> Audited:
-    """Several batches as one."""
+    """Join several audited batches into one."""
     return Audited(
         audit.join([part.tokens for part in parts]),
         torch.cat([part.dropped for part in parts], 1),
@@ -89,7 +89,10 @@ def join(parts: Sequence[Audited]) -> Audited:
 
 
 def figures(audited: Audited, noise: float) -> dict[str, float | None]:
-    """The figures of algorithm.md, section 5, with standard errors, by name. None where the data cannot tell."""
+    """Return the measures of algorithm.md, section 5, with standard errors, by name.
+
+    A value is None where the data do not determine it.
+    """
     tokens = audited.tokens
     leaks = audit.leaks(tokens, noise=noise)
     return {
@@ -103,7 +106,7 @@ def figures(audited: Audited, noise: float) -> dict[str, float | None]:
 
 
 def with_error(name: str, estimate: Estimate | None) -> dict[str, float | None]:
-    """An estimate as two figures."""
+    """Return an estimate and its standard error by name."""
     return {
         name: estimate.value if estimate else None,
         f"{name}_se": estimate.se if estimate else None,
@@ -135,7 +138,7 @@ def packing_noise(scorer: Scorer, batch: Batch, logp: Tensor, version: int | Non
 
 
 def spread(count: int, wanted: int, *, turn: float) -> list[int]:
-    """`wanted` of `count` positions at even distances, from an offset that `turn` (0 to 1) shifts.
+    """Return `wanted` of `count` positions at even distances, shifted by `turn` (0 to 1).
 
     >>> spread(10, 3, turn=0.0), spread(10, 3, turn=0.9), spread(2, 5, turn=0.5)
     ([0, 3, 6], [3, 6, 9], [0, 1])
@@ -145,7 +148,10 @@ def spread(count: int, wanted: int, *, turn: float) -> list[int]:
 
 
 class Auditor:
-    """Measures the route on `share` of every batch's sequences, and writes the `recording` if there is one."""
+    """A measurement of the route on `share` of every batch's sequences.
+
+    It also writes the `recording`, if there is one.
+    """
 
     def __init__(self, scorer: Scorer, old: OldLogps, judge: Thresholds, *, share: float) -> None:
         """`scorer` is the auditor's own: no route keeps versions in it."""
@@ -171,9 +177,10 @@ class Auditor:
             self._seconds += time.perf_counter() - began
 
     def look(self, batch: Batch, old_logp: Tensor) -> dict[str, float]:
-        """Figures of how wrong `old_logp` is (empty: the route answers inline, and is asked), as metrics.
+        """Return metrics of the error of `old_logp` `[T]`, which is empty for an inline route.
 
-        Called before the first optimizer step on a batch. A figure that the data cannot tell is not among them.
+        Called before the first optimizer step on a batch. Values that the data do not determine are
+        left out.
         """
         self._steps += 1
         scorer = self._scorer
@@ -202,7 +209,7 @@ class Auditor:
         }
 
     def points(self) -> list[dict[str, float]]:
-        """`log_d`, `log_s` by the route and in truth, and `lag`, of some tokens last audited, for plots."""
+        """Return `log_d`, `log_s` by the route and in truth, and `lag`, of some tokens, for plots."""
         if not self._window:
             return []
         tokens = self._window[-1].tokens
@@ -238,7 +245,7 @@ class Auditor:
             self._scorer.recover(past, weights)
 
     def _figures(self, audited: Audited, noise: float) -> dict[str, float]:
-        """The error of this step's tokens; the rest over the window that they are added to."""
+        """Return the error of this step's tokens, and the other measures over the window."""
         self._window.append(audited)
         while (
             sum(len(part.tokens) for part in self._window) - len(self._window[0].tokens) >= WINDOW
