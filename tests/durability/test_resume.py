@@ -508,7 +508,7 @@ def changed(**changes: Any) -> RunConfig:
         section, _, knob = name.rpartition("__")
         made = replace(
             made,
-            **{section: replace(getattr(made, section), **{knob: value})}
+            **{section: getattr(made, section).with_options(**{knob: value})}
             if section
             else {knob: value},
         )
@@ -520,18 +520,17 @@ def changed(**changes: Any) -> RunConfig:
     [
         (
             {"policy": "elsewhere"},
-            "policy cannot change from base to elsewhere in a run that goes on: the weights",
+            "policy cannot change from base to elsewhere in a resumed run: the weights",
         ),
         (
             {"seed": 1},
-            "seed cannot change from 0 to 1 in a run that goes on: tasks, episodes and noise",
+            "seed cannot change from 0 to 1 in a resumed run: tasks, episodes and noise",
         ),
         ({"deterministic": True}, "deterministic cannot change from False to True"),
         (
-            {"task__env": "retail"},
+            {"task": make_task("retail")},
             r"task\.env cannot change from tests:numbers to retail .* open episodes",
         ),
-        ({"task__level": "2"}, r"task\.level cannot change"),
         (
             {"schedule__max_staleness": 3},
             r"schedule\.max_staleness cannot change from 1 to 3 .* staleness bound of the queued groups",
@@ -567,6 +566,12 @@ def test_what_a_run_has_to_keep_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         config_changes(configure(), changed(**changes))
+
+
+def test_an_option_of_the_task_set_cannot_change() -> None:
+    before, now = (replace(configure(), task=make_task("retail", level=level)) for level in "12")
+    with pytest.raises(ConfigError, match=r"task\.level cannot change from 1 to 2"):
+        config_changes(before, now)
 
 
 @pytest.mark.parametrize(
@@ -638,7 +643,7 @@ def test_what_cannot_be_gone_on_with_is_one_line(
         log.event("stopped", reason="finished")
     said = complaint(capsys, "train", "--resume", "early")
     assert "the run in early is finished; to continue it, raise --steps" in said
-    assert "leave retail out, or leave --resume out" in complaint(
+    assert "leave out retail or --resume" in complaint(
         capsys, "train", "retail", "--resume", "early"
     )
     assert "seed cannot change from 0 to 3" in complaint(
