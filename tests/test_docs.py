@@ -42,7 +42,7 @@ def test_the_example_task_trains(tmp_path: Path) -> None:
 def test_the_readme_quotes_the_loop() -> None:
     source = (ROOT / "unstale" / "loop.py").read_text()
     shown = blocks("README.md", "python")[0]
-    assert shown.startswith("async def train(") and shown in source
+    assert shown.startswith("async def take_step(") and shown in source
 
 
 def test_every_command_of_the_readme_exists() -> None:
