@@ -21,13 +21,14 @@ def is_broad(handler: ast.ExceptHandler) -> bool:
     return isinstance(handler.type, ast.Name) and handler.type.id in ("Exception", "BaseException")
 
 
-def test_only_the_rollout_catches_every_exception() -> None:
+def test_only_two_places_catch_every_exception() -> None:
+    """The rollout, because environments are user code; the journal's decoder, because tokenizers raise `Exception`."""
     broad = []
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ExceptHandler) and is_broad(node):
                 broad.append(path.relative_to(ROOT / "unstale").as_posix())
-    assert broad == ["rollout/episode.py"]
+    assert sorted(broad) == ["durability/journal/conversations.py", "rollout/episode.py"]
 
 
 def test_scheduling_code_does_not_poll() -> None:
