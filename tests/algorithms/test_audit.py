@@ -453,7 +453,7 @@ def test_a_recorded_run_is_audited_on_every_route(recorded_run: Path) -> None:
     assert "snapshot_old" in out.getvalue() and str(
         recorded_run / "report.html"
     ) in out.getvalue().replace("\n", "")
-    assert "What the old logit really was" in (recorded_run / "report.html").read_text()
+    assert "Audit of the old log-probabilities" in (recorded_run / "report.html").read_text()
 
 
 class Listens(Passive):

@@ -132,7 +132,7 @@ def test_every_group_and_every_attempt_is_counted_by_how_it_ended(tmp_path: Path
     assert place.contrast.se == pytest.approx((22.3 / 5 + 4 / 3) ** 0.5)
     words, alarm = survivorship(found(tmp_path).row()["places"][0])
     assert not alarm and words.startswith(
-        "No difference in length can be told between lost attempts and kept ones"
+        "Lost and kept attempts do not differ measurably in length"
     )
 
 
@@ -160,12 +160,14 @@ def test_long_episodes_that_fail_raise_the_sentence(tmp_path: Path) -> None:
 
 def test_an_even_loss_does_not(tmp_path: Path) -> None:
     words, alarm = lose(tmp_path, dict.fromkeys((10, 20, 30), 0.1))
-    assert not alarm and words.startswith("No difference in length can be told")
+    assert not alarm and words.startswith(
+        "Lost and kept attempts do not differ measurably in length"
+    )
 
 
 def test_what_broke_early_is_not_said_to_have_been_short(tmp_path: Path) -> None:
     words, alarm = lose(tmp_path, {10: 0.4, 20: 0.0, 30: 0.0})
-    assert not alarm and words.endswith("How long they would have become is not known.")
+    assert not alarm and words.endswith("Their full length is not known.")
 
 
 def test_nine_are_too_few() -> None:

@@ -22,6 +22,7 @@ from unstale.cli import compare as launcher
 from unstale.cli import main, recipe_options
 from unstale.cli.compare import Arm, ComparisonPlan, Planned, compare, plan
 from unstale.config import ConfigError, EvalConfig, OldLogpsConfig, RunConfig
+from unstale.durability.machine import lock_folder
 from unstale.durability.run_folder import RunLog, dumps
 from unstale.observe.report.compare import (
     Comparison,
@@ -524,7 +525,7 @@ def test_the_terminal_tells_how_far_a_run_is(tmp_path: Path) -> None:
 def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     with (
-        launcher.alone(tmp_path / "x"),
+        lock_folder(tmp_path / "x"),
         pytest.raises(ConfigError, match="in use by another process"),
     ):
         start(planned(tmp_path / "x"))

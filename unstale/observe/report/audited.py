@@ -1,4 +1,4 @@
-"""The report's section on the audit: what was measured inside training, and every route on the run's own tokens."""
+"""Render the audit: errors measured during training, and all routes on the run's tokens."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -23,56 +23,49 @@ from unstale.observe.report.sections import section
 from unstale.observe.report.words import NONE, amount, number, percent
 
 MAX_ROUTES = 40
-TITLE = "What the old logit really was"
+TITLE = "Audit of the old log-probabilities"
 
 
 class Column(NamedTuple):
-    """Of the table of routes."""
+    """A column of the table of routes. A terminal shows only the `brief` columns."""
 
     name: str
     about: str = ""
     brief: bool = True
-    """Shown where there is little room, too."""
 
 
 COLUMNS = (
     Column("route"),
     Column(
         "error",
-        "mean |prox - old_logp| over the action tokens, ± standard error (sequences are clusters)",
+        "mean |prox - old_logp| over the action tokens, ± standard error (clustered by sequence)",
     ),
     Column(
-        "of current", "that error over the one of current_recompute on the same tokens", brief=False
+        "of current", "the error divided by that of current_recompute on these tokens", brief=False
     ),
-    Column("s", "staleness leak: share of log S that the stand-in carries into log D"),
-    Column("d", "discrepancy leak: share of log D that the stand-in carries into log S"),
+    Column("s", "staleness leak: share of log S that the approximation moves into log D"),
+    Column("d", "discrepancy leak: share of log D that the approximation moves into log S"),
     Column(
-        "correlation", "of log D_hat with log S_hat; none when one of them is constant", brief=False
+        "correlation",
+        "correlation of the approximate log D and log S; none if one of them is constant",
+        brief=False,
     ),
-    Column(
-        "mask F1",
-        "tokens dropped by the run's discrepancy control, with the stand-in against with the truth",
-    ),
-    Column(
-        "clip F1", "tokens clipped by the run's objective, with the stand-in against with the truth"
-    ),
-    Column("exact", "share of action tokens that the route calls exact"),
-    Column("worst exact", "largest error of a token that the route calls exact", brief=False),
-    Column(
-        "seconds", "in the route's calls, and in the policy's own pass where the route reads it"
-    ),
+    Column("mask F1", "agreement on dropped tokens between the route and the true old_logp"),
+    Column("clip F1", "agreement on clipped tokens between the route and the true old_logp"),
+    Column("exact", "share of action tokens that the route marks as exact"),
+    Column("worst exact", "largest error of a token that the route marks as exact", brief=False),
+    Column("seconds", "time of the route, including the policy's forward pass where it is used"),
     Column("forward tokens", brief=False),
-    Column("MB", "weights held beside the movable models, at most", brief=False),
+    Column("MB", "peak size of additional weights", brief=False),
 )
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
-    """A route's row of the table, as text."""
-    costs = row.get("costs")
-    forward, held = (
-        number(costs.get(name)) if isinstance(costs, Mapping) else None
-        for name in ("forward_tokens", "memory_bytes")
-    )
+    """Return the table row of a route as text, one entry per column of `COLUMNS`."""
+    stored = row.get("costs")
+    costs = stored if isinstance(stored, Mapping) else {}
+    forward_tokens = number(costs.get("forward_tokens"))
+    memory_bytes = number(costs.get("memory_bytes"))
     return [
         str(row.get("route", NONE))[:80],
         _with_error(row, "logp_error_abs_mean", amount),
@@ -85,8 +78,8 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         percent(number(row.get("exact_fraction")), 1),
         amount(number(row.get("claimed_error_max"))),
         amount(number(row.get("seconds"))),
-        amount(forward),
-        amount(None if held is None else held / 1e6),
+        amount(forward_tokens),
+        amount(None if memory_bytes is None else memory_bytes / 1e6),
     ]
 
 
@@ -100,26 +93,29 @@ def _with_error(row: Mapping[str, Any], name: str, show: Any) -> str:
 
 
 def audit(run: Gathered) -> Markup:
-    """Measured against full copies of the versions that sampled, not against the route's own word."""
-    inside, offline = _inside(run), _offline(run)
+    """Render the error of the route against full copies of the versions that sampled."""
+    inside = _inside(run)
+    offline = _offline(run)
     if not inside and not offline:
-        missing = "Not measured. --audit.share measures it in training; --audit.record true allows `unstale audit`."
+        missing = "Not measured. --audit.share measures during training; --audit.record true "
+        missing += "stores the batches for `unstale audit`."
         return section("audit", TITLE, None, el("p", missing, class_="gap"))
     lead = (
-        "Tokens scored again by full copies of the versions that sampled them. Where a stand-in is not the old logit, "
-        "a share s of the staleness lands in D and a share d of the discrepancy lands in S: (0, 0) is exact, (0, 1) is "
-        "rollout, (1, 0) is current_recompute."
+        "Tokens were scored again by full copies of the versions that sampled them. With an "
+        "approximate old_logp, a share s of the staleness moves into D and a share d of the "
+        "discrepancy moves into S. Exact routes have (s, d) = (0, 0), rollout (0, 1), and "
+        "current_recompute (1, 0)."
     )
     return section("audit", TITLE, lead, *inside, *offline)
 
 
 def _inside(run: Gathered) -> list[Markup]:
-    """Of the run's own route, step by step."""
+    """Render the errors of the run's own route, measured during training."""
     if not run.series("audit/tokens"):
         return []
     return [
         el("div", _error_over_steps(run), _leaks_over_steps(run), class_="grid-2"),
-        _said_and_true(run),
+        _by_route_and_true(run),
     ]
 
 
@@ -127,13 +123,13 @@ def _error_over_steps(run: Gathered) -> Markup:
     title = "Decomposition error over the run"
     points = thin(run.series("audit/logp_error_abs_mean"))
     if not points:
-        return gap(title, "No audited token had a truth.")
+        return gap(title, "No audited token could be scored by its version.")
     tokens, seconds = (
         sum(value for _, value in run.series(f"audit/{name}")) for name in ("tokens", "duration_s")
     )
-    held = max((value for _, value in run.series("audit/memory_bytes")), default=0.0)
-    told = f"Mean |prox - old_logp| of a step's audited tokens: {tokens:,.0f} in all, for {amount(seconds)} s and "
-    told += f"{amount(held / 1e6)} MB of copies."
+    memory_bytes = max((value for _, value in run.series("audit/memory_bytes")), default=0.0)
+    about = f"Mean |prox - old_logp| of a step's audited tokens: {tokens:,.0f} in all. The audit "
+    about += f"took {amount(seconds)} s and {amount(memory_bytes / 1e6)} MB of copies."
     noise = thin(run.series("audit/logp_noise_rms"))
     lines = [Series(name="error", colour="trainer", points=points)]
     if noise:
@@ -141,8 +137,8 @@ def _error_over_steps(run: Gathered) -> Markup:
     axis = Axis(
         label="", low=0, high=1.12 * max(value for line in lines for _, value in line.points) or 1.0
     )
-    keys = legend(("trainer", run.route), ("wait", "the same tokens in another packing"))
-    return figure(title, told, keys, line_plot(lines, steps_axis(run), axis, label=title))
+    keys = legend(("trainer", run.route), ("wait", "noise of another packing"))
+    return figure(title, about, keys, line_plot(lines, steps_axis(run), axis, label=title))
 
 
 def _leaks_over_steps(run: Gathered) -> Markup:
@@ -155,37 +151,41 @@ def _leaks_over_steps(run: Gathered) -> Markup:
     if not drawn:
         return gap(
             title,
-            "Too few tokens of lag 1 and more were audited to fit them, or too little differs.",
+            "Too few audited tokens of lag 1 or more, or too small differences, to fit the leaks.",
         )
     values = [value for line in drawn for _, value in line.points]
     axis = Axis(label="", low=min(-0.1, *values), high=max(1.1, *values))
-    told = "Fitted over a moving window of audited tokens of lag 1 and more."
+    about = "Fitted over a moving window of audited tokens of lag 1 or more."
     keys = legend(("s", "s: staleness in D"), ("d", "d: discrepancy in S"))
-    return figure(title, told, keys, line_plot(drawn, steps_axis(run), axis, label=title))
+    return figure(title, about, keys, line_plot(drawn, steps_axis(run), axis, label=title))
 
 
-def _said_and_true(run: Gathered) -> Markup:
-    title = "The two factors, said and true"
+def _by_route_and_true(run: Gathered) -> Markup:
+    title = "log D against log S, by the route and true"
     if len(run.audited) < 10:
         return gap(title, "No sample of audited tokens was recorded.")
-    said = [(pair.said.log_d, pair.said.log_s) for pair in run.audited]
+    by_route = [(pair.said.log_d, pair.said.log_s) for pair in run.audited]
     true = [(pair.true.log_d, pair.true.log_s) for pair in run.audited]
-    f1 = {what: [value for _, value in run.series(f"audit/{what}_f1")] for what in ("mask", "clip")}
-    mask, clip = (_places(values[-1] if values else None) for values in f1.values())
-    told = f"{len(said):,} audited tokens of all lags on common axes. Agreement of the thresholds taken with the route "
-    told += f"and with the truth (F1, at the end of the run): dropped tokens {mask}, clipped tokens {clip}."
-    return figure(
-        title,
-        told,
-        el("div", _facets([(run.route, said), ("truth", true)]), class_="facets"),
-        class_="full",
-    )
+    mask, clip = (_last_f1(run, threshold) for threshold in ("mask", "clip"))
+    about = f"{len(by_route):,} audited tokens of all lags on common axes. Agreement between the "
+    about += f"route and the true old_logp (F1 at the end of the run): dropped tokens {mask}, "
+    about += f"clipped tokens {clip}."
+    plots = _facets([(run.route, by_route), ("true", true)])
+    return figure(title, about, el("div", plots, class_="facets"), class_="full")
+
+
+def _last_f1(run: Gathered, threshold: str) -> str:
+    values = run.series(f"audit/{threshold}_f1")
+    return _places(values[-1][1] if values else None)
 
 
 def _facets(clouds: Sequence[tuple[str, Sequence[tuple[float, float]]]]) -> list[Markup]:
-    """A density of (log D, log S) per name, on axes that hold all of them."""
-    wide, high = (reach([abs(point[i]) for _, cloud in clouds for point in cloud]) for i in (0, 1))
-    x, y = Axis(label="log D", low=-wide, high=wide), Axis(label="log S", low=-high, high=high)
+    """Render one density of (log D, log S) per name, on common axes."""
+    points = [point for _, cloud in clouds for point in cloud]
+    reach_d = reach([abs(log_d) for log_d, _ in points])
+    reach_s = reach([abs(log_s) for _, log_s in points])
+    x = Axis(label="log D", low=-reach_d, high=reach_d)
+    y = Axis(label="log S", low=-reach_s, high=reach_s)
     drawn = []
     for name, cloud in clouds:
         plot = hex_plot(
@@ -196,54 +196,55 @@ def _facets(clouds: Sequence[tuple[str, Sequence[tuple[float, float]]]]) -> list
 
 
 def _offline(run: Gathered) -> list[Markup]:
-    """Every route of `unstale audit` on the same tokens."""
+    """Render the results of `unstale audit`: all routes on the same tokens."""
     if not run.audit:
         return []
     routes = _rows(run.audit.get("routes"))
     names = el("tr", [el("th", column.name, title=column.about or None) for column in COLUMNS])
-    body = [el("tr", [el("td", cell) for cell in cells(row)]) for row in routes]
-    told = (
-        f"{amount(number(run.audit.get('tokens')))} action tokens of {amount(number(run.audit.get('steps')))} recorded "
-        f"batches, replayed for each route. In another packing they differ by {amount(number(run.audit.get('noise')))}."
+    body = [el("tr", [el("td", text) for text in cells(row)]) for row in routes]
+    tokens, steps, noise = (
+        amount(number(run.audit.get(name))) for name in ("tokens", "steps", "noise")
     )
-    refused = run.audit.get("not_built")
-    left_out = (
-        [f"{name}: {why}"[:300] for name, why in refused.items()]
-        if isinstance(refused, Mapping)
-        else []
-    )
+    about = f"{tokens} action tokens of {steps} recorded batches, scored by each route. Numerical "
+    about += f"noise, measured with different packing: {noise}."
+    not_built = run.audit.get("not_built")
+    reasons = not_built.items() if isinstance(not_built, Mapping) else ()
+    left_out = [f"{name}: {why}"[:300] for name, why in reasons]
     meaning = [el("li", f"{column.name}: {column.about}") for column in COLUMNS if column.about]
     table = el("div", el("table", el("thead", names), el("tbody", body)), class_="scroll results")
     return [
         figure(
-            "Every route on these tokens", told, table,
+            "All routes on these tokens",
+            about,
+            table,
             el("p", f"Not built: {'; '.join(left_out)}.", class_="gap") if left_out else None,
-            el("details", el("summary", "What the columns say"), el("ul", meaning), class_="quiet"),
+            el("details", el("summary", "Columns"), el("ul", meaning), class_="quiet"),
             class_="full",
         ),
         _clouds(run, routes),
         el("div", _errors_by_lag(routes), _agreements(routes), class_="grid-2"),
-    ]  # fmt: skip
+    ]
 
 
 def _rows(value: Any) -> list[Row]:
-    return (
-        [row for row in value[:MAX_ROUTES] if isinstance(row, dict)]
-        if isinstance(value, list)
-        else []
-    )
+    if not isinstance(value, list):
+        return []
+    return [row for row in value[:MAX_ROUTES] if isinstance(row, dict)]
 
 
 def _clouds(run: Gathered, routes: Sequence[Row]) -> Markup:
-    title = "log D against log S, route by route"
-    clouds = [
-        (str(row.get("route", NONE))[:80], list(_points(row.get("points")))) for row in routes
-    ]
-    clouds = [("the truth", list(_points(run.audit.get("points")))), *clouds]
+    title = "log D against log S, by route"
+    clouds = [("true", list(_points(run.audit.get("points"))))]
+    clouds += [(_route_name(row), list(_points(row.get("points")))) for row in routes]
     if not any(cloud for _, cloud in clouds):
         return gap(title, "No points were recorded.")
-    told = "The same tokens on common axes. A cloud on a line says that the factors are not apart at all."
-    return figure(title, told, el("div", _facets(clouds), class_="facets"), class_="full")
+    about = "The same tokens on common axes. Points on a line mean that the route does not "
+    about += "separate the two ratios."
+    return figure(title, about, el("div", _facets(clouds), class_="facets"), class_="full")
+
+
+def _route_name(row: Row) -> str:
+    return str(row.get("route", NONE))[:80]
 
 
 def _points(columns: Any) -> Iterator[tuple[float, float]]:
@@ -259,17 +260,20 @@ def _points(columns: Any) -> Iterator[tuple[float, float]]:
 
 def _errors_by_lag(routes: Sequence[Row]) -> Markup:
     title = "Error by lag"
-    tracks, lags = [], set[int]()
+    tracks: list[tuple[str, list[Mark]]] = []
+    lags: set[int] = set()
     for row in routes:
-        held = row.get("by_lag")
-        pairs = held.items() if isinstance(held, Mapping) else ()
-        errors = by_lag((lag, of.get("error")) for lag, of in pairs if isinstance(of, Mapping))
+        stored = row.get("by_lag")
+        pairs = stored.items() if isinstance(stored, Mapping) else ()
+        errors = by_lag(
+            (lag, figures.get("error")) for lag, figures in pairs if isinstance(figures, Mapping)
+        )
         lags |= errors.keys()
         marks = [
             Mark(error, f"lag-{min(lag, 5)}", f"lag {lag}: {amount(error)}")
             for lag, error in errors.items()
         ]
-        tracks.append((str(row.get("route", NONE))[:80], marks))
+        tracks.append((_route_name(row), marks))
     values = [mark.value for _, marks in tracks for mark in marks]
     if not values:
         return gap(title, "No error by lag was recorded.")
@@ -283,18 +287,17 @@ def _errors_by_lag(routes: Sequence[Row]) -> Markup:
 
 def _agreements(routes: Sequence[Row]) -> Markup:
     title = "Mask and clip agreement"
-    kinds, tracks = (("mask", "d"), ("clip", "s")), []
+    tracks = []
     for row in routes:
-        found = ((what, colour, number(row.get(f"{what}_f1"))) for what, colour in kinds)
-        marks = [
-            Mark(value, colour, f"{what} F1 {_places(value)}")
-            for what, colour, value in found
-            if value is not None
-        ]
-        tracks.append((str(row.get("route", NONE))[:80], marks))
+        marks = []
+        for threshold, colour in (("mask", "d"), ("clip", "s")):
+            f1 = number(row.get(f"{threshold}_f1"))
+            if f1 is not None:
+                marks.append(Mark(f1, colour, f"{threshold} F1 {_places(f1)}"))
+        tracks.append((_route_name(row), marks))
     if not any(marks for _, marks in tracks):
-        return gap(title, "Neither threshold acted on a token, with any route or with the truth.")
-    told = "F1 of the tokens that the run's thresholds act on, taken with the route against taken with the truth."
+        return gap(title, "No token was dropped or clipped, by any route or by the true old_logp.")
+    about = "F1 of the dropped and clipped tokens: the route compared with the true old_logp."
     keys = legend(("d", "dropped by the band on D"), ("s", "clipped by the bound on S"))
     x = Axis(label="F1", low=0, high=1, show=partial(percent, digits=0))
-    return figure(title, told, keys, track_plot(tracks, x, label=title))
+    return figure(title, about, keys, track_plot(tracks, x, label=title))

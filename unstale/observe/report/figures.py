@@ -1,4 +1,4 @@
-"""The plots of a report: what is drawn, from which numbers, and in which words."""
+"""Draw the figures of a report on learning, staleness, the two ratios and throughput."""
 
 import math
 from collections.abc import Sequence
@@ -30,13 +30,13 @@ FACETS = 4
 
 
 def figure(title: str, about: str, *content: Markup | None, class_: str = "") -> Markup:
-    """A card: what is drawn, and how to read it."""
+    """Render a card with a title, an explanation and its content."""
     head = el("figcaption", el("h3", title), el("p", about))
     return el("figure", head, content, class_=f"card {class_}".strip())
 
 
 def gap(title: str, missing: str) -> Markup:
-    """A card that says why there is no plot."""
+    """Render a card with the reason why there is no plot."""
     return el(
         "figure",
         el("figcaption", el("h3", title)),
@@ -46,7 +46,7 @@ def gap(title: str, missing: str) -> Markup:
 
 
 def steps_axis(run: Gathered, first: float = 0) -> Axis:
-    """Optimizer steps, as far as the run went."""
+    """Return an axis of the optimizer steps of a run."""
     return Axis(
         label="optimizer step",
         low=first,
@@ -66,7 +66,7 @@ def _top(values: Sequence[float], least: float = 1e-9) -> float:
 
 
 def learning(run: Gathered) -> Markup:
-    """Held-out and rollout success over the steps."""
+    """Render held-out and rollout success over the steps."""
     rollout = thin(run.series("rollout/success_rate"))
     lines: list[Series] = []
     keys: list[tuple[str, str]] = []
@@ -112,18 +112,18 @@ def learning(run: Gathered) -> Markup:
             "learning",
             "Did it learn?",
             None,
-            gap(title, "No success was recorded, in rollouts or held out."),
+            gap(title, "No success rate was recorded."),
         )
     label = f"Success over {run.steps} optimizer steps"
     plot = line_plot(lines, steps_axis(run), _share_axis(), label=label, width=FULL)
-    told = "Share of tasks solved. Rollouts are the training tasks of a step; held-out tasks are never trained on."
-    return section(
-        "learning", "Did it learn?", None, figure(title, told, legend(*keys), plot, class_="full")
-    )
+    about = "Share of solved tasks. Rollouts are the training tasks of a step; held-out tasks are "
+    about += "never trained on."
+    card = figure(title, about, legend(*keys), plot, class_="full")
+    return section("learning", "Did it learn?", None, card)
 
 
 def staleness(run: Gathered) -> Markup:
-    """How old the tokens were, in all and over the steps."""
+    """Render the staleness of the trained tokens, in total and per step."""
     lags: dict[int, float] = {}
     for row in run.rows:
         for lag, count in histogram(row).items():
@@ -151,20 +151,13 @@ def staleness(run: Gathered) -> Markup:
         for lag in range(last + 1)
     ]
     axis = _share_axis(0, min(1.25, 1.2 * max(bar.value for bar in bars)))
-    told = "Action tokens by age: versions published between sampling a token and training on it."
-    kept = (
-        ""
-        if bound is None
-        else f" Nothing lies beyond the bound of {bound:g}."
-        if max(lags) <= bound
-        else ""
-    )
-    broken = bound is not None and max(lags) > bound
-    warning = el(
-        "p",
-        f"Tokens of lag {max(lags)} were trained on, beyond the bound of {bound:g}.",
-        class_="warning",
-    )
+    about = "Action tokens by lag: versions published between sampling and training."
+    warning = None
+    if bound is not None and max(lags) > bound:
+        text = f"Tokens of lag {max(lags)} were trained on, beyond the bound of {bound:g}."
+        warning = el("p", text, class_="warning")
+    elif bound is not None:
+        about += f" No token exceeds the bound of {bound:g}."
     plot = bar_plot(
         bars,
         axis,
@@ -195,10 +188,10 @@ def staleness(run: Gathered) -> Markup:
     return section(
         "stale",
         title,
-        f"On average, an action token was {_weighted(lags):.2f} versions old when it was trained on.",
+        f"Action tokens were {_weighted(lags):.2f} versions old on average.",
         el(
             "div",
-            figure("Staleness histogram", told + kept, plot, warning if broken else None),
+            figure("Staleness histogram", about, plot, warning),
             figure(
                 "Staleness over steps", "The same shares, step by step.", keys, over, class_="wider"
             ),
@@ -227,8 +220,8 @@ def _every(
 
 
 def two_factors(run: Gathered) -> Markup:
-    """log D and log S by lag, together, and over the steps."""
-    title = "Two factors, two meanings" if run.exact else "Two factors, and what is in each"
+    """Render log D and log S by lag, against each other and over the steps."""
+    title = "Discrepancy and staleness" if run.exact else "Discrepancy and staleness, mixed"
     return section(
         "factors",
         title,
@@ -245,30 +238,31 @@ def _by_lag(run: Gathered, factor: str) -> Markup:
     means = average_lag(run, f"{component}/log_{factor}_abs_mean/lag_")
     source = "mean over all tokens with an advantage"
     if not means:
-        found: dict[int, list[float]] = {}
+        sizes: dict[int, list[float]] = {}
         for point in run.points:
-            found.setdefault(point.lag, []).append(
-                abs(point.log_d if factor == "d" else point.log_s)
-            )
-        means = {lag: sum(values) / len(values) for lag, values in sorted(found.items())}
+            size = abs(point.log_d if factor == "d" else point.log_s)
+            sizes.setdefault(point.lag, []).append(size)
+        means = {lag: sum(values) / len(values) for lag, values in sorted(sizes.items())}
         source = f"mean over {len(run.points):,} sampled tokens"
     if not means:
         return gap(title, "No values by lag were recorded.")
-    colour = "d" if factor == "d" else "s"
-    bars = [Bar(f"{lag}", value, colour, amount(value)) for lag, value in list(means.items())[:12]]
+    bars = [Bar(f"{lag}", value, factor, amount(value)) for lag, value in list(means.items())[:12]]
     axis = Axis(label="", low=0, high=_top(list(means.values()), 1e-6))
     label = f"Mean absolute log {factor.upper()} by lag: " + ", ".join(
         f"lag {b.name} {b.written}" for b in bars
     )
     return figure(
         title,
-        f"The {source}. The two plots have scales of their own.",
+        f"The {source}. The two plots have different scales.",
         bar_plot(bars, axis, BarAxis(label="lag"), label=label),
     )
 
 
 def average_lag(run: Gathered, prefix: str) -> dict[int, float]:
-    """Means over the run by lag: a step's mean counts by its tokens of that lag, where their number is known."""
+    """Return the mean of a metric over the run, by lag.
+
+    Steps are weighted by their number of tokens of that lag, where it is known.
+    """
     sums: dict[int, tuple[float, float]] = {}
     for row in run.rows:
         tokens = histogram(row)
@@ -302,9 +296,9 @@ def _clouds(run: Gathered) -> Markup:
     lags = sorted({point.lag for point in run.points})
     drawn = []
     for position, lag in enumerate(lags[:FACETS]):
-        rest = position == FACETS - 1 and len(lags) > FACETS
-        points = [(p.log_d, p.log_s) for p in run.points if p.lag == lag or (rest and p.lag > lag)]
-        name = f"lag {lag}{' and more' if rest else ''}"
+        last = position == FACETS - 1 and len(lags) > FACETS
+        points = [(p.log_d, p.log_s) for p in run.points if p.lag == lag or (last and p.lag > lag)]
+        name = f"lag {lag}{' and more' if last else ''}"
         plot = hex_plot(
             points,
             x,
@@ -314,12 +308,13 @@ def _clouds(run: Gathered) -> Markup:
         )
         drawn.append(el("div", el("h4", f"{name} · {len(points):,} tokens"), plot))
     outside = sum(abs(p.log_d) > reach_d or abs(p.log_s) > reach_s for p in run.points)
-    told = f"{len(run.points):,} sampled tokens; darker is more, on a log scale. {_thresholds(vertical, horizontal, x, y)}"
+    about = f"{len(run.points):,} sampled tokens; darker is more, on a log scale. "
+    about += _thresholds(vertical, horizontal, x, y)
     if run.points_seen > len(run.points):
-        told += f" (An even sample of {run.points_seen:,}.)"
+        about += f" (A uniform sample of {run.points_seen:,}.)"
     if outside:
-        told += f" {outside} lie outside the axes."
-    return figure(title, told, el("div", drawn, class_="facets"), class_="full")
+        about += f" {outside} are outside the axes."
+    return figure(title, about, el("div", drawn, class_="facets"), class_="full")
 
 
 def _columns(run: Gathered) -> tuple[list[float], list[float]]:
@@ -327,28 +322,27 @@ def _columns(run: Gathered) -> tuple[list[float], list[float]]:
 
 
 def reach(sizes: list[float]) -> float:
-    """Half the width of an axis: it holds 99.5% of the points."""
+    """Return the half-width of a symmetric axis that contains 99.5% of the points."""
     ordered = sorted(sizes)
     return max(1.15 * ordered[min(len(ordered) - 1, int(0.995 * len(ordered)))], 1e-4)
 
 
 def _thresholds(vertical: Sequence[float], horizontal: Sequence[float], x: Axis, y: Axis) -> str:
-    words = []
-    for name, what, values, axis in (
-        ("dropped", "left and right of the band on D", vertical, x),
-        ("clipped", "above and below the clip on S", horizontal, y),
+    sentences = []
+    for name, values, axis in (
+        ("dropped outside the band on log D", vertical, x),
+        ("clipped outside the band on log S", horizontal, y),
     ):
         if values:
             inside = any(axis.low < value < axis.high for value in values)
-            ends = " and ".join(f"{value:.3g}" for value in values)
-            words.append(
-                f"Tokens are {name} {what}, {ends}{' (dashed)' if inside else ' (outside these axes)'}."
-            )
-    return " ".join(words)
+            ends = " to ".join(f"{value:.3g}" for value in values)
+            place = "dashed" if inside else "outside these axes"
+            sentences.append(f"Tokens are {name}, {ends} ({place}).")
+    return " ".join(sentences)
 
 
 def _over_steps(run: Gathered) -> Markup:
-    title = "The two factors over the run"
+    title = "|log D| and |log S| over the run"
     d, s = (
         thin(run.series(name)) for name in ("correction/log_d_abs_mean", "objective/log_s_abs_mean")
     )
@@ -363,14 +357,14 @@ def _over_steps(run: Gathered) -> Markup:
     drawn = [line for line in lines if line.points]
     return figure(
         title,
-        "Means over the tokens of a step that had an advantage.",
+        "Means over the tokens of a step with an advantage.",
         keys,
         line_plot(drawn, steps_axis(run), axis, label=title),
     )
 
 
 def _acted_on(run: Gathered) -> Markup:
-    title = "What was kept, what was clipped"
+    title = "Dropped and clipped tokens"
     kept, clipped = (
         thin(run.series(name)) for name in ("correction/kept_share", "objective/clip_share")
     )
@@ -388,13 +382,14 @@ def _acted_on(run: Gathered) -> Markup:
         else "kept: not recorded"
     )
     keys = legend(("d", f"dropped ({mean})"), ("s", "clipped"))
-    told = "Shares of a step's tokens with an advantage that the two thresholds acted on. Dropped: not kept."
+    about = "Shares of a step's tokens with an advantage: dropped by the correction, and clipped "
+    about += "by the objective."
     drawn = [line for line in lines if line.points]
-    return figure(title, told, keys, line_plot(drawn, steps_axis(run), axis, label=title))
+    return figure(title, about, keys, line_plot(drawn, steps_axis(run), axis, label=title))
 
 
 def throughput(run: Gathered) -> Markup:
-    """Tokens per second of both sides."""
+    """Render the tokens per second of engine and trainer."""
     title = "Throughput"
     engine, trainer = (thin(run.series(f"{side}/tokens_per_s")) for side in ("engine", "trainer"))
     if not engine and not trainer:
@@ -404,7 +399,8 @@ def throughput(run: Gathered) -> Markup:
         Series(name="trainer", colour="trainer", points=trainer, show=lambda v: f"{v:,.0f} tok/s"),
     ]
     axis = Axis(label="", low=0, high=_top([value for _, value in [*engine, *trainer]]))
-    told = "Tokens per second: sampled, over all of a step's time (engine); trained on, over working time (trainer)."
+    about = "Tokens per second. Engine: sampled tokens over the time of a step. Trainer: trained "
+    about += "tokens over its working time."
     keys = legend(("engine", "engine"), ("trainer", "trainer"))
     drawn = [line for line in lines if line.points]
-    return figure(title, told, keys, line_plot(drawn, steps_axis(run), axis, label=title))
+    return figure(title, about, keys, line_plot(drawn, steps_axis(run), axis, label=title))

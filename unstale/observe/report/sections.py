@@ -1,4 +1,4 @@
-"""The sections of a report, in reading order. Each is a function of what was gathered; a gap is said, never hidden."""
+"""Render the sections of a report. Missing data are reported, never hidden."""
 
 import shlex
 from collections import Counter
@@ -17,7 +17,7 @@ MAX_REASONS = 20
 
 
 def bar(state: str, colour: str) -> Markup:
-    """What stands on top of every page."""
+    """Render the top bar of a page: the name, a badge with the state and the theme button."""
     return el(
         "div",
         el("span", "unstale", class_="brand"),
@@ -28,7 +28,7 @@ def bar(state: str, colour: str) -> Markup:
 
 
 def header(run: Gathered) -> Markup:
-    """The outcome first."""
+    """Render the state, the outcome and the basic facts of a run."""
     state, colour = status(run)
     recipe = run.setting("recipe", "unknown recipe")
     env = run.setting("task.env", recipe)
@@ -46,7 +46,7 @@ def header(run: Gathered) -> Markup:
         el("p", " · ".join(facts), class_="quiet"),
         el(
             "details",
-            el("summary", "How it failed"),
+            el("summary", "Error"),
             el("pre", run.error[-6000:]),
             class_="error",
             open=True,
@@ -58,7 +58,7 @@ def header(run: Gathered) -> Markup:
 
 
 def status(run: Gathered) -> tuple[str, str]:
-    """In words, and a colour."""
+    """Return the state of a run in words, and its colour."""
     if run.error:
         return "failed", "bad"
     if (run.planned and run.steps >= run.planned) or (
@@ -67,7 +67,7 @@ def status(run: Gathered) -> tuple[str, str]:
         return "finished", "good"
     if run.stopped:
         return f"stopped: {str(run.stopped.get('reason', 'no reason given'))[:120]}", "plain"
-    return "not finished: going on, stopped early, or cut off", "plain"
+    return "not finished: still running, or killed", "plain"
 
 
 def _outcome(run: Gathered) -> Markup:
@@ -85,16 +85,16 @@ def _outcome(run: Gathered) -> Markup:
             class_="outcome",
         )
     if run.evaluations:
-        note = f"success on held-out tasks after {run.evaluations[0].step} steps; there was no second evaluation"
+        note = f"success on held-out tasks after {run.evaluations[0].step} steps (one evaluation)"
         return el("div", _share(run.evaluations[0]), el("p", note), class_="outcome")
     rollout = [value for _, value in run.series("rollout/success_rate")]
     if len(rollout) > 1:
         few = max(1, min(5, len(rollout) // 2))
         first_mean, last_mean = sum(rollout[:few]) / few, sum(rollout[-few:]) / few
-        note = f"success in rollouts, mean of the first and of the last {few} steps; held-out tasks were not evaluated"
+        note = f"rollout success, mean of the first and of the last {few} steps (no evaluation)"
         pair = (_number(first_mean), el("span", "→", class_="arrow"), _number(last_mean))
         return el("div", pair, el("p", note), class_="outcome")
-    return el("p", "Too few steps were recorded to speak of an outcome.", class_="gap")
+    return el("p", "Too few steps were recorded to show an outcome.", class_="gap")
 
 
 def _number(share: float) -> Markup:
@@ -112,13 +112,13 @@ def _share(evaluation: Evaluation) -> Markup:
 
 
 def tiles(run: Gathered) -> Markup:
-    """The run in eight numbers."""
-    newest = max((value for _, value in run.series("schedule/staleness_max")), default=None)
+    """Render eight key figures of the run."""
+    stalest = max((value for _, value in run.series("schedule/staleness_max")), default=None)
     tokens = sum(sum(histogram(row).values()) for row in run.rows)
     shown = (
-        ("staleness, max", amount(newest), f"bound {amount(run.bound)}"),
+        ("staleness, max", amount(stalest), f"bound {amount(run.bound)}"),
         (
-            "several versions",
+            "mixed versions",
             percent(_mean(run, "schedule/mixed_version_share")),
             "of the episodes",
         ),
@@ -150,13 +150,16 @@ def _mean(run: Gathered, name: str) -> float | None:
 
 
 def factors(run: Gathered) -> Markup:
-    """The three probabilities of a token, the two factors between them, and what is done about each."""
+    """Render the three log-probabilities of a token, the ratios D and S, and the settings."""
     exact = run.exact
-    size_d, size_s = _mean(run, "correction/log_d_abs_mean"), _mean(run, "objective/log_s_abs_mean")
-    names = (
-        ("0 by construction", "both factors") if run.route == "rollout" else ("mixed", "the rest")
-    )
-    names = ("discrepancy", "staleness") if exact else names
+    size_d = _mean(run, "correction/log_d_abs_mean")
+    size_s = _mean(run, "objective/log_s_abs_mean")
+    if exact:
+        names = ("discrepancy", "staleness")
+    elif run.route == "rollout":
+        names = ("0 by construction", "discrepancy and staleness")
+    else:
+        names = ("mixed", "remaining staleness")
     strip = el(
         "div",
         _station(
@@ -167,7 +170,7 @@ def factors(run: Gathered) -> Markup:
         ),
         _link("D", names[0], size_d, "d"),
         _station(
-            join("π", el("sub", "old")) if exact else "stand-in",
+            join("π", el("sub", "old")) if exact else "approximation",
             "old_logp",
             run.route,
             f"station{'' if exact else ' stand-in'}",
@@ -180,15 +183,14 @@ def factors(run: Gathered) -> Markup:
     )
     warning = None
     if not exact and run.route != "unknown":
-        told = f"{run.route} is an approximate route: "
-        told += (
-            "the engine's number stands for old_logp, so both factors are in log S."
+        text = f"{run.route} is an approximate route. "
+        text += (
+            "It takes old_logp from the engine, so log S contains discrepancy and staleness."
             if run.route == "rollout"
-            else "old_logp - behavior_logp mixes discrepancy and staleness on this page, wherever it says D or S."
+            else "Wherever this page shows D or S, discrepancy and staleness are mixed."
         )
-        warning = el(
-            "p", told + f" Exact routes are {', '.join(exact_routes())}.", class_="warning"
-        )
+        text += f" Exact routes are {', '.join(exact_routes())}."
+        warning = el("p", text, class_="warning")
     meaning = [
         el("div", el("dt", head), el("dd", text))
         for head, text in semantics(run.setting, exact_fraction(run))
@@ -199,7 +201,7 @@ def factors(run: Gathered) -> Markup:
 
 
 def exact_fraction(run: Gathered) -> float | None:
-    """Share of action tokens with an exact old_logp, over the run."""
+    """Return the mean share of action tokens with an exact old_logp."""
     return _mean(run, "old_logps/exact_share")
 
 
@@ -213,7 +215,7 @@ def _link(symbol: str, name: str, size: float | None, colour: str) -> Markup:
 
 
 def section(name: str, title: str, lead: str | None, *content: Markup | None) -> Markup:
-    """A heading, one sentence of what is to be seen, and the content."""
+    """Render a section: heading, lead and content."""
     return el(
         "section", el("h2", title), el("p", lead, class_="lead") if lead else None, content, id=name
     )
@@ -221,9 +223,9 @@ def section(name: str, title: str, lead: str | None, *content: Markup | None) ->
 
 def conversations(run: Gathered) -> Markup:
     lead = (
-        "One success and one failure of the first and of the last quarter of the steps, chosen by rule: conversations "
-        "that lived through a weight update first, then the earliest and the latest. Colour and label say which "
-        "version sampled a run of tokens; the mark between two colours is an interruption by new weights."
+        "One success and one failure from the first and from the last quarter of the steps. "
+        "Conversations with several versions are preferred, then the earliest and the latest. The "
+        "colour shows which version sampled the tokens; a mark shows where new weights arrived."
     )
     if not run.conversations:
         return section(
@@ -243,7 +245,7 @@ def conversations(run: Gathered) -> Markup:
 
 
 def failures(run: Gathered) -> Markup | None:
-    """Episodes that their environment could not finish."""
+    """Render a table of the episodes in which the environment raised an error."""
     if not run.failures:
         return None
     names = ("time", "task", "stage", "error")
@@ -257,48 +259,46 @@ def failures(run: Gathered) -> Markup | None:
     more = (
         f" The first {len(run.failures)} are shown." if run.num_failures > len(run.failures) else ""
     )
-    lead = f"{run.num_failures} episodes failed in their environment. They are counted, not trained on.{more}"
+    lead = f"{run.num_failures} episodes failed in their environment and were not trained on.{more}"
     return section("failed", "Failed episodes", lead, el("div", table, class_="scroll"))
 
 
 def forks(run: Gathered) -> Markup | None:
-    """Where an agent's history was not what is recorded, and a branch began."""
+    """Render a table of the forks, where an agent's messages differ from the recorded history."""
     if not run.forks:
         return None
     firsts: dict[str, Mapping[str, Any]] = {}
     for fork in run.forks:
         firsts.setdefault(str(fork.get("reason"))[:300], fork)
-    many = Counter(str(fork.get("reason"))[:300] for fork in run.forks)
-    told = [
-        (
-            reason,
-            str(count),
-            *(str(firsts[reason].get(name, NONE)) for name in ("episode", "parent", "at")),
-        )
-        for reason, count in many.most_common(MAX_REASONS)
-    ]
-    names = ("why", "forks", "first: episode", "branches from", "at message")
-    rows = [el("tr", [el("td", cell) for cell in row]) for row in told]
+    counts = Counter(str(fork.get("reason"))[:300] for fork in run.forks)
+    rows = []
+    for reason, count in counts.most_common(MAX_REASONS):
+        first = [firsts[reason].get(name, NONE) for name in ("episode", "parent", "at")]
+        rows.append(el("tr", [el("td", str(value)) for value in (reason, count, *first)]))
+    names = ("reason", "forks", "first: episode", "branches from", "at message")
     table = el(
         "table", el("thead", el("tr", [el("th", name) for name in names])), el("tbody", rows)
     )
-    lead = f"{len(run.forks)} times an agent's history was not the one on record: a branch of its episode begins there."
+    lead = (
+        f"{len(run.forks)} times, an agent's messages differed from the recorded history. A new "
+        "branch of the episode begins there."
+    )
     return section("forks", "Forks", lead, el("div", table, class_="scroll"))
 
 
 def reproduce(run: Gathered) -> Markup:
-    """The command and every knob."""
+    """Render the command of a run and all its options."""
     command = run.started.get("command")
-    told = "The command that began this run."
+    source = "The command that started this run."
     if not isinstance(command, str):
         command = command_of(run.config)
-        told = "From the stored configuration: every knob that differs from the library's default."
+        source = "From the stored configuration: every option that differs from its default."
     facts = [
         (key, value) for key, value in run.started.items() if key not in ("kind", "time", "command")
     ]
     about = [el("li", el("span", key), el("code", _written(value))) for key, value in facts]
     defaults = flatten(plain(RunConfig(recipe="")))
-    knobs = [
+    options = [
         el(
             "li",
             el("span", name),
@@ -309,22 +309,22 @@ def reproduce(run: Gathered) -> Markup:
     ]
     settings = el(
         "details",
-        el("summary", f"All {len(knobs)} settings (marked: not the library's default)"),
-        el("ul", knobs, class_="knobs"),
+        el("summary", f"All {len(options)} settings (marked: not the default)"),
+        el("ul", options, class_="knobs"),
     )
     return section(
         "again",
-        "Do it again",
+        "Reproduce",
         None,
         el("pre", command, class_="command"),
-        el("p", told, class_="quiet"),
+        el("p", source, class_="quiet"),
         el("ul", about, class_="knobs") if about else None,
-        settings if knobs else el("p", "The settings could not be read.", class_="gap"),
+        settings if options else el("p", "The settings could not be read.", class_="gap"),
     )
 
 
 def command_of(config: Mapping[str, Any]) -> str:
-    """A command that sets every knob that is not at its default.
+    """Return a command that sets every option that is not at its default.
 
     >>> command_of({"recipe": "retail", "seed": 3, "schedule": {"max_staleness": 1}, "name": "a b"})
     'unstale train retail --seed 3 --schedule.max_staleness 1'

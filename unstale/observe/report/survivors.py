@@ -1,6 +1,6 @@
-"""What was generated against what was trained on, for a page and for a terminal, from `survivors.json` or its like."""
+"""Compare the generated episodes with those trained on, for the page and the terminal."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE
@@ -25,7 +25,7 @@ from unstale.observe.report.words import (
     survivorship,
 )
 
-TITLE = "Who was trained on"
+TITLE = "Generated and trained-on episodes"
 MAX_PLACES, MAX_ROWS = 12, 200
 GROUPS = {
     "consumed": "trained on",
@@ -34,18 +34,19 @@ GROUPS = {
     "failed": "without a finished episode",
 }
 TERMINAL = (0, 1, 2, 3, 4, 6)
-"""Columns for which a terminal has room."""
-HEAD = ("", "attempts", "tokens", "10 · 50 · 90%", "turns", "10 · 50 · 90%", "success", "reward")
+"""Columns shown on a terminal."""
+QUANTILES = "10 · 50 · 90%"
+HEAD = ("", "attempts", "tokens", QUANTILES, "turns", QUANTILES, "success", "reward")
 
 
 def trained_on(run: Gathered) -> Markup:
-    """Every environment's attempts by how they ended, their lengths, and what the difference says."""
+    """Render the attempts of each environment, by outcome and length."""
     places = _rows(run.survivors.get("places"))[:MAX_PLACES]
     if not places:
         return section("who", TITLE, None, el("p", _missing(run.survivors), class_="gap"))
     lead = (
-        "Every attempt at an episode, by how it ended. Nothing is thrown away for being long or slow; where attempts "
-        "are lost for another cause, and long ones more often, the policy is trained on the short ones that are left."
+        "All attempts at episodes, by outcome. No attempt is dropped for being long or slow. But "
+        "if long attempts fail more often, training is biased towards short ones."
     )
     return section("who", TITLE, lead, *(card for place in places for card in _place(place)))
 
@@ -54,24 +55,24 @@ def _missing(survivors: Mapping[str, Any]) -> str:
     if "missing" in survivors:
         return f"Not known: {survivors['missing']}"[:600]
     if "places" in survivors:
-        return "No group was handed out."
-    return "Not known: a run with a journal writes survivors.json when it ends, and `unstale report` writes it again."
+        return "No group was started."
+    return "Not known: `unstale report` writes survivors.json for a run with a journal."
 
 
 def table(survivors: Mapping[str, Any]) -> RenderableType:
-    """For a terminal: the rows of the page's tables, and its sentences."""
-    shown = Table(title="Who was trained on", title_justify="left", title_style="bold", box=SIMPLE)
+    """Render the attempts of all environments for a terminal."""
+    shown = Table(title=TITLE, title_justify="left", title_style="bold", box=SIMPLE)
     for column in TERMINAL:
         shown.add_column(HEAD[column], justify="right" if column else "left", no_wrap=True)
-    told = []
+    sentences = []
     for place in _rows(survivors.get("places")):
         shown.add_section()
         shown.add_row(f"[bold]{escape(_name(place))}[/]")
-        for cells in rows(place):
-            shown.add_row(*(escape(cells[column]) for column in TERMINAL))
-        words, alarm = survivorship(place)
-        told.append(Text(f"{_name(place)}: {words}", style="bold red" if alarm else ""))
-    return Group(shown, *told)
+        for row in rows(place):
+            shown.add_row(*(escape(row[column]) for column in TERMINAL))
+        sentence, biased = survivorship(place)
+        sentences.append(Text(f"{_name(place)}: {sentence}", style="bold red" if biased else ""))
+    return Group(shown, *sentences)
 
 
 def _rows(value: Any) -> list[Row]:
@@ -87,95 +88,104 @@ def _name(place: Mapping[str, Any]) -> str:
 
 
 def rows(place: Mapping[str, Any]) -> list[list[str]]:
-    """A row of `HEAD` for each way to end that there was, under one for all attempts."""
+    """Return the table rows of an environment: all attempts, then one row per outcome."""
     kinds = place.get("kinds")
-    held = kinds if isinstance(kinds, Mapping) else {}
-    named = {"generated": "generated", **{fate: f"  {words}" for fate, words in FATES.items()}}
+    attempts = kinds if isinstance(kinds, Mapping) else {}
+    names = {"generated": "generated", **{fate: f"  {words}" for fate, words in FATES.items()}}
     return [
-        [words, *_cells(held[name])]
-        for name, words in named.items()
-        if isinstance(held.get(name), Mapping)
+        [words, *_figures(attempts[name])]
+        for name, words in names.items()
+        if isinstance(attempts.get(name), Mapping)
     ]
 
 
-def _cells(kind: Mapping[str, Any]) -> list[str]:
-    cells = [amount(number(kind.get("count")))]
+def _figures(kind: Mapping[str, Any]) -> list[str]:
+    """Format the count, lengths, success and reward of one kind of attempt."""
+    figures = [amount(number(kind.get("count")))]
     for name in ("tokens", "turns"):
-        of = kind.get(name)
-        spread = of if isinstance(of, Mapping) else {}
+        distribution = kind.get(name)
+        spread = distribution if isinstance(distribution, Mapping) else {}
         mean, *quantiles = (
             amount(number(spread.get(each))) for each in ("mean", "low", "middle", "high")
         )
-        cells += [mean, " · ".join(quantiles)]
-    success, reward = number(kind.get("success")), number(kind.get("reward"))
-    return [*cells, percent(success, 1), amount(reward)]
+        figures += [mean, " · ".join(quantiles)]
+    success = number(kind.get("success"))
+    return [*figures, percent(success, 1), amount(number(kind.get("reward")))]
 
 
 def _place(place: Mapping[str, Any]) -> list[Markup]:
-    words, alarm = survivorship(place)
-    name, note = _name(place), censored(place)
-    about = f"{_groups(place)} Tokens are sampled ones, turns are replies: means and quantiles. "
-    about += "An attempt that was lost counts as far as it came."
+    sentence, biased = survivorship(place)
+    name = _name(place)
+    note = censored(place)
+    about = f"{_groups(place)} Means and quantiles of sampled tokens and of turns. Lost attempts "
+    about += "count with the length that they reached."
     return [
         figure(
-            f"{name}: every attempt", about, _table(HEAD, rows(place)),
-            el("p", words, class_="warning" if alarm else "quiet"),
+            f"{name}: all attempts",
+            about,
+            _table(HEAD, rows(place)),
+            el("p", sentence, class_="warning" if biased else "quiet"),
             el("p", note, class_="quiet") if note else None,
             class_="full",
         ),
         el("div", _lengths(place, name), _kept(place), class_="grid-2"),
-    ]  # fmt: skip
+    ]
 
 
 def _groups(place: Mapping[str, Any]) -> str:
-    held = place.get("groups")
-    counts = (
-        {name: number(held.get(name)) or 0.0 for name in GROUPS}
-        if isinstance(held, Mapping)
-        else {}
-    )
+    groups = place.get("groups")
+    if not isinstance(groups, Mapping):
+        return "0 groups were started: none."
+    counts = {name: number(groups.get(name)) or 0.0 for name in GROUPS}
     parts = [f"{count:,.0f} {GROUPS[name]}" for name, count in counts.items() if count]
-    return f"{sum(counts.values()):,.0f} groups were handed out: {', '.join(parts) or 'none'}."
+    return f"{sum(counts.values()):,.0f} groups were started: {', '.join(parts) or 'none'}."
 
 
 def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> Markup:
     names = el("tr", [el("th", name) for name in head])
-    written = [el("tr", [el("td", cell) for cell in cells]) for cells in body]
-    return el("div", el("table", el("thead", names), el("tbody", written)), class_="scroll results")
+    rows = [el("tr", [el("td", text) for text in row]) for row in body]
+    return el("div", el("table", el("thead", names), el("tbody", rows)), class_="scroll results")
 
 
 def _lengths(place: Mapping[str, Any], name: str) -> Markup:
     title = "Length, generated and trained on"
-    found = place.get("curve")
-    spots = [
-        (tokens, ended, trained)
-        for point in (found[:MAX_ROWS] if isinstance(found, list | tuple) else ())
-        if isinstance(point, list | tuple) and len(point) == 3
-        for tokens, ended, trained in [[number(value) for value in point]]
-        if tokens is not None and ended is not None and trained is not None and tokens >= 0
-    ]
-    if not spots:
+    points = sorted(_curve_points(place.get("curve")))
+    if not points:
         return gap(title, "Nothing was trained on yet.")
-    spots = [(0.0, 0.0, 0.0), *sorted(spots)] if min(spots)[0] > 0 else sorted(spots)
+    if points[0][0] > 0:
+        points.insert(0, (0.0, 0.0, 0.0))
     lines = [
         Series(
             name=words,
             colour=colour,
-            points=[(s[0], s[at]) for s in spots],
+            points=[(point[0], point[column]) for point in points],
             steps=True,
             show=percent,
         )
-        for words, colour, at in (("all that ended", "engine", 1), ("trained on", "trainer", 2))
+        for words, colour, column in (("all finished", "engine", 1), ("trained on", "trainer", 2))
     ]
-    x = Axis(label="sampled tokens, at most", low=0, high=max(spots[-1][0], 1.0), whole=True)
+    x = Axis(label="sampled tokens, at most", low=0, high=max(points[-1][0], 1.0), whole=True)
     y = Axis(label="", low=0, high=1, show=percent)
-    keys = legend(("engine", "all that ended"), ("trainer", "trained on"))
-    told = "Share of attempts with at most so many sampled tokens. One line to the left of the other: shorter ones."
-    return figure(title, told, keys, line_plot(lines, x, y, label=f"{title}: {name}"))
+    keys = legend(("engine", "all finished"), ("trainer", "trained on"))
+    about = "Share of attempts up to each length. If the trained-on line lies to the left, "
+    about += "training is biased towards short attempts."
+    return figure(title, about, keys, line_plot(lines, x, y, label=f"{title}: {name}"))
+
+
+def _curve_points(curve: Any) -> Iterator[tuple[float, float, float]]:
+    """Yield the valid points of a length curve: tokens, share of all, share of the trained."""
+    if not isinstance(curve, list | tuple):
+        return
+    for point in curve[:MAX_ROWS]:
+        if not isinstance(point, list | tuple) or len(point) != 3:
+            continue
+        tokens, ended, trained = (number(value) for value in point)
+        if tokens is not None and ended is not None and trained is not None and tokens >= 0:
+            yield tokens, ended, trained
 
 
 def _kept(place: Mapping[str, Any]) -> Markup:
-    title = "What became of each length"
+    title = "Outcome by length"
     body = []
     for bucket in _rows(place.get("buckets")):
         low, high, ended, trained, waiting = (
@@ -191,5 +201,6 @@ def _kept(place: Mapping[str, Any]) -> Markup:
     if not body:
         return gap(title, "No attempt has ended.")
     head = ("tokens", "ended", "trained on", "waiting", "lost", "trained", "kept")
-    told = "Quartiles of the attempts that ended. Kept: trained on or waiting; a share that falls with length is a bias."
-    return figure(title, told, _table(head, body))
+    about = "Quartiles of the finished attempts by length. Kept: trained on or waiting. A kept "
+    about += "share that falls with length is a bias."
+    return figure(title, about, _table(head, body))

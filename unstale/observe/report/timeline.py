@@ -1,4 +1,7 @@
-"""Who did what when: lanes over time, drawn in seconds, so that the page can zoom by moving a window over them."""
+"""Render the bottleneck, the time shares and the timeline of a run.
+
+The timeline is drawn in seconds, so that the page zooms by moving a window over it.
+"""
 
 from collections.abc import Sequence
 
@@ -18,24 +21,24 @@ LANES = (
     ("checkpoint", "checkpoints", "checkpoint"),
     ("eval", "evaluation", "good"),
 )
-"""The lane of an event, its name on the page, its colour."""
+"""Lane of a span, its name on the page and its colour."""
 
 STANDSTILL = "standstill"
-"""What the engine stands still for: drawn inside the publication that it belongs to, which is paler then."""
+"""Lane of the engine's pauses. They are drawn inside their publication, which is paler then."""
 
 FIRST_OF_ALL = ("trainer", "old_logps", "eval", "wait", "publish", "checkpoint")
-"""Of lanes that overlap, whose the trainer's time is."""
+"""Lanes by priority: where spans overlap, the time counts for the first of them."""
 
 VIEW_STEPS = 8
 ROW = 10
 
 
 def pace(run: Gathered) -> Markup:
-    """Who waits for whom: in a sentence, as shares, over the steps, and moment by moment."""
+    """Render the bottleneck, the time shares, the throughput and the timeline."""
     wait = pace_of(run)
     return section(
         "pace",
-        "Who waits for whom?",
+        "What was the bottleneck?",
         f"{wait.sentence} {wait.advice}".strip(),
         el("div", _shares(run, wait), throughput(run), class_="grid-2"),
         _timeline(run),
@@ -43,7 +46,10 @@ def pace(run: Gathered) -> Markup:
 
 
 def pace_of(run: Gathered) -> Waiting:
-    """Over the steps that trained; of more than two, not the first, which waits for the line to fill."""
+    """Return the waiting shares of the run.
+
+    With more than two steps, the first is left out, because it waits for the first groups.
+    """
     return waiting(run.rows if len(run.rows) > 2 else [{"time_s": run.begin_s}, *run.rows])
 
 
@@ -52,27 +58,25 @@ def _shares(run: Gathered, wait: Waiting) -> Markup:
     rows: list[Markup] = []
     parts = _trainer_shares(run)
     if parts:
-        rows.append(_bar("the trainer's side", parts))
+        rows.append(_bar("trainer", parts))
     if wait.engine is not None:
-        rows.append(
-            _bar(
-                "the engine",
-                [("generating", "engine", 1 - wait.engine), ("idle", "wait", wait.engine)],
-            )
-        )
+        shares = [("generating", "engine", 1 - wait.engine), ("idle", "wait", wait.engine)]
+        rows.append(_bar("engine", shares))
     if not rows:
         return gap(title, "Neither spans nor the engine's busy share were recorded.")
-    told = "Each bar is the time of one side, from the first step to the last."
+    about = "Shares of the time from the first step to the last."
     reprefill = sum(value for _, value in run.series("engine/reprefill_s"))
     if reprefill:
         tokens = sum(value for _, value in run.series("engine/reprefill_tokens"))
-        told += f" After weight updates, contexts were computed anew: {tokens:,.0f} tokens in {duration(reprefill)}."
-    return figure(title, told, *rows)
+        about += f" After weight updates, {tokens:,.0f} context tokens were prefilled again"
+        about += f" in {duration(reprefill)}."
+    return figure(title, about, *rows)
 
 
 def _trainer_shares(run: Gathered) -> list[tuple[str, str, float]]:
-    """What the trainer's side did, as shares of the time from the first step to the end of the last."""
-    begin, end = run.begin_s, run.seconds or 0.0
+    """Return the trainer's activities as (name, colour, share of the time of all steps)."""
+    begin = run.begin_s
+    end = run.seconds or 0.0
     if run.spans_left_out:
         begin = max(begin, run.spans[0].start)
     inside = [span for span in run.spans if span.start >= begin - 1e-3 and span.end <= end + 1e-3]
@@ -89,39 +93,42 @@ def _trainer_shares(run: Gathered) -> list[tuple[str, str, float]]:
 
 
 def _alone(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds of each lane of `FIRST_OF_ALL` in which none that comes before it had a span.
+    """Return the seconds of each lane of `FIRST_OF_ALL` outside the spans of earlier lanes.
 
-    >>> _alone([Span("trainer", 0, 4, ""), Span("publish", 3, 6, ""), Span("publish", 5, 7, "")])["publish"]
+    >>> spans = [Span("trainer", 0, 4, ""), Span("publish", 3, 6, ""), Span("publish", 5, 7, "")]
+    >>> _alone(spans)["publish"]
     3.0
     """
     covered: list[tuple[float, float]] = []
-    spent, known = {}, 0.0
+    spent: dict[str, float] = {}
+    covered_s = 0.0
     for lane in FIRST_OF_ALL:
         merged: list[tuple[float, float]] = []
-        own = [(span.start, span.end) for span in spans if span.lane == lane]
-        for start, end in sorted([*covered, *own]):
+        intervals = [(span.start, span.end) for span in spans if span.lane == lane]
+        for start, end in sorted([*covered, *intervals]):
             if merged and start <= merged[-1][1]:
                 merged[-1] = (merged[-1][0], max(merged[-1][1], end))
             else:
                 merged.append((start, end))
         covered = merged
         total = sum(end - start for start, end in covered)
-        spent[lane], known = float(total - known), total
+        spent[lane] = float(total - covered_s)
+        covered_s = total
     return spent
 
 
 def _bar(name: str, parts: Sequence[tuple[str, str, float]]) -> Markup:
-    cells = [
+    segments = [
         el(
             "i",
             class_=f"fill-{colour}",
             style=f"flex-grow:{max(share, 0.001):.4f}",
-            data_tip=f"{what} {percent(share)}",
+            data_tip=f"{activity} {percent(share)}",
         )
-        for what, colour, share in parts
+        for activity, colour, share in parts
     ]
-    keys = legend(*((colour, f"{what} {percent(share)}") for what, colour, share in parts))
-    return el("div", el("h4", name), el("div", cells, class_="share-bar"), keys, class_="side")
+    keys = legend(*((colour, f"{activity} {percent(share)}") for activity, colour, share in parts))
+    return el("div", el("h4", name), el("div", segments, class_="share-bar"), keys, class_="side")
 
 
 def _timeline(run: Gathered) -> Markup:
@@ -145,16 +152,17 @@ def _timeline(run: Gathered) -> Markup:
         )
         for lane, name, colour in lanes
     ]
-    told = f"Seconds since the run began; thin lines are the ends of steps. Shown at first: the last {VIEW_STEPS} steps."
+    about = "Seconds since the start of the run; thin lines mark the ends of steps. The last "
+    about += f"{VIEW_STEPS} steps are shown first."
     if any(span.lane == STANDSTILL for span in spans):
-        told += " In a publication, what is dark is for how long the engine stands still."
+        about += " The dark part of a publication is the engine's pause."
     if not any(span.lane == "engine" for span in run.spans):
-        told += " Generation is drawn from the engine's busy share of each step: the paler, the more it stood idle."
+        about += " Generation is drawn from the engine's busy share of each step; pale is idle."
     if run.spans_left_out:
-        told += f" The first {run.spans_left_out:,} spans are left out."
+        about += f" The first {run.spans_left_out:,} spans are left out."
     return figure(
         title,
-        told,
+        about,
         _controls(),
         el(
             "div",
@@ -177,17 +185,19 @@ def _timeline(run: Gathered) -> Markup:
 
 
 def _generation(run: Gathered) -> list[Span]:
-    """The engine's lane from its busy share per step, where it recorded no spans of its own."""
+    """Return spans for the engine's lane from its busy shares, if the run recorded no spans."""
     if any(span.lane == "engine" for span in run.spans):
         return []
-    spans, before = [], run.begin_s
+    spans = []
+    start = run.begin_s
     for row in run.rows:
-        time, busy = number(row.get("time_s")), number(row.get("engine/busy_share"))
-        if time is None:
+        end = number(row.get("time_s"))
+        busy = number(row.get("engine/busy_share"))
+        if end is None:
             continue
-        if busy is not None and time > before:
-            spans.append(Span("engine", before, time, f"step {step_of(row)}: busy {percent(busy)}"))
-        before = time
+        if busy is not None and end > start:
+            spans.append(Span("engine", start, end, f"step {step_of(row)}: busy {percent(busy)}"))
+        start = end
     return spans
 
 
@@ -210,9 +220,9 @@ def _lane(
     rects = [
         el(
             "rect",
-            el("title", _told(span)),
+            el("title", _tooltip(span)),
             class_=f"fill {colour}",
-            data_tip=_told(span),
+            data_tip=_tooltip(span),
             x=round(span.start, 3),
             width=round(max(span.end - span.start, 1e-3), 3),
             y=0,
@@ -240,9 +250,10 @@ def _opacity(span: Span) -> float | None:
     return round(0.15 + 0.85 * min(1.0, float(share) / 100), 3)
 
 
-def _told(span: Span) -> str:
-    name = next((name for lane, name, _ in LANES if lane == span.lane), "the engine stands still")
-    return f"{name}{': ' if span.label else ''}{span.label}\n{span.end - span.start:.2f} s, from {span.start:.1f} s"
+def _tooltip(span: Span) -> str:
+    name = next((name for lane, name, _ in LANES if lane == span.lane), "engine paused")
+    activity = f"{name}: {span.label}" if span.label else name
+    return f"{activity}\n{span.end - span.start:.2f} s, from {span.start:.1f} s"
 
 
 def _overview(

@@ -1,4 +1,4 @@
-"""What the numbers of a run say, in words: who waits for whom, what the two factors mean under a route, the outcome."""
+"""Sentences of the report and the terminal: bottlenecks, settings and the two policy ratios."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,11 @@ from unstale.config import staleness_bound
 from unstale.config.routes import exact_routes, routes
 
 NONE = "—"
-"""Stands where a number is missing."""
+"""Placeholder for a missing number."""
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None: whatever else a run folder holds in its place.
+    """Return a finite number as float, and None for anything else.
 
     >>> number(2), number("2"), number(None), number(float("nan"))
     (2.0, None, None, None)
@@ -51,13 +51,13 @@ def duration(seconds: float | None) -> str:
         return f"{seconds:.1f} s"
     if seconds < 60:
         return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 def amount(value: float | None) -> str:
-    """A number for a reader: three significant digits, thousands grouped.
+    """Format a number with three significant digits and grouped thousands.
 
     >>> amount(2310.4), amount(0.004123), amount(12.0), amount(0), amount(1.5e-6), amount(None)
     ('2,310', '0.00412', '12', '0', '1.5e-06', '—')
@@ -72,23 +72,30 @@ def amount(value: float | None) -> str:
 
 
 KEEPS_PACE, KEEPS_BUSY, HELD_BACK = 0.1, 0.2, 0.5
-"""Shares of the time below which the trainer's waiting says nothing, and the engine's idling; the share from which on
-tools, or finished groups that wait for older ones, are what is waited for."""
+"""Thresholds that decide the bottleneck.
+
+Below `KEEPS_PACE` of the time, the trainer's waiting is ignored; below `KEEPS_BUSY`, the engine's
+idle time. From `HELD_BACK` on, tools or finished groups that wait for older ones are the cause.
+"""
 
 BOTTLENECKS = {
-    "Generation": "give the engine more (engine.processes, engine.threads, servers: docs/engines.md) or less to say "
-    "(engine.dtype, engine.max_completion_tokens)",
-    "Waiting for tools": "let more groups be live (schedule.max_staleness), or make the tools quicker",
-    "The staleness budget": "let finished groups overtake (schedule.lookahead_window), or more be live (schedule.max_staleness)",
-    "Taking turns": "let groups be live while the trainer works (schedule.max_staleness above 0)",
-    "Training": "give the trainer more (trainer.threads, a bfloat16 trainer.dtype) or take smaller batches",
-    "Scoring old log-probabilities": "give the trainer more (trainer.threads), or score in time that is idle or in a "
-    "process of its own, where the route does neither yet (old_logps.route eager, old_logit_model)",
-    "Publishing": "let less travel (one dtype for engine and trainer, so that deltas do; trainer.lora_rank)",
-    "Checkpointing": "make checkpoints more seldom (checkpoint.every)",
-    "Evaluation": "grade more seldom, or on fewer tasks (eval.every, eval.tasks)",
+    "Generation": "a faster engine (engine.processes, engine.threads, engine.dtype, or servers: "
+    "docs/engines.md) or shorter completions (engine.max_completion_tokens)",
+    "Waiting for tools": "more concurrent groups (schedule.max_staleness) or faster tools",
+    "The staleness budget": "training on finished groups before older unfinished ones "
+    "(schedule.lookahead_window), or more concurrent groups (schedule.max_staleness)",
+    "Taking turns": "generating while the trainer works (schedule.max_staleness above 0)",
+    "Training": "more compute for the trainer (trainer.threads, a bfloat16 trainer.dtype) or "
+    "smaller batches",
+    "Scoring old log-probabilities": "more compute for the trainer (trainer.threads), or an "
+    "old_logps.route that scores while the trainer waits (eager) or in its own process "
+    "(old_logit_model)",
+    "Publishing": "smaller transfers (the same dtype for engine and trainer, which enables weight "
+    "deltas, or trainer.lora_rank)",
+    "Checkpointing": "fewer checkpoints (checkpoint.every)",
+    "Evaluation": "fewer evaluations or fewer tasks (eval.every, eval.tasks)",
 }
-"""What a run can wait for most, and the knobs that would help."""
+"""Possible bottlenecks of a run, each with the options that help."""
 
 _WORK = {
     "trainer/update_s": "Training",
@@ -97,35 +104,44 @@ _WORK = {
     "checkpoint/duration_s": "Checkpointing",
     "publish/duration_s": "Publishing",
 }
-"""What occupies the trainer's side, by metric. The last three go on beside the first two, and count where they do not:
-as far as these and the waiting leave time."""
+"""Activities of the trainer, by metric.
+
+The last three can overlap the first two. They count only for the time that these and the waiting
+leave of a step.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Shares of the wall time: the trainer waiting for finished groups, the engine with nothing to generate."""
+    """Shares of the wall time in which trainer and engine wait.
+
+    `trainer` is its waiting for finished groups, `engine` its time without requests.
+    """
 
     trainer: float | None
     engine: float | None
     work: Mapping[str, float] = field(default_factory=dict)
-    """What else the trainer's side did, by bottleneck."""
+    """Share of each activity of the trainer, by bottleneck."""
     tools: float | None = None
-    """Of the time of episodes, what they waited for tools."""
+    """Share of the episodes' time spent in tools."""
     finished: float | None = None
-    """Of the groups that are live when a batch is taken, those that are finished and wait for older ones."""
+    """Share of the groups in flight that are finished but wait for older ones."""
     synchronous: bool = False
 
     @property
     def bottleneck(self) -> str:
-        """Which of `BOTTLENECKS`; empty if none is, or nothing was recorded.
+        """Return the key of `BOTTLENECKS`, or an empty string where there is none.
 
-        A trainer that waits waits for the engine, if that is never idle, and else for what keeps the episodes.
+        If the trainer waits and the engine is busy, generation is the bottleneck. If the engine is
+        idle too, the cause is tools, the staleness budget or the synchronous schedule.
         """
-        trainer, engine = self.trainer or 0.0, self.engine or 0.0
-        most = max(self.work, key=lambda name: self.work[name], default="Training")
+        trainer = self.trainer or 0.0
+        engine = self.engine or 0.0
+        longest = max(self.work, key=lambda name: self.work[name], default="Training")
         if trainer < KEEPS_PACE:
-            beside = most in ("Training", "Scoring old log-probabilities") and engine < KEEPS_PACE
-            return "" if beside or (self.trainer is None and not engine) else most
+            trains = longest in ("Training", "Scoring old log-probabilities")
+            balanced = trains and engine < KEEPS_PACE
+            return "" if balanced or (self.trainer is None and not engine) else longest
         if self.work.get("Evaluation", 0.0) >= trainer:
             return "Evaluation"
         if engine < KEEPS_BUSY:
@@ -139,68 +155,73 @@ class Waiting:
 
     @property
     def sentence(self) -> str:
-        """The bottleneck, in one sentence."""
+        """Return one sentence that names the bottleneck and its evidence."""
         if self.trainer is None and self.engine is None:
-            return "Too little has been recorded to say who waits for whom."
+            return "Too little was recorded to find the bottleneck."
         facts = f"the trainer waited for episodes {percent(self.trainer)} of the time"
         if self.engine is not None:
-            facts += f", the engine stood idle {percent(self.engine)}"
+            facts += f", the engine was idle {percent(self.engine)}"
         if self.trainer is None:
-            facts = f"the engine stood idle {percent(self.engine)} of the time"
+            facts = f"the engine was idle {percent(self.engine)} of the time"
         match self.bottleneck:
             case "":
                 return f"Generation and training keep pace: {facts}."
             case "Waiting for tools" if self.tools is not None:
-                facts += f", and episodes spent {percent(self.tools)} of theirs in tools"
+                facts += f", and episodes spent {percent(self.tools)} of their time in tools"
             case "The staleness budget" if self.finished is not None:
-                facts += f", while {percent(self.finished)} of the live groups were finished and waited for older ones"
+                facts += f", and {percent(self.finished)} of the groups in flight were finished"
+                facts += " but waited for older ones"
             case name if name in self.work:
                 facts = f"it took {percent(self.work[name])} of the trainer's time, {facts}"
         return f"{self.bottleneck} is the bottleneck: {facts}."
 
     @property
     def advice(self) -> str:
-        """What would help, in one sentence; empty where nothing has to."""
-        help_with = BOTTLENECKS.get(self.bottleneck, "")
-        return f"What would help: {help_with}." if help_with and self.trainer is not None else ""
+        """Return one sentence of advice, or an empty string where there is no bottleneck."""
+        remedy = BOTTLENECKS.get(self.bottleneck, "")
+        return f"What would help: {remedy}." if remedy and self.trainer is not None else ""
 
 
 def waiting(rows: Sequence[Mapping[str, Any]]) -> Waiting:
-    """Over the steps of `rows`, which follow one another; the first row's time is where the count begins.
+    """Return the waiting shares over consecutive steps. The first row only gives the start time.
 
-    >>> rows = [{"time_s": 10.0}, {"time_s": 20.0, "schedule/wait_for_batch_s": 4.0, "engine/busy_share": 0.9}]
-    >>> waiting(rows).sentence
-    'Generation is the bottleneck: the trainer waited for episodes 40% of the time, the engine stood idle 10%.'
+    >>> step = {"time_s": 20.0, "schedule/wait_for_batch_s": 4.0, "engine/busy_share": 0.9}
+    >>> wait = waiting([{"time_s": 10.0}, step])
+    >>> wait.bottleneck, wait.trainer, round(wait.engine, 2)
+    ('Generation', 0.4, 0.1)
     """
     waited = elapsed = idle = measured = 0.0
-    work, sums = dict.fromkeys(_WORK.values(), 0.0), dict.fromkeys(_SUMMED, 0.0)
-    for before, row in pairwise(rows):
-        start, end = number(before.get("time_s")), number(row.get("time_s"))
+    work = dict.fromkeys(_WORK.values(), 0.0)
+    sums = dict.fromkeys(_SUMMED, 0.0)
+    for previous, row in pairwise(rows):
+        start = number(previous.get("time_s"))
+        end = number(row.get("time_s"))
         if start is None or end is None or end <= start:
             continue
-        wait, busy, left = (
-            number(row.get("schedule/wait_for_batch_s")),
-            number(row.get("engine/busy_share")),
-            end - start,
-        )
+        wait = number(row.get("schedule/wait_for_batch_s"))
+        busy = number(row.get("engine/busy_share"))
+        left = end - start
         if wait is not None:
-            waited, elapsed = waited + min(wait, left), elapsed + left
+            waited += min(wait, left)
+            elapsed += left
             left -= min(wait, left)
-            for name, what in _WORK.items():
+            for name, activity in _WORK.items():
                 took = min(left, number(row.get(name)) or 0.0)
-                work[what], left = work[what] + took, left - took
+                work[activity] += took
+                left -= took
         if busy is not None:
-            idle, measured = idle + (1 - busy) * (end - start), measured + end - start
+            idle += (1 - busy) * (end - start)
+            measured = measured + end - start
         for name in _SUMMED:
             sums[name] += number(row.get(name)) or 0.0
-    tools, replies, finished, live = sums.values()
+    tools, generation, finished, in_flight = sums.values()
     bound = number(rows[-1].get("schedule/staleness_bound")) if rows else None
     return Waiting(
         trainer=waited / elapsed if elapsed else None,
         engine=min(1.0, max(0.0, idle / measured)) if measured else None,
-        work={what: took / elapsed for what, took in work.items() if took} if elapsed else {},
-        tools=tools / (tools + replies) if replies else None,
-        finished=finished / live if live else None,
+        work={name: took / elapsed for name, took in work.items() if took} if elapsed else {},
+        tools=tools / (tools + generation) if generation else None,
+        finished=finished / in_flight if in_flight else None,
         synchronous=bound == 0,
     )
 
@@ -216,171 +237,174 @@ _SUMMED = (
 FATES = {
     "trained": "trained on",
     "waiting": "waiting to be trained on",
-    "failed": "failed, begun again",
-    "given_up": "failed, given up",
-    "restarted": "begun again on resume",
+    "failed": "failed, retried",
+    "given_up": "failed, not retried",
+    "restarted": "restarted on resume",
     "open": "open",
 }
-"""How an attempt at an episode ended."""
+"""Outcomes of an attempt at an episode."""
 LOST = frozenset({"failed", "given_up", "restarted"})
 
 LOST_LEAST, LOST_ERRORS = 10, 3
-"""Lost attempts, and standard errors between the means, from which on a difference is told."""
+"""Smallest number of lost attempts, and of standard errors, for which a difference is reported."""
 
 
 def survivorship(place: Mapping[str, Any]) -> tuple[str, bool]:
-    """Whether what an environment lost differs in length from what was kept, and whether long ones were lost first.
+    """Compare the lengths of lost and kept attempts of an environment.
+
+    Return a sentence, and True if long attempts are lost more often, which biases training.
 
     >>> means = {"lost": 30, "kept": 970, "lost_mean": 412.0, "kept_mean": 196.0, "se": 20.0}
-    >>> print(survivorship({"contrast": means})[0])
-    Lost attempts were 2.1 times as long as kept ones (412 sampled tokens against 196, 30 attempts): long ones are \
-lost first.
+    >>> survivorship({"contrast": means})[0].split(" (")[0]
+    'Lost attempts were 2.1 times as long as kept ones'
     """
-    kinds, means = place.get("kinds"), place.get("contrast")
+    kinds = place.get("kinds")
     if isinstance(kinds, Mapping) and not LOST & kinds.keys():
         return "No attempt that ended was lost.", False
-    found = means if isinstance(means, Mapping) else {}
-    lost, kept = number(found.get("lost_mean")), number(found.get("kept_mean"))
-    count, error = number(found.get("lost")), number(found.get("se"))
+    contrast = place.get("contrast")
+    means = contrast if isinstance(contrast, Mapping) else {}
+    lost = number(means.get("lost_mean"))
+    kept = number(means.get("kept_mean"))
+    count = number(means.get("lost"))
+    error = number(means.get("se"))
     if lost is None or kept is None or count is None or error is None:
-        return (
-            "No difference in length can be told: fewer than two attempts were lost, or fewer than two kept.",
-            False,
-        )
-    means_told = f"{amount(lost)} sampled tokens against {amount(kept)}, {amount(count)} attempts"
+        too_few = "Lengths cannot be compared: fewer than two attempts were lost or kept."
+        return too_few, False
+    facts = f"{amount(lost)} sampled tokens against {amount(kept)}, {amount(count)} attempts"
     if count < LOST_LEAST or abs(lost - kept) <= LOST_ERRORS * error:
-        return (
-            f"No difference in length can be told between lost attempts and kept ones ({means_told}).",
-            False,
-        )
+        return f"Lost and kept attempts do not differ measurably in length ({facts}).", False
     times = f"{lost / kept:.2g} times" if kept else "infinitely"
     if lost > kept:
-        return (
-            f"Lost attempts were {times} as long as kept ones ({means_told}): long ones are lost first.",
-            True,
-        )
-    told = f"Lost attempts broke after {times} the length of kept ones ({means_told}). "
-    return told + "How long they would have become is not known.", False
+        longer = f"Lost attempts were {times} as long as kept ones ({facts}): "
+        return longer + "long ones are lost first.", True
+    shorter = f"Lost attempts ended after {times} the length of kept ones ({facts}). "
+    return shorter + "Their full length is not known.", False
 
 
 def censored(place: Mapping[str, Any]) -> str:
-    """What the open attempts of an environment are; empty if there are none."""
+    """Return a note on the open attempts of an environment, empty if there are none."""
     kinds = place.get("kinds")
-    alike = kinds.get("open") if isinstance(kinds, Mapping) else None
-    count = number(alike.get("count")) if isinstance(alike, Mapping) else None
+    still_open = kinds.get("open") if isinstance(kinds, Mapping) else None
+    count = number(still_open.get("count")) if isinstance(still_open, Mapping) else None
     if not count:
         return ""
     return (
-        f"{count:,.0f} open: neither kept nor lost. Long episodes are over-represented among open ones by "
-        "construction: they are open longer."
+        f"{count:,.0f} open: neither kept nor lost. Long episodes are over-represented among them, "
+        "because they stay open longer."
     )
 
 
 def is_exact(setting: Any) -> bool:
-    """Whether each token's old_logp is of the very version that sampled it, as `OldLogpsConfig.exact` has it."""
+    """Return True if each old_logp comes from the version that sampled the token.
+
+    It equals `OldLogpsConfig.exact`, but reads the stored settings of a run.
+    """
     return (setting("old_logps.fallback") or setting("old_logps.route")) in exact_routes()
 
 
 def factor_names(route: str, *, exact: bool) -> tuple[str, str]:
-    """What log D and log S are under a route, a sentence each, without claiming more than the route delivers."""
+    """Return the meaning of log D and of log S under a route, one sentence each."""
     if exact:
         return (
-            "log D compares engine and trainer about the same weights: numerics, which should not depend on the age of "
-            "a token.",
-            "log S compares the trainer's weights now with those that sampled: movement, which should grow with age.",
+            "log D compares engine and trainer with the same weights. It shows differences in "
+            "numerics, which should not depend on the age of a token.",
+            "log S compares the current weights with those that sampled the token. It shows "
+            "staleness, which should grow with age.",
         )
     if route == "rollout":
         return (
-            "log D is 0 by construction: old_logp is the engine's own number.",
-            "So log S holds both factors, numerics and staleness, in one ratio.",
+            "log D is 0 by construction, because old_logp is the engine's log-probability.",
+            "log S therefore contains both discrepancy and staleness.",
         )
     return (
-        f"log D here is old_logp - behavior_logp, which under {route} mixes numerics with part of the staleness.",
-        "log S is logp - old_logp, only the rest of the staleness.",
+        f"Under {route}, log D (old_logp - behavior_logp) mixes discrepancy with part of the "
+        "staleness.",
+        "log S (logp - old_logp) contains only the remaining staleness.",
     )
 
 
 def semantics(setting: Any, exact_share: float | None) -> list[tuple[str, str]]:
-    """What a run's settings mean, as (heading, sentence). `setting(name)` gives a knob; `exact_share` was measured."""
-    route, budget = str(setting("old_logps.route", "unknown")), setting("schedule.max_staleness")
-    bound = _bound(setting)
+    """Explain a run's settings, as (heading, sentence).
+
+    `setting(name)` returns an option. `exact_share` is the measured share of tokens with an exact
+    old_logp.
+    """
+    route = str(setting("old_logps.route", "unknown"))
+    if setting("schedule.max_staleness") == 0:
+        schedule = "Synchronous: generation waits for every step."
+    else:
+        schedule = (
+            "Asynchronous: generation continues while the trainer works. Tokens are at most "
+            f"{_bound(setting)} versions old, and no episode is dropped for being slow."
+        )
     return [
         ("Old log-probabilities", _route_words(route, exact_share)),
         ("Discrepancy", _control_words(setting)),
         ("Staleness", _objective_words(setting)),
-        (
-            "Schedule",
-            "Synchronous: generation waits for every step."
-            if budget == 0
-            else f"Asynchronous: generation goes on while the trainer works; the budget lets tokens be at most {bound} "
-            "versions behind, and nothing is thrown away for being slow.",
-        ),
+        ("Schedule", schedule),
     ]
 
 
 def _bound(setting: Any) -> str:
-    knobs = [
-        setting(f"schedule.{name}")
-        for name in ("max_staleness", "groups_per_step", "lookahead_window")
-    ]
-    return (
-        str(staleness_bound(*knobs))
-        if all(isinstance(knob, int) for knob in knobs)
-        else "an unknown number of"
-    )
+    names = ("max_staleness", "groups_per_step", "lookahead_window")
+    values = [setting(f"schedule.{name}") for name in names]
+    if not all(isinstance(value, int) for value in values):
+        return "an unknown number of"
+    return str(staleness_bound(*values))
 
 
 def _route_words(route: str, exact_share: float | None) -> str:
-    share = (
-        ""
-        if exact_share is None
-        else f" Measured: exact for {percent(exact_share, 1)} of the tokens with an advantage."
-    )
+    if exact_share is None:
+        return route_about(route)
+    share = f" Measured: exact for {percent(exact_share, 1)} of the tokens with an advantage."
     return route_about(route) + share
 
 
 def route_about(route: str) -> str:
-    """Return what is taken as old_logp under a route."""
+    """Return a sentence on the source of old_logp under a route."""
     if route == "unknown":
         return "Not known: the configuration could not be read."
     if route not in routes():
-        return f"{route} is not a route of this version."
+        return f"{route} is not a route of this version of unstale."
     return routes()[route].docs.report
 
 
 def _control_words(setting: Any) -> str:
-    control, low, high = (
-        setting("correction.control"),
-        setting("correction.low"),
-        setting("correction.high"),
-    )
-    band = f"[{low}, {high}], per {setting('correction.unit')}"
-    where = "D = π_old / μ" if is_exact(setting) else "the stand-in for D = π_old / μ"
-    match control:
+    high = setting("correction.high")
+    band = f"[{setting('correction.low')}, {high}], per {setting('correction.unit')}"
+    ratio = "D = π_old / μ" if is_exact(setting) else "the approximation of D = π_old / μ"
+    match setting("correction.control"):
         case "none":
-            return f"Nothing is done about {where}."
+            return f"{_capitalized(ratio)} is not corrected."
         case "mask":
-            return f"Tokens with {where} outside {band} are dropped."
+            return f"Tokens with {ratio} outside {band} are dropped."
         case "truncate":
-            return f"Tokens are weighted by {where}, truncated at {high}."
+            return f"Tokens are weighted by {ratio}, truncated at {high}."
         case "mask_weight":
-            return f"Tokens are weighted by {where} inside {band} and dropped outside."
+            return f"Tokens are weighted by {ratio} inside {band} and dropped outside."
     return "Not known."
+
+
+def _capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _objective_words(setting: Any) -> str:
     kind = setting("objective.kind")
-    where = "S = π / π_old" if is_exact(setting) else "the stand-in for S = π / π_old"
+    ratio = "S = π / π_old" if is_exact(setting) else "the approximation of S = π / π_old"
     match kind:
         case "none":
-            return f"Nothing bounds {where}."
+            return f"{_capitalized(ratio)} is not bounded."
         case "kl_penalty":
-            return f"{where} is held by a quadratic penalty with coefficient {setting('objective.kl_penalty')}."
+            penalty = setting("objective.kl_penalty")
+            return f"A quadratic penalty with coefficient {penalty} bounds {ratio}."
         case None:
             return "Not known."
-    low, high = number(setting("objective.clip_low")), number(setting("objective.clip_high"))
+    low = number(setting("objective.clip_low"))
+    high = number(setting("objective.clip_high"))
     if low is None or high is None:
-        return f"{kind} on {where}."
+        return f"{kind} on {ratio}."
+    band = f"[{1 - low:g}, {1 + high:g}]"
     if kind == "cispo":
-        return f"cispo: {where} is a weight, held inside [{1 - low:g}, {1 + high:g}]; the gradient goes on outside."
-    return f"{kind}: no further gradient where {where} leaves [{1 - low:g}, {1 + high:g}]."
+        return f"cispo: {ratio}, clipped to {band}, weights the gradient of each token."
+    return f"{kind}: tokens with {ratio} outside {band} are clipped."
