@@ -101,7 +101,7 @@ class Big(Size):
 
     @property
     def options(self) -> dict[str, Any]:
-        return self.more
+        return {"max_tokens_per_microbatch": self.max_tokens_per_microbatch, **self.more}
 
     @property
     def body(self) -> int:
@@ -320,7 +320,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         "kv-heads": 8,
         "head-dim": 128,
     }
-    for name, default in (sizes | {"micro-tokens": 16_384, "warm-steps": 3}).items():
+    for name, default in (sizes | {"max-tokens-per-microbatch": 16_384, "warm-steps": 3}).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     for name in ("layers", "hidden", "inner"):
         parser.add_argument(f"--{name}", type=int, help="in place of each size's own")

@@ -140,7 +140,6 @@ def make_trainer(size: Size, rate: float, num_steps: int) -> LocalTrainer:
     config = TrainerConfig(
         dtype="bfloat16",
         lr=rate,
-        max_tokens_per_microbatch=size.scoring.max_tokens_per_microbatch,
         **size.options,
     )
     return LocalTrainer(size.policy(), config, rules, RolloutRoute(), num_steps=num_steps)
@@ -149,7 +148,8 @@ def make_trainer(size: Size, rate: float, num_steps: int) -> LocalTrainer:
 def train(size: Size, rate: float, versions: int) -> History:
     """One optimizer step per version, on random text with random advantages, after a few for Adam to settle."""
     trainer = make_trainer(size, rate, size.warm_steps + versions)
-    policy, scoring = trainer.policy, size.scoring
+    policy = trainer.policy
+    scorer = size.scorer(policy)
     history = History(rate, [], [])
     for number in range(size.warm_steps + versions):
         if number >= size.warm_steps:
@@ -159,7 +159,7 @@ def train(size: Size, rate: float, versions: int) -> History:
         batch = collate(
             episodes(size, MIXED, version=policy.version, first=number * size.sequences)
         )
-        batch.behavior_logp.copy_(scoring(policy, batch, batch.sampled).logp)
+        batch.behavior_logp.copy_(scorer.score(batch, batch.sampled).logp)
         with timed(history.step_s):
             trainer.backward(trainer.prepare(batch).minibatches[0])
             trainer.step()
