@@ -3,10 +3,9 @@
     python benchmarks/agent.py --seeds 0    # about 15 minutes on two quiet cores
 
 Each seed runs the retail recipe twice, each time in a new process: with `examples/retail_agent.py`
-through the endpoint, then with the built-in environment. Tasks, noise, held-out tasks and settings are
-the same. Then a few steps of each are timed in turn, with their CPU time. Runs that a folder already
-has are not repeated. Writes a dated table under benchmarks/results/.
-"""
+through the endpoint, then with the built-in environment. Tasks, noise, held-out tasks and settings
+are the same. Then a few steps of each are timed in turn, with their CPU time. Runs that a folder
+already has are not repeated. Writes a dated table under benchmarks/results/."""
 
 import argparse
 import json
@@ -62,8 +61,9 @@ def _processor_s() -> float:
 def learnt(runs: Path, seeds: list[int]) -> list[str]:
     """Return a table of the trained policies, one line per seed."""
     lines = [
-        "| seed | base policy | the agent, trained | the desk's own environment, trained | minutes | steps "
-        "| tokens by lag 0 / 1 / 2 | trajectories of several versions | staleness seen / bound | commit |",
+        "| seed | base policy | the agent, trained | the desk's own environment, trained | minutes "
+        "| steps | tokens by lag 0 / 1 / 2 | trajectories of several versions | staleness seen / "
+        "bound | commit |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for seed in seeds:
@@ -75,9 +75,9 @@ def learnt(runs: Path, seeds: list[int]) -> list[str]:
         shares = " / ".join(f"{one.lags.get(lag, 0) / total:.0%}" for lag in ("0", "1", "2"))
         native = graded(read(seed, beside).trained) if finished(beside) else "not run"
         lines.append(
-            f"| {seed} | {graded(one.base)} | {graded(one.trained)} | {native} | {one.minutes:.1f} | {one.steps} | "
-            f"{shares} | {one.mixed:.0%} | {one.staleness[0]} / {one.staleness[1]} | "
-            f"{(folder / 'commit').read_text()} |"
+            f"| {seed} | {graded(one.base)} | {graded(one.trained)} | {native} | {one.minutes:.1f} "
+            f"| {one.steps} | {shares} | {one.mixed:.0%} | {one.staleness[0]} / {one.staleness[1]} "
+            f"| {(folder / 'commit').read_text()} |"
         )
     return lines
 
@@ -85,8 +85,9 @@ def learnt(runs: Path, seeds: list[int]) -> list[str]:
 def recorded(runs: Path, seeds: list[int]) -> list[str]:
     """Return a table of the calls in the journals of the agent's runs."""
     lines = [
-        "| seed | episodes trained on | attempts begun again | calls answered | tokens sampled in them "
-        "| with exact old logits | forks | calls that are none, handed out as text | found wrong in the journal |",
+        "| seed | episodes trained on | attempts begun again | calls answered | tokens sampled in "
+        "them | with exact old logits | forks | calls that are none, handed out as text | found "
+        "wrong in the journal |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for seed in seeds:
@@ -114,8 +115,9 @@ def recorded(runs: Path, seeds: list[int]) -> list[str]:
                 any(call.error for call in chat.parse_content(text).tool_calls) for text in said
             )
         lines.append(
-            f"| {seed} | {len(trained):,} | {again} | {calls:,} | {sum(one.num_sampled for one in trained):,} | "
-            f"{exact:.0%} | {sum(len(one.branches) for one in trained)} | {broken} | {wrong} |"
+            f"| {seed} | {len(trained):,} | {again} | {calls:,} | "
+            f"{sum(one.num_sampled for one in trained):,} | {exact:.0%} | "
+            f"{sum(len(one.branches) for one in trained)} | {broken} | {wrong} |"
         )
     return lines
 
@@ -146,20 +148,22 @@ def table(runs: Path, chosen: argparse.Namespace, command: str) -> str:
     lines = [
         f"# An agent of one's own at the retail desk, {date.today()}",
         "",
-        f"`{command}` at commit {commit()}, {machine()}, {versions()}. `examples/retail_agent.py`, which knows nothing "
-        "but the OpenAI SDK to speak through, trained by the recipe `retail` through the endpoint. Success on 256 "
-        "held-out tasks, the recipe's own, sampled at temperature 1; 95% Wilson intervals.",
+        f"`{command}` at commit {commit()}, {machine()}, {versions()}. `examples/retail_agent.py`, "
+        "which knows nothing but the OpenAI SDK to speak through, trained by the recipe `retail` "
+        "through the endpoint. Success on 256 held-out tasks, the recipe's own, sampled at "
+        "temperature 1; 95% Wilson intervals.",
         "",
         *learnt(runs, chosen.seeds),
         "",
-        "Minutes are those of the agent's run, its two evaluations included. The desk's own environment on more seeds: "
-        "`make bench-demo`.",
+        "Minutes are those of the agent's run, its two evaluations included. The desk's own "
+        "environment on more seeds: `make bench-demo`.",
         "",
         "What the journal holds of the agent's calls:",
         "",
         *recorded(runs, chosen.seeds),
         "",
-        f"What it costs, {chosen.steps} steps of each by turns, medians of {chosen.turns} (both processes counted):",
+        f"What it costs, {chosen.steps} steps of each by turns, medians of {chosen.turns} (both "
+        "processes counted):",
         "",
         *pace(runs, chosen.turns),
     ]

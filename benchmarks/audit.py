@@ -2,10 +2,10 @@
 
     python benchmarks/audit.py          # about 5 minutes on two quiet cores
 
-The retail recipe with tokens of up to 4 versions of lag is run for some steps, with every version and batch recorded;
-then each route is replayed on what it trained on, and its error is fitted to the two true factors. `--latency` is how
-long a tool takes: the longer, the more an episode's lags spread. Writes a dated table under benchmarks/results/.
-"""
+The retail recipe with tokens of up to 4 versions of lag is run for some steps, with every version
+and batch recorded; then each route is replayed on what it trained on, and its error is fitted to
+the two true factors. `--latency` is how long a tool takes: the longer, the more an episode's lags
+spread. Writes a dated table under benchmarks/results/."""
 
 import argparse
 import subprocess
@@ -21,9 +21,12 @@ from unstale.durability.machine import commit, machine, versions
 
 RESULTS = Path(__file__).parent / "results"
 KNOBS = {
-    "audit.record": "true", "schedule.max_staleness": 4, "schedule.groups_per_step": 8,
-    "trainer.lr_schedule": "constant", "eval.tasks": 0,
-}  # fmt: skip
+    "audit.record": "true",
+    "schedule.max_staleness": 4,
+    "schedule.groups_per_step": 8,
+    "trainer.lr_schedule": "constant",
+    "eval.tasks": 0,
+}
 
 
 def main() -> None:
@@ -45,8 +48,9 @@ def main() -> None:
         audit(run)
         table = (run / AUDIT).with_suffix(".md").read_text()
     command = " ".join(["python benchmarks/audit.py", *sys.argv[1:]])
-    told = " ".join(f"`{name} = {value}`" for name, value in knobs.items())
-    head = f"`{command}` at commit {commit()}, {machine()}, {versions()}. The retail recipe with {told}."
+    options = " ".join(f"`{name} = {value}`" for name, value in knobs.items())
+    place = f"commit {commit()}, {machine()}, {versions()}"
+    head = f"`{command}` at {place}. The retail recipe with {options}."
     title, rest = table.split("\n", 1)
     chosen.out.parent.mkdir(exist_ok=True)
     chosen.out.write_text(f"# What the old logit really was, {date.today()}\n\n{head}\n{rest}")

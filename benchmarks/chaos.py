@@ -2,10 +2,11 @@
 
     python benchmarks/chaos.py --kills 100          # about 40 minutes on two shared cores
 
-Three series. A deterministic run is killed with SIGKILL at random instants of every room (`chaos_child.py`), resumed at
-once with the next kill armed, and compared bit for bit with one that was left alone. An ordinary run is killed in the
-same places and at random times; what its journal held after each death has to be there, unchanged, at the end. And the
-engine process of an ordinary run is killed or stopped again and again while the run goes on.
+Three series. A deterministic run is killed with SIGKILL at random instants of every room
+(`chaos_child.py`), resumed at once with the next kill armed, and compared bit for bit with one that
+was left alone. An ordinary run is killed in the same places and at random times; what its journal
+held after each death has to be there, unchanged, at the end. And the engine process of an ordinary
+run is killed or stopped again and again while the run goes on.
 
 Exits with 1 if anything was lost. Writes a dated table under benchmarks/results/.
 """
@@ -46,8 +47,8 @@ SPAN_S = 12.0
 """A life that is killed at any moment dies before this."""
 
 SMALL = shlex.split(
-    "--minutes 0 --schedule.groups_per_step 3 --schedule.group_size 3 --eval.tasks 3 --checkpoint.every 3 "
-    "--trainer.warmup_steps 0 --task.latency_s 0.3"
+    "--minutes 0 --schedule.groups_per_step 3 --schedule.group_size 3 --eval.tasks 3 "
+    "--checkpoint.every 3 --trainer.warmup_steps 0 --task.latency_s 0.3"
 )
 """The retail recipe, small; an episode still outlives versions."""
 
@@ -59,7 +60,8 @@ class Kill:
     target: str
     run: int
     resumed: bool = False
-    """The next life came up: it went on, or where there was no checkpoint yet, the run was begun anew."""
+    """The next life came up: it went on, or where there was no checkpoint yet, the run was begun
+    anew."""
     anew: bool = False
     back_s: float | None = None
     """Seconds from `--resume` to the first trained step, if the next life lived to see it."""
@@ -144,11 +146,13 @@ def _told(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Witness:
-    """What the journal of a run has held, and what its versions have meant. What was once so has to stay so."""
+    """What the journal of a run has held, and what its versions have meant. What was once so has to
+    stay so."""
 
     def __init__(self, keeps: bool) -> None:
         self._keeps = keeps
-        """Whether pieces that are newer than the checkpoint stay. A deterministic run makes them again."""
+        """Whether pieces that are newer than the checkpoint stay. A deterministic run makes them
+        again."""
         self._pieces: dict[tuple[int, int], tuple[Any, ...]] = {}
         self._consumed: dict[int, tuple[Any, ...]] = {}
         self._meanings: dict[int, int] = {}
@@ -165,7 +169,8 @@ class Witness:
                 self.end.renumbered.append(line["lost"])
 
     def look(self, folder: Path) -> bool:
-        """At the journal as a death left it, in a copy. Whether there is a checkpoint to go on from."""
+        """At the journal as a death left it, in a copy. Whether there is a checkpoint to go on
+        from."""
         if not (folder / JOURNAL).exists():
             return False
         with tempfile.TemporaryDirectory() as aside:
@@ -189,7 +194,8 @@ class Witness:
         pieces = {
             row[:2]: row
             for row in connection.execute(
-                "SELECT episode, position, provenance, tokens, version, clean, behavior_logp FROM pieces"
+                "SELECT episode, position, provenance, tokens, version, clean, behavior_logp FROM "
+                "pieces"
             )
         }
         consumed = {
@@ -210,7 +216,8 @@ class Witness:
         self._consumed = consumed
 
     def finish(self, folder: Path, steps: int) -> Ended:
-        """The run has ended: its journal and its files say the same, and every step is there once."""
+        """The run has ended: its journal and its files say the same, and every step is there
+        once."""
         self.look(folder)
         with Journal.read(folder) as journal:
             self.end.wrong += check(journal)
@@ -264,7 +271,8 @@ class Deadly:
     """What each has to be equal to, of a deterministic run."""
 
     def kill(self, series: Series, wanted: int, seed: int) -> None:
-        """Until so many kills were made, and the last run has ended. A life that its kill misses ends its run."""
+        """Until so many kills were made, and the last run has ended. A life that its kill misses
+        ends its run."""
         places, run = orders(seed, self.steps, clock=self.reference is None), 0
         while len(series.kills) < wanted:
             run += 1
@@ -305,12 +313,14 @@ class Deadly:
                 last.anew = True
                 shutil.rmtree(folder)
             tell(
-                f"{len(series.kills):4d}/{wanted} {target}: life {life} of run {run} died at {answer['seconds']:.1f} s"
+                f"{len(series.kills):4d}/{wanted} {target}: life {life} of run {run} died at "
+                f"{answer['seconds']:.1f} s"
             )
         if answer["code"] == 0:
             series.ends[run] = self._finish(witness, folder)
             tell(
-                f"     run {run} ended after {life} lives: {'; '.join(witness.end.wrong[:5]) or 'sound'}"
+                f"     run {run} ended after {life} lives: "
+                f"{'; '.join(witness.end.wrong[:5]) or 'sound'}"
             )
             if not witness.end.wrong:
                 shutil.rmtree(folder)
@@ -364,27 +374,31 @@ def hunt(nursery: Nursery, runs: Path, wanted: int, seed: int) -> Series:
         late = sum(row["time"] > _last_advance(folder) for row in restarted)
         if not len(hits) == len(restarted) == len(born) - 1 == counted + late:
             end.wrong.append(
-                f"{len(hits)} kills, {len(restarted)} restarts told, {counted:g} in metrics and {late} after the last"
+                f"{len(hits)} kills, {len(restarted)} restarts told, {counted:g} in metrics and "
+                f"{late} after the last"
             )
         for hit in hits:
             kind = f"{hit['how']}{' while it started' if hit['while_starting'] else ''}"
             series.kills.append(Kill(kind, run, resumed=True, orphans=answer["orphans"]))
         shares["steps"] += steps
         tell(
-            f"{len(series.kills):4d}/{wanted} engines killed: run {run} ended, {'; '.join(end.wrong) or 'sound'}"
+            f"{len(series.kills):4d}/{wanted} engines killed: run {run} ended, "
+            f"{'; '.join(end.wrong) or 'sound'}"
         )
     series.notes.append(f"{len(series.ends)} runs of {shares['steps']} steps in all.")
     return series
 
 
 def _last_advance(folder: Path) -> float:
-    """When the last row of metrics asked the engine for its counters: after its trainer's last span."""
+    """When the last row of metrics asked the engine for its counters: after its trainer's last
+    span."""
     spans = (row for row in RunFolder(folder).rows("events.jsonl") if row.get("lane") == "trainer")
     return max(row["end"] for row in spans)
 
 
 def several_versions(folder: Path) -> str:
-    """How much there is to get wrong: what share of trajectories holds several versions, and of tokens which lag."""
+    """How much there is to get wrong: what share of trajectories holds several versions, and of
+    tokens which lag."""
     with Journal.read(folder) as journal:
         rows = list(trained_episodes(journal))
     mixed = sum(len(row["versions"]) > 1 for row in rows) / len(rows)
@@ -415,19 +429,22 @@ def table(series: Series, equal: str) -> list[str]:
         ends = [series.ends[kill.run] for kill in kills if kill.run in series.ends]
         back = [kill.back_s for kill in kills if kill.back_s is not None]
         lines.append(
-            f"| {target} | {len(kills)} | {sum(kill.resumed for kill in kills)} | {sum(not e.wrong for e in ends)} | "
-            f"{sum(e.lost for e in ends)} | {sum(e.twice for e in ends)} | {f'{median(back):.1f}' if back else '-'} |"
+            f"| {target} | {len(kills)} | {sum(kill.resumed for kill in kills)} | "
+            f"{sum(not e.wrong for e in ends)} | {sum(e.lost for e in ends)} | "
+            f"{sum(e.twice for e in ends)} | {f'{median(back):.1f}' if back else '-'} |"
         )
     lost = [n for end in series.ends.values() for n in end.renumbered]
     anew = sum(kill.anew for kill in series.kills)
     if any(kill.back_s for kill in series.kills):
         series.notes.append(
-            f"{len(series.ends)} runs came to their end. {anew} deaths were before the first checkpoint was in the "
-            f"journal, where nothing had been trained: those runs were begun anew."
+            f"{len(series.ends)} runs came to their end. {anew} deaths were before the first "
+            "checkpoint was in the journal, where nothing had been trained: those runs were begun "
+            "anew."
         )
     if lost:
         series.notes.append(
-            f"{len(lost)} resumes left {sum(lost)} published versions behind and numbered on from the highest."
+            f"{len(lost)} resumes left {sum(lost)} published versions behind and numbered on from "
+            "the highest."
         )
     return [*lines, "", *series.notes, ""]
 
@@ -486,9 +503,10 @@ def main() -> None:
     lines = [
         f"# Runs and engines killed, {date.today()}",
         "",
-        f"`{command}` at commit {commit()}, {machine()}, {versions()}; {(time.monotonic() - began) / 60:.0f} minutes. "
-        "The retail recipe, small (`benchmarks/chaos.py`), killed with SIGKILL, which takes nothing from the page "
-        "cache: a power cut is not tried.",
+        f"`{command}` at commit {commit()}, {machine()}, {versions()}; "
+        f"{(time.monotonic() - began) / 60:.0f} minutes. The retail recipe, small "
+        "(`benchmarks/chaos.py`), killed with SIGKILL, which takes nothing from the page cache: a "
+        "power cut is not tried.",
         "",
         "## A deterministic run is killed",
         "",

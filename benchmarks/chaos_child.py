@@ -1,12 +1,14 @@
-"""Runs that die where they are told to. `benchmarks/chaos.py` gives the orders, one JSON object a line, on stdin.
+"""Runs that die where they are told to. `benchmarks/chaos.py` gives the orders, one JSON object a
+line, on stdin.
 
-Each order is carried out in a fork of this process, which has imported what a run needs and has no other thread: an
-order then costs no start of an interpreter, and its death leaves this process alone. Around functions of the package
-the fork puts wrappers that count calls, and at one of them kills itself (SIGKILL) or, from a thread, its engine's
-process. The package itself knows nothing of it.
+Each order is carried out in a fork of this process, which has imported what a run needs and has no
+other thread: an order then costs no start of an interpreter, and its death leaves this process
+alone. Around functions of the package the fork puts wrappers that count calls, and at one of them
+kills itself (SIGKILL) or, from a thread, its engine's process. The package itself knows nothing of
+it.
 
-The answer is one JSON line: how the run ended, after how many seconds, and which processes it left behind.
-"""
+The answer is one JSON line: how the run ended, after how many seconds, and which processes it left
+behind."""
 
 import ctypes
 import json
@@ -67,7 +69,8 @@ class Place:
     calls: int
     """The call at which it dies is drawn from the first so many."""
     span_s: float = 0.0
-    """It dies this much after the call at the latest, drawn evenly; 0 is before anything is done."""
+    """It dies this much after the call at the latest, drawn evenly; 0 is before anything is
+    done."""
     inside: bool = False
     """Of `Journal._commit`: between the statements of the transaction."""
 
@@ -158,7 +161,8 @@ TARGETS: dict[str, tuple[Place, ...]] = {
 
 @dataclass
 class Hunter:
-    """Kills each engine process of a run, or stops it, at a random moment of its life: `kills` of them."""
+    """Kills each engine process of a run, or stops it, at a random moment of its life: `kills` of
+    them."""
 
     kills: int
     span_s: float
@@ -196,7 +200,8 @@ class Hunter:
 
 
 class Witness:
-    """Writes down what the run does, for the comparison: a line at once, so that it is there after a kill."""
+    """Writes down what the run does, for the comparison: a line at once, so that it is there after
+    a kill."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a")
@@ -209,7 +214,8 @@ class Witness:
         self._file.flush()
 
     def watch(self) -> None:
-        """Every version that is given to an engine, every new number, and the first step that is trained."""
+        """Every version that is given to an engine, every new number, and the first step that is
+        trained."""
         prepare, assign_new_version, step, told = (
             DirectPublisher.prepare,
             Policy.assign_new_version,

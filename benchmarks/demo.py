@@ -1,12 +1,13 @@
-"""Does the demo learn, and is it RL that does it? Each seed beside as much time of more supervised training.
+"""Does the demo learn, and is it RL that does it? Each seed beside as much time of more supervised
+training.
 
     python benchmarks/demo.py --seeds 0 1 2          # about 20 minutes a seed on two quiet cores
 
-Each seed runs the retail recipe in a process of its own, as `make demo` does; the control then continues supervised
-training on the same kind of demonstrations for the wall-clock of that run. Both are graded on the same 256 held-out
-tasks, sampled at temperature 1 by the same engine. All seeds of RL first, then the controls; what a folder of runs
-already holds is not run again. Writes a dated table under benchmarks/results/.
-"""
+Each seed runs the retail recipe in a process of its own, as `make demo` does; the control then
+continues supervised training on the same kind of demonstrations for the wall-clock of that run.
+Both are graded on the same 256 held-out tasks, sampled at temperature 1 by the same engine. All
+seeds of RL first, then the controls; what a folder of runs already holds is not run again. Writes a
+dated table under benchmarks/results/."""
 
 import argparse
 import json
@@ -66,10 +67,11 @@ def continue_training(
     learning_rate: float = 3e-4,
     start: int = 10**6,
 ) -> list[float]:
-    """More supervised training on the same faulty demonstrations, for so long: the control that RL is compared with.
+    """More supervised training on the same faulty demonstrations, for so long: the control that RL
+    is compared with.
 
-    The demonstrations are new ones (numbered from `start`) with the same faults; the learning rate is constant.
-    """
+    The demonstrations are new ones (numbered from `start`) with the same faults; the learning rate
+    is constant."""
     optimizer = optimizer_for(model, learning_rate)
     source = batches(
         (practice.demonstration("faulty", index, FAULTS) for index in count(start)), 2048
@@ -81,7 +83,8 @@ def continue_training(
 
 
 def control(seed: int, folder: Path) -> None:
-    """As many seconds of more supervised training from the same base policy, on demonstrations that differ by seed."""
+    """As many seconds of more supervised training from the same base policy, on demonstrations that
+    differ by seed."""
     torch.set_num_threads(cores())
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED_POLICY)
     model = AutoModelForCausalLM.from_pretrained(SHIPPED_POLICY, dtype=torch.float32)
@@ -141,8 +144,8 @@ def table(outcomes: list[Outcome], command: str) -> str:
         f"`{command}` at commit {commit()}, {machine()}, {versions()}. "
         "Success on 256 held-out tasks, sampled at temperature 1; 95% Wilson intervals.",
         "",
-        "| seed | base policy | after RL | more supervised training | minutes | steps | tokens by lag 0 / 1 / 2 "
-        "| trajectories of several versions | staleness seen / bound |",
+        "| seed | base policy | after RL | more supervised training | minutes | steps | tokens by "
+        "lag 0 / 1 / 2 | trajectories of several versions | staleness seen / bound |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for outcome in outcomes:
@@ -156,7 +159,8 @@ def table(outcomes: list[Outcome], command: str) -> str:
         )
     lines += [
         "",
-        "Minutes are those of the run, its two evaluations included; the control trained for as long, in one process",
+        "Minutes are those of the run, its two evaluations included; the control trained for as "
+        "long, in one process",
         "with as many threads as there are cores.",
     ]
     return "\n".join(lines) + "\n"

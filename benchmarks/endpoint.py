@@ -2,12 +2,11 @@
 
     python benchmarks/endpoint.py          # five minutes on two cores
 
-The components of a run: the demo's policy behind the endpoint, episodes of `AgentRollout`, new weights
-every few seconds. The agents are one client in another process. Half of the episodes have the retail
-tools. After each episode the client compares its record with the stream: text, log-probabilities,
-tokens and their number. The trajectory is then compared with the record, token by token. Writes a
-dated table under benchmarks/results/.
-"""
+The components of a run: the demo's policy behind the endpoint, episodes of `AgentRollout`, new
+weights every few seconds. The agents are one client in another process. Half of the episodes have
+the retail tools. After each episode the client compares its record with the stream: text,
+log-probabilities, tokens and their number. The trajectory is then compared with the record, token
+by token. Writes a dated table under benchmarks/results/."""
 
 import argparse
 import asyncio
@@ -56,7 +55,8 @@ SLOPE_MB = 1.0
 Call = dict[str, Any]
 
 
-# ------------------------------------------------------------------------------------------------- the agents
+# ------------------------------------------------------------------------------------------------
+# the agents
 
 
 async def agents() -> None:
@@ -93,9 +93,12 @@ async def episode(client: Any, tokenizer: Any, asked: dict[str, Any]) -> dict[st
     calls: list[Call] = []
     for turn in range(TURNS):
         body = {
-            "messages": history, "stream": True, "logprobs": True, "stream_options": {"include_usage": True},
+            "messages": history,
+            "stream": True,
+            "logprobs": True,
+            "stream_options": {"include_usage": True},
             **({"tools": asked["tools"]} if asked["tools"] else {}),
-        }  # fmt: skip
+        }
         calls.append(await streamed(client, f"{asked['url']}/chat/completions", client_key, body))
         reply = calls[-1]
         made = [reply["calls"][at] for at in sorted(reply["calls"])]
@@ -166,7 +169,8 @@ def compare(calls: list[Call], record: list[Any], tokenizer: Any, *, tools: bool
         )
 
 
-# ------------------------------------------------------------------------------------------------ the endpoint
+# ------------------------------------------------------------------------------------------------
+# the endpoint
 
 
 @dataclass
@@ -368,7 +372,8 @@ def slope(memory: list[tuple[int, float, float]], at: int) -> float:
 def table(tally: StepMetrics, left: dict[str, int], command: str, seconds: float) -> str:
     def spread(values: Any) -> str:
         ordered = sorted(values)
-        return f"{median(ordered):.2f} s, p99 {ordered[int(0.99 * len(ordered))]:.2f} s, longest {ordered[-1]:.2f} s"
+        p99 = ordered[int(0.99 * len(ordered))]
+        return f"{median(ordered):.2f} s, p99 {p99:.2f} s, longest {ordered[-1]:.2f} s"
 
     calls, memory = len(tally.whole_s), tally.memory
     middle = memory[len(memory) // 2]
@@ -405,9 +410,9 @@ def table(tally: StepMetrics, left: dict[str, int], command: str, seconds: float
         [
             f"# The endpoint, {date.today()}",
             "",
-            f"`{command}` at commit {commit()}, {machine()}, {versions()}. The demo's policy and engine, at "
-            f"temperature {TEMPERATURE:g}; {TURNS} streamed calls an episode, half of the episodes with tools. "
-            "The client has the same cores.",
+            f"`{command}` at commit {commit()}, {machine()}, {versions()}. The demo's policy and "
+            f"engine, at temperature {TEMPERATURE:g}; {TURNS} streamed calls an episode, half of "
+            "the episodes with tools. The client has the same cores.",
             "",
             "| | measured |",
             "|---|---|",

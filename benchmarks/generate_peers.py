@@ -408,9 +408,15 @@ def _transformers(folder: Path, dtype: str, threads: int) -> Any:
 
 
 KINDS = {
-    "ours": Ours, "ours-threads": OneProcess, "generate": Generate, "generate-divided": GenerateDivided,
-    "continuous": Continuous, "vllm": Vllm, "vllm-divided": VllmDivided, "eager": Eager,
-}  # fmt: skip
+    "ours": Ours,
+    "ours-threads": OneProcess,
+    "generate": Generate,
+    "generate-divided": GenerateDivided,
+    "continuous": Continuous,
+    "vllm": Vllm,
+    "vllm-divided": VllmDivided,
+    "eager": Eager,
+}
 
 
 def serve(kind: str, folder: str, dtype: str, threads: int) -> None:

@@ -180,8 +180,9 @@ def training(name: str, size: Big, chip: Chip, history: History) -> list[str]:
     shares = [flops / seconds / chip.flops for seconds in steps]
     rates = [len(batch.tokens) / seconds for seconds in steps]
     return [
-        f"- {name}, {size.body + size.head:,} weights in matrices: {spread(rates, '{:,.0f}')} tokens/s trained,"
-        f" {spread(shares, '{:.1%}')} of the matrix rate; goal {verdict(shares, GOAL)}.",
+        f"- {name}, {size.body + size.head:,} weights in matrices: {spread(rates, '{:,.0f}')} "
+        f"tokens/s trained, {spread(shares, '{:.1%}')} of the matrix rate; goal "
+        f"{verdict(shares, GOAL)}.",
     ]
 
 
@@ -196,8 +197,16 @@ def scoring(name: str, size: Big, history: History) -> list[str]:
         played = play(route, size, history, batches)
         resident = played.costs.get("memory_bytes", 0.0) / copy_bytes(history.copies[0])
         idle = median(played.idle_s[WARM:]) / step
-        lines.append(row(name, f"`{route}`", f"{played.extra_s / step:+.1%}", f"{idle:.1%}", f"{resident:.3f}",
-                         played.models))  # fmt: skip
+        lines.append(
+            row(
+                name,
+                f"`{route}`",
+                f"{played.extra_s / step:+.1%}",
+                f"{idle:.1%}",
+                f"{resident:.3f}",
+                played.models,
+            )
+        )
         collect()
     return [f"Over a step of {step:.2f} s.", "", *lines]
 
@@ -330,7 +339,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     chosen = parser.parse_args(words)
     if chosen.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(
-            "there is no CUDA device here: --device cpu runs the same code, at sizes that you choose"
+            "there is no CUDA device here: --device cpu runs the same code, at sizes that you "
+            "choose"
         )
     return chosen
 
@@ -350,10 +360,21 @@ def main(words: Sequence[str] | None = None) -> Path:
             own = zip(("layers", "hidden", "inner"), SHAPES[name], strict=True)
             layers, hidden, inner = (getattr(chosen, key) or default for key, default in own)
             size = Big(
-                Path(folder) / name, layers, hidden, chosen.vocab, chosen.sequences, chosen.length, chosen.warm_steps,
-                chosen.device, inner, chosen.heads, chosen.kv_heads, chosen.head_dim, chosen.max_tokens_per_microbatch,
+                Path(folder) / name,
+                layers,
+                hidden,
+                chosen.vocab,
+                chosen.sequences,
+                chosen.length,
+                chosen.warm_steps,
+                chosen.device,
+                inner,
+                chosen.heads,
+                chosen.kv_heads,
+                chosen.head_dim,
+                chosen.max_tokens_per_microbatch,
                 chosen.trainer,
-            )  # fmt: skip
+            )
             size.make()
             lines += measure(name, size, chip, chosen)
     settle()
@@ -361,7 +382,8 @@ def main(words: Sequence[str] | None = None) -> Path:
         f"On {device}: {chip.flops / 1e12:,.1f} TFLOP/s in products of large bfloat16 matrices and"
         f" {chip.bandwidth / 1e9:,.0f} GB/s in a large copy, both seen in this run."
         f" {(time.monotonic() - began) / 60:.1f} minutes.",
-        f"Random weights, {chosen.vocab:,} words; {chosen.sequences} trajectories of {chosen.length} tokens a step,",
+        f"Random weights, {chosen.vocab:,} words; {chosen.sequences} trajectories of "
+        f"{chosen.length} tokens a step,",
         f"passes of {chosen.max_tokens_per_microbatch:,} tokens, learning rate {RATE:g}.",
     ]
     question = "gpu" if set(chosen.parts) == set(PARTS) else f"gpu-{'-'.join(chosen.parts)}"

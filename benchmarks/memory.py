@@ -2,11 +2,11 @@
 
     python -m benchmarks.memory          # about ten minutes; `--help` for other sizes
 
-A random Qwen3 with a small body and a vocabulary of 1k, 32k and 150k: one scoring and one training pass over the same
-packed sequences, each in a process of its own, beside passes that form all logits in float32. What is counted is what
-the process grew by at its peak: weights, gradients and the optimizer's moments are there before. Two tensors of the
-embedding's size are in flight while a gradient is formed (autograd's, of a tied table); they are told apart.
-"""
+A random Qwen3 with a small body and a vocabulary of 1k, 32k and 150k: one scoring and one training
+pass over the same packed sequences, each in a process of its own, beside passes that form all
+logits in float32. What is counted is what the process grew by at its peak: weights, gradients and
+the optimizer's moments are there before. Two tensors of the embedding's size are in flight while a
+gradient is formed (autograd's, of a tied table); they are told apart."""
 
 import argparse
 import resource
@@ -33,16 +33,23 @@ PASSES = (
 )
 
 FLAT = 1.5
-"""Most over least that counts as flat, beside tables of the embedding's size; all logits grow by tens of times."""
+"""Most over least that counts as flat, beside tables of the embedding's size; all logits grow by
+tens of times."""
 
 
 def grown_mb(what: str, vocabulary: int, tokens: int) -> float:
     """What one pass adds to this process at its peak, beside what a trainer holds in any case."""
     torch.set_num_threads(1)
     config = Qwen3Config(
-        vocab_size=vocabulary, hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=HIDDEN // 4, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        hidden_size=HIDDEN,
+        intermediate_size=3 * HIDDEN,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=HIDDEN // 4,
+        tie_word_embeddings=True,
+    )
     policy = Policy(Qwen3ForCausalLM(config), None)
     policy.set_forward_options(ForwardOptions(gradient_checkpointing="recompute" in what))
     optimizer = torch.optim.AdamW(policy.model.parameters(), fused=True)
@@ -128,14 +135,21 @@ def measure(vocabularies: list[int], tokens: int, repeats: int) -> list[str]:
                 str(vocabulary),
             ]
             told = [
-                float(subprocess.run([*command, "--tokens", str(tokens)], cwd=ROOT, check=True, capture_output=True,
-                                     text=True).stdout.split()[-1])
+                float(
+                    subprocess.run(
+                        [*command, "--tokens", str(tokens)],
+                        cwd=ROOT,
+                        check=True,
+                        capture_output=True,
+                        text=True,
+                    ).stdout.split()[-1]
+                )
                 for _ in range(repeats)
-            ]  # fmt: skip
+            ]
             found.setdefault(what, []).append(sorted(told)[repeats // 2])
     lines = [
-        f"MB that one pass over {tokens:,} tokens adds, every one of them asked about. In brackets: beside the two "
-        "tables of the embedding's size that a gradient in flight takes.",
+        f"MB that one pass over {tokens:,} tokens adds, every one of them asked about. In "
+        "brackets: beside the two tables of the embedding's size that a gradient in flight takes.",
         "",
         *columns(
             "pass",

@@ -2,11 +2,11 @@
 
     python -m benchmarks.publish          # under 4 minutes on two cores; `--help` for smaller sizes
 
-Random Qwen3 models are trained by the project's own trainer: bfloat16 forward weights, float32 masters, AdamW. Each
-version is published twice, whole and as a delta, to two real engine processes, of which the one that is due generates
-meanwhile on its own core. What the trainer prepares beside generation is timed apart from how long generation stands
-still: from the moment that every reply has come back to the moment that the engine may sample again.
-"""
+Random Qwen3 models are trained by the project's own trainer: bfloat16 forward weights, float32
+masters, AdamW. Each version is published twice, whole and as a delta, to two real engine processes,
+of which the one that is due generates meanwhile on its own core. What the trainer prepares beside
+generation is timed apart from how long generation stands still: from the moment that every reply
+has come back to the moment that the engine may sample again."""
 
 import argparse
 import asyncio
@@ -33,8 +33,12 @@ from unstale.weights.store import VersionStore
 Way = Literal["full", "delta"]
 WAYS: tuple[Way, Way] = ("full", "delta")
 SHAPES = {
-    "1M": (4, 128, 1024), "5M": (6, 256, 2048), "20M": (8, 448, 2048), "100M": (12, 800, 8192), "tiny": (2, 32, 256),
-}  # fmt: skip
+    "1M": (4, 128, 1024),
+    "5M": (6, 256, 2048),
+    "20M": (8, 448, 2048),
+    "100M": (12, 800, 8192),
+    "tiny": (2, 32, 256),
+}
 """Layers, width and vocabulary."""
 SPEAKERS = 8
 """Replies that are generated at once while a version is prepared."""
@@ -163,7 +167,8 @@ def timed() -> Iterator[list[float]]:
 
 
 async def send(model: str, size: Size, history: History, engines: Mapping[Way, Watched]) -> Cell:
-    """Every version both ways, which take turns in coming first. Those before the second are not counted."""
+    """Every version both ways, which take turns in coming first. Those before the second are not
+    counted."""
     policy = size.policy()
     advance(policy, history, 0)
     with tempfile.TemporaryDirectory() as folder:
@@ -208,22 +213,35 @@ async def measure(model: str, size: Size, rates: Sequence[float], repeats: int) 
 
 def table(cells: Sequence[Cell]) -> list[str]:
     lines = columns(
-        "model", "lr", "words changed", "full MB", "delta MB", "delta / full", "prepare ms, full", "delta",
-        "standstill ms, full", "delta", "both, delta / full", "to the disk ms, full", "delta",
-    )  # fmt: skip
+        "model",
+        "lr",
+        "words changed",
+        "full MB",
+        "delta MB",
+        "delta / full",
+        "prepare ms, full",
+        "delta",
+        "standstill ms, full",
+        "delta",
+        "both, delta / full",
+        "to the disk ms, full",
+        "delta",
+    )
     for cell in cells:
         full, delta = cell.spent["full"], cell.spent["delta"]
         sizes_mb = [median(spent.bytes) / 1e6 for spent in (full, delta)]
         lines.append(
             row(
-                *cell.names, f"{cell.changed:.1%}", *(f"{size:.2f}" for size in sizes_mb),
+                *cell.names,
+                f"{cell.changed:.1%}",
+                *(f"{size:.2f}" for size in sizes_mb),
                 f"{median(cell.over('bytes')):.1%}",
                 *(cell.spread(way, "prepare_s") for way in WAYS),
                 *(cell.spread(way, "standstill_s") for way in WAYS),
                 spread(cell.over("all_s")),
                 *(f"{1000 * median(spent.disk_s):.0f}" for spent in (full, delta)),
             )
-        )  # fmt: skip
+        )
     return lines
 
 
@@ -240,7 +258,8 @@ def judged(cells: Sequence[Cell]) -> list[str]:
             f"{' at '.join(cell.names)}: {median(cell.over(what)):.2f}" for cell in slower
         )
         lines.append(
-            f"- {words} for a delta less long than for whole weights in {len(quicker)} of {len(cells)} cases"
+            f"- {words} for a delta less long than for whole weights in {len(quicker)} of "
+            f"{len(cells)} cases"
             + (
                 f", and longer in {len(slower)} ({where} times as long)."
                 if slower
@@ -295,18 +314,22 @@ def main() -> None:
     draw(cells)
     minutes = (time.monotonic() - began) / 60
     head = [
-        f"{chosen.repeats} versions a case, one optimizer step each; {SPEAKERS} replies are generated meanwhile;"
-        f" {minutes:.1f} minutes.",
-        "Whole weights are bfloat16, as the engine's. Preparing is done in the trainer's thread while the engine",
-        "generates, with one thread each; that the version is also brought to the disk, as in a run, is timed apart.",
-        "Standstill begins when all replies have come back and ends when the engine may sample again. Medians, ranges",
+        f"{chosen.repeats} versions a case, one optimizer step each; {SPEAKERS} replies are "
+        f"generated meanwhile; {minutes:.1f} minutes.",
+        "Whole weights are bfloat16, as the engine's. Preparing is done in the trainer's thread "
+        "while the engine",
+        "generates, with one thread each; that the version is also brought to the disk, as in a "
+        "run, is timed apart.",
+        "Standstill begins when all replies have come back and ends when the engine may sample "
+        "again. Medians, ranges",
         "in brackets; `delta / full` are ratios of the same version.",
         "",
     ]
-    shapes = ", ".join(
-        f"{model} has {layers} layers of {hidden}, vocabulary {vocab}"
-        for model in chosen.models for layers, hidden, vocab in [SHAPES[model]]
-    )  # fmt: skip
+    described = []
+    for model in chosen.models:
+        layers, hidden, vocab = SHAPES[model]
+        described.append(f"{model} has {layers} layers of {hidden}, vocabulary {vocab}")
+    shapes = ", ".join(described)
     lines = [*head, *table(cells), "", f"{shapes}.", "", *judged(cells)]
     write("publish", "What a published version costs", lines)
 

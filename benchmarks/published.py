@@ -1,12 +1,13 @@
-"""Asynchronous over synchronous, as others published it, and what the simulation makes of their settings.
+"""Asynchronous over synchronous, as others published it, and what the simulation makes of their
+settings.
 
-Every row is priced by `plan.analytic` with one set of shares, the defaults. Published times of a synchronous run's
-phases are taken as they are: its training and scoring, and what its generation takes longer than is computed as so much
-more a decoding step. Where only all of its step is published, the mean length is the one that takes as long. Where
-the training time of the asynchronous step is published, it is taken too: what is simulated is then whether generation
-keeps up and what waits for what, and `trained_alone` is the ratio that would need no simulation. A ratio that hangs on
-what nobody published is simulated and not claimed.
-"""
+Every row is priced by `plan.analytic` with one set of shares, the defaults. Published times of a
+synchronous run's phases are taken as they are: its training and scoring, and what its generation
+takes longer than is computed as so much more a decoding step. Where only all of its step is
+published, the mean length is the one that takes as long. Where the training time of the
+asynchronous step is published, it is taken too: what is simulated is then whether generation keeps
+up and what waits for what, and `trained_alone` is the ratio that would need no simulation. A ratio
+that hangs on what nobody published is simulated and not claimed."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -30,7 +31,8 @@ from unstale.planner.simulate import (
 from unstale.planner.workload import EpisodeStats, mean_attended
 
 SIGMA = 0.9
-"""Of the log-normal lengths: assumed, as their mean is where neither it nor the time of training is published."""
+"""Of the log-normal lengths: assumed, as their mean is where neither it nor the time of training is
+published."""
 PROMPT, ANSWER = 200, 200
 """Tokens of a prompt, and of a tool's answer: assumed."""
 MAX_RUNNING = 1024
@@ -78,13 +80,15 @@ class Row:
     most: int
     """Tokens of a reply at most."""
     mean: float = 0.0
-    """In the mean; 0: what the synchronous run's training or all of its step takes at the assumed shares."""
+    """In the mean; 0: what the synchronous run's training or all of its step takes at the assumed
+    shares."""
     turns: float = 1.0
     tool_s: float = 0.0
     staleness: float
     """Batches that are in flight beyond the one that is trained on."""
     sync_s: tuple[float, float, float] | None = None
-    """Generation, old log-probabilities and training of the synchronous step, where they are published."""
+    """Generation, old log-probabilities and training of the synchronous step, where they are
+    published."""
     sync_step_s: float = 0.0
     """All of the synchronous step, where no more is published."""
     async_train_s: float = 0.0
@@ -96,7 +100,8 @@ class Row:
     parts: int = 1
     """Of a version's batch: the trainer begins with each as it comes."""
     partial: bool = False
-    """It is no asynchronous run: engines and trainer share their GPUs, and more episodes are begun than are needed."""
+    """It is no asynchronous run: engines and trainer share their GPUs, and more episodes are begun
+    than are needed."""
     scored: bool = True
     """Whether the asynchronous run computes old log-probabilities."""
     gradient_checkpointing: bool = False
@@ -109,15 +114,18 @@ class Row:
     def given(self) -> str:
         """What of the published results goes in."""
         found = {
-            "phases of the synchronous step": self.sync_s, "the synchronous step": self.sync_step_s,
-            "training of the asynchronous step": self.async_train_s, "both reference passes": any(self.reference_s),
+            "phases of the synchronous step": self.sync_s,
+            "the synchronous step": self.sync_step_s,
+            "training of the asynchronous step": self.async_train_s,
+            "both reference passes": any(self.reference_s),
             "loading": self.load_s,
-        }  # fmt: skip
+        }
         return ", ".join(name for name, value in found.items() if value) or "nothing"
 
     @property
     def trained_alone(self) -> float:
-        """The ratio if the asynchronous step were its training and nothing else; 0 where that is not published."""
+        """The ratio if the asynchronous step were its training and nothing else; 0 where that is
+        not published."""
         whole = sum(self.sync_s or (self.sync_step_s,)) + self.reference_s[0]
         return whole / (self.async_train_s + self.reference_s[1]) if self.async_train_s else 0.0
 
@@ -152,7 +160,8 @@ def _tokens(row: Row) -> float:
 
 
 def _meeting(wanted: float, of: Callable[[float], float], first: float, second: float) -> float:
-    """Where `of`, which grows, comes to what is wanted, within a fiftieth; or 0, if it is beyond that everywhere."""
+    """Where `of`, which grows, comes to what is wanted, within a fiftieth; or 0, if it is beyond
+    that everywhere."""
     known = {each: of(each) for each in (first, second)}
     for _ in range(8):
         nearest = min(known, key=lambda each: abs(known[each] - wanted))
@@ -200,9 +209,18 @@ def priced(row: Row, trainer_gpus: int, *, scored: bool = True) -> Priced:
     )
     lengths = drawn + row.answers
     setup = TrainingSetup(
-        model=row.model, device=row.device, shares=Shares(), lr=1e-6, gradient_checkpointing=row.gradient_checkpointing,
-        episodes=EpisodeStats(tokens=episode, attended=mean_attended(lengths.tolist()), longest=row.most, prompt=PROMPT),
-    )  # fmt: skip
+        model=row.model,
+        device=row.device,
+        shares=Shares(),
+        lr=1e-6,
+        gradient_checkpointing=row.gradient_checkpointing,
+        episodes=EpisodeStats(
+            tokens=episode,
+            attended=mean_attended(lengths.tolist()),
+            longest=row.most,
+            prompt=PROMPT,
+        ),
+    )
     return Priced(
         setup=setup,
         placement=Placement(
@@ -291,97 +309,202 @@ _VERL_7B = Row(
     source=f"{VERL}: H20, Qwen2.5-Math-7B, 28k tokens, 512 x 16; 356.30 s against 150.63 s "
     "(2.35 to 2.67 of total time)",
     published=(356.30 / 150.63, 356.30 / 150.63),
-    model=QWEN_7B, device=DEVICES["H20"], gpus=128, engine_gpus=64, trainer_gpus=64, tensor=4, scale=8,
-    groups=512, group_size=16, most=28_672, staleness=0.5, parts=4,
-    sync_s=(177.85, 53.92, 113.81), async_train_s=113.16, load_s=0.12, scored=False,
+    model=QWEN_7B,
+    device=DEVICES["H20"],
+    gpus=128,
+    engine_gpus=64,
+    trainer_gpus=64,
+    tensor=4,
+    scale=8,
+    groups=512,
+    group_size=16,
+    most=28_672,
+    staleness=0.5,
+    parts=4,
+    sync_s=(177.85, 53.92, 113.81),
+    async_train_s=113.16,
+    load_s=0.12,
+    scored=False,
     assumed="mean length, from the synchronous training time at 40% of the peak",
-)  # fmt: skip
+)
 
 
 ROWS = (
     Row(
         name="AReaL 1.5B",
-        source="arXiv 2505.24298; AReaL, blog/AReaL_v0_3.md: 16 nodes, 1,000 steps in 41.0 h and 14.8 h",
+        source="arXiv 2505.24298; AReaL, blog/AReaL_v0_3.md: 16 nodes, "
+        "1,000 steps in 41.0 h and 14.8 h",
         published=(2.77, 2.77),
-        model=QWEN_1_5B, device=DEVICES["H800"], gpus=128, engine_gpus=96, trainer_gpus=32,
-        groups=512, group_size=16, most=27_648, sync_step_s=41.0 * 3.6, staleness=8, scale=16,
-        assumed="mean length, from the time of the synchronous step; eight GPUs a node, three quarters engines; "
-        "512 prompts a step; staleness 8",
-        unclaimed="lengths are not published. Such as fill the synchronous step (147.6 s) are not trained in the 53.3 "
-        "s of the asynchronous one below 74% of the peak: the former has costs that no published setup gives. With "
-        "2,500 to 6,900 tokens in the mean the ratio is 2.25 to 1.63",
+        model=QWEN_1_5B,
+        device=DEVICES["H800"],
+        gpus=128,
+        engine_gpus=96,
+        trainer_gpus=32,
+        groups=512,
+        group_size=16,
+        most=27_648,
+        sync_step_s=41.0 * 3.6,
+        staleness=8,
+        scale=16,
+        assumed="mean length, from the time of the synchronous step; eight GPUs a node, "
+        "three quarters engines; 512 prompts a step; staleness 8",
+        unclaimed="lengths are not published. Such as fill the synchronous step (147.6 s) "
+        "are not trained in the 53.3 s of the asynchronous one below 74% of the peak: "
+        "the former has costs that no published setup gives. "
+        "With 2,500 to 6,900 tokens in the mean the ratio is 2.25 to 1.63",
     ),
     Row(
         name="AReaL 7B",
         source="the same: 24 nodes, 57.7 h and 25.4 h",
         published=(2.27, 2.27),
-        model=QWEN_7B, device=DEVICES["H800"], gpus=192, engine_gpus=144, trainer_gpus=48,
-        groups=512, group_size=16, most=27_648, sync_step_s=57.7 * 3.6, staleness=8, scale=16,
+        model=QWEN_7B,
+        device=DEVICES["H800"],
+        gpus=192,
+        engine_gpus=144,
+        trainer_gpus=48,
+        groups=512,
+        group_size=16,
+        most=27_648,
+        sync_step_s=57.7 * 3.6,
+        staleness=8,
+        scale=16,
         assumed="as above",
     ),
     _VERL_7B,
     replace(
-        _VERL_7B, name="verl 7B, 64 GPUs", gpus=64, engine_gpus=32, trainer_gpus=32,
-        source=f"{VERL}: 365.28 s against 189.26 s", published=(365.28 / 189.26, 365.28 / 189.26),
-        sync_s=(150.72, 70.26, 133.41), async_train_s=156.98, assumed="as above",
+        _VERL_7B,
+        name="verl 7B, 64 GPUs",
+        gpus=64,
+        engine_gpus=32,
+        trainer_gpus=32,
+        source=f"{VERL}: 365.28 s against 189.26 s",
+        published=(365.28 / 189.26, 365.28 / 189.26),
+        sync_s=(150.72, 70.26, 133.41),
+        async_train_s=156.98,
+        assumed="as above",
     ),
     replace(
-        _VERL_7B, name="verl 7B, 32 GPUs", gpus=32, engine_gpus=16, trainer_gpus=16, scale=4,
-        source=f"{VERL}: 790.10 s against 294.77 s, 1.70 to 2.66 of total time. Its two training times are taken the "
-        "other way round, as the sums of the phases have them", published=(790.10 / 294.77, 790.10 / 294.77),
-        sync_s=(357.41, 107.71, 313.81), async_train_s=269.80, assumed="as above",
+        _VERL_7B,
+        name="verl 7B, 32 GPUs",
+        gpus=32,
+        engine_gpus=16,
+        trainer_gpus=16,
+        scale=4,
+        source=f"{VERL}: 790.10 s against 294.77 s, 1.70 to 2.66 of total time. "
+        "Its two training times are taken the other way round, as the sums of the phases have them",
+        published=(790.10 / 294.77, 790.10 / 294.77),
+        sync_s=(357.41, 107.71, 313.81),
+        async_train_s=269.80,
+        assumed="as above",
     ),
     replace(
-        _VERL_7B, name="verl 7B, 128 GPUs, staleness 0", staleness=0,
-        source=f"{VERL}: 356.30 s against 231.34 s", published=(356.30 / 231.34, 356.30 / 231.34),
-        async_train_s=98.77, assumed="as above, and nothing more in flight",
+        _VERL_7B,
+        name="verl 7B, 128 GPUs, staleness 0",
+        staleness=0,
+        source=f"{VERL}: 356.30 s against 231.34 s",
+        published=(356.30 / 231.34, 356.30 / 231.34),
+        async_train_s=98.77,
+        assumed="as above, and nothing more in flight",
     ),
     Row(
         name="verl 30B-A3B, 128 GPUs",
-        source=f"{VERL} and its recipes: H20, Qwen3-30B-A3B, 8k tokens, 512 x 16, 96:32 (1.72 to 2.01 of total time)",
+        source=f"{VERL} and its recipes: H20, Qwen3-30B-A3B, 8k tokens, 512 x 16, "
+        "96:32 (1.72 to 2.01 of total time)",
         published=(1.76, 1.76),
-        model=PRESETS["30B-A3B"], device=DEVICES["H20"], gpus=128, engine_gpus=96, trainer_gpus=32, tensor=4, scale=8,
-        groups=512, group_size=16, most=8_192, staleness=0.5, parts=4,
-        sync_s=(348.05, 28.73, 86.27), async_train_s=206.63, reference_s=(20.86, 50.05), load_s=15.76, scored=False,
+        model=PRESETS["30B-A3B"],
+        device=DEVICES["H20"],
+        gpus=128,
+        engine_gpus=96,
+        trainer_gpus=32,
+        tensor=4,
+        scale=8,
+        groups=512,
+        group_size=16,
+        most=8_192,
+        staleness=0.5,
+        parts=4,
+        sync_s=(348.05, 28.73, 86.27),
+        async_train_s=206.63,
+        reference_s=(20.86, 50.05),
+        load_s=15.76,
+        scored=False,
         assumed="as above",
     ),
     Row(
         name="verl 7B with tools, 32 GPUs",
-        source=f"{VERL} and its recipes: H20, Qwen2.5-7B, at most 16 turns, 64 x 16 (1.55 to 1.60 of total time)",
+        source=f"{VERL} and its recipes: H20, Qwen2.5-7B, at most 16 turns, "
+        "64 x 16 (1.55 to 1.60 of total time)",
         published=(1.70, 1.70),
-        model=QWEN_7B, device=DEVICES["H20"], gpus=32, engine_gpus=16, trainer_gpus=16, tensor=4,
-        groups=64, group_size=16, most=16_384, turns=5, tool_s=2.0, staleness=1, parts=4,
-        sync_s=(228.03, 35.19, 111.84), async_train_s=179.58, load_s=0.12, scored=False,
+        model=QWEN_7B,
+        device=DEVICES["H20"],
+        gpus=32,
+        engine_gpus=16,
+        trainer_gpus=16,
+        tensor=4,
+        groups=64,
+        group_size=16,
+        most=16_384,
+        turns=5,
+        tool_s=2.0,
+        staleness=1,
+        parts=4,
+        sync_s=(228.03, 35.19, 111.84),
+        async_train_s=179.58,
+        load_s=0.12,
+        scored=False,
         assumed="as above; 5 turns and 2 s a tool call",
-        unclaimed="turns and the seconds of a tool are not published: with 3 to 8 turns of 2 to 10 s the ratio is 1.9 "
-        "to 3.1. That its trainer waits 41 s of a step with a batch in hand follows from no published setup",
+        unclaimed="turns and the seconds of a tool are not published: "
+        "with 3 to 8 turns of 2 to 10 s the ratio is 1.9 to 3.1. That its trainer waits 41 s "
+        "of a step with a batch in hand follows from no published setup",
     ),
     Row(
         name="NeMo RL 8B, 16 GPUs",
-        source="NeMo RL, docs/about/performance-summary.md (v0.4): H100, Llama 3.1 8B, mean 1,060 of 4,096 tokens, "
-        "2,048 samples; tokens a second and GPU "
+        source="NeMo RL, docs/about/performance-summary.md (v0.4): H100, Llama 3.1 8B, "
+        "mean 1,060 of 4,096 tokens, 2,048 samples; tokens a second and GPU "
         "(steps: 97.7 s against 74.6 s)",
         published=(97.7 / 74.6, 1.38),
-        model=LLAMA_8B, device=DEVICES["H100"], gpus=16, engine_gpus=8, trainer_gpus=8,
-        groups=64, group_size=32, most=4_096, mean=1_060, staleness=1, gradient_checkpointing=True,
-        assumed="nothing of the settings, which are those of the recipes of the same names; no reference model",
+        model=LLAMA_8B,
+        device=DEVICES["H100"],
+        gpus=16,
+        engine_gpus=8,
+        trainer_gpus=8,
+        groups=64,
+        group_size=32,
+        most=4_096,
+        mean=1_060,
+        staleness=1,
+        gradient_checkpointing=True,
+        assumed="nothing of the settings, which are those of the recipes of the same names; "
+        "no reference model",
     ),
-)  # fmt: skip
+)
 NOT_SIMULATED = (
-    "Of the same page as NeMo RL's 8B row, 30B (0.93), 32B (0.91) and 235B (1.14) are not simulated: how their GPUs "
-    "are split and sharded would be assumed. Of verl's ablation, staleness 0.1 and 0.3 (171.30 and 146.11 s) "
-    "are left out: they are no whole parts of a batch."
+    "Of the same page as NeMo RL's 8B row, 30B (0.93), 32B (0.91) and 235B (1.14) are not "
+    "simulated: how their GPUs are split and sharded would be assumed. Of verl's ablation, "
+    "staleness 0.1 and 0.3 (171.30 and 146.11 s) are left out: they are no whole parts of a batch."
 )
 APRIL = Row(
     name="APRIL 4B, 8 GPUs",
     source="arXiv 2509.18521: rollout throughput, mean and largest gain",
     published=(1.225, 1.44),
-    model=PRESETS["4B"], device=DEVICES["H100"], gpus=8, engine_gpus=8, trainer_gpus=8, tensor=2,
-    groups=32, group_size=8, most=16_384, mean=8_192, staleness=1, partial=True, gradient_checkpointing=True,
-    assumed="H100s, and half of the longest in the mean; model, 32 prompts of 8 samples, 16k tokens, engines of 2 and "
-    "twice as many begun as are needed are its scripts'",
-    unclaimed="lengths are not published, and decide: with 4,096 to 12,288 tokens in the mean the ratio is 1.8 to 1.2",
-)  # fmt: skip
+    model=PRESETS["4B"],
+    device=DEVICES["H100"],
+    gpus=8,
+    engine_gpus=8,
+    trainer_gpus=8,
+    tensor=2,
+    groups=32,
+    group_size=8,
+    most=16_384,
+    mean=8_192,
+    staleness=1,
+    partial=True,
+    gradient_checkpointing=True,
+    assumed="H100s, and half of the longest in the mean; model, 32 prompts of 8 samples, "
+    "16k tokens, engines of 2 and twice as many begun as are needed are its scripts'",
+    unclaimed="lengths are not published, and decide: "
+    "with 4,096 to 12,288 tokens in the mean the ratio is 1.8 to 1.2",
+)
 
 
 @dataclass(frozen=True)

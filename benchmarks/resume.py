@@ -2,11 +2,10 @@
 
     python benchmarks/resume.py          # minutes; the demo's own configuration
 
-Of some steps of the demo: the time that the journal takes from a step, what a sampled token takes on the disk, and what
-checkpoints and versions take. Of the demo killed in its middle: the seconds from `unstale train --resume` to the
-first trained step. And the same deterministic steps with and without anything written to the journal. Writes a dated
-table under benchmarks/results/.
-"""
+Of some steps of the demo: the time that the journal takes from a step, what a sampled token takes
+on the disk, and what checkpoints and versions take. Of the demo killed in its middle: the seconds
+from `unstale train --resume` to the first trained step. And the same deterministic steps with and
+without anything written to the journal. Writes a dated table under benchmarks/results/."""
 
 import argparse
 import json
@@ -49,7 +48,8 @@ Measured = dict[str, Any]
 
 
 class Meter:
-    """Counts, in the process that trains, what the journal and the checkpoints take; a line a step."""
+    """Counts, in the process that trains, what the journal and the checkpoints take; a line a
+    step."""
 
     def __init__(self, out: Path) -> None:
         self._out = out
@@ -60,9 +60,14 @@ class Meter:
     def watch(self) -> None:
         page = journal_writer._EpisodeWriter
         for owner, name in (
-            (Journal, "add_request"), (Journal, "begin"), (Journal, "consume"), (Journal, "event"),
-            (page, "piece"), (page, "snapshot"), (page, "ended"),
-        ):  # fmt: skip
+            (Journal, "add_request"),
+            (Journal, "begin"),
+            (Journal, "consume"),
+            (Journal, "event"),
+            (page, "piece"),
+            (page, "snapshot"),
+            (page, "ended"),
+        ):
             self._time(owner, name, "loop_s", time.thread_time)
         self._time(Checkpoints, "write", "save_s", time.perf_counter)
         self._time(Checkpoints, "write_version", "put_s", time.perf_counter)
@@ -243,7 +248,8 @@ def steps(runs: Path, count: int) -> Measured:
 def _sizes(journal: Any) -> Iterator[tuple[str, int]]:
     """Bytes of pages, by table, its indexes included."""
     yield from journal.rows(
-        """SELECT coalesce(tbl_name, 'schema'), sum(pgsize) FROM dbstat LEFT JOIN sqlite_master USING (name)
+        """SELECT coalesce(tbl_name, 'schema'), sum(pgsize)
+        FROM dbstat LEFT JOIN sqlite_master USING (name)
         GROUP BY 1 ORDER BY 2 DESC"""
     )
 
@@ -296,8 +302,9 @@ def table(
     lines = [
         f"# What durability costs, {date.today()}",
         "",
-        f"`{command}` at commit {commit()}, {machine()}, {versions()}. The demo's configuration; medians of "
-        f"{len(costs)} runs, of {costs[0]['counted']} steps each, the first {WARM} not counted.",
+        f"`{command}` at commit {commit()}, {machine()}, {versions()}. The demo's configuration; "
+        f"medians of {len(costs)} runs, of {costs[0]['counted']} steps each, the first {WARM} not "
+        "counted.",
         "",
         "| of the demo | measured | goal |",
         "|---|---|---|",
@@ -305,22 +312,28 @@ def table(
         f"| the journal's part of it, at most | **{of('share'):.2%}** (largest of any step "
         f"{max(cost['share_max'] for cost in costs):.2%}) | < 3% |",
         f"| - processor time of the thread that writes | {1000 * of('thread_s'):.1f} ms a step | |",
-        f"| - processor time on the event loop, making rows | {1000 * of('loop_s'):.1f} ms a step | |",
-        f"| - waiting for commits, before a version is loaded | {1000 * of('barriers_s'):.1f} ms a step | |",
-        f"| - waiting for a commit, before a group counts | {1000 * of('finish_s'):.1f} ms a group | |",
+        f"| - processor time on the event loop, making rows | {1000 * of('loop_s'):.1f} ms a step "
+        "| |",
+        f"| - waiting for commits, before a version is loaded | {1000 * of('barriers_s'):.1f} ms "
+        "a step | |",
+        f"| - waiting for a commit, before a group counts | {1000 * of('finish_s'):.1f} ms a "
+        "group | |",
         f"| bytes on disk a sampled token | **{of('bytes') / of('sampled'):.1f}** | < 40 |",
         f"| a checkpoint, written, read back and compared | {of('save_s'):.2f} s | |",
-        f"| - a step, at one every 5 | {of('save_s') / 5 / of('step_s'):.1%} of a step, the rest goes on | |",
+        f"| - a step, at one every 5 | {of('save_s') / 5 / of('step_s'):.1%} of a step, the rest "
+        "goes on | |",
         f"| a version's weights to the disk | {1000 * of('put_s'):.0f} ms | |",
     ]
     if back:
         lines.append(
-            f"| `--resume` to the first trained step, killed at step {KILLED_AT} | **{median(back):.1f} s** "
-            f"({min(back):.1f} to {max(back):.1f}, {len(back)} times) | < 10 s |"
+            f"| `--resume` to the first trained step, killed at step {KILLED_AT} | "
+            f"**{median(back):.1f} s** ({min(back):.1f} to {max(back):.1f}, {len(back)} times) | < "
+            "10 s |"
         )
     lines += [
         "",
-        "The journal's part is counted as if its thread had the interpreter to itself whenever it works, every wait",
+        "The journal's part is counted as if its thread had the interpreter to itself whenever it "
+        "works, every wait",
         "were one of the trainer's, and one group in each batch were waited for.",
         "",
         "Bytes a sampled token by table: "
@@ -332,8 +345,8 @@ def table(
     if ab["with"]:
         lines += [
             "",
-            f"{AB_STEPS} deterministic steps of the demo (one thread, one core at a time), by turns, medians of "
-            f"{len(ab['with'])}:",
+            f"{AB_STEPS} deterministic steps of the demo (one thread, one core at a time), by "
+            f"turns, medians of {len(ab['with'])}:",
             "",
             "| | seconds | processor seconds of the trainer's process |",
             "|---|---|---|",

@@ -1,11 +1,11 @@
-"""What do policies score that do not understand? One answer to everything, the first of all that is listed, chance.
+"""What do policies score that do not understand? One answer to everything, the first of all that is
+listed, chance.
 
     python benchmarks/retail_degenerate.py [--tasks 1000]
 
-Each policy below knows the desk's form: it finds the order, asks what it is told to ask, does one blind thing and
-says it is done. None may score above 15% at any level; the scripted expert scores 100%. The table goes to
-`results/retail_degenerate.md`.
-"""
+Each policy below knows the desk's form: it finds the order, asks what it is told to ask, does one
+blind thing and says it is done. None may score above 15% at any level; the scripted expert scores
+100%. The table goes to `results/retail_degenerate.md`."""
 
 import argparse
 import asyncio
@@ -220,7 +220,8 @@ def main() -> None:
     worst = max(value for name, row in table.items() if name != "scripted expert" for value in row)
     if worst > CEILING or min(table["scripted expert"]) < 1.0:
         raise SystemExit(
-            f"out of bounds: the best blind policy scores {worst:.1%}, the expert {table['scripted expert']}"
+            f"out of bounds: the best blind policy scores {worst:.1%}, the expert "
+            f"{table['scripted expert']}"
         )
 
 

@@ -1,10 +1,11 @@
-"""What each old-logit route takes of a real step, end to end: short runs of the real loop, in which only it differs.
+"""What each old-logit route takes of a real step, end to end: short runs of the real loop, in which
+only it differs.
 
-A part of the question `routes` (`python -m benchmarks.routes`). The retail recipe with its embedded engine, tokens up
-to two versions old and partial rollouts, which mix versions within an episode. Timed in the trainer's thread: what
-the route and the loop's preparation of a batch take, the work that fills time it would wait, the scoring while
-generation is paused, and what publication brings along.
-"""
+A part of the question `routes` (`python -m benchmarks.routes`). The retail recipe with its embedded
+engine, tokens up to two versions old and partial rollouts, which mix versions within an episode.
+Timed in the trainer's thread: what the route and the loop's preparation of a batch take, the work
+that fills time it would wait, the scoring while generation is paused, and what publication brings
+along."""
 
 import time
 from collections import Counter
@@ -28,11 +29,16 @@ from unstale.observe.live import LiveDisplay
 from unstale.recipes.routes import RECIPES as ROUTES
 
 WARM = 2
-"""Steps of a run before the first that counts: the pipeline fills, and routes get what they need."""
+"""Steps of a run before the first that counts: the pipeline fills, and routes get what they
+need."""
 SCORING, CLOSING, PUBLISHING, IDLE = "scoring", "closing", "publishing", "idle"
 PARTS = {
-    "publishing": PUBLISHING, "published": PUBLISHING, "trained": PUBLISHING, "closing": CLOSING, "idle": IDLE,
-}  # fmt: skip
+    "publishing": PUBLISHING,
+    "published": PUBLISHING,
+    "trained": PUBLISHING,
+    "closing": CLOSING,
+    "idle": IDLE,
+}
 """The route's methods, and what they count as. `trained` is an average's update after a step."""
 
 
@@ -130,7 +136,8 @@ def run(config: RunConfig) -> Ran:
 
 
 def measure(names: Sequence[str], repeats: int, *, steps: int, groups: int) -> dict[str, list[Ran]]:
-    """`repeats` rounds of a run of every route, which take turns in coming first; a round has a seed."""
+    """`repeats` rounds of a run of every route, which take turns in coming first; a round has a
+    seed."""
     found: dict[str, list[Ran]] = {name: [] for name in names}
     for turn in range(repeats):
         for name in rotated(names, turn * len(names) // repeats):
@@ -149,9 +156,17 @@ def share(rans: Sequence[Ran]) -> float:
 
 def table(found: Mapping[str, Sequence[Ran]]) -> list[str]:
     lines = columns(
-        "route", "mean s a step", "over `rollout`", "route's share of a step", "scoring", "closing", "publishing",
-        "while it waits", "exact share", "mixed episodes",
-    )  # fmt: skip
+        "route",
+        "mean s a step",
+        "over `rollout`",
+        "route's share of a step",
+        "scoring",
+        "closing",
+        "publishing",
+        "while it waits",
+        "exact share",
+        "mixed episodes",
+    )
     for name, rans in found.items():
         over = median(
             ran.step_s / other.step_s for ran, other in zip(rans, found["rollout"], strict=True)
@@ -187,12 +202,18 @@ def section(found: Mapping[str, Sequence[Ran]], *, steps: int, groups: int) -> l
         "",
         "## What a route takes of a real step",
         "",
-        f"Runs of the retail recipe with its embedded engine, {groups} groups of 8 a step, tokens up to 2 versions",
-        f"old, tool calls of 0.6 s; {steps} steps after {WARM} that do not count. Rounds: {rounds}; in",
-        "each, all routes have the same seed, and they take turns in coming first. The route's share is that of the",
-        "trainer's thread, preparing the batch included (all that `rollout` has). What is done while the trainer waits",
-        "for episodes is apart: it is in no share. A step lasts as long as its episodes and its training take, one",
-        "beside the other; `old_logit_model` has a process more, on the same cores. Ranges are of rounds.",
+        f"Runs of the retail recipe with its embedded engine, {groups} groups of 8 a step, tokens "
+        "up to 2 versions",
+        f"old, tool calls of 0.6 s; {steps} steps after {WARM} that do not count. Rounds: "
+        f"{rounds}; in",
+        "each, all routes have the same seed, and they take turns in coming first. The route's "
+        "share is that of the",
+        "trainer's thread, preparing the batch included (all that `rollout` has). What is done "
+        "while the trainer waits",
+        "for episodes is apart: it is in no share. A step lasts as long as its episodes and its "
+        "training take, one",
+        "beside the other; `old_logit_model` has a process more, on the same cores. Ranges are of "
+        "rounds.",
         "",
         *table(found),
     ]

@@ -1,13 +1,14 @@
-"""What does each old-logit route cost, and how wrong is it? And does exactness cost more than the best average?
+"""What does each old-logit route cost, and how wrong is it? And does exactness cost more than the
+best average?
 
     python -m benchmarks.routes          # under 8 minutes on two cores; `--help` for smaller sizes
 
-A random Qwen3 is trained by the project's own trainer: bfloat16 forward weights, float32 masters, AdamW. Its versions
-are kept as full copies, which are the truth; they are then published to one route after the other, with trajectories
-of several versions. Three tables: what the version store holds by learning rate, `snapshot_old` beside `ewma_prox`
-in alternating repeats, and every route. A fourth is of real runs of the real loop (`benchmarks/route_steps.py`): what
-each route takes of a step, end to end.
-"""
+A random Qwen3 is trained by the project's own trainer: bfloat16 forward weights, float32 masters,
+AdamW. Its versions are kept as full copies, which are the truth; they are then published to one
+route after the other, with trajectories of several versions. Three tables: what the version store
+holds by learning rate, `snapshot_old` beside `ewma_prox` in alternating repeats, and every route. A
+fourth is of real runs of the real loop (`benchmarks/route_steps.py`): what each route takes of a
+step, end to end."""
 
 import argparse
 import tempfile
@@ -60,8 +61,14 @@ RATES = (1e-6, 3e-6, 1e-5, 1e-4)
 RL_RATE = 1e-5
 """The highest rate that reinforcement learning of all weights is usually run at."""
 STORE = (
-    "lr", "words changed a step", "resident copies", "bitwise exact", "written as (tensors)", "encode s", "walk s",
-)  # fmt: skip
+    "lr",
+    "words changed a step",
+    "resident copies",
+    "bitwise exact",
+    "written as (tensors)",
+    "encode s",
+    "walk s",
+)
 ROUTE = (
     "route",
     "extra time a step",
@@ -73,7 +80,8 @@ ROUTE = (
 Goal = tuple[str, float, float]
 """What it is of, what was found, and what it may be at most."""
 Plan = Sequence[tuple[float, int | None]]
-"""(share of a trajectory's tokens, versions before the newest that sampled them; None: they were given)."""
+"""(share of a trajectory's tokens, versions before the newest that sampled them; None: they were
+given)."""
 MIXED: Plan = ((0.2, None), (0.3, 2), (0.1, None), (0.2, 1), (0.2, 0))
 CUT: Plan = ((0.1, None), (0.1, 2), (0.8, 1))
 EVEN: Plan = ((0.1, None), (0.4, 2), (0.5, 1))
@@ -131,7 +139,8 @@ class History:
 
 
 def make_trainer(size: Size, rate: float, num_steps: int) -> LocalTrainer:
-    """The project's own, with nothing beside the loss: float32 masters behind bfloat16 forward weights."""
+    """The project's own, with nothing beside the loss: float32 masters behind bfloat16 forward
+    weights."""
     rules = Rules(
         correction=build_correction(CorrectionConfig(control="none")),
         objective=build_objective(ObjectiveConfig(kind="none")),
@@ -146,7 +155,8 @@ def make_trainer(size: Size, rate: float, num_steps: int) -> LocalTrainer:
 
 
 def train(size: Size, rate: float, versions: int) -> History:
-    """One optimizer step per version, on random text with random advantages, after a few for Adam to settle."""
+    """One optimizer step per version, on random text with random advantages, after a few for Adam
+    to settle."""
     trainer = make_trainer(size, rate, size.warm_steps + versions)
     policy = trainer.policy
     scorer = size.scorer(policy)
@@ -168,7 +178,8 @@ def train(size: Size, rate: float, versions: int) -> History:
 
 
 def episodes(size: Size, plan: Plan, *, version: int, first: int) -> list[ScoredTrajectory]:
-    """Random trajectories of a batch that is trained on at `version`; siblings have opposite advantages."""
+    """Random trajectories of a batch that is trained on at `version`; siblings have opposite
+    advantages."""
     made = []
     for number in range(first, first + size.sequences):
         noise = torch.Generator().manual_seed(number)
@@ -219,7 +230,8 @@ def same(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> bool:
 
 
 def store_row(history: History) -> tuple[str, float]:
-    """The store with five live versions: what differs, what it takes, and whether it is exact; and its copies."""
+    """The store with five live versions: what differs, what it takes, and whether it is exact; and
+    its copies."""
     store, copies = VersionStore(), history.copies[:LIVE]
     for version, weights in enumerate(copies):
         store.put(version, weights)
@@ -239,7 +251,8 @@ def store_row(history: History) -> tuple[str, float]:
     resident = store.bytes / copy_bytes(copies[0])
     line = (
         f"| {history.rate:g} | {min(shares):.1%} to {max(shares):.1%} | {resident:.3f} | "
-        f"{'yes' if exact else 'NO'} | {chosen} | {store.encode_s / len(deltas):.2f} | {walk_s:.2f} |"
+        f"{'yes' if exact else 'NO'} | {chosen} | {store.encode_s / len(deltas):.2f} | "
+        f"{walk_s:.2f} |"
     )
     return line, resident
 
@@ -291,7 +304,8 @@ def live(version: int) -> range:
 def play(
     name: str, size: Size, history: History, batches: Sequence[Sequence[ScoredTrajectory]]
 ) -> Played:
-    """Every version through a route, as the loop would bring it; one batch is asked about at each."""
+    """Every version through a route, as the loop would bring it; one batch is asked about at
+    each."""
     policy, played = size.policy(), Played()
     advance(policy, history, 0)
     scorer = size.scorer(policy)
@@ -367,7 +381,8 @@ def beside(size: Size, history: History, plan: Plan) -> dict[str, list[float]]:
 
 @torch.no_grad()
 def score_alone(size: Size, history: History, batch: Batch, dtype: str) -> Tensor:
-    """`[T]`: each token at the full copy of its own version, in a forward pass of its sequence alone."""
+    """`[T]`: each token at the full copy of its own version, in a forward pass of its sequence
+    alone."""
     model = size.policy(dtype)
     values = torch.zeros_like(batch.behavior_logp)
     for version in batch.version[batch.sampled].unique().tolist():
@@ -380,7 +395,8 @@ def score_alone(size: Size, history: History, batch: Batch, dtype: str) -> Tenso
 
 
 def spoken(size: Size, history: History) -> list[list[ScoredTrajectory]]:
-    """A batch per version; the last as a float32 engine with the versions' weights would have said it."""
+    """A batch per version; the last as a float32 engine with the versions' weights would have said
+    it."""
     last = len(history.copies) - 1
     batches = [episodes(size, MIXED, version=v, first=v * size.sequences) for v in range(last + 1)]
     batch = collate(batches[last])
@@ -399,7 +415,8 @@ def spoken(size: Size, history: History) -> list[list[ScoredTrajectory]]:
 
 @dataclass(slots=True)
 class Line:
-    """What the table of all routes says of one; seconds and bytes from the first history, the error from each."""
+    """What the table of all routes says of one; seconds and bytes from the first history, the error
+    from each."""
 
     cells: list[str] = field(default_factory=list)
     extra: float = 0.0
@@ -463,8 +480,9 @@ def told(estimate: audit.Estimate | None, form: str) -> str:
 def measure(size: Size, rates: Sequence[float], repeats: int) -> tuple[list[str], dict[str, Line]]:
     weights = sum(tensor.numel() for tensor in size.policy().weights().values())
     lines = [
-        f"{weights:,} weights in bfloat16 ({size.layers} x {size.hidden}, vocabulary {size.vocab}), batches of "
-        f"{size.sequences} trajectories of {size.length} tokens, one optimizer step a version, {LIVE} live versions.",
+        f"{weights:,} weights in bfloat16 ({size.layers} x {size.hidden}, vocabulary "
+        f"{size.vocab}), batches of {size.sequences} trajectories of {size.length} tokens, one "
+        f"optimizer step a version, {LIVE} live versions.",
         "",
         "## The version store",
         "",
@@ -488,9 +506,12 @@ def measure(size: Size, rates: Sequence[float], repeats: int) -> tuple[list[str]
         "",
         f"## `snapshot_old` over `ewma_prox`, at {rates[0]:g}",
         "",
-        f"Medians of {repeats} alternating repeats of ratios, with their range. A repeat is one version: it is",
-        f"published to both, then both score the same batch of {many.sequences} trajectories. Forward time includes",
-        "restoring weights; publishing is the difference that is formed, or the update of the average.",
+        f"Medians of {repeats} alternating repeats of ratios, with their range. A repeat is one "
+        "version: it is",
+        f"published to both, then both score the same batch of {many.sequences} trajectories. "
+        "Forward time includes",
+        "restoring weights; publishing is the difference that is formed, or the update of the "
+        "average.",
         "",
         *columns(
             "trajectories",
@@ -519,12 +540,18 @@ def measure(size: Size, rates: Sequence[float], repeats: int) -> tuple[list[str]
         "",
         "## Every route",
         "",
-        "Trajectories of three versions, the newest among them. Extra time is that of the trainer's thread, over the",
-        f"step of `rollout` ({step:.2f} s); a route that works while the trainer waits has it under idle. Resident",
-        "copies are beside the movable models. The error is the mean of abs(prox - old_logp) over action tokens, the",
-        "truth from full copies, each sequence run alone: of exact routes at most bfloat16's packing noise. `mu` is a",
-        "float32 engine's. The leaks are the shares of staleness (s) and of discrepancy (d) that land in the other",
-        "factor; — where a factor is under ten times the noise. No engine runs beside: `old_logit_model` has a core.",
+        "Trajectories of three versions, the newest among them. Extra time is that of the "
+        "trainer's thread, over the",
+        f"step of `rollout` ({step:.2f} s); a route that works while the trainer waits has it "
+        "under idle. Resident",
+        "copies are beside the movable models. The error is the mean of abs(prox - old_logp) over "
+        "action tokens, the",
+        "truth from full copies, each sequence run alone: of exact routes at most bfloat16's "
+        "packing noise. `mu` is a",
+        "float32 engine's. The leaks are the shares of staleness (s) and of discrepancy (d) that "
+        "land in the other",
+        "factor; — where a factor is under ten times the noise. No engine runs beside: "
+        "`old_logit_model` has a core.",
         "",
         *columns(
             *ROUTE,
@@ -606,7 +633,8 @@ def main() -> None:
     )
     draw(routes, chosen.rates[-1], found)
     minutes = (time.monotonic() - began) / 60
-    taken = f"{chosen.threads} core for the first three tables, all for the last; {minutes:.1f} minutes."
+    cores = f"{chosen.threads} core for the first three tables, all for the last"
+    taken = f"{cores}; {minutes:.1f} minutes."
     last = route_steps.section(found, steps=chosen.steps, groups=chosen.groups)
     write("routes", "What the routes cost", [taken, "", *lines, *last])
 

@@ -1,10 +1,10 @@
-"""Is the simulation right? Its predictions beside runs of this machine, and beside ratios that others published.
+"""Is the simulation right? Its predictions beside runs of this machine, and beside ratios that
+others published.
 
-One run of the retail desk is measured, and costs and episodes are fitted to it; three runs with other schedules are
-predicted from that fit alone, and run. All of it `--repeats` times, by turns. The weights hardly move (learning rate
-1e-7), so that all have the same episodes. Published ratios are simulated from published settings and one set of
-hardware constants (published.py).
-"""
+One run of the retail desk is measured, and costs and episodes are fitted to it; three runs with
+other schedules are predicted from that fit alone, and run. All of it `--repeats` times, by turns.
+The weights hardly move (learning rate 1e-7), so that all have the same episodes. Published ratios
+are simulated from published settings and one set of hardware constants (published.py)."""
 
 import argparse
 import tempfile
@@ -93,7 +93,8 @@ def predicted(setup: SimulationSetup, schedule: ScheduleConfig) -> float:
 def of_this_machine(
     sizes: tuple[int, int], *, steps: int, latency_s: float, repeats: int
 ) -> tuple[list[str], list[tuple[str, float, float]]]:
-    """The table, and (what, measured, predicted) for the picture. Each repeat has a fit and a seed of its own."""
+    """The table, and (what, measured, predicted) for the picture. Each repeat has a fit and a seed
+    of its own."""
     fitted, others = arms(*sizes)
     found: dict[str, list[tuple[float, float]]] = {arm.name: [] for arm in (fitted, *others)}
     for turn in range(repeats):
@@ -130,10 +131,11 @@ def of_this_machine(
     return [
         *lines,
         "",
-        f"Fitted, in the last round: a decoding step {1e3 * paid.decode:.2f} ms and {1e6 * paid.decode_reply:.0f} us a "
-        f"reply, {1e6 * paid.prefill_token:.0f} us a context token; a batch {paid.train:.2f} s and "
-        f"{1e6 * paid.train_token:.0f} us a token to train, {paid.old:.2f} s and {1e6 * paid.old_token:.0f} us a token "
-        f"(and {1e6 * paid.old_version_token:.0f} us for each further version) to score; "
+        f"Fitted, in the last round: a decoding step {1e3 * paid.decode:.2f} ms and "
+        f"{1e6 * paid.decode_reply:.0f} us a reply, {1e6 * paid.prefill_token:.0f} us a context "
+        f"token; a batch {paid.train:.2f} s and {1e6 * paid.train_token:.0f} us a token to train, "
+        f"{paid.old:.2f} s and {1e6 * paid.old_token:.0f} us a token (and "
+        f"{1e6 * paid.old_version_token:.0f} us for each further version) to score; "
         f"{1e3 * paid.publish:.0f} ms to publish and {1e3 * paid.load:.0f} ms to load.",
     ], points
 
@@ -219,10 +221,11 @@ def of_size(steps: int) -> list[str]:
     )
     lines = [
         f"Costs and episodes are assumed: a decoding step {1e3 * costs.decode:g} ms and "
-        f"{1e3 * costs.decode_reply:g} ms a reply, training {1e6 * costs.train_token:g} us a token on those "
-        f"of 3,000 GPUs that train (of fewer, as much longer), loading a version {costs.load:g} s; 6 turns of 600 "
-        f"tokens and tool calls of 5 s, with long tails; staleness up to {LARGE.max_staleness}, window and step of "
-        f"{LARGE.groups_per_step} groups of {LARGE.group_size} with 3,000 GPUs.",
+        f"{1e3 * costs.decode_reply:g} ms a reply, training {1e6 * costs.train_token:g} us a token "
+        "on those of 3,000 GPUs that train (of fewer, as much longer), loading a version "
+        f"{costs.load:g} s; 6 turns of 600 tokens and tool calls of 5 s, with long tails; "
+        f"staleness up to {LARGE.max_staleness}, window and step of {LARGE.groups_per_step} "
+        f"groups of {LARGE.group_size} with 3,000 GPUs.",
         "",
     ]
     lines += columns(
@@ -268,10 +271,17 @@ def _named(one: Compared) -> str:
 def draw(runs: Sequence[tuple[str, float, float]], others: Sequence[Compared]) -> None:
     with picture("simulate", width=10, height=5.2, panels=2) as (left, right):
         for axes, points, title in (
-            (left, [(name, seen, told) for name, seen, told in runs], "seconds a step, this machine"),
-            (right, [(_named(one), sum(one.row.published) / 2, one.ratio) for one in others],
-             "asynchronous over synchronous, published"),
-        ):  # fmt: skip
+            (
+                left,
+                [(name, seen, told) for name, seen, told in runs],
+                "seconds a step, this machine",
+            ),
+            (
+                right,
+                [(_named(one), sum(one.row.published) / 2, one.ratio) for one in others],
+                "asynchronous over synchronous, published",
+            ),
+        ):
             top = 1.15 * max(max(seen, told) for _, seen, told in points)
             axes.fill_between(
                 [0, top],

@@ -1,12 +1,13 @@
-"""How fast does the trainer learn from ragged multi-turn batches, and how fast is the whole step, beside TRL's?
+"""How fast does the trainer learn from ragged multi-turn batches, and how fast is the whole step,
+beside TRL's?
 
     python -m benchmarks.train          # 8 minutes on two cores; `--help` for smaller sizes
 
-The same model, batch, loss and precision, each contestant in a process of its own: groups of 8 siblings with one
-prompt, several turns, ragged replies and tool results, given advantages. TRL's own `train()` runs, with the batch where
-it would generate. Both gradients are compared first. Then whole steps: 16 prompts x 8 completions of 32 tokens, from
-prompts to new weights, by TRL and by `unstale.train`. Needs TRL in an environment of its own (`--peers`).
-"""
+The same model, batch, loss and precision, each contestant in a process of its own: groups of 8
+siblings with one prompt, several turns, ragged replies and tool results, given advantages. TRL's
+own `train()` runs, with the batch where it would generate. Both gradients are compared first. Then
+whole steps: 16 prompts x 8 completions of 32 tokens, from prompts to new weights, by TRL and by
+`unstale.train`. Needs TRL in an environment of its own (`--peers`)."""
 
 import argparse
 import json
@@ -86,7 +87,8 @@ Row = dict[str, Any]
 
 
 def make_model(folder: Path, shape: Shape) -> None:
-    """Random weights, the same each time, and a tokenizer of as many words. It never says `<eos>`."""
+    """Random weights, the same each time, and a tokenizer of as many words. It never says
+    `<eos>`."""
     words = ["w0", "<eos>", "<pad>", *(f"w{i}" for i in range(3, shape.vocab))]
     inner = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
     inner.pre_tokenizer = WhitespaceSplit()
@@ -98,11 +100,18 @@ def make_model(folder: Path, shape: Shape) -> None:
         "{% if each['role'] == 'assistant' %}<eos>{% endif %} {% endfor %}"
     )
     config = Qwen3Config(
-        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=3 * shape.hidden,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.heads // 2,
-        head_dim=shape.hidden // shape.heads, tie_word_embeddings=True, eos_token_id=1, pad_token_id=2,
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=3 * shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads // 2,
+        head_dim=shape.hidden // shape.heads,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=2,
         bos_token_id=None,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config)
     with (
@@ -114,7 +123,8 @@ def make_model(folder: Path, shape: Shape) -> None:
 
 
 def ragged(groups: int, vocab: int, seed: int = 0) -> list[Row]:
-    """What TRL would be handed for each completion: replies are 1, tool results 0 in `tool_mask`."""
+    """What TRL would be handed for each completion: replies are 1, tool results 0 in
+    `tool_mask`."""
     dice = random.Random(seed)
     rows: list[Row] = []
 
@@ -171,9 +181,12 @@ def ours(chosen: argparse.Namespace) -> None:
     """The child that trains on the batch by our trainer, a step whenever a line arrives."""
     torch.set_num_threads(chosen.threads)
     options = TrainerConfig(
-        dtype=chosen.dtype, share_prompts=chosen.share, gradient_checkpointing=chosen.recompute, compile=chosen.compile,
+        dtype=chosen.dtype,
+        share_prompts=chosen.share,
+        gradient_checkpointing=chosen.recompute,
+        compile=chosen.compile,
         max_tokens_per_microbatch=chosen.micro,
-    )  # fmt: skip
+    )
     policy = Policy.load(chosen.model, dtype=chosen.dtype)
     scorer = LocalScorer(policy, 1.0, options.max_tokens_per_microbatch)
     old = build_old_logps(OldLogpsConfig(route=chosen.route), scorer)
@@ -267,23 +280,32 @@ def whole(chosen: argparse.Namespace) -> None:
     share = max(1, chosen.threads // 2)
     run = unstale.train(
         RunConfig(
-            recipe="train", policy=str(chosen.model), runs=chosen.model, name=f"run-{time.time_ns()}",
-            steps=chosen.steps + WARM, task=TaskConfig(env="benchmarks.train:Words"),
+            recipe="train",
+            policy=str(chosen.model),
+            runs=chosen.model,
+            name=f"run-{time.time_ns()}",
+            steps=chosen.steps + WARM,
+            task=TaskConfig(env="benchmarks.train:Words"),
             schedule=ScheduleConfig(
                 max_staleness=chosen.staleness, groups_per_step=chosen.prompts, group_size=SIBLINGS
             ),
             rollout=RolloutConfig(max_turns=1),
             engine=EngineConfig(
-                dtype="float32", threads=1 if apart else share, processes=chosen.threads if apart else 1,
-                max_context=64, max_running=chosen.prompts * SIBLINGS, max_completion_tokens=chosen.tokens,
+                dtype="float32",
+                threads=1 if apart else share,
+                processes=chosen.threads if apart else 1,
+                max_context=64,
+                max_running=chosen.prompts * SIBLINGS,
+                max_completion_tokens=chosen.tokens,
             ),
             old_logps=OldLogpsConfig(route="rollout" if apart else "snapshot_old"),
             correction=CorrectionConfig(control="none") if apart else CorrectionConfig(),
             trainer=TrainerConfig(threads=chosen.threads if apart else share),
-            eval=EvalConfig(tasks=0), checkpoint=CheckpointConfig(every=10_000),
+            eval=EvalConfig(tasks=0),
+            checkpoint=CheckpointConfig(every=10_000),
         ),
         console=Console(file=StringIO()),
-    )  # fmt: skip
+    )
     rows = run.metrics[WARM:]
     expected = chosen.prompts * SIBLINGS * chosen.tokens
     if said := [
@@ -302,9 +324,14 @@ class Child:
 
     def __init__(self, *command: object, waiting: Mapping[str, str]) -> None:
         self.process = subprocess.Popen(
-            list(map(str, command)), cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, env=environ(waiting),
-        )  # fmt: skip
+            list(map(str, command)),
+            cwd=ROOT,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environ(waiting),
+        )
 
     def __enter__(self) -> Callable[[], Any]:
         return self.turn
@@ -373,8 +400,10 @@ class Bench:
         model, batch = self.made(name), self.folder / f"{name}.json"
         rows = ragged(self.chosen.groups, MODELS[name].vocab)
         batch.write_text(json.dumps(rows))
-        actions, tokens = (sum(sum(each["tool_mask"]) for each in rows),
-                           sum(len(each["prompt_ids"]) + len(each["completion_ids"]) for each in rows))  # fmt: skip
+        actions, tokens = (
+            sum(sum(each["tool_mask"]) for each in rows),
+            sum(len(each["prompt_ids"]) + len(each["completion_ids"]) for each in rows),
+        )
         narrow = ["--bf16"] if dtype == "bfloat16" else []
         micro = self.best_micro(self.chosen.micros, model, "--batch", batch, *narrow)
         gradients = [self.folder / f"{name}-{side}.pt" for side in ("ours", "theirs")]
@@ -419,8 +448,17 @@ class Bench:
                 verdict(over, 3) if contestant == "ours, `rollout`" and dtype == "float32" else ""
             )
             label = f"{contestant}, micro-batches of {micro}" if contestant == "TRL" else contestant
-            lines.append(row(f"{name}, {dtype}", label, spread(speed, "{:.0f}"), f"{tokens / median(seconds):.0f}",
-                             spread(over), goal, f"{alike:.6f}"))  # fmt: skip
+            lines.append(
+                row(
+                    f"{name}, {dtype}",
+                    label,
+                    spread(speed, "{:.0f}"),
+                    f"{tokens / median(seconds):.0f}",
+                    spread(over),
+                    goal,
+                    f"{alike:.6f}",
+                )
+            )
             CONSOLE.print(lines[-1], markup=False)
         return lines, ratios(took, "TRL", over="ours, `rollout`"), took
 
@@ -481,9 +519,9 @@ def cosine(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> floa
 def measure(bench: Bench) -> list[str]:
     chosen = bench.chosen
     lines = [
-        f"{chosen.groups} groups of {SIBLINGS} siblings, {chosen.threads} threads, medians and ranges of "
-        f"{chosen.repeats} alternating rounds. The ratio is TRL's time over theirs in the same round. Theirs is "
-        f"{peers('.venv-peers', 'trl', 'transformers', 'torch')}.",
+        f"{chosen.groups} groups of {SIBLINGS} siblings, {chosen.threads} threads, medians and "
+        f"ranges of {chosen.repeats} alternating rounds. The ratio is TRL's time over theirs in "
+        f"the same round. Theirs is {peers('.venv-peers', 'trl', 'transformers', 'torch')}.",
         "",
         *columns(
             "model",
@@ -503,11 +541,13 @@ def measure(bench: Bench) -> list[str]:
             lines += found
     lines += [
         "",
-        f"## The whole step: {chosen.prompts} prompts x {SIBLINGS} completions of {chosen.tokens} tokens",
+        f"## The whole step: {chosen.prompts} prompts x {SIBLINGS} completions of {chosen.tokens} "
+        "tokens",
         "",
-        "Synchronously our engines, a process for each thread, and our trainer take turns on all of them; one version "
-        "behind, engine and trainer have half of them each. "
-        "The last columns are what steps/s would be if only generating, or only training, took time.",
+        "Synchronously our engines, a process for each thread, and our trainer take turns on all "
+        "of them; one version behind, engine and trainer have half of them each. "
+        "The last columns are what steps/s would be if only generating, or only training, took "
+        "time.",
         "",
         *columns(
             "model",

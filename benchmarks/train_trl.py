@@ -1,8 +1,9 @@
-"""TRL's `GRPOTrainer` as a contestant of `benchmarks/train.py`, in an environment that has trl and not this package.
+"""TRL's `GRPOTrainer` as a contestant of `benchmarks/train.py`, in an environment that has trl and
+not this package.
 
-Its own `train()` runs. Where it would generate, it is handed the batch, padded as it pads its own; or it generates. A
-step is taken whenever a line arrives on standard input; its seconds are a line on standard output.
-"""
+Its own `train()` runs. Where it would generate, it is handed the batch, padded as it pads its own;
+or it generates. A step is taken whenever a line arrives on standard input; its seconds are a line
+on standard output."""
 
 import argparse
 import json
@@ -99,13 +100,26 @@ def main() -> None:
     completions = len(rows) or 8 * chosen.prompts
     micro = chosen.micro
     config = GRPOConfig(
-        output_dir=str(chosen.model / "trl"), use_cpu=True, bf16=chosen.bf16, report_to=[], save_strategy="no",
-        per_device_train_batch_size=micro, gradient_accumulation_steps=completions // micro, num_generations=8,
-        max_completion_length=4096 if rows else chosen.tokens, max_steps=100_000, logging_steps=100_000,
-        learning_rate=3e-4, lr_scheduler_type="constant", beta=0.0, num_iterations=1, epsilon_high=0.28,
-        gradient_checkpointing=False, disable_tqdm=True,
+        output_dir=str(chosen.model / "trl"),
+        use_cpu=True,
+        bf16=chosen.bf16,
+        report_to=[],
+        save_strategy="no",
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=completions // micro,
+        num_generations=8,
+        max_completion_length=4096 if rows else chosen.tokens,
+        max_steps=100_000,
+        logging_steps=100_000,
+        learning_rate=3e-4,
+        lr_scheduler_type="constant",
+        beta=0.0,
+        num_iterations=1,
+        epsilon_high=0.28,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
         generation_kwargs=None if rows else {"min_new_tokens": chosen.tokens},
-    )  # fmt: skip
+    )
 
     def worth(completions: list[str], completion_ids: list[list[int]], **rest: Any) -> list[float]:
         if said := [len(ids) for ids in completion_ids if len(ids) != chosen.tokens]:

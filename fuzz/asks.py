@@ -1,7 +1,8 @@
-"""What somebody sends to the endpoint: requests drawn from the description that it serves, sound and made wrong.
+"""What somebody sends to the endpoint: requests drawn from the description that it serves, sound
+and made wrong.
 
-The oracle for what is sound is a JSON Schema validator that knows nothing of the endpoint's own checks.
-"""
+The oracle for what is sound is a JSON Schema validator that knows nothing of the endpoint's own
+checks."""
 
 import asyncio
 import json
@@ -34,20 +35,47 @@ HANG_S = 20.0
 BODY_S, MAX_BODY = 0.2, 1 << 16
 """The endpoint's limits, made small enough to be met often."""
 TEMPLATES: Sequence[tuple[str, Any]] = (
-    ("/chat/completions", {
-        "messages": [
-            {"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "u"}]},
-            {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function",
-             "function": {"name": "calculate", "arguments": '{"expression": "1"}'}}]},
-            {"role": "tool", "tool_call_id": "1", "content": "1"},
-        ],
-        "tools": [TOOL], "tool_choice": "auto", "n": 2, "stop": ["x"], "max_tokens": 4, "temperature": 1.0,
-        "stream": True, "logprobs": True, "stream_options": {"include_usage": True}, "model": "policy",
-    }),
-    ("/chat/completions", {"messages": [{"role": "user", "content": "one"}], "tools": [TOOL], "tool_choice": "none"}),
-    ("/completions", {"prompt": "one", "stop": "x", "logprobs": 0, "max_tokens": 3, "top_p": 1, "stream": False}),
+    (
+        "/chat/completions",
+        {
+            "messages": [
+                {"role": "system", "content": "s"},
+                {"role": "user", "content": [{"type": "text", "text": "u"}]},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [
+                        {
+                            "id": "1",
+                            "type": "function",
+                            "function": {"name": "calculate", "arguments": '{"expression": "1"}'},
+                        }
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "1", "content": "1"},
+            ],
+            "tools": [TOOL],
+            "tool_choice": "auto",
+            "n": 2,
+            "stop": ["x"],
+            "max_tokens": 4,
+            "temperature": 1.0,
+            "stream": True,
+            "logprobs": True,
+            "stream_options": {"include_usage": True},
+            "model": "policy",
+        },
+    ),
+    (
+        "/chat/completions",
+        {"messages": [{"role": "user", "content": "one"}], "tools": [TOOL], "tool_choice": "none"},
+    ),
+    (
+        "/completions",
+        {"prompt": "one", "stop": "x", "logprobs": 0, "max_tokens": 3, "top_p": 1, "stream": False},
+    ),
     ("/completions", {"prompt": [[5, 6]], "n": 3, "stream": True}),
-)  # fmt: skip
+)
 ONLY_IN_WORDS = (
     "at most one system message",
     "there is nothing to answer",
@@ -64,16 +92,34 @@ METHODS = (b"HEAD", b"OPTIONS", b"PUT", b"DELETE", b"TRACE", b"get", b"\xff", b"
 PATHS = ("/", "//", "/v1", "/v1/../healthz", "*", "é", "http://[", "/e//v1/models")
 TEXTS = ("one", "", "{}", '{"expression": "1"}', "\ud800", "漢字 🙂 <|im_end|>")
 HEADERS = (
-    "Content-Type: text/plain", "Content-Type: application/x-www-form-urlencoded", "Content-Type: \xff", "X-Episode: é",
-    "Host: [", "Host: a:b:c", "X: a\r\nX-Episode: two", "X: a\nb", "X : y", ": y", "Transfer-Encoding: gzip",
-    "Content-Length: -1", "Content-Length: 5, 6", "Expect: 100-continue", "Upgrade: websocket\r\nConnection: Upgrade",
-    "Cookie: " + "x" * 3000, "X: " + "y" * 70_000, "Authorization: Basic eA==", "Authorization: Bearer é", "X: \x00",
-    "Connection: close", "Accept: nothing/at-all",
-)  # fmt: skip
+    "Content-Type: text/plain",
+    "Content-Type: application/x-www-form-urlencoded",
+    "Content-Type: \xff",
+    "X-Episode: é",
+    "Host: [",
+    "Host: a:b:c",
+    "X: a\r\nX-Episode: two",
+    "X: a\nb",
+    "X : y",
+    ": y",
+    "Transfer-Encoding: gzip",
+    "Content-Length: -1",
+    "Content-Length: 5, 6",
+    "Expect: 100-continue",
+    "Upgrade: websocket\r\nConnection: Upgrade",
+    "Cookie: " + "x" * 3000,
+    "X: " + "y" * 70_000,
+    "Authorization: Basic eA==",
+    "Authorization: Bearer é",
+    "X: \x00",
+    "Connection: close",
+    "Accept: nothing/at-all",
+)
 
 
 class _World:
-    """An endpoint in a thread of its own, for episodes of any name but those that begin with a dash."""
+    """An endpoint in a thread of its own, for episodes of any name but those that begin with a
+    dash."""
 
     def __init__(self) -> None:
         self.address, self.key, self.failed = ("", 0), "", ""
@@ -146,7 +192,8 @@ class _World:
     def send(
         self, method: bytes, path: str, head: bytes, parts: Sequence[bytes] = (b"",)
     ) -> tuple[int, bytes]:
-        """Status and body of the answer; 0 for a connection closed without one. Without parts the head is cut."""
+        """Status and body of the answer; 0 for a connection closed without one. Without parts the
+        head is cut."""
         begin = (
             method + b" " + path.encode("latin-1", "replace") + b" HTTP/1.1\r\nHost: x\r\n" + head
         )

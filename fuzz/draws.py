@@ -7,9 +7,35 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 ODD: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 2, 3.5, -0.0, 2**31, 2**53 + 1, 2**63, 10**400, 1e308, float("nan"), float("inf"),
-    float("-inf"), "", "3", "true", "\ud800", "²²", "\x00", [], [1], {}, {"a": 1}, "x" * 300,
-)  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    3.5,
+    -0.0,
+    2**31,
+    2**53 + 1,
+    2**63,
+    10**400,
+    1e308,
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+    "",
+    "3",
+    "true",
+    "\ud800",
+    "²²",
+    "\x00",
+    [],
+    [1],
+    {},
+    {"a": 1},
+    "x" * 300,
+)
 """Values in places where they may not belong."""
 
 NESTED = "[" * 3000, '{"a":' * 3000, "[" * 900 + "]" * 900

@@ -1,8 +1,9 @@
-"""`python -m fuzz.run [--seconds N] [TARGET ...]`: every target for a while, one after the other; 1 if one was broken.
+"""`python -m fuzz.run [--seconds N] [TARGET ...]`: every target for a while, one after the other; 1
+if one was broken.
 
-With atheris, inputs are grown by the branches that they reach. Without it they are drawn at random, which is said.
-An input that breaks a promise is kept in `fuzz/found/`; `--input FILE` with its target runs it again.
-"""
+With atheris, inputs are grown by the branches that they reach. Without it they are drawn at random,
+which is said. An input that breaks a promise is kept in `fuzz/found/`; `--input FILE` with its
+target runs it again."""
 
 import argparse
 import importlib.util
@@ -23,8 +24,17 @@ SIZE = 600
 MEMORY_MB = 4096
 SLOW_S = 20
 """An input that takes longer is a finding."""
-NAMES = ("config_file", "config_knobs", "journal", "delta", "version_chain", "checkpoint", "tool_call", "chat_text",
-         "endpoint")  # fmt: skip
+NAMES = (
+    "config_file",
+    "config_knobs",
+    "journal",
+    "delta",
+    "version_chain",
+    "checkpoint",
+    "tool_call",
+    "chat_text",
+    "endpoint",
+)
 BROKEN = 1
 
 console = Console(soft_wrap=True)
@@ -55,7 +65,8 @@ def main() -> int:
     guided = importlib.util.find_spec("atheris") is not None
     if not guided:
         console.print(
-            "[bold]atheris is not installed:[/] inputs are drawn at random, and no coverage guides them"
+            "[bold]atheris is not installed:[/] inputs are drawn at random, and no coverage guides "
+            "them"
         )
     table = Table("target", "executions", "a second", "findings")
     rows = [_run(name, chosen.seconds) for name in chosen.targets or NAMES]

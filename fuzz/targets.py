@@ -1,14 +1,16 @@
-"""One function per input: bytes in, nothing out. It raises when a promise is broken; a clear error is none.
+"""Fuzz targets, one per kind of input. Each takes bytes and raises when the package misbehaves.
 
-config_file      config.json of a run folder: ConfigError, or a configuration that says what the file says
-config_knobs     words of the command line: ConfigError, or a configuration that is read back equal
-journal          a journal's file and rows: JournalError, what was written, or a finding of `check`
-delta            a delta's bytes: ValueError, or the weights of its version; the weights are else as they were
-version_chain    a version store's state: ValueError, or the weights of every version
-checkpoint       the files of a checkpoint: CheckpointError, or what was written
-tool_call        a reply's tokens: a message; every call of it gets an answer that is text
-chat_text        what tools, customers and tasks say: it stays text, and conversations grow as they are rendered
-endpoint         an HTTP request: answered where the description allows it, else 4xx in words; never 500, never a hang
+Target, then its input and the allowed results:
+
+config_file      config.json of a run folder: ConfigError, or a configuration equal to the file
+config_knobs     command line options: ConfigError, or a configuration that reads back equal
+journal          a journal's file and rows: JournalError, the written rows, or a finding of `check`
+delta            bytes of a weight delta: ValueError and unchanged weights, or the new version
+version_chain    the state of a version store: ValueError, or the weights of every version
+checkpoint       the files of a checkpoint: CheckpointError, or the written values
+tool_call        tokens of a reply: a message, each of whose tool calls gets a text result
+chat_text        texts of tools, users and tasks: they stay text, and prompts only grow by turns
+endpoint         an HTTP request: the specified answer or status 4xx; no status 500, no hang
 """
 
 import json
@@ -62,7 +64,8 @@ def scratch() -> Path:
     return Path(held.name)
 
 
-# ---------------------------------------------------------------------------------------------- configuration
+# ----------------------------------------------------------------------------------------------
+# configuration
 
 
 def config_file(data: bytes) -> None:
@@ -111,9 +114,36 @@ def _flat(config: Mapping[str, Any]) -> list[str]:
 
 
 ONES = (
-    "0", "1", "2", "3", "16", "0.5", "0.9999", "1e3", "inf", "-inf", "nan", "true", "False", "none", "1_0", " 2 ", "٣",
-    "snapshot_old", "eager", "ewma_prox", "full", "bfloat16", "x:y", "../x", "é", "-1", "--seed", "=", "sequence",
-)  # fmt: skip
+    "0",
+    "1",
+    "2",
+    "3",
+    "16",
+    "0.5",
+    "0.9999",
+    "1e3",
+    "inf",
+    "-inf",
+    "nan",
+    "true",
+    "False",
+    "none",
+    "1_0",
+    " 2 ",
+    "٣",
+    "snapshot_old",
+    "eager",
+    "ewma_prox",
+    "full",
+    "bfloat16",
+    "x:y",
+    "../x",
+    "é",
+    "-1",
+    "--seed",
+    "=",
+    "sequence",
+)
 
 
 def config_knobs(data: bytes) -> None:
@@ -161,7 +191,8 @@ def _word(value: Any) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
-# ---------------------------------------------------------------------------------------------------- journal
+# ------------------------------------------------------------------------------------------------
+# journal
 
 
 @cache
@@ -230,9 +261,14 @@ def _read_journal(path: Path) -> list[Any]:
         write_jsonl(export_rows(journal, "tokens", str), out)
         told = [kept.trajectory.reward for kept in journal.trajectories()]
         return [
-            wrong, repr((handed, groups, pieces, trained, told, journal.requests(), journal.checkpoints())),
-            out.getvalue(), repr((journal.events(), journal.versions())), pieces,
-        ]  # fmt: skip
+            wrong,
+            repr(
+                (handed, groups, pieces, trained, told, journal.requests(), journal.checkpoints())
+            ),
+            out.getvalue(),
+            repr((journal.events(), journal.versions())),
+            pieces,
+        ]
 
 
 def journal(data: bytes) -> None:
@@ -302,7 +338,8 @@ def _change_row(path: Path, draws: Draws, *, resealed: bool) -> None:
         connection.close()
 
 
-# ----------------------------------------------------------------------------------------- deltas and versions
+# ----------------------------------------------------------------------------------------- deltas
+# and versions
 
 
 def _weights(step: int) -> dict[str, Tensor]:
@@ -444,7 +481,8 @@ def version_chain(data: bytes) -> None:
         )
 
 
-# -------------------------------------------------------------------------------------------------- checkpoints
+# ------------------------------------------------------------------------------------------------
+# checkpoints
 
 
 CHECKPOINT = "step000003-version000007"

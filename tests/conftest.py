@@ -1,4 +1,5 @@
-"""Settings of every test: one torch thread, and shape checks of the functions in `unstale.algorithms`."""
+"""Settings of every test: one torch thread, and shape checks of the functions in
+`unstale.algorithms`."""
 
 import os
 import signal
@@ -19,7 +20,8 @@ install_import_hook(
     "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )
 
-# Background jobs of a shell ignore SIGINT, and so would the processes that tests start and interrupt.
+# Background jobs of a shell ignore SIGINT, and so would the processes that tests start and
+# interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("unstale", deadline=None)  # tests do not measure time

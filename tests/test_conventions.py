@@ -32,7 +32,8 @@ def test_only_two_places_catch_every_exception() -> None:
 
 
 def test_scheduling_code_does_not_poll() -> None:
-    """`asyncio.sleep(0)` yields to other tasks; every other wait is on an event or has a time-out."""
+    """`asyncio.sleep(0)` yields to other tasks; every other wait is on an event or has a
+    time-out."""
     timers = re.compile(r"sleep\((?!0\))|call_later|call_at|Timer\(|CHECK_S|BEAT_S")
     files = [ROOT / "unstale" / "loop.py", ROOT / "unstale" / "weights" / "publish.py"]
     for package in ("rollout", "trainer"):

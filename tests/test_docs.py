@@ -24,7 +24,10 @@ def test_the_example_task_trains(tmp_path: Path) -> None:
     tasks, script = blocks("docs/your-own-task.md", "python")
     (tmp_path / "order_desk.py").write_text(tasks)
     (tmp_path / "train.py").write_text(script)
-    check = "from unstale.testing import check_env; from order_desk import EchoTasks; check_env(EchoTasks())"
+    check = (
+        "from unstale.testing import check_env; from order_desk import EchoTasks; "
+        "check_env(EchoTasks())"
+    )
     path = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", check], cwd=tmp_path, env=path, check=True)
     done = subprocess.run(
@@ -99,7 +102,8 @@ def test_the_examples_for_other_trainers_run() -> None:
         True,
         False,
     ]
-    # r = 0.1. Lag 2: alpha 1/2, D = S = e^0.05. Lag 0: alpha 1, D = e^0.1, S = 1. All divided by 4; A = +1, +1, +1, -1.
+    # r = 0.1. Lag 2: alpha 1/2, D = S = e^0.05. Lag 0: alpha 1, D = e^0.1, S = 1. All divided by 4;
+    # A = +1, +1, +1, -1.
     old, fresh = -math.exp(0.1) / 4, math.exp(0.1) / 4
     expected = [round(value, 4) for value in (old, old, -fresh, fresh)]
     assert done[1] == f"loss {old * 2:.4f}, gradient {expected}\n"

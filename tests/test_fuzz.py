@@ -1,8 +1,7 @@
 """Readers of untrusted input return what was written or raise one clear error.
 
-The promises are in `fuzz/targets.py`. The inputs here are the same in every run; `make fuzz` searches further,
-guided by coverage.
-"""
+The promises are in `fuzz/targets.py`. The inputs here are the same in every run; `make fuzz`
+searches further, guided by coverage."""
 
 import random
 from collections.abc import Iterator
@@ -16,7 +15,8 @@ from fuzz.targets import TARGETS
 from unstale.rollout.endpoint import server
 
 EXAMPLES = {
-    "config_file": 300, "config_knobs": 400, "journal": 150, "delta": 600, "version_chain": 300, "checkpoint": 50,
+    "config_file": 300, "config_knobs": 400, "journal": 150,
+    "delta": 600, "version_chain": 300, "checkpoint": 50,
     "tool_call": 250, "chat_text": 200, "endpoint": 250,
 }  # fmt: skip
 

@@ -1,8 +1,9 @@
-"""Promises of the loop, run with the scripted engine: observed staleness keeps the bound with a straggler in seven;
-`closing` gets every unscored piece of the version while generation is paused; a route hears of a version, in the
-trainer's thread, before any engine has it and when all do; the next batch goes on beside publication and checkpoint up
-to where the weights move, and not beyond; a task set that runs out, a failing rollout and a failing
-route end the run with their own error, and leave the step before them written down."""
+"""Promises of the loop, run with the scripted engine: observed staleness keeps the bound with a
+straggler in seven; `closing` gets every unscored piece of the version while generation is paused; a
+route hears of a version, in the trainer's thread, before any engine has it and when all do; the
+next batch goes on beside publication and checkpoint up to where the weights move, and not beyond; a
+task set that runs out, a failing rollout and a failing route end the run with their own error, and
+leave the step before them written down."""
 
 import asyncio
 import threading
@@ -129,7 +130,8 @@ class Log:
 
 
 class ScoresAtClosing(Passive):
-    """Scores each piece when its version is about to be left, and answers from those scores alone."""
+    """Scores each piece when its version is about to be left, and answers from those scores
+    alone."""
 
     needs = Needs(closing=True)
 
@@ -305,7 +307,8 @@ class Keeps(Passive):
 def test_the_next_batch_is_scored_and_its_gradient_formed_while_a_version_is_published(
     tmp_path: Path, snapshots: bool
 ) -> None:
-    """With the versions kept; else the route hears of a version before it is asked again. The weights wait for both."""
+    """With the versions kept; else the route hears of a version before it is asked again. The
+    weights wait for both."""
     config = configure(steps=3, max_staleness=2)
     machine = toy_machine(
         config, Numbers(count()), route=lambda scorer, engine: Keeps(snapshots=snapshots)

@@ -1,8 +1,8 @@
 """The records.
 
-Pinned: everything per token derives from pieces; an interrupted reply is one turn of two versions; collation packs
-without padding and keeps every value at its token; a piece or an advantage of the wrong length is refused.
-"""
+Pinned: everything per token derives from pieces; an interrupted reply is one turn of two versions;
+collation packs without padding and keeps every value at its token; a piece or an advantage of the
+wrong length is refused."""
 
 import pytest
 import torch

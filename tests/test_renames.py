@@ -1,4 +1,5 @@
-"""The file of renames that `tools/refactor_check.py` reads agrees with the options that the package refuses."""
+"""The file of renames that `tools/refactor_check.py` reads agrees with the options that the package
+refuses."""
 
 import json
 from pathlib import Path

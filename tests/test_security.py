@@ -1,5 +1,6 @@
-"""Promises of docs/security.md: the package can neither unpickle nor listen; code is imported only where the user names
-it; a run folder or a model folder from somebody else runs nothing, writes nowhere else and shows no file of yours."""
+"""Promises of docs/security.md: the package can neither unpickle nor listen; code is imported only
+where the user names it; a run folder or a model folder from somebody else runs nothing, writes
+nowhere else and shows no file of yours."""
 
 import ast
 import json
@@ -145,7 +146,8 @@ def test_torchs_checkpoints_are_read_and_written_in_safetensors() -> None:
 
 
 def test_code_is_imported_by_name_in_two_places() -> None:
-    """The package's own public names, and `task.env`; which only building a machine to run tasks with asks for."""
+    """The package's own public names, and `task.env`; which only building a machine to run tasks
+    with asks for."""
     places = {path for path, name, _ in calls() if name.endswith("import_module")}
     assert places == {
         "__init__.py",
@@ -212,7 +214,8 @@ def test_transformers_is_never_allowed_code_from_a_folder_nor_a_pickle() -> None
 
 @pytest.fixture
 def canary(tmp_path: Path) -> Path:
-    """A file that the hostile code of these tests would leave. It lies where the working folder is."""
+    """A file that the hostile code of these tests would leave. It lies where the working folder
+    is."""
     return tmp_path / "was-here"
 
 
@@ -280,17 +283,21 @@ from unstale.cli import main
 if sys.argv[1] in ("audit", "replay"):
     import unstale.cli.replay  # what torch does while it loads is its own affair
 
-HEARD = {"os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "pickle.find_class", "socket.connect",
-         "socket.bind", "sqlite3.load_extension"}
+FORBIDDEN = {
+    "os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen",
+    "pickle.find_class", "socket.connect", "socket.bind", "sqlite3.load_extension",
+}
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 seen, own = [], os.path.realpath("runs")
 
-def watch(event, given):
-    evil = event == "import" and "evil" in given[0]
-    if event == "open" and isinstance(given[2], int) and given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-        path = os.path.realpath(given[0]) if isinstance(given[0], (str, bytes, os.PathLike)) else own
+def watch(event, arguments):
+    evil = event == "import" and "evil" in arguments[0]
+    if event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITING:
+        named = isinstance(arguments[0], (str, bytes, os.PathLike))
+        path = os.path.realpath(arguments[0]) if named else own
         evil = not os.fsdecode(path).startswith((own, "/dev/"))
-    if evil or event in HEARD:
-        seen.append([event, repr(given)[:300]])
+    if evil or event in FORBIDDEN:
+        seen.append([event, repr(arguments)[:300]])
 
 sys.addaudithook(watch)
 try:
@@ -320,8 +327,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hostile(recorded: Path, tmp_path: Path) -> Path:
-    """The run as somebody else sends it: its configuration names code that lies in it, its text is HTML, its database
-    has a view that would load a library, and its files are links to those of whoever looks at it."""
+    """The run as somebody else sends it: its configuration names code that lies in it, its text is
+    HTML, its database has a view that would load a library, and its files are links to those of
+    whoever looks at it."""
     runs = tmp_path / "runs"
     run = Path(shutil.copytree(recorded, runs / "evil"))
     (run / "payload.py").write_text(f"open({str(tmp_path / 'was-here')!r}, 'w')\ndef make(): ...\n")
@@ -341,8 +349,8 @@ def hostile(recorded: Path, tmp_path: Path) -> Path:
     with sqlite3.connect(run / JOURNAL) as journal:
         journal.executescript(
             "ALTER TABLE failures RENAME TO honest;"
-            "CREATE VIEW failures AS SELECT load_extension('runs/evil/payload') AS episode, * FROM honest;"
-            "CREATE TRIGGER sprung AFTER INSERT ON groups BEGIN DELETE FROM pieces; END;"
+            "CREATE VIEW failures AS SELECT load_extension('runs/evil/payload') AS episode, * FROM "
+            "honest;CREATE TRIGGER sprung AFTER INSERT ON groups BEGIN DELETE FROM pieces; END;"
         )
     journal.close()
     (tmp_path / "yours").write_text("a secret of yours")
@@ -368,7 +376,8 @@ VERBS = {
     "audit runs/evil --routes rollout snapshot_old": 0,
     "compare --report runs": 0,
 }
-"""What looks at a run folder, and how it ends: a journal that has a view is refused, the others need none."""
+"""What looks at a run folder, and how it ends: a journal that has a view is refused, the others
+need none."""
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -384,8 +393,11 @@ def test_looking_at_a_hostile_run_folder_runs_nothing_and_writes_nowhere_else(
     done = subprocess.run(
         [sys.executable, "-c", WATCH, *verb.split()],
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
-        cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
     seen = json.loads(done.stderr.partition("SEEN ")[2].splitlines()[0])
     assert (seen, done.returncode, "Traceback" in done.stderr) == ([], VERBS[verb], False), (
         done.stderr
@@ -412,7 +424,8 @@ def test_looking_at_a_hostile_run_folder_runs_nothing_and_writes_nowhere_else(
         ),
         (
             None,
-            '{"batch/tokens": {"dtype": "I64", "shape": [1099511627776, 1099511627776], "data_offsets": [0, 8]}}',
+            '{"batch/tokens": {"dtype": "I64", "shape": [1099511627776, 1099511627776], '
+            '"data_offsets": [0, 8]}}',
         ),
     ],
 )

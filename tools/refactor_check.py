@@ -1,11 +1,11 @@
-"""Compare deterministic runs of two checkouts: weights and journal bit for bit, metrics up to renames.
+"""Compare deterministic runs of two checkouts: weights and journal bit for bit, metrics up to
+renames.
 
 Usage: python -m tools.refactor_check --before ../before --module unstale.cli
 
-Both checkouts run the same three short recipes on this machine. `renames.json` beside this file maps the
-option and metric names of the older checkout to those of the newer one; a metric mapped to null was dropped.
-Exit code 1 if anything differs.
-"""
+Both checkouts run the same three short recipes on this machine. `renames.json` beside this file
+maps the option and metric names of the older checkout to those of the newer one; a metric mapped to
+null was dropped. Exit code 1 if anything differs."""
 
 import argparse
 import json
@@ -31,8 +31,8 @@ COMMON = (
     "--engine.max_running 64 --eval.tasks 8 --checkpoint.every 3 --steps 6"
 )
 RUNS = {
-    "snapshot": "--seed 3 --audit.share 0.5 --trainer.steps_per_batch 2 --objective.reference_kl 0.01 "
-    "--objective.entropy 0.001",
+    "snapshot": "--seed 3 --audit.share 0.5 --trainer.steps_per_batch 2 "
+    "--objective.reference_kl 0.01 --objective.entropy 0.001",
     "eager": "--seed 4 --old_logps.route eager --old_logps.fallback ewma_prox "
     "--correction.veto_below 0.0001 --credit.estimator rloo",
     "sync": "--seed 5 --old_logps.route interrupt_sync --objective.normalise kept "
@@ -58,7 +58,8 @@ MEASURED = re.compile(r"(_s|/seconds|/busy_share|_per_s)$")
 """Metrics that a real clock measured; they differ between any two runs."""
 
 AUDIT_TOLERANCE = 1e-9
-"""Relative tolerance of audit statistics: least squares of the last bits depend on memory alignment."""
+"""Relative tolerance of audit statistics: least squares of the last bits depend on memory
+alignment."""
 
 
 def run_all(checkout: Path, module: str, folder: Path, options: Mapping[str, str]) -> None:

@@ -93,7 +93,9 @@ def main() -> None:
         "lines over 100 columns": sum(len(line) > 100 for line in text.splitlines()),
         "fmt: skip": len(re.findall(r"# fmt: skip", text)),
         "files": len(sources),
-        "file lines, median / p95 / max": f"{percentile(sizes, 0.5)} / {percentile(sizes, 0.95)} / {max(sizes)}",
+        "file lines, median / p95 / max": (
+            f"{percentile(sizes, 0.5)} / {percentile(sizes, 0.95)} / {max(sizes)}"
+        ),
         "function lines, p95 / max": f"{percentile(lengths, 0.95)} / {max(lengths)}",
         "parameters, p95 / max": f"{percentile(parameters, 0.95)} / {max(parameters)}",
         "loop.py": num_lines(package / "loop.py"),

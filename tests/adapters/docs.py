@@ -21,7 +21,8 @@ def block(name: str) -> str:
 
 
 def run_command(names: str, capsys: pytest.CaptureFixture[str], **replaced: str) -> str:
-    """What the page's command for this task set prints, all of whose episodes have to come to an end."""
+    """What the page's command for this task set prints, all of whose episodes have to come to an
+    end."""
     (command,) = [
         line for line in DOCS.splitlines() if line.startswith("unstale eval") and names in line
     ]

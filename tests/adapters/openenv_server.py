@@ -1,4 +1,5 @@
-"""Environments of OpenEnv behind a server each: `python openenv_server.py guess|line|tools PORT SESSIONS`."""
+"""Environments of OpenEnv behind a server each: `python openenv_server.py guess|line|tools PORT
+SESSIONS`."""
 
 import random
 import sys

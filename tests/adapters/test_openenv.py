@@ -1,6 +1,7 @@
-"""Promises of the OpenEnv adapter, with the library and real servers (`make test-adapters`): text, fields and MCP tools
-become actions; several episodes at once are sessions of their own, let go when they end; what the server refuses is the
-policy's fault, what breaks is the environment's; a server that died is no other episode; the docs' command runs."""
+"""Promises of the OpenEnv adapter, with the library and real servers (`make test-adapters`): text,
+fields and MCP tools become actions; several episodes at once are sessions of their own, let go when
+they end; what the server refuses is the policy's fault, what breaks is the environment's; a server
+that died is no other episode; the docs' command runs."""
 
 import asyncio
 import socket
@@ -94,8 +95,9 @@ def test_a_schema_of_one_text_takes_the_whole_reply(urls: dict[str, str]) -> Non
     wrong = str(number % 9 + 1)
     begin, no, end = play(tasks, text(wrong), text(f"<think>hm</think>\n{number}"))
     assert [(one.role, one.content) for one in begin.messages] == [
-        ("system", "Only the number."), ("user", "Guess a number from 1 to 9."),
-    ]  # fmt: skip
+        ("system", "Only the number."),
+        ("user", "Guess a number from 1 to 9."),
+    ]
     assert no.messages == (Message("user", "No."),) and not no.done
     assert end.done and end.rewards == {"return": 0.75} and not tasks.tools
 

@@ -1,6 +1,7 @@
-"""Promises of the tau2 adapter, with tau2-bench from its source (`make test-adapters TAU2=<folder>`): its own solutions
-get a reward of 1 in every domain, doing nothing gets none; splits are tau2's; a user who is a model is asked at its
-endpoint, and not again after a resume; episodes wait in threads of their own; the command of the docs runs."""
+"""Promises of the tau2 adapter, with tau2-bench from its source (`make test-adapters
+TAU2=<folder>`): its own solutions get a reward of 1 in every domain, doing nothing gets none;
+splits are tau2's; a user who is a model is asked at its endpoint, and not again after a resume;
+episodes wait in threads of their own; the command of the docs runs."""
 
 import asyncio
 import json

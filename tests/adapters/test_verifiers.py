@@ -1,6 +1,7 @@
-"""Promises of the verifiers adapter, with the library (`make test-adapters`): its episodes are recorded as they were
-sampled, streamed, with their rewards by name; programs of a harness do not see the endpoint's key; what it cannot judge
-is a failed episode; what would run code here or cannot be made is refused; the command of the docs runs."""
+"""Promises of the verifiers adapter, with the library (`make test-adapters`): its episodes are
+recorded as they were sampled, streamed, with their rewards by name; programs of a harness do not
+see the endpoint's key; what it cannot judge is a failed episode; what would run code here or cannot
+be made is refused; the command of the docs runs."""
 
 import asyncio
 import os

@@ -2,7 +2,8 @@
 
 - Every estimator: the value; a trajectory per result, in order; one signature for all.
 - No siblings, or no spread: exactly 0, never NaN, also when the mean rounds.
-- Comparing siblings only: another group's rewards, and a shift or a task's difficulty, change nothing.
+- Comparing siblings only: another group's rewards, and a shift or a task's difficulty, change
+  nothing.
 - A turn's advantage depends on the rewards from that turn on.
 - Each registered estimator, and each of its options, can be selected by name.
 """
@@ -126,7 +127,8 @@ def test_opo_of_a_group_without_action_tokens_is_zero() -> None:
 
 
 def test_reinforce_batch_counts_trajectories_by_their_tokens() -> None:
-    """Group means away: +-0.5 and +-0.1. Tokens 1, 3, 2, 2 make the mean -0.125 and the weights of the variance."""
+    """Group means away: +-0.5 and +-0.1. Tokens 1, 3, 2, 2 make the mean -0.125 and the weights of
+    the variance."""
     batch = [
         Group(TASK, (episode(1.0, tokens=1), episode(0.0, tokens=3))),
         Group(TASK, (episode(0.4, tokens=2), episode(0.6, tokens=2))),
@@ -148,7 +150,8 @@ def test_rewards_are_summed_over_channels() -> None:
     assert values(grpo_no_std([group])) == pytest.approx([0.5, -0.5])
 
 
-# --- turns -------------------------------------------------------------------------------------------------------
+# --- turns
+# ------------------------------------------------------------------------------------------------
 
 
 def test_reward_to_go() -> None:
@@ -204,7 +207,8 @@ def test_turn_rewards_must_be_one_per_turn() -> None:
         turn_level([wrong])
 
 
-# --- edges -------------------------------------------------------------------------------------------------------
+# --- edges
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -221,7 +225,8 @@ def test_one_result_per_trajectory_in_order(name: str) -> None:
 
 @pytest.mark.parametrize("name", SIBLINGS)
 def test_no_siblings_or_no_spread_is_exactly_zero(name: str) -> None:
-    """0.1 six times has a mean that is not 0.1 in floating point; rounding must not be divided by rounding."""
+    """0.1 six times has a mean that is not 0.1 in floating point; rounding must not be divided by
+    rounding."""
     batch = groups([0.7], [0.1] * 6, [1.0, 1.0])
     assert values(ESTIMATORS[name](batch)) == [0.0] * 9
     uneven = Group(TASK, (episode(1.0, tokens=1), episode(0.0, tokens=5)))
@@ -258,7 +263,8 @@ def test_a_turn_reward_that_is_no_number_is_an_error() -> None:
         turn_level([Group(TASK, (episode(0.0, turn_rewards=(math.nan,)), episode(0.0)))])
 
 
-# --- tensors -----------------------------------------------------------------------------------------------------
+# --- tensors
+# ------------------------------------------------------------------------------------------------
 
 
 def test_records_and_tensors_agree() -> None:

@@ -1,6 +1,7 @@
-"""Promises of the audit (algorithm.md, section 5): fitted leaks are what the theory says of each stand-in, also with
-correlated factors and noise; what cannot be told is None; the auditor finds the exact route exact and the others wrong,
-against copies of its own; a recorded run is replayed for every route on the same tokens."""
+"""Promises of the audit (algorithm.md, section 5): fitted leaks are what the theory says of each
+stand-in, also with correlated factors and noise; what cannot be told is None; the auditor finds the
+exact route exact and the others wrong, against copies of its own; a recorded run is replayed for
+every route on the same tokens."""
 
 import json
 from collections.abc import Callable, Collection, Sequence
@@ -74,9 +75,14 @@ def tokens(
         NOISE
     )  # the truth is measured in another packing than what the stand-in saw
     return Tokens(
-        stand_in(mu, now, old), seen, now, mu,
-        torch.arange(number) % 2 + lag - 1, torch.arange(number) // 20, torch.ones(number, dtype=torch.bool),
-    )  # fmt: skip
+        stand_in(mu, now, old),
+        seen,
+        now,
+        mu,
+        torch.arange(number) % 2 + lag - 1,
+        torch.arange(number) // 20,
+        torch.ones(number, dtype=torch.bool),
+    )
 
 
 @pytest.mark.parametrize("mixed", [0.0, 0.3, -0.9])
@@ -101,7 +107,8 @@ def test_leaks_are_what_the_theory_says(
 
 @given(seed=st.integers(0, 10**6), s=st.floats(-0.5, 1.5), d=st.floats(-0.5, 1.5))
 def test_leaks_lie_within_their_standard_errors(seed: int, s: float, d: float) -> None:
-    """An error of its own on every sequence widens the interval instead of moving the estimate out of it."""
+    """An error of its own on every sequence widens the interval instead of moving the estimate out
+    of it."""
     noise = torch.Generator().manual_seed(seed)
     made = tokens(lambda mu, now, old: old + s * (now - old) - d * (old - mu))
     own = 0.01 * torch.randn(200, generator=noise, dtype=torch.float64)
@@ -190,9 +197,13 @@ def sampled_batch(policy: Policy, number: int, copies: dict[int, Policy], *, far
         for version, copy in copies.items():
             where = torch.zeros_like(batch.sampled)
             where[start:end] = batch.version[start:end] == version
-            truth = torch.where(where, torch.nn.functional.pad(
-                plain_logps(copy, batch.tokens[start:end].tolist()), (start, len(truth) - end)
-            ).float(), truth)  # fmt: skip
+            truth = torch.where(
+                where,
+                torch.nn.functional.pad(
+                    plain_logps(copy, batch.tokens[start:end].tolist()), (start, len(truth) - end)
+                ).float(),
+                truth,
+            )
     noise = torch.Generator().manual_seed(number)
     mu = truth + far * torch.randn(len(truth), generator=noise)
     return replace(batch, behavior_logp=torch.where(batch.sampled, mu, 0.0))
@@ -361,9 +372,16 @@ def test_segments_are_the_pieces_of_a_batch() -> None:
         [episode(3, [2, (4, 0), (3, 1), 2, (5, 1)]), episode(8, [1, (2, 1), (3, 1, False)])]
     )
     found = list(segments(batch))
-    assert [(one.episode, one.start, len(one.piece.tokens), one.piece.version, one.piece.clean) for one in found] == [
-        (3, 2, 4, 0, True), (3, 6, 3, 1, True), (3, 11, 5, 1, True), (8, 1, 2, 1, True), (8, 3, 3, 1, False),
-    ]  # fmt: skip
+    assert [
+        (one.episode, one.start, len(one.piece.tokens), one.piece.version, one.piece.clean)
+        for one in found
+    ] == [
+        (3, 2, 4, 0, True),
+        (3, 6, 3, 1, True),
+        (3, 11, 5, 1, True),
+        (8, 1, 2, 1, True),
+        (8, 3, 3, 1, False),
+    ]
     for one in found:
         assert one.tokens[one.start :] == one.piece.tokens
     assert found[2].tokens == tuple(batch.tokens[:16].tolist())
@@ -565,7 +583,8 @@ def test_what_cannot_be_audited_says_why(recorded_run: Path, tmp_path: Path) -> 
 
 
 def test_a_token_without_a_truth_does_not_spoil_the_verdict_on_its_neighbours() -> None:
-    """One unclean token in a sequence judged as a whole: the true verdict on the others takes no 0 for it."""
+    """One unclean token in a sequence judged as a whole: the true verdict on the others takes no 0
+    for it."""
     batch = collate([episode(0, [3, (4, 0), (2, 0, False)])])
     exact = batch.behavior_logp + 0.01 * batch.sampled
     judge = Thresholds(

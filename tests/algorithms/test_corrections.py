@@ -1,9 +1,12 @@
 """Promises of `corrections`, each by hand or against an independent calculation.
 
-- pi / mu = D * S for every proxy; log-linear proxies only re-parameterise masks and clips (Proposition 1).
-- Units, aggregation, bands, weights and vetoes have the values worked out here, packed and padded alike.
+- pi / mu = D * S for every proxy; log-linear proxies only re-parameterise masks and clips
+  (Proposition 1).
+- Units, aggregation, bands, weights and vetoes have the values worked out here, packed and padded
+  alike.
 - Nothing carries a gradient but `log_staleness`, and that exactly 1 per token.
-- A non-finite log-probability of an action token is an error that says where; off the mask anything may stand.
+- A non-finite log-probability of an action token is an error that says where; off the mask anything
+  may stand.
 - D enters a weight once. Only sampled and replayed tokens may enter at all.
 """
 
@@ -42,7 +45,8 @@ from unstale.records import HAS_BEHAVIOR, Provenance
 
 NAN, INF = math.nan, math.inf
 
-# Two sequences: a prompt, a reply of two versions, a tool result, a second reply; then a reply of one token.
+# Two sequences: a prompt, a reply of two versions, a tool result, a second reply; then a reply of
+# one token.
 SEQUENCE = tensor([0, 0, 0, 0, 0, 0, 1, 1])
 TURN = tensor([-1, 0, 0, 0, -1, 1, -1, 0])
 VERSION = tensor([-1, 3, 3, 4, -1, 4, -1, 4])
@@ -150,7 +154,8 @@ def test_shapes_are_checked_in_tests() -> None:
         aggregate(LOG_D, SEQUENCE[:3], sampled=SAMPLED)
 
 
-# --- the two factors ---------------------------------------------------------------------------------------------
+# --- the two factors
+# ---------------------------------------------------------------------------------------------
 
 
 @given(logs, st.data())
@@ -175,7 +180,8 @@ def test_the_factors_multiply_to_the_total_ratio_for_any_proxy(
 def test_a_loglinear_proxy_only_moves_the_thresholds(
     r: float, alpha: float, bound: float, advantage: float
 ) -> None:
-    """Proposition 1: a mask at c is a mask of the total ratio at c / alpha, a clip at e one at e / (1 - alpha)."""
+    """Proposition 1: a mask at c is a mask of the total ratio at c / alpha, a clip at e one at e /
+    (1 - alpha)."""
     assume(min(abs(alpha * abs(r) - bound), abs((1 - alpha) * abs(r) - bound)) > 1e-6)
     behavior, now, one = (tensor([x], dtype=torch.float64) for x in (-1.0, -1.0 + r, advantage))
     prox = behavior + alpha * (now - behavior)
@@ -202,7 +208,8 @@ def test_a_loglinear_proxy_only_moves_the_thresholds(
 
 
 def test_the_gradient_of_a_unit_is_one_per_token_and_none_elsewhere() -> None:
-    """A broadcast product must not multiply the gradient by the length of the unit: at S = 1 each token has 1."""
+    """A broadcast product must not multiply the gradient by the length of the unit: at S = 1 each
+    token has 1."""
     for how in ("mean", "sum"):
         now, old, behavior = (torch.full((8,), -1.0, requires_grad=True) for _ in range(3))
         ratio = bounded_exp(log_staleness(now, old, unit=ids("sequence"), sampled=SAMPLED, how=how))
@@ -241,7 +248,8 @@ def test_a_ratio_is_held_within_e_to_the_20() -> None:
     assert held == pytest.approx([math.exp(-20), math.exp(20)])
 
 
-# --- controls ----------------------------------------------------------------------------------------------------
+# --- controls
+# ------------------------------------------------------------------------------------------------
 
 LOG = torch.where(SAMPLED, LOG_D, 0.0)
 D = [1.0, math.exp(0.1), math.exp(-0.3), math.exp(0.5), 1.0, math.exp(-0.7), 1.0, math.exp(0.2)]
@@ -347,7 +355,8 @@ def test_verdicts_carry_no_gradient() -> None:
         assert not control.weight.requires_grad and not control.factor.requires_grad
 
 
-# --- what may enter, and what is reported ------------------------------------------------------------------------
+# --- what may enter, and what is reported
+# ------------------------------------------------------------------------
 
 
 def test_only_sampled_and_replayed_tokens_have_a_behaviour_probability() -> None:

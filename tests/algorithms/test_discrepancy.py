@@ -1,6 +1,7 @@
-"""Promise (algorithm.md, section 6, item 1): engine and trainer with the same float32 weights give tokens of episodes
-with several turns the same log-probability, |log D| < 1e-4, also across an interruption, for each token under its own
-version; and a bfloat16 engine gives a discrepancy that is real and small."""
+"""Promise (algorithm.md, section 6, item 1): engine and trainer with the same float32 weights give
+tokens of episodes with several turns the same log-probability, |log D| < 1e-4, also across an
+interruption, for each token under its own version; and a bfloat16 engine gives a discrepancy that
+is real and small."""
 
 import asyncio
 from dataclasses import dataclass

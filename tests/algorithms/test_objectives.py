@@ -154,14 +154,16 @@ def test_clipped_means_that_a_clip_took_the_gradient(log_ratio: float, advantage
         assert clipped or slope == pytest.approx(-math.exp(log_ratio) * advantage)
 
 
-# --- gradients ---------------------------------------------------------------------------------------------------
+# --- gradients
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["mean", "sum"])
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_on_fresh_data_every_objective_is_reinforce(name: str, unit: Any, how: Any) -> None:
-    """Engine = proxy = policy: every control keeps every token, and d loss / d logp is -A * norm."""
+    """Engine = proxy = policy: every control keeps every token, and d loss / d logp is -A *
+    norm."""
     value = torch.linspace(-2.0, -0.1, 8, dtype=torch.float64)
     logp = value.clone().requires_grad_()
     log_d = aggregate(
@@ -214,7 +216,8 @@ def test_a_clip_on_a_unit_takes_the_gradient_of_all_its_tokens() -> None:
     assert now.grad is not None and now.grad.tolist() == [0.0, 0.0, -1.0]
 
 
-# --- denominators ------------------------------------------------------------------------------------------------
+# --- denominators
+# ------------------------------------------------------------------------------------------------
 
 KEEP = SAMPLED & (torch.arange(8) != 2)  # drops one of the four action tokens of sequence 0
 
@@ -269,7 +272,8 @@ def test_unknown_words_are_refused() -> None:
 
 @pytest.mark.parametrize("how", ["action_tokens", "kept", "sequence_mean", "constant"])
 def test_a_cut_batch_sums_to_the_whole(how: Any) -> None:
-    """Weights and denominators from the whole batch, ratios from each part: same loss, same gradient."""
+    """Weights and denominators from the whole batch, ratios from each part: same loss, same
+    gradient."""
     now, old, behavior = torch.randn(
         3, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
@@ -293,7 +297,8 @@ def test_a_cut_batch_sums_to_the_whole(how: Any) -> None:
     torch.testing.assert_close(cut.grad, whole.grad, rtol=1e-12, atol=0)
 
 
-# --- regularisers ------------------------------------------------------------------------------------------------
+# --- regularisers
+# ------------------------------------------------------------------------------------------------
 
 
 def test_values_of_the_kl_estimators() -> None:
@@ -320,7 +325,8 @@ def draws() -> tuple[Tensor, Tensor, Tensor]:
 def test_expected_gradient_of_the_reference_kl_is_that_of_the_exact_kl(
     estimator: Any, stale: bool
 ) -> None:
-    """Every token enumerated: drawn from pi, or from mu with the detached ratio that the docstring asks for."""
+    """Every token enumerated: drawn from pi, or from mu with the detached ratio that the docstring
+    asks for."""
     logits, reference, behavior = draws()
     logp = torch.log_softmax(logits, -1)
     drawn_from = behavior if stale else logp.detach()

@@ -1,8 +1,9 @@
-"""Approximate old logits as functions: Proposition 1, the age recursion, and what each weight means.
+"""Approximate old logits as functions: Proposition 1, the age recursion, and what each weight
+means.
 
-Pinned: behind the log-linear proxy both factors are powers of one ratio, so masks and clips are re-parameterised and
-nothing is decoupled; an average's decay hits the age that is asked for; padded and packed layouts agree.
-"""
+Pinned: behind the log-linear proxy both factors are powers of one ratio, so masks and clips are
+re-parameterised and nothing is decoupled; an average's decay hits the age that is asked for; padded
+and packed layouts agree."""
 
 import math
 
@@ -31,7 +32,8 @@ def columns(rows: list[tuple[float, float, float]]) -> tuple[Tensor, Tensor, Ten
 def test_behind_the_loglinear_proxy_thresholds_are_reparameterised_and_nothing_is_decoupled(
     rows: list[tuple[float, float, float]], alpha: float, bound: float
 ) -> None:
-    """Proposition 1: log D = alpha r, log S = (1 - alpha) r. Ties at a threshold, where rounding decides, are moved."""
+    """Proposition 1: log D = alpha r, log S = (1 - alpha) r. Ties at a threshold, where rounding
+    decides, are moved."""
     mu, pi, advantage, sampled = columns(rows)
     prox = proximal.loglinear(mu, pi, alpha, sampled=sampled)
     total = pi - mu

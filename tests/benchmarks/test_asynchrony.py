@@ -1,5 +1,5 @@
-"""The benchmark of asynchrony: its workloads are what they say, a run's limits are worked out by hand, and its tables
-say what was met and what was missed."""
+"""The benchmark of asynchrony: its workloads are what they say, a run's limits are worked out by
+hand, and its tables say what was met and what was missed."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -47,17 +47,25 @@ def test_synchronous_runs_differ_in_the_schedule_and_have_all_cores_by_turns(
 
 
 def test_no_step_counts_that_fills_the_pipeline() -> None:
-    """Two timed steps of 3 s: 2 s of engine, 1.5 s of trainer; 32 episodes of 9 s each, 96 of which may be live."""
+    """Two timed steps of 3 s: 2 s of engine, 1.5 s of trainer; 32 episodes of 9 s each, 96 of which
+    may be live."""
     rows = [
         {
-            "time_s": 20.0 + 3 * step, "trainer/cpu_s": 2.5,
-            "engine/busy_s": 2.2, "engine/cpu_s": 2.2, "engine/sampled_tokens": 1100,
+            "time_s": 20.0 + 3 * step,
+            "trainer/cpu_s": 2.5,
+            "engine/busy_s": 2.2,
+            "engine/cpu_s": 2.2,
+            "engine/sampled_tokens": 1100,
             "trainer/action_tokens": 1000,
-            "trainer/update_s": 1.0, "old_logps/prepare_s": 0.4, "publish/trainer_s": 0.1,
-            "rollout/tool_wait_s": 216.0, "rollout/generation_wait_s": 72.0, "rollout/episodes": 32,
+            "trainer/update_s": 1.0,
+            "old_logps/prepare_s": 0.4,
+            "publish/trainer_s": 0.1,
+            "rollout/tool_wait_s": 216.0,
+            "rollout/generation_wait_s": 72.0,
+            "rollout/episodes": 32,
         }
         for step in range(4)
-    ]  # fmt: skip
+    ]
     rows[0]["engine/busy_s"] = rows[1]["engine/busy_s"] = 1000.0
     found = measure(rows, 2, live=96, num_cores=2)
     assert found.step_s == pytest.approx(3.0) and found.tools == pytest.approx(0.75)
@@ -71,9 +79,15 @@ def result(
     name: str, seconds: float, *, synchronous: bool = True, window: int = 4, tools: float = 0.6
 ) -> Result:
     work = Workload(
-        name=name, latency_s=0.5, latency_sigma=0.5, max_staleness=2, lookahead_window=window, groups_per_step=4, group_size=8,
+        name=name,
+        latency_s=0.5,
+        latency_sigma=0.5,
+        max_staleness=2,
+        lookahead_window=window,
+        groups_per_step=4,
+        group_size=8,
         synchronous=synchronous,
-    )  # fmt: skip
+    )
     limits = {"engine": 0.9, "trainer": 1.0, "episodes": 0.4, "processor": 0.8}
     found = {ASYNC: [Measured(seconds, tools, limits, 0.9 * seconds)]}
     return Result(work, found | ({SYNC: [Measured(4.0, tools, limits)]} if synchronous else {}))
@@ -88,13 +102,19 @@ def test_the_tables_say_what_is_met_and_what_is_missed() -> None:
         ]
     )
     assert (
-        "| near | 60% | 2, 4 | 1 | 4.00 | 1.25 | 3.20 (3.20 to 3.20) | 1.00 | trainer | 80% (80% to 80%) |"
-        in lines
+        "| near | 60% | 2, 4 | 1 | 4.00 | 1.25 | 3.20 (3.20 to 3.20) | 1.00 | trainer | 80% (80% "
+        "to 80%) |" in lines
     )
-    asked = "85% of the ideal missed: 0.{} of 0.85, in 1 round; of what the staleness bound leaves of it, 0.90."
+    ideal = (
+        "85% of the ideal missed: 0.{} of 0.85, in 1 round; "
+        "of what the staleness bound leaves of it, 0.90."
+    )
     for name, share, times in (("near", "80", "met: 3.20"), ("far", "50", "missed: 2.00")):
-        faster = f"2.8 times as fast, with 60% tools, {times} of 2.8, in 1 round (the ideal would be 4.00 times)"
-        assert f"* {name}: {faster}; {asked.format(share)}" in lines
+        faster = (
+            f"2.8 times as fast, with 60% tools, {times} of 2.8, in 1 round "
+            "(the ideal would be 4.00 times)"
+        )
+        assert f"* {name}: {faster}; {ideal.format(share)}" in lines
     assert "| 2 | 1 | 1 | 1.60 (1.60 to 1.60) | 2.50 | 1.00 | 62% | 90% |" in lines
     assert "| far | 2.00 | 0.90 | 1.00 | 0.40 | 0.80 | 1.80 | 90% |" in lines
 

@@ -1,4 +1,5 @@
-"""The trainer benchmark gives both contestants the same tokens, masks and advantages, and compares their gradients."""
+"""The trainer benchmark gives both contestants the same tokens, masks and advantages, and compares
+their gradients."""
 
 import torch
 

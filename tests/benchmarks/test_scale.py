@@ -1,7 +1,8 @@
-"""Promises of size: what a turn costs does not depend on how many episodes are live, counted in lines of code run and
-not in seconds; a live episode stays under a bound of memory, and leaves nothing for the garbage collector; with
-thousands live the staleness bound holds; a batch is what the rule of docs/staleness.md says, found without trying;
-whoever waits for the disk together waits once."""
+"""Promises of size: what a turn costs does not depend on how many episodes are live, counted in
+lines of code run and not in seconds; a live episode stays under a bound of memory, and leaves
+nothing for the garbage collector; with thousands live the staleness bound holds; a batch is what
+the rule of docs/staleness.md says, found without trying; whoever waits for the disk together waits
+once."""
 
 import asyncio
 import gc
@@ -123,7 +124,8 @@ def test_the_ledger_looks_only_at_what_it_answers() -> None:
 
 
 def test_a_live_episode_stays_under_a_bound_of_memory() -> None:
-    """Two turns of 16 tokens behind it, its siblings and its share of the line and the ledger included."""
+    """Two turns of 16 tokens behind it, its siblings and its share of the line and the ledger
+    included."""
     found = child(2000, 1, journal=False, trace=True)
     assert 4_000 < found["traced"] < 16_000
 
@@ -134,7 +136,8 @@ def test_with_thousands_live_in_their_middle_the_staleness_bound_holds_and_is_re
 
 
 def left(turns: int) -> int:
-    """Objects in cycles that so many turns leave, those of what is cut short at the end included."""
+    """Objects in cycles that so many turns leave, those of what is cut short at the end
+    included."""
     gc.collect()
     gc.disable()
     try:
@@ -167,7 +170,8 @@ def test_a_run_leaves_the_garbage_collector_as_it_found_it() -> None:
 
 
 def by_the_rule(finished: set[int], taken: set[int], window: int, batch: int) -> list[int] | None:
-    """One after the other, the oldest finished of the `window` oldest positions that are not taken."""
+    """One after the other, the oldest finished of the `window` oldest positions that are not
+    taken."""
     chosen: list[int] = []
     while len(chosen) < batch:
         oldest = next(

@@ -1,9 +1,9 @@
 """What the pages say of the benchmarks, and what these compute beside their clocks.
 
-Pinned: each verb is told on the page and each that is told is there; floating-point operations and bytes by hand; a
-delta that is slower is named; every route's short run means something to the linter, and what is timed of it is the
-trainer's alone; one pass of the GPU's script and of a publication, at sizes for a CPU.
-"""
+Pinned: each verb is told on the page and each that is told is there; floating-point operations and
+bytes by hand; a delta that is slower is named; every route's short run means something to the
+linter, and what is timed of it is the trainer's alone; one pass of the GPU's script and of a
+publication, at sizes for a CPU."""
 
 import asyncio
 import re
@@ -76,7 +76,8 @@ def test_operations_and_bytes_are_counted_as_by_hand() -> None:
     size = big()
     # A layer: q and o of 8 x 16, k and v of 8 x 8, three matrices of 8 x 6.
     assert size.body == 2 * (2 * 8 * 16 + 2 * 8 * 8 + 3 * 8 * 6) and size.head == 80
-    # Twice a weight and token forward, twice that backward; scores and values of half a square, 16 wide, in 2 layers.
+    # Twice a weight and token forward, twice that backward; scores and values of half a square, 16
+    # wide, in 2 layers.
     assert gpu.train_flops(size, [3, 1], sampled=2) == 6 * (4 * size.body + 2 * 80) + 6 * 2 * 16 * (
         9 + 1
     )
@@ -94,8 +95,11 @@ def test_the_weights_that_are_counted_are_the_model_s() -> None:
 def test_where_a_delta_is_slower_is_said() -> None:
     def cell(model: str, delta_s: float) -> Cell:
         times = {"bytes": [9.0], "prepare_s": [0.0], "disk_s": [0.0]}
-        return Cell(model, 1e-6, 0.01, {"full": Spent(**times, standstill_s=[1.0]),
-                                        "delta": Spent(**times, standstill_s=[delta_s])})  # fmt: skip
+        spent = {
+            "full": Spent(**times, standstill_s=[1.0]),
+            "delta": Spent(**times, standstill_s=[delta_s]),
+        }
+        return Cell(model, 1e-6, 0.01, spent)
 
     standstill, both = publish.judged([cell("1M", 1.5), cell("5M", 0.98), cell("20M", 0.5)])
     assert (
@@ -159,7 +163,10 @@ def test_the_trainer_s_time_is_told_by_part(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_gpu_s_script_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    shape = "--layers 1 --hidden 16 --inner 16 --heads 2 --kv-heads 1 --head-dim 8 --vocab 64 --sequences 2 --length 20"
+    shape = (
+        "--layers 1 --hidden 16 --inner 16 --heads 2 --kv-heads 1 --head-dim 8 --vocab 64 "
+        "--sequences 2 --length 20"
+    )
     words = f"--device cpu --sizes 0.6B {shape} --repeats 1 --warm-steps 1 --rows 1 2"
     text = gpu.main(words.split()).read_text()
     assert "tokens/s trained" in text and "Not run: needs CUDA" in text and "Broke off" not in text

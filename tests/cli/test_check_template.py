@@ -1,5 +1,6 @@
-"""Promises: templates are known by what they write, not by name; what Qwen3, Qwen2.5 and Llama 3 write is read back;
-`check-template` says where a conversation would not go on exactly, with the smallest one that shows it."""
+"""Promises: templates are known by what they write, not by name; what Qwen3, Qwen2.5 and Llama 3
+write is read back; `check-template` says where a conversation would not go on exactly, with the
+smallest one that shows it."""
 
 import io
 import json
@@ -20,9 +21,13 @@ from unstale.rollout.endpoint.conversation import Call, Conversation, HistoryMes
 
 CALL = ToolCall("look_up", {"key": "x"})
 THOUGHT = [
-    Message("user", "one"), Message("assistant", "first", (), "hm"), Message("user", "two"),
-    Message("assistant", "", (CALL,), "so"), Message("tool", "a\nb"), Message("tool", "c"),
-]  # fmt: skip
+    Message("user", "one"),
+    Message("assistant", "first", (), "hm"),
+    Message("user", "two"),
+    Message("assistant", "", (CALL,), "so"),
+    Message("tool", "a\nb"),
+    Message("tool", "c"),
+]
 
 
 def chat_of(dialect: str, template: str = "", *, tools: Any = ()) -> Chat:
@@ -41,9 +46,11 @@ def spoken(chat: Chat, text: str) -> list[int]:
 def test_qwen3_drops_thoughts_of_earlier_turns_and_keeps_those_since_the_last_question() -> None:
     call = '<tool_call>\n{"name": "look_up", "arguments": {"key": "x"}}\n</tool_call>'
     assert chat_of("qwen3").render(THOUGHT) == (
-        "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\nfirst<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n"
+        "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\nfirst<|im_end|>\n"
+        "<|im_start|>user\ntwo<|im_end|>\n"
         f"<|im_start|>assistant\n<think>\nso\n</think>\n\n{call}<|im_end|>\n"
-        "<|im_start|>user\n<tool_response>\na\nb\n</tool_response>\n<tool_response>\nc\n</tool_response><|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\na\nb\n</tool_response>\n"
+        "<tool_response>\nc\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
 
@@ -64,10 +71,16 @@ def test_llama_has_headers_a_day_that_never_changes_and_bare_calls(dialect: str)
     chat = chat_of(dialect)
     day = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
     assert chat.render(THOUGHT) == (
-        "<|begin_of_text|>" + turn("system", day) + turn("user", "one") + turn("assistant", "first")
-        + turn("user", "two") + turn("assistant", '{"name": "look_up", "parameters": {"key": "x"}}')
-        + turn("ipython", '"a\\nb"') + turn("ipython", '"c"') + "<|start_header_id|>assistant<|end_header_id|>\n\n"
-    )  # fmt: skip
+        "<|begin_of_text|>"
+        + turn("system", day)
+        + turn("user", "one")
+        + turn("assistant", "first")
+        + turn("user", "two")
+        + turn("assistant", '{"name": "look_up", "parameters": {"key": "x"}}')
+        + turn("ipython", '"a\\nb"')
+        + turn("ipython", '"c"')
+        + "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
     assert [
         chat.encode_prompt(THOUGHT).count(token) for token in spoken(chat, "<|begin_of_text|>")
     ] == [1]
@@ -90,15 +103,23 @@ def test_the_forms_of_calls_are_found_in_what_is_written() -> None:
 
 READ = [
     ('{"name": "a", "parameters": {"x": 1}}', Message("assistant", "", (ToolCall("a", {"x": 1}),))),
-    ('<|python_tag|>{"name": "a", "parameters": {}}', Message("assistant", "", (ToolCall("a", {}),))),
-    ('{"type": "function", "name": "a", "arguments": {}}', Message("assistant", "", (ToolCall("a", {}),))),
-    ('\n{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}\n',
-     Message("assistant", "", (ToolCall("a", {}), ToolCall("b", {})))),
+    (
+        '<|python_tag|>{"name": "a", "parameters": {}}',
+        Message("assistant", "", (ToolCall("a", {}),)),
+    ),
+    (
+        '{"type": "function", "name": "a", "arguments": {}}',
+        Message("assistant", "", (ToolCall("a", {}),)),
+    ),
+    (
+        '\n{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}\n',
+        Message("assistant", "", (ToolCall("a", {}), ToolCall("b", {}))),
+    ),
     ('{"name": "Ada", "age": 3}', Message("assistant", '{"name": "Ada", "age": 3}')),
     ('{"answer": 3}', Message("assistant", '{"answer": 3}')),
     ("Hello {", Message("assistant", "Hello {")),
     ("", Message("assistant", "")),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "message"), READ)
@@ -238,37 +259,60 @@ SYSTEM = (
 BROKEN: dict[str, tuple[str, str, str, int]] = {
     "nothing is asked for": (
         QWEN25.replace("add_generation_prompt", "false"),
-        "prompts for a reply", "add_generation_prompt has no effect", 1,
+        "prompts for a reply",
+        "add_generation_prompt has no effect",
+        1,
     ),
     "asking rewrites": (
         QWEN25.replace("{%- set system", "{{- 'Answer:' if add_generation_prompt }}{%- set system"),
-        "prompts for a reply", "add_generation_prompt changes the text before it", 1,
+        "prompts for a reply",
+        "add_generation_prompt changes the text before it",
+        1,
     ),
     "messages are counted": (
         QWEN25.replace("{%- set system", "{{- messages | length }}{%- set system"),
-        "keeps earlier messages", "a reply is rendered differently once a message follows it", 3,
+        "keeps earlier messages",
+        "a reply is rendered differently once a message follows it",
+        3,
     ),
     "turns are numbered": (
-        QWEN25.replace("+ message.role +", "+ message.role + (loop.index ~ '' if message.role == 'user' else '') +"),
-        "appends new messages", "the text after a reply depends on the messages before it", 4,
+        QWEN25.replace(
+            "+ message.role +",
+            "+ message.role + (loop.index ~ '' if message.role == 'user' else '') +",
+        ),
+        "appends new messages",
+        "the text after a reply depends on the messages before it",
+        4,
     ),
     "seams are lost": (
-        QWEN25.replace("message.content + '<|im_end|>", "message.content.replace('\ue000', '') + '<|im_end|>"),
-        "keeps text apart from control tokens", "message content becomes control tokens", 1,
+        QWEN25.replace(
+            "message.content + '<|im_end|>", "message.content.replace('\ue000', '') + '<|im_end|>"
+        ),
+        "keeps text apart from control tokens",
+        "message content becomes control tokens",
+        1,
     ),
     "one call is left out": (
-        QWEN25.replace("for call in message.tool_calls %}", "for call in message.tool_calls[:1] %}"),
-        "parses replies", "a reply is not parsed as it was written", 3,
+        QWEN25.replace(
+            "for call in message.tool_calls %}", "for call in message.tool_calls[:1] %}"
+        ),
+        "parses replies",
+        "a reply is not parsed as it was written",
+        3,
     ),
     "words are lost": (
         QWEN25.replace("+ '\\n' + message.content", "+ '\\n' + message.content.replace('ö', 'oe')"),
-        "parses replies", "a reply is not parsed as it was written", 3,
+        "parses replies",
+        "a reply is not parsed as it was written",
+        3,
     ),
     "answers are forbidden": (
         QWEN25 + "{%- if messages | length > 3 %}{{- raise_exception('too much') }}{%- endif %}",
-        "renders a history", "the template raises 'too much'", 4,
+        "renders a history",
+        "the template raises 'too much'",
+        4,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)

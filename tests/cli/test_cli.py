@@ -1,6 +1,6 @@
-"""Promises: every mistake a user can make on the command line is one line, names the nearest words, and exits with 2
-before anything is trained; knobs reach the config; help is the docstring under the field; `report` names the
-bottleneck."""
+"""Promises: every mistake a user can make on the command line is one line, names the nearest words,
+and exits with 2 before anything is trained; knobs reach the config; help is the docstring under the
+field; `report` names the bottleneck."""
 
 import json
 import re

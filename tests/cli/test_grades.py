@@ -1,6 +1,6 @@
-"""Promises: pass@k is the unbiased estimate, the mean over all choices of k attempts; avg@k the mean of all; intervals
-are Wilson's or the bootstrap's and say which; attempts that failed are counted; attempts at a task differ in replies
-alone; `eval --k` shows a table."""
+"""Promises: pass@k is the unbiased estimate, the mean over all choices of k attempts; avg@k the
+mean of all; intervals are Wilson's or the bootstrap's and say which; attempts that failed are
+counted; attempts at a task differ in replies alone; `eval --k` shows a table."""
 
 import asyncio
 from itertools import combinations

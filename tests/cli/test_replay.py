@@ -1,5 +1,5 @@
-"""Numbers that go wrong: the run stops before the optimizer step, keeps the batch and the weights that met, and
-`unstale replay` goes wrong again on them, in the same words."""
+"""Numbers that go wrong: the run stops before the optimizer step, keeps the batch and the weights
+that met, and `unstale replay` goes wrong again on them, in the same words."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,6 +1,6 @@
-"""Promises: a run leaves a complete folder; a failed episode is data, and too many end the run with the reason; a dead
-engine ends it within seconds with that error; Ctrl-C saves; the trained policy is an ordinary model folder; with one
-precision on both sides, differences travel."""
+"""Promises: a run leaves a complete folder; a failed episode is data, and too many end the run with
+the reason; a dead engine ends it within seconds with that error; Ctrl-C saves; the trained policy
+is an ordinary model folder; with one precision on both sides, differences travel."""
 
 import asyncio
 import json
@@ -39,10 +39,17 @@ from unstale.durability.journal.conversations import load_decoder
 ROOT = Path(__file__).parents[2]
 
 REQUIRED = {
-    "step", "version", "rollout/success_rate", "schedule/staleness_max", "schedule/staleness_bound",
-    "schedule/mixed_version_share", "correction/kept_share", "objective/clip_share", "engine/sampled_tokens_per_s",
+    "step",
+    "version",
+    "rollout/success_rate",
+    "schedule/staleness_max",
+    "schedule/staleness_bound",
+    "schedule/mixed_version_share",
+    "correction/kept_share",
+    "objective/clip_share",
+    "engine/sampled_tokens_per_s",
     "trainer/tokens_per_s",
-}  # fmt: skip
+}
 
 
 def small(folder: Path, **changes: object) -> RunConfig:
@@ -156,14 +163,35 @@ def test_too_many_failures_end_the_run_with_the_reason(tmp_path: Path) -> None:
 def started(folder: Path, steps: int, *knobs: str) -> Iterator[subprocess.Popen[str]]:
     """A run in a process of its own, which does not outlive the test."""
     arguments = [
-        "train", "retail", "--task.env", "tests.support.toy:ToyTasks", "--runs", str(folder), "--name", "run",
-        "--steps", str(steps), "--eval.tasks", "0", "--schedule.groups_per_step", "2", "--schedule.group_size", "2",
-        "--engine.max_completion_tokens", "8", "--engine.max_running", "8", *knobs,
-    ]  # fmt: skip
+        "train",
+        "retail",
+        "--task.env",
+        "tests.support.toy:ToyTasks",
+        "--runs",
+        str(folder),
+        "--name",
+        "run",
+        "--steps",
+        str(steps),
+        "--eval.tasks",
+        "0",
+        "--schedule.groups_per_step",
+        "2",
+        "--schedule.group_size",
+        "2",
+        "--engine.max_completion_tokens",
+        "8",
+        "--engine.max_running",
+        "8",
+        *knobs,
+    ]
     with subprocess.Popen(
         [sys.executable, "-m", "unstale.cli.main", *arguments],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
         try:
             yield process
         finally:

@@ -1,5 +1,5 @@
-"""`unstale eval` and `unstale serve` need no trainer; an error ends them with one message, as it ends a run; an engine
-that crashes is restarted."""
+"""`unstale eval` and `unstale serve` need no trainer; an error ends them with one message, as it
+ends a run; an engine that crashes is restarted."""
 
 import socket
 from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""Every environment keeps the same contract: `check_env` for the shipped ones; and it catches the usual mistakes."""
+"""Every environment keeps the same contract: `check_env` for the shipped ones; and it catches the
+usual mistakes."""
 
 from collections.abc import Iterator
 from itertools import count

@@ -1,7 +1,8 @@
-"""Every old-logit route keeps the contract of `OldLogps`, under every dtype-independent promise that the suite checks.
+"""Every old-logit route keeps the contract of `OldLogps`, under every dtype-independent promise
+that the suite checks.
 
-The suite itself is tried on a route that lies about exactness, one that forgets, and one that lets a gradient through.
-"""
+The suite itself is tried on a route that lies about exactness, one that forgets, and one that lets
+a gradient through."""
 
 from collections.abc import Callable
 from contextlib import closing

@@ -1,6 +1,6 @@
-"""Promises: a deterministic run that is killed and resumed, again and again, ends as one that was left alone; an
-ordinary one loses nothing and trains nothing twice; an engine that is killed costs neither; and what two runs do not
-share is told."""
+"""Promises: a deterministic run that is killed and resumed, again and again, ends as one that was
+left alone; an ordinary one loses nothing and trains nothing twice; an engine that is killed costs
+neither; and what two runs do not share is told."""
 
 import json
 import shutil
@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """What `make chaos` leaves behind with ten kills of runs of a few steps: the run that was left alone, the table."""
+    """What `make chaos` leaves behind with ten kills of runs of a few steps: the run that was left
+    alone, the table."""
     folder = tmp_path_factory.mktemp("chaos")
     kills = ["--kills", "6", "--ordinary", "2", "--engine", "2", "--steps", "4", "--seed", "1"]
     where = ["--runs", str(folder / "runs"), "--out", str(folder / "table.md")]

@@ -1,6 +1,7 @@
-"""Promises of checkpoints: a state comes back bit for bit; a save that is cut off anywhere leaves the older ones as
-they were and no half one; whatever was changed on the disk is refused by name, and so is a manifest that lies; versions
-are read back from a checkpoint and what was published since, also after pruning."""
+"""Promises of checkpoints: a state comes back bit for bit; a save that is cut off anywhere leaves
+the older ones as they were and no half one; whatever was changed on the disk is refused by name,
+and so is a manifest that lies; versions are read back from a checkpoint and what was published
+since, also after pruning."""
 
 import json
 import math
@@ -379,7 +380,8 @@ def test_a_delta_that_does_not_follow_is_refused(tmp_path: Path) -> None:
 
 
 def test_only_what_the_journal_knows_is_kept(tmp_path: Path) -> None:
-    """A checkpoint that was made and not written in the journal is of a life that ended in between."""
+    """A checkpoint that was made and not written in the journal is of a life that ended in
+    between."""
     policy = tiny_policy()
     checkpoints = held(tmp_path, policy, keep=1)
     known = []

@@ -1,8 +1,9 @@
-"""Faults, one by one: each ends as the table in docs/durability.md says, within ten seconds, and nothing hangs.
+"""Faults, one by one: each ends as the table in docs/durability.md says, within ten seconds, and
+nothing hangs.
 
-Those of single rooms are with their rooms: a checkpoint's files in test_checkpoint.py, an engine's process in
-test_supervised.py, the old-logit process in test_exact_routes.py, a line that cannot be filled in test_schedule.py.
-"""
+Those of single rooms are with their rooms: a checkpoint's files in test_checkpoint.py, an engine's
+process in test_supervised.py, the old-logit process in test_exact_routes.py, a line that cannot be
+filled in test_schedule.py."""
 
 import asyncio
 import errno
@@ -272,7 +273,8 @@ def test_an_environment_that_hangs_is_tried_again_with_its_seed_and_then_quarant
         train(made)
     with Journal.read(folder) as reader:
         seeds = reader.rows(
-            """SELECT group_concat(DISTINCT e.seed), count(*) FROM episodes e JOIN groups USING (number)
+            """SELECT group_concat(DISTINCT e.seed), count(*)
+            FROM episodes e JOIN groups USING (number)
             JOIN finished USING (number) WHERE task % 3 = 1 GROUP BY number, sibling"""
         )
         stages = {stage for (stage,) in reader.rows("SELECT stage FROM failures")}
@@ -284,8 +286,11 @@ def test_an_environment_that_hangs_is_tried_again_with_its_seed_and_then_quarant
 
 def test_above_the_allowed_share_of_hanging_environments_the_run_stops(tmp_path: Path) -> None:
     made = named(tmp_path, replace(patient(0, 0.2), steps=100))
-    says = r"TooManyFailures: \d+ of the last \d+ episodes failed, more than rollout.max_failed_share = 0.2 allows"
-    with played_with(Hanging, count), pytest.raises(RunFailed, match=says):
+    message = (
+        r"TooManyFailures: \d+ of the last \d+ episodes failed, "
+        r"more than rollout.max_failed_share = 0.2 allows"
+    )
+    with played_with(Hanging, count), pytest.raises(RunFailed, match=message):
         train(made)
 
 

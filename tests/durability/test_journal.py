@@ -1,6 +1,7 @@
-"""Promises of the journal: what was consumed is read back bit for bit; a barrier means committed, for another process
-and after SIGKILL; every failure of disk or file ends in one error that names both; a check finds what cannot be; in a
-run, no group is taken before it is committed and nothing is recorded twice."""
+"""Promises of the journal: what was consumed is read back bit for bit; a barrier means committed,
+for another process and after SIGKILL; every failure of disk or file ends in one error that names
+both; a check finds what cannot be; in a run, no group is taken before it is committed and nothing
+is recorded twice."""
 
 import asyncio
 import json
@@ -120,13 +121,18 @@ pieces = st.lists(sampled() | st.builds(ContextPiece, tokens, others), max_size=
 @given(
     st.lists(
         st.builds(
-            Trajectory, pieces, names, st.sampled_from(["done", "max_turns", "max_tokens"]), st.just(TASK),
-            st.integers(0, 2**63 - 1), turn_rewards=st.lists(st.floats(allow_nan=False), max_size=3).map(tuple),
+            Trajectory,
+            pieces,
+            names,
+            st.sampled_from(["done", "max_turns", "max_tokens"]),
+            st.just(TASK),
+            st.integers(0, 2**63 - 1),
+            turn_rewards=st.lists(st.floats(allow_nan=False), max_size=3).map(tuple),
             facts=names,
         ),
         max_size=3,
     )
-)  # fmt: skip
+)
 def test_what_was_consumed_is_read_back_bit_for_bit(
     tmp_path_factory: pytest.TempPathFactory, told: list[Trajectory]
 ) -> None:
@@ -353,7 +359,8 @@ def test_a_row_that_the_disk_changed_is_found(tmp_path: Path, table: str) -> Non
         column = {"groups": "place", "episodes": "seed", "pieces": "num_tokens"}[table]
     with sqlite3.connect(tmp_path / JOURNAL) as connection:
         connection.execute(
-            f"UPDATE {table} SET {column} = {column} + 1 WHERE rowid = (SELECT max(rowid) FROM {table})"
+            f"UPDATE {table} SET {column} = {column} + 1 WHERE rowid = (SELECT max(rowid) FROM "
+            f"{table})"
         )
     connection.close()
     with Journal.read(tmp_path) as read:
@@ -605,8 +612,8 @@ PLANTED = (
         "version 1 was published after version 9",
     ),
     (
-        "INSERT INTO pieces SELECT episode, 3, provenance, num_tokens, tokens, 1, clean, behavior_logp, after, seal"
-        " FROM pieces WHERE episode = 0 AND position = 1;"
+        "INSERT INTO pieces SELECT episode, 3, provenance, num_tokens, tokens, 1, clean, "
+        "behavior_logp, after, seal FROM pieces WHERE episode = 0 AND position = 1;"
         "UPDATE pieces SET version = 2 WHERE episode = 0 AND position = 1",
         "episode 0, position 3: version 1 comes after version 2",
     ),
@@ -659,7 +666,8 @@ def test_what_has_other_tables_than_a_journal_is_neither_read_nor_gone_on_with(
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, list[Group]]]]:
-    """A run of the real loop, and what it consumed. A group that is taken is looked up on disk at that moment."""
+    """A run of the real loop, and what it consumed. A group that is taken is looked up on disk at
+    that moment."""
     folder = tmp_path_factory.mktemp("run")
     parts = make(folder, count(), budget=2)
     take, consume = parts.queue.take, parts.journal.consume
@@ -707,7 +715,8 @@ def test_a_journal_that_fails_ends_the_run_with_its_error(tmp_path: Path) -> Non
 
 
 def test_replies_as_short_as_the_demos_cost_under_40_bytes_a_token(tmp_path: Path) -> None:
-    """A service-desk episode of the demo: turns of 6 sampled and 20 given tokens on average, in groups of 8."""
+    """A service-desk episode of the demo: turns of 6 sampled and 20 given tokens on average, in
+    groups of 8."""
     rng = np.random.default_rng(0)
     with Journal(tmp_path / JOURNAL) as journal:
         for number in range(60):
@@ -763,21 +772,34 @@ def test_jsonl_has_one_row_a_trajectory_and_one_entry_a_token(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = trajectory(
-        ContextPiece((1, 2)), Sampled((3,), (-0.5,), 0), Sampled((4,), (-0.25,), 1), ContextPiece((5,), Provenance.FORCED),
+        ContextPiece((1, 2)),
+        Sampled((3,), (-0.5,), 0),
+        Sampled((4,), (-0.25,), 1),
+        ContextPiece((5,), Provenance.FORCED),
         Sampled((6,), (-1.0,), 1, provenance=Provenance.REPLAYED),
-    )  # fmt: skip
+    )
     one = Group(TASK, (told,), number=4)
     with Journal(tmp_path / JOURNAL) as journal:
         record(journal, one)
         train_on(journal, one, step=3, version=2)
     expected = {
-        "task": "retail/train/17", "group": 4, "episode": 0, "seed": 70, "step": 3, "versions": [0, 1],
-        "rewards": {"r": 1.0}, "reward": 1.0, "success": True, "stop": "done", "turns": 2,
-        "token": [1, 2, 3, 4, 5, 6], "behavior_logp": [None, None, -0.5, -0.25, None, -1.0],
+        "task": "retail/train/17",
+        "group": 4,
+        "episode": 0,
+        "seed": 70,
+        "step": 3,
+        "versions": [0, 1],
+        "rewards": {"r": 1.0},
+        "reward": 1.0,
+        "success": True,
+        "stop": "done",
+        "turns": 2,
+        "token": [1, 2, 3, 4, 5, 6],
+        "behavior_logp": [None, None, -0.5, -0.25, None, -1.0],
         "version": [-1, -1, 0, 1, -1, 1],
         "provenance": ["ENVIRONMENT", "ENVIRONMENT", "SAMPLED", "SAMPLED", "FORCED", "REPLAYED"],
         "turn": [-1, -1, 0, 0, -1, 1],
-    }  # fmt: skip
+    }
     assert json.loads(said(capsys, "export-trajectories", str(tmp_path))) == expected
     out = tmp_path / "rows.jsonl"
     said(capsys, "export-trajectories", str(tmp_path), "--out", str(out))

@@ -1,9 +1,10 @@
-"""What a resume asks of routes and of the audit: a run was killed after its checkpoint, and all it had sampled is kept.
+"""What a resume asks of routes and of the audit: a run was killed after its checkpoint, and all it
+had sampled is kept.
 
-Pinned: every route and fallback goes on from a state that was written down, and what it lacks of versions published
-since is made good from their weights on disk, once and for nothing else, also twice in a row and from no state at all;
-a version whose weights are gone is named; the audit and its recording go on; the suite finds who does not.
-"""
+Pinned: every route and fallback goes on from a state that was written down, and what it lacks of
+versions published since is made good from their weights on disk, once and for nothing else, also
+twice in a row and from no state at all; a version whose weights are gone is named; the audit and
+its recording go on; the suite finds who does not."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing

@@ -1,10 +1,11 @@
-"""Promises of resuming, on a small run with a scripted engine and a real trainer, under the virtual clock.
+"""Promises of resuming, on a small run with a scripted engine and a real trainer, under the virtual
+clock.
 
-Cut off anywhere, a deterministic run that goes on ends equal to one that was not cut off. Cut off anywhere, an ordinary
-run loses nothing that its journal has, trains on nothing twice, keeps the staleness bound, and repeats no version; also
-from an older checkpoint when the newest is damaged. Environments that do not replay, those with snapshots, finished
-groups and quarantined tasks each have their outcome; so has everything that cannot be gone on with.
-"""
+Cut off anywhere, a deterministic run that goes on ends equal to one that was not cut off. Cut off
+anywhere, an ordinary run loses nothing that its journal has, trains on nothing twice, keeps the
+staleness bound, and repeats no version; also from an older checkpoint when the newest is damaged.
+Environments that do not replay, those with snapshots, finished groups and quarantined tasks each
+have their outcome; so has everything that cannot be gone on with."""
 
 import asyncio
 import queue
@@ -102,17 +103,29 @@ class Killed(BaseException):
 
 
 MOMENTS: tuple[tuple[Any, str], ...] = (
-    (Journal, "transaction"), (Journal, "flush"), (checkpoint, "write_checkpoint"), (checkpoint, "flush_to_disk"), (checkpoint_files, "flush_to_disk"),
-    (Checkpoints, "prune"), (Checkpoints, "write_version"), (LocalTrainer, "prepare"), (LocalTrainer, "step"),
-    (ScriptedEngine, "load"), (ScriptedEngine, "resume"), (RunLog, "write"),
-    (Checkpoints, "snapshot"), (LocalTrainer, "backward"),
-)  # fmt: skip
-"""Calls before which a run is killed: something changes for good in each, or goes on beside what does."""
+    (Journal, "transaction"),
+    (Journal, "flush"),
+    (checkpoint, "write_checkpoint"),
+    (checkpoint, "flush_to_disk"),
+    (checkpoint_files, "flush_to_disk"),
+    (Checkpoints, "prune"),
+    (Checkpoints, "write_version"),
+    (LocalTrainer, "prepare"),
+    (LocalTrainer, "step"),
+    (ScriptedEngine, "load"),
+    (ScriptedEngine, "resume"),
+    (RunLog, "write"),
+    (Checkpoints, "snapshot"),
+    (LocalTrainer, "backward"),
+)
+"""Calls before which a run is killed: something changes for good in each, or goes on beside what
+does."""
 
 
 @contextmanager
 def killed(name: str = "", number: int = 0) -> Iterator[None]:
-    """The process ends before the `number`-th call of one of `MOMENTS`. What no commit holds by then is lost."""
+    """The process ends before the `number`-th call of one of `MOMENTS`. What no commit holds by
+    then is lost."""
     passed: Counter[str] = Counter()
     dead = False
 
@@ -199,10 +212,20 @@ def test_two_deterministic_runs_are_equal_and_sound(toy: Toy, tmp_path: Path, wh
 
 
 KILLS = [
-    ("transaction", 120), ("flush", 11), ("write_checkpoint", 3), ("flush_to_disk", 14), ("prune", 3), ("write_version", 4),
-    ("prepare", 3), ("step", 4), ("load", 4), ("resume", 4), ("write", 3),
-    ("snapshot", 3), ("backward", 3),
-]  # fmt: skip
+    ("transaction", 120),
+    ("flush", 11),
+    ("write_checkpoint", 3),
+    ("flush_to_disk", 14),
+    ("prune", 3),
+    ("write_version", 4),
+    ("prepare", 3),
+    ("step", 4),
+    ("load", 4),
+    ("resume", 4),
+    ("write", 3),
+    ("snapshot", 3),
+    ("backward", 3),
+]
 """One of each of `MOMENTS`, after the first checkpoint."""
 AGAIN = [("flush", 2), ("transaction", 2), ("write_version", 1)]
 """Where its next life is killed."""
@@ -290,7 +313,8 @@ def test_an_ordinary_run_loses_nothing_wherever_it_is_killed(
 def test_versions_whose_training_was_lost_keep_their_numbers_and_their_pieces(
     toy: Toy, tmp_path: Path
 ) -> None:
-    """Killed three versions after the only checkpoint: its weights go on as version 4, and 1 to 3 are not repeated."""
+    """Killed three versions after the only checkpoint: its weights go on as version 4, and 1 to 3
+    are not repeated."""
     made, folder = config(every=100, max_staleness=2), tmp_path / "run"
     with killed("step", 4):
         toy.begin(folder, made)
@@ -533,7 +557,8 @@ def changed(**changes: Any) -> RunConfig:
         ),
         (
             {"schedule__max_staleness": 3},
-            r"schedule\.max_staleness cannot change from 1 to 3 .* staleness bound of the queued groups",
+            r"schedule\.max_staleness cannot change from 1 to 3 "
+            r".* staleness bound of the queued groups",
         ),
         (
             {"schedule__lookahead_window": 3},
@@ -586,13 +611,15 @@ def test_an_option_of_the_task_set_cannot_change() -> None:
         (
             {"trainer__lr": 0.1},
             [
-                "trainer.lr is 0.1, it was 0.0003: takes effect at the next step, with the optimizer's moments"
+                "trainer.lr is 0.1, it was 0.0003: takes effect at the next step, with the "
+                "optimizer's moments"
             ],
         ),
         (
             {"trainer__minibatches_per_batch": 2},
             [
-                "trainer.minibatches_per_batch is 2, it was 1: the position in the learning-rate schedule"
+                "trainer.minibatches_per_batch is 2, it was 1: the position in the learning-rate "
+                "schedule"
             ],
         ),
         ({"checkpoint__keep": 3}, ["checkpoint.keep is 3, it was 2: takes effect from here on"]),
@@ -669,11 +696,31 @@ def test_code_that_a_run_folder_names_is_not_imported_unless_it_is_named_again(
 
 
 KNOBS = [
-    "--deterministic", "true", "--minutes", "0", "--steps", "3", "--checkpoint.every", "2", "--eval.tasks", "0",
-    "--schedule.groups_per_step", "2", "--schedule.group_size", "2", "--schedule.max_staleness", "1",
-    "--engine.max_completion_tokens", "8", "--engine.max_context", "512", "--engine.max_running", "8",
-    "--rollout.max_turns", "3",
-]  # fmt: skip
+    "--deterministic",
+    "true",
+    "--minutes",
+    "0",
+    "--steps",
+    "3",
+    "--checkpoint.every",
+    "2",
+    "--eval.tasks",
+    "0",
+    "--schedule.groups_per_step",
+    "2",
+    "--schedule.group_size",
+    "2",
+    "--schedule.max_staleness",
+    "1",
+    "--engine.max_completion_tokens",
+    "8",
+    "--engine.max_context",
+    "512",
+    "--engine.max_running",
+    "8",
+    "--rollout.max_turns",
+    "3",
+]
 
 
 def test_a_run_killed_with_sigkill_and_resumed_is_the_run_that_was_not(tmp_path: Path) -> None:

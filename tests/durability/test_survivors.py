@@ -1,6 +1,6 @@
-"""Promises about survivors: every group and every attempt is counted by how it ended; lengths and turns are those of
-the records; long attempts that are lost raise a sentence, an even loss does not; open ones are neither kept nor lost; a
-journal that cannot be read is told and not raised."""
+"""Promises about survivors: every group and every attempt is counted by how it ended; lengths and
+turns are those of the records; long attempts that are lost raise a sentence, an even loss does not;
+open ones are neither kept nor lost; a journal that cannot be read is told and not raised."""
 
 import asyncio
 import json
@@ -109,7 +109,8 @@ def test_every_group_and_every_attempt_is_counted_by_how_it_ended(tmp_path: Path
     assert (place.env, place.split) == ("desk", "train")
     assert place.groups == {"consumed": 1, "finished": 1, "open": 1, "failed": 1}
     assert {name: kind.count for name, kind in place.kinds.items()} == {
-        "generated": 9, "ended": 8, "trained": 2, "waiting": 1, "failed": 2, "given_up": 1, "restarted": 2, "open": 1,
+        "generated": 9, "ended": 8, "trained": 2, "waiting": 1,
+        "failed": 2, "given_up": 1, "restarted": 2, "open": 1,
     }  # fmt: skip
     assert place.kinds["trained"] == Kind(
         2, Spread(4.0, 2, 2, 6), Spread(1.5, 1, 1, 2), success=0.5, reward=1.0

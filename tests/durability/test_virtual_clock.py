@@ -1,5 +1,6 @@
-"""Virtual time: timers come in order and at once, equal ones in the same order every time; what another thread does
-takes the same time however long it took; a wait that can never end is an error; two runs are the same."""
+"""Virtual time: timers come in order and at once, equal ones in the same order every time; what
+another thread does takes the same time however long it took; a wait that can never end is an error;
+two runs are the same."""
 
 import asyncio
 import random

@@ -97,7 +97,8 @@ async def _speak(
 
 
 def test_who_waits_is_served_by_one_restart() -> None:
-    """Three replies are being sampled when the engine dies; all go on, and the death is told once."""
+    """Three replies are being sampled when the engine dies; all go on, and the death is told
+    once."""
     events: list[tuple[str, dict[str, Any]]] = []
     gate = asyncio.Event()
 
@@ -358,7 +359,8 @@ def test_replies_of_a_process_that_ends_go_on_token_for_token(
     weights: list[Mapping[str, Tensor]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Five long replies begin under version 0, go on under version 1, and lose their process there."""
+    """Five long replies begin under version 0, go on under version 1, and lose their process
+    there."""
     monkeypatch.setattr(child_process, "FROZEN_S", 2.0)
     causes: list[str] = []
 

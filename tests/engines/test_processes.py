@@ -178,7 +178,8 @@ def test_a_killed_one_costs_nobody_a_token_and_comes_back_with_the_version(folde
 
 
 def test_a_run_with_two_trains_adapters_too(tmp_path: Path) -> None:
-    """They travel to both and are merged in each: what both sampled is what the exact route finds."""
+    """They travel to both and are merged in each: what both sampled is what the exact route
+    finds."""
     config = replace(
         configured("base", processes=2), runs=tmp_path, trainer=TrainerConfig(lora_rank=2, lr=1e-2)
     )

@@ -705,7 +705,8 @@ def test_a_server_is_not_deterministic() -> None:
     ("answer", "expected"),
     [
         (
-            b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\n{"a"\r\n3\r\n:1}\r\n0\r\n\r\n',
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+            b'4\r\n{"a"\r\n3\r\n:1}\r\n0\r\n\r\n',
             {"a": 1},
         ),
         (

@@ -1,4 +1,5 @@
-"""The calculator: it computes, refuses what is not a sum, and judges the final text by the number alone."""
+"""The calculator: it computes, refuses what is not a sum, and judges the final text by the number
+alone."""
 
 import asyncio
 

@@ -1,9 +1,8 @@
 """Messages to tokens and back: what was said is never tokenised again, and no reply can raise.
 
-Pinned: a conversation grown by `encode_continuation` has exactly the tokens of the rendered whole; a cut-off reply is closed;
-malformed calls say why; what a message says is text, also where it looks like control tokens; templates that cannot
-be continued are refused.
-"""
+Pinned: a conversation grown by `encode_continuation` has exactly the tokens of the rendered whole;
+a cut-off reply is closed; malformed calls say why; what a message says is text, also where it looks
+like control tokens; templates that cannot be continued are refused."""
 
 import asyncio
 import random
@@ -30,11 +29,15 @@ QWEN = """\
 {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}{%- endif %}
 {%- for message in messages %}
 {%- if message.role == 'user' %}{{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}
-{%- elif message.role == 'assistant' %}{{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' + message.content }}
-{%- for call in message.tool_calls or [] %}{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{%- elif message.role == 'assistant' %}
+{{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' + message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
 {{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\\n' }}
 {%- elif message.role == 'tool' %}
-{{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}{%- endif %}
+{{- '<|im_start|>user\\n<tool_response>\\n' + message.content }}
+{{- '\\n</tool_response><|im_end|>\\n' }}
+{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 """The shape of a large Qwen template: schemas in the system message, thoughts before a reply."""
@@ -51,7 +54,8 @@ def chat(tokenizer: Any) -> Chat:
 
 
 def test_a_grown_conversation_is_the_rendered_whole(tokenizer: Any, chat: Chat) -> None:
-    """The shipped template: opening, replies and what lies between them add up to the whole, token for token."""
+    """The shipped template: opening, replies and what lies between them add up to the whole, token
+    for token."""
 
     async def grow(index: int) -> None:
         task = TASKS.held_out(40)[index]
@@ -107,7 +111,10 @@ def test_calls_are_read_back_as_they_were_made(tokenizer: Any, chat: Chat) -> No
 
 
 def test_text_and_two_calls(tokenizer: Any, chat: Chat) -> None:
-    text = 'One moment.\n<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>\n<tool_call>{"name": "b"}</tool_call>'
+    text = (
+        'One moment.\n<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>\n'
+        '<tool_call>{"name": "b"}</tool_call>'
+    )
     message = chat.parse(tokenizer.encode(text))
     assert message == Message("assistant", "One moment.", (ToolCall("a", {}), ToolCall("b", {})))
 
@@ -201,7 +208,8 @@ def test_a_large_template_with_schemas_and_thoughts_can_be_continued(tokenizer: 
     assert '"description"' in opening and opening.endswith("<|im_start|>assistant\n")
     text = other.decode(chat.encode_continuation([Message("tool", "ok")], ended=False))
     assert text == (
-        "<|im_end|>\n<|im_start|>user\n<tool_response>\nok\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        "<|im_end|>\n<|im_start|>user\n<tool_response>\nok\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
     )
 
 

@@ -1,6 +1,6 @@
-"""Promises: the task sets of other libraries keep the contract of environments and are scored by their library; what is
-missing, unknown or unplayable is said before a run begins; no answer is evaluated that could act; the commands of
-docs/libraries.md run."""
+"""Promises: the task sets of other libraries keep the contract of environments and are scored by
+their library; what is missing, unknown or unplayable is said before a run begins; no answer is
+evaluated that could act; the commands of docs/libraries.md run."""
 
 import asyncio
 import random
@@ -230,7 +230,8 @@ def test_what_could_act_is_never_evaluated(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_scorer_that_evaluates_runs_in_the_sandbox() -> None:
-    """Another way to the same number is right, which only its scorer can tell; one that takes for ever is not."""
+    """Another way to the same number is right, which only its scorer can tell; one that takes for
+    ever is not."""
     taskset = tasks("reasoning-gym:countdown")
     from unstale.envs import sandbox
     from unstale.envs.adapters import reasoning_gym
@@ -376,8 +377,11 @@ def test_a_number_is_guessed() -> None:
     ends = [play(taskset, 0, f"[{number}]")[-1] for number in range(1, 21)]
     (right,) = [end for end in ends if end.done]
     assert right.rewards == {"game": 1.0} and right.facts == {"invalid_move": 0.0}
-    assert all("hint" in end.messages[0].content.lower() or "incorrect" in end.messages[0].content.lower()
-               for end in ends if not end.done)  # fmt: skip
+    assert all(
+        "hint" in end.messages[0].content.lower() or "incorrect" in end.messages[0].content.lower()
+        for end in ends
+        if not end.done
+    )
 
 
 def test_the_factories_of_the_docs_make_task_sets() -> None:

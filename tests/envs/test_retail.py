@@ -1,8 +1,9 @@
-"""The help desk: the expert is always right, blind policies hardly ever, and every wrong call is answered.
+"""The help desk: the expert is always right, blind policies hardly ever, and every wrong call is
+answered.
 
-Pinned: 100% for the expert at every level; at most 15% for each blind policy; tasks are functions of their seed;
-refusal and hand-over end in different databases than action; tool latency is real, log-normal and seeded.
-"""
+Pinned: 100% for the expert at every level; at most 15% for each blind policy; tasks are functions
+of their seed; refusal and hand-over end in different databases than action; tool latency is real,
+log-normal and seeded."""
 
 import asyncio
 import importlib.util
@@ -97,9 +98,13 @@ def test_a_pickup_point_has_plain_digits() -> None:
 def test_every_fault_costs_success_where_its_rule_decides() -> None:
     tasks = RetailTasks()
     decides = {
-        "status": "refuse_status", "account": "business", "final": "refuse_final", "sale": "return_sale",
-        "point": "redirect", "cancel": "cancel",
-    }  # fmt: skip
+        "status": "refuse_status",
+        "account": "business",
+        "final": "refuse_final",
+        "sale": "return_sale",
+        "point": "redirect",
+        "cancel": "cancel",
+    }
     for fault, kind in decides.items():
         task = task_of(kind)
         wrong = expert_replies(tasks.scenario(task), Faults(**{fault: 1.0}))

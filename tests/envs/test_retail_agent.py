@@ -1,6 +1,7 @@
-"""Promises of the agent at the retail desk, which is unmodified code of the OpenAI SDK: in a run, what is recorded of
-it is what the engine sampled, call by call, each token once; what it sent and got is what the tokens say; and an
-episode of it is the environment's own, token for token, where task and noise are the same."""
+"""Promises of the agent at the retail desk, which is unmodified code of the OpenAI SDK: in a run,
+what is recorded of it is what the engine sampled, call by call, each token once; what it sent and
+got is what the tokens say; and an episode of it is the environment's own, token for token, where
+task and noise are the same."""
 
 import asyncio
 import json
@@ -171,11 +172,12 @@ def turns(pieces: Sequence[Piece]) -> tuple[list[tuple[int, ...]], list[tuple[in
 
 
 def read(message: Any) -> Message:
-    """As the desk knows it."""
+    """Convert an OpenAI message, a dict or an object of the client, to a `Message`."""
     record = message if isinstance(message, dict) else message.model_dump(exclude_unset=True)
     calls = [call["function"] for call in record.get("tool_calls") or ()]
     written = "".join(
-        f'<tool_call>{{"name": {json.dumps(call["name"])}, "arguments": {call["arguments"]}}}</tool_call>'
+        f'<tool_call>{{"name": {json.dumps(call["name"])}, '
+        f'"arguments": {call["arguments"]}}}</tool_call>'
         for call in calls
     )
     return Message(record["role"], record["content"] or "", CHAT.parse_content(written).tool_calls)

@@ -1,5 +1,6 @@
-"""Promises of the sandbox: every limit holds, for every way of shutting a program in that works on this machine; what
-a way does not claim to stop, it says; the program is gone with its caller, and with it all that it began."""
+"""Promises of the sandbox: every limit holds, for every way of shutting a program in that works on
+this machine; what a way does not claim to stop, it says; the program is gone with its caller, and
+with it all that it began."""
 
 import asyncio
 import os
@@ -88,7 +89,11 @@ def marker() -> Iterator[str]:
 
 
 def test_a_program_reads_computes_and_says(way: _Way) -> None:
-    code = "import sys, numbers_of\nprint(sum(map(int, input().split())) + numbers_of.more)\nsys.exit(3)"
+    code = (
+        "import sys, numbers_of\n"
+        "print(sum(map(int, input().split())) + numbers_of.more)\n"
+        "sys.exit(3)"
+    )
     done = execute(code, stdin="4 5", files={"numbers_of.py": "more = 33"})
     assert done == ProgramResult("42\n", "", 3, "exited")
     assert execute(["cat", "a b"], files={"a b": "żółw\n"}).stdout == "żółw\n"
@@ -141,7 +146,10 @@ def test_a_fork_bomb_goes_no_further_than_its_limit(way: _Way, marker: str) -> N
 
 
 def test_a_big_file_is_cut(way: _Way) -> None:
-    code = "with open('big', 'wb') as big:\n for _ in range(64): big.write(bytes(1 << 16)); big.flush()"
+    code = (
+        "with open('big', 'wb') as big:\n"
+        " for _ in range(64): big.write(bytes(1 << 16)); big.flush()"
+    )
     done = execute(code, file_mb=2)
     assert done.code == 1 and ("File too large" in done.stderr or "No space left" in done.stderr)
     many = "for name in range(9): open(str(name), 'wb').write(bytes(1 << 20))"
@@ -163,7 +171,11 @@ def test_output_beyond_what_is_kept_is_cut_off(way: _Way) -> None:
 
 def test_nobody_is_reached_over_the_network(way: _Way) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        code = f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 5)\nprint('reached')"
+        code = (
+            "import socket\n"
+            f"socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 5)\n"
+            "print('reached')"
+        )
         reached = execute(code).stdout == "reached\n"
     assert reached == (not shut_in(way)) == ("the network" in sandbox.weaknesses())
 
@@ -183,8 +195,12 @@ def test_environment_variables_stay_outside(way: _Way, marker: str) -> None:
     )
     told = subprocess.run(
         [sys.executable, "-c", script, code],
-        env={**os.environ, "TOKEN": marker}, cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout.split()  # fmt: skip
+        env={**os.environ, "TOKEN": marker},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
     assert told[0] == "False"
     weak = not (shut_in(way) or way.own_user)
     assert (told[1] == "True") == weak == ("looking into your user's" in sandbox.weaknesses())
@@ -205,11 +221,14 @@ def test_bubblewrap_shows_only_what_is_installed(way: _Way, tmp_path: Path) -> N
     secret.write_text("do not read")
     code = (
         "import os, sys\nfrom pathlib import Path\n"
-        f"for path in ({str(secret)!r}, os.path.expanduser('~root/.profile'), '/etc/passwd', '/etc/shadow'):\n"
+        f"for path in ({str(secret)!r}, os.path.expanduser('~root/.profile'), '/etc/passwd', "
+        "'/etc/shadow'):\n"
         "  try: print(open(path).read())\n  except OSError: pass\n"
-        f"for place in ('/', '/usr', '/usr/lib', '/etc', '/dev', '/dev/shm', '/proc', '/home', {str(tmp_path)!r},\n"
+        "for place in ('/', '/usr', '/usr/lib', '/etc', '/dev', '/dev/shm', '/proc', '/home', "
+        f"{str(tmp_path)!r},\n"
         "              sys.prefix, sys.base_prefix):\n"
-        "  try: Path(place, 'left').write_text('x'); print('wrote', place)\n  except OSError: pass\n"
+        "  try: Path(place, 'left').write_text('x'); print('wrote', place)\n  except OSError: "
+        "pass\n"
     )
     if way.kind == "limits":
         assert "reading and writing files" in sandbox.weaknesses()
@@ -222,7 +241,8 @@ def test_what_a_program_began_ends_with_it(way: _Way, marker: str) -> None:
     code = (
         "import subprocess, sys\n"
         "for apart in (False, True)[:{}]:\n"
-        f"  subprocess.Popen([sys.executable, '-c', {FOREVER!r}, {marker!r}], start_new_session=apart)"
+        f"  subprocess.Popen([sys.executable, '-c', {FOREVER!r}, {marker!r}], "
+        "start_new_session=apart)"
     )
     assert execute(code.format(2 if shut_in(way) else 1)).ended == "exited"
     until(lambda: not alive(marker))

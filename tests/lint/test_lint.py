@@ -1,6 +1,6 @@
-"""Promises: for every route the page names the policy in each ratio, and where it says "1 by construction" the route
-itself says so too; every refusal has a reason, and typing the first fix it offers lifts it; what is shipped passes;
-`train` refuses before anything is made."""
+"""Promises: for every route the page names the policy in each ratio, and where it says "1 by
+construction" the route itself says so too; every refusal has a reason, and typing the first fix it
+offers lifts it; what is shipped passes; `train` refuses before anything is made."""
 
 from io import StringIO
 from pathlib import Path
@@ -88,16 +88,17 @@ def test_exactness_and_costs_are_told(route: str) -> None:
     assert facts["costs"].startswith("nothing") == free
 
 
+FRESH = "--old_logps.fresh behavior"
 BY_CONSTRUCTION = {
     "--old_logps.route rollout": "D",
     "--old_logps.route current_recompute": "S",
     "--old_logps.route interp_prox_loglinear --old_logps.alpha 0": "D",
     "--old_logps.route interp_prox_linear --old_logps.alpha 1": "S",
     "--old_logps.route interp_prox_loglinear --schedule.max_staleness 0": "S",
-    "--old_logps.route interp_prox_linear --schedule.max_staleness 0 --old_logps.fresh behavior": "D",
-    "--old_logps.route interp_prox_loglinear --schedule.max_staleness 1 --old_logps.fresh behavior": "D",
+    f"--old_logps.route interp_prox_linear --schedule.max_staleness 0 {FRESH}": "D",
+    f"--old_logps.route interp_prox_loglinear --schedule.max_staleness 1 {FRESH}": "D",
     "--old_logps.route interp_prox_loglinear --schedule.max_staleness 1": "",
-    "--old_logps.route interp_prox_loglinear --schedule.max_staleness 2 --old_logps.fresh behavior": "",
+    f"--old_logps.route interp_prox_loglinear --schedule.max_staleness 2 {FRESH}": "",
     "--old_logps.route interp_prox_linear --old_logps.alpha 0.5": "",
 }
 
@@ -134,18 +135,31 @@ REFUSED = [
     ("--old_logps.route current_recompute --objective.kind cispo", "cispo can never act"),
     ("--old_logps.route current_recompute --objective.kind kl_penalty", "kl_penalty can never act"),
     ("--old_logps.route interp_prox_loglinear --old_logps.alpha 1", "S is identically 1"),
-    ("--old_logps.route interp_prox_linear --old_logps.alpha 1 --trainer.minibatches_per_batch 4", "S is identically 1"),
+    (
+        "--old_logps.route interp_prox_linear --old_logps.alpha 1 --trainer.minibatches_per_batch "
+        "4",
+        "S is identically 1",
+    ),
     ("--old_logps.route interp_prox_linear --schedule.max_staleness 0", "S is identically 1"),
-    ("--old_logps.route rollout --correction.control mask", "D is identically 1, mask can never act"),
+    (
+        "--old_logps.route rollout --correction.control mask",
+        "D is identically 1, mask can never act",
+    ),
     (
         "--old_logps.route rollout --correction.control none --correction.token_veto_threshold 0.1",
         "D is identically 1, token_veto_threshold can never act",
     ),
     ("--old_logps.route rollout", "a weight on D (mask_weight) beside a loss"),
     ("--old_logps.route rollout --correction.control truncate", "a weight on D (truncate) beside"),
-    ("--old_logps.route interp_prox_loglinear --old_logps.alpha 0", "beside a loss that is anchored on mu"),
+    (
+        "--old_logps.route interp_prox_loglinear --old_logps.alpha 0",
+        "beside a loss that is anchored on mu",
+    ),
     *(
-        (f"--old_logps.route {route} --correction.control none", "D is neither bounded nor weighted")
+        (
+            f"--old_logps.route {route} --correction.control none",
+            "D is neither bounded nor weighted",
+        )
         for route in (
             "current_recompute --old_logps.baseline true",
             "current_recompute --trainer.minibatches_per_batch 2",
@@ -157,19 +171,35 @@ REFUSED = [
             "eager --old_logps.fallback ewma_prox",
         )
     ),
-    ("--old_logps.route ewma_prox --correction.control none --correction.token_veto_threshold 0.1", "not bounded from above"),
+    (
+        "--old_logps.route ewma_prox --correction.control none --correction.token_veto_threshold "
+        "0.1",
+        "not bounded from above",
+    ),
     *(
         (f"--old_logps.route {route} --engine.keep_cache true", "the engine keeps its cache")
         for route in (*EXACT, "eager --old_logps.fallback ewma_prox")
     ),
     (f"{_FULL} 0.01", "the staleness bound can outrun the versions that are kept"),
     (f"{_FULL} 0.02 --old_logps.route eager --schedule.max_staleness 5", "can outrun the versions"),
-    ("--schedule.max_staleness 0 --schedule.lookahead_window 4", "a window of 4 positions has nothing to look ahead at"),
-    ("--old_logps.route interp_prox_loglinear --objective.loss_aggregation kept", "is not known in time"),
+    (
+        "--schedule.max_staleness 0 --schedule.lookahead_window 4",
+        "a window of 4 positions has nothing to look ahead at",
+    ),
+    (
+        "--old_logps.route interp_prox_loglinear --objective.loss_aggregation kept",
+        "is not known in time",
+    ),
     (f"{_RESET} --correction.control truncate", "the average can never be reset"),
-    ("--objective.kind gspo --objective.unit turn", "gspo cannot take S as the geometric mean over a turn"),
-    ("--objective.kind gspo --objective.unit sequence --objective.aggregate sum", "as the product over a sequence"),
-]  # fmt: skip
+    (
+        "--objective.kind gspo --objective.unit turn",
+        "gspo cannot take S as the geometric mean over a turn",
+    ),
+    (
+        "--objective.kind gspo --objective.unit sequence --objective.aggregate sum",
+        "as the product over a sequence",
+    ),
+]
 
 
 @pytest.mark.parametrize("knobs, says", REFUSED)
@@ -199,8 +229,8 @@ ALLOWED = [
     "--old_logps.route rollout --correction.control none",
     "--old_logps.route rollout --old_logps.baseline true",
     "--old_logps.route interp_prox_loglinear --old_logps.alpha 1 --old_logps.baseline true",
-    "--old_logps.route current_recompute --schedule.max_staleness 0 --trainer.minibatches_per_batch 2"
-    " --correction.control none",
+    "--old_logps.route current_recompute --schedule.max_staleness 0 "
+    "--trainer.minibatches_per_batch 2 --correction.control none",
     "--correction.control none",
     "--schedule.max_staleness 2 --schedule.lookahead_window 400",
     "--old_logps.route ewma_prox --engine.keep_cache true",
@@ -234,14 +264,20 @@ WARNED = [
     ("--objective.kind gspo", "gspo with the band of a single token"),
     ("--objective.kind none", "nothing bounds S"),
     ("--objective.kind kl_penalty --objective.kl_penalty 0", "nothing bounds S"),
-    ("--old_logps.route ewma_prox --schedule.max_staleness 6", "the average is 1 versions old, the tokens 0 to 6"),
-    ("--old_logps.route ppo_ewma_async --old_logps.beta 0.9", "the average is 9 versions old, the tokens 0 to 2"),
+    (
+        "--old_logps.route ewma_prox --schedule.max_staleness 6",
+        "the average is 1 versions old, the tokens 0 to 6",
+    ),
+    (
+        "--old_logps.route ppo_ewma_async --old_logps.beta 0.9",
+        "the average is 9 versions old, the tokens 0 to 2",
+    ),
     ("--old_logps.route ppo_ewma_async --engine.keep_cache true", "the engine keeps its cache"),
     (f"--trainer.dtype bfloat16 --correction.unit sequence {NARROW}", "D at 0.005"),
     (f"--trainer.dtype bfloat16 {GSPO}", "S at 0.0004"),
     (NARROW, "narrower than the noise"),
     ("--trainer.lora_rank 8 --trainer.lr 1e-5", "adapters at a learning rate of 1e-05"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("knobs, says", WARNED)
@@ -270,10 +306,21 @@ def test_every_shipped_recipe_passes_without_a_warning(name: str) -> None:
 def test_there_is_a_recipe_for_every_route_and_only_the_route_differs() -> None:
     made = {route: RECIPES[f"route_{route}"]() for route in list(routes())}
     shared = {
-        (config.task, config.rollout, config.engine, config.schedule, config.advantage, config.objective, config.trainer,
-         config.audit, config.eval, config.steps, config.minutes)
+        (
+            config.task,
+            config.rollout,
+            config.engine,
+            config.schedule,
+            config.advantage,
+            config.objective,
+            config.trainer,
+            config.audit,
+            config.eval,
+            config.steps,
+            config.minutes,
+        )
         for config in made.values()
-    }  # fmt: skip
+    }
     assert len(shared) == 1
     assert [config.old_logps.route for config in made.values()] == list(made)
     odd = {
@@ -286,8 +333,8 @@ def test_there_is_a_recipe_for_every_route_and_only_the_route_differs() -> None:
 
 def test_bounds_and_versions_are_told_with_their_numbers() -> None:
     knobs = (
-        "--schedule.max_staleness 3 --schedule.lookahead_window 20 --trainer.minibatches_per_batch 2 --correction.unit turn "
-        "--correction.token_veto_threshold 0.01 --objective.kind dual_clip"
+        "--schedule.max_staleness 3 --schedule.lookahead_window 20 --trainer.minibatches_per_batch "
+        "2 --correction.unit turn --correction.token_veto_threshold 0.01 --objective.kind dual_clip"
     )
     verdict = check(configured(knobs))
     d, s = verdict.factors
@@ -299,19 +346,22 @@ def test_bounds_and_versions_are_told_with_their_numbers() -> None:
         "dual_clip: no gradient for moving further outside [0.8, 1.28], per token; where A < 0"
     )
     assert verdict.facts["versions"] == (
-        "a token is at most 5 old when its batch is taken (max_staleness 3, and 2 for a window of 20); an episode may "
-        "hold tokens of 6; counted in optimizer steps a token is at most 11 old"
+        "a token is at most 5 old when its batch is taken (max_staleness 3, and 2 for a window of "
+        "20); an episode may hold tokens of 6; counted in optimizer steps a token is at most 11 old"
     )
     assert verdict.facts["unbounded"] == "nothing"
 
 
-@pytest.mark.parametrize("knobs, loose", [
-    ("--correction.control none", "D; S upwards where A < 0"),
-    ("--objective.kind none", "S"),
-    ("--objective.kind kl_penalty", "S is pulled back, not cut"),
-    ("--objective.kind cispo", "nothing"),
-    ("--old_logps.route current_recompute --old_logps.baseline true", "nothing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "knobs, loose",
+    [
+        ("--correction.control none", "D; S upwards where A < 0"),
+        ("--objective.kind none", "S"),
+        ("--objective.kind kl_penalty", "S is pulled back, not cut"),
+        ("--objective.kind cispo", "nothing"),
+        ("--old_logps.route current_recompute --old_logps.baseline true", "nothing"),
+    ],
+)
 def test_what_remains_unbounded_is_told(knobs: str, loose: str) -> None:
     assert check(configured(knobs)).facts["unbounded"].startswith(loose)
 
@@ -327,7 +377,8 @@ def test_the_page_fits_100_columns_and_shows_brackets_as_they_are() -> None:
 
 def test_train_refuses_before_anything_is_made(tmp_path: Path) -> None:
     config = configured(
-        f"--old_logps.route rollout --schedule.max_staleness 0 --schedule.lookahead_window 2 --runs {tmp_path}/runs"
+        "--old_logps.route rollout --schedule.max_staleness 0 --schedule.lookahead_window 2 "
+        f"--runs {tmp_path}/runs"
     )
     with pytest.raises(ConfigError) as refusal:
         session.train(config, console=Console(file=StringIO()))

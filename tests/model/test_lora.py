@@ -1,9 +1,9 @@
 """Training by adapters.
 
-Pinned: a policy's weights are then its adapters alone, over a base that twins share and no step moves; exact routes
-stay exact, and a run's own audit says so; merging is PEFT's, and what is saved loads there; engines merge what travels
-and refuse another base; what is published, kept and checkpointed is adapters; a killed run goes on, bit for bit.
-"""
+Pinned: a policy's weights are then its adapters alone, over a base that twins share and no step
+moves; exact routes stay exact, and a run's own audit says so; merging is PEFT's, and what is saved
+loads there; engines merge what travels and refuse another base; what is published, kept and
+checkpointed is adapters; a killed run goes on, bit for bit."""
 
 import asyncio
 import json
@@ -261,7 +261,8 @@ def test_without_peft_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_embedded_engine_samples_from_the_merged_weights(folder: Path) -> None:
-    """Also those that deltas lead to. Adapters travel in the trainer's precision, whatever the engine's is."""
+    """Also those that deltas lead to. Adapters travel in the trainer's precision, whatever the
+    engine's is."""
     policy = Policy.load(folder, lora=LORA)
     engine = EmbeddedEngine(
         folder, dtype="float32", max_context=128, max_slots=4, deltas=True, merging=policy.merging
@@ -287,7 +288,8 @@ def test_the_embedded_engine_samples_from_the_merged_weights(folder: Path) -> No
 
 
 def test_any_architecture_can_be_merged_into(tmp_path: Path) -> None:
-    """By transformers' own forward pass in the engine; in bfloat16 the base is what the trainer has of it."""
+    """By transformers' own forward pass in the engine; in bfloat16 the base is what the trainer has
+    of it."""
     sizes = {
         "hidden_size": 32,
         "intermediate_size": 64,

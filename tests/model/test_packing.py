@@ -1,10 +1,10 @@
 """How a pass is run: packing, shared beginnings, the head, running again, compiling.
 
-Pinned: every token of a tree is run once, in the right place; the gradient of a shared beginning is the unshared one
-to 1e-10, for several architectures, windows and adapters; no sibling sees another, to the bit; passes keep to their
-budget and siblings stay together; no more than a tile of logits ever exists, at any vocabulary; running layers again
-keeps less and changes nothing; a compiled policy says the same; oneDNN multiplies as torch does.
-"""
+Pinned: every token of a tree is run once, in the right place; the gradient of a shared beginning is
+the unshared one to 1e-10, for several architectures, windows and adapters; no sibling sees another,
+to the bit; passes keep to their budget and siblings stay together; no more than a tile of logits
+ever exists, at any vocabulary; running layers again keeps less and changes nothing; a compiled
+policy says the same; oneDNN multiplies as torch does."""
 
 import inspect
 import os
@@ -51,7 +51,8 @@ def put(*sequences: list[int]) -> Packed:
 
 
 def siblings() -> Packed:
-    """Two groups; in the first two go on alike for a while, and one is where another has only begun to differ."""
+    """Two groups; in the first two go on alike for a while, and one is where another has only begun
+    to differ."""
     one, two, turn, *ends = text(40, 25, 20, 9, 7, 12, 3, 8)
     return put(
         one + ends[0],
@@ -73,9 +74,12 @@ def test_what_is_shared_is_run_once_and_lies_before_all_that_follows_it() -> Non
         at for length in packed.lengths for at in range(length)
     ]
     assert run.segments[:5] == (
-        Segment(0, 40, 84), Segment(40, 49, 49, ((0, 40),)), Segment(49, 69, 84, ((0, 40),)),
-        Segment(69, 81, 81, ((0, 40), (49, 69))), Segment(81, 84, 84, ((0, 40), (49, 69))),
-    )  # fmt: skip
+        Segment(0, 40, 84),
+        Segment(40, 49, 49, ((0, 40),)),
+        Segment(49, 69, 84, ((0, 40),)),
+        Segment(69, 81, 81, ((0, 40), (49, 69))),
+        Segment(81, 84, 84, ((0, 40), (49, 69))),
+    )
     assert (~run.follows).nonzero().squeeze(1).tolist() == list(packed.offsets[:-1])
     apart = build_prefix_tree(packed, share=False)
     assert apart.num_tokens == len(packed.tokens) and not any(
@@ -245,7 +249,8 @@ def test_chunks_of_the_head_change_neither_value_nor_gradient(
 
 
 class Largest(TorchDispatchMode):
-    """The largest matrix that any operation made, but for those of as many rows as the vocabulary."""
+    """The largest matrix that any operation made, but for those of as many rows as the
+    vocabulary."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
@@ -266,9 +271,15 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("vocabulary", [1_000, 32_000, 150_000])
 def test_no_more_logits_exist_than_a_tile_of_them(vocabulary: int) -> None:
     config = Qwen3Config(
-        vocab_size=vocabulary, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
-        num_key_value_heads=1, head_dim=8, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=True,
+    )
     policy, packed = Policy(Qwen3ForCausalLM(config), None), put(*text(60, 90))
     with Largest(vocabulary) as seen:
         policy.score(
@@ -399,9 +410,11 @@ def test_linear_layers_are_those_of_torch(tokens: int, bias: bool) -> None:
 def test_what_a_processor_lacks_is_left_to_torch() -> None:
     """Asked in processes of their own: the instructions that oneDNN may use are read once."""
     asked = (
-        "import torch; from unstale.model.linear import product, supported; a = torch.ones(32, 32)\n"
+        "import torch; from unstale.model.linear import product, supported; a = torch.ones(32, "
+        "32)\n"
         "for d in (torch.float32, torch.bfloat16, torch.float64):\n"
-        "    assert torch.equal(product(a.to(d), a.to(d)), (32 * a).to(d)) and supported(d) in (True, False)\n"
+        "    assert torch.equal(product(a.to(d), a.to(d)), (32 * a).to(d)) and supported(d) in "
+        "(True, False)\n"
         "print(supported(torch.bfloat16), supported(torch.float64))\n"
         "torch.backends.mkldnn.enabled = False\n"
         "print(supported(torch.float32))\n"
@@ -420,9 +433,15 @@ def test_the_head_of_a_model_of_any_width_is_known_to_be_plain(
     hidden: int, dtype: torch.dtype
 ) -> None:
     config = Qwen3Config(
-        vocab_size=1000, hidden_size=hidden, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=1000,
+        hidden_size=hidden,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=True,
+    )
     assert Policy(Qwen3ForCausalLM(config).to(dtype), None)._plain_head
 
 
@@ -437,7 +456,8 @@ def test_linear_layers_keep_what_their_gradients_need() -> None:
 
 
 def test_what_adds_up_over_chunks_is_added_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bfloat16 head and a trunk with many siblings: their gradients round as if they were formed at once."""
+    """A bfloat16 head and a trunk with many siblings: their gradients round as if they were formed
+    at once."""
     noise = torch.Generator().manual_seed(0)
     rows, targets = (
         torch.randn(2048, 32, generator=noise).bfloat16(),
@@ -515,7 +535,8 @@ def two_threads() -> Iterator[None]:
 def test_attention_gives_every_tree_what_it_gets_alone_to_the_bit(
     heads: tuple[int, int, int], dtype: torch.dtype, two_threads: None
 ) -> None:
-    """Blocks of one length attend in one call: trees of one shape here, one of another, and a long one between them."""
+    """Blocks of one length attend in one call: trees of one shape here, one of another, and a long
+    one between them."""
     shapes = [
         (40, (24, 24, 31)),
         (3, (2,)),

@@ -1,8 +1,8 @@
 """The policy: tokens to log-probabilities.
 
-Pinned: packed equals one sequence at a time, for several architectures; no sequence sees its neighbour; only asked-for
-logits are computed; a folder that cannot be a policy is refused in
-one line; saving and loading change no bit; lag counts batches, whatever the numbers of the versions.
+Pinned: packed equals one sequence at a time, for several architectures; no sequence sees its
+neighbour; only asked-for logits are computed; a folder that cannot be a policy is refused in one
+line; saving and loading change no bit; lag counts batches, whatever the numbers of the versions.
 """
 
 import json

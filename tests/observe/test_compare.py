@@ -1,8 +1,9 @@
-"""Promises: a comparison's intervals, paired differences, equal tokens and equal wall-clock are those worked out by
-hand; what did not finish is shown and is in no mean; times are compared only of runs that were alone. Every run's
-configuration is checked before the first begins, and what the linter says of the arms is shown; runs that finished are
-kept, others begun again, one failure stops nobody else, runs at the same time have cores of their own, and Ctrl-C ends
-the run in progress; the page escapes what it shows and draws inside its frames."""
+"""Promises: a comparison's intervals, paired differences, equal tokens and equal wall-clock are
+those worked out by hand; what did not finish is shown and is in no mean; times are compared only of
+runs that were alone. Every run's configuration is checked before the first begins, and what the
+linter says of the arms is shown; runs that finished are kept, others begun again, one failure stops
+nobody else, runs at the same time have cores of their own, and Ctrl-C ends the run in progress; the
+page escapes what it shows and draws inside its frames."""
 
 import io
 import json
@@ -53,7 +54,8 @@ def trial(
     step_s: float = 60.0,
     tokens: float = 50.0,
 ) -> None:
-    """A finished run, evaluated before the first and after every step, each step taking `step_s` and `tokens`."""
+    """A finished run, evaluated before the first and after every step, each step taking `step_s`
+    and `tokens`."""
     clock = FakeClock()
     config = replace(fake_config(steps=len(evaluations) - 1, seed=seed), eval=EvalConfig(every=1))
     with RunLog.create(folder, config, clock=clock) as log:
@@ -138,7 +140,8 @@ def test_arms_are_compared_seed_by_seed(tmp_path: Path) -> None:
     found = three_seeds(tmp_path)
     ewma = next(arm for arm in found.arms if arm.name == "ewma_prox")
     assert found.reference.name == "snapshot_old"
-    # differences 0.10, 0.05, -0.05: mean 0.03333, sd 0.076376, half width 4.3027 * 0.076376 / sqrt(3) = 0.18973
+    # differences 0.10, 0.05, -0.05: mean 0.03333, sd 0.076376, half width 4.3027 * 0.076376 /
+    # sqrt(3) = 0.18973
     assert values(found.versus(ewma)) == pytest.approx((0.03333, -0.15640, 0.22307, 3), abs=1e-4)
     assert found.versus(found.reference) is None
     assert (
@@ -314,8 +317,11 @@ def planned(folder: Path, *arms: Arm, seeds: int = 2, base: Sequence[str] = ()) 
 def test_a_plan_alternates_arms_and_keeps_the_runs_comparable(tmp_path: Path) -> None:
     runs = planned(tmp_path / "x", base=("--trainer.lr=0.001",)).runs
     assert [run.folder.name for run in runs] == [
-        "snapshot_old-seed0", "rollout-seed0", "snapshot_old-seed1", "rollout-seed1",
-    ]  # fmt: skip
+        "snapshot_old-seed0",
+        "rollout-seed0",
+        "snapshot_old-seed1",
+        "rollout-seed1",
+    ]
     assert {(run.config.steps, run.config.minutes, run.config.eval.every) for run in runs} == {
         (20, 0.0, 2)
     }

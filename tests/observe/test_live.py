@@ -1,8 +1,9 @@
 """What is promised of the live display.
 
-- Off a terminal: one plain line per step and phase, no escape sequences, nothing read as markup, and no silence longer
-  than `quiet_s`, even when nobody calls.
-- On a terminal: a panel that fits 80 columns and 24 lines with nothing cut off, and says who waits for whom.
+- Off a terminal: one plain line per step and phase, no escape sequences, nothing read as markup,
+  and no silence longer than `quiet_s`, even when nobody calls.
+- On a terminal: a panel that fits 80 columns and 24 lines with nothing cut off, and says who waits
+  for whom.
 - An approximate route is never shown as if its factors were clean.
 """
 
@@ -61,7 +62,8 @@ def test_one_plain_line_per_step() -> None:
         )
     (line,) = out.getvalue().splitlines()
     assert line == (
-        "[  6.2 s] step 1/80 · success 50.0% · reward 0.51 · staleness 2/2 · kept 99.9% · engine 1,950 tok/s · 6.2 s"
+        "[  6.2 s] step 1/80 · success 50.0% · reward 0.51 · staleness 2/2 · kept 99.9% · engine "
+        "1,950 tok/s · 6.2 s"
     )
 
 

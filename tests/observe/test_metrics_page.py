@@ -11,14 +11,24 @@ from unstale.config import AuditConfig, CheckpointConfig
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 NOT_OF_A_RUN = "From library functions only"
 OTHER_ROUTES = {
-    "old_logps/ewma_age", "old_logps/scored_in_time_share", "old_logps/publish_wait_s",
-    "old_logps/score_wait_s", "old_logps/closing_s", "old_logps/stall_s",
-}  # fmt: skip
+    "old_logps/ewma_age",
+    "old_logps/scored_in_time_share",
+    "old_logps/publish_wait_s",
+    "old_logps/score_wait_s",
+    "old_logps/closing_s",
+    "old_logps/stall_s",
+}
 OTHER_ENGINES = {"engine/probe_logp_error"}
 UNDEFINED = {
-    "audit/mask_f1", "audit/clip_f1", "audit/log_d_log_s_corr", "audit/logp_error_abs_mean_se", "audit/staleness_leak",
-    "audit/staleness_leak_se", "audit/discrepancy_leak", "audit/discrepancy_leak_se",
-}  # fmt: skip
+    "audit/mask_f1",
+    "audit/clip_f1",
+    "audit/log_d_log_s_corr",
+    "audit/logp_error_abs_mean_se",
+    "audit/staleness_leak",
+    "audit/staleness_leak_se",
+    "audit/discrepancy_leak",
+    "audit/discrepancy_leak_se",
+}
 """Absent when the data of so short a run does not define them."""
 
 

@@ -1,12 +1,12 @@
-"""The exact routes equal independent full copies on the same trajectories, and so each other: with one, two and five
-versions in a turn and across turns, to 1e-5 in float32 and 1e-9 in float64, and in an asynchronous run with one and
-with two optimizer steps per batch.
+"""The exact routes equal independent full copies on the same trajectories, and so each other: with
+one, two and five versions in a turn and across turns, to 1e-5 in float32 and 1e-9 in float64, and
+in an asynchronous run with one and with two optimizer steps per batch.
 
-Besides: `eager` is exact on what it covers, and its fallback is asked for nothing else; what nobody can ask for is
-forgotten; pieces of one episode share a forward pass; `interrupt_sync` counts its stall; the old-logit process makes
-publication wait before any engine has the version, never the arrival of a piece; when it dies or freezes the next call
-says why, within five seconds, and it ends with its parent; in lockstep its speed changes no bit.
-"""
+Besides: `eager` is exact on what it covers, and its fallback is asked for nothing else; what nobody
+can ask for is forgotten; pieces of one episode share a forward pass; `interrupt_sync` counts its
+stall; the old-logit process makes publication wait before any engine has the version, never the
+arrival of a piece; when it dies or freezes the next call says why, within five seconds, and it ends
+with its parent; in lockstep its speed changes no bit."""
 
 import asyncio
 import os
@@ -81,7 +81,8 @@ def pieces_of(version: int) -> list[PendingPiece]:
 
 
 def play(route: OldLogps, policy: Policy, *, versions: int = 5) -> list[Policy]:
-    """What the loop would tell a route: half the pieces of a version arrive in time for idle scoring. Full copies."""
+    """What the loop would tell a route: half the pieces of a version arrive in time for idle
+    scoring. Full copies."""
     copies = []
     for version in range(versions):
         if version:
@@ -161,7 +162,8 @@ def test_eager_is_exact_on_what_it_covers_and_asks_for_nothing_else() -> None:
     route = Eager(LocalScorer(policy, 1.0, 48), fallback=fallback)
     copies = play(route, policy)
     values, exact = route.logps(BATCH, torch.empty(0))
-    # in time: every other piece of versions 0 to 3, in order of arrival; of version 4 the trainer still is everything
+    # in time: every other piece of versions 0 to 3, in order of arrival; of version 4 the trainer
+    # still is everything
     early = {
         (piece.episode, piece.start) for version in range(4) for piece in pieces_of(version)[::2]
     }
@@ -393,7 +395,8 @@ def test_closing_does_not_wait_for_a_frozen_process_with_a_full_socket() -> None
 
 
 def in_lockstep(*, hindered: bool) -> list[Any]:
-    """What a route says and spends, asked in the middle of every version. Hindered: other arrivals, a slow process."""
+    """What a route says and spends, asked in the middle of every version. Hindered: other arrivals,
+    a slow process."""
     policy, copies, found = tiny_policy(), [], []
     with closing(OldLogitModel(LocalScorer(policy, 0.7, 24), lockstep=True)) as route:
         for version in range(5):
@@ -424,9 +427,7 @@ def test_in_lockstep_nothing_depends_on_how_fast_the_process_is_nor_on_the_order
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
-def test_a_resumed_route_starts_its_process_at_the_first_publication_and_hears_of_its_own_pieces_again() -> (
-    None
-):
+def test_a_resumed_route_starts_its_process_at_the_first_publication() -> None:
     policy = tiny_policy()
     with built("old_logit_model", policy) as route:
         copies = play(route, policy, versions=3)
@@ -475,9 +476,9 @@ def test_a_piece_that_never_arrived_is_missed_and_not_waited_for() -> None:
 
 def test_the_process_ends_when_its_parent_is_gone() -> None:
     program = (
-        "import os; from unstale.testing import tiny_policy; from unstale.old_logps.scoring.scorer import LocalScorer; "
-        "from unstale.old_logps.old_logit_model import OldLogitModel; policy = tiny_policy(); "
-        "route = OldLogitModel(LocalScorer(policy, 1.0, 48)); route.published(()); "
+        "import os; from unstale.testing import tiny_policy; from unstale.old_logps.scoring.scorer "
+        "import LocalScorer; from unstale.old_logps.old_logit_model import OldLogitModel; policy = "
+        "tiny_policy(); route = OldLogitModel(LocalScorer(policy, 1.0, 48)); route.published(()); "
         "print(route.pid, flush=True); os._exit(0)"
     )
     root = Path(__file__).parents[2]
@@ -522,7 +523,8 @@ def routed(
     config = replace(
         parts.config, trainer=TrainerConfig(lr=3e-3, minibatches_per_batch=minibatches_per_batch)
     )
-    # the script's log-probabilities are far from the policy's: any control of D would drop every token
+    # the script's log-probabilities are far from the policy's: any control of D would drop every
+    # token
     rules = replace(
         parts.trainer.rules, correction=build_correction(CorrectionConfig(control="none"))
     )
@@ -546,7 +548,8 @@ def routed(
 def test_no_engine_gets_a_version_before_the_process_has_loaded_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a run without lag, where no batch waits for answers, the process stands still from the first update on."""
+    """In a run without lag, where no batch waits for answers, the process stands still from the
+    first update on."""
     parts = make(tmp_path, count(), budget=0, steps=4)
     route = OldLogitModel(LocalScorer(parts.trainer.policy, 1.0, 256))
     load, publishing = parts.engine.load, route.publishing
@@ -573,15 +576,25 @@ def test_no_engine_gets_a_version_before_the_process_has_loaded_the_one_before(
     with closing(route):
         rows = run(routed(parts, route))
     assert happened == [
-        "loaded -1", "engine 0", "loaded 0", "engine 1", "goes on", "loaded 1", "engine 2",
-        "loaded 2", "engine 3", "loaded 3", "engine 4",
-    ]  # fmt: skip
+        "loaded -1",
+        "engine 0",
+        "loaded 0",
+        "engine 1",
+        "goes on",
+        "loaded 1",
+        "engine 2",
+        "loaded 2",
+        "engine 3",
+        "loaded 3",
+        "engine 4",
+    ]
     assert rows[2]["old_logps/publish_wait_s"] >= 0.5
     assert all(row["old_logps/exact_share"] == 1 for row in rows)
 
 
 def pauses() -> Callable[[Sequence[int], SamplingParams], Awaitable[None]]:
-    """One task in seven stops once in the middle of each reply, until an update interrupts it; a second at most."""
+    """One task in seven stops once in the middle of each reply, until an update interrupts it; a
+    second at most."""
     begun: set[tuple[int, int]] = set()
 
     async def wait(tokens: Sequence[int], params: SamplingParams) -> None:

@@ -1,9 +1,9 @@
 """Old-logit routes, each against an independent calculation (algorithm.md, sections 2, 3 and 6).
 
-Pinned: at lag 0 with no step since, exact routes have S = 1 and `rollout` has S = pi / mu; pi / mu = D S for every
-route; `snapshot_old` equals independent full copies, on one, two and five versions in a turn and across turns, and
-forwards no token it need not; the average's age law, its linear-drift law and its precision; public vectors.
-"""
+Pinned: at lag 0 with no step since, exact routes have S = 1 and `rollout` has S = pi / mu; pi / mu
+= D S for every route; `snapshot_old` equals independent full copies, on one, two and five versions
+in a turn and across turns, and forwards no token it need not; the average's age law, its
+linear-drift law and its precision; public vectors."""
 
 import json
 from collections.abc import Mapping
@@ -31,9 +31,14 @@ from unstale.records import Batch, collate
 from unstale.testing import episode, nudge, plain_logps, tiny_policy
 
 ROUTES = (
-    "rollout", "current_recompute", "snapshot_old", "interp_prox_loglinear", "interp_prox_linear", "ewma_prox",
+    "rollout",
+    "current_recompute",
+    "snapshot_old",
+    "interp_prox_loglinear",
+    "interp_prox_linear",
+    "ewma_prox",
     "ppo_ewma_async",
-)  # fmt: skip
+)
 VERSIONS_IN_TURNS = {
     "one": [4, (5, 3)],
     "two in a turn": [4, (3, 2), (4, 3), 2],
@@ -260,7 +265,8 @@ def test_the_average_scores_with_the_average_and_counts_each_version_once() -> N
     policy.version = 1
     route.published(live={0, 1})
     route.published(live={1})
-    # w_1 = 0.5 + 1: the average holds a third of version 0 and two thirds of version 1, and is a third of a version old
+    # w_1 = 0.5 + 1: the average holds a third of version 0 and two thirds of version 1, and is a
+    # third of a version old
     assert route.average.weight == 1.5 and route.average.age == pytest.approx(1 / 3)
     mean = policy.twin()
     mean.load_weights(
@@ -381,9 +387,7 @@ def test_each_token_takes_the_average_nearest_to_its_lag() -> None:
     assert route.costs()["ewma_age_1"] == old.age
 
 
-def test_a_reference_that_keeps_too_little_is_begun_anew_after_patience_and_not_within_the_cooldown() -> (
-    None
-):
+def test_a_low_kept_share_resets_the_reference_after_patience_and_cooldown() -> None:
     policy, reset = tiny_policy(), Reset(below=0.5, patience=2, cooldown=4)
     route = PpoEwmaAsync(LocalScorer(policy, 1.0, 48), beta=0.75, reset=reset)
     ages, happened = [], []

@@ -1,9 +1,8 @@
 """`snapshot_old` on the version store.
 
-Pinned: however versions are stored, and wherever the movable model stands, values equal those of independent full
-copies; the model is moved as little as the batch allows; what it costs is what the store holds; it goes on from its
-state, keeps a memory limit, and leaves no file behind.
-"""
+Pinned: however versions are stored, and wherever the movable model stands, values equal those of
+independent full copies; the model is moved as little as the batch allows; what it costs is what the
+store holds; it goes on from its state, keeps a memory limit, and leaves no file behind."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Promises: parameters are those of the real models, costs are what is worked out by hand and was measured, and what a
-plan suggests fits, keeps to what was asked, and can be run."""
+"""Promises: parameters are those of the real models, costs are what is worked out by hand and was
+measured, and what a plan suggests fits, keeps to what was asked, and can be run."""
 
 import json
 import re
@@ -66,9 +66,17 @@ def test_parameters_are_those_of_the_real_model(config: Any, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("name", "all_of_them", "without_embedding"),
-    [("0.6B", 0.6, 0.44), ("1.7B", 1.7, 1.4), ("4B", 4.0, 3.6), ("8B", 8.2, 6.95), ("14B", 14.8, 13.2),
-     ("32B", 32.8, 31.2), ("30B-A3B", 30.5, 29.9), ("235B-A22B", 235, 234)],
-)  # fmt: skip
+    [
+        ("0.6B", 0.6, 0.44),
+        ("1.7B", 1.7, 1.4),
+        ("4B", 4.0, 3.6),
+        ("8B", 8.2, 6.95),
+        ("14B", 14.8, 13.2),
+        ("32B", 32.8, 31.2),
+        ("30B-A3B", 30.5, 29.9),
+        ("235B-A22B", 235, 234),
+    ],
+)
 def test_presets_have_the_parameters_of_their_model_cards(
     name: str, all_of_them: float, without_embedding: float
 ) -> None:
@@ -79,7 +87,8 @@ def test_presets_have_the_parameters_of_their_model_cards(
 
 
 def test_a_token_costs_what_is_worked_out_by_hand() -> None:
-    """Two layers of width 8: attention 8 x 2 x (2 heads x 4 + 1 x 4) = 192, MLP 3 x 8 x 16 = 384, norms 16 + 8."""
+    """Two layers of width 8: attention 8 x 2 x (2 heads x 4 + 1 x 4) = 192, MLP 3 x 8 x 16 = 384,
+    norms 16 + 8."""
     model = Model.parse("layers=2,hidden=8,ffn=16,heads=2,kv_heads=1,head_dim=4,vocab=10,tied=true")
     assert model.parameters == 10 * 8 + 2 * (192 + 384 + 16 + 8) + 8 == 1288
     assert model.kv_bytes == 2 * 2 * 2 * 4
@@ -136,7 +145,8 @@ def table_of_routes() -> dict[str, list[str]]:
 
 
 def costs(route: str) -> AnalyticCosts:
-    """A core that runs the table's model as it did: forward passes 0.267 of a step, a second; it copies 10 GB/s."""
+    """A core that runs the table's model as it did: forward passes 0.267 of a step, a second; it
+    copies 10 GB/s."""
     hand = Model.parse(
         "layers=8,hidden=448,ffn=1344,heads=8,kv_heads=4,head_dim=56,vocab=2048,tied=true"
     )
@@ -152,17 +162,20 @@ def costs(route: str) -> AnalyticCosts:
         network=1e10,
     )
     setup = TrainingSetup(
-        model=hand, device=core, shares=Shares(matmul=1, bandwidth=1, link=1), lr=1e-6,
+        model=hand,
+        device=core,
+        shares=Shares(matmul=1, bandwidth=1, link=1),
+        lr=1e-6,
         episodes=EpisodeStats(tokens=320, longest=320, attended=160, prompt=64),
-    )  # fmt: skip
+    )
     place = Placement(1, 1, 1, scorers=1)
     return AnalyticCosts(setup=setup, placement=place, route=ROUTES[route], batch=batch, live=5)  # type: ignore[index]
 
 
 @pytest.mark.parametrize("name", ROUTES)
 def test_routes_cost_what_was_measured(name: str) -> None:
-    """Time within a tenth (of small ones within a hundredth of a step), copies within a tenth. What `eager` scores in
-    idle time is priced like the rest."""
+    """Time within a tenth (of small ones within a hundredth of a step), copies within a tenth. What
+    `eager` scores in idle time is priced like the rest."""
     extra, idle, copies, models, exact, *_ = table_of_routes()[name]
     priced, route = costs(name), ROUTES[name]  # type: ignore[index]
     model = priced.setup.model
@@ -200,12 +213,16 @@ def test_deltas_are_as_long_as_the_codec_writes_them(row: deltas.DeltaMeasuremen
 
 
 def test_a_device_takes_the_time_that_its_data_sheet_gives() -> None:
-    """Qwen3-4B on an H100 at all of its figures: 2.4 ms to read 8.04 GB of weights, and 16,000 tokens of context."""
+    """Qwen3-4B on an H100 at all of its figures: 2.4 ms to read 8.04 GB of weights, and 16,000
+    tokens of context."""
     model = PRESETS["4B"]
     setup = TrainingSetup(
-        model=model, device=DEVICES["H100"], shares=Shares(matmul=1, decode=1, bandwidth=1, link=1, step_s=0), lr=1e-6,
+        model=model,
+        device=DEVICES["H100"],
+        shares=Shares(matmul=1, decode=1, bandwidth=1, link=1, step_s=0),
+        lr=1e-6,
         episodes=EpisodeStats(tokens=2000, longest=2000, attended=1000, prompt=200),
-    )  # fmt: skip
+    )
     alone = AnalyticCosts(
         setup=setup, placement=Placement(4, 4, 1), route=ROUTES["rollout"], batch=1e5, live=3
     )
@@ -227,13 +244,17 @@ def test_a_device_takes_the_time_that_its_data_sheet_gives() -> None:
 
 
 def test_a_version_travels_whole_or_as_a_delta_whichever_is_quicker() -> None:
-    """16 devices: 8.04 GB over 50 GB/s are 0.16 s. A delta of 9 MB or so is there at once; one core of each trainer
-    applies it, which is 12 times as long for 12 engines' worth of weights a trainer."""
+    """16 devices: 8.04 GB over 50 GB/s are 0.16 s. A delta of 9 MB or so is there at once; one core
+    of each trainer applies it, which is 12 times as long for 12 engines' worth of weights a
+    trainer."""
     model = PRESETS["4B"]
     setup = TrainingSetup(
-        model=model, device=DEVICES["H100"], shares=Shares(link=1), lr=1e-6,
+        model=model,
+        device=DEVICES["H100"],
+        shares=Shares(link=1),
+        lr=1e-6,
         episodes=EpisodeStats(tokens=2000, longest=2000, attended=1000, prompt=200),
-    )  # fmt: skip
+    )
     alone = AnalyticCosts(
         setup=setup, placement=Placement(4, 4, 1), route=ROUTES["snapshot_old"], batch=1e5, live=3
     )
@@ -251,7 +272,8 @@ def test_a_version_travels_whole_or_as_a_delta_whichever_is_quicker() -> None:
 
 
 def test_a_token_sees_more_than_half_of_the_mean_episode() -> None:
-    """Episodes of 100 and 900 tokens: (100^2 + 900^2) / (100 + 900) / 2 = 410, where half of the mean is 250."""
+    """Episodes of 100 and 900 tokens: (100^2 + 900^2) / (100 + 900) / 2 = 410, where half of the
+    mean is 250."""
     recorded = tuple((EpisodeShape(tokens - 10, (TurnShape(10, 0, 0),)),) for tokens in (100, 900))
     found = EpisodeStats.of(Workload(recorded=recorded), group_size=1)
     share = (found.tokens - 100) / 800  # of long ones among those drawn
@@ -264,9 +286,13 @@ def test_a_token_sees_more_than_half_of_the_mean_episode() -> None:
 def test_training_and_engines_take_the_memory_that_is_added_up_by_hand() -> None:
     model = PRESETS["30B-A3B"]
     setup = TrainingSetup(
-        model=model, device=DEVICES["H100"], shares=Shares(), lr=1e-6,
-        episodes=EpisodeStats(tokens=4096, longest=4096, attended=2048, prompt=400), gradient_checkpointing=True,
-    )  # fmt: skip
+        model=model,
+        device=DEVICES["H100"],
+        shares=Shares(),
+        lr=1e-6,
+        episodes=EpisodeStats(tokens=4096, longest=4096, attended=2048, prompt=400),
+        gradient_checkpointing=True,
+    )
     layer = 2 * (4 * 2048 + 2 * 36 * 128 + 4 * 8 * 768)
     activations = 4096 * (48 * 2 * 2048 + layer)
     assert setup.trainer_bytes(16, ROUTES["rollout"]) == pytest.approx(
@@ -287,14 +313,21 @@ def test_training_and_engines_take_the_memory_that_is_added_up_by_hand() -> None
 def asked(**rest: Any) -> PlanRequest:
     """Qwen3-4B on a node of H100s, with episodes of two short turns."""
     work = Workload(
-        prompt_tokens=Constant(500), turns=Constant(2), reply_tokens=LogNormal(100, 0.5), tool_tokens=Constant(50),
-        tool_s=Constant(1), max_tokens=4096,
-    )  # fmt: skip
+        prompt_tokens=Constant(500),
+        turns=Constant(2),
+        reply_tokens=LogNormal(100, 0.5),
+        tool_tokens=Constant(50),
+        tool_s=Constant(1),
+        max_tokens=4096,
+    )
     episodes = EpisodeStats.of(work, group_size=2)
     setup = TrainingSetup(
-        model=rest.pop("model", PRESETS["4B"]), device=rest.pop("device", DEVICES["H100"]), shares=Shares(), lr=1e-6,
+        model=rest.pop("model", PRESETS["4B"]),
+        device=rest.pop("device", DEVICES["H100"]),
+        shares=Shares(),
+        lr=1e-6,
         episodes=episodes,
-    )  # fmt: skip
+    )
     given = {"devices": 8, "lags": (2,), "groups": (8,), "group_size": 2, "rounds": 2} | rest
     return PlanRequest(setup=setup, workload=work, **given)
 
@@ -325,7 +358,8 @@ def test_a_suggestion_fits_and_keeps_to_what_was_asked(plan: Suggestion) -> None
 
 
 def test_synchronous_training_has_every_device_for_both(plan: Suggestion) -> None:
-    """A step of it: 16 episodes one after the other could not take less than all devices take for their tokens."""
+    """A step of it: 16 episodes one after the other could not take less than all devices take for
+    their tokens."""
     place, costs = plan.synchronous.candidate.placement, plan.synchronous.candidate.costs
     assert (place.trainers, place.engines * place.tp, place.devices, place.colocated) == (
         8,
@@ -341,7 +375,8 @@ def test_synchronous_training_has_every_device_for_both(plan: Suggestion) -> Non
 
 
 def test_a_rate_is_of_groups_and_has_a_spread(plan: Suggestion) -> None:
-    """Steps of 1, 1, 3, 1, 2, 1 after filling are rounds of 5 and 4 s: 4.5 +- 0.5 (0.707 / sqrt 2)."""
+    """Steps of 1, 1, 3, 1, 2, 1 after filling are rounds of 5 and 4 s: 4.5 +- 0.5 (0.707 / sqrt
+    2)."""
     steps = (9.0, 9.0, 9.0, 1.0, 1.0, 3.0, 1.0, 2.0, 1.0)
     rated = SimulatedCandidate(
         plan.best.candidate, replace(plan.best.result, steps_s=steps, filling=3)
@@ -365,7 +400,8 @@ def test_no_token_is_older_than_the_lag_that_was_asked_for() -> None:
 
 
 def test_generation_that_stands_to_be_scored_is_counted(plan: Suggestion) -> None:
-    """Where generation is what limits, scoring and the optimizer's step come on top; nothing of it is in `load_s`."""
+    """Where generation is what limits, scoring and the optimizer's step come on top; nothing of it
+    is in `load_s`."""
     best = plan.best.candidate
     narrow = replace(best, costs=replace(best.costs, placement=Placement(7, 1, 1)))
     free, closing = narrow.with_route("rollout"), narrow.with_route("interrupt_sync")
@@ -401,7 +437,8 @@ def test_what_a_plan_says_has_its_numbers_and_can_be_run(plan: Suggestion) -> No
 
 
 def test_what_cannot_be_done_says_what_would() -> None:
-    """18 bytes of 30.5 G parameters are 550 GB, the movable model 61; a device has 72 GB, and some for a pass."""
+    """18 bytes of 30.5 G parameters are 550 GB, the movable model 61; a device has 72 GB, and some
+    for a pass."""
     with pytest.raises(
         ConfigError, match=r"not fit 4 H100 .* Training takes 611 GB .* Use --gpus (\d+)"
     ) as told:

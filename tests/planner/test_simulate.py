@@ -1,10 +1,10 @@
-"""The simulation: its engines do by hand what they do by events, the real line keeps its bound in it, nothing is lost.
+"""The simulation: its engines do by hand what they do by events, the real line keeps its bound in
+it, nothing is lost.
 
-Promises: processor sharing of unequal and late replies in closed form; a synchronous step is generation plus training,
-an asynchronous one the longer of both; with stragglers the largest staleness is the derived bound; the same seed gives
-the same run; every sampled token is trained on, also when engines die; time-outs are data; what a run cost is found
-again in its records.
-"""
+Promises: processor sharing of unequal and late replies in closed form; a synchronous step is
+generation plus training, an asynchronous one the longer of both; with stragglers the largest
+staleness is the derived bound; the same seed gives the same run; every sampled token is trained on,
+also when engines die; time-outs are data; what a run cost is found again in its records."""
 
 import asyncio
 from collections.abc import Callable
@@ -156,7 +156,8 @@ def test_without_memory_for_both_the_newer_waits_and_is_computed_again() -> None
         engines.sample(seen.reply(0, context=40, tokens=30))
         engines.sample(seen.reply(1, context=40, tokens=30))
 
-    # contexts to 0.8, then ten steps fill 100 tokens; the older one's other twenty, ten tokens again, twenty more
+    # contexts to 0.8, then ten steps fill 100 tokens; the older one's other twenty, ten tokens
+    # again, twenty more
     seen = watch(LinearCosts(decode=0.1, prefill_token=0.01), script, EngineCapacity(8, 100))
     assert seen.pieces == {1: [(1.8, 10, False), (5.9, 20, True)], 0: [(3.8, 30, True)]}
 
@@ -211,8 +212,9 @@ def test_a_route_that_closes_scores_what_is_open_while_generation_stands() -> No
     outcome = simulate(
         LENGTHS, Fleet(max_running=1), schedule, costs, steps=12, needs=Needs(closing=True)
     )
-    # One that began in time is whole when its version is left: 1.5 s. The next step then runs backward for 0.3 s only,
-    # and scores the 130 tokens that there are of the following one, which needs 0.2 s more, and 1.5 s for its rest.
+    # One that began in time is whole when its version is left: 1.5 s. The next step then runs
+    # backward for 0.3 s only, and scores the 130 tokens that there are of the following one, which
+    # needs 0.2 s more, and 1.5 s for its rest.
     optimizer, load = 0.2, 0.3
     short, long = 0.3 + 1.3 + optimizer + load, 0.2 + 1.5 + 0.3 + 1.5 + optimizer + load
     assert sorted(outcome.steps_s[-2:]) == pytest.approx([short, long])
@@ -238,7 +240,8 @@ def test_a_version_of_several_steps_is_begun_with_its_first_part() -> None:
     )
     costs = LinearCosts(decode=0.01, train=0.3, load=0.1)  # 8 of the 16 episodes at a time
     outcome = simulate(LENGTHS, fleet, schedule, costs, steps=9)
-    # the second half is generated while the first is trained on; the engines then wait for the version
+    # the second half is generated while the first is trained on; the engines then wait for the
+    # version
     assert sum(outcome.steps_s[-2:]) == pytest.approx(0.5 + 0.5 + 0.3 + 0.1)
     assert set(outcome.staleness_histogram) == {0} and outcome.staleness_bound == 0
 
@@ -323,13 +326,15 @@ def test_a_trajectory_is_measured_by_turn() -> None:
 def test_what_cannot_be_is_told_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for words, told in {
+    too_slow = (
+        "costs.decode=1 costs.train=1 workload.turns=2 workload.tool_s=5 workload.timeout_s=1"
+    )
+    for words, message in {
         "--set costs.decod=1": "did you mean costs.decode",
         "--set fleet.engines=many": "must be a whole number",
         "--set costs.decode=nan": "--set: costs.decode must be a number of 0 or more, got 'nan'",
         "--set workload.tool_s=-1~2": "--set: workload.tool_s must be N",
-        "--set costs.decode=1 costs.train=1 workload.turns=2 workload.tool_s=5 workload.timeout_s=1": "unstale: the "
-        "simulated run fails: all 128 episodes of a batch failed",
+        f"--set {too_slow}": "unstale: the simulated run fails: all 128 episodes of a batch failed",
         "--set schedule.lookahead_window=2": "the costs are missing",
         f"--like {tmp_path}": "is not a run folder",
     }.items():
@@ -337,8 +342,8 @@ def test_what_cannot_be_is_told_in_one_line(
             main(["simulate", *words.split()])
         assert (
             left.value.code == 2
-            and told in (said := capsys.readouterr().err)
-            and "Traceback" not in said
+            and message in (printed := capsys.readouterr().err)
+            and "Traceback" not in printed
         )
     with pytest.raises(ConfigError, match="steps_per_version must be 1"):
         simulate(LENGTHS, Fleet(colocated=True, steps_per_version=2), SCHEDULE, COSTS, steps=2)
@@ -347,7 +352,10 @@ def test_what_cannot_be_is_told_in_one_line(
 
 
 def test_the_verb_tells_what_a_setting_comes_to(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "simulate --steps 4 --set schedule.groups_per_step=2 workload.tool_s=5~1<20 costs.decode=0.01 costs.train=1"
+    words = (
+        "simulate --steps 4 --set schedule.groups_per_step=2 workload.tool_s=5~1<20 "
+        "costs.decode=0.01 costs.train=1"
+    )
     with pytest.raises(SystemExit) as left:
         main(words.split())
     told = " ".join(capsys.readouterr().out.split())
@@ -382,7 +390,8 @@ def test_the_benchmark_says_what_it_missed() -> None:
 
 
 def test_a_tool_s_time_is_over_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six episodes of two calls finished, and half as many calls came back in others: all of them took 9 s."""
+    """Six episodes of two calls finished, and half as many calls came back in others: all of them
+    took 9 s."""
     made = [
         replace(episode(n, [4, (3, 0), 2, (3, 0)]).trajectory, facts={"tool_calls": 2.0})
         for n in range(6)
@@ -402,9 +411,17 @@ def test_a_tool_s_time_is_over_all_calls(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_a_run_cost_is_found_again_in_its_records(tmp_path: Path) -> None:
     true = LinearCosts(
-        decode=0.01, decode_reply=1e-4, prefill_token=2e-5, train=0.3, train_token=1e-4,
-        old=0.4, old_version_token=5e-5, optimizer_s=0.2, publish=0.15, load=0.25,
-    )  # fmt: skip
+        decode=0.01,
+        decode_reply=1e-4,
+        prefill_token=2e-5,
+        train=0.3,
+        train_token=1e-4,
+        old=0.4,
+        old_version_token=5e-5,
+        optimizer_s=0.2,
+        publish=0.15,
+        load=0.25,
+    )
     clock = [0.0]
     rows, versions = [], {}
     with RunLog.create(tmp_path, {}, clock=lambda: clock[0]) as log:
@@ -426,7 +443,8 @@ def test_what_a_run_cost_is_found_again_in_its_records(tmp_path: Path) -> None:
             }
             episodes = {"rollout/episodes": 10, "rollout/total_tokens_mean": tokens / 10}
             rows.append({"step": step, "engine/busy_s": busy, **engine, **episodes})
-            # the version before is brought to the engines while this batch waits for the trainer's thread and is scored
+            # the version before is brought to the engines while this batch waits for the trainer's
+            # thread and is scored
             published, scored = ExitStack(), ExitStack()
             published.enter_context(log.span("publish", f"version {step - 1}"))
             scored.enter_context(log.span("old_logps", f"step {step}"))

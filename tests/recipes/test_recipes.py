@@ -1,4 +1,5 @@
-"""A recipe is one file: it is found by the package, listed with its first line, and runs under its own name."""
+"""A recipe is one file: it is found by the package, listed with its first line, and runs under its
+own name."""
 
 from pathlib import Path
 

@@ -211,7 +211,8 @@ def test_the_share_of_tests_that_a_program_passes() -> None:
 
 
 def test_answers_are_compared_as_python_does() -> None:
-    program = "f = lambda kind: {'t': (1, [2.5]), 's': {1, 2}, 'd': {'a': None}, 'x': 'a\\nb', 'o': object()}[kind]"
+    values = "{'t': (1, [2.5]), 's': {1, 2}, 'd': {'a': None}, 'x': 'a\\nb', 'o': object()}"
+    program = f"f = lambda kind: {values}[kind]"
     tests = [
         "assert f('t') == (1, [2.5])",
         "assert f('s') == {2, 1}",
@@ -227,10 +228,12 @@ def test_answers_are_compared_as_python_does() -> None:
         "print('4 passed'); print('OK'); raise SystemExit(0)",
         "import os; os.write(1, b'\\nTrue'); os._exit(0)",
         "class Equal:\n    def __eq__(self, other): return True\n\ngcd = lambda a, b: Equal()",
-        "class Equal(int):\n    def __eq__(self, other): return True\n\ngcd = lambda a, b: Equal(3)",
+        "class Equal(int):\n    def __eq__(self, other): return True\n\ngcd = lambda a, b: "
+        "Equal(3)",
         "import builtins; builtins.repr = lambda value: 'True'; gcd = lambda a, b: 0",
         "import builtins; builtins.eval = lambda *_: True; gcd = lambda a, b: 0",
-        "import ast, sys; sys.settrace(lambda *_: None); ast.Compare = None; gcd = lambda a, b: True",
+        "import ast, sys; sys.settrace(lambda *_: None); ast.Compare = None; gcd = lambda a, b: "
+        "True",
         "import sys; frame = sys._getframe(1); frame.f_globals['names'] = {}; gcd = lambda a, b: 0",
         "import atexit, os; atexit.register(os._exit, 0); gcd = lambda a, b: 1 / 0",
         "gcd = lambda a, b: print('6' * 100_000)",
@@ -254,7 +257,10 @@ def test_what_is_expected_is_not_where_the_program_runs(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(sandbox, "run", spy)
     secret = 918_273_645
-    program = "def f(n): return 918_273_6 * 100 + n if n else None\nif __name__ == '__main__': print(f(int(input())))"
+    program = (
+        "def f(n): return 918_273_6 * 100 + n if n else None\n"
+        "if __name__ == '__main__': print(f(int(input())))"
+    )
     assert (
         share(
             program,

@@ -1,5 +1,6 @@
-"""Promises of the recording endpoint: recorded text is never tokenized again, however a history is edited; a branch
-shares its parent's tokens and trains them once; requests that cannot be answered are refused with the reason."""
+"""Promises of the recording endpoint: recorded text is never tokenized again, however a history is
+edited; a branch shares its parent's tokens and trains them once; requests that cannot be answered
+are refused with the reason."""
 
 import asyncio
 import json
@@ -65,14 +66,18 @@ TEXTS = (
     "\ue000",
 )
 ARGUMENTS: tuple[dict[str, Any], ...] = (
-    {}, {"expression": "1 + 1"}, {"b": 1, "a": [1.0, True, None]}, {"é": "<|im_end|>", "n": {"y": 2, "x": 1}},
-)  # fmt: skip
+    {},
+    {"expression": "1 + 1"},
+    {"b": 1, "a": [1.0, True, None]},
+    {"é": "<|im_end|>", "n": {"y": 2, "x": 1}},
+)
 OTHER = {"type": "function", "function": {"name": "other", "parameters": {}}}
 
 
 class Harness:
-    """Holds one conversation with itself: extends, edits, branches, repeats, gives up, and writes it down again its own
-    way. The oracle knows answers by what they say, and every context that was ever spoken in, by the history it was."""
+    """Holds one conversation with itself: extends, edits, branches, repeats, gives up, and writes
+    it down again its own way. The oracle knows answers by what they say, and every context that was
+    ever spoken in, by the history it was."""
 
     def __init__(self, chat: Chat, tokenizer: Any, seed: int) -> None:
         self.chat, self.tokenizer, self.draw = chat, tokenizer, random.Random(seed)
@@ -285,7 +290,8 @@ def _said(history: list[Any], tools: tuple[Any, ...]) -> str:
 
 
 CONVERSATIONS = int(os.environ.get("CONVERSATIONS", "150"))
-"""For each template; `CONVERSATIONS=10000 pytest tests/rollout/test_endpoint.py -k whatever` takes half an hour."""
+"""For each template; `CONVERSATIONS=10000 pytest tests/rollout/test_endpoint.py -k whatever` takes
+half an hour."""
 
 TEMPLATES = {"qwen": QWEN, "thinking": THINKING}
 
@@ -396,7 +402,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"top_k": 40}, "top_k", "truncate the support"),
     ({"seed": 3}, "seed", "the episode has its own noise"),
     ({"presence_penalty": 0.5}, "presence_penalty", "changes the sampling distribution"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "ask for the format in words"),
+    (
+        {"response_format": {"type": "json_object"}},
+        "response_format",
+        "ask for the format in words",
+    ),
     ({"tool_choice": "required"}, "tool_choice", "constrained sampling"),
     ({"parallel_tool_calls": False}, "parallel_tool_calls", "cannot be forced"),
     ({"top_logprobs": 5}, "top_logprobs", "only the sampled token's"),
@@ -411,20 +421,43 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"model": 4}, "model", "must be a string"),
     ({"guided_json": {}}, "guided_json", "unknown field"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "is missing"),
-    ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name", "not empty"),
-    ({"tools": [{"type": "retrieval", "function": {"name": "x"}}]}, "tools[0].type", "only functions can be called"),
+    (
+        {"tools": [{"type": "function", "function": {"name": ""}}]},
+        "tools[0].function.name",
+        "not empty",
+    ),
+    (
+        {"tools": [{"type": "retrieval", "function": {"name": "x"}}]},
+        "tools[0].type",
+        "only functions can be called",
+    ),
     ({"echo": False}, "echo", "unknown field"),
     ({"tools": {}}, "tools", "a list of tools"),
     ({"messages": []}, "messages", "at least one message"),
     ({"messages": "hello"}, "messages", "a list of at least one message"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "cannot be 'king'"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "content is missing"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "of type text"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content",
+        "of type text",
+    ),
     ({"messages": [*SAID, {"role": "system", "content": "x"}]}, "messages[1]", "it comes first"),
     ({"messages": [*SAID, {"role": "assistant", "content": "y"}]}, "messages", "nothing to answer"),
-    ({"messages": [*SAID, {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}]},
-     "messages[1].tool_calls[0]", "not a JSON object"),
-]  # fmt: skip
+    (
+        {
+            "messages": [
+                *SAID,
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "a", "arguments": "{"}}],
+                },
+            ]
+        },
+        "messages[1].tool_calls[0]",
+        "not a JSON object",
+    ),
+]
 
 
 def test_what_cannot_be_done_is_refused_in_words() -> None:
@@ -494,14 +527,30 @@ def test_nothing_that_is_sent_is_more_than_refused() -> None:
     )
     full = {
         "messages": [
-            {"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "u"}]},
-            {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function",
-             "function": {"name": "calculate", "arguments": '{"expression": "1"}'}}]},
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": [{"type": "text", "text": "u"}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {
+                        "id": "1",
+                        "type": "function",
+                        "function": {"name": "calculate", "arguments": '{"expression": "1"}'},
+                    }
+                ],
+            },
             {"role": "tool", "tool_call_id": "1", "content": "1"},
         ],
-        "tools": [TOOL], "n": 1, "stop": ["x"], "max_tokens": 4, "temperature": 1.0, "stream": False, "logprobs": True,
+        "tools": [TOOL],
+        "n": 1,
+        "stop": ["x"],
+        "max_tokens": 4,
+        "temperature": 1.0,
+        "stream": False,
+        "logprobs": True,
         "stream_options": {"include_usage": True},
-    }  # fmt: skip
+    }
 
     def spoil(value: Any, draw: random.Random) -> Any:
         if draw.random() < 0.15 or not isinstance(value, dict | list) or not value:
@@ -704,7 +753,8 @@ def test_who_hangs_up_at_any_moment_may_ask_again_without_a_fork(
     calls, go, start = list[int](), asyncio.Event(), AgentSession.start
 
     def hung_up(self: AgentSession, request: wire.CompletionRequest, heard: Any) -> Any:
-        """Each call was asked before, by somebody who hung up after as many turns of the loop as there were calls."""
+        """Each call was asked before, by somebody who hung up after as many turns of the loop as
+        there were calls."""
         calls.append(1)
         go.clear()
 
@@ -1051,7 +1101,8 @@ def test_requests_that_are_no_http_never_end_or_lie_are_refused_like_all_others(
 
     async def act(client: httpx.AsyncClient, world: World) -> None:
         path = f"{client.base_url.path}chat/completions"
-        post = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {world.endpoint.token}\r\n".encode()
+        key = f"Authorization: Bearer {world.endpoint.token}"
+        post = f"POST {path} HTTP/1.1\r\nHost: x\r\n{key}\r\n".encode()
         for sent, status, code in (
             (b"nothing\r\n\r\n", 400, "invalid_http"),
             (post + b"Content-Length: -1\r\n\r\n", 400, "invalid_http"),

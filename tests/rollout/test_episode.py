@@ -1,7 +1,8 @@
-"""Promises: an interrupted reply continues from the same tokens under the next version, as a second piece of the same
-turn; limits end episodes; a failed environment is retried with the same seed, then reported, and never hides a crash
-of the engine; `on_piece` gets every piece as soon as it is sampled; an episode continues from its record token for
-token; one whose environment gives other text restarts, which does not count as a failure."""
+"""Promises: an interrupted reply continues from the same tokens under the next version, as a second
+piece of the same turn; limits end episodes; a failed environment is retried with the same seed,
+then reported, and never hides a crash of the engine; `on_piece` gets every piece as soon as it is
+sampled; an episode continues from its record token for token; one whose environment gives other
+text restarts, which does not count as a failure."""
 
 import asyncio
 import json
@@ -390,7 +391,8 @@ def go_on(
     retries: int = 1,
     engine: dict[str, Any] | None = None,
 ) -> tuple[Trajectory | Failure, list[tuple[Any, ...]], list[tuple[str, int]]]:
-    """What becomes of an episode that has a past, what its page was told, and what the engine was asked."""
+    """What becomes of an episode that has a past, what its page was told, and what the engine was
+    asked."""
     asked: list[tuple[str, int]] = []
     book = Notebook()
 
@@ -424,7 +426,8 @@ HI = (says("hi"), says("go on"), over())
             [("hicd", 6), ("hicdab.go on", 8)],
             [(2, "ab."), (3, "go on"), (4, "ab.")],
         ),
-        # a reply in two pieces, of which the second ended with the stop token: it was not answered yet
+        # a reply in two pieces, of which the second ended with the stop token: it was not answered
+        # yet
         (("[hi]", "cd", "e."), [("hicde.go on", 8)], [(3, "go on"), (4, "ab.")]),
         # a reply that filled its room, and was not answered yet
         (("[hi]", "cdefgh", "ij"), [("hicdefghij.go on", 8)], [(3, ".go on"), (4, "ab.")]),
@@ -587,7 +590,8 @@ def test_an_environment_with_snapshots_is_written_down_and_not_asked_again() -> 
 
 
 def test_a_snapshot_that_the_past_has_outrun_is_caught_up_with() -> None:
-    """Killed between an answer and its snapshot: from the older snapshot the recorded reply is given again."""
+    """Killed between an answer and its snapshot: from the older snapshot the recorded reply is
+    given again."""
     tasks = Shops([says("go on"), over()])
     past = EpisodeRecord(
         5, text("[hi]", "cd.", "[go on]"), None, snapshot=(1, json.dumps([[], "1"]))

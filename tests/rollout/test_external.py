@@ -1,6 +1,7 @@
-"""Promises of external agents: an unmodified agent becomes trajectories whose tokens are those that the engine
-sampled; weight updates, the journal and resuming work as for any episode; time-outs, retries and limits are the
-library's; a fork is trained with its episode's advantage, and no token twice; a run trains on it."""
+"""Promises of external agents: an unmodified agent becomes trajectories whose tokens are those that
+the engine sampled; weight updates, the journal and resuming work as for any episode; time-outs,
+retries and limits are the library's; a fork is trained with its episode's advantage, and no token
+twice; a run trains on it."""
 
 import asyncio
 import gc
@@ -68,7 +69,8 @@ CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "10 + 20"
 
 
 def solver(tokens: Sequence[int], params: SamplingParams) -> list[int]:
-    """A policy that calls the tool, and then says what it answered. Goes on where it was interrupted."""
+    """A policy that calls the tool, and then says what it answered. Goes on where it was
+    interrupted."""
     text = CHAT.text(tokens, whole=True)
     before, _, begun = text.rpartition("<|im_start|>assistant\n")
     whole = says("It is 30.") if "<tool_response>" in before else says(CALL)
@@ -663,7 +665,8 @@ def run_python(code: str, folder: Path) -> None:
 
 
 def test_an_agent_of_a_library_becomes_trajectories_and_may_be_killed(tmp_path: Path) -> None:
-    """smolagents, as the docs have it: its second call is a branch that begins with the history as it wrote it."""
+    """smolagents, as the docs have it: its second call is a branch that begins with the history as
+    it wrote it."""
     pytest.importorskip("smolagents")
     (tmp_path / "desk.py").write_text(SMOL)
     spec = importlib.util.spec_from_file_location("desk", tmp_path / "desk.py")
@@ -701,7 +704,8 @@ from unstale.config import EngineConfig, EvalConfig, RunConfig, ScheduleConfig, 
 
 unstale.train(RunConfig(
     recipe="sums", name="run", steps=1, task=TaskConfig(env="sums:tasks"), eval=EvalConfig(tasks=2),
-    schedule=ScheduleConfig(groups_per_step=1, group_size=2), engine=EngineConfig(max_completion_tokens=16, max_context=256),
+    schedule=ScheduleConfig(groups_per_step=1, group_size=2),
+    engine=EngineConfig(max_completion_tokens=16, max_context=256),
 ))
 """
     run_python(code, tmp_path)
@@ -778,9 +782,10 @@ async def _forgetful(base_url: str, task: str, seed: int, api_key: str) -> float
 async def _open_handed(base_url: str, task: str, seed: int, api_key: str) -> float:
     KEPT.append(httpx.AsyncClient())
     answer = await KEPT[-1].post(
-        f"{base_url}/chat/completions", headers={"Authorization": f"Bearer {api_key}"},
+        f"{base_url}/chat/completions",
+        headers={"Authorization": f"Bearer {api_key}"},
         json={"messages": [{"role": "user", "content": "x"}]},
-    )  # fmt: skip
+    )
     return float(answer.status_code)
 
 
@@ -800,11 +805,15 @@ KEPT: list[Any] = []
 @pytest.mark.parametrize(
     ("agent", "words"),
     [
-        (_random, "calls differ in a second run"), (_moody, "reward differs in a second run"), (_stubborn, "continues after a refused call"),
-        (_forgetful, "leaves tasks behind"), (_open_handed, "leaves connections behind"),
-        (_wordless, "a number, or numbers by name"), (_threaded, "leaves threads behind"),
+        (_random, "calls differ in a second run"),
+        (_moody, "reward differs in a second run"),
+        (_stubborn, "continues after a refused call"),
+        (_forgetful, "leaves tasks behind"),
+        (_open_handed, "leaves connections behind"),
+        (_wordless, "a number, or numbers by name"),
+        (_threaded, "leaves threads behind"),
     ],
-)  # fmt: skip
+)
 def test_what_an_agent_cannot_be_trained_for_is_told_beforehand(agent: Any, words: str) -> None:
     with pytest.raises(AssertionError, match=words):
         check_agent(agent, SUMS[0], ANSWERS, timeout_s=2.0)

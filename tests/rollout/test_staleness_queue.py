@@ -1,6 +1,7 @@
-"""Promises: the staleness bound holds with stragglers for budgets 0 to 3 and every window, and is reached; groups are
-taken in the order the window allows; tickets limit what is live; a line goes on where another was, and one that can
-never be filled says why; the ledger knows which versions are needed."""
+"""Promises: the staleness bound holds with stragglers for budgets 0 to 3 and every window, and is
+reached; groups are taken in the order the window allows; tickets limit what is live; a line goes on
+where another was, and one that can never be filled says why; the ledger knows which versions are
+needed."""
 
 import asyncio
 import random
@@ -36,7 +37,8 @@ STEPS = 40
 
 @dataclass
 class World:
-    """Groups whose every token is stamped with the version of its moment; one in seven takes very long."""
+    """Groups whose every token is stamped with the version of its moment; one in seven takes very
+    long."""
 
     line: StalenessQueue
     slow_ticks: int
@@ -293,7 +295,8 @@ def test_what_was_never_released_is_said() -> None:
 def test_a_line_goes_on_where_it_was_with_its_order_and_its_tickets(
     budget: int, groups: int, window: int, seed: int, cut: int
 ) -> None:
-    """Half of a run in one line and the rest in another: nobody is taken twice or left out, and the bound holds."""
+    """Half of a run in one line and the rest in another: nobody is taken twice or left out, and the
+    bound holds."""
 
     async def main() -> tuple[World, World]:
         line = StalenessQueue(max_staleness=budget, groups_per_step=groups, lookahead_window=window)
@@ -327,7 +330,8 @@ def test_a_line_goes_on_where_it_was_with_its_order_and_its_tickets(
 
 
 def test_groups_that_lost_batches_had_made_room_for_wait_for_their_tickets() -> None:
-    """Six are open and tickets are four: what the last two sampled at once would be too old when they are taken."""
+    """Six are open and tickets are four: what the last two sampled at once would be too old when
+    they are taken."""
 
     async def main() -> None:
         line, begun = StalenessQueue(max_staleness=1, groups_per_step=2), []

@@ -1,12 +1,16 @@
-"""Promise: with both factors in place, the gradient is that of the objective, exactly and for every proxy.
+"""Promise: with both factors in place, the gradient is that of the objective, exactly and for every
+proxy.
 
-Nothing is sampled. Vocabulary 4, length 3: all 64 sequences are enumerated in float64, and expectations are sums.
-The engine's policy mu is, token by token, a perturbed version; the schedule of versions does not look at the tokens.
-Everything under test goes through the public functions; only the true gradients are written out here.
+Nothing is sampled. Vocabulary 4, length 3: all 64 sequences are enumerated in float64, and
+expectations are sums. The engine's policy mu is, token by token, a perturbed version; the schedule
+of versions does not look at the tokens. Everything under test goes through the public functions;
+only the true gradients are written out here.
 
-- (a) the product over the sequence times the sequence's score is unbiased, whatever stands in for `old_logp`;
+- (a) the product over the sequence times the sequence's score is unbiased, whatever stands in for
+  `old_logp`;
 - (b) so are prefix products for step rewards;
-- (c) token-level ratios have the gradient of another quantity, which is asserted, and it is not grad J unless pi = mu;
+- (c) token-level ratios have the gradient of another quantity, which is asserted, and it is not
+  grad J unless pi = mu;
 - without D, (a) fails.
 """
 
@@ -98,10 +102,11 @@ def true_gradient(reward: Tensor) -> Tensor:
 def expected_gradient(
     old_logp: Tensor, behavior: Tensor, *, reward: Tensor, whole: bool = True, correct: bool = True
 ) -> Tensor:
-    """Minus the gradient of the loss, as a mean over sequences drawn from mu. A constant divides: one per sequence.
+    """Minus the gradient of the loss, as a mean over sequences drawn from mu. A constant divides:
+    one per sequence.
 
-    Tokens enter as far as `reward` `[64, 3]` is finite; `whole` takes products over a sequence, else single tokens.
-    """
+    Tokens enter as far as `reward` `[64, 3]` is finite; `whole` takes products over a sequence,
+    else single tokens."""
     theta = leaves()
     logp = logps(theta)
     sampled = reward.isfinite()
@@ -160,7 +165,8 @@ def test_sequence_products_are_unbiased_for_every_proxy(
 def test_prefix_products_are_unbiased_for_step_rewards(
     name: str, schedule: tuple[int, ...]
 ) -> None:
-    """The reward of step k depends on the first k tokens, and pays their score with the product up to k."""
+    """The reward of step k depends on the first k tokens, and pays their score with the product up
+    to k."""
     old_logp, behavior = setting(schedule, name)
     rewards = [noise(300 + k, VOCABULARY ** (k + 1)) for k in range(LENGTH)]
     earned = [rewards[k][PREFIX[k] + VOCABULARY**k * SEQUENCES[:, k]] for k in range(LENGTH)]

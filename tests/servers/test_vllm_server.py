@@ -122,8 +122,8 @@ def test_log_d_is_float_noise(
     log_d = torch.cat(found)
     with capsys.disabled():
         print(  # noqa: T201 - what is measured is to be seen
-            f"\n{dtype}: |log D| of {len(log_d)} tokens: mean {log_d.mean():.2g}, 99% {log_d.quantile(0.99):.2g}, "
-            f"most {log_d.max():.2g}"
+            f"\n{dtype}: |log D| of {len(log_d)} tokens: mean {log_d.mean():.2g}, 99% "
+            f"{log_d.quantile(0.99):.2g}, most {log_d.max():.2g}"
         )
     assert len(log_d) > 3000 and log_d.mean() < mean
 

@@ -63,7 +63,8 @@ def in_a_process(base_url: str, task: str, seed: int, api_key: str) -> float:
 
 
 async def patient(base_url: str, task: str, seed: int, api_key: str) -> float:
-    """Asks twice, the second time in a context of its own, and says that it was worth its seed's parity."""
+    """Asks twice, the second time in a context of its own, and says that it was worth its seed's
+    parity."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         for question in (f"What is {task}?", "And what else?"):
             asked: list[Any] = [{"role": "user", "content": question}]

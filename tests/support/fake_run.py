@@ -95,7 +95,8 @@ def fake_metrics(
 
 
 class FakeEpisodes:
-    """Writes episodes and token samples into the journal of a run folder, and the tokenizer that reads them."""
+    """Writes episodes and token samples into the journal of a run folder, and the tokenizer that
+    reads them."""
 
     def __init__(self, path: Path, journal: Journal, prefix: str) -> None:
         self._path = path
@@ -159,7 +160,8 @@ def fake_run(  # noqa: PLR0913
     planned: int = 0,
     prefix: str = "",
 ) -> Path:
-    """Write the folder of a run that took `steps` of its `planned` steps. `prefix` begins every text of an episode."""
+    """Write the folder of a run that took `steps` of its `planned` steps. `prefix` begins every
+    text of an episode."""
     rng, clock = random.Random(seed), FakeClock()
     planned = planned or steps
     with (
@@ -228,15 +230,32 @@ def fake_place(env: str, *, lost_mean: float = 230.0) -> dict[str, Any]:
         "split": "train",
         "groups": {"consumed": 45, "finished": 5, "open": 4},
         "kinds": {
-            "generated": kind(430, 214.0, 0.71), "ended": kind(424, 212.5, 0.71), "trained": kind(360, 212.0, 0.72),
-            "waiting": kind(40, 208.0, 0.66), "failed": kind(24, lost_mean), "open": kind(6, 300.0),
+            "generated": kind(430, 214.0, 0.71),
+            "ended": kind(424, 212.5, 0.71),
+            "trained": kind(360, 212.0, 0.72),
+            "waiting": kind(40, 208.0, 0.66),
+            "failed": kind(24, lost_mean),
+            "open": kind(6, 300.0),
         },
         "buckets": [
-            {"low": 60 + 85 * i, "high": 144 + 85 * i, "ended": 106, "trained": 92 - i, "waiting": 10} for i in range(4)
+            {
+                "low": 60 + 85 * i,
+                "high": 144 + 85 * i,
+                "ended": 106,
+                "trained": 92 - i,
+                "waiting": 10,
+            }
+            for i in range(4)
         ],
-        "contrast": {"lost": 24, "kept": 400, "lost_mean": lost_mean, "kept_mean": 211.6, "se": 16.0},
+        "contrast": {
+            "lost": 24,
+            "kept": 400,
+            "lost_mean": lost_mean,
+            "kept_mean": 211.6,
+            "se": 16.0,
+        },
         "curve": [[tokens, share, min(1.0, share * 1.02)] for tokens, share in spread],
-    }  # fmt: skip
+    }
 
 
 def _spans(log: RunLog, clock: FakeClock, step: int, metrics: dict[str, Any]) -> None:
@@ -274,7 +293,8 @@ def _points(lags: dict[int, int], rng: random.Random) -> list[dict[str, Any]]:
 def fake_turns(
     step: int, success: float, rng: random.Random
 ) -> tuple[bool, list[tuple[int | None, str]]]:
-    """Return the outcome of a service-desk episode and its text by version. Half of them span a weight update."""
+    """Return the outcome of a service-desk episode and its text by version. Half of them span a
+    weight update."""
     won = rng.random() < success
     name, item = rng.choice(NAMES), rng.choice(PRODUCTS)
     order = f"#W{rng.randrange(1000, 9999)}"
@@ -299,7 +319,8 @@ def fake_turns(
 
     given(
         "system",
-        "You are the desk of a shop. Pending orders may be cancelled; delivered ones may be returned.",
+        "You are the desk of a shop. Pending orders may be cancelled; delivered ones may be "
+        "returned.",
     )
     given("user", f"Hello, this is {name}. I want to send back the {item} from order {order}.")
     says(_call("find_user", {"name": name}))
@@ -315,7 +336,8 @@ def fake_turns(
         says(_call("return_items", {"order": order, "items": ["i24"]}))
         given("tool", json.dumps({"error": f"no item i24 in order {order}"}))
     says(
-        f"You would like to return the {item} of order {order} to card_3. Shall I go ahead?<|im_end|>"
+        f"You would like to return the {item} of order {order} to card_3. Shall I go "
+        "ahead?<|im_end|>"
     )
     given("user", "Yes, please.")
     says(
@@ -330,4 +352,5 @@ def fake_turns(
 
 
 def _call(name: str, arguments: dict[str, Any]) -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call><|im_end|>'
+    call = f'{{"name": "{name}", "arguments": {json.dumps(arguments)}}}'
+    return f"<tool_call>\n{call}\n</tool_call><|im_end|>"

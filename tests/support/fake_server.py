@@ -17,7 +17,10 @@ from transformers import DynamicCache
 
 from unstale.model.policy import Policy
 
-_HEADERS = "HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {size}\r\nConnection: close\r\n\r\n"
+_HEADERS = (
+    "HTTP/1.1 {status} X\r\nContent-Type: application/json\r\n"
+    "Content-Length: {size}\r\nConnection: close\r\n\r\n"
+)
 _Connected = Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]
 
 

@@ -24,9 +24,15 @@ from unstale.testing import tiny_policy
 
 _ALL = 1 << 30
 _DEFAULTS = {
-    "max_new_tokens": 128, "stop_token_ids": None, "temperature": 1.0, "top_p": 1.0, "top_k": _ALL, "min_p": 0.0,
-    "ignore_eos": False, "sampling_seed": None,
-}  # fmt: skip
+    "max_new_tokens": 128,
+    "stop_token_ids": None,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": _ALL,
+    "min_p": 0.0,
+    "ignore_eos": False,
+    "sampling_seed": None,
+}
 
 
 @dataclass
@@ -122,7 +128,8 @@ class FakeSglang(FakeServer):
         if not files:
             return (
                 False,
-                f"Failed to update weights: Cannot find any model weights with `{body['model_path']}`.",
+                "Failed to update weights: Cannot find any model weights with "
+                f"`{body['model_path']}`.",
             )
         try:
             self.load({name: tensor for file in files for name, tensor in load_file(file).items()})
@@ -134,8 +141,8 @@ class FakeSglang(FakeServer):
             if self.refuses:
                 self.refuses -= 1
                 return False, (
-                    "Weights were updated, but the cache was not flushed because requests are still running or "
-                    "queued. Retract or finish them, then call /flush_cache."
+                    "Weights were updated, but the cache was not flushed because requests are "
+                    "still running or queued. Retract or finish them, then call /flush_cache."
                 )
             self._cached.clear()
         return (
@@ -161,7 +168,8 @@ class FakeSglang(FakeServer):
         if len(context) >= room:
             return 400, {
                 "error": {
-                    "message": f"The input ({len(context)} tokens) is longer than the model's context"
+                    "message": f"The input ({len(context)} tokens) is longer than "
+                    "the model's context"
                 }
             }
         if len(context) + asked["max_new_tokens"] > room:

@@ -1,5 +1,8 @@
-"""Tokenizers that talk as Qwen3, Qwen2.5, Llama 3, 3.1 and 3.2 do: the turns, tags, calls, thoughts, dates and ends of
-their templates, in templates of our own. What they tell the model of tools, and by default, is in other words."""
+"""Tokenizers with chat templates like those of Qwen3, Qwen2.5, Llama 3, 3.1 and 3.2.
+
+The templates are rewritten for these tests. Their turns, tags, tool calls, thoughts and dates are
+those of the originals; default system messages and instructions on tools are worded differently.
+"""
 
 from typing import Any
 
@@ -9,7 +12,8 @@ from unstale.config import SHIPPED_POLICY
 
 CALLS = r"""{%- macro calls(message) %}
 {%- for call in message.tool_calls or [] %}
-{{- '\n' if message.content or not loop.first }}{{- '<tool_call>\n{"name": "' + call.function.name }}
+{{- '\n' if message.content or not loop.first }}
+{{- '<tool_call>\n{"name": "' + call.function.name }}
 {{- '", "arguments": ' + (call.function.arguments | tojson) + '}\n</tool_call>' }}
 {%- endfor %}{%- endmacro %}
 {%- macro told(index) %}
@@ -18,15 +22,17 @@ CALLS = r"""{%- macro calls(message) %}
 {{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
 {{- '<|im_end|>\n' if index + 1 == messages | length or messages[index + 1].role != 'tool' }}
 {%- endmacro %}
-{%- macro schemas() %}{{- '# Tools\n<tools>' }}{%- for tool in tools %}{{- '\n' + (tool | tojson) }}{%- endfor %}
+{%- macro schemas() %}{{- '# Tools\n<tools>' }}
+{%- for tool in tools %}{{- '\n' + (tool | tojson) }}{%- endfor %}
 {{- '\n</tools>\nCalls stand in <tool_call></tool_call>.<|im_end|>\n' }}{%- endmacro %}"""
-"""What the two Qwen templates have in common."""
+"""Macros that both Qwen templates use."""
 
 QWEN3 = (
     CALLS
     + r"""
 {%- set first = messages[0] if messages[0].role == 'system' else none %}
-{%- if tools %}{{- '<|im_start|>system\n' + (first.content + '\n\n' if first else '') }}{{- schemas() }}
+{%- if tools %}{{- '<|im_start|>system\n' + (first.content + '\n\n' if first else '') }}
+{{- schemas() }}
 {%- elif first %}{{- '<|im_start|>system\n' + first.content + '<|im_end|>\n' }}{%- endif %}
 {%- set last = namespace(query=messages | length - 1, found=false) %}
 {%- for index in range(messages | length - 1, -1, -1) %}
@@ -55,13 +61,15 @@ QWEN3 = (
 QWEN25 = (
     CALLS
     + r"""
-{%- set system = messages[0].content if messages[0].role == 'system' else 'Help as well as you can.' %}
+{%- set system = 'Help as well as you can.' %}
+{%- if messages[0].role == 'system' %}{%- set system = messages[0].content %}{%- endif %}
 {{- '<|im_start|>system\n' + system }}
 {%- if tools %}{{- '\n\n' }}{{- schemas() }}{%- else %}{{- '<|im_end|>\n' }}{%- endif %}
 {%- for message in messages %}
 {%- if message.role == 'assistant' and message.tool_calls %}
 {{- '<|im_start|>assistant' + ('\n' + message.content if message.content else '') }}
-{%- for call in message.tool_calls %}{{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+{%- for call in message.tool_calls %}
+{{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
 {{- (call.function.arguments | tojson) + '}\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\n' }}
 {%- elif message.role == 'tool' %}{{- told(loop.index0) }}
 {%- elif message.role != 'system' or not loop.first %}
@@ -71,10 +79,12 @@ QWEN25 = (
 )
 
 LLAMA3 = r"""{%- for message in messages %}{{- bos_token if loop.first }}
-{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' + message.content | trim + '<|eot_id|>' }}
+{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' }}
+{{- message.content | trim + '<|eot_id|>' }}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"""
-"""It knows nothing of tools."""
+{%- if add_generation_prompt %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"""
+"""A template without tools."""
 
 LLAMA31 = r"""{{- bos_token }}
 {%- macro head(role) %}{{- '<|start_header_id|>' + role + '<|end_header_id|>\n\n' }}{%- endmacro %}
@@ -90,15 +100,17 @@ LLAMA31 = r"""{{- bos_token }}
 {%- if message.tool_calls %}
 {%- if message.tool_calls | length > 1 %}{{- raise_exception('one call at a time') }}{%- endif %}
 {%- set call = message.tool_calls[0].function %}
-{{- head('assistant') + '{"name": "' + call.name + '", "parameters": ' + (call.arguments | tojson) + '}' }}
+{{- head('assistant') + '{"name": "' + call.name }}
+{{- '", "parameters": ' + (call.arguments | tojson) + '}' }}
 {{- '<|eom_id|>' if builtin_tools is defined else '<|eot_id|>' }}
-{%- elif message.role in ('tool', 'ipython') %}{{- head('ipython') + (message.content | tojson) + '<|eot_id|>' }}
+{%- elif message.role in ('tool', 'ipython') %}
+{{- head('ipython') + (message.content | tojson) + '<|eot_id|>' }}
 {%- else %}{{- head(message.role) + message.content | trim + '<|eot_id|>' }}{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- head('assistant') }}{%- endif %}"""
 
 LLAMA32 = LLAMA31.replace("else '26 Jul 2024'", "else strftime_now('%d %b %Y')")
-"""Today's date is in the prompt."""
+"""As LLAMA31, with today's date in the prompt."""
 
 _LLAMA = (
     "begin_of_text",
@@ -120,7 +132,7 @@ DIALECTS = ("shipped", *_TEMPLATES)
 
 
 def tokenizer_of(dialect: str, template: str = "") -> Any:
-    """The shipped tokenizer with the control tokens and the template of a dialect."""
+    """Return the shipped tokenizer with the control tokens and the template of a dialect."""
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED_POLICY)
     if dialect.startswith("qwen"):
         tags = ["<think>", "</think>"] if dialect == "qwen3" else []
@@ -135,7 +147,7 @@ def tokenizer_of(dialect: str, template: str = "") -> Any:
 
 
 def ends_of(tokenizer: Any) -> list[int]:
-    """As the generation configs of these models have them."""
+    """Return the ids of the stop tokens in the model's generation config."""
     names = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<|endoftext|>")
     held = tokenizer.get_vocab()
     return [held[name] for name in (names[:3] if names[0] in held else names[3:])]

@@ -1,4 +1,5 @@
-"""A toy task set for tests: the agent should say "yes". Its episodes can be made to break, hang or take turns."""
+"""A toy task set for tests: the agent should say "yes". Its episodes can be made to break, hang or
+take turns."""
 
 import asyncio
 from collections.abc import Iterator

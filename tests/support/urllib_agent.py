@@ -1,4 +1,5 @@
-"""An agent that is a program of its own: it is given an address, a sum and a key, and prints what it was worth."""
+"""An agent that is a program of its own: it is given an address, a sum and a key, and prints what
+it was worth."""
 
 import json
 import sys

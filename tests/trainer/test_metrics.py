@@ -1,4 +1,5 @@
-"""Metrics of a batch: each formula against numbers worked out by hand, and every name in every row."""
+"""Metrics of a batch: each formula against numbers worked out by hand, and every name in every
+row."""
 
 import math
 

@@ -1,10 +1,10 @@
 """The trainer: a batch becomes optimizer steps.
 
-Pinned: the gradient does not depend on how a batch is cut into micro-batches, for every denominator and for several
-optimizer steps a batch; the loss is the formula of algorithm.md, section 4; nothing is padded; idle sequences change
-nothing; non-finite numbers stop the run before a step, by name; schedules and optimizers do what they are called;
-bfloat16 keeps float32 weights; a restored trainer goes on as if it had never stopped.
-"""
+Pinned: the gradient does not depend on how a batch is cut into micro-batches, for every denominator
+and for several optimizer steps a batch; the loss is the formula of algorithm.md, section 4; nothing
+is padded; idle sequences change nothing; non-finite numbers stop the run before a step, by name;
+schedules and optimizers do what they are called; bfloat16 keeps float32 weights; a restored trainer
+goes on as if it had never stopped."""
 
 import math
 from collections.abc import Mapping
@@ -133,7 +133,8 @@ def test_the_gradient_does_not_depend_on_the_cut_into_micro_batches(
 
 
 def test_the_loss_is_the_formula() -> None:
-    """-sum D min(S A, clip(S) A) / N, token by token from unpacked forward passes; N counts tokens before masking."""
+    """-sum D min(S A, clip(S) A) / N, token by token from unpacked forward passes; N counts tokens
+    before masking."""
     policy, batch = tiny_policy(), a_batch()
     version_0 = policy.twin()
     trainer = make(policy, correction=CorrectionConfig(control="mask_weight", low=0.2, high=5.0))
@@ -478,7 +479,8 @@ def test_lag_is_counted_in_batches_after_a_resume() -> None:
 def test_an_inline_route_is_asked_in_every_pass_with_that_pass_s_own_values(
     max_tokens_per_microbatch: int,
 ) -> None:
-    """Between two optimizer steps the policy moves, and so does the proxy; no forward pass is spent on it."""
+    """Between two optimizer steps the policy moves, and so does the proxy; no forward pass is spent
+    on it."""
     trainer = make(
         tiny_policy(),
         route="interp_prox_loglinear",
@@ -548,7 +550,8 @@ def test_the_audit_sees_the_batch_before_anything_moves() -> None:
 
 @pytest.mark.parametrize("route", ["interp_prox_loglinear", "snapshot_old"])
 def test_a_batch_without_any_advantage_is_a_step_like_any_other(route: str) -> None:
-    """Siblings that all did as well as each other: nothing to learn, and nothing an inline route is asked about."""
+    """Siblings that all did as well as each other: nothing to learn, and nothing an inline route is
+    asked about."""
     trainer = make(tiny_policy(), route=route)
     before = weights(trainer.policy)
     figures = learn(trainer, collate([episode(i, [4, (3, 1)], advantage=0.0) for i in range(3)]))

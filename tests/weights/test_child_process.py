@@ -19,7 +19,8 @@ def main(descriptor, options):
     with socket.socket(fileno=descriptor) as connection:
         while asked := connection.recv(1):
             if asked == b"h":
-                sum(range(2 * 10**8))  # one call: no other thread of the interpreter runs until it is done
+                # A single call holds the interpreter: no other thread runs until it returns.
+                sum(range(2 * 10**8))
             connection.sendall(asked)
 """
 

@@ -1,9 +1,9 @@
 """Publishing.
 
-Pinned: with the route's store one delta is formed per version, and it is what travels to an engine that takes deltas
-and holds the version before; such an engine holds the trainer's weights bit for bit; in every other case full weights
-travel; a delta that does not lead to its version is refused, and changes nothing.
-"""
+Pinned: with the route's store one delta is formed per version, and it is what travels to an engine
+that takes deltas and holds the version before; such an engine holds the trainer's weights bit for
+bit; in every other case full weights travel; a delta that does not lead to its version is refused,
+and changes nothing."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
@@ -60,7 +60,8 @@ def size(policy: Policy) -> int:
 
 
 def step(policy: Policy, seed: int) -> None:
-    """What an optimizer step at a low learning rate does to bfloat16 weights: few of them change."""
+    """What an optimizer step at a low learning rate does to bfloat16 weights: few of them
+    change."""
     nudge(policy, seed=seed, size=1e-4)
     policy.version += 1
 

@@ -1,11 +1,11 @@
 """The version store.
 
-Pinned: what comes back is what was published, bit for bit, for any dtype, bit pattern, layout, order of walking, and
-after dropping, spilling and restoring; each difference is written in the smallest of three ways, and all three are
-walked through; exactly the live versions and the newest are kept; a version never changes; a missing one is an error
-with numbers; a limit on memory is kept, and refusing leaves the store as it was; damaged bytes are refused before
-anything is allocated or changed.
-"""
+Pinned: what comes back is what was published, bit for bit, for any dtype, bit pattern, layout,
+order of walking, and after dropping, spilling and restoring; each difference is written in the
+smallest of three ways, and all three are walked through; exactly the live versions and the newest
+are kept; a version never changes; a missing one is an error with numbers; a limit on memory is
+kept, and refusing leaves the store as it was; damaged bytes are refused before anything is
+allocated or changed."""
 
 import json
 from collections import Counter
@@ -90,7 +90,8 @@ WAYS = {
     "packed": Change("low", 0.9),
     "raw": Change("any", 1.0),
 }
-"""A change that is smallest in each way: a few words behind a long gap, low bits everywhere, all bits everywhere."""
+"""A change that is smallest in each way: a few words behind a long gap, low bits everywhere, all
+bits everywhere."""
 CHANGES = st.builds(
     Change, st.sampled_from(["any", "low", "odd"]), st.floats(0, 1), st.integers(0, 600)
 )
@@ -138,7 +139,8 @@ def changed(data: st.DataObject, change: Change, before: Tensor, like: Tensor) -
 
 
 def history(data: st.DataObject, like: Tensor) -> list[dict[str, Tensor]]:
-    """Versions: every way to write a difference is the smallest for one of them at least, in any order."""
+    """Versions: every way to write a difference is the smallest for one of them at least, in any
+    order."""
     sizes = {
         "w": data.draw(st.integers(600, 3000)),
         "short": data.draw(st.integers(0, 12)),
@@ -503,18 +505,22 @@ def test_a_state_that_is_not_whole_is_refused(storage: Literal["delta", "full"])
     moved = {name: tensor + 1 for name, tensor in sound["movable"].items()}
     swapped = sound["shelf"] | {2: sound["shelf"][3], 3: sound["shelf"][2]}
     for wrong, match in (
-        ({"shelf": {3: sound["shelf"][3]}}, "not whole"), ({"shelf": swapped}, "not whole"),
-        ({"versions": [1, 3]}, "not whole"), ({"at": 7}, "stands at version 7"), ({"at": 2}, "is not version 2"),
+        ({"shelf": {3: sound["shelf"][3]}}, "not whole"),
+        ({"shelf": swapped}, "not whole"),
+        ({"versions": [1, 3]}, "not whole"),
+        ({"at": 7}, "stands at version 7"),
+        ({"at": 2}, "is not version 2"),
         ({"movable": moved}, "is not version 1"),
         ({"movable": moved, "checksum": checksum(moved)}, "is not version 1"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=match):
             VersionStore(storage=storage).restore(sound | wrong)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_whole_weights_are_a_file_of_their_own_memory(dtype: torch.dtype) -> None:
-    """Readable by safetensors, tied ones twice, whatever their layout; what is in order is not copied."""
+    """Readable by safetensors, tied ones twice, whatever their layout; what is in order is not
+    copied."""
     own = torch.arange(12).reshape(3, 4).to(dtype)
     tensors = {
         "byte": torch.ones(3, dtype=torch.uint8),

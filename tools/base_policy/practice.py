@@ -159,7 +159,8 @@ def corpus(count: int) -> Iterator[str]:
                 yield message.role + "\n"
                 yield message.content
                 for call in message.tool_calls:
-                    yield f'\n{{"name": "{call.name}", "arguments": {json.dumps(call.arguments)}}}\n'
+                    arguments = json.dumps(call.arguments)
+                    yield f'\n{{"name": "{call.name}", "arguments": {arguments}}}\n'
     words = [
         *NAMES,
         *COLOURS,
