@@ -148,15 +148,11 @@ ONES = (
 
 def config_knobs(data: bytes) -> None:
     draws = Draws(data)
-    knobs = tuple(f"--{name}" for name in recipe_options.OPTION_NAMES)
+    knobs = tuple(f"--{name}" for name in recipe_options.option_names())
     words_given = []
     for _ in range(1 + draws.number(3)):
         name = draws.choice(knobs) if draws.number(12) < 11 else f"--{draws.text()}"
-        value = (
-            draws.choice((*ONES, _word(_at(RECIPES["retail"](), name[2:]))))
-            if name in knobs
-            else "1"
-        )
+        value = draws.choice((*ONES, *_defaults(name[2:]))) if name in knobs else "1"
         if draws.number(4) == 3:
             value = str(draws.choice(ODD[:-1])) if draws.number(2) else draws.text()
         word = f"{name}={value}" if draws.number(12) < 11 else value
@@ -178,6 +174,14 @@ def _configured(given: list[str]) -> RunConfig | None:
     except ConfigError as error:
         require(bool(str(error)), "an error without a word")
         return None
+
+
+def _defaults(name: str) -> list[str]:
+    """Return the retail recipe's value of an option, if the option belongs to its route and env."""
+    try:
+        return [_word(_at(RECIPES["retail"](), name))]
+    except AttributeError:
+        return []
 
 
 def _at(config: RunConfig, name: str) -> Any:

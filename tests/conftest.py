@@ -1,5 +1,4 @@
-"""Settings of every test: one torch thread, and shape checks of the functions in
-`unstale.algorithms`."""
+"""Settings of all tests: one torch thread, and shape checks in `unstale.algorithms`."""
 
 import os
 import signal

@@ -22,7 +22,7 @@ def is_broad(handler: ast.ExceptHandler) -> bool:
 
 
 def test_only_two_places_catch_every_exception() -> None:
-    """The rollout, because environments are user code; the journal's decoder, because tokenizers raise `Exception`."""
+    """Environments are user code, and tokenizers raise `Exception` while the journal decodes."""
     broad = []
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,4 @@
-"""The code and the commands of docs/libraries.md."""
+"""Read the code and run the commands of docs/libraries.md."""
 
 import re
 import shlex
@@ -14,15 +14,14 @@ DOCS = (Path(__file__).parents[2] / "docs" / "libraries.md").read_text()
 
 
 def block(name: str) -> str:
-    """The code that the page introduces as this file."""
+    """Return the code that the page introduces as this file."""
     found = re.search(rf"`{re.escape(name)}`[^`]*:\n\n```python\n(.*?)```", DOCS, re.DOTALL)
     assert found, f"docs/libraries.md has no {name}"
     return found.group(1)
 
 
 def run_command(names: str, capsys: pytest.CaptureFixture[str], **replaced: str) -> str:
-    """What the page's command for this task set prints, all of whose episodes have to come to an
-    end."""
+    """Run the page's command for this task set and return its output. All episodes must end."""
     (command,) = [
         line for line in DOCS.splitlines() if line.startswith("unstale eval") and names in line
     ]

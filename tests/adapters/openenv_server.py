@@ -1,5 +1,4 @@
-"""Environments of OpenEnv behind a server each: `python openenv_server.py guess|line|tools PORT
-SESSIONS`."""
+"""OpenEnv servers for tests: `python openenv_server.py guess|line|tools PORT SESSIONS`."""
 
 import random
 import sys
@@ -37,7 +36,7 @@ class Sessions(Environment[Any, Any, State]):
 
 
 class Guess(Sessions):
-    """A number from 1 to 9, to be said within 4 replies."""
+    """A game: guess a number from 1 to 9 within 4 replies."""
 
     def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> Heard:
         self.number, self.left = random.Random(seed).randint(1, 9), 4
@@ -69,7 +68,7 @@ class Tools(MCPEnvironment):
 
         @server.tool
         def add(a: int, b: int) -> int:
-            """The sum of two numbers."""
+            """Return the sum of two numbers."""
             return a + b
 
         super().__init__(server)

@@ -1,7 +1,9 @@
-"""Promises of the OpenEnv adapter, with the library and real servers (`make test-adapters`): text,
-fields and MCP tools become actions; several episodes at once are sessions of their own, let go when
-they end; what the server refuses is the policy's fault, what breaks is the environment's; a server
-that died is no other episode; the docs' command runs."""
+"""Test the OpenEnv adapter with the library and real servers (`make test-adapters`).
+
+Text, fields and MCP tools become actions. Parallel episodes have separate sessions, which are
+closed at their end. A refused action counts against the policy, a broken server against the
+environment. The command of the docs runs.
+"""
 
 import asyncio
 import socket
@@ -32,7 +34,7 @@ SERVER = Path(__file__).with_name("openenv_server.py")
 
 @contextmanager
 def serving(*command: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A server in a process of its own. `PORT` in its command is a free one."""
+    """Run a server in a process. `PORT` in its command is replaced by a free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -140,7 +142,7 @@ def test_mcp_tools_are_tools(urls: dict[str, str]) -> None:
 def test_episodes_at_the_same_time_have_sessions_of_their_own_and_let_go_of_them(
     urls: dict[str, str],
 ) -> None:
-    """The server allows three. One that is left in the middle makes room for another."""
+    """The server allows three sessions. Closing an unfinished episode frees its session."""
     tasks = OpenEnvTasks(urls["guess"])
 
     async def together() -> list[list[Turn]]:

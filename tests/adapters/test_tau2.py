@@ -1,7 +1,9 @@
-"""Promises of the tau2 adapter, with tau2-bench from its source (`make test-adapters
-TAU2=<folder>`): its own solutions get a reward of 1 in every domain, doing nothing gets none;
-splits are tau2's; a user who is a model is asked at its endpoint, and not again after a resume;
-episodes wait in threads of their own; the command of the docs runs."""
+"""Test the tau2 adapter with a source checkout of tau2-bench (`make test-adapters TAU2=<folder>`).
+
+The reference solutions get a reward of 1 in every domain, and doing nothing gets 0. Splits are
+tau2's. A simulated user is queried at its endpoint, and not again after a resume. Episodes wait in
+separate threads. The command of the docs runs.
+"""
 
 import asyncio
 import json
@@ -36,7 +38,7 @@ def tasks(domain: str) -> Any:
 
 
 def solution(taskset: Any, task: Task) -> list[Message]:
-    """tau2's own: calls of its agent, and what its user is to do on the phone, named."""
+    """Return tau2's reference solution: the agent's calls and the user's actions on the phone."""
     return [
         Message("assistant", f"Please use {action.name} now.")
         if action.requestor == "user"
@@ -46,7 +48,7 @@ def solution(taskset: Any, task: Task) -> list[Message]:
 
 
 async def episode(env: Any, replies: Sequence[Message], *, begun: bool = False) -> list[Turn]:
-    """With these replies, and then a last word for as long as it is asked for one."""
+    """Play an episode with these replies, then repeat a closing reply until it ends."""
     turns = [] if begun else [await env.begin()]
     for reply in replies:
         turns.append(await env.step(reply))
@@ -71,7 +73,7 @@ def test_its_own_solutions_are_worth_1(domain: str) -> None:
 
 @pytest.mark.parametrize("domain", DOMAINS)
 def test_doing_nothing_is_worth_0_where_something_has_to_be_done(domain: str) -> None:
-    """A telephone that is broken stays so; a database that is to be changed is not."""
+    """The broken phone stays broken and the database stays unchanged."""
     taskset = tasks(domain)
     writes = (
         "cancel",
@@ -147,7 +149,7 @@ def test_the_user_does_what_is_named_and_the_policy_does_not_see_how() -> None:
 
 
 def test_episodes_wait_together_in_threads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as a user's model may keep waiting, and without those that the rest of a run has."""
+    """All episodes can wait for the user model at once without using the run's other threads."""
     from unstale.envs.adapters.tau2 import THREADS, Tau2Env
 
     together = threading.Barrier(THREADS)
@@ -218,7 +220,7 @@ def test_what_there_is_none_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_command_of_the_docs_plays_episodes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the small model, given the positions that the prompt needs."""
+    """Use the small model with enough positions for the prompt."""
     folder = tmp_path / "model"
     shutil.copytree(SHIPPED_POLICY, folder)
     config = json.loads((folder / "config.json").read_text())

@@ -1,7 +1,9 @@
-"""Promises of the verifiers adapter, with the library (`make test-adapters`): its episodes are
-recorded as they were sampled, streamed, with their rewards by name; programs of a harness do not
-see the endpoint's key; what it cannot judge is a failed episode; what would run code here or cannot
-be made is refused; the command of the docs runs."""
+"""Test the verifiers adapter with the library (`make test-adapters`).
+
+Episodes are recorded as sampled and streamed, with rewards by name. Harness programs do not see the
+endpoint's key. An episode that the library cannot score fails. Task sets that would run code here
+are refused. The command of the docs runs.
+"""
 
 import asyncio
 import os
@@ -27,7 +29,7 @@ from tests.rollout.test_external import CHAT, World, says  # noqa: E402 - it nee
 
 @pytest.fixture(autouse=True)
 def found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The task set can be imported, and uv be found, as in an environment that is activated."""
+    """Put the task set and `uv` on the search paths, as in an activated environment."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
 

@@ -1,4 +1,4 @@
-"""A task set of verifiers: sums, one reply each."""
+"""A verifiers task set: sums with one reply each."""
 
 from collections.abc import Iterator
 

@@ -1,10 +1,9 @@
-"""Promises of the advantage estimators, with values worked out by hand.
+"""Test the advantage estimators against values worked out by hand.
 
-- Every estimator: the value; a trajectory per result, in order; one signature for all.
-- No siblings, or no spread: exactly 0, never NaN, also when the mean rounds.
-- Comparing siblings only: another group's rewards, and a shift or a task's difficulty, change
-  nothing.
-- A turn's advantage depends on the rewards from that turn on.
+- Every estimator returns one result per trajectory, in order, and has the same signature.
+- Groups of one, and groups with equal rewards, get exactly 0, never NaN.
+- Estimators that compare siblings ignore other groups, and shifts of all rewards of a group.
+- A turn's advantage depends only on the rewards from that turn on.
 - Each registered estimator, and each of its options, can be selected by name.
 """
 
@@ -71,7 +70,7 @@ TASK = Task("toy", "train", 0)
 def episode(
     *rewards: float, turns: int = 1, tokens: int = 2, turn_rewards: tuple[float, ...] = ()
 ) -> Trajectory:
-    """`turns` replies of `tokens` tokens each; one reward channel per number."""
+    """Return a trajectory of `turns` replies of `tokens` tokens. A number is a reward channel."""
     pieces: list[Piece] = []
     for _ in range(turns):
         pieces += [ContextPiece((1,)), Sampled((2,) * tokens, (-0.5,) * tokens, version=0)]
@@ -127,8 +126,8 @@ def test_opo_of_a_group_without_action_tokens_is_zero() -> None:
 
 
 def test_reinforce_batch_counts_trajectories_by_their_tokens() -> None:
-    """Group means away: +-0.5 and +-0.1. Tokens 1, 3, 2, 2 make the mean -0.125 and the weights of
-    the variance."""
+    """Without the group means: +-0.5 and +-0.1. Token counts 1, 3, 2, 2 weight the mean (-0.125)
+    and the variance."""
     batch = [
         Group(TASK, (episode(1.0, tokens=1), episode(0.0, tokens=3))),
         Group(TASK, (episode(0.4, tokens=2), episode(0.6, tokens=2))),
@@ -225,8 +224,8 @@ def test_one_result_per_trajectory_in_order(name: str) -> None:
 
 @pytest.mark.parametrize("name", SIBLINGS)
 def test_no_siblings_or_no_spread_is_exactly_zero(name: str) -> None:
-    """0.1 six times has a mean that is not 0.1 in floating point; rounding must not be divided by
-    rounding."""
+    """In floating point the mean of six 0.1 is not 0.1. The rounding error must not be divided by
+    itself."""
     batch = groups([0.7], [0.1] * 6, [1.0, 1.0])
     assert values(ESTIMATORS[name](batch)) == [0.0] * 9
     uneven = Group(TASK, (episode(1.0, tokens=1), episode(0.0, tokens=5)))

@@ -1,7 +1,9 @@
-"""Promises of the audit (algorithm.md, section 5): fitted leaks are what the theory says of each
-stand-in, also with correlated factors and noise; what cannot be told is None; the auditor finds the
-exact route exact and the others wrong, against copies of its own; a recorded run is replayed for
-every route on the same tokens."""
+"""Test the audit (algorithm.md, section 5).
+
+Fitted leaks have the theoretical value for each approximation, also with correlated factors and
+noise. Undefined statistics are None. The auditor reports zero error for the exact route and the
+true error for others. A recorded run can be replayed for every route on the same tokens.
+"""
 
 import json
 from collections.abc import Callable, Collection, Sequence
@@ -62,7 +64,7 @@ def tokens(
     mixed: float = 0.0,
     lag: int = 2,
 ) -> Tokens:
-    """A made-up batch in which everything is known. `mixed`: how much of log D moves with log S."""
+    """Return a synthetic batch of known factors. `mixed` correlates log D with log S."""
     noise = torch.Generator().manual_seed(number)
 
     def normal(size: float) -> Tensor:
@@ -107,8 +109,7 @@ def test_leaks_are_what_the_theory_says(
 
 @given(seed=st.integers(0, 10**6), s=st.floats(-0.5, 1.5), d=st.floats(-0.5, 1.5))
 def test_leaks_lie_within_their_standard_errors(seed: int, s: float, d: float) -> None:
-    """An error of its own on every sequence widens the interval instead of moving the estimate out
-    of it."""
+    """An independent error per sequence widens the interval and leaves the estimate unbiased."""
     noise = torch.Generator().manual_seed(seed)
     made = tokens(lambda mu, now, old: old + s * (now - old) - d * (old - mu))
     own = 0.01 * torch.randn(200, generator=noise, dtype=torch.float64)
@@ -186,7 +187,8 @@ def test_agreement_is_about_the_tokens_that_a_threshold_acts_on() -> None:
 
 
 def sampled_batch(policy: Policy, number: int, copies: dict[int, Policy], *, far: float) -> Batch:
-    """Eight episodes whose tokens are of the live versions; mu is the truth, `far` away."""
+    """Return eight episodes with tokens of the live versions. mu is the true log-probability,
+    shifted by `far`."""
     newest, oldest = max(copies), min(copies)
     plans = [[3, (20, max(oldest, newest - i % 3)), 2, (20, newest)] for i in range(8)]
     batch = collate(
@@ -212,7 +214,7 @@ def sampled_batch(policy: Policy, number: int, copies: dict[int, Policy], *, far
 def audited(
     route: str, *, steps: int = 4, share: float = 0.5
 ) -> tuple[list[dict[str, float]], Auditor]:
-    """A run of `steps` on real tiny policies, audited: what was looked at, step by step."""
+    """Train tiny policies for `steps` with the audit on. Return the audited batches by step."""
     policy = tiny_policy()
     old = build_old_logps(OldLogpsConfig(route=route), LocalScorer(policy, *SCORING))  # type: ignore[arg-type]
     auditor = Auditor(LocalScorer(policy, *SCORING), old, JUDGE, share=share)
@@ -233,7 +235,7 @@ def audited(
 
 
 def answer(old: OldLogps, policy: Policy, batch: Batch) -> Tensor:
-    """As the trainer asks before the first step."""
+    """Return the route's log-probabilities as the trainer requests them before the first step."""
     if old.needs.inline:
         return torch.empty(0)
     now = (
@@ -475,7 +477,7 @@ def test_a_recorded_run_is_audited_on_every_route(recorded_run: Path) -> None:
 
 
 class Listens(Passive):
-    """Writes down what it is told, in order."""
+    """A route that records its calls in order."""
 
     needs = Needs(closing=True, idle=True)
 
@@ -551,7 +553,7 @@ def test_a_replayed_route_hears_what_it_would_have_heard(
 
 
 def weigh(recorded: Recorded, version: int) -> float:
-    """What `Listens` makes of a version's weights."""
+    """Return the summary of a version's weights that `Listens` records."""
     policy = Policy.load(RunConfig(recipe="toy").policy_folder)
     policy.load_weights(recorded.weights(version))
     return float(next(iter(policy.weights().values())).double().sum())
@@ -583,8 +585,8 @@ def test_what_cannot_be_audited_says_why(recorded_run: Path, tmp_path: Path) -> 
 
 
 def test_a_token_without_a_truth_does_not_spoil_the_verdict_on_its_neighbours() -> None:
-    """One unclean token in a sequence judged as a whole: the true verdict on the others takes no 0
-    for it."""
+    """With one unclean token per sequence, the true decision on the other tokens does not count it
+    as 0."""
     batch = collate([episode(0, [3, (4, 0), (2, 0, False)])])
     exact = batch.behavior_logp + 0.01 * batch.sampled
     judge = Thresholds(

@@ -1,13 +1,11 @@
-"""Promises of `corrections`, each by hand or against an independent calculation.
+"""Test `corrections`, by hand or against an independent calculation.
 
-- pi / mu = D * S for every proxy; log-linear proxies only re-parameterise masks and clips
-  (Proposition 1).
-- Units, aggregation, bands, weights and vetoes have the values worked out here, packed and padded
-  alike.
-- Nothing carries a gradient but `log_staleness`, and that exactly 1 per token.
-- A non-finite log-probability of an action token is an error that says where; off the mask anything
-  may stand.
-- D enters a weight once. Only sampled and replayed tokens may enter at all.
+- pi / mu = D * S for every proxy; a log-linear proxy only changes thresholds (Proposition 1).
+- Units, aggregation, bands, weights and vetoes have the values worked out here, packed and padded.
+- Only `log_staleness` carries a gradient: exactly 1 per token.
+- A non-finite log-probability of an action token is an error that names its position. Other
+  positions may hold any value.
+- D enters a weight once. Only sampled and replayed tokens are weighted.
 """
 
 import math
@@ -141,7 +139,7 @@ def test_padded_rows_give_what_packed_sequences_give(unit: Any) -> None:
 
 
 def test_unknown_words_are_refused() -> None:
-    """`unwrap`: the import hook of conftest.py would refuse them first."""
+    """`unwrap` skips conftest's type checks, which would raise first."""
     with pytest.raises(ValueError, match="unit must be"):
         unwrap(unit_ids)("step", sequence=SEQUENCE, turn=TURN, version=VERSION, sampled=SAMPLED)
     with pytest.raises(ValueError, match="how must be"):
@@ -149,7 +147,7 @@ def test_unknown_words_are_refused() -> None:
 
 
 def test_shapes_are_checked_in_tests() -> None:
-    """If this fails, the import hook of conftest.py is not at work."""
+    """This fails if conftest.py does not install its shape checks."""
     with pytest.raises(Exception, match="Type-check error"):
         aggregate(LOG_D, SEQUENCE[:3], sampled=SAMPLED)
 
@@ -180,8 +178,8 @@ def test_the_factors_multiply_to_the_total_ratio_for_any_proxy(
 def test_a_loglinear_proxy_only_moves_the_thresholds(
     r: float, alpha: float, bound: float, advantage: float
 ) -> None:
-    """Proposition 1: a mask at c is a mask of the total ratio at c / alpha, a clip at e one at e /
-    (1 - alpha)."""
+    """Proposition 1: masking D at c masks the total ratio at c / alpha; clipping S at e clips it at
+    e / (1 - alpha)."""
     assume(min(abs(alpha * abs(r) - bound), abs((1 - alpha) * abs(r) - bound)) > 1e-6)
     behavior, now, one = (tensor([x], dtype=torch.float64) for x in (-1.0, -1.0 + r, advantage))
     prox = behavior + alpha * (now - behavior)
@@ -208,8 +206,8 @@ def test_a_loglinear_proxy_only_moves_the_thresholds(
 
 
 def test_the_gradient_of_a_unit_is_one_per_token_and_none_elsewhere() -> None:
-    """A broadcast product must not multiply the gradient by the length of the unit: at S = 1 each
-    token has 1."""
+    """A broadcast product must not multiply the gradient by the unit's length. At S = 1 it is 1 per
+    token."""
     for how in ("mean", "sum"):
         now, old, behavior = (torch.full((8,), -1.0, requires_grad=True) for _ in range(3))
         ratio = bounded_exp(log_staleness(now, old, unit=ids("sequence"), sampled=SAMPLED, how=how))
@@ -382,7 +380,7 @@ def test_a_non_finite_action_token_is_an_error_that_says_where(value: float) -> 
 
 
 def test_off_the_mask_anything_may_stand() -> None:
-    """The check passes, and neither values nor gradients see it."""
+    """Masked positions may be non-finite; they change neither values nor gradients."""
     junk = torch.where(SAMPLED, LOG_D, NAN)
     check_finite({"logp": junk}, SAMPLED, sequence=SEQUENCE, version=VERSION)
     now = junk.clone().requires_grad_()

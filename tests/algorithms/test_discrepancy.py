@@ -1,7 +1,9 @@
-"""Promise (algorithm.md, section 6, item 1): engine and trainer with the same float32 weights give
-tokens of episodes with several turns the same log-probability, |log D| < 1e-4, also across an
-interruption, for each token under its own version; and a bfloat16 engine gives a discrepancy that
-is real and small."""
+"""Test the discrepancy of engine and trainer (algorithm.md, section 6, item 1).
+
+With equal float32 weights, both give the tokens of multi-turn episodes the same log-probability:
+|log D| < 1e-4, also across an interruption, each token under its own version. A bfloat16 engine
+gives a small, non-zero discrepancy.
+"""
 
 import asyncio
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ from unstale.weights.publish import DirectPublisher
 
 @dataclass(frozen=True)
 class Seen:
-    """Episodes that ran while version 1 took over from version 0, and the route's answers."""
+    """Episodes during the update from version 0 to 1, with the route's log-probabilities."""
 
     batch: Batch
     old_logp: Tensor
@@ -100,7 +102,7 @@ def test_two_float32_programs_agree_on_every_token_at_its_own_version(seen: Seen
 
 
 def test_the_other_version_would_not_do(seen: Seen) -> None:
-    """The promise is not empty: scored by version 1, the tokens of version 0 are off."""
+    """Check that the first test can fail: version 1 gives other values for tokens of version 0."""
     policy = Policy.load(SHIPPED_POLICY)
     nudge(policy, seed=1, size=0.03)
     stale = seen.batch.sampled & (seen.batch.version == 0)

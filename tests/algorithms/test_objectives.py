@@ -1,10 +1,10 @@
-"""Promises of `objectives`, each by hand or against an exact gradient.
+"""Test `objectives`, by hand or against an exact gradient.
 
-- Values and clipped tokens of every objective; where a trust region acts, and on which side.
-- On fresh data every objective, under every unit and aggregation, has REINFORCE's gradient.
-- Gradients reach `logp` only: not mu, not the proxy, not a weight, a mask or a denominator.
-- Denominators: hand-worked, and a batch cut into micro-batches sums to the same loss and gradient.
-- The expected gradient of `reference_kl` and of `sampled_entropy` is that of the exact quantity.
+- Values and clipped tokens of every objective, and the side on which its trust region acts.
+- On fresh data every objective, unit and aggregation has REINFORCE's gradient.
+- Only `logp` gets a gradient: not mu, the proxy, a weight, a mask or a denominator.
+- Denominators: worked out by hand; micro-batches sum to the loss and gradient of the batch.
+- The expected gradients of `reference_kl` and `sampled_entropy` are those of the exact quantities.
 """
 
 import itertools
@@ -70,7 +70,7 @@ def ids(unit: Any) -> Tensor:
 def one(
     objective: Callable[..., Surrogate], ratio: float, advantage: float
 ) -> tuple[float, float, bool]:
-    """Loss, derivative by logp, clipped: of one token with this ratio."""
+    """Return loss, derivative by logp and clipped flag of one token with this ratio."""
     log_s = tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     found = objective(log_s, tensor([advantage], dtype=torch.float64))
     (slope,) = torch.autograd.grad(found.loss, log_s)
@@ -162,8 +162,7 @@ def test_clipped_means_that_a_clip_took_the_gradient(log_ratio: float, advantage
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_on_fresh_data_every_objective_is_reinforce(name: str, unit: Any, how: Any) -> None:
-    """Engine = proxy = policy: every control keeps every token, and d loss / d logp is -A *
-    norm."""
+    """With engine = proxy = policy all tokens are kept, and d loss / d logp is -A * norm."""
     value = torch.linspace(-2.0, -0.1, 8, dtype=torch.float64)
     logp = value.clone().requires_grad_()
     log_d = aggregate(
@@ -263,7 +262,7 @@ def test_an_impossible_constant_is_refused() -> None:
 
 
 def test_unknown_words_are_refused() -> None:
-    """`unwrap`: the import hook of conftest.py would refuse them first."""
+    """`unwrap` skips conftest's type checks, which would raise first."""
     with pytest.raises(ValueError, match="how must be"):
         unwrap(token_norm)(SAMPLED, KEEP, sequence=SEQUENCE, how="mean")
     with pytest.raises(ValueError, match="estimator must be"):
@@ -272,8 +271,7 @@ def test_unknown_words_are_refused() -> None:
 
 @pytest.mark.parametrize("how", ["action_tokens", "kept", "sequence_mean", "constant"])
 def test_a_cut_batch_sums_to_the_whole(how: Any) -> None:
-    """Weights and denominators from the whole batch, ratios from each part: same loss, same
-    gradient."""
+    """Weights and denominators are of the whole batch, ratios of each part."""
     now, old, behavior = torch.randn(
         3, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
@@ -315,7 +313,7 @@ def test_values_of_the_kl_estimators() -> None:
 
 
 def draws() -> tuple[Tensor, Tensor, Tensor]:
-    """Logits with a gradient, a reference, and a stale sampling distribution over 5 tokens."""
+    """Return logits with a gradient, reference logits and a stale distribution, over 5 tokens."""
     rows = torch.randn(3, 5, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     return rows[0].clone().requires_grad_(), *(torch.log_softmax(row, -1) for row in rows[1:])
 
@@ -325,8 +323,8 @@ def draws() -> tuple[Tensor, Tensor, Tensor]:
 def test_expected_gradient_of_the_reference_kl_is_that_of_the_exact_kl(
     estimator: Any, stale: bool
 ) -> None:
-    """Every token enumerated: drawn from pi, or from mu with the detached ratio that the docstring
-    asks for."""
+    """Enumerate every token, drawn from pi, or from mu with the detached ratio that the docstring
+    requires."""
     logits, reference, behavior = draws()
     logp = torch.log_softmax(logits, -1)
     drawn_from = behavior if stale else logp.detach()

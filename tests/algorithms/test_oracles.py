@@ -1,17 +1,13 @@
-"""Promise: our losses, weights, masks, metrics and advantages are those of independent public
-implementations.
+"""Compare losses, weights, masks, metrics and advantages with public implementations.
 
-The vectors (float64) come from `../shared/oracles/vectors.json` where that exists, else from the
-copy in `data/`. Where a definition differs on purpose, the test states the difference and checks
-the identity that connects the two:
+The vectors (float64) come from `../shared/oracles/vectors.json` if it exists, else from the copy in
+`data/`. Where a definition differs on purpose, the test checks the identity between the two:
 
-- CISPO is written on log S instead of log pi: the values differ by `weight * A * old_logp`, the
-  gradients do not.
-- A `k1` mask is a band on mu / old; ours is a band on old / mu, so its ends are the reciprocals,
-  swapped.
-- A `k3` mask bounds D - 1 - log D; per token that is a band between the two roots, over a sequence
-  its mean is bounded.
-- A group without spread, or without siblings, gets 0 here; no vector has one.
+- CISPO uses log S instead of log pi. Values differ by `weight * A * old_logp`; gradients are equal.
+- A `k1` mask is a band on mu / old. Ours is a band on old / mu, with reciprocal, swapped ends.
+- A `k3` mask bounds D - 1 - log D. Per token that is a band between the two roots; over a sequence
+  the mean is bounded.
+- A group without spread, or of one, gets 0 here. No vector has one.
 - Public averages divide by a count + 1e-8; tolerances allow for it.
 """
 
@@ -177,8 +173,7 @@ def test_token_k3_mask_is_a_band_between_two_roots() -> None:
 
 
 def _root(bound: float, low: float, high: float) -> float:
-    """D with D - 1 - log D = bound, by bisection; the difference changes sign once in the
-    bracket."""
+    """Return D with D - 1 - log D = bound, by bisection in a bracket with one sign change."""
     falling = low - 1 - math.log(low) > bound
     for _ in range(80):
         middle = (low + high) / 2

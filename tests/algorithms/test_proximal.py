@@ -1,9 +1,9 @@
-"""Approximate old logits as functions: Proposition 1, the age recursion, and what each weight
-means.
+"""Test the functions that approximate old log-probabilities.
 
-Pinned: behind the log-linear proxy both factors are powers of one ratio, so masks and clips are
-re-parameterised and nothing is decoupled; an average's decay hits the age that is asked for; padded
-and packed layouts agree."""
+With the log-linear proxy, D and S are powers of one ratio, so masks and clips only change their
+thresholds (Proposition 1). The chosen decay of an average gives the requested age. Padded and
+packed layouts agree.
+"""
 
 import math
 
@@ -32,8 +32,8 @@ def columns(rows: list[tuple[float, float, float]]) -> tuple[Tensor, Tensor, Ten
 def test_behind_the_loglinear_proxy_thresholds_are_reparameterised_and_nothing_is_decoupled(
     rows: list[tuple[float, float, float]], alpha: float, bound: float
 ) -> None:
-    """Proposition 1: log D = alpha r, log S = (1 - alpha) r. Ties at a threshold, where rounding
-    decides, are moved."""
+    """Proposition 1: log D = alpha r, log S = (1 - alpha) r. Ratios at a threshold are moved off it
+    to avoid rounding."""
     mu, pi, advantage, sampled = columns(rows)
     prox = proximal.loglinear(mu, pi, alpha, sampled=sampled)
     total = pi - mu
@@ -108,7 +108,7 @@ def test_the_weight_of_the_current_policy_follows_the_lag(
 @given(st.lists(st.floats(0, 8), min_size=1, max_size=60))
 @settings(deadline=None)
 def test_the_decay_that_is_chosen_leaves_the_age_that_was_asked_for(targets: list[float]) -> None:
-    """Or all that one update can gain: less than 1, and no more than beta_max allows."""
+    """One update adds less than 1 to the age, and no more than beta_max allows."""
     weight, age = 1.0, 0.0
     for target in targets:
         beta = proximal.beta_for_age(weight, age, target=target, beta_max=0.95)

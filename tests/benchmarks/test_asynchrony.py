@@ -1,5 +1,4 @@
-"""The benchmark of asynchrony: its workloads are what they say, a run's limits are worked out by
-hand, and its tables say what was met and what was missed."""
+"""Test the benchmark of asynchrony: its workloads, its lower bounds on step time, its tables."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -47,8 +46,8 @@ def test_synchronous_runs_differ_in_the_schedule_and_have_all_cores_by_turns(
 
 
 def test_no_step_counts_that_fills_the_pipeline() -> None:
-    """Two timed steps of 3 s: 2 s of engine, 1.5 s of trainer; 32 episodes of 9 s each, 96 of which
-    may be live."""
+    """Two timed steps of 3 s: 2 s of engine, 1.5 s of trainer; 32 episodes of 9 s each, at most 96
+    live."""
     rows = [
         {
             "time_s": 20.0 + 3 * step,

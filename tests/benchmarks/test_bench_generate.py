@@ -1,4 +1,4 @@
-"""Question 1's workload and what is made of its figures."""
+"""Test the workload and the figures of the generation benchmark."""
 
 import argparse
 import time
@@ -105,7 +105,7 @@ def _state(pid: int) -> str:
 
 
 def _soon(claim: Callable[[], bool]) -> bool:
-    """Signals take a moment."""
+    """Wait for a condition; signals are delivered with a delay."""
     ends = time.monotonic() + 10
     while not claim() and time.monotonic() < ends:
         time.sleep(0.01)

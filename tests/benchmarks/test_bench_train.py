@@ -1,5 +1,4 @@
-"""The trainer benchmark gives both contestants the same tokens, masks and advantages, and compares
-their gradients."""
+"""The trainer benchmark gives both trainers the same batch and compares their gradients."""
 
 import torch
 

@@ -1,8 +1,10 @@
-"""Promises of size: what a turn costs does not depend on how many episodes are live, counted in
-lines of code run and not in seconds; a live episode stays under a bound of memory, and leaves
-nothing for the garbage collector; with thousands live the staleness bound holds; a batch is what
-the rule of docs/staleness.md says, found without trying; whoever waits for the disk together waits
-once."""
+"""Test how cost and memory grow with the number of live episodes.
+
+The cost of a turn, in executed lines, is independent of the number of live episodes. A live
+episode's memory is bounded and leaves no reference cycles. With thousands live the staleness bound
+holds, and batches follow the rule of docs/staleness.md. Concurrent waits for the disk share one
+flush.
+"""
 
 import asyncio
 import gc
@@ -30,7 +32,7 @@ OURS = str(Path(unstale.__file__).parent)
 
 
 def lines_run(act: Callable[[], object]) -> int:
-    """Lines of the package that are run in it; each time round a loop counts."""
+    """Count the lines of the package executed by the block, loop iterations included."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -64,7 +66,7 @@ def test_a_turn_runs_as_many_lines_with_ten_times_as_many_live() -> None:
 
 
 def finish_in(order: list[int], line: StalenessQueue, batches: int) -> None:
-    """All groups are admitted, finish in this order, and are taken as soon as they can be."""
+    """Admit all groups, finish them in this order, and take each as soon as possible."""
 
     async def main() -> None:
         gates = [asyncio.Event() for _ in order]
@@ -124,8 +126,7 @@ def test_the_ledger_looks_only_at_what_it_answers() -> None:
 
 
 def test_a_live_episode_stays_under_a_bound_of_memory() -> None:
-    """Two turns of 16 tokens behind it, its siblings and its share of the line and the ledger
-    included."""
+    """Measured after two turns of 16 tokens, with siblings and a share of the queue's memory."""
     found = child(2000, 1, journal=False, trace=True)
     assert 4_000 < found["traced"] < 16_000
 
@@ -136,8 +137,7 @@ def test_with_thousands_live_in_their_middle_the_staleness_bound_holds_and_is_re
 
 
 def left(turns: int) -> int:
-    """Objects in cycles that so many turns leave, those of what is cut short at the end
-    included."""
+    """Count the objects in reference cycles after so many turns, cancelled episodes included."""
     gc.collect()
     gc.disable()
     try:
@@ -170,8 +170,7 @@ def test_a_run_leaves_the_garbage_collector_as_it_found_it() -> None:
 
 
 def by_the_rule(finished: set[int], taken: set[int], window: int, batch: int) -> list[int] | None:
-    """One after the other, the oldest finished of the `window` oldest positions that are not
-    taken."""
+    """Take groups one at a time: the oldest finished among the `window` oldest open positions."""
     chosen: list[int] = []
     while len(chosen) < batch:
         oldest = next(

@@ -1,9 +1,9 @@
-"""What the pages say of the benchmarks, and what these compute beside their clocks.
+"""Test the benchmarks: what they compute without clocks, and their description in the docs.
 
-Pinned: each verb is told on the page and each that is told is there; floating-point operations and
-bytes by hand; a delta that is slower is named; every route's short run means something to the
-linter, and what is timed of it is the trainer's alone; one pass of the GPU's script and of a
-publication, at sizes for a CPU."""
+The page and the Makefile list the same benchmarks. Floating-point operations and bytes are worked
+out by hand. Slower deltas are reported. Every route's short run passes the linter. The GPU and
+publication benchmarks run at CPU sizes.
+"""
 
 import asyncio
 import re
@@ -36,7 +36,7 @@ def test_the_page_and_the_makefile_have_the_same_verbs() -> None:
 
 @pytest.mark.parametrize("question", re.findall(r"^SHORT_([a-z]+) :=", MAKEFILE, re.MULTILINE))
 def test_what_make_bench_asks_for_is_known(question: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every option, and every size that it is given."""
+    """Check every option and every size in the Makefile."""
 
     def parse(self: ArgumentParser, *_: Any) -> None:
         raise SystemExit(bool(self.parse_known_args()[1]))

@@ -1,6 +1,9 @@
-"""Promises: templates are known by what they write, not by name; what Qwen3, Qwen2.5 and Llama 3
-write is read back; `check-template` says where a conversation would not go on exactly, with the
-smallest one that shows it."""
+"""Test `check-template` and the detection of chat templates.
+
+Templates are recognised by their output, not by name. Output in the format of Qwen3, Qwen2.5 and
+Llama 3 is parsed. For a template that cannot be continued exactly, the command shows the smallest
+conversation that fails.
+"""
 
 import io
 import json
@@ -147,7 +150,8 @@ def test_bare_calls_that_are_none_say_why(text: str, reason: str) -> None:
 
 
 def test_a_reply_ends_with_whatever_the_model_names() -> None:
-    """One that `<|eom_id|>` ends, which Llama has for calls, goes on as after `<|eot_id|>`."""
+    """A reply that ends with `<|eom_id|>` (Llama's tool calls) continues like one with
+    `<|eot_id|>`."""
     tokenizer = tokenizer_of("llama3.1")
     ends = ends_of(tokenizer)
     text = tokenizer.convert_tokens_to_ids("a") or 5
@@ -353,7 +357,7 @@ def test_a_system_prompt_that_is_refused_is_a_limit() -> None:
 
 
 def test_an_answer_that_is_not_known_again_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if what is handed out were not what is remembered."""
+    """Simulate a server whose returned message differs from the recorded one."""
     write = check_template_module.wire.message
 
     def altered(said: HistoryMessage, made: Any) -> dict[str, Any]:

@@ -1,6 +1,9 @@
-"""Promises: every mistake a user can make on the command line is one line, names the nearest words,
-and exits with 2 before anything is trained; knobs reach the config; help is the docstring under the
-field; `report` names the bottleneck."""
+"""Test the command line.
+
+A user's mistake gives one line that names the nearest words, and exit status 2, before anything is
+trained. Options reach the config. The help of an option is its field's docstring. `report` names
+the bottleneck.
+"""
 
 import json
 import re

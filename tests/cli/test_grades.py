@@ -1,6 +1,8 @@
-"""Promises: pass@k is the unbiased estimate, the mean over all choices of k attempts; avg@k the
-mean of all; intervals are Wilson's or the bootstrap's and say which; attempts that failed are
-counted; attempts at a task differ in replies alone; `eval --k` shows a table."""
+"""Test `eval --k`: pass@k, avg@k and their intervals.
+
+pass@k is the unbiased estimate: the mean over all choices of k attempts. Intervals are labelled as
+Wilson's or bootstrap. Failed attempts count. Attempts at one task differ only in the replies.
+"""
 
 import asyncio
 from itertools import combinations

@@ -1,5 +1,8 @@
-"""Numbers that go wrong: the run stops before the optimizer step, keeps the batch and the weights
-that met, and `unstale replay` goes wrong again on them, in the same words."""
+"""Test runs that stop at non-finite numbers, and their replay.
+
+The run stops before the optimizer step and keeps the batch and the weights. `unstale replay` fails
+on them with the same message.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,7 +42,7 @@ def a_batch(*, advantage: float = 1.0) -> Batch:
 
 
 def goes_wrong(machine: Components, batch: Batch) -> str:
-    """What the trainer says of it."""
+    """Return the trainer's error message."""
     machine.old.published(live={0})
     with pytest.raises(NOT_FINITE) as error:
         for part in machine.trainer.prepare(batch).minibatches:

@@ -1,6 +1,9 @@
-"""Promises: a run leaves a complete folder; a failed episode is data, and too many end the run with
-the reason; a dead engine ends it within seconds with that error; Ctrl-C saves; the trained policy
-is an ordinary model folder; with one precision on both sides, differences travel."""
+"""Test `unstale train` from the command line.
+
+A run leaves a complete folder. Failed episodes are counted, and too many end the run. A dead engine
+ends it within seconds with the engine's error. Ctrl-C saves. The trained policy is an ordinary
+model folder. With equal precision in engine and trainer, weights travel as deltas.
+"""
 
 import asyncio
 import json
@@ -161,7 +164,7 @@ def test_too_many_failures_end_the_run_with_the_reason(tmp_path: Path) -> None:
 
 @contextmanager
 def started(folder: Path, steps: int, *knobs: str) -> Iterator[subprocess.Popen[str]]:
-    """A run in a process of its own, which does not outlive the test."""
+    """Start a run in a process that is killed at the end of the test."""
     arguments = [
         "train",
         "retail",

@@ -1,5 +1,4 @@
-"""`unstale eval` and `unstale serve` need no trainer; an error ends them with one message, as it
-ends a run; an engine that crashes is restarted."""
+"""`unstale eval` and `unstale serve` need no trainer, report one error and restart engines."""
 
 import socket
 from collections.abc import Callable
@@ -53,7 +52,7 @@ def test_a_server_that_is_not_there_is_one_message_and_exit_code_1(
 
 
 class Scripted(ScriptedEngine):
-    """The first starts end with `errors`."""
+    """An engine whose first starts fail with `errors`."""
 
     def __init__(self, *errors: Exception) -> None:
         super().__init__(lambda tokens, params: [5] * params.max_tokens)
@@ -72,7 +71,7 @@ class Scripted(ScriptedEngine):
 
 @pytest.fixture
 def speaking(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scripted]:
-    """With this engine, and nobody who learns."""
+    """Use this engine instead of a real one, without training."""
 
     def refused(*_: object, **__: object) -> None:
         raise AssertionError("it is not needed")

@@ -1,6 +1,4 @@
-"""Every engine keeps the same contract: `check_engine` for the fake and for the embedded engine
-with each runner.
-"""
+"""Run `check_engine` on the scripted engine and on the embedded engine with each runner."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +49,7 @@ WEIGHTS = {"weight": torch.zeros(2, 3), "bias": torch.zeros(3)}
 
 
 def _digits(tokens: Sequence[int], params: SamplingParams) -> list[int]:
-    """Endless and aperiodic enough: each token follows from how many there are."""
+    """Return a token that depends on the length so far: an endless, aperiodic sequence."""
     return [(len(tokens) + index) ** 2 % 61 for index in range(params.max_tokens)]
 
 
@@ -99,14 +97,14 @@ def _weights(model: Module) -> Mapping[str, Tensor]:
 
 
 class _Untagged(ScriptedEngine):
-    """Forgets the new version."""
+    """An engine that keeps the old version number after a load."""
 
     async def load(self, update: Mapping[str, Tensor], version: int) -> None:
         await super().load(update, 3)
 
 
 class _Deaf(ScriptedEngine):
-    """Acknowledges an interrupt at once, while replies go on."""
+    """An engine that acknowledges an interrupt but continues its replies."""
 
     async def interrupt(self) -> None:
         self._open.clear()

@@ -1,5 +1,4 @@
-"""Every environment keeps the same contract: `check_env` for the shipped ones; and it catches the
-usual mistakes."""
+"""Run `check_env` on the shipped environments, and on ones with typical mistakes."""
 
 from collections.abc import Iterator
 from itertools import count

@@ -1,8 +1,8 @@
-"""Every old-logit route keeps the contract of `OldLogps`, under every dtype-independent promise
-that the suite checks.
+"""Run `check_old_logps` on every route.
 
-The suite itself is tried on a route that lies about exactness, one that forgets, and one that lets
-a gradient through."""
+Three faulty routes test the suite itself: one claims exactness, one forgets scores, and one lets a
+gradient through.
+"""
 
 from collections.abc import Callable
 from contextlib import closing

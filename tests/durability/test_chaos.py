@@ -1,6 +1,9 @@
-"""Promises: a deterministic run that is killed and resumed, again and again, ends as one that was
-left alone; an ordinary one loses nothing and trains nothing twice; an engine that is killed costs
-neither; and what two runs do not share is told."""
+"""Test the kill benchmark.
+
+A deterministic run that is killed and resumed repeatedly ends equal to an undisturbed one. An
+ordinary run loses nothing and trains on nothing twice. Killing the engine changes neither.
+Differences between two runs are reported.
+"""
 
 import json
 import shutil
@@ -23,8 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """What `make chaos` leaves behind with ten kills of runs of a few steps: the run that was left
-    alone, the table."""
+    """Run `make chaos` with ten kills of short runs. Return the undisturbed run and the table."""
     folder = tmp_path_factory.mktemp("chaos")
     kills = ["--kills", "6", "--ordinary", "2", "--engine", "2", "--steps", "4", "--seed", "1"]
     where = ["--runs", str(folder / "runs"), "--out", str(folder / "table.md")]
@@ -51,7 +53,7 @@ def test_ten_kills_change_nothing(harness: tuple[Path, str]) -> None:
 
 @pytest.fixture
 def pair(harness: tuple[Path, str], tmp_path: Path) -> tuple[Path, Path]:
-    """A run, and a copy of it."""
+    """Return a run and a copy of it."""
     shutil.copytree(harness[0], tmp_path / "copy")
     return harness[0], tmp_path / "copy"
 

@@ -1,7 +1,9 @@
-"""Promises of checkpoints: a state comes back bit for bit; a save that is cut off anywhere leaves
-the older ones as they were and no half one; whatever was changed on the disk is refused by name,
-and so is a manifest that lies; versions are read back from a checkpoint and what was published
-since, also after pruning."""
+"""Test checkpoints.
+
+A state is restored bit for bit. An interrupted save leaves older checkpoints intact and no partial
+one. Changed files and wrong manifests are refused by name. Versions are rebuilt from a checkpoint
+and later publications, also after pruning.
+"""
 
 import json
 import math
@@ -23,7 +25,7 @@ from unstale.weights.store import VersionStore
 
 
 class Part:
-    """Whose state is what it was given."""
+    """A component whose state is the given value."""
 
     def __init__(self, held: Mapping[str, Any]) -> None:
         self.held = held
@@ -75,7 +77,7 @@ def nasty() -> dict[str, Any]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Bit for bit; tuples come back as lists."""
+    """Compare bit for bit. Tuples are restored as lists."""
     match one:
         case Tensor():
             return (
@@ -146,7 +148,7 @@ def test_what_no_checkpoint_can_hold_is_refused_before_it_is_lost(
 
 
 class Cut(BaseException):
-    """The end of a process."""
+    """Raised in place of the death of the process."""
 
 
 def test_a_save_that_is_cut_off_anywhere_leaves_the_older_ones_and_no_half_one(
@@ -252,7 +254,7 @@ def test_a_file_too_many_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def lie(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """A manifest that says something else, with the checksum that goes with it."""
+    """Change an entry of a manifest and update its checksum."""
     path = folder / "manifest.json"
     body = json.loads(path.read_text())["body"]
     change(body)
@@ -307,7 +309,7 @@ def test_deep_nesting_is_refused(tmp_path: Path) -> None:
 def publish(
     checkpoints: Checkpoints, policy: Policy, store: VersionStore | None, *, full: bool
 ) -> dict[str, Tensor]:
-    """The next version, as the publisher puts it. Its weights."""
+    """Publish the next version as the publisher does, and return its weights."""
     nudge(policy, seed=policy.version, size=1e-4)
     policy.version += 1
     delta = None
@@ -380,8 +382,7 @@ def test_a_delta_that_does_not_follow_is_refused(tmp_path: Path) -> None:
 
 
 def test_only_what_the_journal_knows_is_kept(tmp_path: Path) -> None:
-    """A checkpoint that was made and not written in the journal is of a life that ended in
-    between."""
+    """A checkpoint missing from the journal was written just before a crash."""
     policy = tiny_policy()
     checkpoints = held(tmp_path, policy, keep=1)
     known = []

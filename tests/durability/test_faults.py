@@ -1,9 +1,10 @@
-"""Faults, one by one: each ends as the table in docs/durability.md says, within ten seconds, and
-nothing hangs.
+"""Inject faults one by one. Each ends as the table in docs/durability.md states, within ten
+seconds.
 
-Those of single rooms are with their rooms: a checkpoint's files in test_checkpoint.py, an engine's
-process in test_supervised.py, the old-logit process in test_exact_routes.py, a line that cannot be
-filled in test_schedule.py."""
+Faults of a single component are tested with it: checkpoint files in test_checkpoint.py, the engine
+process in test_pool.py, the old-logit process in test_exact_routes.py, a queue that cannot fill a
+batch in test_staleness_queue.py.
+"""
 
 import asyncio
 import errno
@@ -48,7 +49,7 @@ LIMIT_S = 10
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Whatever hangs in the block is told after so long."""
+    """Fail the test if the block takes longer."""
 
     def late(*_: object) -> None:
         raise AssertionError(f"it hung for {seconds:g} s")
@@ -167,7 +168,7 @@ def test_a_folder_that_cannot_be_written_is_not_gone_on_in(
 
 
 class RefusedWrites:
-    """Connections that are to write find out that they cannot."""
+    """SQLite connections on which every write fails."""
 
     def __init__(self, connect: Callable[..., sqlite3.Connection]) -> None:
         self.connect, self.asked = connect, 0
@@ -248,7 +249,7 @@ def test_a_clock_that_jumps_changes_nothing_but_stamps(
 
 
 class Hanging(TwoTurns):
-    """One task in three is never answered."""
+    """A task set in which one task in three never returns."""
 
     def __init__(self, task: Task, life: int) -> None:
         super().__init__(task)
@@ -295,7 +296,7 @@ def test_above_the_allowed_share_of_hanging_environments_the_run_stops(tmp_path:
 
 
 class Stubborn(Hanging):
-    """Swallows the first cancellations, and goes on waiting."""
+    """An environment that ignores the first cancellations."""
 
     async def step(self, reply: Message) -> Turn:
         for _ in range(3):
@@ -353,7 +354,7 @@ def test_an_old_logit_process_that_is_killed_or_frozen_ends_the_run(
 def test_an_engine_that_is_killed_is_started_again_and_one_that_freezes_too_ends_the_run(
     tmp_path: Path,
 ) -> None:
-    """A real one, in a run of its own, with `engine.restarts` 1."""
+    """A real engine in a run with `engine.restarts` 1."""
     metrics_file = tmp_path / "run" / "metrics.jsonl"
     with started(tmp_path, 100_000, "--engine.restarts", "1") as process:
         wait_for_steps(tmp_path, 2, process)

@@ -1,7 +1,9 @@
-"""Promises of the journal: what was consumed is read back bit for bit; a barrier means committed,
-for another process and after SIGKILL; every failure of disk or file ends in one error that names
-both; a check finds what cannot be; in a run, no group is taken before it is committed and nothing
-is recorded twice."""
+"""Test the journal.
+
+Consumed groups are read back bit for bit. After a barrier, rows are committed for other processes
+and survive SIGKILL. Every disk or file failure raises one error that names both. `check` finds
+inconsistent rows. A run takes a group only after its commit, and records nothing twice.
+"""
 
 import asyncio
 import json
@@ -73,13 +75,13 @@ def request(number: int) -> GroupRequest:
 
 
 def train_on(journal: Journal, group: Group, *, step: int, version: int) -> None:
-    """A step that is followed by a checkpoint."""
+    """Record a training step followed by a checkpoint."""
     journal.consume([group], step=step, version=version)
     asyncio.run(journal.checkpoint(f"of {step}", step=step, version=version + 1))
 
 
 def record(journal: Journal, group: Group) -> None:
-    """What the loop and the rollout write of one group, up to its end."""
+    """Record one group up to its end, as the loop and the rollout do."""
     journal.add_request(request(group.number))
     for sibling, told in enumerate(group.trajectories):
         page = journal.begin(group.number, sibling, episode=told.episode, seed=told.seed)
@@ -525,7 +527,7 @@ def test_a_writer_that_does_not_come_back_is_not_waited_for(
 
 
 def damaged(path: Path) -> None:
-    """Some groups, and a page in the middle overwritten."""
+    """Write some groups, then overwrite a page in the middle of the file."""
     with Journal(path) as journal:
         for number in range(30):
             record(journal, group(number, ContextPiece(tuple(range(900)))))
@@ -666,8 +668,8 @@ def test_what_has_other_tables_than_a_journal_is_neither_read_nor_gone_on_with(
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, list[Group]]]]:
-    """A run of the real loop, and what it consumed. A group that is taken is looked up on disk at
-    that moment."""
+    """Run the real loop and return the consumed groups. Each taken group is looked up on disk at
+    once."""
     folder = tmp_path_factory.mktemp("run")
     parts = make(folder, count(), budget=2)
     take, consume = parts.queue.take, parts.journal.consume
@@ -715,8 +717,7 @@ def test_a_journal_that_fails_ends_the_run_with_its_error(tmp_path: Path) -> Non
 
 
 def test_replies_as_short_as_the_demos_cost_under_40_bytes_a_token(tmp_path: Path) -> None:
-    """A service-desk episode of the demo: turns of 6 sampled and 20 given tokens on average, in
-    groups of 8."""
+    """Episodes like the demo's: turns of 6 sampled and 20 context tokens, in groups of 8."""
     rng = np.random.default_rng(0)
     with Journal(tmp_path / JOURNAL) as journal:
         for number in range(60):
@@ -836,7 +837,7 @@ def test_without_pyarrow_parquet_says_what_to_install(
 
 
 def test_who_reads_an_export_may_stop_early(tmp_path: Path) -> None:
-    """Far more is written than a pipe holds."""
+    """The export is much larger than a pipe's buffer."""
     with Journal(tmp_path / JOURNAL) as journal:
         for number in range(3):
             record(journal, group(number, Sampled((7,) * 5000, (-0.5,) * 5000, version=0)))
@@ -856,7 +857,7 @@ def test_a_folder_with_a_journal_is_not_begun_again(tmp_path: Path) -> None:
 
 
 def test_a_failure_that_nobody_waits_for_ends_the_run_and_is_its_cause(tmp_path: Path) -> None:
-    """The journal fails while every barrier is quiet: who watches ends the run."""
+    """The journal fails while no barrier waits; the watcher ends the run."""
     parts = make(tmp_path, count(), budget=1, steps=10_000)
     seen: list[int] = []
 

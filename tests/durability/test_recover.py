@@ -1,10 +1,9 @@
-"""What a resume asks of routes and of the audit: a run was killed after its checkpoint, and all it
-had sampled is kept.
+"""Test the recovery of routes and of the audit when a run resumes from an older checkpoint.
 
-Pinned: every route and fallback goes on from a state that was written down, and what it lacks of
-versions published since is made good from their weights on disk, once and for nothing else, also
-twice in a row and from no state at all; a version whose weights are gone is named; the audit and
-its recording go on; the suite finds who does not."""
+Every route and fallback continues from a saved state. Versions published since are loaded from disk
+once each, also after two crashes and without any state. A version without weights is named in the
+error. The audit and its recording continue. The contract suite rejects routes that do not recover.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -63,7 +62,7 @@ class Sets(RolloutRoute):
 
 class Unrecovered(SnapshotOld):
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Takes the newest weights for all that it lacks."""
+        """Use the newest weights for every missing version."""
         super().recover(past, lambda version: weights(max(past)))
 
 
@@ -86,7 +85,7 @@ def test_the_suite_finds_a_route_that_does_not_go_on(
 
 
 class Disk:
-    """Full copies of the versions, and which were read."""
+    """Full copies of the versions, with a record of those read."""
 
     def __init__(self, copies: Sequence[Policy]) -> None:
         self.copies = copies
@@ -106,7 +105,7 @@ def expect_truth(route: OldLogps, copies: list[Policy]) -> None:
 def resumed(
     name: str, copies: list[Policy], *, state: Any, disk: Disk, published: int
 ) -> tuple[OldLogps, Policy]:
-    """A fresh route for the policy of version 2, when versions up to `published` were."""
+    """Return a new route for the policy of version 2, with versions up to `published` on disk."""
     policy = copies[2].twin()
     policy.version = 2
     route = build_old_logps(ROUTES[name], LocalScorer(policy, *SCORING))

@@ -1,11 +1,10 @@
-"""Promises of resuming, on a small run with a scripted engine and a real trainer, under the virtual
-clock.
+"""Test resuming with a scripted engine and a real trainer under the virtual clock.
 
-Cut off anywhere, a deterministic run that goes on ends equal to one that was not cut off. Cut off
-anywhere, an ordinary run loses nothing that its journal has, trains on nothing twice, keeps the
-staleness bound, and repeats no version; also from an older checkpoint when the newest is damaged.
-Environments that do not replay, those with snapshots, finished groups and quarantined tasks each
-have their outcome; so has everything that cannot be gone on with."""
+A deterministic run that is killed anywhere and resumed ends equal to an undisturbed one. An
+ordinary run loses nothing of its journal, trains on nothing twice, keeps the staleness bound and
+repeats no version, also from an older checkpoint when the newest is damaged. Environments that
+cannot replay, snapshots, finished groups, quarantined tasks and changed options each have a test.
+"""
 
 import asyncio
 import queue
@@ -48,13 +47,13 @@ STEPS = 4
 
 
 async def slowly(tokens: Sequence[int], params: SamplingParams) -> None:
-    """A token takes some virtual time, and in one task in seven seven times as long."""
+    """Return the virtual time of a token: seven times as long in one task in seven."""
     await asyncio.sleep(0.07 if tokens[1] == 5 else 0.01)
 
 
 @dataclass
 class Toy:
-    """What a run is made of, in all of its lives."""
+    """The components of a run, kept over its restarts."""
 
     taskset: Callable[[], Numbers] = lambda: Numbers(count())
     machines: list[Components] = field(default_factory=list)
@@ -82,7 +81,7 @@ class Toy:
 
 @contextmanager
 def played(toy: Toy) -> Iterator[Toy]:
-    """The lives of a run are made of `toy`, and on the virtual clock, ordinary ones too."""
+    """Build runs from `toy` and on the virtual clock."""
     run = virtual_clock.run
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "build_machine", toy.machine)
@@ -99,7 +98,7 @@ def toy() -> Iterator[Toy]:
 
 
 class Killed(BaseException):
-    """The end of a process."""
+    """Raised in place of the death of the process."""
 
 
 MOMENTS: tuple[tuple[Any, str], ...] = (
@@ -124,8 +123,7 @@ does."""
 
 @contextmanager
 def killed(name: str = "", number: int = 0) -> Iterator[None]:
-    """The process ends before the `number`-th call of one of `MOMENTS`. What no commit holds by
-    then is lost."""
+    """End the process before call `number` of one of `MOMENTS`. Uncommitted rows are lost."""
     passed: Counter[str] = Counter()
     dead = False
 
@@ -180,7 +178,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def require_sound(folder: Path, *, bound: int = 1) -> None:
-    """What every run has to say of itself in the end, however often it was killed."""
+    """Check the properties of every finished run, however often it was killed."""
     with Journal.read(folder) as reader:
         assert check(reader) == []
         consumed = [group.step for group in reader.groups() if group.ended == "consumed"]
@@ -198,7 +196,7 @@ def require_sound(folder: Path, *, bound: int = 1) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A deterministic run that nobody disturbed."""
+    """Return an undisturbed deterministic run."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     with played(Toy()) as toy:
         toy.begin(folder, config(deterministic=True))
@@ -248,7 +246,7 @@ def test_a_deterministic_run_ends_equal_wherever_it_is_killed(
 def test_a_deterministic_run_ends_equal_cut_off_at_every_checkpoint(
     toy: Toy, tmp_path: Path, whole: Path
 ) -> None:
-    """After each life nothing is kept but the folder."""
+    """Each restart has only the run folder."""
     made, folder = config(deterministic=True), tmp_path / "run"
     lives, log = 0, RunLog.create(folder, made)
     machine: Components | None = toy.machine(made)
@@ -313,8 +311,8 @@ def test_an_ordinary_run_loses_nothing_wherever_it_is_killed(
 def test_versions_whose_training_was_lost_keep_their_numbers_and_their_pieces(
     toy: Toy, tmp_path: Path
 ) -> None:
-    """Killed three versions after the only checkpoint: its weights go on as version 4, and 1 to 3
-    are not repeated."""
+    """Killed three versions after the only checkpoint: its weights become version 4; 1 to 3 are not
+    reused."""
     made, folder = config(every=100, max_staleness=2), tmp_path / "run"
     with killed("step", 4):
         toy.begin(folder, made)
@@ -386,7 +384,7 @@ def test_without_a_sound_checkpoint_a_run_cannot_go_on(toy: Toy, tmp_path: Path)
 
 
 class Numbered(Numbers):
-    """A task set for one life, whose environments are told which it is."""
+    """A task set whose environments receive the number of the restart."""
 
     def __init__(
         self, environment: Callable[[Task, int], TwoTurns], life: int, tasks: Iterator[int]
@@ -409,7 +407,7 @@ def played_with(
 
 
 class Fickle(TwoTurns):
-    """Poses other tasks in every life."""
+    """A task set with other tasks after each restart."""
 
     def __init__(self, task: Task, life: int) -> None:
         super().__init__(task)
@@ -447,7 +445,7 @@ def test_an_environment_that_does_not_replay_restarts_its_episode_and_has_not_fa
 
 
 class Snapshotted(TwoTurns):
-    """Can be put where it was, and must not be asked again what it said."""
+    """An environment that restores snapshots and must not be asked again for a past reply."""
 
     asked: ClassVar[list[int]] = []
 
@@ -526,7 +524,7 @@ def test_a_quarantined_task_is_not_handed_out_again_in_any_life(tmp_path: Path) 
 
 
 def changed(**changes: Any) -> RunConfig:
-    """`schedule__lookahead_window=3` is the knob `schedule.lookahead_window`."""
+    """Return a changed config: `schedule__lookahead_window=3` sets `schedule.lookahead_window`."""
     made = configure()
     for name, value in changes.items():
         section, _, knob = name.rpartition("__")
@@ -724,7 +722,7 @@ KNOBS = [
 
 
 def test_a_run_killed_with_sigkill_and_resumed_is_the_run_that_was_not(tmp_path: Path) -> None:
-    """All of it real: the engine's process, the command line, the signal."""
+    """Everything is real: the engine process, the command line, the signal."""
 
     def parse(*arguments: str) -> RunConfig:
         return recipe_options.configure(main.parse(arguments))

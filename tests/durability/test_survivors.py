@@ -1,6 +1,9 @@
-"""Promises about survivors: every group and every attempt is counted by how it ended; lengths and
-turns are those of the records; long attempts that are lost raise a sentence, an even loss does not;
-open ones are neither kept nor lost; a journal that cannot be read is told and not raised."""
+"""Test the comparison of generated and trained episodes.
+
+Each group and attempt is counted by its outcome, with its recorded length and turns. Losing mostly
+long attempts gives a warning, an even loss does not. Open attempts count neither as kept nor as
+lost. An unreadable journal is reported without raising.
+"""
 
 import asyncio
 import json
@@ -38,7 +41,7 @@ def said(count: int, version: int = 0) -> Sampled:
 
 
 class Run:
-    """A journal under way, one group after the other."""
+    """A journal that is written one group at a time."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
@@ -58,7 +61,7 @@ class Run:
         sibling: int = 0,
         success: float = -1,
     ) -> None:
-        """`ended` is the reward of a finished one, or what became of it."""
+        """Add an attempt. `ended` is its reward, or the way it ended."""
         page = self.journal.begin(group, sibling, episode=self.episodes, seed=9)
         for position, piece in enumerate(pieces):
             page.write_piece(position, piece)
@@ -138,7 +141,8 @@ def test_every_group_and_every_attempt_is_counted_by_how_it_ended(tmp_path: Path
 
 
 def lose(folder: Path, chance: dict[int, float]) -> tuple[str, bool]:
-    """What is said of 400 episodes of 10, 20 or 30 tokens that are lost at these chances."""
+    """Return the report on 400 episodes of 10, 20 or 30 tokens that are lost with these
+    probabilities."""
     rng = random.Random(4)
     with Journal(folder / JOURNAL) as journal:
         run = Run(journal)

@@ -1,6 +1,8 @@
-"""Virtual time: timers come in order and at once, equal ones in the same order every time; what
-another thread does takes the same time however long it took; a wait that can never end is an error;
-two runs are the same."""
+"""Test the virtual clock.
+
+Timers fire in order and without waiting; equal ones always in the same order. Work in other threads
+takes a fixed virtual time. A wait that cannot end is an error. Two runs are identical.
+"""
 
 import asyncio
 import random
@@ -20,7 +22,7 @@ def now() -> float:
 
 
 def naps(heard: list[tuple[str, float]]) -> None:
-    """Five that sleep, three of them equally long."""
+    """Start five sleepers, three of them equally long."""
 
     async def nap(name: str, seconds: float) -> None:
         await asyncio.sleep(seconds)
