@@ -1,12 +1,16 @@
 """What is promised of a report.
 
-- One file that needs nothing else: no address, no resource, and a policy that admits only the page's own script.
-- Whatever a run folder holds is shown as text: it cannot become an element, an attribute or a script.
+- One file that needs nothing else: no address, no resource, and a policy that admits only the
+  page's own script.
+- Whatever a run folder holds is shown as text: it cannot become an element, an attribute or a
+  script.
 - Every plot is there; where a file is missing, cut off or broken, a sentence says so.
-- The outcome comes first, with intervals; an approximate route is called approximate wherever D and S are shown.
+- The outcome comes first, with intervals; an approximate route is called approximate wherever D and
+  S are shown.
 - Conversations are shown letter by letter, with versions and interruptions.
 - What an audit found is shown beside the truth, and that there was none is said.
-- What was generated is shown beside what was trained on, by environment; long attempts lost first are a warning.
+- What was generated is shown beside what was trained on, by environment; long attempts lost first
+  are a warning.
 - Nothing but `report.html` is written.
 """
 
@@ -331,24 +335,68 @@ LINE = {"schedule/groups_in_flight": 8, "schedule/groups_waiting": 1, "schedule/
 @pytest.mark.parametrize(
     "row, bottleneck, fact, knob",
     [
-        ({"schedule/wait_for_batch_s": 4.0, "engine/busy_share": 0.9}, "Generation", "waited for episodes 40%", "threads"),
-        ({"schedule/wait_for_batch_s": 6.0, **TOOLS, **LINE}, "Waiting for tools", "80% of their time in tools", "max_staleness"),
+        (
+            {"schedule/wait_for_batch_s": 4.0, "engine/busy_share": 0.9},
+            "Generation",
+            "waited for episodes 40%",
+            "threads",
+        ),
+        (
+            {"schedule/wait_for_batch_s": 6.0, **TOOLS, **LINE},
+            "Waiting for tools",
+            "80% of their time in tools",
+            "max_staleness",
+        ),
         (
             {"schedule/wait_for_batch_s": 6.0, **TOOLS, **LINE, "schedule/groups_waiting": 6},
-            "The staleness budget", "75% of the groups in flight were finished", "schedule.lookahead_window",
+            "The staleness budget",
+            "75% of the groups in flight were finished",
+            "schedule.lookahead_window",
         ),
-        ({"schedule/wait_for_batch_s": 6.0, "schedule/staleness_bound": 0}, "Taking turns", "idle 50%", "above 0"),
-        ({"trainer/update_s": 6.0, "schedule/wait_for_batch_s": 0.1}, "Training", "it took 60%", "trainer.threads"),
+        (
+            {"schedule/wait_for_batch_s": 6.0, "schedule/staleness_bound": 0},
+            "Taking turns",
+            "idle 50%",
+            "above 0",
+        ),
+        (
+            {"trainer/update_s": 6.0, "schedule/wait_for_batch_s": 0.1},
+            "Training",
+            "it took 60%",
+            "trainer.threads",
+        ),
         (
             {"old_logps/prepare_s": 6.0, "schedule/wait_for_batch_s": 0.1},
-            "Scoring old log-probabilities", "it took 60%", "old_logps.route",
+            "Scoring old log-probabilities",
+            "it took 60%",
+            "old_logps.route",
         ),
-        ({"publish/duration_s": 6.0, "schedule/wait_for_batch_s": 0.1}, "Publishing", "it took 60%", "lora_rank"),
-        ({"checkpoint/duration_s": 6.0, "schedule/wait_for_batch_s": 0.1}, "Checkpointing", "it took 60%", "checkpoint"),
-        ({"eval/duration_s": 6.0, "schedule/wait_for_batch_s": 0.1}, "Evaluation", "it took 60%", "eval.every"),
-        ({"eval/duration_s": 6.0, "schedule/wait_for_batch_s": 2.0}, "Evaluation", "it took 50%", "eval.tasks"),
+        (
+            {"publish/duration_s": 6.0, "schedule/wait_for_batch_s": 0.1},
+            "Publishing",
+            "it took 60%",
+            "lora_rank",
+        ),
+        (
+            {"checkpoint/duration_s": 6.0, "schedule/wait_for_batch_s": 0.1},
+            "Checkpointing",
+            "it took 60%",
+            "checkpoint",
+        ),
+        (
+            {"eval/duration_s": 6.0, "schedule/wait_for_batch_s": 0.1},
+            "Evaluation",
+            "it took 60%",
+            "eval.every",
+        ),
+        (
+            {"eval/duration_s": 6.0, "schedule/wait_for_batch_s": 2.0},
+            "Evaluation",
+            "it took 50%",
+            "eval.tasks",
+        ),
     ],
-)  # fmt: skip
+)
 def test_each_bottleneck_is_named_with_its_share_and_a_knob(
     row: dict[str, float], bottleneck: str, fact: str, knob: str
 ) -> None:
@@ -359,7 +407,8 @@ def test_each_bottleneck_is_named_with_its_share_and_a_knob(
 
 
 def test_what_goes_on_beside_training_counts_as_far_as_time_is_left() -> None:
-    """Of 10 s, 9 are waiting, training and scoring: a checkpoint of 4 s held nobody up for more than one."""
+    """Of 10 s, 9 are waiting, training and scoring: a checkpoint of 4 s held nobody up for more
+    than one."""
     row = {
         "trainer/update_s": 7.0,
         "old_logps/prepare_s": 1.5,
@@ -409,7 +458,11 @@ def test_a_conversation_keeps_every_letter_and_marks_the_interruption() -> None:
             "num_tokens": 9,
         },
     ]
-    opening = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nCancel <b>it</b>.<|im_end|>\n<|im_start|>assistant\n"
+    opening = (
+        "<|im_start|>system\nBe kind.<|im_end|>\n"
+        "<|im_start|>user\nCancel <b>it</b>.<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
     turns = [
         {
             "role": "environment",
@@ -427,8 +480,11 @@ def test_a_conversation_keeps_every_letter_and_marks_the_interruption() -> None:
     assert 'Well. <tool_call>{"nav3 → v4me": "cancel"}</tool_call><|im_end|>' in said
     assert "Cancel <b>it</b>." in said
     assert [attrs["class"] for attrs in page.having("turn")] == [
-        "turn system", "turn user", "turn assistant", "turn tool",
-    ]  # fmt: skip
+        "turn system",
+        "turn user",
+        "turn assistant",
+        "turn tool",
+    ]
     assert len(page.having("interruption")) == 1
     assert [attrs["data-tip"] for attrs in page.having("run")] == [
         "version 3, 6 tokens",
@@ -506,9 +562,16 @@ def audit_it(folder: Path) -> Path:
         recorder.learnt(1, points=[point | {"lag": i % 3} for i in range(40)], events=())
     exact = route_row("snapshot_old", 0.0, mask_f1=1.0, clip_f1=1.0, exact_fraction=1.0)
     proxy = route_row(
-        "rollout", 0.01, logp_error_abs_mean_se=0.002, staleness_leak=-0.0001, staleness_leak_se=0.01,
-        discrepancy_leak=1.0, clip_f1=0.25, seconds=1.5, costs={"forward_tokens": 12345, "memory_bytes": 2e6},
-    )  # fmt: skip
+        "rollout",
+        0.01,
+        logp_error_abs_mean_se=0.002,
+        staleness_leak=-0.0001,
+        staleness_leak_se=0.01,
+        discrepancy_leak=1.0,
+        clip_f1=0.25,
+        seconds=1.5,
+        costs={"forward_tokens": 12345, "memory_bytes": 2e6},
+    )
     found = {
         "tokens": 6000,
         "steps": 6,
@@ -542,12 +605,31 @@ def test_an_audit_is_drawn_beside_the_truth(tmp_path: Path) -> None:
 
 def test_a_route_is_a_row_of_the_table() -> None:
     row = route_row(
-        "rollout", 0.01, logp_error_abs_mean_se=0.002, staleness_leak=-0.0001, staleness_leak_se=0.01,
-        discrepancy_leak=1.0, exact_fraction=0.5, seconds=1.5, costs={"forward_tokens": 12345, "memory_bytes": 2e6},
-    )  # fmt: skip
+        "rollout",
+        0.01,
+        logp_error_abs_mean_se=0.002,
+        staleness_leak=-0.0001,
+        staleness_leak_se=0.01,
+        discrepancy_leak=1.0,
+        exact_fraction=0.5,
+        seconds=1.5,
+        costs={"forward_tokens": 12345, "memory_bytes": 2e6},
+    )
     assert cells(row) == [
-        "rollout", "0.01 ± 0.002", "—", "0.000 ± 0.010", "1.000", "—", "—", "—", "50.0%", "—", "1.5", "12,345", "2",
-    ]  # fmt: skip
+        "rollout",
+        "0.01 ± 0.002",
+        "—",
+        "0.000 ± 0.010",
+        "1.000",
+        "—",
+        "—",
+        "—",
+        "50.0%",
+        "—",
+        "1.5",
+        "12,345",
+        "2",
+    ]
     assert cells({}) == ["—"] * len(COLUMNS)
 
 
