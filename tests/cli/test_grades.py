@@ -74,7 +74,7 @@ def test_a_grade_is_a_mean_over_tasks() -> None:
 def test_an_attempt_that_failed_is_no_success_and_not_passed_over_in_silence() -> None:
     grade = EvalResult.of([True, None, False, True, None, None], 2)
     assert grade == EvalResult((1, 1, 0), attempts=2, failed=3) and grade.success == 1 / 3
-    assert str(grade) == "3 tasks, 2 attempts each\n3 of 6 failed, which is no success"
+    assert str(grade) == "3 tasks, 2 attempts each\n3 of 6 failed and count as no success"
     assert str(EvalResult.of([False, True], 1)) == "2 tasks, 1 attempts each"
 
 
@@ -149,7 +149,7 @@ def test_eval_shows_a_table(
     assert list(shown) == ["avg@4", "pass@2", "pass@4"] and "4 tasks, 4 attempts each" in "".join(
         lines
     )
-    assert "3 of 16 failed, which is no success" in "".join(lines)
+    assert "3 of 16 failed and count as no success" in "".join(lines)
     assert "31.2%" in shown["avg@4"] and "bootstrap" in shown["avg@4"]
     assert "37.5%" in shown["pass@2"]  # (1 + 1/2 + 0 + 0) / 4
     assert (

@@ -92,7 +92,7 @@ def test_a_silence_is_broken_though_nobody_calls() -> None:
         end = time.monotonic() + 10
         while "..." not in out.getvalue() and time.monotonic() < end:
             threading.Event().wait(0.01)
-    assert "... step 4/80 under way" in out.getvalue()
+    assert "... step 4/80 running" in out.getvalue()
     assert not [thread for thread in threading.enumerate() if thread.name == "unstale-display"]
 
 

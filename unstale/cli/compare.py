@@ -1,8 +1,8 @@
-"""Arms of one experiment, several seeds each: ordinary runs in processes of their own, one after another.
+"""Run the arms of a comparison with several seeds each, every run in its own process.
 
-A comparison is a folder: `<arm>-seed<k>/` and `<arm>-seed<k>.log` for every run, `plan.json` with what was asked for,
-`launches.jsonl` with what was started when and beside how many others, and the page (`observe/compare.py`). Whatever
-ended it, the same command goes on with it.
+A comparison is a folder. For each run it contains `<arm>-seed<k>/` and `<arm>-seed<k>.log`.
+`plan.json` lists the planned runs, `launches.jsonl` the start and end of each process, and
+`compare.html` the results. After an interruption, the same command continues the comparison.
 """
 
 import asyncio
@@ -47,18 +47,24 @@ SHARED = (
     "schedule.groups_per_step",
     "schedule.group_size",
 )
-"""Knobs that an arm cannot have of its own, nor any of `eval`: they make the runs comparable."""
+"""Options that all arms share, like those of `eval`, so that the runs are comparable."""
 
-ON_CORES = "import os, sys; os.sched_setaffinity(0, map(int, sys.argv[1].split(','))); os.execv(sys.argv[2], sys.argv[2:])"
-"""Becomes the command that follows, on the cores named first. A run sizes itself by the cores that it may use."""
+ON_CORES = (
+    "import os, sys; os.sched_setaffinity(0, map(int, sys.argv[1].split(','))); "
+    "os.execv(sys.argv[2], sys.argv[2:])"
+)
+"""Program that executes a command on the given cores. A run takes its thread counts from them."""
 
 GRACE_S = 90.0
-"""Seconds that a run has to save itself after Ctrl-C."""
+"""Seconds that a run has for its last checkpoint after Ctrl-C."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A way to run the recipe. `words` are knobs as the command line takes them; `folder` begins its runs' names."""
+    """A variant of the recipe. `words` are its options as on the command line.
+
+    `folder` is the prefix of the names of its runs.
+    """
 
     name: str
     words: tuple[str, ...]
@@ -77,7 +83,8 @@ class Arm:
 
     @classmethod
     def parse(cls, text: str) -> "Arm":
-        """
+        """Parse `name: section.option=value ...`. Raise ConfigError for anything else.
+
         >>> Arm.parse("no reset: old_logps.route=ppo_ewma_async old_logps.beta=0.75").words
         ('--old_logps.route=ppo_ewma_async', '--old_logps.beta=0.75')
         """
@@ -85,14 +92,14 @@ class Arm:
         words = shlex.split(changes)
         if not colon or not name.strip() or not all("=" in word for word in words):
             raise ConfigError(
-                f"an arm is written 'name: section.knob=value section.knob=value', got {text!r}"
+                f"an arm is written 'name: section.option=value section.option=value', got {text!r}"
             )
         return cls(name.strip(), tuple(f"--{word.removeprefix('--')}" for word in words))
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One run: an arm and a seed. `words` make its command, `config` is what they come to."""
+    """A planned run of one arm and seed. `words` are the options that give `config`."""
 
     arm: str
     words: tuple[str, ...]
@@ -113,13 +120,15 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonPlan:
-    """A comparison. `runs` stand in the order in which they are run: cut short, every arm has as many seeds (or one
-    more)."""
+    """The runs of a comparison, in order of execution.
+
+    All arms of one seed come before the next seed, so an interrupted comparison stays balanced.
+    """
 
     folder: Path
     runs: tuple[Planned, ...]
     warnings: Mapping[str, Sequence[str]]
-    """Of the linter, by arm."""
+    """Linter warnings by arm."""
 
 
 def plan(
@@ -129,10 +138,11 @@ def plan(
     base: Sequence[str],
     configure: Callable[[Sequence[str]], RunConfig],
 ) -> ComparisonPlan:
-    """Every run, each configuration checked. `configure` turns words into a configuration of the recipe.
+    """Plan all runs and check their configurations.
 
-    All runs train the same number of steps: the recipe's limit in minutes is switched off. Where it evaluates only at
-    the ends, held-out success is measured eight times on the way.
+    `configure` turns options into a configuration of the recipe. All runs train the same number of
+    steps, without the recipe's limit in minutes. If the recipe evaluates only at start and end, the
+    runs are evaluated eight times.
     """
     _distinct(arms)
     if len(arms) < 2 or seeds < 1:
@@ -141,14 +151,16 @@ def plan(
         )
     if any(knob(word) == "minutes" for word in base):
         raise ConfigError(
-            "a comparison is at equal steps, and minutes would cut slow arms short; give --steps instead"
+            "minutes would stop slow arms early, and arms are compared at equal steps; "
+            "give --steps instead"
         )
-    told = configure(base)
-    folder = told.runs / (told.name or f"compare-{told.recipe}")
-    every = told.eval.every or max(1, told.steps // 8)
+    config = configure(base)
+    folder = config.runs / (config.name or f"compare-{config.recipe}")
+    every = config.eval.every or max(1, config.steps // 8)
     base = [word for word in base if knob(word) not in ("runs", "name", "seed", "eval.every")]
-    runs, warnings = [], {}
-    for seed, arm in itertools.product(range(told.seed, told.seed + seeds), arms):
+    runs: list[Planned] = []
+    warnings: dict[str, list[str]] = {}
+    for seed, arm in itertools.product(range(config.seed, config.seed + seeds), arms):
         words = (*base, *arm.words, "--minutes=0", f"--eval.every={every}")
         words += (f"--seed={seed}", f"--runs={folder}", f"--name={arm.folder}-seed{seed}")
         try:
@@ -162,7 +174,8 @@ def plan(
 
 
 def knob(word: str) -> str:
-    """
+    """Return the name of the option in a word of the command line.
+
     >>> knob("--eval.every=5")
     'eval.every'
     """
@@ -170,13 +183,11 @@ def knob(word: str) -> str:
 
 
 def _distinct(arms: Sequence[Arm]) -> None:
-    """Every arm has a folder name of its own and leaves alone what makes the runs comparable."""
-    taken = Counter(arm.folder for arm in arms)
+    """Raise ConfigError if arms share a folder name or change a shared option."""
+    counts = Counter(arm.folder for arm in arms)
     for arm in arms:
-        if not arm.folder or taken[arm.folder] > 1:
-            raise ConfigError(
-                f"arm {arm.name!r} needs a name of its own, in letters, digits, _ and ."
-            )
+        if not arm.folder or counts[arm.folder] > 1:
+            raise ConfigError(f"arm {arm.name!r} needs a unique name of letters, digits, _ and .")
         for name in map(knob, arm.words):
             if name in SHARED or name.startswith("eval."):
                 raise ConfigError(
@@ -187,11 +198,11 @@ def _distinct(arms: Sequence[Arm]) -> None:
 def compare(
     plan: ComparisonPlan, *, jobs: int = 1, command: str = "", console: Console | None = None
 ) -> Path:
-    """Run whatever of the plan has not finished, `jobs` at a time, and write the page: its path.
+    """Run the unfinished runs of a plan, `jobs` at a time. Return the path of the page.
 
-    One failed run does not stop the others. Raises `ConfigError` before anything runs when a folder holds a run of
-    another configuration, or there are too few cores for so many jobs; after Ctrl-C the runs in progress have saved
-    themselves, the page is written, and `KeyboardInterrupt` goes on.
+    One failed run does not stop the others. Raise ConfigError before the first run if a folder
+    holds a run of another configuration, or if there are too few cores for `jobs`. After Ctrl-C,
+    the current runs write a checkpoint, the page is written and KeyboardInterrupt is raised.
     """
     shares = _shares(jobs)
     console = console or Console(soft_wrap=True)
@@ -199,20 +210,21 @@ def compare(
     plan.folder.mkdir(parents=True, exist_ok=True)
     with lock_folder(plan.folder) as lock:
         _remember(plan, command)
+        finished = len(plan.runs) - len(left)
         console.print(
-            f"{len(plan.runs)} runs in {plan.folder}, {len(plan.runs) - len(left)} of them finished before"
+            f"{len(plan.runs)} runs in {plan.folder}, {finished} of them already finished"
         )
         for warning in grouped(plan.warnings):
             console.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False)
-        signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        )  # a shell's background job, and its runs, ignore it
+        # A background job of a shell ignores SIGINT, and so would its runs.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             asyncio.run(_Launcher(plan, console, shares=shares, lock=lock).run(left))
         except KeyboardInterrupt:
             done = sum(map(_holds, plan.runs))
             console.print(
-                f"[yellow]stopped with {done} of {len(plan.runs)} runs finished; the same command goes on:[/]"
+                f"[yellow]stopped with {done} of {len(plan.runs)} runs finished; "
+                "the same command continues:[/]"
             )
             console.print(command, markup=False, highlight=False)
             raise
@@ -223,64 +235,65 @@ def compare(
 
 
 def _shares(jobs: int) -> list[tuple[int, ...]]:
-    """The cores of each job. One job has the machine to itself, and its share is left empty."""
+    """Return the cores of each job. A single job is not pinned, so its entry is empty."""
     if jobs == 1:
         return [()]
     if not hasattr(os, "sched_setaffinity"):
-        raise ConfigError(
-            f"jobs must be 1, got {jobs}: this system cannot give every run cores of its own"
-        )
+        raise ConfigError(f"jobs must be 1, got {jobs}: this system cannot pin runs to cores")
     if not 1 <= jobs <= cores() // 2:
-        why = f"a run is two processes, trainer and engine, and there are {cores()} cores to divide"
-        raise ConfigError(f"jobs must be from 1 to {max(1, cores() // 2)}, got {jobs}: {why}")
+        reason = f"a run needs two cores, for trainer and engine, and there are {cores()} cores"
+        raise ConfigError(f"jobs must be from 1 to {max(1, cores() // 2)}, got {jobs}: {reason}")
     usable, size = sorted(os.sched_getaffinity(0)), cores() // jobs
     return [tuple(usable[job * size : (job + 1) * size]) for job in range(jobs)]
 
 
 def _holds(run: Planned) -> bool:
-    """Whether the folder holds this run, finished. ConfigError where it holds another one."""
+    """Return True if the folder holds this run, finished.
+
+    Raise ConfigError if it holds a run of another configuration.
+    """
     if not (run.folder / CONFIG).is_file():
         return False
     defaults = flatten(plain(RunConfig(recipe="")))
-    found = defaults | flatten(RunFolder(run.folder).config())
-    wanted = flatten(plain(run.config))
-    differ = [
-        name for name in wanted if name not in ("runs", "name") and found.get(name) != wanted[name]
+    stored = defaults | flatten(RunFolder(run.folder).config())
+    differences = [
+        f"{name} is {stored.get(name)} and would be {value}"
+        for name, value in flatten(plain(run.config)).items()
+        if name not in ("runs", "name") and stored.get(name) != value
     ]
-    if differ:
-        told = ", ".join(
-            f"{name} is {found.get(name)} and would be {wanted[name]}" for name in differ
-        )
+    if differences:
         raise ConfigError(
-            f"{run.folder} holds another run: {told}; choose another --name, or remove it"
+            f"{run.folder} holds another run: {', '.join(differences)}; "
+            "choose another --name, or remove it"
         )
     return ended(run.folder)[0] == "finished"
 
 
 def _remember(plan: ComparisonPlan, command: str) -> None:
-    """Add to what was asked for: arms and seeds of an earlier command stay in the comparison."""
+    """Merge the plan into `plan.json`. Arms and seeds of earlier commands are kept."""
     path = plan.folder / PLAN
-    before: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-    runs = {run["folder"]: run for run in before.get("runs", [])}
+    stored: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    runs = {run["folder"]: run for run in stored.get("runs", [])}
     runs |= {
         run.folder.name: {"arm": run.arm, "seed": run.config.seed, "folder": run.folder.name}
         for run in plan.runs
     }
-    commands = list(dict.fromkeys([*before.get("commands", []), command]))
-    warnings = before.get("warnings", {}) | plan.warnings
-    path.write_text(
-        dumps({"commands": commands, "runs": list(runs.values()), "warnings": warnings}, indent=2)
-        + "\n"
-    )
+    commands = list(dict.fromkeys([*stored.get("commands", []), command]))
+    warnings = stored.get("warnings", {}) | plan.warnings
+    merged = {"commands": commands, "runs": list(runs.values()), "warnings": warnings}
+    path.write_text(dumps(merged, indent=2) + "\n")
 
 
 class _Launcher:
-    """Starts runs, one at a time on each share of the cores, and says how it goes."""
+    """A launcher of runs, one at a time on each share of the cores. It prints the progress."""
 
     def __init__(
         self, plan: ComparisonPlan, console: Console, *, shares: Sequence[Sequence[int]], lock: int
     ) -> None:
-        self._plan, self._console, self._shares, self._lock = plan, console, shares, lock
+        self._plan = plan
+        self._console = console
+        self._shares = shares
+        self._lock = lock
         self._going: dict[str, Planned] = {}
         self._took: list[float] = []
         self._left = 0
@@ -297,7 +310,7 @@ class _Launcher:
             signal.SIGTERM, signal.raise_signal, signal.SIGINT
         )
         pending = iter(runs)
-        # A run may need all cores: the terminal is looked at rarely, and only if there is one.
+        # A run may need all cores, so the display is refreshed rarely.
         with Live(
             console=self._console,
             get_renderable=self._status,
@@ -313,9 +326,8 @@ class _Launcher:
             _set_aside(run)
             began = time.monotonic()
             self._going[run.folder.name] = run
-            self._note(
-                run, "began", **self._facts, command=shlex.join(["unstale", *run.command[3:]])
-            )
+            command = shlex.join(["unstale", *run.command[3:]])
+            self._note(run, "began", **self._facts, command=command)
             try:
                 code = await self._process(run, share)
             finally:
@@ -323,14 +335,14 @@ class _Launcher:
             self._left -= 1
             self._took.append(time.monotonic() - began)
             self._note(run, "ended", code=code)
-            state, why = ended(run.folder)
-            told = (
-                _success(run)
-                if state == "finished"
-                else f"[red]{state}[/]: {why or f'exit code {code}, see {run.log}'}"
-            )
+            state, error = ended(run.folder)
+            if state == "finished":
+                result = _success(run)
+            else:
+                result = f"[red]{state}[/]: {error or f'exit code {code}, see {run.log}'}"
             self._console.print(
-                f"{run.folder.name}: {told} in {duration(self._took[-1])}; {self._left} runs left, {self._eta()}",
+                f"{run.folder.name}: {result} in {duration(self._took[-1])}; "
+                f"{self._left} runs left, {self._eta()}",
                 highlight=False,
             )
             if not self._going:
@@ -355,17 +367,16 @@ class _Launcher:
                 raise
 
     def _note(self, run: Planned, kind: str, **fields: Any) -> None:
+        row = {"kind": kind, "run": run.folder.name, "time": round(time.time()), **fields}
         with (self._plan.folder / LAUNCHES).open("a", encoding="utf-8") as file:
-            file.write(
-                dumps({"kind": kind, "run": run.folder.name, "time": round(time.time()), **fields})
-                + "\n"
-            )
+            file.write(dumps(row) + "\n")
 
     def _eta(self) -> str:
         if not self._took:
-            return "time left is known after the first"
-        mean = sum(self._took) / len(self._took)
-        return f"about {duration(mean * max(self._left - len(self._going) / 2, 0) / len(self._shares))} left"
+            return "time left unknown until the first run ends"
+        mean_s = sum(self._took) / len(self._took)
+        runs = max(self._left - len(self._going) / 2, 0)
+        return f"about {duration(mean_s * runs / len(self._shares))} left"
 
     def _status(self) -> Text:
         first = len(self._plan.runs) - self._left + 1
@@ -374,7 +385,7 @@ class _Launcher:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """As Ctrl-C does: the run saves what there is, and is killed with all it began if that takes too long."""
+    """Interrupt a run so that it writes a checkpoint. Kill its process group after `GRACE_S`."""
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGINT)
         try:
@@ -386,7 +397,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def _set_aside(run: Planned) -> None:
-    """Keep an unfinished run under another name: it is begun again, never continued."""
+    """Rename the folder and log of an unfinished run, which is restarted from the beginning."""
     if not run.folder.exists():
         return
     names = (f"{run.folder.name}-attempt{number}" for number in itertools.count(1))
@@ -397,7 +408,7 @@ def _set_aside(run: Planned) -> None:
 
 
 def _last_row(run: Planned) -> Mapping[str, Any]:
-    """The newest step, from the end of the file."""
+    """Return the newest row of the metrics, read from the end of the file."""
     path = run.folder / METRICS
     if not path.is_file():
         return {}
@@ -413,16 +424,12 @@ def _last_row(run: Planned) -> Mapping[str, Any]:
 
 def _progress(run: Planned) -> str:
     row = _last_row(run)
-    success = (
-        f", success {percent(number(row.get('rollout/success_rate')))}"
-        if row.get("rollout/success_rate") is not None
-        else ""
-    )
-    return f"step {row.get('step', 0)} of {run.config.steps}{success}"
+    progress = f"step {row.get('step', 0)} of {run.config.steps}"
+    success = row.get("rollout/success_rate")
+    return progress if success is None else f"{progress}, success {percent(number(success))}"
 
 
 def _success(run: Planned) -> str:
-    graded = [
-        row["success"] for row in RunFolder(run.folder).rows(EVENTS) if row.get("kind") == "eval"
-    ]
-    return f"success {percent(number(graded[-1]), 1)} held out" if graded else "finished"
+    events = RunFolder(run.folder).rows(EVENTS)
+    rates = [event["success"] for event in events if event.get("kind") == "eval"]
+    return f"held-out success {percent(number(rates[-1]), 1)}" if rates else "finished"

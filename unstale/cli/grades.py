@@ -1,7 +1,8 @@
-"""Held-out success over several attempts at each task: avg@k and pass@k, with 95% intervals over tasks.
+"""Compute avg@k and pass@k over several attempts at each held-out task, with 95% intervals.
 
-Tasks are what was drawn; attempts at one task are alike. So a task is one number between 0 and 1, and an interval is
-Wilson's where each is 0 or 1, and where all are equal (a bootstrap would have no width); else the bootstrap over tasks.
+Attempts at one task are correlated, so intervals are over tasks, each with one value from 0 to 1.
+The interval is Wilson's if all values are 0 or 1, or if all are equal, where a bootstrap would have
+no width. Otherwise it is a bootstrap over tasks.
 """
 
 import math
@@ -45,7 +46,7 @@ class EvalResult:
 
     def __str__(self) -> str:
         broken = (
-            f"\n{self.failed} of {self.tasks * self.attempts} failed, which is no success"
+            f"\n{self.failed} of {self.tasks * self.attempts} failed and count as no success"
             if self.failed
             else ""
         )

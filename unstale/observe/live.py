@@ -20,11 +20,11 @@ from unstale.observe.report.words import NONE, amount, duration, number, percent
 
 HISTORY = 400
 RECENT = 5
-"""Steps that "now" is averaged over where one step alone is noisy."""
+"""Steps over which current values are averaged."""
 WIDE = 100
-"""Columns from which the two blocks stand side by side."""
+"""Terminal width from which the two blocks are placed side by side."""
 ROOMY = 30
-"""Lines from which there are empty ones between the blocks."""
+"""Terminal height from which empty lines separate the blocks."""
 GENERATION, TRAINING, GOOD, WARN, QUIET = "cyan", "magenta", "green", "yellow", "bright_black"
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -52,9 +52,9 @@ def sparkline(
 
 
 class LiveDisplay:
-    """A display of a run, and a `Sink`. Without a terminal it writes plain lines regularly.
+    """A live display of a run. Without a terminal it prints plain lines.
 
-    `console` and `clock` are for tests and for pictures.
+    It prints a line at least every `quiet_s` seconds.
     """
 
     def __init__(
@@ -72,15 +72,15 @@ class LiveDisplay:
         self._rows: list[Mapping[str, Any]] = []
         self._evals: list[tuple[int, float]] = []
         self._phase: tuple[str, int, int] = ("starting", 0, 0)
-        self._said = ""
-        self._over = threading.Event()
+        self._printed_phase = ""
+        self._stopped = threading.Event()
         self._lock = threading.RLock()
         self._live: Live | None = None
         self._heart: threading.Thread | None = None
         self._spinner = Spinner("dots", style=GENERATION)
 
     def __enter__(self) -> Self:
-        self._over.clear()
+        self._stopped.clear()
         if self.console.is_terminal and not self.console.is_dumb_terminal:
             self._live = Live(
                 console=self.console,
@@ -100,7 +100,7 @@ class LiveDisplay:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._over.set()
+        self._stopped.set()
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -109,7 +109,7 @@ class LiveDisplay:
             self._heart = None
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """`update`, as a `Sink`."""
+        """Show the metrics of a finished step, as a `Sink`."""
         self.update({"step": step, **metrics})
 
     def update(self, metrics: Mapping[str, Any]) -> None:
@@ -122,7 +122,7 @@ class LiveDisplay:
             if success is not None:
                 self._evals.append((int(number(metrics.get("step")) or 0), success))
             if self._live is None:
-                self._say(_line(self._rows, self.config, now - self._last_step))
+                self._print(_line(self._rows, self.config, now - self._last_step))
             self._last_step = now
 
     def note(self, text: str) -> None:
@@ -130,42 +130,42 @@ class LiveDisplay:
         with self._lock:
             live = self._live
             if live is None:
-                self._say(text)
-        if (
-            live is not None
-        ):  # outside the lock: rich's refresh holds its own while it asks for the panel
+                self._print(text)
+        # Outside the lock: rich holds its own lock while it requests the panel.
+        if live is not None:
             live.console.print(Text.assemble(("• ", GENERATION), _one_line(text)))
 
     def phase(self, text: str, done: int = 0, total: int = 0) -> None:
         """Show progress outside a step, such as "evaluating the base policy", 120 of 256."""
         with self._lock:
             self._phase = (text, done, total)
-            new, finished = text != self._said, total > 0 and done >= total
+            new = text != self._printed_phase
+            finished = total > 0 and done >= total
             if (
                 self._live is None
                 and text
                 and (new or finished or self._silent_for() >= self._quiet_s)
             ):
-                self._said = "" if finished else text
-                self._say(self._phase_text())
+                self._printed_phase = "" if finished else text
+                self._print(self._phase_text())
 
     def panel(self) -> RenderableType:
         """Return the panel with its current content."""
         with self._lock:
             roomy = self.console.height >= ROOMY
-            gap = [Text()] if roomy else []
+            spacing = [Text()] if roomy else []
             body: list[RenderableType] = [
                 _progress(self._rows, self.config, self._clock() - self._start)
             ]
             if self._rows:
                 body += [
-                    *gap,
+                    *spacing,
                     _numbers(self._rows, self._evals, self.config, self.console),
-                    *gap,
+                    *spacing,
                     _pace(self._rows),
                 ]
             if self._phase[0]:
-                body += [*gap, self._phase_row()]
+                body += [*spacing, self._phase_row()]
             return Panel(
                 Group(*body),
                 title=Text.assemble((" unstale ", "bold"), (f"{_title(self.config)} ", QUIET)),
@@ -197,19 +197,19 @@ class LiveDisplay:
     def _silent_for(self) -> float:
         return self._clock() - self._last_line
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         self._last_line = self._clock()
         line = f"[{duration(self._last_line - self._start):>7}] {_one_line(line)}"
         self.console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def _beat(self) -> None:
         """Print a line after `quiet_s` seconds without output, until the display ends."""
-        while not self._over.wait(max(0.05, self._quiet_s - self._silent_for())):
+        while not self._stopped.wait(max(0.05, self._quiet_s - self._silent_for())):
             with self._lock:
                 if self._silent_for() >= self._quiet_s:
                     step = int(number(self._rows[-1].get("step")) or 0) if self._rows else 0
-                    what = self._phase_text() or f"step {step + 1}/{self.config.steps} under way"
-                    self._say(f"... {what}")
+                    activity = self._phase_text() or f"step {step + 1}/{self.config.steps} running"
+                    self._print(f"... {activity}")
 
 
 def _one_line(text: str) -> str:
@@ -294,14 +294,14 @@ def _learning(
     table = _block("Learning")
     if evals:
         shares = [share for _, share in evals]
-        beside = Text.assemble((f"{sparkline(shares, 10, 0, 1)} " if len(evals) > 2 else "", GOOD))
-        beside.append(
+        note = Text.assemble((f"{sparkline(shares, 10, 0, 1)} " if len(evals) > 2 else "", GOOD))
+        note.append(
             f"was {percent(shares[0], 1)} · step {evals[-1][0]}"
             if len(evals) > 1
             else "before training",
             QUIET,
         )
-        table.add_row("held-out", Text(percent(shares[-1], 1), style=f"bold {GOOD}"), beside)
+        table.add_row("held-out", Text(percent(shares[-1], 1), style=f"bold {GOOD}"), note)
     rollout = sparkline(_series(rows, "rollout/success_rate"), 22, 0, 1)
     table.add_row(
         "rollout", percent(_recent(rows, "rollout/success_rate"), 1), Text(rollout, style=GOOD)
@@ -309,28 +309,23 @@ def _learning(
     reward = _recent(rows, "reward/mean")
     rewards = sparkline(_series(rows, "reward/mean"), 22)
     table.add_row("reward", NONE if reward is None else f"{reward:.2f}", Text(rewards, style=GOOD))
-    turns, failed = (
-        _recent(rows, "rollout/turns_mean"),
-        int(sum(_series(rows, "rollout/failed_episodes"))),
-    )
-    beside = Text(
-        f"{failed} episode{'s' if failed > 1 else ''} failed" if failed else "", style=WARN
-    )
-    table.add_row("turns", NONE if turns is None else f"{turns:.1f}", beside)
+    turns = _recent(rows, "rollout/turns_mean")
+    failed = int(sum(_series(rows, "rollout/failed_episodes")))
+    note = Text(f"{failed} episode{'s' if failed > 1 else ''} failed" if failed else "", style=WARN)
+    table.add_row("turns", NONE if turns is None else f"{turns:.1f}", note)
     return table
 
 
 def _off_policy(rows: Sequence[Mapping[str, Any]], config: RunConfig) -> RenderableType:
     table = _block("Off-policy")
-    newest, bound = _last(rows, "schedule/staleness_max"), _last(rows, "schedule/staleness_bound")
-    mean, mixed = (
-        _recent(rows, "schedule/staleness_mean"),
-        _recent(rows, "schedule/mixed_version_share"),
-    )
-    over = newest is not None and bound is not None and newest > bound
-    facts = Text(f"max {amount(newest)} of {amount(bound)}", style="bold red" if over else QUIET)
+    stalest = _last(rows, "schedule/staleness_max")
+    bound = _last(rows, "schedule/staleness_bound")
+    mean = _recent(rows, "schedule/staleness_mean")
+    mixed = _recent(rows, "schedule/mixed_version_share")
+    over = stalest is not None and bound is not None and stalest > bound
+    facts = Text(f"max {amount(stalest)} of {amount(bound)}", style="bold red" if over else QUIET)
     table.add_row("staleness", NONE if mean is None else f"{mean:.2f}", facts)
-    table.add_row("mixed", percent(mixed), Text("hold several versions", style=QUIET))
+    table.add_row("mixed", percent(mixed), Text("with several versions", style=QUIET))
     exact = config.old_logps.exact
     factors = (
         ("|log D|", "correction/log_d_abs_mean", GENERATION, "kept", "correction/kept_share"),
@@ -339,9 +334,9 @@ def _off_policy(rows: Sequence[Mapping[str, Any]], config: RunConfig) -> Rendera
     for name, key, colour, word, share in factors:
         values = _series(rows, key)
         bars = sparkline(values, 10, low=0.0, high=1.5 * max(values, default=0.0))
-        beside = Text(f"{bars:<10} ", style=colour)
-        beside.append(f"{word} {percent(_recent(rows, share), 1)}", "default")
-        table.add_row(name if exact else f"{name} *", _small(_recent(rows, key)), beside)
+        note = Text(f"{bars:<10} ", style=colour)
+        note.append(f"{word} {percent(_recent(rows, share), 1)}", "default")
+        table.add_row(name if exact else f"{name} *", _small(_recent(rows, key)), note)
     if not exact:
         table.add_row("", "", Text(f"* {config.old_logps.route} mixes the two", style=QUIET))
     return table

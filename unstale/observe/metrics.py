@@ -9,19 +9,19 @@ from unstale.config import ConfigError, install
 
 
 class Sink(Protocol):
-    """Where a step's numbers go."""
+    """A destination for the metrics of a step."""
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """`metrics` are already reduced: one value per name."""
+        """Write the metrics of a step, one value per name."""
         ...
 
     def close(self) -> None:
-        """Nothing more will be written."""
+        """Flush and close. Nothing is written afterwards."""
         ...
 
 
 def require_tensorboard() -> Any:
-    """Its writer class. ConfigError when the package is missing."""
+    """Return TensorBoard's writer class. Raise ConfigError if the package is missing."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -32,7 +32,7 @@ def require_tensorboard() -> Any:
 
 
 class TensorBoardSink:
-    """Numbers as TensorBoard events. Histograms and text stay in `metrics.jsonl`."""
+    """A sink that writes finite numbers as TensorBoard events."""
 
     def __init__(self, path: Path) -> None:
         self._writer: Any = require_tensorboard()(str(path))

@@ -22,7 +22,7 @@ class Watcher(Protocol):
 
 
 class Recorder:
-    """The one log that the training loop writes to. `on_event` receives every event except spans."""
+    """The log of the training loop. `on_event` receives every event except spans."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Recorder:
     def learnt(
         self, step: int, *, points: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]
     ) -> None:
-        """Record a sample of a step's tokens in the journal, and log the events of the old-logit route."""
+        """Record sampled tokens of a step in the journal and log the route's events."""
         points = list(points)
         tokens = [point for point in points if "true_log_d" not in point]
         audited = [point for point in points if "true_log_d" in point]
@@ -76,14 +76,14 @@ class Recorder:
             self.event(step=step, **event)
 
     def failure(self, episode: int, failure: "Failure", final: bool) -> None:
-        """Log an attempt that its environment could not finish. `final` means that it is not retried."""
+        """Log an attempt in which the environment failed. A `final` failure is not retried."""
         self.event("episode_failed", episode=episode, final=final, **_describe(failure))
         self._watcher.note(
             f"episode {episode} of {failure.task.key} failed in {failure.stage}: {failure.error}"
         )
 
     def restarted(self, episode: int, failure: "Failure") -> None:
-        """Log an attempt that could not be replayed to the same text and begins again."""
+        """Log an attempt that restarts because its replay gave a different text."""
         self.event("episode_restarted", episode=episode, **_describe(failure))
         self._watcher.note(
             f"episode {episode} of {failure.task.key} was restarted: {failure.error}"
@@ -91,7 +91,7 @@ class Recorder:
 
 
 def _to_columns(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """Turn rows with equal keys into columns, rounded to six significant digits to save space."""
+    """Turn rows with equal keys into columns of six significant digits, to save space."""
     if not rows:
         return {}
     return {name: [float(f"{row[name]:.6g}") for row in rows] for name in rows[0]}

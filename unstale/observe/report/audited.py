@@ -164,7 +164,7 @@ def _by_route_and_true(run: Gathered) -> Markup:
     title = "log D against log S, by the route and true"
     if len(run.audited) < 10:
         return gap(title, "No sample of audited tokens was recorded.")
-    by_route = [(pair.said.log_d, pair.said.log_s) for pair in run.audited]
+    by_route = [(pair.by_route.log_d, pair.by_route.log_s) for pair in run.audited]
     true = [(pair.true.log_d, pair.true.log_s) for pair in run.audited]
     mask, clip = (_last_f1(run, threshold) for threshold in ("mask", "clip"))
     about = f"{len(by_route):,} audited tokens of all lags on common axes. Agreement between the "

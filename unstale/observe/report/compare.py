@@ -1,9 +1,8 @@
 """Read the runs of a comparison and reduce them to means over seeds with 95% intervals.
 
-A run counts once it has finished. Its training time is the time since the first step began, less its evaluations; its
-tokens are the action tokens it trained on.
-Intervals are over seeds, from Student's t; differences are between runs of the same seed. No torch: the page can be
-written again on another machine.
+Only finished runs count. Training time is the time since the start of the first step without
+evaluations. Intervals are over seeds (Student's t), and differences are between runs with the same
+seed. This module does not import torch, so that the page can be written on another machine.
 """
 
 import json
@@ -24,7 +23,7 @@ from unstale.observe.statistics import student_t975
 
 PLAN, LAUNCHES = "plan.json", "launches.jsonl"
 EXACT = "snapshot_old"
-"""The arm that the others are compared with, where there is one; otherwise the first."""
+"""Reference arm of the comparison. Without it, the first arm is the reference."""
 SUCCESS, STALENESS = "rollout/success_rate", "schedule/staleness_mean"
 KEPT, CLIPPED, EXACT_SHARE = (
     "correction/kept_share",
@@ -40,7 +39,7 @@ Unit = Literal["minutes", "tokens"]
 
 @dataclass(frozen=True, slots=True)
 class SeedMean:
-    """A mean over `n` seeds; `low` and `high` are its 95% interval, None where one seed allows none."""
+    """A mean over `n` seeds with its 95% interval, which is None for a single seed."""
 
     n: int
     mean: float
@@ -58,13 +57,14 @@ def mean_over_seeds(values: Iterable[float | None]) -> SeedMean | None:
     >>> print(mean_over_seeds([0.5, None, 0.75, 1.0]))
     0.75 (0.129 to 1.371), n = 3
     """
-    found = [value for value in values if value is not None]
-    if not found:
+    present = [value for value in values if value is not None]
+    if not present:
         return None
-    n, mean = len(found), sum(found) / len(found)
+    n = len(present)
+    mean = sum(present) / n
     if n == 1:
         return SeedMean(1, mean, None, None)
-    error = math.sqrt(sum((value - mean) ** 2 for value in found) / (n - 1) / n)
+    error = math.sqrt(sum((value - mean) ** 2 for value in present) / (n - 1) / n)
     half = student_t975(n - 1) * error
     return SeedMean(n, mean, mean - half, mean + half)
 
@@ -73,8 +73,8 @@ def ended(folder: Path) -> tuple[str, str]:
     """Return `finished`, `failed`, `unfinished` or `not begun`, and the error's last line."""
     log = folder.with_name(f"{folder.name}.log")
     if not (folder / CONFIG).is_file():
-        said = log.read_text("utf-8", "replace").strip().splitlines() if log.is_file() else []
-        return ("failed", said[-1]) if said else ("not begun", "")
+        lines = log.read_text("utf-8", "replace").strip().splitlines() if log.is_file() else []
+        return ("failed", lines[-1]) if lines else ("not begun", "")
     run = RunFolder(folder)
     reasons = [event.get("reason") for event in run.rows(EVENTS) if event.get("kind") == "stopped"]
     if reasons and reasons[-1] == "finished":
@@ -93,7 +93,7 @@ class TrainingBudget:
 
 @dataclass(frozen=True, slots=True)
 class TrialEvaluation:
-    """Held-out success after `step` steps, `minutes` of training and `tokens` trained on."""
+    """Held-out success after `step` steps, `minutes` of training and `tokens` action tokens."""
 
     step: int
     minutes: float
@@ -112,14 +112,14 @@ class Trial:
     error: str
     config: Row
     minutes: float | None
-    """Of training."""
+    """Training time without evaluations."""
     tokens: float | None
-    """Action tokens trained on; None where they were not recorded."""
+    """Trained action tokens, or None if they were not recorded."""
     evaluations: tuple[TrialEvaluation, ...]
     series: Mapping[str, list[Point]]
     """`(step, value)` by metric."""
     launch: Row
-    """What `launches.jsonl` says of its beginning; empty where nothing does."""
+    """Entry of the run's start in `launches.jsonl`, or empty."""
 
     @property
     def finished(self) -> bool:
@@ -155,7 +155,7 @@ class Trial:
     def after(self, budget: TrainingBudget) -> float | None:
         """Return held-out success after a budget, interpolated between two evaluations.
 
-        None outside of what was measured.
+        The result is None outside the measured range.
         """
         return between(
             [
@@ -167,7 +167,8 @@ class Trial:
 
 
 def between(points: Sequence[Point], x: float) -> float | None:
-    """
+    """Interpolate linearly between points, or return None outside their range.
+
     >>> between([(0.0, 0.25), (2.0, 0.5), (4.0, 0.75)], 3.0), between([(0.0, 0.25)], 1.0)
     (0.625, None)
     """
@@ -184,11 +185,11 @@ def _mean(values: Sequence[float]) -> float | None:
 def read_trial(folder: Path, arm: str, seed: int, launch: Row) -> Trial:
     """Read one run, finished or not. Only its small files are read."""
     state, error = ended(folder)
-    held = (folder / CONFIG).is_file()
-    run = RunFolder(folder) if held else None
+    run = RunFolder(folder) if (folder / CONFIG).is_file() else None
     rows = sorted(run.rows(METRICS) if run else (), key=step_of)
     events = list(run.rows(EVENTS)) if run else []
-    at, trained = _training_minutes(rows, events), _trained_tokens(rows)
+    minutes = _training_minutes(rows, events)
+    tokens = _trained_tokens(rows)
     pairs = {name: [(step_of(row), number(row.get(name))) for row in rows] for name in SERIES}
     evaluations = [(step_of(row), number(row.get("eval/success_rate"))) for row in rows]
     return Trial(
@@ -198,14 +199,17 @@ def read_trial(folder: Path, arm: str, seed: int, launch: Row) -> Trial:
         state=state,
         error=error,
         config=run.config() if run else {},
-        minutes=max(at.values(), default=None),
-        tokens=max(trained.values(), default=0.0) or None,
+        minutes=max(minutes.values(), default=None),
+        tokens=max(tokens.values(), default=0.0) or None,
         evaluations=tuple(
-            TrialEvaluation(step, at.get(step, 0.0), trained[step], value)
+            TrialEvaluation(step, minutes.get(step, 0.0), tokens[step], value)
             for step, value in evaluations
             if value is not None
         ),
-        series={name: [(x, y) for x, y in found if y is not None] for name, found in pairs.items()},
+        series={
+            name: [(step, value) for step, value in points if value is not None]
+            for name, points in pairs.items()
+        },
         launch=launch,
     )
 
@@ -270,7 +274,7 @@ class Comparison:
     arms: tuple[ArmResult, ...]
     commands: tuple[str, ...]
     warnings: Mapping[str, Sequence[str]]
-    """What the linter said of an arm, before it ran; an arm is missing where nobody asked."""
+    """Linter warnings by arm. Arms that were not checked are missing."""
 
     @property
     def trials(self) -> list[Trial]:
@@ -296,15 +300,13 @@ class Comparison:
         if not jobs:
             return "No run has finished."
         if None in jobs:
-            return "Left out: of some runs it is not known that they were alone on the machine."
+            return "Left out: some runs may have shared the machine with others."
         if len(machines := self.launched("machine")) > 1:
-            return f"Left out: the runs were made on different machines ({'; '.join(machines)})."
-        beside = max(job for job in jobs if job is not None)
-        return (
-            f"Left out: up to {beside:g} runs shared the machine, so their times say nothing."
-            if beside > 1
-            else ""
-        )
+            return f"Left out: the runs used different machines ({'; '.join(machines)})."
+        most = max(job for job in jobs if job is not None)
+        if most > 1:
+            return f"Left out: up to {most:g} runs shared the machine, so times are not comparable."
+        return ""
 
     def launched(self, name: str) -> list[str]:
         """Return the values of one field of `launches.jsonl` over all runs."""
@@ -314,10 +316,12 @@ class Comparison:
         """Return the held-out success of `arm` minus the reference's, paired by seed."""
         if arm is self.reference:
             return None
-        theirs = {trial.seed: _success(trial, budget) for trial in self.reference.finished}
-        pairs = [(_success(trial, budget), theirs.get(trial.seed)) for trial in arm.finished]
+        reference = {trial.seed: _success(trial, budget) for trial in self.reference.finished}
+        pairs = [(_success(trial, budget), reference.get(trial.seed)) for trial in arm.finished]
         return mean_over_seeds(
-            ours - other for ours, other in pairs if ours is not None and other is not None
+            value - baseline
+            for value, baseline in pairs
+            if value is not None and baseline is not None
         )
 
     def success(self, arm: ArmResult, budget: TrainingBudget | None = None) -> SeedMean | None:
@@ -331,13 +335,13 @@ class Comparison:
 
     def differences(self, arm: ArmResult) -> dict[str, Any]:
         """Return the options that differ between arms, with this arm's values."""
-        found = [flatten(trial.config) for trial in self.trials if trial.config]
-        own = next((flatten(trial.config) for trial in arm.trials if trial.config), {})
-        names = [name for name in own if name not in ("seed", "name", "runs")]
+        configs = [flatten(trial.config) for trial in self.trials if trial.config]
+        options = next((flatten(trial.config) for trial in arm.trials if trial.config), {})
         return {
-            name: own[name]
-            for name in names
-            if any(other.get(name) != own[name] for other in found)
+            name: value
+            for name, value in options.items()
+            if name not in ("seed", "name", "runs")
+            and any(config.get(name) != value for config in configs)
         }
 
 
@@ -352,8 +356,8 @@ def grouped(warnings: Mapping[str, Sequence[str]]) -> list[str]:
     ['a, c: nothing bounds S']
     """
     arms: dict[str, list[str]] = {}
-    for arm, told in warnings.items():
-        for warning in told:
+    for arm, texts in warnings.items():
+        for warning in texts:
             arms.setdefault(warning, []).append(arm)
     return [f"{', '.join(names)}: {warning}" for warning, names in arms.items()]
 
@@ -386,7 +390,7 @@ def read_comparison(folder: Path) -> Comparison:
         arms.setdefault(trial.arm, []).append(trial)
     return Comparison(
         name=folder.resolve().name,
-        arms=tuple(ArmResult(name, tuple(found)) for name, found in arms.items()),
+        arms=tuple(ArmResult(name, tuple(runs_of_arm)) for name, runs_of_arm in arms.items()),
         commands=tuple(plan.get("commands", [])),
         warnings=plan.get("warnings", {}),
     )

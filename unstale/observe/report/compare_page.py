@@ -1,4 +1,4 @@
-"""A comparison for readers: one HTML page, the same tables as Markdown, the same numbers as JSON."""
+"""Write a comparison as an HTML page, as Markdown tables and as JSON."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,48 +35,46 @@ from unstale.observe.report.words import NONE, amount, percent
 PAGE, TABLES, RESULTS = "compare.html", "compare.md", "compare.json"
 COLOURS, GRID = 10, 40
 HOW = (
-    "Means over seeds with 95% intervals by Student's t; differences are of runs with the same seed. Nothing is "
-    "adjusted for the number of intervals looked at. Runs that did not finish are listed, and are in no mean."
+    "Means over seeds with 95% intervals by Student's t. Differences are between runs with the "
+    "same seed. Intervals are not adjusted for multiple comparisons. Unfinished runs are listed, "
+    "but excluded from all means."
 )
-LINTER = "What the linter says of the arms"
-UNCOUNTED = "How many action tokens the runs trained on was not recorded."
+LINTER = "Linter warnings"
+UNCOUNTED = "The number of trained action tokens was not recorded."
 BY_STEPS, BY_TOKENS, BY_CLOCK = "At equal steps", "At equal tokens", "At equal wall-clock"
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of text under a head; the first cell of a row names its arm."""
+    """A table of text. The first column holds the name of the arm."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
     def markdown(self) -> str:
         lines = [self.head, ("---",) * len(self.head), *self.rows]
-        cells = [[cell.replace("|", "\\|") for cell in line] for line in lines]
-        return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+        escaped = [[text.replace("|", "\\|") for text in line] for line in lines]
+        return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
 
 
 def tenths(share: float | None) -> str:
     return percent(share, 1)
 
 
-def spread(found: SeedMean | None, show: Callable[[float], str] = tenths) -> str:
+def spread(mean: SeedMean | None, show: Callable[[float], str] = tenths) -> str:
     """
     >>> spread(SeedMean(3, 0.7, 0.45, 0.95)), spread(SeedMean(1, 0.7, None, None)), spread(None)
     ('70.0% (45.0% to 95.0%)', '70.0%', '—')
     """
-    if found is None:
+    if mean is None:
         return NONE
-    between = (
-        ""
-        if found.low is None or found.high is None
-        else f" ({show(found.low)} to {show(found.high)})"
-    )
-    return show(found.mean) + between
+    if mean.low is None or mean.high is None:
+        return show(mean.mean)
+    return f"{show(mean.mean)} ({show(mean.low)} to {show(mean.high)})"
 
 
 def points(share: float) -> str:
-    """A difference of shares.
+    """Format a difference of shares in percentage points.
 
     >>> points(-0.0312)
     '-3.1'
@@ -90,24 +88,22 @@ UNITS: Mapping[Unit, tuple[Callable[[float], str], str]] = {
 }
 
 
-def equal_steps(found: Comparison) -> Table:
-    """Success after the same number of steps."""
-    head = ["arm", "runs", "held-out success", f"less {found.reference.name}, points", "pairs"]
-    head += ["best", "late in training", "collapsed"]
+def equal_steps(comparison: Comparison) -> Table:
+    """Return the table of success at the end of training, after equal steps."""
+    head = ["arm", "runs", "held-out success", f"less {comparison.reference.name}, points", "pairs"]
+    head += ["best", "rollouts, last quarter", "collapsed"]
     rows = []
-    for arm in found.arms:
-        versus = found.versus(arm)
+    for arm in comparison.arms:
+        versus = comparison.versus(arm)
         row = [
             arm.name,
             _runs(arm),
-            spread(found.success(arm)),
+            spread(comparison.success(arm)),
             spread(versus, points),
             _count(versus),
         ]
-        best, late = (
-            mean_over_seeds(run.best for run in arm.finished),
-            mean_over_seeds(run.late for run in arm.finished),
-        )
+        best = mean_over_seeds(run.best for run in arm.finished)
+        late = mean_over_seeds(run.late for run in arm.finished)
         row += [
             tenths(best.mean if best else None),
             spread(late),
@@ -117,55 +113,55 @@ def equal_steps(found: Comparison) -> Table:
     return Table(tuple(head), tuple(rows))
 
 
-def equal_tokens(found: Comparison) -> Table | None:
-    """Success after as many action tokens; None where they were not recorded."""
-    budget = found.smallest("tokens")
-    return _after(found, budget) if budget else None
+def equal_tokens(comparison: Comparison) -> Table | None:
+    """Return the table of success after equal action tokens, or None if they are unknown."""
+    budget = comparison.smallest("tokens")
+    return _after(comparison, budget) if budget else None
 
 
-def equal_clock(found: Comparison) -> Table | None:
-    """Success after the same training time; None where times cannot be compared."""
-    budget = None if found.shared_machine else found.smallest("minutes")
-    return _after(found, budget) if budget else None
+def equal_clock(comparison: Comparison) -> Table | None:
+    """Return the table of success after equal training time, or None if not comparable."""
+    budget = None if comparison.shared_machine else comparison.smallest("minutes")
+    return _after(comparison, budget) if budget else None
 
 
-def _after(found: Comparison, budget: TrainingBudget) -> Table:
+def _after(comparison: Comparison, budget: TrainingBudget) -> Table:
     show, words = UNITS[budget.unit]
     head = ("arm", "runs", f"success after {show(budget.amount)} {words}")
     rows = []
-    for arm in found.arms:
-        success, versus = found.success(arm, budget), found.versus(arm, budget)
+    for arm in comparison.arms:
+        success, versus = comparison.success(arm, budget), comparison.versus(arm, budget)
         took = mean_over_seeds(
             total.amount for trial in arm.finished if (total := trial.all(budget.unit))
         )
         row = (arm.name, _count(success), spread(success), spread(versus, points), _count(versus))
         rows.append((*row, show(took.mean) if took else NONE))
     return Table(
-        (*head, f"less {found.reference.name}, points", "pairs", f"{words}, mean"), tuple(rows)
+        (*head, f"less {comparison.reference.name}, points", "pairs", f"{words}, mean"), tuple(rows)
     )
 
 
-def lengths(found: Comparison) -> str:
-    """How far equal steps are from equal tokens."""
-    means = [
-        (e.mean, arm.name)
-        for arm in found.arms
-        if (e := mean_over_seeds(trial.tokens for trial in arm.finished))
-    ]
+def lengths(comparison: Comparison) -> str:
+    """Return a sentence on the range of trained tokens between arms."""
+    means = []
+    for arm in comparison.arms:
+        tokens = mean_over_seeds(trial.tokens for trial in arm.finished)
+        if tokens:
+            means.append((tokens.mean, arm.name))
     if not means:
         return UNCOUNTED
-    (least, few), (most, many) = min(means), max(means)
+    (fewest, low_arm), (most, high_arm) = min(means), max(means)
     return (
-        "Episodes differ in length, so equal steps are not equal tokens: the means go from "
-        f"{amount(least)} action tokens a run ({few}) to {amount(most)} ({many})."
+        "Episodes differ in length, so equal steps are not equal tokens: mean action tokens per "
+        f"run range from {amount(fewest)} ({low_arm}) to {amount(most)} ({high_arm})."
     )
 
 
-def conduct(found: Comparison) -> Table:
-    """What the runs did on the way."""
+def conduct(comparison: Comparison) -> Table:
+    """Return the table of staleness and of kept, clipped and exact tokens per arm."""
     head = ("arm", "staleness", "kept", "clipped", "exact")
     rows = []
-    for arm in found.arms:
+    for arm in comparison.arms:
         shares = tuple(
             spread(arm.mean(name), partial(percent, digits=2))
             for name in (KEPT, CLIPPED, EXACT_SHARE)
@@ -178,157 +174,160 @@ def _runs(arm: ArmResult) -> str:
     return f"{len(arm.finished)} of {len(arm.trials)}"
 
 
-def _count(found: SeedMean | None) -> str:
-    return str(found.n) if found else NONE
+def _count(mean: SeedMean | None) -> str:
+    return str(mean.n) if mean else NONE
 
 
-def findings(found: Comparison) -> list[str]:
-    """What came out, in sentences: the outcome, then each arm against the reference."""
-    ended = [(arm, success) for arm in found.arms if (success := found.success(arm))]
+def findings(comparison: Comparison) -> list[str]:
+    """Return sentences on the best arm, and on each arm against the reference."""
+    ended = [(arm, success) for arm in comparison.arms if (success := comparison.success(arm))]
     if not ended:
         return ["No run has a held-out result."]
     best, success = max(ended, key=lambda pair: pair[1].mean)
-    told = [
-        f"After the same {_all(found, 'steps')} steps, {best.name} has the highest mean held-out success: "
-        f"{spread(success)}, {success.n} {'seed' if success.n == 1 else 'seeds'}."
+    seeds = f"{success.n} {'seed' if success.n == 1 else 'seeds'}"
+    sentences = [
+        f"After the same {_all(comparison, 'steps')} steps, {best.name} has the highest mean "
+        f"held-out success: {spread(success)}, {seeds}."
     ]
-    for arm in found.arms:
-        versus = found.versus(arm)
+    for arm in comparison.arms:
+        versus = comparison.versus(arm)
         if versus is None:
             continue
         if versus.low is None or versus.high is None:
             verdict = "one pair allows no interval"
         elif versus.low <= 0 <= versus.high:
-            verdict = "not told apart"
+            verdict = "no significant difference"
         else:
             verdict = "lower" if versus.high < 0 else "higher"
         pairs = f"{versus.n} {'pair' if versus.n == 1 else 'pairs'}"
-        told.append(
-            f"{arm.name} less {found.reference.name}: {spread(versus, points)} points, {pairs}: {verdict}."
+        sentences.append(
+            f"{arm.name} less {comparison.reference.name}: {spread(versus, points)} points, "
+            f"{pairs}: {verdict}."
         )
-    return told
+    return sentences
 
 
-def remarks(found: Comparison) -> list[str]:
-    """What a reader has to know before believing the tables."""
-    told = []
-    short = [arm for arm in found.arms if len(arm.finished) < len(arm.trials)]
-    if short:
-        told.append(
-            "Not all runs finished: " + ", ".join(f"{arm.name} {_runs(arm)}" for arm in short) + "."
-        )
-    falling = [name for name in found.settings("trainer.lr_schedule") if name != "constant"]
+def remarks(comparison: Comparison) -> list[str]:
+    """Return the caveats of a comparison: unfinished runs, learning-rate decay and code changes."""
+    notes = []
+    unfinished = [arm for arm in comparison.arms if len(arm.finished) < len(arm.trials)]
+    if unfinished:
+        counts = ", ".join(f"{arm.name} {_runs(arm)}" for arm in unfinished)
+        notes.append(f"Not all runs finished: {counts}.")
+    falling = [name for name in comparison.settings("trainer.lr_schedule") if name != "constant"]
     if falling:
-        told.append(
-            f"The learning rate falls over a run's own steps ({', '.join(map(str, falling))}): at equal tokens or "
-            "wall-clock, an arm that is not through with its steps stands at a higher rate than one that is."
+        notes.append(
+            f"The learning rate decays with the steps ({', '.join(map(str, falling))}). At equal "
+            "tokens or wall-clock time, arms with steps left are at a higher learning rate."
         )
-    commits = found.launched("commit")
+    commits = comparison.launched("commit")
     if len(commits) > 1:
-        told.append(f"The runs were made by different code: {', '.join(commits)}.")
+        notes.append(f"The runs used different versions of the code: {', '.join(commits)}.")
     elif any(commit.endswith("-dirty") for commit in commits):
-        told.append(f"The code had changes that are not in the commit: {commits[0]}.")
-    return told
+        notes.append(f"The code had uncommitted changes: {commits[0]}.")
+    return notes
 
 
-def linted(found: Comparison) -> list[str]:
-    """What the linter said of the arms before they ran."""
-    told = grouped(found.warnings)
-    silent = [arm.name for arm in found.arms if arm.name not in found.warnings]
-    return [*told, *([f"Not recorded: {', '.join(silent)}."] if silent else [])] or ["No warnings."]
+def linted(comparison: Comparison) -> list[str]:
+    """Return the linter's warnings about the arms."""
+    warnings = grouped(comparison.warnings)
+    unknown = [arm.name for arm in comparison.arms if arm.name not in comparison.warnings]
+    if unknown:
+        warnings.append(f"Not recorded: {', '.join(unknown)}.")
+    return warnings or ["No warnings."]
 
 
-def _all(found: Comparison, name: str) -> str:
-    return " or ".join(str(value) for value in found.settings(name))
+def _all(comparison: Comparison, name: str) -> str:
+    return " or ".join(str(value) for value in comparison.settings(name))
 
 
-def provenance(found: Comparison) -> list[tuple[str, str]]:
-    """Where the numbers come from."""
+def provenance(comparison: Comparison) -> list[tuple[str, str]]:
+    """Return the recipe, tasks, commit, machine and versions behind the numbers."""
     facts = [
-        (name, ", ".join(found.launched(name)) or "not recorded")
+        (name, ", ".join(comparison.launched(name)) or "not recorded")
         for name in ("commit", "machine", "versions")
     ]
     return [
-        ("recipe", _all(found, "recipe")),
-        ("held-out tasks", _all(found, "eval.tasks")),
+        ("recipe", _all(comparison, "recipe")),
+        ("held-out tasks", _all(comparison, "eval.tasks")),
         *facts,
     ]
 
 
-def tables(found: Comparison) -> str:
-    """The comparison as Markdown."""
-    tokens, clock = equal_tokens(found), equal_clock(found)
-    parts = [f"# {found.name}", *findings(found), HOW, *remarks(found)]
-    parts += [f"## {BY_STEPS}", lengths(found), equal_steps(found).markdown()]
+def tables(comparison: Comparison) -> str:
+    """Return the comparison as Markdown."""
+    tokens, clock = equal_tokens(comparison), equal_clock(comparison)
+    parts = [f"# {comparison.name}", *findings(comparison), HOW, *remarks(comparison)]
+    parts += [f"## {BY_STEPS}", lengths(comparison), equal_steps(comparison).markdown()]
     parts += [f"## {BY_TOKENS}", tokens.markdown() if tokens else UNCOUNTED]
-    parts += [f"## {BY_CLOCK}", clock.markdown() if clock else found.shared_machine]
-    parts += ["## On the way", conduct(found).markdown()]
-    parts += [f"## {LINTER}", "\n".join(f"- {told}" for told in linted(found))]
+    parts += [f"## {BY_CLOCK}", clock.markdown() if clock else comparison.shared_machine]
+    parts += ["## During training", conduct(comparison).markdown()]
+    parts += [f"## {LINTER}", "\n".join(f"- {warning}" for warning in linted(comparison))]
     parts += [
         "## Arms",
-        "\n".join(f"- {arm.name}: {_settings(found, arm)}" for arm in found.arms),
+        "\n".join(f"- {arm.name}: {_settings(comparison, arm)}" for arm in comparison.arms),
         "## Runs",
     ]
-    parts.append("\n".join(f"- {trial.folder}: {_told(trial)}" for trial in found.trials))
+    parts.append("\n".join(f"- {trial.folder}: {_result(trial)}" for trial in comparison.trials))
     parts += [
-        "## Made by",
-        "\n".join(f"- `{command}`" for command in found.commands) or "Not recorded.",
+        "## Commands",
+        "\n".join(f"- `{command}`" for command in comparison.commands) or "Not recorded.",
     ]
-    parts.append("\n".join(f"- {name}: {value}" for name, value in provenance(found)))
+    parts.append("\n".join(f"- {name}: {value}" for name, value in provenance(comparison)))
     return "\n\n".join(parts) + "\n"
 
 
-def _settings(found: Comparison, arm: ArmResult) -> str:
+def _settings(comparison: Comparison, arm: ArmResult) -> str:
     return (
-        ", ".join(f"{name}={value}" for name, value in found.differences(arm).items())
+        ", ".join(f"{name}={value}" for name, value in comparison.differences(arm).items())
         or "no run yet"
     )
 
 
-def _told(trial: Trial) -> str:
+def _result(trial: Trial) -> str:
     if not trial.finished:
         return f"{trial.state}{': ' if trial.error else ''}{trial.error}"
     collapsed = ", collapsed" if trial.collapsed else ""
     return f"{percent(trial.final, 1)} held out, {amount(trial.minutes)} min of training{collapsed}"
 
 
-def results(found: Comparison) -> Mapping[str, Any]:
-    """The comparison as data: every run, and every estimate of the tables."""
-    tokens, minutes = (
-        found.smallest("tokens"),
-        None if found.shared_machine else found.smallest("minutes"),
-    )
+def results(comparison: Comparison) -> Mapping[str, Any]:
+    """Return the runs and all means of a comparison as data."""
+    tokens = comparison.smallest("tokens")
+    minutes = None if comparison.shared_machine else comparison.smallest("minutes")
     arms = [
         {
             "arm": arm.name,
-            "settings": found.differences(arm),
+            "settings": comparison.differences(arm),
             "planned": len(arm.trials),
             "finished": len(arm.finished),
             "collapsed": arm.collapsed,
-            "final": found.success(arm),
-            "final_less_reference": found.versus(arm),
+            "final": comparison.success(arm),
+            "final_less_reference": comparison.versus(arm),
             "best": mean_over_seeds(trial.best for trial in arm.finished),
             "late_training": mean_over_seeds(trial.late for trial in arm.finished),
-            "equal_tokens": tokens and found.success(arm, tokens),
-            "equal_tokens_less_reference": tokens and found.versus(arm, tokens),
-            "equal_minutes": minutes and found.success(arm, minutes),
-            "equal_minutes_less_reference": minutes and found.versus(arm, minutes),
+            "equal_tokens": tokens and comparison.success(arm, tokens),
+            "equal_tokens_less_reference": tokens and comparison.versus(arm, tokens),
+            "equal_minutes": minutes and comparison.success(arm, minutes),
+            "equal_minutes_less_reference": minutes and comparison.versus(arm, minutes),
             "staleness": arm.mean(STALENESS),
             "kept_share": arm.mean(KEPT),
             "clipped_share": arm.mean(CLIPPED),
             "exact_fraction": arm.mean(EXACT_SHARE),
-            "warnings": found.warnings.get(arm.name),
+            "warnings": comparison.warnings.get(arm.name),
             "runs": [_data(trial) for trial in arm.trials],
         }
-        for arm in found.arms
+        for arm in comparison.arms
     ]
-    told: dict[str, Any] = {
-        "name": found.name,
-        "commands": found.commands,
-        "reference": found.reference.name,
+    return {
+        "name": comparison.name,
+        "commands": comparison.commands,
+        "reference": comparison.reference.name,
+        "tokens": tokens and tokens.amount,
+        "minutes": minutes and minutes.amount,
+        "made": dict(provenance(comparison)),
+        "arms": plain(arms),
     }
-    told |= {"tokens": tokens and tokens.amount, "minutes": minutes and minutes.amount}
-    return {**told, "made": dict(provenance(found)), "arms": plain(arms)}
 
 
 def _data(trial: Trial) -> Mapping[str, Any]:
@@ -349,40 +348,40 @@ def _data(trial: Trial) -> Mapping[str, Any]:
 
 
 def write_comparison(folder: Path) -> Path:
-    """Write the page, the tables as Markdown and the results as JSON; the page's path."""
-    found = read_comparison(folder)
+    """Write the page, the Markdown tables and the JSON results. Return the page's path."""
+    comparison = read_comparison(folder)
     for name, text in (
-        (RESULTS, dumps(results(found), indent=2)),
-        (TABLES, tables(found)),
-        (PAGE, page(found)),
+        (RESULTS, dumps(results(comparison), indent=2)),
+        (TABLES, tables(comparison)),
+        (PAGE, page(comparison)),
     ):
         write_whole(folder / name, text)
     return folder / PAGE
 
 
-def page(found: Comparison) -> str:
-    """The comparison as a page of its own."""
+def page(comparison: Comparison) -> str:
+    """Return the comparison as an HTML page."""
     return document(
-        found.name,
-        _header(found),
-        _outcome(found),
-        _read_off(found, "tokens", equal_tokens(found)),
-        _read_off(found, "minutes", equal_clock(found)),
-        _on_the_way(found),
-        section("linter", LINTER, None, el("ul", [el("li", told) for told in linted(found)])),
-        _listed(found),
-        _again(found),
+        comparison.name,
+        _header(comparison),
+        _outcome(comparison),
+        _read_off(comparison, "tokens", equal_tokens(comparison)),
+        _read_off(comparison, "minutes", equal_clock(comparison)),
+        _on_the_way(comparison),
+        section("linter", LINTER, None, el("ul", [el("li", text) for text in linted(comparison)])),
+        _listed(comparison),
+        _again(comparison),
     )
 
 
-def _header(found: Comparison) -> Markup:
-    first, *others = findings(found)
-    notes = remarks(found)
-    done = f"{len(found.finished)} of {len(found.trials)} runs finished"
+def _header(comparison: Comparison) -> Markup:
+    first, *others = findings(comparison)
+    notes = remarks(comparison)
+    done = f"{len(comparison.finished)} of {len(comparison.trials)} runs finished"
     return el(
         "header",
-        bar(done, "good" if len(found.finished) == len(found.trials) else "plain"),
-        el("p", found.name, class_="run-name"),
+        bar(done, "good" if len(comparison.finished) == len(comparison.trials) else "plain"),
+        el("p", comparison.name, class_="run-name"),
         el("p", first, class_="finding"),
         el("ul", [el("li", text) for text in others]),
         el("p", HOW, class_="quiet"),
@@ -390,13 +389,13 @@ def _header(found: Comparison) -> Markup:
     )
 
 
-def _html(found: Comparison, table: Table) -> Markup:
-    names = [arm.name for arm in found.arms]
-    head = el("thead", el("tr", [el("th", cell) for cell in table.head]))
+def _html(comparison: Comparison, table: Table) -> Markup:
+    names = [arm.name for arm in comparison.arms]
+    head = el("thead", el("tr", [el("th", name) for name in table.head]))
     rows = []
     for row in table.rows:
         swatch = el("i", class_=f"swatch {_colour(names.index(row[0]))}")
-        rows.append(el("tr", el("td", swatch, row[0]), [el("td", cell) for cell in row[1:]]))
+        rows.append(el("tr", el("td", swatch, row[0]), [el("td", text) for text in row[1:]]))
     return el("div", el("table", head, el("tbody", rows), class_="results"), class_="scroll")
 
 
@@ -404,49 +403,53 @@ def _colour(position: int) -> str:
     return f"arm-{position % COLOURS}"
 
 
-def _outcome(found: Comparison) -> Markup:
-    curves = _curves(found, _by_step)
+def _outcome(comparison: Comparison) -> Markup:
+    curves = _curves(comparison, _by_step)
+    batch = f"{_all(comparison, 'schedule.groups_per_step')} x "
+    batch += _all(comparison, "schedule.group_size")
     lead = (
-        f"Every run trained {_all(found, 'steps')} steps of {_all(found, 'schedule.groups_per_step')} x "
-        f"{_all(found, 'schedule.group_size')} episodes, and was evaluated at the end. {lengths(found)} Best: of a "
-        "run's evaluations, picked after the fact, so it flatters. Late in training: rollouts of the last quarter of "
-        "the steps. Collapsed: ended under half of its best."
+        f"Every run trained {_all(comparison, 'steps')} steps of {batch} episodes and was "
+        f"evaluated at the end. {lengths(comparison)} Best is the maximum over a run's "
+        "evaluations, which is biased upwards. A run collapsed if its final success is less than "
+        "half of its best."
     )
-    plot = _plot(found, curves, "Held-out success over the steps", "optimizer step")
-    return section("steps", BY_STEPS, lead, _html(found, equal_steps(found)), plot)
+    plot = _plot(comparison, curves, "Held-out success over the steps", "optimizer step")
+    return section("steps", BY_STEPS, lead, _html(comparison, equal_steps(comparison)), plot)
 
 
-def _read_off(found: Comparison, unit: Unit, table: Table | None) -> Markup:
-    """After a budget that every run has reached; a gap where `table` is missing."""
-    title, why = {"tokens": (BY_TOKENS, UNCOUNTED), "minutes": (BY_CLOCK, found.shared_machine)}[
-        unit
-    ]
-    budget, (show, words) = found.smallest(unit), UNITS[unit]
+def _read_off(comparison: Comparison, unit: Unit, table: Table | None) -> Markup:
+    """Render success after the largest budget that every run reached."""
+    if unit == "tokens":
+        title, missing = BY_TOKENS, UNCOUNTED
+    else:
+        title, missing = BY_CLOCK, comparison.shared_machine
+    budget = comparison.smallest(unit)
+    show, words = UNITS[unit]
     if table is None or budget is None:
-        return section(unit, title, None, gap(title, why))
+        return section(unit, title, None, gap(title, missing))
     lead = (
-        f"After {show(budget.amount)} {words}: all that the finished run with the fewest took, so every one has come "
-        "so far. Held-out success, between two evaluations read off the line; what they take is not counted. The last "
-        "column is what the runs took to their ends."
+        f"Held-out success after {show(budget.amount)} {words}, the largest amount that every "
+        "finished run reached. It is interpolated between evaluations. Evaluations count "
+        f"neither as time nor as tokens. The last column is the {words} of the whole run."
     )
     plot = _plot(
-        found,
-        _curves(found, partial(_up_to, budget=budget)),
+        comparison,
+        _curves(comparison, partial(_up_to, budget=budget)),
         f"Held-out success over the {words}",
         words,
     )
-    return section(unit, title, lead, _html(found, table), plot)
+    return section(unit, title, lead, _html(comparison, table), plot)
 
 
 Curve = tuple[str, str, Sequence[Point], Sequence[Point]]
-"""Name, colour, means, and intervals where there are any."""
+"""Name, colour, means and intervals (may be empty)."""
 
 
 def _curves(
-    found: Comparison, of: Callable[[ArmResult], Sequence[tuple[float, SeedMean]]]
+    comparison: Comparison, of: Callable[[ArmResult], Sequence[tuple[float, SeedMean]]]
 ) -> list[Curve]:
     curves: list[Curve] = []
-    for position, arm in enumerate(found.arms):
+    for position, arm in enumerate(comparison.arms):
         means = of(arm)
         ends = [(e.low, e.high) for _, e in means if e.low is not None and e.high is not None]
         intervals = (
@@ -460,40 +463,43 @@ def _curves(
 
 
 def _by_step(arm: ArmResult) -> list[tuple[float, SeedMean]]:
-    """Where all finished runs of the arm were evaluated."""
+    """Return the mean success at each step where all finished runs of the arm were evaluated."""
     runs = [
         {evaluation.step: evaluation.success for evaluation in trial.evaluations}
         for trial in arm.finished
     ]
     steps = sorted(set.intersection(*map(set, runs))) if runs else []
     return [
-        (float(step), found)
+        (float(step), mean)
         for step in steps
-        if (found := mean_over_seeds(run[step] for run in runs))
+        if (mean := mean_over_seeds(run[step] for run in runs))
     ]
 
 
 def _up_to(arm: ArmResult, budget: TrainingBudget) -> list[tuple[float, SeedMean]]:
-    """As far as the table looks: one run that took many times more would squeeze all others."""
+    """Return the mean success up to a budget.
+
+    The plot ends there, because a single long run would squeeze all others.
+    """
     at = [TrainingBudget(budget.unit, budget.amount * index / GRID) for index in range(GRID + 1)]
     return [
-        (x.amount, found)
+        (x.amount, mean)
         for x in at
-        if (found := mean_over_seeds(trial.after(x) for trial in arm.finished))
+        if (mean := mean_over_seeds(trial.after(x) for trial in arm.finished))
     ]
 
 
 def _plot(
-    found: Comparison, curves: Sequence[Curve], title: str, across: str, *, wide: bool = True
+    comparison: Comparison, curves: Sequence[Curve], title: str, across: str, *, wide: bool = True
 ) -> Markup:
-    """A card with a line per arm, and a band where there are intervals."""
+    """Render one line per arm, with a band where there are intervals."""
     if not curves:
         return gap(title, "Nothing was recorded.")
     values = [y for _, _, means, _ in curves for _, y in means]
     values += [end for *_, intervals in curves for pair in intervals for end in pair]
-    room = 0.05 * (max(values) - min(values)) or 0.01
+    margin = 0.05 * (max(values) - min(values)) or 0.01
     share = "staleness" not in title.lower()
-    low, high = max(0.0, min(values) - room), max(values) + room
+    low, high = max(0.0, min(values) - margin), max(values) + margin
     digits = 0 if high - low > 0.08 else 1 if high - low > 0.008 else 2
     y = Axis(
         label="",
@@ -515,18 +521,21 @@ def _plot(
         for name, colour, means, intervals in curves
     ]
     banded = any(intervals for *_, intervals in curves)
-    told = "Mean over seeds" + (
-        "; the band is its 95% interval, cut at 0 and 100%." if banded else "."
-    )
+    about = "Mean over seeds"
+    about += "; the band is its 95% interval, cut at 0 and 100%." if banded else "."
     keys = legend(*((colour, name) for name, colour, _, _ in curves))
     plot = line_plot(lines, x, y, label=title, width=FULL if wide else HALF)
-    return figure(title, told, keys, plot, class_="full" if wide else "")
+    return figure(title, about, keys, plot, class_="full" if wide else "")
 
 
-def _on_the_way(found: Comparison) -> Markup:
+def _on_the_way(comparison: Comparison) -> Markup:
     plots = {
         name: _plot(
-            found, _seed_means(found, metric), title, "optimizer step", wide=metric == SUCCESS
+            comparison,
+            _seed_means(comparison, metric),
+            title,
+            "optimizer step",
+            wide=metric == SUCCESS,
         )
         for name, metric, title in (
             ("success", SUCCESS, "Success in training, mean of the last 5 steps"),
@@ -536,22 +545,22 @@ def _on_the_way(found: Comparison) -> Markup:
             ("exact", EXACT_SHARE, "Share of the tokens with an exact old log-probability"),
         )
     }
-    lead = "Means over each run's steps, then over seeds. Kept and clipped are shares of the tokens with an advantage."
+    lead = "Means over the steps of each run, then over seeds."
     return section(
         "way",
-        "On the way",
+        "During training",
         lead,
-        _html(found, conduct(found)),
+        _html(comparison, conduct(comparison)),
         plots["success"],
         el("div", plots["staleness"], plots["exact"], class_="grid-2"),
         el("div", plots["kept"], plots["clipped"], class_="grid-2"),
     )
 
 
-def _seed_means(found: Comparison, metric: str) -> list[Curve]:
-    """Step by step, over the finished runs of each arm."""
+def _seed_means(comparison: Comparison, metric: str) -> list[Curve]:
+    """Return the mean of a metric per step, over the finished runs of each arm."""
     curves: list[Curve] = []
-    for position, arm in enumerate(found.arms):
+    for position, arm in enumerate(comparison.arms):
         sums: dict[float, list[float]] = {}
         for trial in arm.finished:
             for step, value in trial.series[metric]:
@@ -569,9 +578,9 @@ def _seed_means(found: Comparison, metric: str) -> list[Curve]:
     return curves
 
 
-def _listed(found: Comparison) -> Markup:
+def _listed(comparison: Comparison) -> Markup:
     rows = []
-    for position, arm in enumerate(found.arms):
+    for position, arm in enumerate(comparison.arms):
         for trial in arm.trials:
             begun = bool(trial.config)
             link = (
@@ -581,21 +590,30 @@ def _listed(found: Comparison) -> Markup:
             )
             swatch = el("i", class_=f"swatch {_colour(position)}")
             rows.append(
-                el("tr", el("td", swatch, link), el("td", str(trial.seed)), el("td", _told(trial)))
+                el(
+                    "tr",
+                    el("td", swatch, link),
+                    el("td", str(trial.seed)),
+                    el("td", _result(trial)),
+                )
             )
-    head = el("tr", [el("th", name) for name in ("run and its report", "seed", "what came of it")])
+    head = el("tr", [el("th", name) for name in ("run", "seed", "outcome")])
     table = el("table", el("thead", head), el("tbody", rows))
     return section("runs", "Runs", None, el("div", table, class_="scroll results"))
 
 
-def _again(found: Comparison) -> Markup:
-    arms = [el("li", el("b", arm.name), f": {_settings(found, arm)}") for arm in found.arms]
-    facts = [el("li", el("span", name), el("code", value)) for name, value in provenance(found)]
+def _again(comparison: Comparison) -> Markup:
+    arms = [
+        el("li", el("b", arm.name), f": {_settings(comparison, arm)}") for arm in comparison.arms
+    ]
+    facts = [
+        el("li", el("span", name), el("code", value)) for name, value in provenance(comparison)
+    ]
     return section(
         "again",
-        "Do it again",
-        "The command goes on where it stopped; what has finished is not run again.",
-        *(el("pre", command, class_="command") for command in found.commands),
+        "Reproduce",
+        "The same command continues an interrupted comparison. Finished runs are kept.",
+        *(el("pre", command, class_="command") for command in comparison.commands),
         el("p", "Where the arms differ:", class_="quiet"),
         el("ul", arms),
         el("ul", facts, class_="knobs"),

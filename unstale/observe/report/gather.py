@@ -54,7 +54,7 @@ class Point:
 class AuditedPoint:
     """The log D and log S of one audited token, by the route and the true ones."""
 
-    said: Point
+    by_route: Point
     true: Point
 
 
@@ -73,9 +73,9 @@ class Gathered:
     name: str
     config: Row
     rows: list[Row]
-    """Rows of `metrics.jsonl` of steps that trained, in order; an evaluation before the first is not one of them."""
+    """Rows of `metrics.jsonl`, in order of steps. A row before the first step is left out."""
     begin_s: float
-    """When the first step began."""
+    """Start of the first step, in seconds since the start of the run."""
     evaluations: list[Evaluation]
     spans: list[Span]
     spans_left_out: int
@@ -83,9 +83,9 @@ class Gathered:
     points_seen: int
     audited: list[AuditedPoint]
     audit: Row
-    """What `unstale audit` found; empty if it was not asked."""
+    """Results of `unstale audit`, or empty."""
     survivors: Row
-    """How the journal says that groups and attempts at episodes ended; empty if nobody asked it."""
+    """Outcomes of groups and attempts from `survivors.json`, or empty."""
     conversations: list[Chosen]
     failures: list[Row]
     num_failures: int
@@ -136,7 +136,7 @@ class Gathered:
 
 
 def gather(path: Path) -> Gathered:
-    """Read a run folder. What is missing or broken is named in `gaps`, and nothing of it is an error."""
+    """Read a run folder. Missing or broken data are listed in `gaps` and raise no error."""
     folder = RunFolder(path)
     config = folder.config()
     rows = sorted(
@@ -198,21 +198,21 @@ def _read_journal(folder: RunFolder, last: int) -> _Journaled:
     )
     from unstale.durability.journal.conversations import load_decoder
 
-    found = _Journaled()
+    journaled = _Journaled()
     if not folder.holds(JOURNAL):
         folder.add_gap(f"{JOURNAL} is missing")
-        return found
+        return journaled
     try:
         with Journal.read(folder.path) as journal:
-            found.samples = list(journal.token_samples())
+            journaled.samples = list(journal.token_samples())
             chosen = _conversations(trained_episodes(journal), last)
             decode = load_decoder(folder.path) if chosen else str
-            for one in chosen:
-                text = conversation(journal.episode(one.record["episode"]), decode)
-                found.conversations.append(Chosen(one.why, text))
+            for choice in chosen:
+                text = conversation(journal.episode(choice.record["episode"]), decode)
+                journaled.conversations.append(Chosen(choice.why, text))
     except (JournalError, OSError, ValueError) as error:
         folder.add_gap(f"conversations and samples are incomplete: {error}")
-    return found
+    return journaled
 
 
 def step_of(row: Mapping[str, Any]) -> int:
@@ -221,8 +221,8 @@ def step_of(row: Mapping[str, Any]) -> int:
 
 def histogram(row: Mapping[str, Any]) -> dict[int, float]:
     """Return the number of tokens by lag of one step. Invalid entries are left out."""
-    found = row.get("schedule/staleness_histogram")
-    return by_lag(found.items()) if isinstance(found, Mapping) else {}
+    counts = row.get("schedule/staleness_histogram")
+    return by_lag(counts.items()) if isinstance(counts, Mapping) else {}
 
 
 def lag_values(row: Mapping[str, Any], prefix: str) -> dict[int, float]:
@@ -247,7 +247,7 @@ def by_lag(pairs: Iterable[tuple[Any, Any]]) -> dict[int, float]:
 
 
 class _Events:
-    """The events by kind."""
+    """The events of a run, sorted by kind."""
 
     def __init__(self, events: Iterable[Row]) -> None:
         self.spans: list[Span] = []
@@ -293,7 +293,10 @@ def _evaluations(rows: Iterable[Row], events: Iterable[Row], tasks: int) -> list
 
 def _points(rows: Iterable[Row]) -> tuple[list[Point], list[AuditedPoint], int]:
     """Return uniform samples of plain and audited points, and the number of plain points."""
-    rng, kept, audited, seen = random.Random(0), list[Point](), list[AuditedPoint](), 0
+    rng = random.Random(0)
+    kept: list[Point] = []
+    audited: list[AuditedPoint] = []
+    seen = 0
     seen_audited = 0
     for row in rows:
         lag, log_d, log_s = (number(row.get(name)) for name in ("lag", "log_d", "log_s"))
@@ -316,8 +319,8 @@ def _sample(kept: list[T], item: T, seen: int, rng: random.Random) -> None:
     """Add an item by reservoir sampling, as the last of `seen` items."""
     if len(kept) < MAX_POINTS:
         kept.append(item)
-    elif (place := rng.randrange(seen)) < MAX_POINTS:
-        kept[place] = item
+    elif (index := rng.randrange(seen)) < MAX_POINTS:
+        kept[index] = item
 
 
 def succeeded(record: Mapping[str, Any]) -> bool:
@@ -329,7 +332,7 @@ def succeeded(record: Mapping[str, Any]) -> bool:
 def _conversations(rows: Iterable[Row], last: int) -> list[Chosen]:
     """Choose a success and a failure from the first and from the last quarter of the steps.
 
-    Preferred are those that lived through a weight update, then the earliest (latest) step.
+    Episodes with several versions are preferred, then the earliest (latest) step.
     """
     best: dict[tuple[bool, bool], tuple[tuple[int, int], Row]] = {}
     quarter = max(1, last // 4)
@@ -343,7 +346,8 @@ def _conversations(rows: Iterable[Row], last: int) -> list[Chosen]:
             slot, rank = (late, succeeded(row)), (mixed, step if late else -step)
             if slot not in best or rank > best[slot][0]:
                 best[slot] = (rank, row)
-    chosen, shown = [], set[int]()
+    chosen: list[Chosen] = []
+    shown: set[int] = set()
     for late, won in ((False, True), (False, False), (True, True), (True, False)):
         if (late, won) in best and id(best[late, won][1]) not in shown:
             record = best[late, won][1]

@@ -11,7 +11,7 @@ _VOID = frozenset({"meta", "br", "hr", "img", "input", "link"})
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]"
 )
-"""Control characters, lone surrogates, and marks that turn the reading direction of what follows them."""
+"""Control characters, lone surrogates and marks that change the reading direction."""
 
 
 class Markup(str):
@@ -21,7 +21,8 @@ class Markup(str):
 
 
 def escape(text: str) -> Markup:
-    """
+    """Escape text for HTML and replace unprintable characters.
+
     >>> escape('<b onclick="x">')
     '&lt;b onclick=&quot;x&quot;&gt;'
     """

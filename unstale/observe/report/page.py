@@ -53,7 +53,7 @@ def render(run: Gathered) -> str:
 
 
 def document(title: str, *content: Markup | None) -> Markup:
-    """Return a page around its sections. One of them holds the button `theme`."""
+    """Return an HTML page with these sections. One of them contains the button `theme`."""
     style, script = _asset("report.css"), _asset("report.js")
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src '{_digest(script)}'; "
     policy += "base-uri 'none'; form-action 'none'"
@@ -81,5 +81,5 @@ def _asset(name: str) -> str:
 
 
 def _digest(script: str) -> str:
-    """Return the hash by which the page's content security policy admits this script."""
+    """Return the hash that allows this script in the page's content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -1,7 +1,7 @@
 """Draw plots as SVG. Colours come from the page's style sheet by class.
 
-A plot that spans a card is drawn twice, wide and narrow, and the style sheet shows the one that fits: text keeps its
-size on a phone.
+A plot that spans a card is drawn twice, wide and narrow. The style sheet shows the one that fits, so
+that text keeps its size on a phone.
 """
 
 import math
@@ -12,7 +12,7 @@ from unstale.observe.report.markup import Markup, el, join
 from unstale.observe.report.words import amount
 
 FULL, MOST, HALF, SOME, NARROW = 990, 560, 452, 370, 340
-"""Widths in the page's own pixels: a whole card, parts of a row of two, a phone."""
+"""Widths in CSS pixels: a whole card, parts of a row of two cards, a phone."""
 LEFT, RIGHT, TOP, BOTTOM = 48, 14, 12, 40
 
 
@@ -25,7 +25,7 @@ class Axis:
     high: float
     show: Callable[[float], str] = amount
     whole: bool = False
-    """Whether only whole numbers have a meaning."""
+    """Place ticks only at whole numbers."""
 
     def ticks(self, count: int) -> list[float]:
         """Return about `count` round numbers inside the range.
@@ -48,7 +48,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """A series of points. `low` and `high` draw intervals; `dots` marks every point."""
+    """A series of points, with optional intervals. `dots` marks every point."""
 
     name: str
     colour: str
@@ -60,7 +60,7 @@ class Series:
     band: bool = False
     """Draw the intervals as an area instead of whiskers."""
     steps: bool = False
-    """A value holds until the next point."""
+    """Draw each value as constant until the next point."""
     show: Callable[[float], str] = amount
 
 
@@ -242,8 +242,7 @@ def _hits(lines: Sequence[Series], frame: Frame) -> Markup:
                 low, high = line.intervals[index]
                 between = f" ({line.show(low)} to {line.show(high)})"
             readings.setdefault(x, []).append(f"{line.name} {line.show(y)}{between}")
-    room = (frame.width - LEFT - RIGHT) / max(len(readings), 1)
-    width = min(max(room, 3), 40)
+    width = min(max((frame.width - LEFT - RIGHT) / max(len(readings), 1), 3), 40)
     name = frame.x.label.split(",")[0].removeprefix("optimizer ")
     return join(
         frame.hit(frame.at_x(x), width, "\n".join([f"{name} {frame.x.show(x)}", *readings[x]]))
@@ -325,7 +324,7 @@ def stack_plot(
         frame = Frame(
             x, Axis(label="", low=0, high=1, show=lambda v: f"{100 * v:.0f}%"), width, height
         )
-        gap = (width - LEFT - RIGHT) / max(x.high - x.low, 1)
+        slot = (width - LEFT - RIGHT) / max(x.high - x.low, 1)
         parts = [frame.axes()]
         for at, shares in columns:
             below, left = 0.0, frame.at_x(at)
@@ -336,19 +335,19 @@ def stack_plot(
                         el(
                             "rect",
                             class_=f"fill lag-{min(index, 5)}",
-                            x=round(left - gap / 2, 2),
+                            x=round(left - slot / 2, 2),
                             y=round(top, 2),
-                            width=round(gap * 0.96, 2),
+                            width=round(slot * 0.96, 2),
                             height=round(bottom - top, 2),
                         )
                     )
                     below += share
-            told = [
+            readings = [
                 f"{name} {100 * share:.0f}%"
                 for name, share in zip(names, shares, strict=True)
                 if share > 0
             ]
-            parts.append(frame.hit(left, gap, "\n".join([f"step {at:g}", *told])))
+            parts.append(frame.hit(left, slot, "\n".join([f"step {at:g}", *readings])))
         return svg(width, height, label, *parts)
 
     return both(draw, MOST)
@@ -356,7 +355,7 @@ def stack_plot(
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A value on a track, and how it is written."""
+    """A value on a track with its text."""
 
     value: float
     colour: str
@@ -395,13 +394,13 @@ def track_plot(
                 el("circle", class_=f"dot {m.colour}", cx=round(at(m.value), 1), cy=y, r=4)
                 for m in marks
             ]
-            told = "\n".join([name, *(mark.written for mark in marks)])
+            tooltip = "\n".join([name, *(mark.written for mark in marks)])
             parts.append(
                 el(
                     "rect",
-                    el("title", told),
+                    el("title", tooltip),
                     class_="hit",
-                    data_tip=told,
+                    data_tip=tooltip,
                     x=0,
                     y=y - 24,
                     width=width,
@@ -439,7 +438,8 @@ def hex_plot(
             counts[column, row] = counts.get((column, row), 0) + 1
     most = max(counts.values(), default=1)
     shades: list[list[str]] = [[] for _ in range(5)]
-    corner = f"m0,{-radius:g}l{across / 2:.2f},{radius / 2:g}v{radius:g}l{-across / 2:.2f},{radius / 2:g}"
+    corner = f"m0,{-radius:g}l{across / 2:.2f},{radius / 2:g}v{radius:g}"
+    corner += f"l{-across / 2:.2f},{radius / 2:g}"
     corner += f"l{-across / 2:.2f},{-radius / 2:g}v{-radius:g}z"
     for (column, row), count in counts.items():
         shade = round(4 * math.log(count) / math.log(most)) if most > 1 else 4

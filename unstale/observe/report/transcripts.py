@@ -11,7 +11,7 @@ from unstale.observe.report.markup import Markup, el, join
 from unstale.observe.report.words import number
 
 MAX_TEXT = 6_000
-"""Characters of one turn that are shown."""
+"""Characters shown of one turn."""
 MAX_TURNS = 80
 
 _SPEAKER = re.compile(r"<\|im_start\|>([a-z]{1,12})\n?")
@@ -25,7 +25,7 @@ _ROLES = {"system": "system", "user": "user", "assistant": "agent", "tool": "too
 
 @dataclass(frozen=True, slots=True)
 class Utterance:
-    """A run of text of one origin. `version` is None for text that no policy sampled."""
+    """A text from one source. `version` is None for text that no policy sampled."""
 
     text: str
     version: int | None
@@ -35,7 +35,7 @@ class Utterance:
 @dataclass(frozen=True, slots=True)
 class TurnText:
     role: str
-    said: tuple[Utterance, ...]
+    utterances: tuple[Utterance, ...]
 
 
 def conversation(chosen: Chosen, *, opened: bool) -> Markup:
@@ -43,7 +43,12 @@ def conversation(chosen: Chosen, *, opened: bool) -> Markup:
     record = chosen.record
     turns = list(_turns(record.get("turns")))
     order = sorted(
-        {said.version for turn in turns for said in turn.said if said.version is not None}
+        {
+            utterance.version
+            for turn in turns
+            for utterance in turn.utterances
+            if utterance.version is not None
+        }
     )
     won = succeeded(record)
     facts = [
@@ -88,14 +93,15 @@ def _turns(turns: Any) -> Iterator[TurnText]:
     for turn in turns:
         if not isinstance(turn, Mapping):
             continue
-        role, said = str(turn.get("role", "")), tuple(_said(turn))
+        role = str(turn.get("role", ""))
+        utterances = tuple(_utterances(turn))
         if role == "assistant":
-            yield TurnText(role, said)
+            yield TurnText(role, utterances)
         else:
-            yield from _parted(role, "".join(part.text for part in said))
+            yield from _split_by_speaker(role, "".join(part.text for part in utterances))
 
 
-def _said(turn: Mapping[str, Any]) -> Iterator[Utterance]:
+def _utterances(turn: Mapping[str, Any]) -> Iterator[Utterance]:
     pieces = turn.get("pieces")
     if not isinstance(pieces, list) or not pieces:
         yield Utterance(str(turn.get("text", "")), None, 0)
@@ -109,8 +115,8 @@ def _said(turn: Mapping[str, Any]) -> Iterator[Utterance]:
             )
 
 
-def _parted(role: str, text: str) -> Iterator[TurnText]:
-    """Split ChatML text by speaker. The empty opening of a reply is left out."""
+def _split_by_speaker(role: str, text: str) -> Iterator[TurnText]:
+    """Split ChatML text by speaker. Empty turns are left out."""
     marks = _SPEAKER.split(text)
     for speaker, words in [(role, marks[0]), *zip(marks[1::2], marks[2::2], strict=True)]:
         words = _END.sub("", words)
@@ -124,7 +130,7 @@ def _turn(turn: TurnText, order: Sequence[int]) -> Markup:
     name = _ROLES.get(turn.role, turn.role or "environment")
     kind = turn.role if turn.role in _ROLES else "tool"
     body = _body(turn, order)
-    text = "".join(said.text for said in turn.said)
+    text = "".join(utterance.text for utterance in turn.utterances)
     if turn.role == "system" and len(text) > 300:
         body = el("details", el("summary", f"{text[:120].strip()} …"), body)
     return el(
@@ -134,38 +140,41 @@ def _turn(turn: TurnText, order: Sequence[int]) -> Markup:
 
 def _body(turn: TurnText, order: Sequence[int]) -> Markup:
     """Render a turn's text, split where the version changes or a call begins or ends."""
-    text = "".join(said.text for said in turn.said)
+    text = "".join(utterance.text for utterance in turn.utterances)
     kinds: list[tuple[int, str]] = []
     for match in _PARTS.finditer(text[:MAX_TEXT]):
         kinds += _kinds(match.group(), match.start())
     parts: list[Markup] = []
-    start, before = 0, None
-    for said in turn.said:
-        end = min(start + len(said.text), MAX_TEXT)
-        changed = before is not None and said.version is not None and said.version != before
-        if changed:
-            parts.append(_interruption(before, said.version))
+    start = 0
+    previous: int | None = None
+    for utterance in turn.utterances:
+        version = utterance.version
+        end = min(start + len(utterance.text), MAX_TEXT)
+        if previous is not None and version is not None and version != previous:
+            parts.append(_interruption(previous, version))
         cuts = [start, *(at for at, _ in kinds if start < at < end), end]
         runs = [_run(text[a:b], _at(kinds, a)) for a, b in pairwise(cuts) if a < b]
-        if said.version is None:
+        start = end
+        if version is None:
             parts += runs
-        else:
-            about = f"version {said.version}, {said.num_tokens} tokens"
-            colour = _colour(said.version, order)
-            parts.append(el("span", runs, class_=f"run {colour}", title=about, data_tip=about))
-        start, before = end, said.version if said.version is not None else before
+            continue
+        about = f"version {version}, {utterance.num_tokens} tokens"
+        colour = _colour(version, order)
+        parts.append(el("span", runs, class_=f"run {colour}", title=about, data_tip=about))
+        previous = version
     if len(text) > MAX_TEXT:
         parts.append(el("span", f" … {len(text) - MAX_TEXT:,} more characters", class_="quiet"))
     return join(parts)
 
 
-def _interruption(before: int | None, after: int | None) -> Markup:
-    told = f"Generation was interrupted here: new weights arrived, and version {after} went on where {before} had stopped"
-    return el("span", f"v{before} → v{after}", class_="interruption", title=told, data_tip=told)
+def _interruption(before: int, after: int) -> Markup:
+    text = "Generation was interrupted here by new weights: "
+    text += f"version {after} continued after version {before}"
+    return el("span", f"v{before} → v{after}", class_="interruption", title=text, data_tip=text)
 
 
 def _kinds(text: str, start: int) -> list[tuple[int, str]]:
-    """Return where each kind of text begins, by the tags of the policy."""
+    """Return `(position, kind)` where calls, thoughts and special tokens begin or end."""
     end = start + len(text)
     for tag, kind in (("tool_call", "call"), ("think", "think")):
         if text.startswith(f"<{tag}>"):
@@ -179,10 +188,10 @@ def _kinds(text: str, start: int) -> list[tuple[int, str]]:
     return [(start, "special"), (end, "")]
 
 
-def _at(kinds: Sequence[tuple[int, str]], place: int) -> str:
+def _at(kinds: Sequence[tuple[int, str]], position: int) -> str:
     kind = ""
-    for at, name in kinds:
-        if at <= place:
+    for start, name in kinds:
+        if start <= position:
             kind = name
     return kind
 
