@@ -235,7 +235,7 @@ def test_an_engine_that_takes_no_deltas_says_so(
             await engine.start()
         await loading
 
-    with pytest.raises(ValueError, match="delta could change"):
+    with pytest.raises(ValueError, match="takes full weights"):
         asyncio.run(run())
 
 
