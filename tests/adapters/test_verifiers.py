@@ -114,7 +114,7 @@ def test_training_and_held_out_tasks_are_different_rows() -> None:
     ("options", "says"),
     [
         ({"taskset": "no_such_taskset"}, "taskset 'no_such_taskset' not found"),
-        ({"taskset": "tiny_sums", "held_out": 10}, "has 10 tasks; 10 are to be held out"),
+        ({"taskset": "tiny_sums", "held_out": 10}, "held_out must be below the 10 tasks"),
         (
             {"taskset": "tiny_sums", "env": {"agent": {"harness": {"id": "nul"}}}},
             "harness 'nul' not found",
@@ -132,7 +132,7 @@ def test_no_harness_runs_code_here_unless_it_is_asked_for(monkeypatch: pytest.Mo
     import verifiers.v1 as vf
 
     monkeypatch.setattr(vf, "default_harness_id", lambda taskset: "mini_swe_agent")
-    with pytest.raises(ConfigError, match="runs what the policy writes; give it a container"):
+    with pytest.raises(ConfigError, match="runs code of the policy; give it a container"):
         build_taskset(TaskConfig(env="verifiers:tiny_sums"))
 
 

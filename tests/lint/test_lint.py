@@ -254,7 +254,7 @@ def test_the_memory_of_full_copies_is_counted_in_versions() -> None:
     enough, short = f"{_FULL} {3 * copy_gb * 1.001}", f"{_FULL} {3 * copy_gb * 0.999}"
     assert not check(configured(enough)).refusals
     (refusal,) = check(configured(short)).refusals
-    assert "tokens of 3 versions" in refusal.why and "may hold 2" in refusal.why
+    assert "tokens of 3 versions" in refusal.why and "memory for 2" in refusal.why
     assert not check(configured(f"{short} --trainer.dtype bfloat16")).refusals
 
 

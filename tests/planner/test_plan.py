@@ -193,7 +193,7 @@ def test_trajectories_are_run_up_to_the_last_token_of_each_version() -> None:
     exact = ROUTES["snapshot_old"]
     assert [exact.forwarded(versions) for versions in (0.5, 1, 2, 3)] == [1, 1, 1.5, 2]
     assert (
-        exact.forwarded(2, given=0.5) == 0.75 + 1.0
+        exact.forwarded(2, prompt_fraction=0.5) == 0.75 + 1.0
     )  # half is prompt: the first version ends at three quarters
     assert ROUTES["interp_prox_loglinear"].forwarded(3) == 0
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 
 class ConfigError(ValueError):
-    """An option has a value that is not allowed. The message gives option, value and range."""
+    """An option with a value that is not allowed. The message has option, value and range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Section:
 
 
 def section_name(section: Any) -> str:
-    """Return the prefix of a section's options; a run's own options have none.
+    """Return the prefix of a section's options; options of the run itself have none.
 
     >>> class OldLogpsConfig(Section): ...
     >>> section_name(OldLogpsConfig)

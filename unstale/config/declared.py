@@ -52,13 +52,13 @@ def choices(module: str, decorator: str) -> dict[str, Choice]:
     ['discount', 'std']
     """
     tree = ast.parse((ALGORITHMS / f"{module}.py").read_text(encoding="utf-8"))
-    found = {}
+    choices = {}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and _carries(node, decorator):
             options = frozenset(argument.arg for argument in node.args.kwonlyargs)
             help_line = (ast.get_docstring(node) or "").partition("\n")[0]
-            found[node.name] = Choice(node.name, help_line, options)
-    return found
+            choices[node.name] = Choice(node.name, help_line, options)
+    return choices
 
 
 def _carries(function: ast.FunctionDef, decorator: str) -> bool:

@@ -22,7 +22,7 @@ MAX_EXACT_INT = 1 << 53
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of `RunConfig`; `section` is "" for the run's own options."""
+    """One option of `RunConfig`; `section` is "" for options of the run itself."""
 
     section: str
     field: str
@@ -81,7 +81,7 @@ class Option:
     def read(self, value: Any, where: str) -> Any:
         """Return a value of a JSON or TOML file as the option's type.
 
-        A path is a string, null stands for infinity, and 1 may stand for 1.0. Raises `ConfigError`
+        A path is a string, null is infinity, and 1 is allowed for 1.0. Raises `ConfigError`
         for another type.
         """
         kinds = {*(get_args(self.plain_kind) or (self.plain_kind,))}
@@ -100,10 +100,10 @@ class Option:
 
 @cache
 def sections() -> dict[str, Any]:
-    """Return the sections of `RunConfig` by name; the run's own options are section ""."""
+    """Return the sections of `RunConfig` by name; the section "" has the options of the run itself."""
     types = option_types(RunConfig)
-    found = {name: kind for name, kind in types.items() if is_dataclass(kind)}
-    return {"": RunConfig, **found}
+    classes = {name: kind for name, kind in types.items() if is_dataclass(kind)}
+    return {"": RunConfig, **classes}
 
 
 def options() -> dict[str, Option]:
@@ -114,15 +114,15 @@ def options() -> dict[str, Option]:
 @cache
 def _options(registered: tuple[Any, ...]) -> dict[str, Option]:
     """Return all options while these classes of routes and environments are registered."""
-    found: dict[str, Option] = {}
+    options: dict[str, Option] = {}
     for section, cls in sections().items():
         classes: list[Any] = [*task_classes()] if section == "task" else [*cls.classes()]
         for each in classes:
             for field, kind in option_types(each).items():
                 if not is_dataclass(kind):
                     option = Option(section, field, kind, _owner(each, field))
-                    found.setdefault(option.name, option)
-    return found
+                    options.setdefault(option.name, option)
+    return options
 
 
 def _owner(section: type, field: str) -> type:
@@ -136,15 +136,15 @@ def override(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     for name, value in values.items():
         option = options()[name]
         changes.setdefault(option.section, {})[option.field] = value
-    own = changes.pop("", {})
+    run_options = changes.pop("", {})
     if task := changes.pop("task", {}):
         if task.get("env", config.task.env) == config.task.env:
             task = asdict(config.task) | task
-        own["task"] = make_task(**task)
+        run_options["task"] = make_task(**task)
     changed = {}
     for name, fields in changes.items():
         changed[name] = getattr(config, name).with_options(**fields)
-    return replace(config, **changed, **own)
+    return replace(config, **changed, **run_options)
 
 
 def read_values(row: Any, source: str) -> dict[str, Any]:
@@ -199,11 +199,11 @@ def stored_config(row: dict[str, Any], source: str = "config.json") -> RunConfig
     for name, value in values.items():
         option = options()[name]
         changes[option.section][option.field] = value
-    own = changes.pop("")
+    run_options = changes.pop("")
     changes["task"] = {"env": "retail", **changes["task"]}
     makers = {**sections(), "task": make_task}
     made = {name: makers[name](**fields) for name, fields in changes.items()}
-    return RunConfig(**own, **made)
+    return RunConfig(**run_options, **made)
 
 
 @cache

@@ -30,7 +30,7 @@ class Needs:
     """What a route needs of the loop, and what it costs."""
 
     now: bool = False
-    """`logps` reads `now`: one extra forward pass of the current weights per batch."""
+    """`logps` reads `now`, which takes a forward pass of the current weights per batch."""
     inline: bool = False
     """`logps` depends on `now` and the batch alone, and is called in every training pass."""
     snapshots: bool = False
@@ -39,22 +39,22 @@ class Needs:
     A batch without a token of the newest version may then be scored before that is `published`.
     """
     resident_models: int = 0
-    """Models in memory beside the trained one."""
+    """Additional models in memory."""
     averages: int = 0
     """Float32 copies of the weights."""
     closing: bool = False
-    """`closing` is called, with generation paused, before the step that leaves a version."""
+    """`closing` is called before each optimizer step that ends a version. Generation is paused."""
     idle: bool = False
-    """`idle` does work while the trainer waits for episodes."""
+    """`idle` is called while the trainer waits for episodes."""
     own_process: bool = False
-    """Its model and forward passes are in another process."""
+    """Its models and forward passes are in another process."""
     forwards: Forwards = "none"
     """Forward passes per batch: none, one, or one per version over the sequences that hold it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """The policy in the place of the old one, and what D and S are then."""
+    """The proxy that replaces the old policy, and the resulting meaning of D and S."""
 
     symbol: str
     policy: str
@@ -68,7 +68,7 @@ class RouteDocs:
     """A row of the table in docs/old-logps.md, and a sentence for reports."""
 
     policy: str
-    """The weights or policy that stand for the old policy."""
+    """The weights or the policy that replace the old policy."""
     exact: str
     holds: str
     costs: str
@@ -97,13 +97,13 @@ class OldLogpsConfig(Section):
     """
 
     route: Annotated[str, _RouteNames()] = "snapshot_old"
-    """Exact: `snapshot_old`, `old_logit_model`, `interrupt_sync`, `eager` with an exact fallback."""
+    """Route by name. Exact: `snapshot_old`, `old_logit_model`, `interrupt_sync`."""
     baseline: bool = False
     """Allow settings that the linter refuses because a ratio is always 1, as a baseline."""
 
     docs: ClassVar[RouteDocs]
     requires: ClassVar[Mapping[str, Any]] = {}
-    """Other options, by full name, without which a run with this route means nothing."""
+    """Other options, by full name, that a run with this route needs."""
     recipe: ClassVar[Mapping[str, Any]] = {}
     """Options of the route in its recipe."""
     fixed: ClassVar[Mapping[str, str]] = {}
@@ -114,14 +114,16 @@ class OldLogpsConfig(Section):
     """The share of tokens with an exact old log-probability, unless it is all."""
 
     def __new__(cls, route: str = "", **options: Any) -> "OldLogpsConfig":
-        """Choose the class of the route. ConfigError for an unknown route or option."""
-        own = str(getattr(cls, "route", ""))
+        """Choose the class of the route. Raises `ConfigError` for an unknown route or option."""
+        class_route = str(getattr(cls, "route", ""))
         if cls is OldLogpsConfig:
-            chosen = route or own
+            chosen = route or class_route
             _RouteNames().check("old_logps.route", chosen)
             cls = _registered[chosen]
-        elif route and route != own:
-            raise ConfigError(f"the route is {own}: change it with with_options(route={route!r})")
+        elif route and route != class_route:
+            raise ConfigError(
+                f"the route is {class_route}: change it with with_options(route={route!r})"
+            )
         known = [option.name for option in fields(cls)]
         for name in options:
             if name not in known:
@@ -139,7 +141,7 @@ class OldLogpsConfig(Section):
 
     @property
     def partly_exact(self) -> bool:
-        """True if exact values are its purpose, if only for a share of the tokens."""
+        """True if it aims at exact values, for all tokens or a share of them."""
         return self.exact
 
     @property
@@ -167,9 +169,9 @@ class OldLogpsConfig(Section):
         return 1
 
     def weight_of_now(self, run: "RunConfig") -> float | None:
-        """Return the weight of the current policy in its stand-in.
+        """Return the weight of the current policy in the proxy.
 
-        None where it differs between tokens, or if the stand-in is no mixture of mu and pi.
+        None if it differs between tokens, or if the proxy is no mixture of mu and pi.
         """
         return None
 
@@ -245,7 +247,8 @@ def meaning_of_average(run: "RunConfig", *, age: str, averages: int) -> Meaning:
         policy=f"a moving average of the {averaged}, whose age in versions {age}",
         d="numerics, and staleness as far as the average misses the token's age",
         s="learning since the average",
-        cost=f"{averages} averaged and one movable copy of the weights; one more forward pass a batch",
+        cost=f"{averages} averaged and one movable copy of the weights; "
+        "one more forward pass a batch",
     )
 
 
@@ -266,7 +269,7 @@ _registered: dict[str, type[OldLogpsConfig]] = {}
 
 
 def register_route(spec: Spec) -> Spec:
-    """Make a route known by the default of its `route` option. Used as a decorator."""
+    """Register a route under the default of its `route` option. Used as a decorator."""
     name = str(spec.route)
     if _registered.setdefault(name, spec).__module__ != spec.__module__:
         raise ValueError(f"route {name} is registered already, by {_registered[name].__module__}")
@@ -296,7 +299,7 @@ def routes() -> dict[str, type[OldLogpsConfig]]:
 
 
 def exact_routes() -> list[str]:
-    """Return the routes that are exact for every clean token, whatever their options."""
+    """Return the routes that are exact for every clean token, with any options."""
     return [
         name for name, spec in routes().items() if spec().exact and not hasattr(spec, "fallback")
     ]

@@ -1,4 +1,4 @@
-"""The configuration of a run: its own options and all sections."""
+"""The configuration of a run: all sections, and the options of the run itself."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ SHIPPED_POLICY = Path(__file__).parents[1] / "recipes" / "base_policy"
 """The folder of the small model in the package: `policy = "base"`."""
 
 MAX_SEED = 9e9
-"""A seed has 10^9 task numbers of its own, and a task number has 63 bits."""
+"""Each seed has 10^9 task numbers, and a task number has 63 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,10 +66,10 @@ class TaskConfig(Section):
 
 
 def task_class(env: str) -> type[TaskConfig]:
-    """Return the class of the options with an environment. Raises `ConfigError` for an unknown one."""
-    registry = import_module("unstale.envs.registry")  # found by name: environments import options
-    found: type[TaskConfig] = registry.task_options(env)
-    return found
+    """Return the options class of an environment. Raises `ConfigError` for an unknown one."""
+    registry = import_module("unstale.envs.registry")  # a plain import would be circular
+    options: type[TaskConfig] = registry.task_options(env)
+    return options
 
 
 def task_classes() -> list[type[TaskConfig]]:

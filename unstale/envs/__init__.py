@@ -9,13 +9,13 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from unstale.records import Task
 
-_A_SEED = 10**9
+_TASKS_PER_SEED = 10**9
 """Task numbers reserved for each seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call of the policy. `error` is the reason why a malformed call cannot be made."""
+    """A tool call of the policy. `error` is not empty if the call is malformed."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -35,22 +35,20 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """An environment's answer to a reply: new messages, and the rewards at the end.
-
-    `rewards` has named rewards of the episode, which count only if `done`. They are added up unless
-    the task set is a `RewardCombiner`. `reward` is for the last reply alone, and is read only by the
-    advantage estimator `turn_level`. `facts` are numbers to log.
-    """
+    """An environment's answer to a reply: new messages, and rewards if the episode is `done`."""
 
     messages: tuple[Message, ...]
     done: bool = False
     rewards: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    """The episode's rewards by name, used if `done`. Summed, unless the task set combines them."""
     reward: float = 0.0
+    """Reward of the last reply alone, used only by the advantage estimator `turn_level`."""
     facts: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    """Numbers to log."""
 
 
 class EnvError(Exception):
-    """A fault of the environment. The episode is retried, then reported; the run continues."""
+    """A fault of the environment. The episode is retried, then counted as failed."""
 
 
 class Env(Protocol):
@@ -67,9 +65,9 @@ class Env(Protocol):
 
 @runtime_checkable
 class Resumable(Protocol):
-    """An environment that can restore its state.
+    """An environment that can save and restore its state.
 
-    Any other is resumed by replaying the recorded replies, which it must answer with the same text.
+    All others are resumed by a replay of the recorded replies, and must answer these as before.
     """
 
     def snapshot(self) -> str:
@@ -95,6 +93,22 @@ class Closable(Protocol):
     async def close(self) -> None:
         """Release the resources within a few seconds. Must not raise."""
         ...
+
+
+class SingleUse:
+    """A base class for environments of one episode: it checks the order of calls."""
+
+    _state: Literal["new", "open", "over"] = "new"
+
+    def _open(self) -> None:
+        """Start the episode. Raises `EnvError` if it was started before."""
+        if self._state != "new":
+            raise EnvError("an episode begins once; make a new environment")
+        self._state = "open"
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            raise EnvError(f"step() in an episode that is {self._state}")
 
 
 class Taskset(Protocol):
@@ -123,7 +137,7 @@ class NumberedTasks:
     name: str
 
     def train(self, seed: int) -> Iterator[Task]:
-        return (Task(self.name, "train", index) for index in count(seed * _A_SEED))
+        return (Task(self.name, "train", index) for index in count(seed * _TASKS_PER_SEED))
 
     def held_out(self, count: int) -> list[Task]:
         return [Task(self.name, "held_out", index) for index in range(count)]
@@ -143,9 +157,10 @@ class ListedTasks:
     def train(self, seed: int) -> Iterator[Task]:
         """Yield all tasks again and again, each time in a new order and with new numbers."""
         number = len(self.data["train"])
-        for begin in range(0, _A_SEED - number, number):
+        for begin in range(0, _TASKS_PER_SEED - number, number):
             order = Random(f"{self.name}/{seed}/{begin}").sample(range(number), number)
-            yield from (Task(self.name, "train", seed * _A_SEED + begin + place) for place in order)
+            first = seed * _TASKS_PER_SEED + begin
+            yield from (Task(self.name, "train", first + place) for place in order)
 
     def held_out(self, count: int) -> list[Task]:
         """Return the first `count` tasks, or all if there are fewer."""
@@ -157,7 +172,7 @@ class ListedTasks:
     def data_of(self, task: Task) -> Any:
         """Return the task's entry in the list."""
         data = self.data[task.split]
-        return data[task.index % _A_SEED % len(data)]
+        return data[task.index % _TASKS_PER_SEED % len(data)]
 
 
 @runtime_checkable
@@ -170,9 +185,9 @@ class RewardCombiner(Protocol):
 
 
 def combine_rewards(taskset: Taskset, turn: Turn) -> Turn:
-    """Return the turn with one reward if the task set combines rewards.
+    """Combine the rewards of a last turn if the task set does so.
 
-    The named rewards are then facts `reward/<name>`.
+    The named rewards are then logged as facts `reward/<name>`.
     """
     if not (turn.done and turn.rewards and isinstance(taskset, RewardCombiner)):
         return turn

@@ -49,8 +49,8 @@ class CalculatorTasks(NumberedTasks):
     def expression(self, task: Task) -> str:
         """Return the expression of a task.
 
-        >>> tasks = CalculatorTasks(terms=2)
-        >>> tasks.expression(Task("calculator", "train", 1)) == tasks.expression(Task("calculator", "train", 1))
+        >>> task = Task("calculator", "train", 1)
+        >>> CalculatorTasks().expression(task) == CalculatorTasks().expression(task)
         True
         """
         random = Random(f"{task.key}/{self.terms}")

@@ -1,10 +1,11 @@
-"""Messages to tokens and back, for any tokenizer whose chat template writes calls as JSON.
+"""Conversion of messages to tokens and back, for chat templates that write tool calls as JSON.
 
-Tokens are never encoded twice: a conversation grows by appending. `encode_prompt` renders the prompt
-once. `encode_continuation` renders a stand-in reply and encodes only what the template writes after
-it. The end of a reply and the format of calls are found in the same way, not by a model's name.
+A conversation grows by appending tokens; none is encoded twice. `encode_prompt` renders the prompt
+once. `encode_continuation` renders a placeholder reply and encodes only the text that the template
+writes after it. Placeholders also show the end of a reply and the format of calls, so no model name
+is needed.
 
-The content of messages is always text: only the template writes control tokens. So no tool or user
+Control tokens come only from the template, never from the content of messages. So no tool or user
 can end a turn or write in another role.
 """
 
@@ -20,12 +21,13 @@ from typing import Any
 from jinja2 import TemplateError
 
 from unstale.envs import Message, ToolCall
+from unstale.envs.strict_json import refuse_constant, unique_names
 
 STAND_IN = "@@reply@@"
-"""Stand-in for the policy's reply."""
+"""Placeholder for the policy's reply."""
 
 DAY = datetime(2024, 7, 26)
-"""Date for templates that need today's, so that prompts are the same in a resumed run."""
+"""Date for templates that ask for today's, so that a resumed run has the same prompts."""
 
 _CODES = [
     "%A",
@@ -46,24 +48,29 @@ _CODES = [
     "%F",
     "%T",
 ]
-_TODAY = f"""{{% macro strftime_now(form) %}}{{{{ form {
+_FIXED_DATE = f"""{{% macro strftime_now(form) %}}{{{{ form {
     "".join(f"| replace('{code}', '{DAY.strftime(code)}')" for code in _CODES)
 } }}}}{{% endmacro %}}{{{{ '' }}}}"""
-_ASKED, _REPLY = Message("user", "?"), Message("assistant", STAND_IN)
-_CALLED = ToolCall("a_tool", {"an_argument": "x"})
-_THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
+_QUESTION = Message("user", "?")
+_REPLY = Message("assistant", STAND_IN)
+_CALL = ToolCall("a_tool", {"an_argument": "x"})
+_THOUGHT = "<think>"
+_END_OF_THOUGHT = "</think>"
 _BARE = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:')
 """The start of a call without a tag."""
-_BETWEEN = re.compile(r"[\s;,]*")
-_OTHERS = 64
-"""Number of cached chats with other tools."""
+_SEPARATOR = re.compile(r"[\s;,]*")
+_MAX_CACHED = 64
+"""Cached chats with other tools."""
 _SEAM = "\ue000"
-"""Splits text that looks like a control token. Removed before encoding."""
+"""A private-use character that splits text like a control token. Removed before encoding."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """The format of calls: JSON objects with a name and, under `key`, arguments; tags are optional."""
+    """The format of tool calls: a JSON object with a name and, under `key`, arguments.
+
+    Empty tags stand for calls without tags.
+    """
 
     opens: str = "<tool_call>"
     closes: str = "</tool_call>"
@@ -79,9 +86,10 @@ class Chat:
     def __init__(
         self, tokenizer: Any, tools: Sequence[Mapping[str, Any]], *, ends: Sequence[int] = ()
     ) -> None:
-        """`ends` are more end tokens, from the model's generation config; only control tokens count.
+        """`ends` are additional end tokens, from the model's generation config.
 
-        Raises `ValueError` for a template that cannot be continued, or has an unknown call format.
+        Those that are no control tokens are ignored. Raises `ValueError` for a template whose
+        conversations cannot be continued, or whose call format is unknown.
         """
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
@@ -93,17 +101,17 @@ class Chat:
         self._tools = [dict(tool) for tool in tools]
         template = tokenizer.get_chat_template(None, self._tools or None)
         self.dated = "strftime_now" in template
-        self._template = _TODAY + template if self.dated else template
-        self.control_texts = _marks(tokenizer, template)
+        self._template = _FIXED_DATE + template if self.dated else template
+        self.control_texts = _control_texts(tokenizer, template)
         """Texts of all control tokens."""
         any_mark = (
             "|".join(re.escape(mark) for mark in self.control_texts if len(mark.strip()) > 1)
             or "(?!)"
         )
-        self._seen = re.compile(f"(?={any_mark})(.)", re.DOTALL)
-        self._lead = re.compile(rf"\s*(?:(?:{any_mark})\s*)*")
-        self._others: dict[str, Chat] = {}
-        self._told = json.dumps(self._tools, default=str, ensure_ascii=False)
+        self._mark_start = re.compile(f"(?={any_mark})(.)", re.DOTALL)
+        self._leading_marks = re.compile(rf"\s*(?:(?:{any_mark})\s*)*")
+        self._other_chats: dict[str, Chat] = {}
+        self._tools_json = json.dumps(self._tools, default=str, ensure_ascii=False)
         self._end = self._find_end()
         known = [tokenizer.convert_tokens_to_ids(self._end), tokenizer.eos_token_id]
         added = tokenizer.added_tokens_decoder
@@ -112,13 +120,13 @@ class Chat:
         known += [token for token in ends if token in added and added[token].special]
         self.stop_tokens: tuple[int, ...] = tuple(dict.fromkeys(known))
         """End tokens of a reply. The template writes the first one."""
-        self._begins_thinking = self.render([_ASKED]).rstrip().endswith(_THOUGHT)
+        self._begins_thinking = self.render([_QUESTION]).rstrip().endswith(_THOUGHT)
         self.call_form = self._find_call_form()
 
     def encode_prompt(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True
     ) -> tuple[int, ...]:
-        """The whole prompt: these messages, the tools, and, if `add_generation_prompt`, the beginning of the assistant's reply."""
+        """Encode the tools, these messages, and the start of a reply if `add_generation_prompt`."""
         return self._encode(*self._render(messages, add_generation_prompt=add_generation_prompt))
 
     def render(
@@ -128,20 +136,23 @@ class Chat:
         add_generation_prompt: bool = True,
         marked: bool = False,
     ) -> str:
-        """What `encode_prompt` says; `marked` where something only looks like a control token."""
+        """Return the text of `encode_prompt`.
+
+        With `marked`, private-use characters split the content that looks like a control token.
+        """
         text, seam = self._render(messages, add_generation_prompt=add_generation_prompt)
         return text if marked else text.replace(seam, "")
 
     def encode_continuation(self, messages: Sequence[Message], *, ended: bool) -> tuple[int, ...]:
-        """Return the tokens between two replies: end of the first, new messages, start of the next.
+        """Return the tokens between two replies: the messages and the start of the next reply.
 
-        `ended` is False for a reply that was cut off: its end token is then included.
+        `ended` is False for a reply that was cut off; its end token is then added in front.
         """
-        text, seam = self._render([_ASKED, _REPLY, *messages])
-        _, found, after = text.partition(STAND_IN)
-        if not found or not after.startswith(self._end):
+        text, seam = self._render([_QUESTION, _REPLY, *messages])
+        _, placeholder, after = text.partition(STAND_IN)
+        if not placeholder or not after.startswith(self._end):
             raise ValueError(
-                f"the chat template does not write {self._end!r} after this reply, but {after[:40]!r}"
+                f"the chat template writes {after[:40]!r} after this reply instead of {self._end!r}"
             )
         return self._encode(after[len(self._end) :] if ended else after, seam)
 
@@ -162,32 +173,36 @@ class Chat:
     def parse_text(self, text: str, *, calls: bool = True) -> tuple[str | None, Message]:
         """Return a reply's finished thoughts, or None, and its message.
 
-        Without `calls` the message is plain text. Calls in thoughts are not calls.
+        Without `calls` the message is plain text. Calls inside thoughts are ignored.
         """
         thoughts = None
         if self.thinks and _END_OF_THOUGHT in text:
             thoughts, _, text = text.partition(_END_OF_THOUGHT)
-            thoughts, text = thoughts.removeprefix(_THOUGHT).strip("\n"), text.lstrip("\n")
+            thoughts = thoughts.removeprefix(_THOUGHT).strip("\n")
+            text = text.lstrip("\n")
         elif self.thinks and (self._begins_thinking or text.startswith(_THOUGHT)):
             calls = False
         return thoughts, self.parse_content(text) if calls else Message("assistant", text)
 
     def parse_partial(self, text: str, *, calls: bool = True) -> tuple[str, str]:
         """Return the parts of thoughts and content that no continuation of the text can change."""
-        thoughts, form = "", self.call_form
+        thoughts = ""
+        form = self.call_form
         if self.thinks:
             thoughts, ended, text = text.partition(_END_OF_THOUGHT)
-            if not ended:  # they may yet be content
+            if not ended:  # the thoughts may still turn out to be content
                 return "", ""
-            thoughts, text = thoughts.removeprefix(_THOUGHT).strip("\n"), text.lstrip("\n")
+            thoughts = thoughts.removeprefix(_THOUGHT).strip("\n")
+            text = text.lstrip("\n")
         if not calls:
             return thoughts, text
-        if text[:1].isspace():  # left out, but beside a call that is none
+        if text[:1].isspace():  # removed, unless a malformed call makes the whole text content
             return thoughts, ""
         if form and form.opens:
             text = text.partition(form.opens)[0]
-            begun = (n for n in range(len(form.opens) - 1, 0, -1) if text.endswith(form.opens[:n]))
-            text = text[: len(text) - next(begun, 0)]
+            lengths = range(len(form.opens) - 1, 0, -1)
+            tag_started = next((n for n in lengths if text.endswith(form.opens[:n])), 0)
+            text = text[: len(text) - tag_started]
         elif form and any(
             mark.startswith(text[: len(mark)]) for mark in ("{", *self.control_texts)
         ):
@@ -212,11 +227,12 @@ class Chat:
         return Message("assistant", pattern.sub("", text).strip(), calls)
 
     def _read_bare(self, text: str, form: CallForm) -> Message:
-        """Parse a sequence of calls without tags. A control token before them marks them as calls."""
-        lead = self._lead.match(text)
-        at = lead.end() if lead else 0
-        meant, calls = bool(at), list[ToolCall]()
-        if not meant and not _BARE.match(text):
+        """Parse calls without tags. A control token in front marks the text as calls."""
+        leading = self._leading_marks.match(text)
+        at = leading.end() if leading else 0
+        is_marked = bool(at)
+        calls: list[ToolCall] = []
+        if not is_marked and not _BARE.match(text):
             return Message("assistant", text)
         while at < len(text) or not calls:
             try:
@@ -224,11 +240,11 @@ class Chat:
             except (ValueError, RecursionError) as error:
                 calls.append(_malformed(f"the call is not JSON: {error}"))
                 break
-            if not meant and not calls and not {form.key, "arguments"} & set(record):
+            if not is_marked and not calls and not {form.key, "arguments"} & set(record):
                 return Message("assistant", text)
-            calls.append(_made(record, form))
-            if gap := _BETWEEN.match(text, at):
-                at = gap.end()
+            calls.append(_to_call(record, form))
+            if separator := _SEPARATOR.match(text, at):
+                at = separator.end()
         return Message("assistant", "", tuple(calls))
 
     @property
@@ -237,7 +253,7 @@ class Chat:
         return _END_OF_THOUGHT in self._template
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Encode a rendered prompt, with control tokens in its text."""
+        """Encode a rendered prompt. Control tokens in its text count as such."""
         whole = text.encode(errors="replace").decode()
         return tuple(self._tokenizer.encode(whole, add_special_tokens=False))
 
@@ -252,63 +268,66 @@ class Chat:
             "type": "function",
             "function": {"name": "f", "description": STAND_IN, "parameters": {}},
         }
-        asked, form = [_as_dict(_ASKED)], self._template
         text = self._tokenizer.apply_chat_template(
-            asked, [tool], chat_template=form, tokenize=False
+            [_as_dict(_QUESTION)], [tool], chat_template=self._template, tokenize=False
         )
         return STAND_IN in str(text)
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token."""
+        """The characters of the longest token."""
         return max(map(len, self._tokenizer.get_vocab()))
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "Chat":
         """Return the same format with other tools."""
         wanted = [dict(tool) for tool in tools]
-        if (made := json.dumps(wanted)) == json.dumps(self._tools, default=str):
+        key = json.dumps(wanted)
+        if key == json.dumps(self._tools, default=str):
             return self
-        if made not in self._others:
-            if len(self._others) == _OTHERS:
-                self._others.clear()
-            self._others[made] = Chat(self._tokenizer, wanted, ends=self.stop_tokens)
-        return self._others[made]
+        if key not in self._other_chats:
+            if len(self._other_chats) == _MAX_CACHED:
+                self._other_chats.clear()
+            self._other_chats[key] = Chat(self._tokenizer, wanted, ends=self.stop_tokens)
+        return self._other_chats[key]
 
     def _find_end(self) -> str:
         """Return the control token that the template writes after a reply."""
-        before, found, after = self._render([_ASKED, _REPLY, _ASKED])[0].partition(STAND_IN)
+        text, _ = self._render([_QUESTION, _REPLY, _QUESTION])
+        before, placeholder, after = text.partition(STAND_IN)
         ends = [mark for mark in self.control_texts if after.startswith(mark)]
-        if not found or not ends:
+        if not placeholder or not ends:
             raise ValueError(
-                f"the chat template does not write a reply followed by a control token, so a conversation "
-                f"cannot be continued without tokenising it again; it wrote {after[:40]!r} after {before[-40:]!r}"
+                "the chat template does not write a reply followed by a control token, so a "
+                "conversation cannot be continued without tokenising it again; it wrote "
+                f"{after[:40]!r} after {before[-40:]!r}"
             )
         return max(ends, key=len)
 
     def _find_call_form(self) -> CallForm | None:
         """Return the format in which the template writes calls.
 
-        A template that writes none has Hermes' format. Returns None for an unknown format, or raises
-        `ValueError` if there are tools.
+        A template that does not write calls gets Hermes' format. An unknown format gives None, or
+        raises `ValueError` if there are tools.
         """
-        silent, called = Message("assistant", ""), Message("assistant", "", (_CALLED,))
         try:
-            said, spoken, nothing = (
-                self._render([_ASKED, one, _ASKED])[0] for one in (called, _REPLY, silent)
+            with_call, with_text, empty = (
+                self._render([_QUESTION, reply, _QUESTION])[0]
+                for reply in (Message("assistant", "", (_CALL,)), _REPLY, Message("assistant", ""))
             )
         except (TemplateError, TypeError, ValueError) as error:
             why = f"cannot write a call: {error}"
         else:
-            if said == nothing:
+            if with_call == empty:
                 return CallForm()
-            said = said[len(commonprefix([said, spoken])) :]  # noqa: RUF071 - character by character it is
-            if form := _form_of(said, self._end):
+            shared = len(commonprefix([with_call, with_text]))  # noqa: RUF071 - by character
+            written = with_call[shared:]
+            if form := _form_of(written, self._end):
                 return form
-            why = f"writes a call as {said.partition(self._end)[0][-80:]!r}"
+            why = f"writes a call as {written.partition(self._end)[0][-80:]!r}"
         if self._tools:
             raise ValueError(
-                f"the chat template {why}. Calls that can be read back are JSON objects with a name and arguments, "
-                "in tags or alone: give the tokenizer a template that writes them so, or use no tools"
+                f"the chat template {why}. Calls that can be read back are JSON objects with a name "
+                "and arguments, in tags or alone: use such a template, or no tools"
             )
         return None
 
@@ -316,14 +335,14 @@ class Chat:
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True
     ) -> tuple[str, str]:
         """Return the conversation as text, and the seam at which to split it before encoding."""
-        said = json.dumps([_as_dict(message) for message in messages], ensure_ascii=False)
-        around = f"{said}{self._told}{self._template}"
-        seam = _SEAM * (1 + max(map(len, re.findall(f"{_SEAM}+", around)), default=0))
-        records, tools = json.loads(self._seen.sub(rf"\1{seam}", said)), self._tools
-        if self._seen.search(self._told):
-            tools = json.loads(self._seen.sub(rf"\1{seam}", self._told))
+        record = json.dumps([_as_dict(message) for message in messages], ensure_ascii=False)
+        all_text = f"{record}{self._tools_json}{self._template}"
+        seam = _SEAM * (1 + max(map(len, re.findall(f"{_SEAM}+", all_text)), default=0))
+        tools = self._tools
+        if self._mark_start.search(self._tools_json):
+            tools = json.loads(self._mark_start.sub(rf"\1{seam}", self._tools_json))
         text = self._tokenizer.apply_chat_template(
-            records,
+            json.loads(self._mark_start.sub(rf"\1{seam}", record)),
             tools or None,
             chat_template=self._template,
             add_generation_prompt=add_generation_prompt,
@@ -341,26 +360,28 @@ class Chat:
         )
 
 
-def _marks(tokenizer: Any, template: str) -> list[str]:
+def _control_texts(tokenizer: Any, template: str) -> list[str]:
     """Return all special tokens and the added tokens in the template, as text."""
     added = tokenizer.added_tokens_decoder.values()
-    told = (token.content for token in added if token.special or token.content in template)
-    return sorted({tokenizer.eos_token, *told})
+    texts = (token.content for token in added if token.special or token.content in template)
+    return sorted({tokenizer.eos_token, *texts})
 
 
-def _form_of(said: str, end: str) -> CallForm | None:
+def _form_of(written: str, end: str) -> CallForm | None:
     """Return the tags around a rendered call and the key of its arguments."""
+    start = max(written.find("{"), 0)
     try:
-        record, after = json.JSONDecoder().raw_decode(said, start := max(said.find("{"), 0))
+        record, after = json.JSONDecoder().raw_decode(written, start)
     except ValueError:
         return None
-    opens, closes = said[:start].strip(), said[after:].partition(end)[0].strip()
+    opens = written[:start].strip()
+    closes = written[after:].partition(end)[0].strip()
     keys = (
-        [key for key, value in record.items() if value == _CALLED.arguments]
+        [key for key, value in record.items() if value == _CALL.arguments]
         if isinstance(record, dict)
         else []
     )
-    if not keys or record.get("name") != _CALLED.name or (closes and not opens):
+    if not keys or record.get("name") != _CALL.name or (closes and not opens):
         return None
     return CallForm(opens, closes, keys[0])
 
@@ -382,15 +403,16 @@ def _read_call(text: str, form: CallForm, closed: bool) -> ToolCall:
     if not closed:
         return _malformed(f"the call is not closed by {form.closes}")
     try:
-        return _made(_DECODER.decode(text), form)
+        return _to_call(_DECODER.decode(text), form)
     except (ValueError, RecursionError) as error:
         return _malformed(f"the call is not JSON: {error}")
 
 
-def _made(record: Any, form: CallForm) -> ToolCall:
+def _to_call(record: Any, form: CallForm) -> ToolCall:
     if not isinstance(record, dict):
         return _malformed("the call is not a JSON object")
-    name, arguments = record.get("name"), record.get(form.key, record.get("arguments", {}))
+    name = record.get("name")
+    arguments = record.get(form.key, record.get("arguments", {}))
     if not isinstance(name, str) or not name:
         return _malformed('the call has no "name"')
     if not isinstance(arguments, dict):
@@ -398,19 +420,8 @@ def _made(record: Any, form: CallForm) -> ToolCall:
     return ToolCall(name, arguments)
 
 
-def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name is given twice in one object")
-    return found
-
-
-def _no_number(word: str) -> None:
-    raise ValueError(f"{word} is no number")
-
-
 def _malformed(reason: str) -> ToolCall:
     return ToolCall("", {}, error=reason)
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_named_once, parse_constant=_no_number)
+_DECODER = json.JSONDecoder(object_pairs_hook=unique_names, parse_constant=refuse_constant)

@@ -16,7 +16,7 @@ from unstale.records import Task
 Rewards = float | Mapping[str, float]
 """A reward, or several by name."""
 Agent = Callable[[str, Any, int, str], Awaitable[Rewards] | Rewards]
-"""`(base_url, task, seed, api_key)` -> rewards. A plain function runs in a thread of its own."""
+"""`(base_url, task, seed, api_key)` -> rewards. A plain function runs in a new thread."""
 
 
 class ExternalAgent(ListedTasks):
@@ -27,7 +27,7 @@ class ExternalAgent(ListedTasks):
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
-    """Empty: each call has its own tools."""
+    """Empty: the agent sends its tools with each call."""
 
     def __init__(  # noqa: PLR0913 - the agent, its tasks and its limits
         self,

@@ -41,7 +41,8 @@ class PythonTasks(NumberedTasks):
         ('What is the remainder of 48 ** 22 divided by 97?', '93')
         """
         random = Random(task.key)
-        base, power = random.randrange(12, 99), random.randrange(9, 30)
+        base = random.randrange(12, 99)
+        power = random.randrange(9, 30)
         words = random.sample(WORDS, 4)
         questions = (
             (

@@ -3,10 +3,10 @@
 from collections.abc import Awaitable, Callable
 from types import MappingProxyType
 
-from unstale.envs import EnvError, Message, ToolCall, Turn
+from unstale.envs import Message, SingleUse, ToolCall, Turn
 
 
-class Question:
+class Question(SingleUse):
     """One question. The first reply without a tool call ends the episode.
 
     The reward is 1 if `answer` is a word of that reply.
@@ -19,18 +19,14 @@ class Question:
         self._opening = Turn((Message("system", system), Message("user", question)))
         self._answer = answer
         self._tool = tool
-        self._state = "new"
         self._errors = 0
 
     async def begin(self) -> Turn:
-        if self._state != "new":
-            raise EnvError("an episode begins once; make a new environment")
-        self._state = "open"
+        self._open()
         return self._opening
 
     async def step(self, reply: Message) -> Turn:
-        if self._state != "open":
-            raise EnvError(f"step() in an episode that is {self._state}")
+        self._check_open()
         answers = tuple([Message("tool", await self._call(call)) for call in reply.tool_calls])
         facts = MappingProxyType({"tool_errors": float(self._errors)})
         if answers:

@@ -1,9 +1,9 @@
 """The task sets that `task.env` can name. Each is declared in the file that implements it.
 
 - `NAME`: a module in `unstale/envs` that assigns an `EnvSpec` to `ENV`.
-- `LIBRARY:NAME`: the module `unstale/envs/adapters/LIBRARY.py`, which assigns a function of NAME to `TASKSET`.
+- `LIBRARY:NAME`: `unstale/envs/adapters/LIBRARY.py` assigns a function of NAME to `TASKSET`.
   The extra that installs the library has the library's name.
-- `MODULE:FACTORY`: a function or class of the user's own code, called without arguments.
+- `MODULE:FACTORY`: a function or class of the user's code, called without arguments.
 """
 
 import pkgutil
@@ -26,16 +26,16 @@ class EnvSpec:
     make: Callable[[Any], Taskset]
     """Makes the task set from an instance of `options`."""
     options: type[TaskConfig] = TaskConfig
-    """The options of section `task` with this environment. The docstring under a field is its help."""
+    """The options of section `task`. The docstring under a field is its help text."""
 
 
 @cache
 def shipped_envs() -> dict[str, EnvSpec]:
     """Return the declared environments by name. Imports neither torch nor an adapter."""
     specs = {}
-    for found in pkgutil.iter_modules(envs.__path__):
-        if found.name != "adapters":
-            spec = getattr(import_module(f"{envs.__name__}.{found.name}"), "ENV", None)
+    for module in pkgutil.iter_modules(envs.__path__):
+        if module.name != "adapters":
+            spec = getattr(import_module(f"{envs.__name__}.{module.name}"), "ENV", None)
             if isinstance(spec, EnvSpec):
                 specs[spec.name] = spec
     return specs
@@ -43,12 +43,12 @@ def shipped_envs() -> dict[str, EnvSpec]:
 
 def libraries() -> dict[str, str]:
     """Return the modules of the adapters by the names of their libraries."""
-    modules = [found.name for found in pkgutil.iter_modules(adapters.__path__)]
+    modules = [module.name for module in pkgutil.iter_modules(adapters.__path__)]
     return {name.replace("_", "-"): f"{adapters.__name__}.{name}" for name in modules}
 
 
 def task_options(env: str) -> type[TaskConfig]:
-    """Return the class of the options of `task` with an environment. Raises `ConfigError` for an unknown one."""
+    """Return the options class of an environment. Raises `ConfigError` for an unknown one."""
     if ":" in env:
         return TaskConfig
     if env not in shipped_envs():
@@ -58,7 +58,7 @@ def task_options(env: str) -> type[TaskConfig]:
 
 
 def build_taskset(config: TaskConfig) -> Taskset:
-    """Return the task set that `task.env` names. Raises `ConfigError` if it cannot be imported or made."""
+    """Return the task set that `task.env` names. Raises `ConfigError` if it cannot be made."""
     task_options(config.env)  # refuses an unknown name
     if spec := shipped_envs().get(config.env):
         return spec.make(config)

@@ -48,29 +48,39 @@ _UIDS = itertools.cycle(range(61_184 + os.getpid() % 4_096, 65_520))
 """Unused user ids: if this process is root, each program gets a user of its own."""
 
 _INSIDE = "/tmp/work"
-"""The empty folder in which a program starts in bubblewrap."""
-_LOOK_MS = 50
-"""Interval in milliseconds at which a waiting thread checks for cancellation."""
+"""Working directory of a program in bubblewrap. It starts empty."""
+_ENVIRONMENT = {
+    "PATH": os.defpath,
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+_READ_ONLY = ["/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/alternatives", "/etc/ld.so.cache"]
+"""Paths of the system that programs in bubblewrap can read."""
+_POLL_MS = 50
+"""Milliseconds between two checks for cancellation."""
 
 
 class SandboxError(EnvError):
-    """No sandbox can be made, or the program does not exist. A failing program is no error."""
+    """The sandbox cannot start the program. A program that fails is no error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The resources of a program. Requests for more memory, files or processes fail inside it."""
+    """The resources of a program. Inside it, requests for more fail."""
 
     seconds: float = 5.0
     """Wall-clock seconds, and CPU seconds of each process, before it is killed."""
     memory_mb: int = 512
     """Address space of each process."""
     file_mb: int = 16
-    """Size of each file; with bubblewrap, of all files together."""
+    """Size of each file; with bubblewrap, of all files in sum."""
     processes: int = 16
     """Simultaneous processes and threads."""
     output_kb: int = 64
-    """Size at which stdout is cut off, and stderr."""
+    """Maximum size of stdout, and of stderr. More is cut off."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -86,7 +96,7 @@ class ProgramResult:
     stderr: str
     code: int
     ended: Ended
-    """`exited`; `timeout`: killed after its time; `output`: exited, but its output was cut off."""
+    """`timeout`: killed at the time limit. `output`: exited, and its output was cut off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +109,7 @@ class _Way:
 
     @property
     def counts_processes(self) -> bool:
-        """True if the kernel limits processes: it counts by user and namespace, but not for root."""
+        """True if the kernel limits processes. It counts per user and namespace, not for root."""
         return self.own_user or (os.getuid() != 0 and (self.isolated or self.kind == "bubblewrap"))
 
     @property
@@ -124,20 +134,22 @@ async def run(
     limits: Limits | None = None,
     require: Kind = "limits",
 ) -> ProgramResult:
-    """Run Python code or a command in a new folder with `files`, without environment variables.
+    """Run Python code (a string) or a command in a new folder with `files`.
 
-    Cancelling the caller kills the program. Raises `ValueError` for `require="bubblewrap"` on a
-    machine without it.
+    Environment variables are not passed on. Cancelling the caller kills the program. Raises
+    `ValueError` for `require="bubblewrap"` on a machine without it.
     """
-    if odd := [name for name in files if name in ("", ".", "..") or "/" in name]:
-        raise ValueError(f"a program's files have plain names, got {odd[0]!r}")
+    for name in files:
+        if name in ("", ".", "..") or "/" in name:
+            raise ValueError(f"files must have plain names, got {name!r}")
     argv = [sys.executable, "-s", "-c", program] if isinstance(program, str) else list(program)
-    stop, loop = threading.Event(), asyncio.get_running_loop()
+    stop = threading.Event()
+    loop = asyncio.get_running_loop()
     try:
         way = await loop.run_in_executor(_POOL, _way)
         if require == "bubblewrap" != way.kind:
             raise ValueError(
-                "this program is to run in bubblewrap only: bwrap is not installed, or cannot run here"
+                "bubblewrap is required, but bwrap is not installed or does not work here"
             )
         return await loop.run_in_executor(
             _POOL, _run, way, _Job(argv, stdin, files, limits or Limits()), stop
@@ -152,39 +164,30 @@ def kind() -> Kind:
 
 
 def weaknesses() -> str:
-    """Return a sentence on what the sandbox of this machine does not stop."""
-    way, told = (
-        _way(),
-        [
-            "a program that uses a fault of the kernel",
-            "limits.memory_mb of memory in every process",
-        ],
-    )
+    """Return a sentence about the attacks that this machine's sandbox does not stop."""
+    way = _way()
+    risks = [
+        "a program that uses a fault of the kernel",
+        "limits.memory_mb of memory in every process",
+    ]
     if way.kind == "bubblewrap":
-        told.append("reading /usr, this Python and its packages")
+        risks.append("reading /usr, this Python and its packages")
     else:
-        whose = (
-            "open to everybody"
-            if way.own_user
-            else "of your user, secrets and this run among them,"
-        )
-        told += [
-            f"reading and writing files {whose} and speaking to sockets that are files",
-            "any number of files",
-        ]
+        files = "open to everybody" if way.own_user else "of your user, secrets included,"
+        risks.append(f"reading and writing files {files} and connecting to sockets that are files")
+        risks.append("any number of files")
     if way.kind == "limits" and not way.isolated:
-        told += ["the network", "processes that leave their group and stay behind"]
-        told += (
-            [] if way.own_user else ["looking into your user's other processes, and ending them"]
-        )
+        risks += ["the network", "processes that leave their group and stay behind"]
+        if not way.own_user:
+            risks.append("reading your user's other processes and ending them")
     if not way.counts_processes:
-        told.append("any number of processes while it runs")
-    return f"not stopped with {way.kind}: {'; '.join(told)}"
+        risks.append("any number of processes while it runs")
+    return f"not stopped with {way.kind}: {'; '.join(risks)}"
 
 
 @cache
 def _way() -> _Way:
-    """Return the strongest method that works here, found by trying.
+    """Try all methods and return the strongest that works here.
 
     Without isolation, programs of root must run as another user.
     """
@@ -192,70 +195,86 @@ def _way() -> _Way:
     ways += [_Way("limits", True, True), _Way("limits", True), _Way("limits", own_user=True)]
     if os.getuid():
         ways = [way for way in ways if not way.own_user] + [_Way("limits")]
-    why = []
+    failures = []
     for way in ways:
         try:
-            tried = _run(way, _Job([sys.executable, "-c", ""], "", {}, Limits()), threading.Event())
+            result = _run(
+                way, _Job([sys.executable, "-c", ""], "", {}, Limits()), threading.Event()
+            )
         except SandboxError as error:
-            why.append(f"{way}: {error}")
+            failures.append(f"{way}: {error}")
         else:
-            if not tried.code:
+            if not result.code:
                 return way
-            why.append(f"{way}: {tried}")
-    raise SandboxError("\n".join(["no sandbox can be made on this machine", *why]))
+            failures.append(f"{way}: {result}")
+    raise SandboxError("\n".join(["no sandbox can be made on this machine", *failures]))
 
 
 def _run(way: _Way, job: _Job, stop: threading.Event) -> ProgramResult:
     """Run a job until it ends, its time is over, or `stop` is set."""
-    limits, user = job.limits, next(_UIDS) if way.own_user else None
-    counted = limits.processes + way.helpers if way.counts_processes else None
+    limits = job.limits
+    user = next(_UIDS) if way.own_user else None
     outer = _bubblewrap(way, limits) if way.kind == "bubblewrap" else []
-    wanted = asdict(limits) | {"argv": job.argv, "files": dict(job.files), "isolated": way.isolated}
-    wanted |= {"user": user, "processes": counted, "seconds": math.ceil(limits.seconds)}
-    wanted |= {"parent": os.getpid(), "inside": bool(outer)}
+    note = asdict(limits) | {
+        "argv": job.argv,
+        "files": dict(job.files),
+        "isolated": way.isolated,
+        "user": user,
+        "processes": limits.processes + way.helpers if way.counts_processes else None,
+        "seconds": math.ceil(limits.seconds),
+        "parent": os.getpid(),
+        "inside": bool(outer),
+    }
     with (
         TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as folder,
-        TemporaryFile() as note, TemporaryFile() as words, TemporaryFile() as out, TemporaryFile() as err,
-    ):  # fmt: skip
-        for file, text in ((note, json.dumps(wanted)), (words, job.stdin)):
+        TemporaryFile() as note_file,
+        TemporaryFile() as stdin,
+        TemporaryFile() as stdout,
+        TemporaryFile() as stderr,
+    ):
+        for file, text in ((note_file, json.dumps(note)), (stdin, job.stdin)):
             file.write(text.encode(errors="replace"))
             file.seek(0)
         if user is not None:
             os.chown(folder, user, user)
-        home = _INSIDE if way.kind == "bubblewrap" else folder
         process = subprocess.Popen(
-            [*outer, *_ENTER, str(note.fileno())],
-            stdin=words, stdout=out, stderr=err, pass_fds=[note.fileno()], start_new_session=True, cwd=folder,
-            env={"PATH": os.defpath, "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
-                 "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        )  # fmt: skip
+            [*outer, *_ENTER, str(note_file.fileno())],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=[note_file.fileno()],
+            start_new_session=True,
+            cwd=folder,
+            env=_ENVIRONMENT | dict.fromkeys(("HOME", "TMPDIR"), _INSIDE if outer else folder),
+        )
         try:
-            over = not _ends(process.pid, time.monotonic() + limits.seconds, stop)
-        finally:  # not reaped yet, so that the number of its group is still its own
+            is_over = not _ends(process.pid, time.monotonic() + limits.seconds, stop)
+        finally:  # the process is not reaped yet, so the id of its group cannot be reused
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
-        for file in (note, out, err):
+        for file in (note_file, stdout, stderr):
             file.seek(0)
-        kept = limits.output_kb << 10
-        texts = [file.read(kept + 1) for file in (out, err)]
-        unread = note.read().decode()
-    shown = [text[:kept].decode(errors="replace") for text in texts]
-    if unread and not over:
-        raise SandboxError(
-            f"{job.argv[0]} was not started: {shown[1][-300:] if unread[0] == '{' else unread}"
-        )
-    ended: Ended = "timeout" if over else "output" if max(map(len, texts)) > kept else "exited"
+        max_bytes = limits.output_kb << 10
+        outputs = [file.read(max_bytes + 1) for file in (stdout, stderr)]
+        unread = note_file.read().decode()
+    shown = [output[:max_bytes].decode(errors="replace") for output in outputs]
+    if unread and not is_over:
+        reason = shown[1][-300:] if unread[0] == "{" else unread
+        raise SandboxError(f"{job.argv[0]} was not started: {reason}")
+    is_cut = max(map(len, outputs)) > max_bytes
+    ended: Ended = "timeout" if is_over else "output" if is_cut else "exited"
     return ProgramResult(shown[0], shown[1], code if code >= 0 else 128 - code, ended)
 
 
 def _ends(pid: int, deadline: float, stop: threading.Event) -> bool:
     """Return True if the process ends before the deadline and before `stop`. Does not reap it."""
-    descriptor, poll = os.pidfd_open(pid), select.poll()
+    descriptor = os.pidfd_open(pid)
+    poll = select.poll()
     try:
         poll.register(descriptor, select.POLLIN)
         while not stop.is_set() and (left := deadline - time.monotonic()) > 0:
-            if poll.poll(min(_LOOK_MS, math.ceil(left * 1000))):
+            if poll.poll(min(_POLL_MS, math.ceil(left * 1000))):
                 return True
         return False
     finally:
@@ -267,35 +286,21 @@ def _bubblewrap(way: _Way, limits: Limits) -> list[str]:
 
     It dies with its parent.
     """
-    words = [
-        "bwrap",
-        "--unshare-ipc",
-        "--unshare-pid",
-        "--unshare-net",
-        "--unshare-uts",
-        "--unshare-cgroup-try",
-    ]
-    words += ["--die-with-parent", "--new-session"] + (["--unshare-user"] if os.getuid() else [])
-    words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if way.own_user else []
-    for path in (
-        "/usr",
-        "/bin",
-        "/sbin",
-        "/lib",
-        "/lib64",
-        "/etc/alternatives",
-        "/etc/ld.so.cache",
-    ):
-        words += ["--ro-bind-try", path, path]
-    words += ["--size", str(limits.file_mb << 20), "--perms", "1777", "--tmpfs", "/tmp"]
-    for python in sorted(
-        {Path(sys.base_prefix), Path(sys.base_prefix).resolve(), Path(sys.prefix)}
-    ):
-        for parent in reversed(
-            python.parents
-        ):  # left to itself, bubblewrap makes them for its own user alone
-            words += ["--perms", "0755", "--dir", str(parent)]
-        words += ["--ro-bind", str(python), str(python)]
-    words += ["--perms", "1777", "--dir", _INSIDE]
-    words += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--remount-ro", "/"]
-    return [*words, "--chdir", _INSIDE, "--"]
+    command = ["bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    command += ["--unshare-cgroup-try", "--die-with-parent", "--new-session"]
+    if os.getuid():
+        command.append("--unshare-user")
+    if way.own_user:
+        command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    for path in _READ_ONLY:
+        command += ["--ro-bind-try", path, path]
+    command += ["--size", str(limits.file_mb << 20), "--perms", "1777", "--tmpfs", "/tmp"]
+    pythons = {Path(sys.base_prefix), Path(sys.base_prefix).resolve(), Path(sys.prefix)}
+    for python in sorted(pythons):
+        # By default, bubblewrap makes parent folders that only its own user can open.
+        for parent in reversed(python.parents):
+            command += ["--perms", "0755", "--dir", str(parent)]
+        command += ["--ro-bind", str(python), str(python)]
+    command += ["--perms", "1777", "--dir", _INSIDE]
+    command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--remount-ro", "/"]
+    return [*command, "--chdir", _INSIDE, "--"]

@@ -1,4 +1,4 @@
-"""The linter: the meaning of a run's ratios, and settings that cannot do what their names say.
+"""The linter: the meaning of a run's ratios, and settings that cannot have an effect.
 
     pi / mu  =  D * S,    D = prox / mu,    S = pi / prox
 
@@ -22,7 +22,7 @@ __all__ = ["Factor", "Finding", "Verdict", "check", "page"]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The meaning of a run. `facts` are names and sentences, in reading order."""
+    """The linter's result for a run. `facts` are names and sentences, in reading order."""
 
     recipe: str
     factors: tuple[Factor, Factor]
@@ -37,7 +37,7 @@ class Verdict:
 
 
 def check(config: RunConfig) -> Verdict:
-    """Return the meaning of a run, from its configuration.
+    """Check the configuration of a run.
 
     >>> [factor.denominator for factor in check(RunConfig(recipe="mine")).factors]
     ['mu', 'pi_v']
@@ -46,8 +46,8 @@ def check(config: RunConfig) -> Verdict:
         recipe=config.recipe,
         factors=factors(config),
         facts=facts(config),
-        refusals=tuple(found for rule in REFUSALS if (found := rule(config))),
-        warnings=tuple(found for rule in WARNINGS if (found := rule(config))),
+        refusals=tuple(filter(None, (rule(config) for rule in REFUSALS))),
+        warnings=tuple(filter(None, (rule(config) for rule in WARNINGS))),
     )
 
 
@@ -68,11 +68,11 @@ def page(verdict: Verdict) -> RenderableType:
         table,
         _rows((Text(name, "bold"), words) for name, words in verdict.facts.items()),
     ]
-    judged = [(found, "refused", "bold red") for found in verdict.refusals]
-    judged += [(found, "warning", "bold yellow") for found in verdict.warnings]
-    for found, title, style in judged:
-        reason = (Text(title, style), f"{found.wrong}: {found.why}.")
-        parts += ["", _rows([reason, (Text("fix", "cyan"), found.fix)])]
+    findings = [(finding, "refused", "bold red") for finding in verdict.refusals]
+    findings += [(finding, "warning", "bold yellow") for finding in verdict.warnings]
+    for finding, title, style in findings:
+        reason = (Text(title, style), f"{finding.wrong}: {finding.why}.")
+        parts += ["", _rows([reason, (Text("fix", "cyan"), finding.fix)])]
     if not verdict.refusals:
         parts += ["", Text("nothing to refuse", "bold green")]
     return Group(*parts)

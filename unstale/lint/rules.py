@@ -8,12 +8,7 @@ from pathlib import Path
 
 from unstale.config import RunConfig
 from unstale.config.routes import age_of_average, live_versions
-from unstale.lint.semantics import (
-    bounds_s,
-    d_is_one,
-    over,
-    s_is_one,
-)
+from unstale.lint.semantics import bounds_s, d_is_one, over, s_is_one
 
 NOISE = 0.02
 """Typical difference in log-probability of two bfloat16 passes that are packed differently."""
@@ -25,11 +20,12 @@ LORA_RATE = 1e-5
 Source: Schulman, LoRA Without Regret, 2025.
 """
 _EXACT_ROUTE = "--old_logps.route snapshot_old"
+_MIXED_CACHE = "tokens sampled with keys and values of older weights belong to no version's policy"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A setting that cannot do what its name says. `fix` are options to type."""
+    """A setting without effect or with a wrong one. `fix` has options for the command line."""
 
     wrong: str
     why: str
@@ -44,9 +40,11 @@ def _idle_clip(config: RunConfig) -> Finding | None:
         return None
     kind = config.objective.kind
     if config.old_logps.needs.inline:
-        why = "at this staleness and weight the proxy is the current policy itself; the whole ratio is in D"
+        why = (
+            "at this staleness and weight the proxy is the current policy; the whole ratio is in D"
+        )
     else:
-        why = "with one optimizer step per batch pi has not moved since pi_now was computed; staleness is in D alone"
+        why = "one optimizer step per batch: pi is still pi_now; staleness is in D alone"
     baseline = "--old_logps.baseline true for a baseline to compare with"
     fix = ", or ".join(filter(None, [config.old_logps.to_free_s, _EXACT_ROUTE, baseline]))
     return Finding(f"S is identically 1, {kind} can never act", why, fix)
@@ -54,25 +52,28 @@ def _idle_clip(config: RunConfig) -> Finding | None:
 
 def _idle_control(config: RunConfig) -> Finding | None:
     rule = config.correction
-    idle = [rule.control] * (rule.control == "mask") + ["token_veto_threshold"] * (
-        rule.token_veto_threshold > 0
-    )
+    idle = []
+    if rule.control == "mask":
+        idle.append("mask")
+    if rule.token_veto_threshold > 0:
+        idle.append("token_veto_threshold")
     if not idle or not d_is_one(config) or config.old_logps.baseline:
         return None
     why = "the proxy is mu itself, so the discrepancy is in S, where the trust region sees it"
-    fix = f"--correction.control none --correction.token_veto_threshold 0, or {_EXACT_ROUTE}, or --old_logps.baseline true"
+    fix = (
+        "--correction.control none --correction.token_veto_threshold 0, "
+        f"or {_EXACT_ROUTE}, or --old_logps.baseline true"
+    )
     return Finding(f"D is identically 1, {' and '.join(idle)} can never act", why, fix)
 
 
 def _double_count(config: RunConfig) -> Finding | None:
     control = config.correction.control
-    if (
-        control not in ("truncate", "mask_weight")
-        or not d_is_one(config)
-        or config.old_logps.baseline
-    ):
+    if control not in ("truncate", "mask_weight"):
         return None
-    why = "S = pi / mu holds the whole ratio: a weight D beside it would count it twice, and behind this proxy it is 1"
+    if not d_is_one(config) or config.old_logps.baseline:
+        return None
+    why = "S = pi / mu is the whole ratio, so with this proxy the weight D is 1"
     fix = f"--correction.control none, or {_EXACT_ROUTE}, or --old_logps.baseline true"
     return Finding(f"a weight on D ({control}) beside a loss that is anchored on mu", why, fix)
 
@@ -87,39 +88,38 @@ def _missing_half(config: RunConfig) -> Finding | None:
         if config.correction.token_veto_threshold
         else "is neither bounded nor weighted"
     )
-    why = f"{config.old_logps.route} leaves staleness in D, where {config.objective.kind} does not see it"
-    return Finding(
-        f"half of pi / mu is missing: D {half}",
-        why,
-        f"--correction.control mask_weight, or {_EXACT_ROUTE}",
-    )
+    why = f"{config.old_logps.route} leaves staleness in D, which {config.objective.kind} ignores"
+    fix = f"--correction.control mask_weight, or {_EXACT_ROUTE}"
+    return Finding(f"half of pi / mu is missing: D {half}", why, fix)
 
 
 def _kept_cache(config: RunConfig) -> Finding | None:
     if not config.engine.keep_cache or not config.old_logps.partly_exact:
         return None
-    why = "tokens sampled from new weights over older keys and values come from no version's policy, so none is exact"
-    fix = "--engine.keep_cache false, or an approximate route such as --old_logps.route ppo_ewma_async"
+    why = f"{_MIXED_CACHE}, so no route is exact for them"
+    fix = "--engine.keep_cache false, or an approximate route: --old_logps.route ppo_ewma_async"
     return Finding(f"{config.old_logps.route} is exact, and the engine keeps its cache", why, fix)
 
 
 def _outrun(config: RunConfig) -> Finding | None:
-    """Check full copies: their size is known before the run. The store itself checks differences."""
+    """Check the memory of full copies, known before the run. The store checks that of deltas."""
     old = config.old_logps
     limit_gb = old.copies_limit_gb
     if not limit_gb:
         return None
     if config.trainer.lora_rank:
-        return None  # adapters are small, and how small only the model can tell
-    copy_gb = (
-        num_weights(config.policy_folder) * (2 if config.trainer.dtype == "bfloat16" else 4) / 1e9
-    )
-    needed = max(2, live_versions(config))  # the newest stays until the next one is kept
+        return None  # adapters are small, and their size is unknown before the model is loaded
+    bytes_per_weight = 2 if config.trainer.dtype == "bfloat16" else 4
+    copy_gb = num_weights(config.policy_folder) * bytes_per_weight / 1e9
+    needed = max(2, live_versions(config))  # the newest stays until the next one is stored
     if needed * copy_gb <= limit_gb:
         return None
-    held = int(limit_gb / copy_gb)
-    why = f"tokens of {needed} versions can be waiting ({needed * copy_gb:.3g} GB), and the store may hold {held}"
-    fix = f"--old_logps.memory_gb {math.ceil(needed * copy_gb * 1000) / 1000:g}, or --old_logps.storage delta"
+    why = (
+        f"tokens of {needed} versions can be waiting ({needed * copy_gb:.3g} GB), "
+        f"and the store has memory for {int(limit_gb / copy_gb)}"
+    )
+    needed_gb = math.ceil(needed * copy_gb * 1000) / 1000
+    fix = f"--old_logps.memory_gb {needed_gb:g}, or --old_logps.storage delta"
     return Finding("the staleness bound can outrun the versions that are kept", why, fix)
 
 
@@ -139,7 +139,7 @@ def _idle_window(config: RunConfig) -> Finding | None:
     schedule = config.schedule
     if schedule.lookahead_window == 1 or schedule.max_staleness > 0:
         return None
-    why = "with max_staleness 0 no group beyond the batch is ever begun"
+    why = "with max_staleness 0 no group beyond the batch is started"
     fix = "--schedule.lookahead_window 1, or --schedule.max_staleness 1"
     return Finding(
         f"a window of {schedule.lookahead_window} positions has nothing to look ahead at", why, fix
@@ -149,21 +149,16 @@ def _idle_window(config: RunConfig) -> Finding | None:
 def _inline_kept(config: RunConfig) -> Finding | None:
     if not config.old_logps.needs.inline or config.objective.loss_aggregation != "kept":
         return None
-    why = f"{config.old_logps.route} forms its proxy inside the training passes, after the denominator is fixed"
-    return Finding(
-        "how many tokens are kept is not known in time",
-        why,
-        "--objective.loss_aggregation action_tokens",
-    )
+    why = f"{config.old_logps.route} computes its proxy in the training passes, after that number"
+    fix = "--objective.loss_aggregation action_tokens"
+    return Finding("the number of kept tokens is not known in time", why, fix)
 
 
 def _idle_reset(config: RunConfig) -> Finding | None:
     rule = config.correction
-    if (
-        not config.old_logps.resets
-        or rule.control not in ("none", "truncate")
-        or rule.token_veto_threshold
-    ):
+    if not config.old_logps.resets or rule.token_veto_threshold:
+        return None
+    if rule.control not in ("none", "truncate"):
         return None
     why = f"correction.control {rule.control} keeps every token, so the kept share never falls"
     fix = "--correction.control mask_weight, or --old_logps.reset_below 0"
@@ -194,36 +189,37 @@ def _free_staleness(config: RunConfig) -> Finding | None:
     bound = config.schedule.staleness_bound
     if bounds_s(config) or s_is_one(config) or bound == 0:
         return None
-    why = f"data is up to {bound} versions old, and nothing keeps pi near the policy that it came from"
+    why = f"data is up to {bound} versions old, and nothing keeps pi near the sampling policy"
     return Finding("nothing bounds S", why, "--objective.kind ppo_clip")
 
 
 def _wrong_age(config: RunConfig) -> Finding | None:
-    old, bound = config.old_logps, config.schedule.staleness_bound
+    old = config.old_logps
+    bound = config.schedule.staleness_bound
     if old.decay is None:
         return None
     age = age_of_average(old, config)
     if bound / 2 <= age <= bound:
         return None
     wanted = max(1, 3 * bound / 4) * old.updates_per_version(config)  # near a full queue's mean lag
-    why = "staleness that it does not cover is left in D, with a minus where it is too old"
-    fix = f"--old_logps.beta {wanted / (wanted + 1):.3g}, or --old_logps.route ppo_ewma_async, or {_EXACT_ROUTE}"
+    why = "D gets the difference in age, with a negative sign where the average is older"
+    beta = wanted / (wanted + 1)
+    fix = f"--old_logps.beta {beta:.3g}, or --old_logps.route ppo_ewma_async, or {_EXACT_ROUTE}"
     return Finding(f"the average is {age:.2g} versions old, the tokens 0 to {bound}", why, fix)
 
 
 def _dirty_tokens(config: RunConfig) -> Finding | None:
     if not config.engine.keep_cache or _kept_cache(config):
         return None
-    why = "what is sampled over older keys and values comes from no version's policy, and D holds the difference"
+    why = f"{_MIXED_CACHE}, and D includes the difference"
     return Finding("the engine keeps its cache", why, "--engine.keep_cache false")
 
 
 def _under_noise(config: RunConfig) -> Finding | None:
-    on_d = (
-        config.correction.unit == "token" or config.correction.aggregate == "sum"
-    )  # a mean averages it out
-    trainer, engine = config.trainer.dtype == "bfloat16", config.engine.dtype == "bfloat16"
-    noisy = {"D": trainer or (engine and on_d), "S": trainer}
+    trainer = config.trainer.dtype == "bfloat16"
+    engine = config.engine.dtype == "bfloat16"
+    is_mean = config.correction.unit != "token" and config.correction.aggregate != "sum"
+    noisy = {"D": trainer or (engine and not is_mean), "S": trainer}  # a mean cancels the noise
     narrow = [
         f"{name} at {size:.2g}"
         for name, size in _thresholds(config)
@@ -231,17 +227,24 @@ def _under_noise(config: RunConfig) -> Finding | None:
     ]
     if not narrow:
         return None
-    who = "two passes of the trainer" if trainer else "engine and trainer"
-    why = f"in bfloat16 the same weights give {who} log-probabilities about {NOISE:g} apart (audit/logp_noise_rms)"
-    fix = "wider thresholds, or --trainer.dtype float32 --engine.dtype float32, or a mean over a sequence for D"
+    pair = "two passes of the trainer" if trainer else "engine and trainer"
+    why = (
+        f"in bfloat16, log-probabilities of {pair} with the same weights differ by about {NOISE:g} "
+        "(audit/logp_noise_rms)"
+    )
+    fix = (
+        "wider thresholds, or --trainer.dtype float32 --engine.dtype float32, "
+        "or a mean over a sequence for D"
+    )
     return Finding(
         f"a threshold is narrower than the noise (log ratio: {', '.join(narrow)})", why, fix
     )
 
 
 def _thresholds(config: RunConfig) -> Iterator[tuple[str, float]]:
-    """Iterate over the factor and the log-ratio of every threshold."""
-    d, s = config.correction, config.objective
+    """Yield the factor and the log-ratio of every threshold."""
+    d = config.correction
+    s = config.objective
     if d.control != "none" and not d_is_one(config):
         yield "D", math.log(d.high)
         if d.control != "truncate" and d.low:
@@ -255,7 +258,7 @@ def _thresholds(config: RunConfig) -> Iterator[tuple[str, float]]:
 def _timed(config: RunConfig) -> Finding | None:
     if not config.deterministic or not config.minutes:
         return None
-    why = "how many steps fit into minutes depends on the machine, and two runs are to be equal"
+    why = "the number of steps would depend on the machine, so two runs would differ"
     return Finding(
         "a deterministic run that ends by the clock", why, "--minutes 0, or --deterministic false"
     )
@@ -264,10 +267,8 @@ def _timed(config: RunConfig) -> Finding | None:
 def _slow_adapters(config: RunConfig) -> Finding | None:
     if not config.trainer.lora_rank or config.trainer.lr > LORA_RATE:
         return None
-    rate, why = (
-        config.trainer.lr,
-        "it is one for all weights, and adapters learn best at about ten times the best of those",
-    )
+    rate = config.trainer.lr
+    why = "this is a rate for all weights; adapters learn best at about ten times that"
     return Finding(f"adapters at a learning rate of {rate:g}", why, f"--trainer.lr {10 * rate:g}")
 
 
@@ -275,9 +276,18 @@ Rule = Callable[[RunConfig], Finding | None]
 
 
 REFUSALS: Sequence[Rule] = (
-    _idle_clip, _idle_control, _double_count, _missing_half, _kept_cache, _outrun, _idle_window, _inline_kept,
-    _idle_reset, _gspo_unit, _timed,
-)  # fmt: skip
+    _idle_clip,
+    _idle_control,
+    _double_count,
+    _missing_half,
+    _kept_cache,
+    _outrun,
+    _idle_window,
+    _inline_kept,
+    _idle_reset,
+    _gspo_unit,
+    _timed,
+)
 WARNINGS: Sequence[Rule] = (
     _wide_gspo,
     _free_staleness,

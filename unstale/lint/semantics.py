@@ -28,14 +28,15 @@ def factors(config: RunConfig) -> tuple[Factor, Factor]:
 
 def facts(config: RunConfig) -> dict[str, str]:
     """Return the policies in the ratios and other facts by name, in reading order."""
-    proxy, engine, trainer = config.old_logps.meaning(config), config.engine, config.trainer
-    who = {
+    proxy = config.old_logps.meaning(config)
+    engine = config.engine
+    trainer = config.trainer
+    merged = ", adapters merged into the base" if trainer.lora_rank else ""
+    return {
         proxy.symbol: f"{proxy.policy} ({trainer.dtype})",
-        "mu": f"the engine's distribution: {engine.dtype}, temperature {engine.temperature:g} (the trainer's too), "
-        "the whole vocabulary" + ", adapters merged into the base" * bool(trainer.lora_rank),
+        "mu": f"the engine's distribution: {engine.dtype}, temperature {engine.temperature:g} "
+        f"(the trainer's too), the whole vocabulary{merged}",
         "pi": f"the trainer's weights being trained ({trainer.dtype})",
-    }
-    return who | {
         "versions": _versions(config),
         "unbounded": _unbounded(config),
         "exact": _exactness(config),
@@ -52,7 +53,7 @@ def d_is_one(config: RunConfig) -> bool:
 def s_is_one(config: RunConfig) -> bool:
     """Return True if S is 1 by construction.
 
-    An inline stand-in moves with the policy; others stay where they were at the first step.
+    An inline proxy moves with the policy. Others keep their values of the first optimizer step.
     """
     old = config.old_logps
     moves_away = not old.needs.inline and config.trainer.minibatches_per_batch > 1
@@ -78,7 +79,8 @@ def over(unit: Unit, aggregate: str) -> str:
 
 def _bound_on_d(config: RunConfig) -> str:
     rule = config.correction
-    band, of = f"[{rule.low:g}, {rule.high:g}]", over(rule.unit, rule.aggregate)
+    band = f"[{rule.low:g}, {rule.high:g}]"
+    of = over(rule.unit, rule.aggregate)
     words = {
         "none": "nothing: it has no part in the loss",
         "mask": f"mask: dropped outside {band}, {of}",
@@ -118,18 +120,22 @@ def _unbounded(config: RunConfig) -> str:
             loose.append("S is pulled back, not cut")
         elif config.objective.kind in ("ppo_clip", "gspo"):
             loose.append(
-                "S upwards where A < 0: a bad token that became likelier counts in full (dual_clip bounds it)"
+                "S upwards where A < 0: a bad token that became likelier counts in full "
+                "(dual_clip bounds it)"
             )
     return "; ".join(loose) or "nothing"
 
 
 def _versions(config: RunConfig) -> str:
-    schedule, bound = config.schedule, config.schedule.staleness_bound
-    words = f"a token is at most {bound} old when its batch is taken (max_staleness {schedule.max_staleness}"
+    schedule = config.schedule
+    bound = schedule.staleness_bound
+    words = (
+        f"a token is at most {bound} old when its batch is taken "
+        f"(max_staleness {schedule.max_staleness}"
+    )
     if schedule.lookahead_window > 1:
-        words += (
-            f", and {bound - schedule.max_staleness} for a window of {schedule.lookahead_window}"
-        )
+        extra = bound - schedule.max_staleness
+        words += f", and {extra} for a window of {schedule.lookahead_window}"
     words += f"); an episode may hold tokens of {bound + 1}"
     if (steps := config.trainer.minibatches_per_batch) > 1:
         words += f"; counted in optimizer steps a token is at most {(bound + 1) * steps - 1} old"
@@ -151,9 +157,11 @@ def _exactness(config: RunConfig) -> str:
 
 
 def _denominator(config: RunConfig) -> str:
+    constant = config.objective.constant
     return {
-        "action_tokens": "divided by the action tokens before masking: dropping one does not inflate the others",
-        "kept": "divided by the tokens that the controls kept: dropping one inflates the others",
+        "action_tokens": "divided by the action tokens before masking: a dropped one does not "
+        "inflate the others",
+        "kept": "divided by the tokens that the controls kept: a dropped one inflates the others",
         "sequence_mean": "the mean over each sequence's action tokens, then over sequences",
-        "constant": f"divided by {config.objective.constant:g} for each sequence, whatever its length",
+        "constant": f"divided by {constant:g} for each sequence of any length",
     }[config.objective.loss_aggregation]

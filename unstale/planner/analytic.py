@@ -13,7 +13,7 @@ from unstale.planner.route_costs import RouteCost
 from unstale.planner.workload import EpisodeStats
 
 TRAINED_BYTES = 18
-"""Bytes per trained parameter: bfloat16 weight 2, float32 master 4, gradient 4, Adam's moments 8."""
+"""Bytes per trained parameter: bfloat16 weight 2, float32 copy 4, gradient 4, moments 8."""
 _STEPPED_BYTES = 30
 """Bytes that AdamW moves per parameter and step.
 
@@ -103,9 +103,9 @@ class Placement:
     tp: int
     """Devices of each engine."""
     scorers: int = 0
-    """Devices of a route that scores in a process of its own."""
+    """Devices of a route that scores in another process."""
     colocated: bool = False
-    """Engines use the trainer's devices in turns, and leave their memory at no cost in time."""
+    """Engines and trainer share devices in turns. Freeing an engine's memory takes no time."""
 
     @property
     def devices(self) -> int:
@@ -159,13 +159,13 @@ class AnalyticCosts:
     def old_logps_s(self, tokens: int, versions: float) -> float:
         """Return the trainer's time for the route.
 
-        A route with devices of its own costs the time that it falls behind training, and the
+        A route with separate devices costs the time that it falls behind training, and the
         transfer of the weights. A version store walks as many deltas as the batch has versions,
         and at most those that are kept, because it starts at the nearer end.
         """
         route = self.route
         trainers = self.placement.trainers
-        forwards = route.forwarded(versions, given=self.setup.episodes.prompt_fraction)
+        forwards = route.forwarded(versions, prompt_fraction=self.setup.episodes.prompt_fraction)
         scoring = self.forward_s(tokens) * forwards
         if route.apart:
             apart = scoring * trainers / self.placement.scorers

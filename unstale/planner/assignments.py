@@ -19,7 +19,8 @@ def parse_assignments(
 ) -> dict[str, Any]:
     """Return the values by name, each of its kind. Raises `ConfigError`, which names `option`.
 
-    >>> parse_assignments("--set", ["decode=0.01", "tool_s=5~1.2"], {"decode": float, "tool_s": Distribution})
+    >>> kinds = {"decode": float, "tool_s": Distribution}
+    >>> parse_assignments("--set", ["decode=0.01", "tool_s=5~1.2"], kinds)
     {'decode': 0.01, 'tool_s': LogNormal(mean=5.0, sigma=1.2, max=inf)}
     """
     values = {}

@@ -1,7 +1,7 @@
 """A queue of simulated events on the virtual clock of the event loop.
 
-Engines have far more events than tasks await. They are handled in order, outside the event loop, up to the next one
-that a task awaits. Only then does the loop's clock advance to it, and the task continues.
+Engines have many more events than tasks await. Events are handled in order, outside the event loop,
+until one resolves a future. Then the loop's clock advances to it, and the awaiting task continues.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class SimulatedClock:
-    """Events in order of time, then of scheduling. `now` is the time of the latest one, in seconds."""
+    """Events in order of time, then of scheduling. `now` is the latest one's time in seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -46,7 +46,7 @@ class SimulatedClock:
         self._set_timer()
 
     def _set_timer(self) -> None:
-        """Handle the next event when the loop's clock reaches it, unless a future is still to be resolved."""
+        """Set a timer for the next event, unless a future is still to be resolved."""
         if self._unresolved or not self._events:
             return
         due = self._events[0][0]

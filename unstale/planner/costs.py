@@ -8,7 +8,7 @@ class Costs(Protocol):
     """Durations in seconds. Engine costs are of one engine, trainer costs of the whole trainer."""
 
     def step_s(self, replies: int, context: int) -> float:
-        """Return the time of one decoding step for `replies` replies with `context` tokens in all."""
+        """Return the time of a decoding step of `replies` replies, with `context` tokens in sum."""
 
     def prefill_s(self, tokens: int) -> float:
         """Return the time to compute that many tokens of context."""
@@ -18,10 +18,10 @@ class Costs(Protocol):
 
     @property
     def optimizer_s(self) -> float:
-        """The part of `train_s` that begins once the engines have loaded the previous version."""
+        """The part of `train_s` that starts after the engines have loaded the previous version."""
 
     def old_logps_s(self, tokens: int, versions: float) -> float:
-        """Return the route's time for a batch whose sequences hold `versions` versions on average."""
+        """Return the route's time for a batch with `versions` versions per sequence on average."""
 
     def publish_s(self) -> float:
         """Return the trainer's time to prepare a version, while engines sample."""
@@ -45,15 +45,15 @@ class LinearCosts:
     train: float = 0.0
     """Training on one batch of any size, the optimizer included."""
     train_token: float = 0.0
-    """Added to it by each token of the batch."""
+    """Added to `train` by each token of the batch."""
     optimizer_s: float = 0.0
-    """Part of `train` that begins once the engines have loaded the previous version."""
+    """Part of `train` that starts after the engines have loaded the previous version."""
     old: float = 0.0
     """Old log-probabilities of one batch."""
     old_token: float = 0.0
-    """Added to them by each token of the batch."""
+    """Added to `old` by each token of the batch."""
     old_version_token: float = 0.0
-    """Added by each token for each version of its sequence beyond the first."""
+    """Added to `old` by each token, for each version of its sequence beyond the first."""
     publish: float = 0.0
     """The trainer's time to prepare a version."""
     load: float = 0.0

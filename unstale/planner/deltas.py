@@ -1,6 +1,7 @@
 """The size of the delta between two versions, and the time to encode and apply it.
 
-Measured with 20,193,600 bfloat16 weights under AdamW, on one core (benchmarks/results/2026-11-21-routes.md).
+Measured with 20,193,600 bfloat16 weights under AdamW on one core: see
+benchmarks/results/2026-11-21-routes.md.
 """
 
 import math
@@ -32,12 +33,13 @@ TABLE = (
 
 
 def delta_bytes(words: float, rate: float) -> float:
-    """Return the bytes of the delta between neighbouring versions at a learning rate.
+    """Return the bytes of the delta between two consecutive versions at a learning rate.
 
-    Positions of the changed words take the entropy of their gaps, as the codec does after compression. Values (XORs
-    of mostly neighbouring numbers) take 3.3 bits, and more for larger steps: fitted, within 3% of the table.
+    The positions of changed words take the entropy of their gaps, as in the compressed codec. Their
+    values (XORs of mostly close numbers) take 3.3 bits, and more for larger steps. This is fitted
+    to the table within 3%. Five versions need this many model copies in addition:
 
-    >>> [round(4 * delta_bytes(1, row.rate) / 2, 3) for row in TABLE]  # model copies of five versions
+    >>> [round(4 * delta_bytes(1, row.rate) / 2, 3) for row in TABLE]
     [0.033, 0.08, 0.212, 0.79]
     """
     share = changed_share(rate)

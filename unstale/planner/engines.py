@@ -127,7 +127,7 @@ class SimulatedEngine:
             self._schedule()
 
     def interrupt(self) -> float:
-        """Pause at the end of the current step and return all tokens. Returns the time of it."""
+        """Pause at the end of the current step and return all tokens. Returns the time of the pause."""
         if self.paused:
             return self._clock.now
         self._pause()
@@ -147,7 +147,7 @@ class SimulatedEngine:
         return self._next_step_at
 
     def resume(self, *, keep_cache: bool) -> None:
-        """Sample again. Contexts of older weights are computed again unless `keep_cache`."""
+        """Continue to sample. Older contexts are computed again unless `keep_cache`."""
         if not self.paused:
             return
         self.paused = False
@@ -162,7 +162,7 @@ class SimulatedEngine:
         self._schedule()
 
     def fail(self) -> list[SimulatedReply]:
-        """Lose all state. Returns the replies, which continue elsewhere from their last tokens."""
+        """Lose all state. Returns the replies, which continue on other engines."""
         self._advance(self._clock.now)
         self._pause()
         self.busy_s -= max(0.0, self._next_step_at - self._clock.now)

@@ -1,4 +1,4 @@
-"""Devices by their data sheets, and the shares of these figures that programs are assumed to reach."""
+"""Devices by their data sheets, and the assumed shares of these figures that programs reach."""
 
 from dataclasses import dataclass, fields, replace
 
@@ -8,14 +8,17 @@ from unstale.planner.assignments import parse_assignments
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """The shares of a device's figures that programs reach. Assumptions, to be replaced by measurements.
+    """The shares of a device's figures that programs reach: assumptions, or measurements.
 
     >>> Shares.parse("matmul=0.5,step_s=0.002").step_s
     0.002
     """
 
     matmul: float = 0.40
-    """Of the peak, in training, scoring and prefill. Llama 3 trained at 38% to 43% (arXiv 2407.21783, table 4)."""
+    """Of the peak, in training, scoring and prefill.
+
+    Llama 3 was trained at 38% to 43% (arXiv 2407.21783, table 4).
+    """
     decode: float = 0.40
     """Of the peak, when decoding is limited by computation. Assumed equal to `matmul`."""
     bandwidth: float = 0.70
@@ -93,7 +96,7 @@ DEVICES = {
 }
 """SXM variants without sparsity, from NVIDIA's data sheets (A100 80GB, H100, H200, DGX B200).
 
-The H800 is an H100 with 400 GB/s of NVLink; of the H20 the public figures are used. NVLink and PCIe (x16 of
-generation 4 or 5) count half of both directions together. Networks are those of DGX systems, one port per device:
-200 Gbit/s for the A100, 400 Gbit/s for the others.
+The H800 is an H100 with 400 GB/s of NVLink. For the H20 the public figures are used. NVLink and PCIe
+(x16 of generation 4 or 5) have the rate of one direction. Networks are those of DGX systems with one
+port per device: 200 Gbit/s for the A100, 400 Gbit/s for the others.
 """

@@ -1,4 +1,4 @@
-"""The sizes of a model and the costs of a token, from its config.json or from words. No torch."""
+"""The sizes of a model and the costs of a token, from its config.json or the command line."""
 
 import json
 from dataclasses import dataclass
@@ -57,9 +57,8 @@ class Model:
             if getattr(self, name) < 1:
                 raise ConfigError(f"--model: {name} must be >= 1, got {getattr(self, name)}")
         if self.heads % self.kv_heads:
-            raise ConfigError(
-                f"--model: heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}"
-            )
+            heads = f"{self.heads} and {self.kv_heads}"
+            raise ConfigError(f"--model: heads must be a multiple of kv_heads, got {heads}")
         if self.experts and not (0 < self.active <= self.experts and self.expert_ffn > 0):
             raise ConfigError(
                 f"--model: {self.experts} experts need active (1 to {self.experts}) and expert_ffn"
@@ -149,7 +148,7 @@ class Model:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Model":
-        """Raises `ConfigError` for an architecture with parameters that cannot be counted."""
+        """Raises `ConfigError` for an architecture whose parameters cannot be counted."""
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         family = config.get("model_type")
         has_other_biases = config.get("mlp_bias") or (

@@ -165,7 +165,7 @@ def missing(candidate: Candidate) -> Iterator[str]:
     """Yield what the user has to add to `command`."""
     placement = candidate.placement
     setup = candidate.costs.setup
-    yield f"replace retail by your recipe, and give the folder of {setup.model.name} (--policy FOLDER)"
+    yield f"replace retail by your recipe, and add --policy with the folder of {setup.model.name}"
     if not setup.device.is_core:
         servers = "1 server" if placement.engines == 1 else f"{placement.engines} servers"
         yield (

@@ -1,4 +1,4 @@
-"""Cost of each old-log-probability route: memory and forward passes, from what the route declares."""
+"""Memory and forward passes of each old-log-probability route, as the route declares them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,23 +18,24 @@ class RouteCost:
     forwards: Forwards = "none"
     exact: bool = False
     movable: int = 0
-    """Models beside the trained one, in its precision."""
+    """Additional models in the precision of the trained one."""
     averages: int = 0
     """Copies of the weights in float32."""
     chain: bool = False
-    """True if it keeps the deltas of live versions in main memory, and publishes them."""
+    """True if deltas of the versions in use are kept in main memory, and published."""
     closing: bool = False
-    """True if generation is paused while it scores and while the optimizer steps."""
+    """True if generation is paused during scoring and the optimizer step."""
     idle: bool = False
-    """True if it scores while the trainer waits."""
+    """True if scoring uses the time in which the trainer waits."""
     apart: bool = False
-    """True if its model and forward passes are in another process."""
+    """True if its models and forward passes are in another process."""
 
-    def forwarded(self, versions: float, *, given: float = 0.0) -> float:
-        """Return the lengths of a trajectory of so many equal versions that are run to score it.
+    def forwarded(self, versions: float, *, prompt_fraction: float = 0.0) -> float:
+        """Return the tokens of the forward passes that score a trajectory, per token of it.
 
-        A version's pass runs up to its last token: two equal versions cost 1.5. The first `given` of
-        the trajectory is prompt.
+        The trajectory has `versions` pieces of equal length, each of one version. A version's pass
+        runs up to its last token, so two versions cost 1.5. `prompt_fraction` is the share of the
+        trajectory before the first piece.
 
         >>> ROUTES["snapshot_old"].forwarded(2), ROUTES["ewma_prox"].forwarded(2)
         (1.5, 1.0)
@@ -42,27 +43,27 @@ class RouteCost:
         if self.forwards != "versions":
             return float(self.forwards == "one")
         versions = max(1.0, versions)
-        return versions * given + (1 - given) * (versions + 1) / 2
+        return versions * prompt_fraction + (1 - prompt_fraction) * (versions + 1) / 2
 
     def chain_bytes(self, model: Model, *, live: int, rate: float) -> float:
-        """Return bytes of main memory: one delta less than live versions."""
+        """Return bytes of main memory: a delta for each of `live` versions except one."""
         return (live - 1) * delta_bytes(model.parameters, rate) if self.chain else 0.0
 
     def device_bytes(self, model: Model) -> float:
-        """Return bytes of the trainer's devices together, beside training."""
+        """Return bytes on all of the trainer's devices, in addition to training."""
         copies = 0 if self.apart else self.movable
         return model.copy_bytes * copies + _FLOAT32 * model.parameters * self.averages
 
     def traffic_bytes(self, model: Model) -> float:
-        """Return bytes of device memory per step for averages.
+        """Return the bytes of device memory that averages read and write per step.
 
-        An average is read and written beside the weights, and copied to where it runs.
+        Each update reads the weights and the average, writes the average, and copies it into a model.
         """
         return model.parameters * self.averages * (WORD + 2 * _FLOAT32 + _FLOAT32 + WORD)
 
 
 class _RouteCosts(Mapping[str, RouteCost]):
-    """The costs of all routes that are registered."""
+    """The costs of all registered routes, by name."""
 
     def __getitem__(self, name: str) -> RouteCost:
         config = OldLogpsConfig(route=name)

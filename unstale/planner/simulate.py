@@ -1,9 +1,9 @@
 """A simulated run: the real loop on a virtual clock, with components that only take time.
 
-`loop.train` is driven itself, and with it the staleness queue, the batches and the staleness check. So
-the code that trains decides what starts, what is taken and how old it may be. Engines, trainer and
-publisher take the seconds of `Costs`. The rollout is simulated too: a real episode has a coroutine and
-journal rows, too much for hundreds of thousands of them.
+`loop.train` runs with its real staleness queue, batches and staleness check, so a simulation makes
+the same decisions as training. Engines, trainer and publisher take the seconds of `Costs`. The
+rollout is simulated too: a real episode has a coroutine and journal rows, which is too slow for
+hundreds of thousands of episodes.
 """
 
 from collections.abc import Sequence
@@ -61,8 +61,7 @@ __all__ = [
     "simulate",
 ]
 
-
-_WAITS = Needs()
+_NO_NEEDS = Needs()
 
 
 def simulate(  # noqa: PLR0913 - four parts of a run, its length, seed and route
@@ -73,12 +72,12 @@ def simulate(  # noqa: PLR0913 - four parts of a run, its length, seed and route
     *,
     steps: int,
     seed: int = 0,
-    needs: Needs = _WAITS,
+    needs: Needs = _NO_NEEDS,
 ) -> SimulationResult:
     """Simulate `steps` steps of a run. The same arguments give the same result.
 
-    `needs` are those of the old-log-probability route (`simulated.needs`). Raises ConfigError for
-    settings that leave nothing to train on, StalenessError if the schedule broke its bound.
+    `needs` are those of the old-log-probability route (`simulated.needs`). Raises `ConfigError` for
+    settings with which too many episodes fail, and `StalenessError` if a token is too old.
     """
     every = fleet.steps_per_version
     if steps < 2:
@@ -90,8 +89,8 @@ def simulate(  # noqa: PLR0913 - four parts of a run, its length, seed and route
             f"steps_per_version must be 1 where engines pause in every step, got {every}"
         )
     clock = SimulatedClock()
-    places = EngineCapacity(fleet.max_running, fleet.cache_tokens)
-    members = [SimulatedEngine(clock, costs, places, number) for number in range(fleet.engines)]
+    capacity = EngineCapacity(fleet.max_running, fleet.cache_tokens)
+    members = [SimulatedEngine(clock, costs, capacity, number) for number in range(fleet.engines)]
     engines = SimulatedEnginePool(
         clock, members, keep_cache=fleet.keep_cache, restart_s=fleet.restart_s
     )
@@ -160,18 +159,29 @@ def _outcome(
     steps = [after - before for before, after in zip(lanes.ends, lanes.ends[1:], strict=False)]
     filling = min(schedule.max_staleness + 1, len(steps) - 1)
     scored = lanes.share("old_logps", filling)
-    lives, batches, members = trainer.rollout.totals, trainer.batches[filling:], engines.members
-    ended, life_s = max(1, lives["episodes"]), max(1e-9, lives["life_s"])
+    members = engines.members
+    batches = trainer.batches[filling:]
+    totals = trainer.rollout.totals
+    episodes = max(1, totals["episodes"])
+    life_s = max(1e-9, totals["life_s"])
     return SimulationResult(
-        steps_s=tuple(steps), filling=filling, groups_per_step=schedule.groups_per_step,
-        trained_tokens=sum(tokens for tokens, _ in batches), trained_sampled=sum(sampled for _, sampled in batches),
-        sampled_tokens=sum(engine.sampled for engine in members), lost_tokens=sum(engine.lost for engine in members),
-        failed_episodes=int(lives["failed"]), deaths=engines.deaths,
+        steps_s=tuple(steps),
+        filling=filling,
+        groups_per_step=schedule.groups_per_step,
+        trained_tokens=sum(tokens for tokens, _ in batches),
+        trained_sampled=sum(sampled for _, sampled in batches),
+        sampled_tokens=sum(engine.sampled for engine in members),
+        lost_tokens=sum(engine.lost for engine in members),
+        failed_episodes=int(totals["failed"]),
+        deaths=engines.deaths,
         engine_busy_share=lanes.share("engines", filling) / len(members),
         trainer_busy_share=scored + lanes.share("train", filling) + lanes.share("publish", filling),
-        trainer_wait_share=lanes.share("wait", filling), old_logps_share=scored,
+        trainer_wait_share=lanes.share("wait", filling),
+        old_logps_share=scored,
         staleness_histogram=dict(sorted(trainer.ages.items())),
         staleness_bound=schedule.staleness_bound // trainer.every,
-        episode_s=lives["life_s"] / ended, engine_share=lives["engine_s"] / life_s,
-        tool_share=lives["tool_s"] / life_s, ready_s=lives["ready_s"] / ended,
-    )  # fmt: skip
+        episode_s=totals["life_s"] / episodes,
+        engine_share=totals["engine_s"] / life_s,
+        tool_share=totals["tool_s"] / life_s,
+        ready_s=totals["ready_s"] / episodes,
+    )

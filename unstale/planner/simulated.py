@@ -1,6 +1,6 @@
 """Simulated components of a run: they take time on the virtual clock and compute nothing.
 
-Each implements the Protocol of the component that it stands for, so that the real loop drives them.
+Each implements the Protocol of the component that it replaces, so that the real loop can call it.
 """
 
 import asyncio
@@ -33,15 +33,15 @@ _EMPTY = torch.empty(0)
 
 
 def needs(route: RouteCost) -> Needs:
-    """Return what the loop reads of a route. The planner counts work in idle time itself."""
+    """Return the needs that the loop reads of a route. Idle work is part of the costs instead."""
     return Needs(closing=route.closing, snapshots=route.chain)
 
 
 class SimulatedTrainer:
-    """A `Trainer` that takes `Costs.train_s` and `Costs.old_logps_s`, and adds up the staleness.
+    """A `Trainer` that takes `Costs.train_s` and `Costs.old_logps_s`, and counts the staleness.
 
-    Its methods only owe seconds; `SimulatedThread` lets them pass. Engines that share its devices wait
-    while it works.
+    Its methods add to the seconds `owed`, and `SimulatedThread` waits for these. Engines on the same
+    devices pause while it works.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class SimulatedTrainer:
         colocated: bool,
         every: int = 1,
     ) -> None:
-        """`every` steps make one version."""
+        """A version is published after every `every` steps."""
         self.version = 0
         """Counts steps."""
         self.owed: dict[str, float] = defaultdict(float)
-        """Seconds by activity that have not passed on the clock yet."""
+        """Seconds by activity that the thread has yet to wait."""
         self.spent: dict[str, float] = defaultdict(float)
-        """Seconds by activity that have passed."""
+        """Seconds by activity that the thread has waited."""
         self.batches: list[tuple[int, int]] = []
         """Tokens of each batch, and how many of them were sampled."""
         self.ages: Counter[int] = Counter()
@@ -80,11 +80,11 @@ class SimulatedTrainer:
         return {}
 
     def prepare(self, batch: Batch) -> PreparedBatch:
-        """Count a batch's episodes and their staleness, and owe the seconds of old log-probabilities."""
+        """Count the episodes and staleness of a batch, and owe the time of its scoring."""
         now = self.rollout.clock.now
         newest = len(self.batches) // self.every
         if self._colocated:
-            self.owed["stand"] += self.rollout.engines.interrupt() - now
+            self.owed["paused"] += self.rollout.engines.interrupt() - now
         episodes = [self.rollout.episodes.pop(number) for number in batch.episodes]
         for episode in episodes:
             for version, sampled in episode.pieces:
@@ -108,7 +108,7 @@ class SimulatedTrainer:
             self.owed["old_logps"] += self._costs.old_logps_s(tokens, mean_versions)
 
     def score(self, lengths: Iterable[int]) -> None:
-        """Owe the seconds of scoring sequences of these lengths at one version."""
+        """Owe the time of scoring sequences of these lengths at one version."""
         if tokens := sum(lengths):
             self.owed["old_logps"] += self._costs.old_logps_s(tokens, 1.0)
 
@@ -131,7 +131,7 @@ class SimulatedTrainer:
 
 
 class SimulatedThread:
-    """The trainer's thread: a call takes the seconds that the trainer owes after it."""
+    """The trainer's thread. Each call takes the seconds that the trainer owes after it."""
 
     def __init__(self, clock: SimulatedClock, trainer: SimulatedTrainer) -> None:
         self._clock = clock
@@ -161,7 +161,7 @@ class InstantThread:
 
 
 class SimulatedQueue(StalenessQueue):
-    """A staleness queue whose tickets come back with a version, which `every` steps make."""
+    """A staleness queue that releases the tickets of `every` steps together, with a version."""
 
     def __init__(self, schedule: ScheduleConfig, every: int) -> None:
         super().__init__(
@@ -180,19 +180,19 @@ class SimulatedQueue(StalenessQueue):
 
 
 class SimulatedRoute(Passive):
-    """A route that costs `Costs.old_logps_s`, and delays generation and training as its `needs` say."""
+    """A route that takes `Costs.old_logps_s`, and pauses generation according to its `needs`."""
 
     def __init__(self, needs: Needs, trainer: SimulatedTrainer) -> None:
         self.needs = needs
         self._trainer = trainer
 
     def closing(self, unscored: Sequence[PendingPiece]) -> None:
-        """Score every unfinished episode of the version up to its length now."""
+        """Owe the time of scoring the version's unfinished episodes up to their present length."""
         episodes = {piece.episode for piece in unscored}
         self._trainer.score(self._trainer.rollout.length(number) for number in episodes)
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the behaviour's own values: there is no model."""
+        """Return the behavior log-probabilities, because there is no model."""
         return batch.behavior_logp, torch.zeros_like(batch.sampled)
 
 
@@ -289,7 +289,7 @@ class NullAudit:
 
 
 class Lanes:
-    """A recorder that keeps when steps end, and how busy trainer, engines and loop were until then."""
+    """A recorder of the end of each step, and of the busy seconds of each component until then."""
 
     def __init__(
         self, clock: SimulatedClock, engines: SimulatedEnginePool, trainer: SimulatedTrainer

@@ -27,7 +27,7 @@ MAX_CHOICES = 6
 MAX_SPLITS = 3
 """Placements that are simulated."""
 AVERAGE: str = "ppo_ewma_async"
-"""The approximate route with weights of its own that is closest to exact (docs/old-logps.md)."""
+"""The most exact of the approximate routes that average weights (docs/old-logps.md)."""
 MIN_EPISODES = 8
 """Mean episodes in an engine's memory; tensor parallelism is increased to reach it."""
 MAX_RUNNING = 256
@@ -392,7 +392,7 @@ def _scorers(setup: TrainingSetup, name: str, schedule: ScheduleConfig, trainers
         return 0
     holders = math.ceil(setup.model.copy_bytes / setup.memory)
     versions = min(2, schedule.max_staleness + 1)
-    forwards = route.forwarded(versions, given=setup.episodes.prompt_fraction)
+    forwards = route.forwarded(versions, prompt_fraction=setup.episodes.prompt_fraction)
     return max(holders, math.ceil(trainers * forwards / 3))
 
 

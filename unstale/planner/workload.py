@@ -1,4 +1,4 @@
-"""The simulated workload: episodes (turns, tokens, latency of tools) and engines. Imports no torch."""
+"""The simulated workload: turns, tokens and tool latencies of episodes, and the engines."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -176,11 +176,11 @@ class Fleet:
     max_running: int = 128
     """Replies that one engine samples at the same time."""
     cache_tokens: int = 0
-    """Tokens of context in an engine's memory; 0 has memory for `max_running` contexts of any size."""
+    """Tokens of context in an engine's memory; 0 for no limit."""
     keep_cache: bool = False
     """Keep contexts when a version is loaded, as `engine.keep_cache`."""
     colocated: bool = False
-    """Engines use the trainer's devices: sampling pauses from scoring a batch to the new version."""
+    """Engines use the trainer's devices, and pause from scoring until the new version."""
     steps_per_version: int = 1
     """Steps between versions (verl's `trigger_parameter_sync_step`)."""
     failures_per_hour: float = 0.0

@@ -15,11 +15,11 @@ from unstale.recipes.retail import retail
 
 def find_recipes() -> dict[str, Callable[..., RunConfig]]:
     """Return the recipes of all modules of this package by name."""
-    found = {}
+    recipes = {}
     for module in pkgutil.iter_modules(__path__):
         for recipe in import_module(f"{__name__}.{module.name}").RECIPES:
-            found[recipe.__name__] = recipe
-    return found
+            recipes[recipe.__name__] = recipe
+    return recipes
 
 
 RECIPES = find_recipes()

@@ -1,4 +1,4 @@
-"""One recipe per route: the same task at a staleness that hurts, and only the route differs."""
+"""One recipe per route. They differ only in the route, at a staleness that lowers the reward."""
 
 from collections.abc import Callable
 from dataclasses import replace

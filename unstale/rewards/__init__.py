@@ -9,7 +9,9 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
+
+from unstale.envs.strict_json import refuse_constant
 
 _NUMBER = re.compile(
     r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d+)?"
@@ -94,13 +96,9 @@ def json_schema(text: str, schema: Mapping[str, Any]) -> float:
         raise ValueError(f"not a JSON schema: {error.message}") from error
     validator = kind(schema, registry=Registry())
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=refuse_constant)
         return float(validator.is_valid(value))
     except Unresolvable as error:
         raise ValueError(f"not a JSON schema: it does not define {error.ref!r}") from error
     except (ValueError, RecursionError):
         return 0.0
-
-
-def _refuse_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from unstale.engines.http import Http, HttpError
 from unstale.envs import EnvError
+from unstale.envs.strict_json import unique_names
 
 MAX_SCORE = 10
 """The best score that the judge can give; the worst is 0."""
@@ -240,7 +241,7 @@ def read_verdict(text: str) -> tuple[int, str]:
     if fenced := _CODE_FENCE.fullmatch(answer):
         answer = fenced[1]
     try:
-        fields = json.loads(answer, object_pairs_hook=_unique_fields)
+        fields = json.loads(answer, object_pairs_hook=unique_names)
     except (ValueError, RecursionError):
         fields = None
     match fields:
@@ -248,10 +249,3 @@ def read_verdict(text: str) -> tuple[int, str]:
             if not isinstance(score, bool) and 0 <= score <= MAX_SCORE:
                 return score, reason
     raise _Retryable(f"not a verdict: {text[:300]!r}")
-
-
-def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        raise ValueError("a field is given twice")
-    return fields

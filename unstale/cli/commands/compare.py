@@ -50,9 +50,9 @@ def _compare(chosen: argparse.Namespace) -> int:
     base = [f"--{name}={_word(value)}" for name, value in values.items() if name != "recipe"]
 
     def configure_words(words: Sequence[str]) -> RunConfig:
-        rest, values = split_options(words)
-        if rest:
-            refuse_unknown(rest[0])
+        positional, values = split_options(words)
+        if positional:
+            refuse_unknown(positional[0])
         return configure(argparse.Namespace(recipe=chosen.recipe, config=None, values=values))
 
     arms = [*map(Arm.of_route, chosen.routes), *map(Arm.parse, chosen.arms)]

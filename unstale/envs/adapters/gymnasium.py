@@ -1,8 +1,8 @@
 """Environments of Gymnasium that can be played in text: `--task.env gymnasium:FrozenLake-v1`.
 
-Actions are text (`Text`) or a choice (`Discrete`: the last integer of a reply). After any other reply
-the action is requested again. The policy reads the observation if it is text, else the output of
-`render`, else its numbers. Steps run in the event loop and should be fast.
+Actions are text (`Text`) or a choice (`Discrete`: the last integer of a reply). After an invalid
+reply the action is requested again. The policy reads the observation if it is text, else the output
+of `render`, else the observation's numbers. Steps run in the event loop and should be fast.
 """
 
 import re
@@ -15,11 +15,11 @@ import gymnasium
 from gymnasium.spaces import Discrete, Text
 
 from unstale.config import ConfigError
-from unstale.envs import EnvError, Message, NumberedTasks, Turn
+from unstale.envs import Message, NumberedTasks, SingleUse, Turn
 from unstale.records import Task
 
-_WHOLE = re.compile(r"(?<![\w.])-?\d{1,18}(?![\w]|\.\d)", re.ASCII)
-_COLOURED = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m", re.DOTALL)
+_INTEGER = re.compile(r"(?<![\w.])-?\d{1,18}(?![\w]|\.\d)", re.ASCII)
+_COLOURED_TEXT = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m", re.DOTALL)
 """Coloured text, usually the position of the player."""
 
 
@@ -29,26 +29,27 @@ class GymnasiumTasks(NumberedTasks):
     tools: tuple[Mapping[str, Any], ...] = ()
 
     def __init__(self, environment: str, *, instructions: str = "", **options: Any) -> None:
-        self.name, self.environment, self.options = f"gymnasium:{environment}", environment, options
+        self.name = f"gymnasium:{environment}"
+        self.environment = environment
+        self.options = options
         try:
             probe = self.make()
         except gymnasium.error.Error as error:
             raise ConfigError(f"task.env {self.name!r} cannot be made: {error}") from error
-        if not isinstance(probe.observation_space, Text) and "ansi" in probe.metadata.get(
-            "render_modes", ()
-        ):
+        render_modes = probe.metadata.get("render_modes", ())
+        if not isinstance(probe.observation_space, Text) and "ansi" in render_modes:
             self.options = {"render_mode": "ansi", **options}
         match probe.action_space:
             case Text():
-                told = ""
+                default = ""
             case Discrete(n=n, start=start):
-                told = f"Answer with the number of your action, {start} to {start + n - 1}."
+                default = f"Answer with the number of your action, {start} to {start + n - 1}."
             case other:
                 raise ConfigError(
                     f"{self.name} takes actions of {other}; only Text and Discrete are supported"
                 )
         probe.close()
-        self.instructions = instructions or told
+        self.instructions = instructions or default
 
     def make(self) -> gymnasium.Env[Any, Any]:
         return gymnasium.make(self.environment, **self.options)
@@ -58,28 +59,27 @@ class GymnasiumTasks(NumberedTasks):
         return GymnasiumEnv(self, self.seed_of(task))
 
 
-class GymnasiumEnv:
+class GymnasiumEnv(SingleUse):
     """One episode. Its reward is the sum of the rewards of its steps."""
 
     def __init__(self, tasks: GymnasiumTasks, seed: int) -> None:
-        self._env, self._seed, self._instructions = tasks.make(), seed, tasks.instructions
-        self._state = "new"
-        self._total, self._refused = 0.0, 0
+        self._env = tasks.make()
+        self._seed = seed
+        self._instructions = tasks.instructions
+        self._total = 0.0
+        self._num_invalid = 0
 
     async def begin(self) -> Turn:
-        if self._state != "new":
-            raise EnvError("an episode begins once; make a new environment")
-        self._state = "open"
-        first = self._seen(self._env.reset(seed=self._seed)[0])
+        self._open()
+        observation = self._text(self._env.reset(seed=self._seed)[0])
         system = (Message("system", self._instructions),) if self._instructions else ()
-        return Turn((*system, Message("user", first)))
+        return Turn((*system, Message("user", observation)))
 
     async def step(self, reply: Message) -> Turn:
-        if self._state != "open":
-            raise EnvError(f"step() in an episode that is {self._state}")
+        self._check_open()
         action = self._action(reply.content)
         if action is None:
-            self._refused += 1
+            self._num_invalid += 1
             return Turn(
                 (Message("user", f"That is no action. {self._instructions}".strip()),),
                 facts=self._facts(),
@@ -87,7 +87,7 @@ class GymnasiumEnv:
         observation, reward, terminated, truncated, _ = self._env.step(action)
         self._total += float(reward)
         if not (terminated or truncated):
-            return Turn((Message("user", self._seen(observation)),), facts=self._facts())
+            return Turn((Message("user", self._text(observation)),), facts=self._facts())
         self._state = "over"
         self._env.close()
         return Turn(
@@ -106,16 +106,16 @@ class GymnasiumEnv:
         space = self._env.action_space
         action: Any = text
         if isinstance(space, Discrete):
-            numbers = _WHOLE.findall(text)
+            numbers = _INTEGER.findall(text)
             action = space.dtype.type(numbers[-1]) if numbers else None
         return action if action is not None and space.contains(action) else None
 
-    def _seen(self, observation: Any) -> str:
-        drawn = self._env.render() if self._env.render_mode == "ansi" else observation
-        return _COLOURED.sub(r"[\1]", str(drawn)).strip() or "(nothing)"
+    def _text(self, observation: Any) -> str:
+        shown = self._env.render() if self._env.render_mode == "ansi" else observation
+        return _COLOURED_TEXT.sub(r"[\1]", str(shown)).strip() or "(nothing)"
 
     def _facts(self) -> Mapping[str, float]:
-        return MappingProxyType({"refused": float(self._refused)})
+        return MappingProxyType({"refused": float(self._num_invalid)})
 
 
 TASKSET = GymnasiumTasks

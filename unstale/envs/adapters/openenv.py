@@ -1,7 +1,8 @@
 """Environments of a running OpenEnv server: `--task.env openenv:http://127.0.0.1:8000`.
 
-A reply becomes an action of the server's schema: the whole reply if the schema has one text field,
-else the arguments of a tool call. An MCP environment brings its own tools.
+Each reply is converted to an action of the server's schema. If the schema has a single text field,
+the whole reply is its value; otherwise the arguments of a tool call are the fields. The tools of an
+MCP environment are used as they are.
 """
 
 import json
@@ -14,7 +15,7 @@ from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
 
 from unstale.config import ConfigError, install
-from unstale.envs import EnvError, Message, NumberedTasks, ToolCall, Turn
+from unstale.envs import EnvError, Message, NumberedTasks, SingleUse, ToolCall, Turn
 from unstale.records import Task
 
 ACT = "act"
@@ -22,21 +23,24 @@ ACT = "act"
 
 _WAIT_S = 10.0
 _REFUSED = "(code: VALIDATION_ERROR)"
-_UNSEEN = frozenset({"done", "metadata", "reward"})
+_HIDDEN = frozenset({"done", "metadata", "reward"})
 
 
 class OpenEnvTasks(NumberedTasks):
     """Episodes on one server, each in its own session. Training and held-out seeds differ.
 
-    The server must allow one session per concurrent episode (`max_concurrent_envs`). `options` go to
-    every `reset`, with the seed. `timeout_s` is for one answer.
+    The server must allow one session per concurrent episode (`max_concurrent_envs`). `options` and
+    the seed are passed to every `reset`. `timeout_s` limits each answer of the server.
     """
 
     def __init__(
         self, url: str, *, instructions: str = "", timeout_s: float = 60.0, **options: Any
     ) -> None:
-        self.name, self.url, self.options = f"openenv:{url}", url, options
-        self.instructions, self.timeout_s = instructions, timeout_s
+        self.name = f"openenv:{url}"
+        self.url = url
+        self.options = options
+        self.instructions = instructions
+        self.timeout_s = timeout_s
         try:
             self.session = connection_class()
         except ModuleNotFoundError as error:
@@ -52,14 +56,12 @@ class OpenEnvTasks(NumberedTasks):
         self.field = "" if self.mcp else only_text(schema)
         self.tools: tuple[Mapping[str, Any], ...] = ()
         if not self.field:
-            told = self.mcp or [
-                {
-                    "name": ACT,
-                    "description": schema.get("description", ""),
-                    "inputSchema": plain(schema),
-                }
-            ]
-            self.tools = tuple(as_tool(tool) for tool in told)
+            act = {
+                "name": ACT,
+                "description": schema.get("description", ""),
+                "inputSchema": plain(schema),
+            }
+            self.tools = tuple(as_tool(tool) for tool in self.mcp or [act])
 
     def _ask(self, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -73,11 +75,10 @@ class OpenEnvTasks(NumberedTasks):
 
 
 def plain(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of an action without fields that are not the policy's."""
-    fields = {
-        name: field for name, field in schema.get("properties", {}).items() if name not in _UNSEEN
-    }
-    return {**schema, "properties": fields}
+    """Return the schema of an action without the fields that the server fills in."""
+    fields = schema.get("properties", {})
+    visible = {name: field for name, field in fields.items() if name not in _HIDDEN}
+    return {**schema, "properties": visible}
 
 
 def only_text(schema: Mapping[str, Any]) -> str:
@@ -89,24 +90,22 @@ def only_text(schema: Mapping[str, Any]) -> str:
     ''
     """
     fields = plain(schema)["properties"]
-    ((name, field),) = fields.items() if len(fields) == 1 else [("", {})]
-    free = (
-        field.get("type") == "string" and not {"enum", "const", "pattern", "format"} & field.keys()
-    )
-    return name if free else ""
+    if len(fields) != 1:
+        return ""
+    ((name, field),) = fields.items()
+    is_limited = not {"enum", "const", "pattern", "format"}.isdisjoint(field)
+    return name if field.get("type") == "string" and not is_limited else ""
 
 
 def as_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Return a tool of MCP or OpenEnv in the format of chat templates."""
-    parameters = (
-        tool.get("inputSchema") or tool.get("input_schema") or {"type": "object", "properties": {}}
-    )
-    told = {
+    schema = tool.get("inputSchema") or tool.get("input_schema")
+    function = {
         "name": tool["name"],
         "description": tool.get("description") or "",
-        "parameters": parameters,
+        "parameters": schema or {"type": "object", "properties": {}},
     }
-    return {"type": "function", "function": told}
+    return {"type": "function", "function": function}
 
 
 def seen(observation: Mapping[str, Any]) -> str:
@@ -118,87 +117,85 @@ def seen(observation: Mapping[str, Any]) -> str:
     '{"board": [0, 1]}'
     """
     if "tool_name" in observation and "result" in observation:
-        error, result = observation.get("error"), observation["result"]
-        if error:
+        if error := observation.get("error"):
             return f"Error: {error.get('message', error)}"
-        told = result.get("data", result) if isinstance(result, dict) else result
-        return told if isinstance(told, str) else json.dumps(told)
-    told = {
+        result = observation["result"]
+        data = result.get("data", result) if isinstance(result, dict) else result
+        return data if isinstance(data, str) else json.dumps(data)
+    fields = {
         name: value
         for name, value in observation.items()
-        if name not in _UNSEEN and value not in (None, "", [], {})
+        if name not in _HIDDEN and value not in (None, "", [], {})
     }
-    texts = list(told.values())
-    return texts[0] if len(texts) == 1 and isinstance(texts[0], str) else json.dumps(told)
+    values = list(fields.values())
+    return values[0] if len(values) == 1 and isinstance(values[0], str) else json.dumps(fields)
 
 
-class OpenEnv:
+class OpenEnv(SingleUse):
     """One episode. Its reward is the sum of the rewards of its steps."""
 
     def __init__(self, tasks: OpenEnvTasks, seed: int) -> None:
-        self._tasks, self._seed = tasks, seed
-        self._state, self._total = "new", 0.0
+        self._tasks = tasks
+        self._seed = seed
+        self._total = 0.0
         self._session = tasks.session(
             tasks.url, connect_timeout_s=_WAIT_S, message_timeout_s=tasks.timeout_s
         )
 
     async def begin(self) -> Turn:
-        if self._state != "new":
-            raise EnvError("an episode begins once; make a new environment")
-        self._state = "open"
+        self._open()
         with self._env_errors():
-            found = await self._session.reset(seed=self._seed, **self._tasks.options)
-        if found.done:
-            raise EnvError(f"{self._tasks.url} has nothing to do after reset(seed={self._seed})")
-        told = self._tasks.instructions
-        return Turn(
-            (
-                *((Message("system", told),) if told else ()),
-                Message("user", seen(found.observation)),
-            )
-        )
+            result = await self._session.reset(seed=self._seed, **self._tasks.options)
+        if result.done:
+            raise EnvError(f"{self._tasks.url} ends the episode at reset(seed={self._seed})")
+        opening = [Message("user", seen(result.observation))]
+        if self._tasks.instructions:
+            opening.insert(0, Message("system", self._tasks.instructions))
+        return Turn(tuple(opening))
 
     async def step(self, reply: Message) -> Turn:
-        if self._state != "open":
-            raise EnvError(f"step() in an episode that is {self._state}")
+        self._check_open()
         if self._tasks.field:
             text = reply.content.rpartition("</think>")[2].strip()
-            done, said = await self._act({self._tasks.field: text})
-            return self._turn([Message("user", said)], done)
+            done, observation = await self._act({self._tasks.field: text})
+            return self._turn([Message("user", observation)], done)
         if not reply.tool_calls:
             return self._turn([Message("user", "Act with a tool call.")], False)
         answers = []
         for call in reply.tool_calls:
-            done, said = await self._call(call)
-            answers.append(Message("tool", said))
+            done, observation = await self._call(call)
+            answers.append(Message("tool", observation))
             if done:
                 return self._turn([], True)
         return self._turn(answers, False)
 
     async def _call(self, call: ToolCall) -> tuple[bool, str]:
         names = [tool["function"]["name"] for tool in self._tasks.tools]
-        if call.error or call.name not in names:
-            return False, "Error: " + (
-                call.error or f"there is no tool {call.name}, only {', '.join(names)}"
-            )
+        if call.error:
+            return False, f"Error: {call.error}"
+        if call.name not in names:
+            return False, f"Error: there is no tool {call.name}, only {', '.join(names)}"
         arguments = dict(call.arguments)
         if self._tasks.mcp:
             arguments = {"type": "call_tool", "tool_name": call.name, "arguments": arguments}
         return await self._act(arguments)
 
     async def _act(self, action: Mapping[str, Any]) -> tuple[bool, str]:
-        """Return if the episode is over, and the observation. An invalid action is the policy's fault."""
+        """Return if the episode is over, and the observation.
+
+        An invalid action is not an error of the environment: the policy receives a message.
+        """
         try:
             with self._env_errors():
-                found = await self._session.step(dict(action))
+                result = await self._session.step(dict(action))
         except EnvError as error:
             if _REFUSED in str(error):
                 return False, f"Error: {error.__cause__}"
             raise
-        self._total += float(found.reward or 0.0)
+        self._total += float(result.reward or 0.0)
         if not math.isfinite(self._total):
-            raise EnvError(f"{self._tasks.url} gave {found.reward} as a reward")
-        return bool(found.done), seen(found.observation)
+            raise EnvError(f"{self._tasks.url} gave {result.reward} as a reward")
+        return bool(result.done), seen(result.observation)
 
     def _turn(self, messages: list[Message], done: bool) -> Turn:
         if not done:
@@ -227,7 +224,7 @@ def connection_class() -> Any:
     from websockets.exceptions import WebSocketException
 
     class Connection(GenericEnvClient):
-        """A connection that is not made again after a loss: its environment is lost too."""
+        """A connection that is not renewed after a loss, because its environment is lost too."""
 
         _begun = False
 

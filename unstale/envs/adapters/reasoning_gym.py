@@ -1,7 +1,7 @@
 """The puzzles of reasoning-gym, one reply each: `--task.env reasoning-gym:countdown`.
 
-Some scorers evaluate the answer as Python or sympy code. For these an answer must consist of numbers,
-words, lists and formulas, and the scorer runs in the sandbox with a time limit.
+Some scorers evaluate the answer as Python or sympy code. Such a scorer runs in the sandbox with a
+time limit, and receives only answers of numbers, words, lists and formulas.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
 
 from unstale.config import ConfigError, nearest
-from unstale.envs import EnvError, Message, NumberedTasks, Turn, sandbox
+from unstale.envs import EnvError, Message, NumberedTasks, SingleUse, Turn, sandbox
 from unstale.records import Task
 
 UNSTEADY = ("isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder")
@@ -31,7 +31,7 @@ MAX_EVALUATED = 500
 
 _EVALUATES = re.compile(r"\b(eval|exec|parse_expr|sympify)\(")
 _NAMES = "sin|cos|tan|asin|acos|atan|sinh|cosh|tanh|exp|log|ln|sqrt|Abs|pi|[A-Za-z]"
-# Neither can call anything but these functions, name an attribute or hold text that is evaluated again.
+# Neither pattern allows other functions, attributes, or text that would be evaluated again.
 _LIST = re.compile(r"(?:\d++(?:\.\d++)?|[A-Za-z_\s,'\"\[\]-])*+", re.ASCII)
 _FORMULA = re.compile(
     rf"(?:\d++(?:\.\d++)?|(?<![A-Za-z])(?:{_NAMES})(?![A-Za-z])|[\s+\-*/^()])*+", re.ASCII
@@ -40,13 +40,15 @@ _FORMULA = re.compile(
 _SCORE = """
 import json, sys
 import reasoning_gym
-asked = json.load(sys.stdin)
-dataset = reasoning_gym.create_dataset(asked["name"], seed=asked["seed"], size=1, **asked["config"])
+request = json.load(sys.stdin)
+dataset = reasoning_gym.create_dataset(
+    request["name"], seed=request["seed"], size=1, **request["config"]
+)
 entry = dataset[0]
-if entry["question"] != asked["question"]:
+if entry["question"] != request["question"]:
     sys.exit("the puzzle is another one in the sandbox")
 try:
-    score = float(dataset.score_answer(asked["answer"], entry))
+    score = float(dataset.score_answer(request["answer"], entry))
 except Exception:
     score = 0.0
 sys.stdout.write(repr(score))
@@ -67,44 +69,42 @@ class ReasoningGymTasks(NumberedTasks):
             raise ConfigError(
                 f"the puzzles of {dataset} differ from process to process; set PYTHONHASHSEED=0"
             )
-        self.dataset, self.config = dataset, config
+        self.dataset = dataset
+        self.config = config
         self.name = f"reasoning-gym:{dataset}"
-        scorer = type(self.posed(0)).score_answer
-        own = scorer is not ProceduralDataset.score_answer
-        self.evaluates = own and bool(_EVALUATES.search(inspect.getsource(scorer)))
+        scorer = type(self.puzzle(0)).score_answer
+        is_default = scorer is ProceduralDataset.score_answer
+        self.evaluates = not is_default and bool(_EVALUATES.search(inspect.getsource(scorer)))
 
-    def posed(self, seed: int) -> ProceduralDataset:
+    def puzzle(self, seed: int) -> ProceduralDataset:
         """Return a data set of one puzzle."""
-        made: ProceduralDataset = reasoning_gym.create_dataset(
+        dataset: ProceduralDataset = reasoning_gym.create_dataset(
             self.dataset, seed=seed, size=1, **self.config
         )
-        return made
+        return dataset
 
     def env(self, task: Task, seed: int) -> "PuzzleEnv":
         """Randomness comes from the task alone, not from `seed`."""
         return PuzzleEnv(self, self.seed_of(task))
 
 
-class PuzzleEnv:
+class PuzzleEnv(SingleUse):
     """One question and one reply. The text in the last `<answer>` tags is scored from 0 to 1."""
 
     def __init__(self, tasks: ReasoningGymTasks, seed: int) -> None:
-        self._tasks, self._seed = tasks, seed
-        self._dataset = tasks.posed(seed)
+        self._tasks = tasks
+        self._seed = seed
+        self._dataset = tasks.puzzle(seed)
         self._entry = self._dataset[0]
-        self._state = "new"
 
     async def begin(self) -> Turn:
-        if self._state != "new":
-            raise EnvError("an episode begins once; make a new environment")
-        self._state = "open"
+        self._open()
         return Turn(
             (Message("system", SYSTEM_PROMPTS["simple"]), Message("user", self._entry["question"]))
         )
 
     async def step(self, reply: Message) -> Turn:
-        if self._state != "open":
-            raise EnvError(f"step() in an episode that is {self._state}")
+        self._check_open()
         self._state = "over"
         answer = extract_answer(reply.content)
         score = 0.0 if answer is None else await self._score(answer)
@@ -124,19 +124,19 @@ class PuzzleEnv:
                 ValueError,
             ):
                 return 0.0  # some scorers fail on malformed answers
-        if len(answer) > MAX_EVALUATED or not (
-            _LIST.fullmatch(answer) or _FORMULA.fullmatch(answer)
-        ):
+        is_allowed = _LIST.fullmatch(answer) or _FORMULA.fullmatch(answer)
+        if len(answer) > MAX_EVALUATED or not is_allowed:
             return 0.0
-        asked = {
+        request = {
             "name": self._tasks.dataset,
             "config": self._tasks.config,
             "seed": self._seed,
             "answer": answer,
+            "question": self._entry["question"],
         }
         done = await sandbox.run(
             [sys.executable, "-s", "-c", _SCORE],
-            stdin=json.dumps(asked | {"question": self._entry["question"]}),
+            stdin=json.dumps(request),
             limits=LIMITS,
         )
         if done.ended == "timeout":

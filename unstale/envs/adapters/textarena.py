@@ -1,6 +1,6 @@
 """Games of TextArena for one player: `--task.env textarena:GuessTheNumber-v0`.
 
-Games draw from Python's global random generator. Each episode has its own state of it, so that
+Games use Python's global random generator. Each episode saves and restores its state, so that
 concurrent episodes do not affect each other. Moves run in the event loop.
 """
 
@@ -14,7 +14,7 @@ import textarena
 from textarena.envs.registration import ENV_REGISTRY
 
 from unstale.config import ConfigError, nearest
-from unstale.envs import EnvError, Message, NumberedTasks, Turn
+from unstale.envs import Message, NumberedTasks, SingleUse, Turn
 from unstale.records import Task
 
 
@@ -26,7 +26,9 @@ class TextArenaTasks(NumberedTasks):
     def __init__(self, game: str, **options: Any) -> None:
         if game not in ENV_REGISTRY:
             raise ConfigError(f"textarena has no {game!r}{nearest(game, sorted(ENV_REGISTRY))}")
-        self.name, self.game, self.options = f"textarena:{game}", game, options
+        self.name = f"textarena:{game}"
+        self.game = game
+        self.options = options
         try:
             GameEnv(self, 0).reset()
         except (
@@ -48,36 +50,33 @@ class TextArenaTasks(NumberedTasks):
         return GameEnv(self, self.seed_of(task))
 
 
-class GameEnv:
+class GameEnv(SingleUse):
     """One game. Its reward is the game's."""
 
     def __init__(self, tasks: TextArenaTasks, seed: int) -> None:
-        self._tasks, self._seed = tasks, seed
+        self._tasks = tasks
+        self._seed = seed
         self._random = random.Random(seed).getstate()
-        self._state = "new"
 
     def reset(self) -> str:
         """Start the game and return the first observation."""
-        with self._own_random():
+        with self._episode_random():
             self._game = textarena.make(self._tasks.game, **self._tasks.options)
             self._game.reset(num_players=1, seed=self._seed)
             if not isinstance(self._game.state, textarena.SinglePlayerState):
                 raise ValueError(f"it is played with a {type(self._game.state).__name__}")
-            return self._seen()
+            return self._observation()
 
     async def begin(self) -> Turn:
-        if self._state != "new":
-            raise EnvError("an episode begins once; make a new environment")
-        self._state = "open"
+        self._open()
         return Turn((Message("user", self.reset()),))
 
     async def step(self, reply: Message) -> Turn:
-        if self._state != "open":
-            raise EnvError(f"step() in an episode that is {self._state}")
-        with self._own_random():
+        self._check_open()
+        with self._episode_random():
             done, _ = self._game.step(reply.content)
             if not done:
-                return Turn((Message("user", self._seen()),))
+                return Turn((Message("user", self._observation()),))
             rewards, info = self._game.close()
         self._state = "over"
         facts = MappingProxyType({"invalid_move": float(info[0]["invalid_move"])})
@@ -85,12 +84,12 @@ class GameEnv:
             (), done=True, rewards=MappingProxyType({"game": float(rewards[0])}), facts=facts
         )
 
-    def _seen(self) -> str:
+    def _observation(self) -> str:
         _, observation = self._game.get_observation()
         return str(observation).strip() or "(nothing)"
 
     @contextmanager
-    def _own_random(self) -> Iterator[None]:
+    def _episode_random(self) -> Iterator[None]:
         outside = random.getstate()
         random.setstate(self._random)
         try:

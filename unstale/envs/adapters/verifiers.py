@@ -1,7 +1,7 @@
 """Task sets of verifiers: `--task.env verifiers:my-taskset` (`verifiers.v1`, version 0.4).
 
-verifiers runs the episode with its task set, harness (an agent program) and runtime. Its model is the
-recording endpoint, so its agents are trained like any `ExternalAgent`.
+verifiers runs the episode: its task set, its harness (an agent program) and its runtime. The model
+it calls is the recording endpoint, so its agents are trained like any `ExternalAgent`.
 """
 
 import itertools
@@ -29,44 +29,47 @@ class VerifiersTasks(ExternalAgent):
     """
 
     def __init__(
-        self, taskset: str, *, held_out: int | None = None, limit: int = 10_000, env: Mapping[str, Any] | None = None,
+        self,
+        taskset: str,
+        *,
+        held_out: int | None = None,
+        limit: int = 10_000,
+        env: Mapping[str, Any] | None = None,
         **limits: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         name = f"verifiers:{taskset}"
-        given = {"interception": {"type": "server"}, **(env or {})}
-        given["taskset"] = {**given.get("taskset", {}), "id": taskset}
+        section = {"interception": {"type": "server"}, **(env or {})}
+        section["taskset"] = {**section.get("taskset", {}), "id": taskset}
         try:
             if not env or "agent" not in env:
-                own = vf.default_harness_id(taskset)
-                harness = (
-                    "null" if own == "bash" else own
-                )  # bash is what verifiers takes when a task set brings none
-                given["agent"] = {"harness": {"id": harness}, "runtime": {"type": "subprocess"}}
+                harness = vf.default_harness_id(taskset)
+                if harness == "bash":  # the default of a task set without a harness
+                    harness = "null"
+                section["agent"] = {"harness": {"id": harness}, "runtime": {"type": "subprocess"}}
                 if vf.load_harness(vf.harness_config_type(harness)(id=harness)).EXECUTES_CODE:
                     raise ConfigError(
-                        f"{name} runs what the policy writes; give it a container: env={{'agent': ...}}"
+                        f"{name} runs code of the policy; give it a container: env={{'agent': ...}}"
                     )
-            self._config = vf.resolve_env_config(given)
+            self._config = vf.resolve_env_config(section)
             tasks = list(itertools.islice(vf.load_environment(self._config).taskset, limit))
         except (AttributeError, ImportError, TypeError, ValidationError, ValueError) as error:
             raise ConfigError(f"task.env {name!r} cannot be made: {error}") from error
-        if self._config.model_dump_json().find('"type":"subprocess"') >= 0 and not shutil.which(
-            "uv"
-        ):
+        needs_uv = '"type":"subprocess"' in self._config.model_dump_json()
+        if needs_uv and not shutil.which("uv"):
             raise ConfigError(
                 f"{name} starts its harness with uv, which is not on the PATH: pip install uv"
             )
-        kept = len(tasks) // 5 if held_out is None else held_out
-        if not 0 <= kept < len(tasks):
+        held = len(tasks) // 5 if held_out is None else held_out
+        if not 0 <= held < len(tasks):
             raise ConfigError(
-                f"{name} has {len(tasks)} tasks; {kept} are to be held out, and one has to be left"
+                f"held_out must be below the {len(tasks)} tasks of {name}, got {held}"
             )
-        super().__init__(self._episode, tasks[kept:], held_out=tasks[:kept], name=name, **limits)
+        super().__init__(self._episode, tasks[held:], held_out=tasks[:held], name=name, **limits)
 
     async def _episode(
         self, base_url: str, task: vf.Task, seed: int, api_key: str
     ) -> Mapping[str, float]:
-        """Run one episode in an environment of its own, which closes its connections."""
+        """Run one episode in a new environment, so that its connections are closed at the end."""
         os.environ[KEY] = api_key
         context = vf.ModelContext(
             model="policy", client=vf.EvalClientConfig(base_url=base_url, api_key_var=KEY)
@@ -74,13 +77,12 @@ class VerifiersTasks(ExternalAgent):
         env = vf.load_environment(self._config)
         async with env.serving():
             episode = await env.run_episode(task, context)
-        failed = [error for one in (episode, *episode.traces) for error in one.errors]
+        errors = list(episode.errors)
+        for trace in episode.traces:
+            errors += trace.errors
         if not episode.ok:
-            raise EnvError(
-                f"{failed[-1].type}: {failed[-1].message}"
-                if failed
-                else "the episode is not complete"
-            )
+            message = f"{errors[-1].type}: {errors[-1].message}" if errors else "it is not complete"
+            raise EnvError(f"the episode failed: {message}")
         return {
             name if len(episode.traces) == 1 else f"{trace.agent.name}/{name}": reward.value
             for trace in episode.traces

@@ -34,7 +34,7 @@ from typing import Any, Literal
 
 from unstale.config import TaskConfig
 from unstale.config.checks import NonNegative
-from unstale.envs import EnvError, Message, ToolCall, Turn
+from unstale.envs import Message, SingleUse, ToolCall, Turn
 from unstale.envs.registry import EnvSpec
 from unstale.envs.retail.customer import Customer
 from unstale.envs.retail.database import Desk, DeskError
@@ -53,7 +53,7 @@ policy in the prompt. 3: also identification by email, and sometimes a second re
 
 
 class RetailTasks:
-    """Tasks of the help desk. Tool calls have a log-normal latency with mean `latency_s` seconds."""
+    """Tasks of the help desk. Tool calls have log-normal latencies with mean `latency_s`."""
 
     name = "retail"
 
@@ -66,7 +66,9 @@ class RetailTasks:
             raise ValueError(
                 f"latency_s and latency_sigma must be >= 0, got {latency_s} and {latency_sigma}"
             )
-        self.level, self.latency_s, self.latency_sigma = level, latency_s, latency_sigma
+        self.level = level
+        self.latency_s = latency_s
+        self.latency_sigma = latency_sigma
         names = [name for name in ARGUMENTS if level > 2 or name != "find_user"]
         self.tools: tuple[Mapping[str, Any], ...] = tuple(schema(name) for name in names)
 
@@ -93,7 +95,9 @@ class _Latency:
     """A log-normal delay with a given mean."""
 
     def __init__(self, mean_s: float, sigma: float, random: Random | None) -> None:
-        self._mean_s, self._sigma, self._random = mean_s, sigma, random
+        self._mean_s = mean_s
+        self._sigma = sigma
+        self._random = random
 
     async def wait(self, *, replaying: bool) -> None:
         if self._random is None:
@@ -103,33 +107,28 @@ class _Latency:
             await asyncio.sleep(seconds)
 
 
-class RetailEnv:
+class RetailEnv(SingleUse):
     """One episode at the desk."""
 
     def __init__(self, scenario: Scenario, latency: _Latency) -> None:
         self.replaying = False
-        self._scenario, self._latency = scenario, latency
+        self._scenario = scenario
+        self._latency = latency
         self._desk = scenario.desk.copy()
         self._customer = Customer(scenario)
-        self._state = "new"
         self._counts = {"turns": 0, "tool_calls": 0, "tool_errors": 0}
 
     async def begin(self) -> Turn:
-        if self._state != "new":
-            raise EnvError("an episode begins once; make a new environment")
-        self._state = "open"
+        self._open()
         system = Message("system", system_text(self._scenario.level))
         return Turn((system, Message("user", self._customer.opening())))
 
     async def step(self, reply: Message) -> Turn:
-        if self._state != "open":
-            raise EnvError(f"step() in an episode that is {self._state}")
+        self._check_open()
         self._counts["turns"] += 1
         if not reply.tool_calls:
-            said = Message(
-                "user", self._customer.answer(reply.content, writes=len(self._desk.writes))
-            )
-            return self._turn((said,), done=self._customer.gone)
+            text = self._customer.answer(reply.content, writes=len(self._desk.writes))
+            return self._turn((Message("user", text),), done=self._customer.gone)
         answers = []
         for call in reply.tool_calls:
             await self._latency.wait(replaying=self.replaying)
@@ -190,6 +189,20 @@ ENV = EnvSpec("retail", _make, RetailConfig)
 
 
 __all__ = [
-    "KINDS", "LEVELS", "NO_FAULTS", "Customer", "Desk", "DeskError", "Faults", "RetailConfig", "RetailEnv", "RetailTasks", "Scenario",
-    "call_tool", "correct_call", "expert_replies", "scenario", "system_text",
-]  # fmt: skip
+    "KINDS",
+    "LEVELS",
+    "NO_FAULTS",
+    "Customer",
+    "Desk",
+    "DeskError",
+    "Faults",
+    "RetailConfig",
+    "RetailEnv",
+    "RetailTasks",
+    "Scenario",
+    "call_tool",
+    "correct_call",
+    "expert_replies",
+    "scenario",
+    "system_text",
+]

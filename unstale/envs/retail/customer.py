@@ -16,8 +16,8 @@ class Customer:
         self._scenario = scenario
         self._free = scenario.level > 1
         self._current = 0
-        self._told: set[str] = set()
-        self._lost = 0
+        self._answered: set[str] = set()
+        self._unhelpful = 0
         self.gone = False
 
     def opening(self) -> str:
@@ -26,45 +26,46 @@ class Customer:
 
     def answer(self, text: str, *, writes: int) -> str:
         """Answer the agent. `writes` is the number of changes that the agent has made."""
-        asked = self._asked(text)
-        if asked:
-            return self._tell(asked)
+        if kind := self._kind_of_question(text):
+            return self._answer_question(kind)
         if "?" in text:
-            return self._lose("I do not know.")
+            return self._count_unhelpful("I do not know.")
         if writes > self._current:
             if writes > self._current + 1 or self._current + 1 == len(self._scenario.requests):
                 return self._leave("Thanks, bye.")
             self._current += 1
-            self._told &= {"email"}
+            self._answered &= {"email"}
             return "Thanks. One more thing. " + self.opening()
-        return self._lose("Please help me.")
+        return self._count_unhelpful("Please help me.")
 
-    def _asked(self, text: str) -> str:
-        """Return the kind of fact that a question asks for, one not given yet if possible; or ""."""
+    def _kind_of_question(self, text: str) -> str:
+        """Return the kind of fact that the text asks for, or "". Prefers one not yet answered."""
         text = text.lower()
-        known = self._scenario.told(self._scenario.requests[self._current])
-        asked = [
+        known = self._scenario.known_facts(self._scenario.requests[self._current])
+        kinds = [
             kind
             for kind, words in HEARD.items()
             if kind in known and any(word in text for word in words)
         ]
         if "?" not in text:
             return ""
-        return next((kind for kind in asked if kind not in self._told), asked[0] if asked else "")
+        return next(
+            (kind for kind in kinds if kind not in self._answered), kinds[0] if kinds else ""
+        )
 
-    def _tell(self, kind: str) -> str:
-        if kind in self._told:
-            self._lost += 1
-            if self._lost >= PATIENCE:
+    def _answer_question(self, kind: str) -> str:
+        if kind in self._answered:
+            self._unhelpful += 1
+            if self._unhelpful >= PATIENCE:
                 return self._leave("I have told you. Bye.")
-        self._told.add(kind)
+        self._answered.add(kind)
         answers = FREE_ANSWERS if self._free else TERSE_ANSWERS
-        known = self._scenario.told(self._scenario.requests[self._current])[kind]
+        known = self._scenario.known_facts(self._scenario.requests[self._current])[kind]
         return self._random(kind).choice(answers[kind]).format(known)
 
-    def _lose(self, text: str) -> str:
-        self._lost += 1
-        return self._leave("Bye.") if self._lost >= PATIENCE else text
+    def _count_unhelpful(self, text: str) -> str:
+        self._unhelpful += 1
+        return self._leave("Bye.") if self._unhelpful >= PATIENCE else text
 
     def _leave(self, text: str) -> str:
         self.gone = True

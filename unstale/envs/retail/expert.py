@@ -107,12 +107,13 @@ class _Decision:
         if terms == "final" and not self.errs("final"):
             return self._refuse("final")
         if terms == "sale" and not self.errs("sale"):
-            asked, payment = [], next(p.id for p in payments if p.kind == "gift")
+            questions = []
+            payment = next(p.id for p in payments if p.kind == "gift")
         else:
-            asked = [_ask("payment")]
+            questions = [_ask("payment")]
             payment = payments[0].id if self.errs("payment") else self.request.payment
         arguments = {"order_id": self.order.id, "item_id": item, "payment_id": payment}
-        return [*asked, _call(("return_item", arguments)), _say("Done.")]
+        return [*questions, _call(("return_item", arguments)), _say("Done.")]
 
     def _exchange(self, item: str) -> list[Message]:
         desk = self.scenario.desk
@@ -120,11 +121,11 @@ class _Decision:
         colour = desk.items[self.request.new_item].colour
         wanted = [other for other in variants if other.colour == colour]
         chosen = variants[0] if not wanted or self.errs("variant") else wanted[0]
-        looked = [_call(("list_variants", {"item_id": item})), _ask("colour")]
+        lookup = [_call(("list_variants", {"item_id": item})), _ask("colour")]
         if not chosen.in_stock:
-            return [*looked, *self._refuse("stock")]
+            return [*lookup, *self._refuse("stock")]
         arguments = {"order_id": self.order.id, "item_id": item, "new_item_id": chosen.id}
-        return [*looked, _call(("exchange_item", arguments)), _say("Done.")]
+        return [*lookup, _call(("exchange_item", arguments)), _say("Done.")]
 
     def _refuse(self, reason: str) -> list[Message]:
         return [_call(("refuse", {"order_id": self.order.id, "reason": reason})), _say("Sorry.")]

@@ -1,7 +1,7 @@
 """The records that tools return: short lines at level 1, JSON above.
 
 In short lines, names and numbers follow a space, and a number follows its name, as in calls and in
-the customer's answers. So each is one token everywhere. A mark (`sale`, `final`) precedes the name of
+the customer's answers. So each is always one token. A mark (`sale`, `final`) precedes the name of
 its item.
 """
 

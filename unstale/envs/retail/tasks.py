@@ -54,19 +54,19 @@ class Scenario:
     requests: tuple[CustomerRequest, ...]
     seed: int
 
-    def told(self, request: CustomerRequest) -> dict[str, str]:
+    def known_facts(self, request: CustomerRequest) -> dict[str, str]:
         """Return the customer's answers by kind: names of items and payments, numbers of others."""
-        told = {"email": self.user.email} if self.level > 2 else {}
-        told["order"] = request.order
+        facts = {"email": self.user.email} if self.level > 2 else {}
+        facts["order"] = request.order
         if request.item:
-            told["item"] = self.desk.items[request.item].name
+            facts["item"] = self.desk.items[request.item].name
         if request.payment:
-            told["payment"] = next(p.kind for p in self.user.payments if p.id == request.payment)
+            facts["payment"] = next(p.kind for p in self.user.payments if p.id == request.payment)
         if request.new_item:
-            told["colour"] = self.desk.items[request.new_item].colour
+            facts["colour"] = self.desk.items[request.new_item].colour
         if request.point:
-            told["point"] = request.point
-        return told
+            facts["point"] = request.point
+        return facts
 
     def goal(self) -> dict[str, Order]:
         """Return the orders after the correct calls."""
@@ -120,7 +120,8 @@ class _Numbers:
     """A generator of unused numbers, with two digits at level 1 and four above."""
 
     def __init__(self, random: Random, level: int) -> None:
-        self.random, self.used = random, set[str]()
+        self.random = random
+        self.used: set[str] = set()
         self.range = (10, 100) if level == 1 else (1000, 10000)
 
     def __call__(self) -> str:
@@ -139,9 +140,8 @@ def scenario(level: int, split: str, index: int) -> Scenario:
     )
     if "business" in kinds:
         kinds = ["business"]
-    kinds.sort(
-        key=lambda kind: kind == "redirect_shipped"
-    )  # a hand-over ends the episode, so it comes last
+    # A hand-over ends the episode, so it comes last.
+    kinds.sort(key=lambda kind: kind == "redirect_shipped")
     numbers = _Numbers(random, level)
     users = {user.id: user for user in _users(random, numbers, kinds)}
     items = {item.id: item for item in _stock(random, numbers, level)}

@@ -21,8 +21,8 @@ def call_tool(desk: Desk, name: str, arguments: Mapping[str, Any]) -> str:
         raise DeskError(
             f"{name} takes {', '.join(wanted)}; got {', '.join(map(str, arguments)) or 'nothing'}"
         )
-    given = {key: _read(key, value) for key, value in arguments.items()}
-    answer = TOOLS[name](desk, **given)
+    values = {key: _read(key, value) for key, value in arguments.items()}
+    answer = TOOLS[name](desk, **values)
     if name not in READS:
         desk.writes.append(name)
     return answer

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from unstale.envs import Message, ToolCall
+from unstale.envs.strict_json import refuse_constant
 from unstale.records import Piece, Sampled
 from unstale.rollout.endpoint.conversation import Call, HistoryMessage
 from unstale.rollout.endpoint.schemas import CHAT, COMPLETION, MESSAGES, Refused, require
@@ -46,7 +47,7 @@ class Choice:
 def load(data: bytes) -> dict[str, Any]:
     """Parse a request body. Raises `Refused`."""
     try:
-        body = json.loads(data, parse_constant=_refuse_constant)
+        body = json.loads(data, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise Refused(f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
     if not isinstance(body, dict):
@@ -129,16 +130,12 @@ def _read_message(record: Any, path: str) -> HistoryMessage:
 def _read_call(call: Any, path: str) -> ToolCall:
     function = call["function"]
     try:
-        arguments = json.loads(function["arguments"] or "{}", parse_constant=_refuse_constant)
+        arguments = json.loads(function["arguments"] or "{}", parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         raise Refused(f"{path}.function.arguments is not a JSON object", param=path)
     return ToolCall(function["name"], arguments)
-
-
-def _refuse_constant(word: str) -> float:
-    raise ValueError(f"{word} is no number")
 
 
 def message(answer: HistoryMessage, call_id: Callable[[int], str]) -> dict[str, Any]:

@@ -1,0 +1,16 @@
+"""Hooks of `json.loads` that refuse what standard JSON leaves open."""
+
+from typing import Any, NoReturn
+
+
+def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object's fields. Raises `ValueError` for a repeated name."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError("a name is given twice in one object")
+    return fields
+
+
+def refuse_constant(word: str) -> NoReturn:
+    """Raise `ValueError` for NaN and infinities, which Python's parser accepts."""
+    raise ValueError(f"{word} is no number")
