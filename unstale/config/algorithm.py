@@ -29,7 +29,7 @@ class AdvantageConfig(Section):
     selector: ClassVar[str] = "estimator"
 
     estimator: Annotated[str, ESTIMATORS] = "grpo"
-    """How rewards of the same task become advantages."""
+    """The conversion of rewards of the same task to advantages."""
     discount: Share = 1.0
     """`turn_level`: factor on the rewards of each later turn."""
     group_baseline: bool = True
@@ -60,7 +60,7 @@ class CorrectionConfig(Section):
     selector: ClassVar[str] = "control"
 
     control: Annotated[str, CONTROLS] = "mask_weight"
-    """What happens to tokens by their D."""
+    """The use of D: weight or drop tokens, or ignore it."""
     low: Share = 0.5
     """Lower end of the band on D."""
     high: Annotated[float, Range(1)] = 2.0

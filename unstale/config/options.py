@@ -100,7 +100,7 @@ class Option:
 
 @cache
 def sections() -> dict[str, Any]:
-    """Return the sections of `RunConfig` by name; the section "" has the options of the run itself."""
+    """Return the sections of `RunConfig` by name; "" has the options of the run itself."""
     types = option_types(RunConfig)
     classes = {name: kind for name, kind in types.items() if is_dataclass(kind)}
     return {"": RunConfig, **classes}
@@ -131,7 +131,7 @@ def _owner(section: type, field: str) -> type:
 
 
 def override(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration with other values of some options, given by name."""
+    """Return the configuration with other values of some options, by name."""
     changes: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         option = options()[name]

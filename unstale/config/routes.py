@@ -27,7 +27,7 @@ WHOLE_RATIO = "the whole ratio: numerics and learning in one"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a route needs of the loop, and what it costs."""
+    """The needs and costs of a route."""
 
     now: bool = False
     """`logps` reads `now`, which takes a forward pass of the current weights per batch."""
@@ -93,7 +93,7 @@ class _RouteNames:
 class OldLogpsConfig(Section):
     """The route to the trainer's log-probability at the sampling version. See docs/old-logps.md.
 
-    `OldLogpsConfig(route="ewma_prox", beta=0.75)` makes an instance of that route's own class.
+    `OldLogpsConfig(route="ewma_prox", beta=0.75)` makes an instance of that route's class.
     """
 
     route: Annotated[str, _RouteNames()] = "snapshot_old"
@@ -136,7 +136,7 @@ class OldLogpsConfig(Section):
 
     @property
     def exact(self) -> bool:
-        """True if every clean token gets the trainer's own log-probability at its version."""
+        """True if every clean token gets the trainer's log-probability at its version."""
         return False
 
     @property
@@ -308,7 +308,7 @@ def exact_routes() -> list[str]:
 def docs_table() -> str:
     """Return the table of routes in docs/old-logps.md."""
     lines = [
-        "| route | what stands for pi_old | exact | holds | costs | choose it |",
+        "| route | proxy for pi_old | exact | memory | costs | choose it |",
         "|---|---|---|---|---|---|",
     ]
     for name, spec in routes().items():

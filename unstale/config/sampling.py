@@ -49,7 +49,7 @@ def fast_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> Dtype:
 class TaskConfig(Section):
     """The tasks that the agent trains on.
 
-    An environment with options of its own has a subclass (`envs.registry.EnvSpec.options`).
+    An environment with additional options has a subclass (`envs.registry.EnvSpec.options`).
     """
 
     env: str

@@ -44,8 +44,8 @@ def require_full_support(params: SamplingParams) -> None:
     if params.top_p < 1 or params.top_k > 0:
         raise ValueError(
             f"top_p={params.top_p}, top_k={params.top_k} truncate the support: the trainer's "
-            "softmax has full support, so every importance ratio would be biased. Use top_p=1 and top_k=0; "
-            "any temperature is allowed"
+            "softmax has full support, so every importance ratio would be biased. "
+            "Use top_p=1 and top_k=0; any temperature is allowed"
         )
 
 

@@ -39,7 +39,7 @@ class _Member:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """How a pool restarts engines that died."""
+    """The options of restarts of engines that died."""
 
     weights: Callable[[int], Mapping[str, Tensor]] = lambda version: {}
     """Returns the full weights of a version, for every version before its `load`."""
@@ -81,7 +81,7 @@ class EnginePool:
         self.keep_cache = keep_cache
         self._version = -1
         self._running = False
-        """The state that every engine is brought to: its version, and whether it samples."""
+        """The state that every engine must reach: its version, and if it samples."""
         self._starts = 0
         self._restarts = 0
         self._reported_restarts = 0
@@ -250,7 +250,7 @@ class EnginePool:
         """Start an engine until it is in the pool's state. Raises `EngineDied` when no restart is
         left.
 
-        A task of its own, so that cancelling a request never cancels the restart.
+        It runs in a separate task, so that cancelling a request never cancels the restart.
         """
         while not member.up:
             self._count_restart(member, died)

@@ -29,7 +29,7 @@ class EngineOptions:
     deltas: bool = False
     """Load weights as deltas."""
     merging: Merging | None = None
-    """How to merge adapters, where the updates are adapters."""
+    """The merging of adapters, if updates are adapters."""
     lockstep: bool = False
     """Run step by step with the event loop, for deterministic runs. Embedded engine only."""
 

@@ -42,7 +42,7 @@ _PROBE_PARAMS = SamplingParams(max_tokens=32, stop_tokens=(), temperature=1.25)
 """Not temperature 1, where log-probabilities that leave the temperature out would pass."""
 _PROBE_PROMPT = 32
 _MIN_LOGP = -9999.0
-"""What vLLM sends for a token without a log-probability."""
+"""The value that vLLM sends for a token without a log-probability."""
 _MAX_LOGP = 1e-3
 """Log-probabilities up to this far above 0 are float noise."""
 _STOPS: dict[str, ReplyStop] = {"stop": "stop", "length": "length", "abort": "interrupted"}
@@ -64,7 +64,7 @@ class ServerReply:
     """Runs of one version: the version, and the index of the token after the run."""
     finish_reason: str
     cached_tokens: int
-    """Context tokens found in the server's cache."""
+    """Context tokens that were in the server's cache."""
 
 
 class RemoteEngine(ABC):
@@ -345,7 +345,7 @@ class RemoteEngine(ABC):
             reason = (
                 f"after loading version {version}, the log-probabilities of {len(errors)} tokens "
                 f"differ by {mean:.2g} on average and {errors.max():.2g} at most; float noise "
-                f"stays below {tolerance:g}. The server holds other weights, or ignores the temperature"
+                f"stays below {tolerance:g}. The server has other weights or no temperature"
             )
             raise ProbeFailed(str(self._fail(session, reason)))
         return mean

@@ -41,7 +41,7 @@ class UsageCounters:
             self._busy_since = None
 
     def loaded(self, probe_error: float) -> None:
-        """Count a change of weights, whose probe had this mean log-probability error in nats."""
+        """Count a weight update and the mean log-probability error of its probe, in nats."""
         self._probe_error = max(self._probe_error, probe_error)
         if self._keep_cache:
             self._current.update(self._older)

@@ -88,8 +88,8 @@ class Chat:
     ) -> None:
         """`ends` are additional end tokens, from the model's generation config.
 
-        Those that are no control tokens are ignored. Raises `ValueError` for a template whose
-        conversations cannot be continued, or whose call format is unknown.
+        All but control tokens are ignored. Raises `ValueError` for a template with an unknown call
+        format, or with conversations that cannot be continued.
         """
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
@@ -326,8 +326,8 @@ class Chat:
             why = f"writes a call as {written.partition(self._end)[0][-80:]!r}"
         if self._tools:
             raise ValueError(
-                f"the chat template {why}. Calls that can be read back are JSON objects with a name "
-                "and arguments, in tags or alone: use such a template, or no tools"
+                f"the chat template {why}. Calls that can be read back are JSON objects with a "
+                "name and arguments, in tags or alone: use such a template, or no tools"
             )
         return None
 

@@ -45,7 +45,7 @@ _POOL = ThreadPoolExecutor(max(2, os.cpu_count() or 1), thread_name_prefix="sand
 """One program per core. A program dies with the thread that started it, so threads are kept."""
 
 _UIDS = itertools.cycle(range(61_184 + os.getpid() % 4_096, 65_520))
-"""Unused user ids: if this process is root, each program gets a user of its own."""
+"""Unused user ids: if this process is root, each program gets a new user."""
 
 _INSIDE = "/tmp/work"
 """Working directory of a program in bubblewrap. It starts empty."""

@@ -1,1 +1,1 @@
-"""What a setting would do: its scheduler simulated under costs, before anybody pays for it."""
+"""Predictions of a run's throughput, staleness and memory, by formula and by simulation."""

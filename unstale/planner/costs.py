@@ -32,7 +32,7 @@ class Costs(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearCosts:
-    """`Costs` as sums of constants in seconds, fitted to a run (`measured.from_run`) or given."""
+    """`Costs` as sums of constants in seconds, fitted to a run (`measured.from_run`) or set."""
 
     decode: float = 0.0
     """One decoding step of an engine."""

@@ -127,7 +127,7 @@ class SimulatedEngine:
             self._schedule()
 
     def interrupt(self) -> float:
-        """Pause at the end of the current step and return all tokens. Returns the time of the pause."""
+        """Pause after the current step and deliver all tokens. Returns the time of the pause."""
         if self.paused:
             return self._clock.now
         self._pause()

@@ -1,6 +1,6 @@
 """Simulated episodes, in place of `rollout.Rollout`: no coroutine and no journal row for each.
 
-In the records for the loop one token stands for one piece. The real counts stay here.
+In the records for the loop, each piece has a single token. The real counts are kept here.
 """
 
 import asyncio

@@ -15,18 +15,18 @@ class Shares:
     """
 
     matmul: float = 0.40
-    """Of the peak, in training, scoring and prefill.
+    """Share of peak FLOP/s in training, scoring and prefill.
 
     Llama 3 was trained at 38% to 43% (arXiv 2407.21783, table 4).
     """
     decode: float = 0.40
-    """Of the peak, when decoding is limited by computation. Assumed equal to `matmul`."""
+    """Share of peak FLOP/s in decoding of large batches. Assumed equal to `matmul`."""
     bandwidth: float = 0.70
-    """Of the memory bandwidth, in decoding and wherever weights are only read. Assumed."""
+    """Share of the memory bandwidth, in decoding and other reads of weights. Assumed."""
     link: float = 0.80
-    """Of every link. Assumed."""
+    """Share of the bandwidth of every link. Assumed."""
     memory: float = 0.90
-    """Of the memory: vLLM's default `gpu_memory_utilization`."""
+    """Share of the memory: vLLM's default `gpu_memory_utilization`."""
     step_s: float = 0.001
     """Seconds of overhead of a decoding step: launches, sampling, scheduling. Assumed."""
     cores: float = 1
@@ -53,7 +53,7 @@ class Device:
     flops: float
     """Peak of dense bfloat16 matrix products, in operations a second."""
     bandwidth: float
-    """Of its memory, in bytes a second."""
+    """Bandwidth of its memory in bytes a second."""
     memory: float
     """Bytes."""
     link: float
@@ -74,7 +74,7 @@ class Device:
 def _sxm(
     name: str, flops: float, bandwidth: float, memory: float, links: tuple[float, float, float]
 ) -> Device:
-    """Return a device given in TFLOP/s, TB/s, GB, and GB/s of link, host link and network."""
+    """Return a device from TFLOP/s, TB/s, GB, and GB/s of link, host link and network."""
     return Device(
         name=name,
         flops=flops * 1e12,
@@ -96,7 +96,7 @@ DEVICES = {
 }
 """SXM variants without sparsity, from NVIDIA's data sheets (A100 80GB, H100, H200, DGX B200).
 
-The H800 is an H100 with 400 GB/s of NVLink. For the H20 the public figures are used. NVLink and PCIe
-(x16 of generation 4 or 5) have the rate of one direction. Networks are those of DGX systems with one
-port per device: 200 Gbit/s for the A100, 400 Gbit/s for the others.
+The H800 is an H100 with 400 GB/s of NVLink. For the H20 the public figures are used. NVLink and
+PCIe (x16 of generation 4 or 5) have the rate of one direction. Networks are those of DGX systems
+with one port per device: 200 Gbit/s for the A100, 400 Gbit/s for the others.
 """

@@ -256,7 +256,8 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
     table.caption_justify = "left"
     for name in rows[0]:
         justify = "left" if name in ("route", "exact") else "right"
-        table.add_column(name.replace(" ", "\n", 1), no_wrap=True, justify=justify)  # type: ignore[arg-type]
+        heading = name.replace(" ", "\n", 1)
+        table.add_column(heading, no_wrap=True, justify=justify)  # type: ignore[arg-type]
     for row in rows:
         table.add_row(*(_short(value) for value in row.values()))
     return table

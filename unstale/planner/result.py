@@ -30,9 +30,9 @@ class SimulationResult:
     engine_busy_share: float
     """Share of the time in which engines were up."""
     trainer_busy_share: float
-    """Training, old log-probabilities and preparing versions."""
+    """Share of the time spent on training, old log-probabilities and preparing versions."""
     trainer_wait_share: float
-    """Waiting for groups. In the remaining time the trainer waits for engines to load."""
+    """Share of the time spent waiting for groups. The remaining time is loading by engines."""
     old_logps_share: float
     staleness_histogram: Mapping[int, int]
     """Trained tokens by staleness in versions, over the whole run."""

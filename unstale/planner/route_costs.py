@@ -57,7 +57,7 @@ class RouteCost:
     def traffic_bytes(self, model: Model) -> float:
         """Return the bytes of device memory that averages read and write per step.
 
-        Each update reads the weights and the average, writes the average, and copies it into a model.
+        An update reads the weights and the average, writes the average, and copies it to a model.
         """
         return model.parameters * self.averages * (WORD + 2 * _FLOAT32 + _FLOAT32 + WORD)
 

@@ -40,8 +40,8 @@ def needs(route: RouteCost) -> Needs:
 class SimulatedTrainer:
     """A `Trainer` that takes `Costs.train_s` and `Costs.old_logps_s`, and counts the staleness.
 
-    Its methods add to the seconds `owed`, and `SimulatedThread` waits for these. Engines on the same
-    devices pause while it works.
+    Its methods add to the seconds `owed`, and `SimulatedThread` waits for these. Engines on the
+    same devices pause while it works.
     """
 
     def __init__(

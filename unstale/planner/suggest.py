@@ -322,7 +322,8 @@ def _schedule(request: PlanRequest, lag: int, groups: int, window: int) -> Sched
     smallest = staleness_bound(1, groups, window)
     if 0 < lag < smallest:
         raise ConfigError(
-            f"--window {window} with {groups} groups a step needs --lag {smallest} or more, got {lag}"
+            f"--window {window} with {groups} groups a step needs --lag {smallest} or more; "
+            f"got {lag}"
         )
     max_staleness = lag - (smallest - 1) if lag else 0
     return ScheduleConfig(

@@ -1,6 +1,6 @@
 """Grading by a language model behind the OpenAI API, with a cache, a budget and timeouts.
 
-The graded texts are sent as JSON in a message of their own, so no text can end its field and pose
+The graded texts are sent as JSON in a separate message, so no text can end its field and pose
 as an instruction. A weak judge may still be persuaded by them. The judge must answer with one JSON
 object. If it does not, does not answer, or has no budget left, an `EnvError` is raised; it never
 counts as a score of 0.
@@ -53,7 +53,7 @@ class BudgetSpent(JudgeError):
 
 
 class _Retryable(Exception):
-    """A failure that may not happen again."""
+    """A failure after which the call is repeated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +189,7 @@ class LLMJudge:
         raise JudgeError(f"no verdict after {self.endpoint.retries + 1} calls: {cause}") from cause
 
     def _spend(self, calls: int, tokens: int) -> None:
-        """Add to what is spent; negative tokens are a refund."""
+        """Add calls and tokens to the amount spent. Negative tokens are a refund."""
         with self._budget_lock:
             spent = JudgeBudget(self.spent.calls + calls, self.spent.tokens + tokens)
             over = spent.calls > self.budget.calls or spent.tokens > self.budget.tokens

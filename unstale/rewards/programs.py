@@ -1,8 +1,8 @@
 """A reward for programs: the share of unit tests that they pass, in a sandbox.
 
-The expected values never enter the sandbox. The program's answer comes out as data and is compared
-here, so whatever a program prints, patches or exits with, it can only name an answer. Every test
-has a process of its own.
+The expected values never enter the sandbox. The program's answer is returned as data and compared
+here, so a program that prints, patches or exits cannot change its grade. Every test runs in a new
+process.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""Episodes: engine and environment make trajectories, a queue bounds their staleness."""
+"""Episodes of engine and environment as trajectories, and a queue that bounds staleness."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GroupRollout(Protocol):
 
     @property
     def resources(self) -> AbstractAsyncContextManager[Any]:
-        """What must be open while episodes run."""
+        """A context that must be open while episodes run."""
         ...
 
     async def group(self, request: GroupRequest, *, size: int, open_writer: OpenWriter) -> Group:

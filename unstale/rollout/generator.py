@@ -27,7 +27,7 @@ class Generator:
         *,
         since: int | None = None,
     ) -> tuple[list[int], bool]:
-        """Sample one reply, over as many weight versions as it takes, and append it.
+        """Sample one reply, also across weight updates, and append it.
 
         An interrupted reply continues from its own tokens. `since` is the index of the reply's
         first piece if an earlier call began it. Return all tokens of the reply and whether it ended

@@ -10,7 +10,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def describe(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the metrics of a batch's groups. Failed episodes only count as such.
+    """Return the metrics of a batch's groups. Failed episodes are only counted.
 
     A figure that no episode defines is NaN.
     """
@@ -55,7 +55,7 @@ def describe_advantages(
 
 
 def _named_rewards(finished: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the mean of each reward with a name of its own. A truncated episode counts as 0."""
+    """Return the mean of each named reward. A truncated episode counts as 0."""
     names = {name for trajectory in finished for name in trajectory.rewards} - {"reward"}
     return {
         f"reward/{name}_mean": _mean(trajectory.rewards.get(name, 0.0) for trajectory in finished)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 
 CANCEL_INTERVAL_S = 1.0
-"""Time between two cancellations of a task that ignored the first."""
+"""Seconds between two cancellations of a task that ignored the first."""
 
 
 class PersistentTimeout:
@@ -44,7 +44,7 @@ class PersistentTimeout:
 
 
 class reraise_after:
-    """A context that delays an error until `work` is done. An error of `work` goes first.
+    """A context that delays an error until `work` is done. An error of `work` replaces it.
 
     A cancellation is raised at once.
     """

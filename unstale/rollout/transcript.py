@@ -40,7 +40,7 @@ class EpisodeWriter(Protocol):
 
 
 OpenWriter = Callable[..., EpisodeWriter]
-"""Opens the writer of an attempt: `(episode=, seed=, again=)`; `again` continues a recorded one."""
+"""Opens the writer of an attempt. `again` continues a recorded attempt."""
 
 
 class NullWriter:
@@ -58,7 +58,7 @@ class NullWriter:
 
 
 class BranchWriter:
-    """The writer of a branch, opened with its first reply: a branch without one is not recorded."""
+    """The writer of a branch. It opens with the first reply, so empty branches are not recorded."""
 
     def __init__(self, open_writer: Callable[[], EpisodeWriter], *, closed: bool = False) -> None:
         self._open = open_writer
@@ -132,7 +132,7 @@ class Transcript:
 
     @property
     def replaying(self) -> bool:
-        """Whether recorded pieces are left to replay, here or in a branch."""
+        """True if recorded pieces are left to replay, here or in a branch."""
         return bool(self._recorded) or any(branch.replaying for branch in self.branches)
 
     @property
@@ -141,7 +141,7 @@ class Transcript:
         return [*self.pieces, *self._recorded]
 
     async def restore_snapshot(self, env: Resumable) -> list[float] | None:
-        """Bring `env` to its recorded snapshot and replay the pieces before it.
+        """Restore `env` from its recorded snapshot, and replay the pieces before it.
 
         Return the turn rewards up to there, or None if there is no snapshot.
         """
@@ -183,7 +183,7 @@ class Transcript:
     def require_replayed(self) -> None:
         """Raise `NotReplayed` if recorded pieces are left."""
         if self._recorded:
-            raise NotReplayed(f"{len(self._recorded)} pieces on record were not asked for")
+            raise NotReplayed(f"{len(self._recorded)} recorded pieces were not requested")
 
     def append(self, piece: Piece) -> None:
         """Write a new piece, add it, and announce it if it was sampled."""

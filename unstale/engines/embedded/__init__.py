@@ -1,1 +1,1 @@
-"""The embedded engine: a paged decoder in a process of its own."""
+"""The embedded engine: a paged decoder in a child process."""

@@ -72,14 +72,14 @@ class Batcher:
         self._cached = np.zeros(max_slots, dtype=np.int64)
         """Tokens of each slot whose keys and values are cached."""
         self._older = np.zeros(max_slots, dtype=np.int64)
-        """How many of the first cached tokens were computed under older weights."""
+        """Number of the first cached tokens that were computed under older weights."""
         self._limit = np.zeros(max_slots, dtype=np.int64)
         self._temperature = np.ones(max_slots, dtype=np.float32)
         self._seed = np.zeros(max_slots, dtype=np.uint64)
         self._used = np.zeros(max_slots, dtype=np.int64)
         self._stops = np.zeros((max_slots, runner.vocab_size), dtype=np.bool_)
         self._stale = np.zeros(max_slots, dtype=np.int64)
-        """Like `_cached`, for the tokens in `_stale_tokens`, whose cache the last load dropped."""
+        """Like `_cached`, before the last load dropped the cache of `_stale_tokens`."""
         self._stale_tokens = self._tokens[:, :0]
         self._reprefill: dict[int, int] = {}
         """For each slot, the end of the context tokens that were cached before the last load."""
@@ -119,7 +119,8 @@ class Batcher:
             self._older[:] = self._cached
             return
         kept = max(int(self._cached.max()), 0)
-        self._stale, self._stale_tokens = self._cached.copy(), self._tokens[:, :kept].copy()
+        self._stale = self._cached.copy()
+        self._stale_tokens = self._tokens[:, :kept].copy()
         self._cached[:] = 0
         for slot in range(len(self._cached)):
             self.runner.keep(slot, 0)
@@ -244,9 +245,11 @@ class Batcher:
         slots = np.array(sorted(self._active), dtype=np.int64)
         due = self._length[slots] - self._cached[slots]
         rows = slots[due == 1]
-        chunks, budget = [], MAX_CHUNK_TOKENS
+        chunks = []
+        budget = MAX_CHUNK_TOKENS
         for slot in [slot for slot in self._active if self._length[slot] - self._cached[slot] > 1]:
-            start, length = int(self._cached[slot]), int(self._length[slot])
+            start = int(self._cached[slot])
+            length = int(self._length[slot])
             if budget <= 0:
                 break
             chunks.append(Chunk(slot, start, min(length, start + budget)))
@@ -270,7 +273,8 @@ class Batcher:
         self, logits: Tensor, slots: NDArray[np.int64], sampling: NDArray[np.bool_]
     ) -> None:
         if not sampling.all():
-            logits, slots = logits[torch.from_numpy(sampling).to(logits.device)], slots[sampling]
+            logits = logits[torch.from_numpy(sampling).to(logits.device)]
+            slots = slots[sampling]
         if not len(slots):
             return
         at = self._length[slots]
@@ -293,7 +297,8 @@ class Batcher:
     def _finish(self, slot: int, stop: ReplyStop) -> FinishedReply:
         request = self._active.pop(slot)
         reply = slice(len(request.tokens), int(self._length[slot]))
-        tokens, logp = self._tokens[slot, reply].tolist(), self._logp[slot, reply].tolist()
+        tokens = self._tokens[slot, reply].tolist()
+        logp = self._logp[slot, reply].tolist()
         return FinishedReply(request.id, tokens, logp, stop, clean=not self._older[slot])
 
 

@@ -31,7 +31,7 @@ from unstale.engines.embedded.runner import Step, check_update
 from unstale.model import linear
 
 RUN = 8
-"""Tokens of a chunk whose attention is computed together."""
+"""Tokens of a chunk whose attention is computed in one run."""
 ROWS_A_THREAD = 16
 """Runs per thread below which another thread does not pay."""
 _USUAL_ROWS = 64
@@ -71,7 +71,8 @@ class ModelSizes:
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> "ModelSizes":
         rope = config.get("rope_parameters") or {}
-        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+        heads = int(config["num_attention_heads"])
+        hidden = int(config["hidden_size"])
         return cls(
             layers=int(config["num_hidden_layers"]),
             hidden=hidden,
@@ -87,7 +88,8 @@ class ModelSizes:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter, by its name in transformers."""
-        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        query = self.heads * self.head_dim
+        key = self.kv_heads * self.head_dim
         layer = {
             "input_layernorm": (self.hidden,),
             "post_attention_layernorm": (self.hidden,),
@@ -157,7 +159,8 @@ class Qwen3Runner:
     ) -> None:
         self.sizes = sizes = ModelSizes.read(config)
         self.vocab_size = sizes.vocab
-        self._dtype, self._device = dtype, torch.device(device)
+        self._dtype = dtype
+        self._device = torch.device(device)
         self._linear, self._packed = _linear_for(self._device, dtype)
         self._kernels, self.warning = _kernels_for(self._device, dtype, sizes)
         self._helpers = ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1))
@@ -341,7 +344,8 @@ class Qwen3Runner:
             qkv = self._linear(h, layer.qkv).view(
                 len(x), sizes.heads + 2 * sizes.kv_heads, sizes.head_dim
             )
-            qk, value = qkv[:, : -sizes.kv_heads].float(), qkv[:, -sizes.kv_heads :]
+            qk = qkv[:, : -sizes.kv_heads].float()
+            value = qkv[:, -sizes.kv_heads :]
             qk = F.rms_norm(qk, (sizes.head_dim,), None, sizes.eps) * layer.qk_norm
             turned = torch.view_as_complex(qk.view(*qk.shape[:2], -1, 2)) * rotations
             qk = torch.view_as_real(turned).flatten(2).to(self._dtype)
@@ -380,9 +384,10 @@ class Qwen3Runner:
         """
         sizes = self.sizes
         pages = len(inputs.page_rows)
-        keys, values = (self._paged(pool[index], inputs) for pool in (self._keys, self._values))
-        asked = query[inputs.page_rows].view(pages * sizes.kv_heads, -1, sizes.head_dim)
-        scores = torch.bmm(asked, keys).view(pages, sizes.heads, PAGE) + mask
+        keys = self._paged(self._keys[index], inputs)
+        values = self._paged(self._values[index], inputs)
+        queries = query[inputs.page_rows].view(pages * sizes.kv_heads, -1, sizes.head_dim)
+        scores = torch.bmm(queries, keys).view(pages, sizes.heads, PAGE) + mask
         top = _per_row(scores.amax(-1), inputs, mode="max")
         weights = (scores - top[inputs.page_rows][..., None]).exp_()
         total = _per_row(weights.sum(-1), inputs, mode="sum")
@@ -411,10 +416,10 @@ class Qwen3Runner:
         reached = inputs.reached[:, None] * sizes.kv_heads + heads
         keys = self._keys[index][reached].transpose(3, 4).flatten(2, 3)
         values = self._values[index][reached].flatten(2, 3)
-        asked = (
+        queries = (
             query[inputs.lanes].transpose(1, 2).reshape(blocks, sizes.kv_heads, -1, sizes.head_dim)
         )
-        mixed = F.scaled_dot_product_attention(asked, keys, values, attn_mask=mask, scale=1.0)
+        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=1.0)
         mixed = mixed.view(blocks, sizes.heads, -1, sizes.head_dim).transpose(1, 2)
         return mixed.reshape(-1, sizes.heads * sizes.head_dim)[inputs.spots]
 
@@ -428,7 +433,8 @@ def _linear_for(
     """
     if device.type != "cpu" or not linear.supported(dtype):
         return F.linear, lambda weight: weight
-    product, pack = torch.ops.mkldnn._linear_pointwise, torch.ops.mkldnn._reorder_linear_weight
+    product = torch.ops.mkldnn._linear_pointwise
+    pack = torch.ops.mkldnn._reorder_linear_weight
     return (
         lambda x, weight: product(x, weight, None, "none", [], ""),
         lambda weight: pack(weight.contiguous(), _USUAL_ROWS),

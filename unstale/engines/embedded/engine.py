@@ -247,7 +247,8 @@ class EmbeddedEngine:
             case "done":
                 _resolve(self._answers.pop(header["id"], None), None, error=_error_of(header))
             case "ready":
-                self.runner, self.vocab_size = header["runner"], header["vocab_size"]
+                self.runner = header["runner"]
+                self.vocab_size = header["vocab_size"]
                 _resolve(self._answers.pop(_READY, None), None)
                 if header["warning"]:
                     warnings.warn(header["warning"], RuntimeWarning, stacklevel=2)

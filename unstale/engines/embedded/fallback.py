@@ -1,4 +1,4 @@
-"""A runner for any causal language model of transformers with full attention, by the model's own
+"""A runner for any causal language model of transformers with full attention, by the model's
 forward pass.
 
 It is slower than the decoder. Models with other state (sliding windows shorter than the context,
@@ -80,7 +80,7 @@ class _SlotLayer(CacheLayerMixin):
 
 
 class TransformersRunner:
-    """A `Runner` on a model's own forward pass.
+    """A `Runner` on the forward pass of a model in transformers.
 
     Rows of one token run together, chunks one by one.
     """
@@ -178,15 +178,15 @@ class TransformersRunner:
         for slot, cut in enumerate(cuts):
             self.forward(_step(tokens[slot, :cut], Chunk(slot, 0, cut)))
         rows = torch.arange(2)
-        row_tokens, row_positions = tokens[rows, torch.tensor(cuts)], torch.tensor(cuts)
-        found = self.forward(Step(rows, (), row_tokens, row_positions))
+        positions = torch.tensor(cuts)
+        logits = self.forward(Step(rows, (), tokens[rows, positions], positions))
         for slot, cut in enumerate(cuts):
             want = (
                 self._model(input_ids=tokens[slot : slot + 1, : cut + 1], use_cache=False)
                 .logits[0, -1]
                 .float()
             )
-            error = (found[slot].log_softmax(-1) - want.log_softmax(-1)).abs().max().item()
+            error = (logits[slot].log_softmax(-1) - want.log_softmax(-1)).abs().max().item()
             if not error < _PROBE_TOLERANCE:
                 raise ValueError(
                     f"the embedded engine cannot run {self.name}: with a cache, log-probabilities "

@@ -38,16 +38,16 @@ inline_ number rounded(float value) {
 }
 
 inline_ floats loaded(const number *at) {
-    numbers found;
-    memcpy(&found, at, sizeof found);
-    return (floats)(__builtin_convertvector(found, ints) << 16);
+    numbers packed;
+    memcpy(&packed, at, sizeof packed);
+    return (floats)(__builtin_convertvector(packed, ints) << 16);
 }
 
 inline_ void stored(number *at, floats value) {
     ints bits = (ints)value, bad = value != value;
     ints upper = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    numbers found = __builtin_convertvector((upper & ~bad) | (0x7fc0 & bad), numbers);
-    memcpy(at, &found, sizeof found);
+    numbers packed = __builtin_convertvector((upper & ~bad) | (0x7fc0 & bad), numbers);
+    memcpy(at, &packed, sizeof packed);
 }
 #else
 typedef float number;
@@ -55,9 +55,9 @@ inline_ float widened(number value) { return value; }
 inline_ number rounded(float value) { return value; }
 
 inline_ floats loaded(const number *at) {
-    floats found;
-    memcpy(&found, at, sizeof found);
-    return found;
+    floats value;
+    memcpy(&value, at, sizeof value);
+    return value;
 }
 
 inline_ void stored(number *at, floats value) { memcpy(at, &value, sizeof value); }
@@ -68,14 +68,14 @@ inline_ void stored(number *at, floats value) { memcpy(at, &value, sizeof value)
 inline_ floats exponential(floats x) {
     ints power = __builtin_convertvector(x * 1.44269504f - 0.5f, ints);
     floats whole = __builtin_convertvector(power, floats);
-    floats rest = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;
+    floats remainder = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;
     floats sum = all(1.98756915e-4f);
-    sum = sum * rest + 1.39819995e-3f;
-    sum = sum * rest + 8.33345191e-3f;
-    sum = sum * rest + 4.16657959e-2f;
-    sum = sum * rest + 1.66666655e-1f;
-    sum = sum * rest + 0.5f;
-    sum = sum * rest * rest + rest + 1.0f;
+    sum = sum * remainder + 1.39819995e-3f;
+    sum = sum * remainder + 8.33345191e-3f;
+    sum = sum * remainder + 4.16657959e-2f;
+    sum = sum * remainder + 1.66666655e-1f;
+    sum = sum * remainder + 0.5f;
+    sum = sum * remainder * remainder + remainder + 1.0f;
     return (floats)((ints)(sum * (floats)((power + 127) << 23)) & ~(x <= -87.0f));
 }
 
@@ -100,14 +100,14 @@ inline_ float root(const number *x, int64_t count, float eps) {
     floats squares = all(0);
     int64_t at = 0;
     for (; at + LANES <= count; at += LANES) squares += loaded(x + at) * loaded(x + at);
-    float rest = total(squares);
-    for (; at < count; at++) rest += widened(x[at]) * widened(x[at]);
-    return 1.0f / sqrtf(rest / count + eps);
+    float sum = total(squares);
+    for (; at < count; at++) sum += widened(x[at]) * widened(x[at]);
+    return 1.0f / sqrtf(sum / count + eps);
 }
 
 /* A query, and its softmax over the pages so far. */
 typedef struct {
-    float asked[HEAD_DIM];
+    float query[HEAD_DIM];
     float top, weight;
     float mixed[HEAD_DIM];
     int64_t visible;
@@ -132,7 +132,7 @@ inline_ void attend_page(query_ *queries, int width, page_ page, int64_t start, 
         }
         for (int part = 0; part < PAGE / LANES; part++) {
             floats key = loaded(keys + d * PAGE + part * LANES);
-            for (int q = 0; q < width; q++) scores[q][part] += key * queries[q].asked[d];
+            for (int q = 0; q < width; q++) scores[q][part] += key * queries[q].query[d];
         }
     }
     float weights[MOST][PAGE];
@@ -169,7 +169,8 @@ inline_ void attend_page(query_ *queries, int width, page_ page, int64_t start, 
         }
         int token = 0;
         for (; token + 1 < most; token += 2) {
-            floats first = loaded(values + token * HEAD_DIM + d), second = loaded(values + (token + 1) * HEAD_DIM + d);
+            floats first = loaded(values + token * HEAD_DIM + d);
+            floats second = loaded(values + (token + 1) * HEAD_DIM + d);
             for (int q = 0; q < width; q++) {
                 even[q] += first * weights[q][token];
                 odd[q] += second * weights[q][token + 1];
@@ -195,20 +196,24 @@ inline_ page_ page_of(const number *keys, const number *values, int64_t page, in
    its pages are read once for all of them: `counts` tokens from index `begins` of the step, at
    position `held` of the sequence. `query` [T, HEADS, HEAD_DIM] includes the softmax scale; `of`
    [slots, width] are the pages. */
-void attend(const float *query, const number *keys, const number *values, const int64_t *of, int64_t width,
-            const int64_t *begins, const int64_t *counts, const int64_t *slots, const int64_t *held, number *out,
-            int64_t first, int64_t last) {
+void attend(const float *query, const number *keys, const number *values, const int64_t *of,
+            int64_t width, const int64_t *begins, const int64_t *counts, const int64_t *slots,
+            const int64_t *held, number *out, int64_t first, int64_t last) {
     query_ queries[RUN * REP];
     for (int64_t run = first; run < last; run++)
         for (int head = 0; head < KV_HEADS; head++) {
-            const int64_t begin = begins[run], count = counts[run], *pages = of + slots[run] * width;
+            const int64_t begin = begins[run];
+            const int64_t count = counts[run];
+            const int64_t *pages = of + slots[run] * width;
             const int num = (int)count * REP;
             for (int q = 0; q < num; q++) {
                 query_ *one = queries + q;
-                memcpy(one->asked, query + ((begin + q / REP) * HEADS + head * REP + q % REP) * HEAD_DIM,
-                       sizeof one->asked);
+                const int64_t row = (begin + q / REP) * HEADS + head * REP + q % REP;
+                memcpy(one->query, query + row * HEAD_DIM, sizeof one->query);
                 memset(one->mixed, 0, sizeof one->mixed);
-                one->top = LEAST, one->weight = 0, one->visible = held[run] + q / REP + 1;
+                one->top = LEAST;
+                one->weight = 0;
+                one->visible = held[run] + q / REP + 1;
             }
             page_ next = page_of(keys, values, pages[0], head);
             for (int64_t start = 0; start < held[run] + count; start += PAGE) {
@@ -226,7 +231,8 @@ void attend(const float *query, const number *keys, const number *values, const 
             }
             for (int q = 0; q < num; q++) {
                 number *to = out + ((begin + q / REP) * HEADS + head * REP + q % REP) * HEAD_DIM;
-                for (int d = 0; d < HEAD_DIM; d++) to[d] = rounded(queries[q].mixed[d] / queries[q].weight);
+                for (int d = 0; d < HEAD_DIM; d++)
+                    to[d] = rounded(queries[q].mixed[d] / queries[q].weight);
             }
         }
 }
@@ -234,11 +240,13 @@ void attend(const float *query, const number *keys, const number *values, const 
 /* Normalise and rotate queries and keys, and write keys and values to the cache. `qkv` is
    [count, HEADS + 2 KV_HEADS, HEAD_DIM], `norm` [HEADS + KV_HEADS, HEAD_DIM], `rotations`
    [positions, HEAD_DIM / 2] complex; `cells` are page * PAGE + offset. */
-void turn(const number *qkv, const float *norm, const float *rotations, const int64_t *positions, const int64_t *cells,
-          float *query, number *keys, number *values, int64_t count, float eps) {
+void turn(const number *qkv, const float *norm, const float *rotations, const int64_t *positions,
+          const int64_t *cells, float *query, number *keys, number *values, int64_t count,
+          float eps) {
     for (int64_t token = 0; token < count; token++, qkv += (HEADS + 2 * KV_HEADS) * HEAD_DIM) {
         const float *angle = rotations + positions[token] * HEAD_DIM;
-        const int64_t page = cells[token] / PAGE, place = cells[token] % PAGE;
+        const int64_t page = cells[token] / PAGE;
+        const int64_t place = cells[token] % PAGE;
         for (int head = 0; head < HEADS + KV_HEADS; head++) {
             const float scale = root(qkv + head * HEAD_DIM, HEAD_DIM, eps);
             float x[HEAD_DIM], turned[HEAD_DIM];
@@ -263,9 +271,11 @@ void turn(const number *qkv, const float *norm, const float *rotations, const in
 }
 
 /* Add `more` to x and write the RMS norm of the sum; all are [count, hidden]. */
-void norm(number *x, const number *more, const number *weight, number *out, int64_t count, int64_t hidden, float eps) {
+void norm(number *x, const number *more, const number *weight, number *out, int64_t count,
+          int64_t hidden, float eps) {
     for (int64_t token = 0; token < count; token++, x += hidden, out += hidden) {
-        for (int64_t d = 0; d < hidden; d++) x[d] = rounded(widened(x[d]) + widened(more[token * hidden + d]));
+        for (int64_t d = 0; d < hidden; d++)
+            x[d] = rounded(widened(x[d]) + widened(more[token * hidden + d]));
         const float scale = root(x, hidden, eps);
         for (int64_t d = 0; d < hidden; d++)
             out[d] = rounded(widened(rounded(widened(x[d]) * scale)) * widened(weight[d]));

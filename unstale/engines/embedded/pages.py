@@ -301,7 +301,10 @@ def _attended(rows: Ints, at: Ints, pages: Pages) -> tuple[dict[str, Ints], bool
 
 def _blocks(step: Step, pages: Pages, *, start: int) -> dict[str, Ints]:
     """Cut chunks into blocks; `start` is the index of the first chunk's first token."""
-    lanes, reached, spots, ends = [], [], [], [*range(len(step.rows))]
+    lanes = []
+    reached = []
+    spots = []
+    ends = [*range(len(step.rows))]
     reach = max(-(-chunk.end // PAGE) for chunk in step.chunks)
     num_blocks = 0
     for chunk in step.chunks:

@@ -14,7 +14,7 @@ from unstale.model.lora import Base, Merging
 
 
 class ReferenceModel:
-    """A causal language model without weights of its own.
+    """A causal language model without weights: each call receives them.
 
     `max_positions` is the longest sequence by its configuration, `vocab_size` the size of its
     vocabulary. With `merging`, `cast` takes adapters and merges them.

@@ -54,7 +54,7 @@ class SglangEngine(RemoteEngine):
             "abort_all_requests": True,
             "flush_cache": not self._keep_cache or self._version < 0,
         }
-        # The cache cannot be flushed before the step that the abort found is over.
+        # The cache cannot be flushed before the step that was running at the abort is over.
         await self._post(
             "/update_weights_from_disk",
             body,
@@ -72,9 +72,9 @@ class SglangEngine(RemoteEngine):
     async def generate(
         self, request_id: str, tokens: Sequence[int], params: SamplingParams
     ) -> ServerReply:
-        """Send one request, and continue replies that ended with a stop token nobody asked for.
+        """Send one request, and continue replies that ended with a stop token not in the request.
 
-        SGLang always stops at the model's own end token.
+        SGLang always stops at the model's end token.
         """
         reply = await super().generate(request_id, tokens, params)
         while reply.finish_reason == "stop" and reply.tokens[-1] not in params.stop_tokens:

@@ -69,7 +69,8 @@ class Tau2Tasks(ListedTasks):
         domain, _, model = domain.partition("@")
         if domain not in DOMAINS:
             raise ConfigError(
-                f"tau2 has the domains {', '.join(DOMAINS)}; got {domain!r}{nearest(domain, DOMAINS)}"
+                f"tau2's domain must be one of {', '.join(DOMAINS)}; "
+                f"got {domain!r}{nearest(domain, DOMAINS)}"
             )
         self.name = f"tau2:{domain}"
         self.domain = domain

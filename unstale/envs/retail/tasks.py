@@ -32,7 +32,7 @@ From level 2 on, `refuse_final` includes refusals for stock and window.
 
 @dataclass(frozen=True, slots=True)
 class CustomerRequest:
-    """A request of the customer, with the facts that the customer knows."""
+    """A request of the customer, with the facts for the customer's answers."""
 
     kind: str
     wish: Wish

@@ -15,7 +15,7 @@ from unstale.rollout.transcript import NotReplayed, NullWriter, Transcript
 
 
 class AgentRollout(Rollout):
-    """A `Rollout` whose episodes are run by agents behind `endpoint`.
+    """A `Rollout` in which agents run the episodes, and call the policy through `endpoint`.
 
     `on_event` is called when an agent's edited history begins a branch.
     """

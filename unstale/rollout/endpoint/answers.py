@@ -43,11 +43,11 @@ class AnswerFormat(Protocol):
     def first_deltas(self) -> list[Fields]: ...
 
     def final_text(self, text: str, request: CompletionRequest) -> dict[str, str]:
-        """Return the fields of which `text` already fixes the beginning, however it continues."""
+        """Return the start of each field that no continuation of `text` can change."""
         ...
 
     def last_deltas(self, choice: Choice, sent: Mapping[str, str]) -> list[Fields]:
-        """Return what `sent` lacks of a choice."""
+        """Return the part of a choice that is not yet in `sent`."""
         ...
 
     def delta(self, index: int, delta: Fields) -> Fields: ...
@@ -78,7 +78,7 @@ class AnswerResponse(Response):
         disconnected = asyncio.ensure_future(_disconnected(receive))
         disconnected.add_done_callback(lambda _: answer.cancel())
         try:
-            # The status of a stream is sent with its first text: before it, a refusal has its own.
+            # A stream sends its status with its first text, so an earlier refusal can set another.
             first = await texts.get()
             refused_at_once = first is None and isinstance(_result(answer), Refused)
             if self._request.stream and not refused_at_once:
@@ -112,7 +112,7 @@ class AnswerResponse(Response):
         answer: Answer,
         send: Send,
     ) -> None:
-        """Send server-sent events: text as soon as it is final, and the rest at the end."""
+        """Send server-sent events: text as soon as it is final, everything else at the end."""
         form = self._format
         stream = _EventStream(send, form.head(streamed=True))
         await stream.open()
@@ -275,12 +275,12 @@ def _message(choice: Choice) -> Fields:
 
 
 def _call_id(choice: Choice, index: int) -> str:
-    """Return the same id when the call is replayed: some agents repeat it in their next prompt."""
+    """Return an id that is the same in a replay: some agents repeat it in their next prompt."""
     return f"call_{choice.branch}_{choice.num_prompt_tokens}_{index}"
 
 
 def _without_open_end(text: str, request: CompletionRequest) -> str:
-    """Remove an end that may be half a character or the beginning of a stop text."""
+    """Remove an end that may be part of a character or of a stop text."""
     if any(stop in text for stop in request.stops):
         return ""
     text = text.rstrip("\ufffd")

@@ -1,9 +1,9 @@
 """The mapping from calls to recorded tokens. Recorded text is never tokenized again.
 
 An agent sends its whole history with every call. If it repeats an earlier call and its answer, the
-recorded tokens are the context and only the new messages are tokenized. If it was edited, a branch
-begins: its context is the longest recorded one that ends with a shared answer, then the rest as
-text. Nothing here samples or waits.
+recorded tokens are the context and only the new messages are tokenized. An edited history starts a
+branch. Its context is the longest recorded one that ends with a shared answer; everything after
+that is tokenized as text. This module neither samples nor waits.
 """
 
 import json
@@ -17,11 +17,11 @@ from unstale.envs.chat import Chat
 from unstale.records import ContextPiece, Piece, Provenance, Sampled
 
 MAX_DEPTH = 100
-"""Depth of lists and objects in the arguments of a tool call. Deeper JSON may not be writable."""
+"""Maximum depth of tool call arguments. Python cannot write much deeper JSON."""
 
 
 class Unanswerable(ValueError):
-    """A history that does not ask for a reply, or that the chat template cannot write."""
+    """A history without a place for a reply, or one that the chat template cannot write."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Exchange:
     answer: History | None = None
     """The form in which the agent may send the answer back; None while it is pending."""
     ended: bool = False
-    """Whether the answer's tokens include its end token."""
+    """True if the answer's tokens include its end token."""
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class Branch:
     exchanges: list[Exchange]
     pieces: list[Piece] = field(default_factory=list)
     pending: bool = False
-    """Whether a client waits for its answer."""
+    """True while a client waits for its answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Continuation:
     context: tuple[ContextPiece, ...]
     fork: Fork | None = None
     resumed: bool = False
-    """Whether this continues an answer whose client disconnected."""
+    """True if this continues an answer whose client disconnected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +123,14 @@ class _Match:
     exchanges: int
     at: int
     difference: str = ""
-    """Why the rest differs; empty if the call continues the branch."""
+    """The reason why the call leaves the branch; empty if it continues the branch."""
     differs_at: int = 0
     resumes: bool = False
-    """Whether the call repeats the branch's last one, whose client disconnected."""
+    """True if the call repeats the branch's last one, whose client disconnected."""
 
 
 class Conversation:
-    """The calls of one episode, in as many branches as there were edits."""
+    """The calls of one episode, in branches: an edited history starts a new branch."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
@@ -168,7 +168,7 @@ class Conversation:
         return Continuation(branch, (*prefix, *context), fork)
 
     def add_answer(self, branch: Branch, answer: History, *, ended: bool) -> None:
-        """Take the pieces that the branch has grown by since `ask` as this answer."""
+        """Record the pieces that were added to the branch since `ask` as this answer."""
         exchange = branch.exchanges[-1]
         exchange.answer = answer
         exchange.ended = ended
@@ -180,7 +180,7 @@ class Conversation:
                 self._answers[message.key] = message, tokens, ended
 
     def abandon(self, branch: Branch) -> None:
-        """Mark an answer as not awaited. The same call then continues it where it stopped."""
+        """Mark an answer whose client disconnected. A repeated call then continues it."""
         branch.pending = False
 
     def retract(self, continuation: Continuation) -> None:
@@ -276,12 +276,12 @@ def first_difference(one: History, other: History) -> tuple[int, str] | None:
     """Return the index at which two histories differ, and the kind of difference, or None."""
     shared = min(len(one), len(other))
     if shared and isinstance(one[0], HistoryMessage):
-        for index, (ours, theirs) in enumerate(zip(one, other, strict=False)):
-            if not isinstance(ours, HistoryMessage) or not isinstance(theirs, HistoryMessage):
+        for index, (first, second) in enumerate(zip(one, other, strict=False)):
+            if not isinstance(first, HistoryMessage) or not isinstance(second, HistoryMessage):
                 return index, "message"
-            if ours.key != theirs.key:
+            if first.key != second.key:
                 return index, "message"
-            if theirs.thoughts is not None and theirs.thoughts != (ours.thoughts or ""):
+            if second.thoughts is not None and second.thoughts != (first.thoughts or ""):
                 return index, "thoughts"
     else:
         low = 0

@@ -39,7 +39,7 @@ from unstale.rollout.endpoint.session import AgentSession
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 2 << 20
 REQUEST_TIMEOUT_S = 30.0
-"""Time for the head of a request, and again for its body."""
+"""Seconds for the head of a request, and again for its body."""
 PATHS = {
     "/chat/completions": CHAT,
     "/completions": COMPLETION,

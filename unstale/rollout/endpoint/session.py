@@ -246,7 +246,7 @@ class AgentSession:
     def _choice(
         self, branch: Branch, request: CompletionRequest, tokens: list[int], *, ended: bool
     ) -> Choice:
-        """Return the answer, and remember how the agent may send it back."""
+        """Return the answer, and record the form in which the agent may send it back."""
         chat = self.chat
         call = request.call
         text = chat.text(tokens)
@@ -305,6 +305,6 @@ def generation_options(
 
 
 def _begins_with(pieces: Sequence[Piece], context: Sequence[ContextPiece]) -> bool:
-    """Compare a record, as far as it goes, with the beginning of a new branch."""
+    """Return True if a record and a new branch's start agree, up to the end of the shorter."""
     known = pieces[: len(context)]
     return list(known) == list(context[: len(known)])

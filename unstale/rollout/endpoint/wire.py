@@ -14,12 +14,12 @@ from unstale.rollout.endpoint.conversation import Call, HistoryMessage
 from unstale.rollout.endpoint.schemas import CHAT, COMPLETION, MESSAGES, Refused, require
 
 LOGP_FLOOR = -9999.0
-"""JSON has no infinity: this value stands for it, as in OpenAI's own answers."""
+"""The value for -infinity, which JSON lacks, as in OpenAI's answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A call, and how to answer it."""
+    """A call, and the options of its answer."""
 
     call: Call
     choices: int
@@ -28,9 +28,9 @@ class CompletionRequest:
     logprobs: bool
     stream: bool
     usage: bool
-    """Whether a stream ends with the token counts."""
+    """True if a stream ends with the token counts."""
     calls: bool
-    """Whether text in the form of a tool call is returned as one."""
+    """True if text in the form of a tool call is returned as one."""
 
 
 @dataclass(frozen=True, slots=True)
