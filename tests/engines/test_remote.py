@@ -337,7 +337,7 @@ def test_a_cancelled_sample_hangs_up(model: Path, server: FakeServer) -> None:
     ("tokens", "params", "why"),
     [
         ([], SamplingParams(2, ()), "the context is empty"),
-        ([1] * 2048, SamplingParams(2, ()), "no room"),
+        ([1] * 2048, SamplingParams(2, ()), "no space"),
         ([64], SamplingParams(2, ()), "does the tokenizer fit the model"),
         ([1], SamplingParams(2, (), temperature=1e-7), "needs temperature 0 or >="),
         ([1], SamplingParams(2, (), top_k=3), "truncate the support"),

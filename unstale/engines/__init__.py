@@ -76,7 +76,7 @@ def check_request(
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """Per-request overrides of the sampling defaults."""
+    """The overrides of sampling defaults for one request."""
 
     max_tokens: int = 1 << 30
     chunk: int = 1 << 30
@@ -132,7 +132,7 @@ def rates(counters: Mapping[str, float]) -> dict[str, float]:
 
 
 class Stopwatch:
-    """Sums of the seconds spent on named activities. Concurrent activities all count."""
+    """A sum of seconds for each named activity. Concurrent activities all count."""
 
     def __init__(self, *names: str) -> None:
         self._spent = dict.fromkeys(names, 0.0)

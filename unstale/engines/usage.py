@@ -9,7 +9,7 @@ from unstale.engines.prefixes import CachedPrefixes
 
 
 class UsageCounters:
-    """Counters of one server since its start.
+    """The counters of one server since its start.
 
     With `keep_cache`, the server reuses caches of older weights, and replies over them are not
     clean.

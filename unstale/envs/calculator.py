@@ -36,7 +36,7 @@ MAX_LENGTH = 100
 
 
 class CalculatorTasks(NumberedTasks):
-    """Expressions of `terms` numbers. The reward is 1 if the last reply contains the result."""
+    """A task set of expressions. The reward is 1 if the last reply contains the result."""
 
     name = "calculator"
     tools: tuple[Mapping[str, Any], ...] = (TOOL,)

@@ -29,7 +29,7 @@ WORDS = ("copper", "lantern", "orchard", "pebble", "saddle", "thimble", "walnut"
 
 
 class PythonTasks(NumberedTasks):
-    """Puzzles of powers, digits and letters. The reward is 1 if the last reply has the answer."""
+    """A task set of small puzzles. The reward is 1 if the last reply has the answer."""
 
     name = "python"
     tools: tuple[Mapping[str, Any], ...] = (TOOL,)

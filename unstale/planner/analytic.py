@@ -125,7 +125,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class AnalyticCosts:
-    """`Costs` computed from a setup, a placement and a route."""
+    """The `Costs` of a setup, a placement and a route, computed from data sheets."""
 
     setup: TrainingSetup
     placement: Placement

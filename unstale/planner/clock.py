@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class SimulatedClock:
-    """Events in order of time, then of scheduling. `now` is the latest one's time in seconds."""
+    """A queue of events in order of time. `now` is the time of the latest one in seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -5,7 +5,7 @@ from typing import Protocol
 
 
 class Costs(Protocol):
-    """Durations in seconds. Engine costs are of one engine, trainer costs of the whole trainer."""
+    """The durations, in seconds, of the work of one engine and of the whole trainer."""
 
     def step_s(self, replies: int, context: int) -> float:
         """Return the time of a decoding step of `replies` replies, with `context` tokens in sum."""
@@ -32,7 +32,7 @@ class Costs(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearCosts:
-    """`Costs` as sums of constants in seconds, fitted to a run (`measured.from_run`) or set."""
+    """The `Costs` as sums of constants in seconds, fitted to a run (`measured.from_run`) or set."""
 
     decode: float = 0.0
     """One decoding step of an engine."""

@@ -61,7 +61,7 @@ class SimulatedReply:
 
 
 class EngineCapacity(NamedTuple):
-    """Replies that run at most, and tokens of context in memory (0: any for these replies)."""
+    """The maximum of running replies, and of context tokens in memory (0: no limit)."""
 
     replies: int
     tokens: int = 0
@@ -341,7 +341,7 @@ class SimulatedEngine:
 
 
 class SimulatedEnginePool:
-    """Engines with one version. A reply goes to its cached context or to the least busy engine.
+    """A pool of engines with one version. Replies prefer a cached context, then an idle engine.
 
     The rule is that of `engines.EnginePool`.
     """

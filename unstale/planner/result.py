@@ -8,7 +8,7 @@ from unstale.observe.report.words import Waiting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
-    """Measurements of a simulated run. Rates and shares exclude the first `filling` steps."""
+    """The result of a simulation. Rates and shares exclude the first `filling` steps."""
 
     steps_s: tuple[float, ...]
     """Seconds from the loading of each version to that of the next one."""

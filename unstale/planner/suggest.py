@@ -274,7 +274,7 @@ def _best_schedule(
 
 
 class _Simulations(dict[tuple[AnalyticCosts, ScheduleConfig], SimulationResult]):
-    """Results of simulations by costs and schedule: several routes have the same costs."""
+    """A cache of simulations by costs and schedule, because some routes have equal costs."""
 
     def __call__(self, candidate: Candidate) -> SimulatedCandidate:
         costs = candidate.costs

@@ -205,7 +205,7 @@ def mean_attended(lengths: Collection[float]) -> float:
 
 
 class EpisodeStats(NamedTuple):
-    """Means over the episodes of a workload."""
+    """The means over the episodes of a workload."""
 
     tokens: float
     attended: float

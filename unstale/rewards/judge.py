@@ -85,7 +85,7 @@ class JudgeEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class JudgeBudget:
-    """Calls and tokens, of prompts and answers together. Cached verdicts cost nothing."""
+    """A limit of calls and of tokens, prompts included. Cached verdicts cost nothing."""
 
     calls: int
     tokens: int

@@ -1,8 +1,8 @@
 """Episodes: an engine and an environment take turns until the environment or a limit ends them.
 
 A weight update interrupts generation; the same reply then continues from the same tokens under the
-next version. A failed episode is data: it is retried with the same seed, then reported. Any other
-failure ends the run.
+next version. An episode whose environment fails is retried with the same seed, then counted as failed. Any
+other error ends the run.
 """
 
 import asyncio
@@ -48,9 +48,9 @@ FAILURE_MINIMUM = 20
 """Number of episodes before the share of failures may end the run."""
 
 OnFailure = Callable[[int, Failure, bool], None]
-"""Called with a failed attempt's episode number, its failure, and whether it was the last."""
+"""`(episode, failure, is_last)`: called after a failed attempt at an episode."""
 OnRestart = Callable[[int, Failure], None]
-"""Called with the episode number of an attempt that could not be replayed, and the reason."""
+"""`(episode, failure)`: called after an attempt that could not be replayed."""
 
 
 class EpisodeFailed(Exception):
@@ -236,7 +236,7 @@ class Rollout:
     async def _take_turns(
         self, transcript: Transcript, env: Env, turn: Turn, turn_rewards: list[float]
     ) -> tuple[Turn, Stop]:
-        """Alternate replies and environment steps. Return the last turn and why it was the last."""
+        """Alternate replies and environment steps. Return the last turn and the reason to stop."""
         chat = self.generator.chat
         # Once per attempt: these checks take half as long as a turn of a fast environment.
         resumable = env if isinstance(env, Resumable) else None

@@ -14,7 +14,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `start:end` of the sequence in `slot`; all tokens before `start` are cached."""
+    """The tokens `start:end` of the sequence in `slot`. All before `start` are cached."""
 
     slot: int
     start: int

@@ -61,10 +61,9 @@ def main(descriptor: int, options: str) -> None:
 def build_runner(
     folder: Path, *, dtype: str, max_slots: int, max_context: int, device: str = ""
 ) -> Runner:
-    """Our decoder where it computes this model exactly, transformers' forward pass for everything
-    else.
+    """Return the paged decoder if it supports the model, otherwise transformers' forward pass.
 
-    The decoder runs on `device`, by default on CUDA where there is any; the other on the processor.
+    The decoder runs on `device`, by default on a GPU if there is one; transformers on the CPU.
     """
     config = json.loads((folder / "config.json").read_text())
     if supports(config):

@@ -53,7 +53,7 @@ policy in the prompt. 3: also identification by email, and sometimes a second re
 
 
 class RetailTasks:
-    """Tasks of the help desk. Tool calls have log-normal latencies with mean `latency_s`."""
+    """The tasks of the help desk. Tool calls take `latency_s` on average, log-normal."""
 
     name = "retail"
 

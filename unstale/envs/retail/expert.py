@@ -11,7 +11,7 @@ from unstale.envs.retail.wording import QUESTIONS
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Probabilities with which the expert ignores a rule, independent of each other."""
+    """The probabilities, independent of each other, with which the expert ignores a rule."""
 
     status: float = 0.0
     """Ignore the order's status."""
