@@ -308,7 +308,7 @@ def exact_routes() -> list[str]:
 def docs_table() -> str:
     """Return the table of routes in docs/old-logps.md."""
     lines = [
-        "| route | proxy for pi_old | exact | memory | costs | choose it |",
+        "| route | pi_old comes from | exact | extra memory | extra time | choose it |",
         "|---|---|---|---|---|---|",
     ]
     for name, spec in routes().items():

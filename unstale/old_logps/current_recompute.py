@@ -58,11 +58,11 @@ class CurrentRecomputeSpec(OldLogpsConfig):
     requires: ClassVar = {"old_logps.baseline": True}  # at one step per batch S is always 1
     to_free_s: ClassVar = "--trainer.minibatches_per_batch 2"
     docs: ClassVar = RouteDocs(
-        policy="pi at the start of the step",
+        policy="the trainer at the start of the step",
         exact="at lag 0",
         holds="nothing",
         costs="one forward pass",
-        choose="as a baseline; its S is 1 at one step a batch",
+        choose="as a baseline; S is 1 with one step per batch",
         report="Approximate. The weights at the start of the step are taken for those that sampled, "
         "so old_logp - behavior_logp mixes numerics with staleness, and log S sees only this "
         "step's own movement.",

@@ -146,11 +146,11 @@ class EagerSpec(SnapshotOldSpec, EwmaProxSpec):
     }
     recipe: ClassVar = {}
     docs: ClassVar = RouteDocs(
-        policy="the trainer itself, while it waits for data; a fallback for the rest",
-        exact="as its fallback, and on its own share",
-        holds="what the fallback holds",
-        costs="forward passes in time that is otherwise idle",
-        choose="the trainer waits for episodes",
+        policy="the trainer while it waits for data; a fallback route for the rest",
+        exact="for its own share; otherwise as its fallback",
+        holds="as its fallback",
+        costs="forward passes while the trainer is idle",
+        choose="if the trainer waits for episodes",
         report="Exact where a turn was scored while the trainer's weights still were its version; the "
         "rest is the fallback's.",
     )

@@ -89,7 +89,7 @@ class EwmaProxSpec(OldLogpsConfig):
 
     recipe: ClassVar = {"beta": 0.75}  # 3 versions old, as the recipe's tokens are
     docs: ClassVar = RouteDocs(
-        policy="an average of fixed decay",
+        policy="an average of the weights with fixed decay",
         exact="no",
         holds="one float32 copy, one movable copy",
         costs="one forward pass",

@@ -20,11 +20,11 @@ class InterpProxLinearSpec(InterpProxSpec):
     route: str = "interp_prox_linear"
 
     docs: ClassVar = RouteDocs(
-        policy="a mixture of mu and pi",
+        policy="an average of the probabilities mu and pi",
         exact="no",
         holds="nothing",
         costs="nothing",
-        choose="only its cost speaks for it; it errs less than the log-linear one",
+        choose="only if no forward pass is affordable; its error is below the log-linear one's",
         report="Approximate. A mean of the engine's probability and the current policy's is taken "
         "for that of the weights that sampled, so both factors follow one ratio.",
     )

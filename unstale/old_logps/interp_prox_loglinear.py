@@ -118,11 +118,11 @@ class InterpProxLoglinearSpec(InterpProxSpec):
     route: str = "interp_prox_loglinear"
 
     docs: ClassVar = RouteDocs(
-        policy="a weight between mu and pi, on a logarithmic scale",
+        policy="a weighted mean of log mu and log pi",
         exact="no",
         holds="nothing",
         costs="nothing",
-        choose="only its cost speaks for it",
+        choose="only if no forward pass is affordable",
         report="Approximate. A point between the engine's log-probability and the current policy's "
         "is taken as old_logp, so at one lag both factors are powers of one ratio and nothing is "
         "decoupled.",

@@ -82,11 +82,11 @@ class InterruptSyncSpec(ExactSpec):
     route: str = "interrupt_sync"
 
     docs: ClassVar = RouteDocs(
-        policy="the trainer itself, just before it leaves a version",
+        policy="the trainer, before the step that changes the version",
         exact="yes",
         holds="nothing",
-        costs="stalls generation while a step is taken",
-        choose="memory is all gone, and steps are short beside rollouts",
+        costs="generation is paused during a step",
+        choose="if no memory is left, and steps are short compared with rollouts",
         report="Exact. Before a step leaves a version, generation pauses and the trainer's own weights "
         "score all that it sampled. The two factors are cleanly apart.",
     )

@@ -220,11 +220,11 @@ class OldLogitModelSpec(ExactSpec):
     route: str = "old_logit_model"
 
     docs: ClassVar = RouteDocs(
-        policy="a second model in a process of its own, which follows the version that samples",
+        policy="a second model in its own process, at the version that samples",
         exact="yes",
-        holds="one model more, elsewhere",
-        costs="next to no trainer time; may hold up publication",
-        choose="there is a processor to spare",
+        holds="one more model, in that process",
+        costs="almost no trainer time; may delay publication",
+        choose="if a CPU or GPU is free",
         report="Exact. A second model follows the sampling version and scores every turn before it "
         "moves on. The two factors are cleanly apart.",
     )

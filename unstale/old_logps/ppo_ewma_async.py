@@ -203,11 +203,11 @@ class PpoEwmaAsyncSpec(OldLogpsConfig):
 
     fixed: ClassVar = {"averages": "the checkpoint holds so many averages"}
     docs: ClassVar = RouteDocs(
-        policy="averages of the weights, as old as the data is",
+        policy="averages of the weights, about as old as the data",
         exact="no",
-        holds="one float32 copy an average, one movable copy",
+        holds="one float32 copy per average, one movable copy",
         costs="one forward pass; more with several averages",
-        choose="a copy of the weights is affordable and versions are not",
+        choose="if a copy of the weights is affordable and versions are not",
         report="Approximate. A moving average of the weights, kept about as old as the data, is taken "
         "for those that sampled, so old_logp - behavior_logp mixes numerics with whatever staleness "
         "the average misses.",

@@ -42,11 +42,11 @@ class RolloutSpec(OldLogpsConfig):
 
     requires: ClassVar = {"correction.control": "none"}  # D is 1 by construction
     docs: ClassVar = RouteDocs(
-        policy="mu",
+        policy="the engine (mu)",
         exact="no",
         holds="nothing",
         costs="nothing",
-        choose="as a baseline; its D is 1",
+        choose="as a baseline; D is 1",
         report="Approximate. The engine's own number is taken as old_logp, so log D is 0 by "
         "construction and log S holds numerics and staleness together.",
     )

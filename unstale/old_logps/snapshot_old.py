@@ -80,7 +80,7 @@ class SnapshotOldSpec(ExactSpec):
 
     fixed: ClassVar = {"storage": "the checkpoint holds that kind of store"}
     docs: ClassVar = RouteDocs(
-        policy="the weights of every version that a token still needs",
+        policy="the kept weights of the version that sampled the token",
         exact="yes",
         holds="one movable copy and the deltas between versions",
         costs="one forward pass of each trajectory per version in it",

@@ -37,7 +37,7 @@ def route_recipe(name: str) -> Callable[..., RunConfig]:
         return replace(override(config, route.requires), **changes)
 
     recipe.__name__ = f"route_{name}"
-    recipe.__doc__ = f"Stale retail under `{name}`: pi_old is {route.docs.policy}."
+    recipe.__doc__ = f"Stale retail under `{name}`: pi_old comes from {route.docs.policy}."
     return recipe
 
 
