@@ -82,7 +82,7 @@ def task_classes() -> list[type[TaskConfig]]:
 def make_task(env: str = "retail", **values: Any) -> TaskConfig:
     """Return the options of an environment.
 
-    Raises `ConfigError` for an option of another environment that has not its default value.
+    Raises `ConfigError` for a changed option that only another environment has.
     """
     cls = task_class(env)
     known = {field.name for field in fields(cls)}

@@ -88,9 +88,7 @@ class GenerationOptions:
         return self.find_end(tokens) is not None
 
     def cut(self, before: Sequence[int], piece: Sampled) -> Sampled:
-        """Return the part of a piece that belongs to the reply; `before` are the reply's earlier
-        tokens.
-        """
+        """Return the part of a piece that belongs to the reply, after its tokens `before`."""
         length = self.find_end((*before, *piece.tokens))
         if length is None:
             return piece
@@ -118,7 +116,7 @@ seconds.
 
 
 def rates(counters: Mapping[str, float]) -> dict[str, float]:
-    """Return an engine's counters as metrics, with its throughput and the busy share of its time.
+    """Return an engine's counters as metrics, with its throughput and busy share.
 
     >>> rates({"sampled_tokens": 30, "busy_s": 1.0, "idle_s": 2.0})["engine/sampled_tokens_per_s"]
     10.0
@@ -183,13 +181,12 @@ class Engine(Protocol):
     async def interrupt(self) -> None:
         """Make every pending `sample` return its tokens so far, and wait for that.
 
-        Later ones wait for `resume`.
+        Later calls of `sample` wait for `resume`.
         """
         ...
 
     async def load(self, update: Update, version: int) -> None:
-        """Load weights; tokens sampled from now on carry `version`. Only between `interrupt` and
-        `resume`.
+        """Load the weights of `version`. Only between `interrupt` and `resume`.
 
         Raises ValueError, changing nothing, for weights that do not fit or a delta of another
         version.

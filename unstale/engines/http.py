@@ -53,10 +53,10 @@ class Http:
             self._headers.append(f"Authorization: Bearer {key}")
 
     async def call(self, method: str, path: str, body: Any = None) -> Any:
-        """Return the decoded JSON of the response, None if it is empty. Raises OSError for every
-        failure.
+        """Return the decoded JSON of the response, None if it is empty.
 
-        Cancelling the call closes the connection, so the server can stop working on it.
+        Raises OSError for every failure. Cancelling the call closes the connection, so the server
+        can stop working on it.
         """
         reader, writer = await self._connect()
         try:

@@ -166,8 +166,7 @@ class EnginePool:
                 raise result
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the counters of the engines that are up, with deaths and restarts since the last
-        call.
+        """Return the counters of the running engines, and deaths and restarts since the last call.
 
         Tokens and processor time are summed, other times and means are averaged, errors are the
         maximum.
@@ -192,9 +191,7 @@ class EnginePool:
         return [member for member in self._members if member.up]
 
     def _route(self, tokens: Sequence[int]) -> _Member:
-        """Return the engine where the cached prefix outweighs the extra load, up to
-        `MAX_EXTRA_REPLIES`.
-        """
+        """Return the least busy engine, or one with a cached prefix worth its extra load."""
         least = min(member.num_running for member in self._up)
         most = min(least + MAX_EXTRA_REPLIES, max(least, self.max_running - 1))
         candidates = [member for member in self._up if member.num_running <= most]
@@ -209,7 +206,7 @@ class EnginePool:
     async def _call_all(self, call: Callable[[Engine], Awaitable[None]]) -> None:
         """Call every engine that is up.
 
-        Raise what one refuses after all have answered; deaths lead to restarts.
+        Errors other than deaths are raised after all engines have answered.
         """
         members = self._up
         lives = [member.lives for member in members]
@@ -247,8 +244,7 @@ class EnginePool:
         self._recovery.on_event("engine_lost", engine=self._members.index(member), cause=str(error))
 
     async def _restart(self, member: _Member, died: EngineDied) -> None:
-        """Start an engine until it is in the pool's state. Raises `EngineDied` when no restart is
-        left.
+        """Start an engine until it is in the pool's state. Raises `EngineDied` after the last try.
 
         It runs in a separate task, so that cancelling a request never cancels the restart.
         """

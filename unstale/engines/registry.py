@@ -1,8 +1,7 @@
-"""The registry of engine backends: the embedded engine, and one file per server in
-`engines/servers/`.
+"""The registry of engine backends.
 
-Each of these modules defines `SPEC`, an `EngineSpec`. The file's name is the value of
-`engine.backend`.
+Backends are the embedded engine and one file per server in `engines/servers/`. Each of these
+modules defines `SPEC`, an `EngineSpec`. The file's name is the value of `engine.backend`.
 """
 
 from collections.abc import Callable

@@ -260,7 +260,7 @@ class RemoteEngine(ABC):
     def pid(self) -> int:
         """The process id of the server, and of its process group.
 
-        RuntimeError for a server started elsewhere.
+        Raises `RuntimeError` for a server that was started elsewhere.
         """
         if self._server is None:
             raise RuntimeError(f"{self.url} was started elsewhere: its process is unknown")
@@ -386,8 +386,7 @@ class RemoteEngine(ABC):
     async def _post(
         self, path: str, body: Any = None, *, timeout_s: float | None = None, retry_on: str = ""
     ) -> None:
-        """Send a command. Raises `EngineDied` if the server refuses it or takes longer than
-        `timeout_s` (`HANG_S`).
+        """Send a command. Raises `EngineDied` if the server refuses it or exceeds `timeout_s`.
 
         A refusal that contains the words `retry_on` is retried until then.
         """

@@ -169,9 +169,7 @@ class ScriptedEngine:
         await self._quiet.wait()
 
     def die(self, error: str) -> None:
-        """Simulate the death of the engine: pending and later calls raise `EngineDied` until
-        `start`.
-        """
+        """Simulate the engine's death: calls raise `EngineDied` until the next `start`."""
         self._error = self._error or error
         self._open.set()
         self._halt()

@@ -1,6 +1,4 @@
-"""Counters of an engine behind a server: tokens, busy time, and which cached contexts are of the
-current version.
-"""
+"""Counters of an engine behind a server: tokens, busy time, and cached contexts by version."""
 
 import time
 from collections.abc import Sequence
@@ -49,8 +47,7 @@ class UsageCounters:
         self._current = CachedPrefixes()
 
     def count(self, context: Sequence[int], reply: Sequence[int], *, cached: int) -> bool:
-        """Count a reply whose first `cached` context tokens were cached. Return whether the reply
-        is clean.
+        """Count a reply with `cached` cached context tokens. Return True if it is clean.
 
         Nothing is counted for an empty reply: the server may not have begun to compute it.
         """

@@ -1,5 +1,4 @@
-"""The code that runs inside vLLM: a worker extension that loads weights, and the server's entry
-point.
+"""The code that runs inside vLLM: a worker extension for weights, and the server's entry point.
 
 Only this file imports vllm, inside functions.
 """

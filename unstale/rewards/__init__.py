@@ -1,7 +1,7 @@
-"""Reward functions with values from 0 to 1, for the named rewards of environments. See
-docs/rewards.md.
+"""Reward functions with values from 0 to 1, for the named rewards of environments.
 
-`programs.py` runs unit tests in a sandbox, `judge.py` grades by a language model.
+See docs/rewards.md. `programs.py` runs unit tests in a sandbox, `judge.py` grades by a language
+model.
 """
 
 import json
@@ -20,8 +20,9 @@ _PUNCTUATION = " ,;:!?\"'`*\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATI
 
 
 def weighted(**weights: float) -> Callable[[Mapping[str, float]], float]:
-    """Return a function that computes the weighted sum of rewards. It raises ValueError for other
-    names.
+    """Return a function that computes the weighted sum of rewards with these names.
+
+    The function raises ValueError for other names.
 
     >>> weighted(answer=1.0, form=0.25)({"answer": 1.0, "form": 1.0})
     1.25
@@ -38,8 +39,7 @@ def weighted(**weights: float) -> Callable[[Mapping[str, float]], float]:
 
 
 def normalised(text: str) -> str:
-    """Return the text in NFKC and lower case, with single spaces and without surrounding
-    punctuation.
+    """Return the text in NFKC and lower case, without outer punctuation and extra spaces.
 
     >>> normalised(' "PARIS,   France". ')
     'paris, france'
@@ -61,8 +61,7 @@ def exact_match(text: str, *expected: str) -> float:
 
 
 def numeric(text: str, expected: float, *, relative: float = 1e-6, absolute: float = 0.0) -> float:
-    """Return 1 if the last number in the text is within either tolerance of the expected one, else
-    0.
+    """Return 1 if the text's last number is within either tolerance of the expected one, else 0.
 
     Commas between thousands, units, `%` and `$` are ignored.
 
@@ -81,9 +80,8 @@ def numeric(text: str, expected: float, *, relative: float = 1e-6, absolute: flo
 def json_schema(text: str, schema: Mapping[str, Any]) -> float:
     """Return 1 if the text is JSON that satisfies the schema, else 0.
 
-    The default is draft 2020-12. Needs jsonschema, of the extra `rewards`. Nothing is fetched:
-    raises ValueError for an invalid schema, and for a reference that the schema itself does not
-    define.
+    The default is draft 2020-12. Needs jsonschema, of the extra `rewards`. Nothing is fetched.
+    Raises ValueError for an invalid schema, and for a reference to another schema.
     """
     from jsonschema import SchemaError, validators
     from referencing import Registry

@@ -2,8 +2,7 @@
 
 The graded texts are sent as JSON in a separate message, so no text can end its field and pose
 as an instruction. A weak judge may still be persuaded by them. The judge must answer with one JSON
-object. If it does not, does not answer, or has no budget left, an `EnvError` is raised; it never
-counts as a score of 0.
+object. An invalid answer, no answer or a spent budget raises `EnvError`; none is a score of 0.
 """
 
 import asyncio
@@ -100,7 +99,7 @@ class JudgeVerdict:
 
 
 class LLMJudge:
-    """A judge that grades by a rubric. Episodes can share it; equal questions are asked once.
+    """A judge that grades by a rubric. Episodes can share it; equal questions are sent once.
 
     `cache` is an SQLite file that processes can share. With it, a resumed episode gets the same
     verdict as before.

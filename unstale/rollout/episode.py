@@ -1,8 +1,8 @@
 """Episodes: an engine and an environment take turns until the environment or a limit ends them.
 
 A weight update interrupts generation; the same reply then continues from the same tokens under the
-next version. An episode whose environment fails is retried with the same seed, then counted as failed. Any
-other error ends the run.
+next version. An episode whose environment fails is retried with the same seed, then counted as
+failed. Any other error ends the run.
 """
 
 import asyncio

@@ -146,7 +146,7 @@ class StalenessQueue:
 class PendingPieces:
     """The pieces that were sampled and not yet trained on, by version and episode.
 
-    Their versions are those that a route may still have to score. Each call costs what it returns.
+    Routes may still have to score pieces of these versions.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,4 @@
-"""Continuous batching: requests join and leave between steps, and each step is one forward pass of
-all.
+"""Continuous batching: each step is one forward pass, and requests join or leave between steps.
 
 A slot is a row of the KV cache with the tokens in it. The slot of a finished reply is kept, so that
 the episode's next turn computes only its new tokens. A request copies the longest prefix that
@@ -176,8 +175,9 @@ class Batcher:
         self._queue.extendleft(reversed(waiting))
 
     def _assign_slot(self, request: SampleRequest, idle: NDArray[np.bool_]) -> int | None:
-        """Prepare the slot with the longest cached prefix, or return None while a longer one is
-        being computed.
+        """Prepare the slot with the longest cached prefix.
+
+        Return None while another request computes a longer one.
         """
         tokens = np.array(request.tokens, dtype=np.int32)
         common = np.minimum(_common_prefix(self._tokens, tokens), len(tokens) - 1)
@@ -239,9 +239,7 @@ class Batcher:
         return int(common[best])
 
     def _plan(self) -> tuple[Step, NDArray[np.bool_]]:
-        """Return the next forward pass, and a mask of the rows and chunks after which a token is
-        sampled.
-        """
+        """Return the next forward pass, and a mask of the rows and chunks that end in a sample."""
         slots = np.array(sorted(self._active), dtype=np.int64)
         due = self._length[slots] - self._cached[slots]
         rows = slots[due == 1]

@@ -1,7 +1,7 @@
-"""A decoder for the Qwen3 architecture. It uses few, large operations, because overhead dominates
-at these sizes.
+"""A decoder for the Qwen3 architecture.
 
-Query, key and value are one matrix, gate and up another.
+It uses few, large operations, because overhead dominates for small models: query, key and value are
+one matrix, gate and up another.
 
 On a CPU, `kernels.c` does everything between the matrix products, over cache pages that siblings
 share. On other devices torch does it. Rows of one token are one batched attention: each page
@@ -130,9 +130,7 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Masks:
-    """The masks that a step adds to attention scores in every layer: 0 for visible tokens, -inf for
-    others.
-    """
+    """The masks that are added to attention scores: 0 for visible tokens, -inf for others."""
 
     rows: Tensor
     """`[pages, 1, PAGE]`"""
@@ -316,8 +314,7 @@ class Qwen3Runner:
         return self._linear(h, self._head).float()[: len(ends)]
 
     def _each_thread(self, work: Callable[[int, int], None], count: int) -> None:
-        """Call `work(first, last)` for equal parts of `range(count)`, on as many threads as torch
-        uses.
+        """Call `work(first, last)` for equal parts of `range(count)`, on torch's number of threads.
 
         `work` must release the interpreter lock.
         """
@@ -379,9 +376,7 @@ class Qwen3Runner:
         return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
 
     def _attend_rows(self, index: int, query: Tensor, inputs: Inputs, *, mask: Tensor) -> Tensor:
-        """Attend with one query per row, first per page, then over the pages of a row
-        (arXiv:2311.01282).
-        """
+        """Attend with one query per row: first per page, then over all pages (arXiv:2311.01282)."""
         sizes = self.sizes
         pages = len(inputs.page_rows)
         keys = self._paged(self._keys[index], inputs)
@@ -407,9 +402,7 @@ class Qwen3Runner:
         return pool[: len(inputs.page_rows) * kv_heads]
 
     def _attend_blocks(self, index: int, query: Tensor, inputs: Inputs, *, mask: Tensor) -> Tensor:
-        """Attend with each block of a chunk over its sequence so far, whose pages are gathered
-        first.
-        """
+        """Attend with each block of a chunk over the gathered pages of its sequence so far."""
         sizes = self.sizes
         blocks = len(inputs.lanes)
         heads = torch.arange(sizes.kv_heads, device=self._device)[:, None]

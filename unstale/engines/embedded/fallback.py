@@ -1,5 +1,4 @@
-"""A runner for any causal language model of transformers with full attention, by the model's
-forward pass.
+"""A runner on the forward pass of any causal model of transformers with full attention.
 
 It is slower than the decoder. Models with other state (sliding windows shorter than the context,
 recurrent layers) are refused when the engine starts: by their configuration, or by a comparison
@@ -53,9 +52,7 @@ class _SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Cache `[rows, heads, n, width]` at this step's positions, and return the rows' full
-        contexts.
-        """
+        """Cache `[rows, heads, n, width]` at this step's positions. Return the full contexts."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         slots = self._slots

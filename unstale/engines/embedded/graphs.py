@@ -23,9 +23,9 @@ class _Captured:
 
 
 class Graphs:
-    """A cache of CUDA graphs by shape. The first step of a shape calls `run`; later ones replay its
-    graph.
+    """A cache of CUDA graphs by shape.
 
+    The first step of a shape calls `run`; later ones replay its graph.
     Other devices always call `run`.
     """
 

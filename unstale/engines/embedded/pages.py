@@ -1,4 +1,4 @@
-"""The paged KV cache: which pages each slot has, and the index arrays of a step's attention.
+"""The paged KV cache: the pages of each slot, and the index arrays of a step's attention.
 
 The cache is a pool of pages of `PAGE` tokens. One batched product over all pages attends all rows
 at once, so a long sequence does not make the others slower. Everything here runs on the host, in
@@ -54,10 +54,10 @@ class Pages:
         return int(used[-1]) + 1 if len(used) else 1
 
     def hold(self, slot: int, length: int) -> tuple[int, int] | None:
-        """Give `slot` exactly the pages that `length` tokens need.
+        """Assign to `slot` exactly the pages that `length` tokens need.
 
-        If the last page is partly filled and shared, the slot gets a copy: the result is (source
-        page, new page).
+        A shared last page that is partly filled must be copied: the result is (source page, new
+        page).
         """
         wanted = -(-length // PAGE)
         had = int(self.count[slot])
@@ -260,9 +260,7 @@ def _pad_rows_and_chunks(values: Ints, num_rows: int, wide: int) -> Ints:
 
 
 def _attended(rows: Ints, at: Ints, pages: Pages) -> tuple[dict[str, Ints], bool]:
-    """Return the index arrays of the pages that rows attend, and whether to copy those pages
-    together.
-    """
+    """Return the index arrays of the pages that rows attend, and if these are to be copied."""
     if not len(rows):
         none = np.zeros(0, dtype=np.int64)
         return {

@@ -1,6 +1,4 @@
-"""The interface between the batcher and a model: forward passes of packed sequences over a KV
-cache.
-"""
+"""The interface between batcher and model: forward passes of packed sequences over a KV cache."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,6 +1,4 @@
-"""Sampling with noise that depends only on seed and position, and the log-probabilities of the
-result.
-"""
+"""Sampling of tokens and log-probabilities, with noise that depends on seed and position."""
 
 import numpy as np
 import torch

@@ -1,7 +1,7 @@
-"""Weights for servers on this host: one safetensors file in memory, written whole or updated in
-place.
+"""Weights for servers on this host: a safetensors file in memory.
 
-The file is in `/dev/shm`, or in the folder for temporary files if there is too little space.
+It is written whole or updated in place. The file is in `/dev/shm`, or in the folder for temporary
+files if there is too little space.
 """
 
 import json

@@ -27,7 +27,7 @@ _HIDDEN = frozenset({"done", "metadata", "reward"})
 
 
 class OpenEnvTasks(NumberedTasks):
-    """A task set on one server. Each episode has its own session. Training and held-out seeds differ.
+    """Episodes on one server, each in a new session. Training and held-out seeds differ.
 
     The server must allow one session per concurrent episode (`max_concurrent_envs`). `options` and
     the seed are passed to every `reset`. `timeout_s` limits each answer of the server.
