@@ -1,35 +1,33 @@
-"""How much sooner is the same number of groups trained on when generation goes on meanwhile, and how near the ideal?
+"""Compare the step time of asynchronous and synchronous training, and of an ideal schedule.
 
-    python -m benchmarks.asynchrony                # the workloads of workloads.toml: 25 minutes on two quiet cores
-    python -m benchmarks.asynchrony --learning     # held-out success, both ways at equal samples: 35 minutes
+    python -m benchmarks.asynchrony                # 25 minutes on two idle cores
+    python -m benchmarks.asynchrony --learning     # held-out success at equal samples: 35 minutes
 
-Real runs of the retail recipe with the exact route, on the same cores; tools really wait. Each workload runs
-asynchronously and synchronously by turns, `--repeats` times. Where engine and trainer work at once the trainer has half
-of the cores; where they take turns it has all. The engine is one process of one thread for both, beside the event loop:
-with two, synchronous steps took longer in a trial.
+The workloads of workloads.toml are runs of the retail recipe with the exact route, with real waits
+for tools. Each workload runs asynchronously and synchronously in turn, `--repeats` times, on the
+same cores. The trainer has half of the cores in asynchronous runs, and all in synchronous ones. The
+engine is one process with one thread in both; two threads made synchronous steps slower.
 
-Timed are steps after the pipeline has filled: `--steps` asynchronous ones, in whole turns of the live groups, and half
-as many synchronous ones or more from the same step on, which train on much the same tasks.
+Only steps after the pipeline has filled are timed: at least `--steps` asynchronous ones, and from
+the same step on at least half as many synchronous ones, which train on mostly the same tasks.
 
-The ideal of a run is the longest of four times a step, none of which a schedule can shorten. They are the run's own, so
-what engine and trainer lose to each other on the way is in them:
+The ideal step time is the largest of four lower bounds, measured in the run itself:
 
-    engine     sampling its tokens, at the rate of this run's own batches
-    trainer    scoring, training, and what a publication takes of its thread
-    episodes   Little's law: mean duration of an episode * episodes a step / episodes that may be live
-    processor  processor seconds of the process that trains, and of the engine's while it computes, over the cores
+    engine     time to sample the tokens of a step
+    trainer    time to score and train, and the trainer's part of a publication
+    episodes   Little's law: mean episode duration * episodes per step / maximal live episodes
+    processor  processor seconds of trainer and engine, divided by the cores
 
-Beside it stands what the staleness bound B leaves of that for the batches as they were made up. The first token of an
-episode and the version that it is trained into are at most B + 1 publications apart; so step t ends no earlier than
+A second bound adds the staleness bound B. An episode's first token and the version trained on it
+are at most B + 1 publications apart, so that step t satisfies
 
     end(t) >= end(t - 1) + scoring and training
-    end(t) >= end(t - B - 1) + the longest episode of its batch + scoring and training
+    end(t) >= end(t - B - 1) + longest episode of its batch + scoring and training
 
-and the longest path through the timed steps is what no other order of the same work goes much below, unless it makes
-episodes shorter: they last as long as they did in this run, where they waited for each other. (Not at all below, if
-nothing of a step's training went on beside the end of the step before.)
+The longest path through the timed steps is then a lower bound for any schedule with the same
+episode durations, if steps do not overlap.
 
-Writes a dated table and picture under benchmarks/results/.
+The results are a dated table and a picture under benchmarks/results/.
 """
 
 import argparse
@@ -71,7 +69,7 @@ LONGEST = (
     "SELECT c.step, max(f.at - e.at) FROM consumed c JOIN finished f ON f.number = c.number "
     "JOIN episodes e ON e.number = c.number GROUP BY c.step"
 )
-"""Of a journal: the longest episode of every step's batch, in seconds."""
+"""SQL for the journal: the longest episode of each step's batch, in seconds."""
 TRAINER = ("trainer/update_s", "old_logps/prepare_s", "publish/trainer_s")
 LIMITS = ("engine", "trainer", "episodes", "processor")
 ASYNC, SYNC = "asynchronous", "synchronous"
@@ -79,7 +77,7 @@ ASYNC, SYNC = "asynchronous", "synchronous"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One entry of the file."""
+    """A workload of `workloads.toml`."""
 
     name: str
     latency_s: float
@@ -91,8 +89,9 @@ class Workload:
     synchronous: bool = True
 
     def config(self, *, seed: int, steps: int, synchronous: bool) -> RunConfig:
-        """The recipe, as this workload wants it: nothing but steps, no evaluation, no checkpoint but after the last."""
-        base, threads = recipes.retail(), cores() if synchronous else max(1, cores() // 2)
+        """Return the recipe with this workload, without evaluations and earlier checkpoints."""
+        base = recipes.retail()
+        threads = cores() if synchronous else max(1, cores() // 2)
         return replace(
             base,
             seed=seed,
@@ -113,25 +112,25 @@ class Workload:
 
     @property
     def live(self) -> int:
-        """Episodes that may be live at once, asynchronously."""
+        """Return the maximal number of live episodes of the asynchronous run."""
         return (self.max_staleness + 1) * self.groups_per_step * self.group_size
 
 
 def workloads(file: Path = FILE) -> list[Workload]:
-    held = tomllib.loads(file.read_text())
-    common = {name: held[name] for name in ("groups_per_step", "group_size")}
-    return [Workload(**common | given) for given in held["workload"]]
+    content = tomllib.loads(file.read_text())
+    common = {name: content[name] for name in ("groups_per_step", "group_size")}
+    return [Workload(**common | entry) for entry in content["workload"]]
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run: seconds a step, the share of their own time that its episodes waited for tools, its limits a step."""
+    """The step time, tool share of the episodes' time, and lower bounds of a run, in seconds."""
 
     step_s: float
     tools: float
     limits: Mapping[str, float]
     bounded_s: float = 0.0
-    """The ideal that the staleness bound leaves."""
+    """Lower bound that includes the staleness bound."""
 
     @property
     def ideal(self) -> float:
@@ -145,22 +144,24 @@ class Measured:
 def measure(
     rows: Sequence[Mapping[str, Any]], first: int, *, live: int, num_cores: int
 ) -> Measured:
-    """Of the rows after the `first`, which are the pipeline's filling.
+    """Return the step time and lower bounds of the rows after the `first` ones.
 
     >>> before = {"time_s": 10.0}
-    >>> after = {"time_s": 14.0, "trainer/cpu_s": 2.0, "engine/busy_s": 2.4, "engine/sampled_tokens": 120}
-    >>> after["engine/cpu_s"] = 2.4
-    >>> after |= {"trainer/action_tokens": 100, "trainer/update_s": 1.5, "old_logps/prepare_s": 0.5}
-    >>> after |= {"publish/trainer_s": 0.1, "rollout/tool_wait_s": 18.0, "rollout/generation_wait_s": 6.0, "rollout/episodes": 8}
-    >>> found = measure([before, after], 1, live=16, num_cores=2)
-    >>> found.step_s, found.tools, found.limit, {name: round(s, 2) for name, s in found.limits.items()}
-    (4.0, 0.75, 'processor', {'engine': 2.0, 'trainer': 2.1, 'episodes': 1.5, 'processor': 2.2})
+    >>> after = {"time_s": 14.0, "trainer/cpu_s": 2.0, "engine/cpu_s": 2.4, "engine/busy_s": 2.4}
+    >>> after |= {"engine/sampled_tokens": 120, "trainer/action_tokens": 100}
+    >>> after |= {"trainer/update_s": 1.5, "old_logps/prepare_s": 0.5, "publish/trainer_s": 0.1}
+    >>> after |= {"rollout/tool_wait_s": 18.0, "rollout/generation_wait_s": 6.0}
+    >>> run = measure([before, after | {"rollout/episodes": 8}], 1, live=16, num_cores=2)
+    >>> run.step_s, run.tools, run.limit
+    (4.0, 0.75, 'processor')
+    >>> {name: round(seconds, 2) for name, seconds in run.limits.items()}
+    {'engine': 2.0, 'trainer': 2.1, 'episodes': 1.5, 'processor': 2.2}
     """
     timed = rows[first:]
     steps = len(timed)
 
     def total(name: str) -> float:
-        return sum(float(one[name]) for one in timed)
+        return sum(float(timed_row[name]) for timed_row in timed)
 
     spent = total("rollout/tool_wait_s") + total("rollout/generation_wait_s")
     limits = {
@@ -184,145 +185,147 @@ def bounded(
     bound: int,
     ideal: float,
 ) -> float:
-    """Seconds a step of the longest path, or the ideal; `longest` has the longest episode of every step's batch.
+    """Return the step time of the longest path, at least the ideal one.
 
-    >>> rows = [{"step": step, "time_s": time} for step, time in enumerate([0.0, 4.0, 6.0, 9.0, 13.0, 15.0], 1)]
+    `longest` is the longest episode of each step's batch, in seconds.
+
+    >>> times = [0.0, 4.0, 6.0, 9.0, 13.0, 15.0]
+    >>> rows = [{"step": step, "time_s": time} for step, time in enumerate(times, 1)]
     >>> rows = [row | dict.fromkeys(TRAINER, 0.25) for row in rows]
     >>> bounded(rows, 3, longest={4: 3.5, 5: 6.0, 6: 2.0}, bound=1, ideal=1.0)  # 8.25, 12.75, 13.5
     2.5
     >>> bounded(rows, 3, longest=dict.fromkeys((4, 5, 6), 0.1), bound=1, ideal=1.0)
     1.0
     """
-    ends = [float(one["time_s"]) for one in rows[:first]]
-    for i, one in enumerate(rows[first:], first):
-        begun = max(
-            ends[i - 1], ends[i - bound - 1] + longest[one["step"]] if i > bound else float("-inf")
-        )
-        ends.append(begun + sum(float(one[name]) for name in TRAINER))
+    ends = [float(step["time_s"]) for step in rows[:first]]
+    for i, step in enumerate(rows[first:], first):
+        start = ends[i - 1]
+        if i > bound:
+            start = max(start, ends[i - bound - 1] + longest[step["step"]])
+        ends.append(start + sum(float(step[name]) for name in TRAINER))
     return max(ideal, (ends[-1] - ends[first - 1]) / (len(rows) - first))
 
 
 def timed_run(work: Workload, place: Path, *, seed: int, steps: int, synchronous: bool) -> Measured:
-    """Whole turns of the live groups, after the first, which begin together. Not the run's last step, with which a
-    checkpoint is made."""
-    turn, first = (1 if synchronous else work.max_staleness + 1), work.max_staleness + 2
+    """Run a workload once and return its measurements.
+
+    The first groups start together, so their steps are not timed. The last step is not either,
+    because it includes a checkpoint.
+    """
+    turn = 1 if synchronous else work.max_staleness + 1
+    first = work.max_staleness + 2
     wanted = ceil(steps / 2) if synchronous else steps
     config = work.config(
         seed=seed, steps=first + turn * ceil(wanted / turn) + 1, synchronous=synchronous
     )
     name = f"{work.name}-{SYNC if synchronous else ASYNC}-{seed}".replace(" ", "-").replace("'", "")
     run = train(replace(config, runs=place, name=name), console=Console(quiet=True))
-    rows = [one for one in run.metrics if one["step"]][:-1]
+    rows = [metrics for metrics in run.metrics if metrics["step"]][:-1]
     live = work.groups_per_step * work.group_size if synchronous else work.live
     with Journal.read(run.folder) as reader:
         longest = dict(reader.rows(LONGEST))
-    found = measure(rows, first, live=live, num_cores=cores())
+    measured = measure(rows, first, live=live, num_cores=cores())
     bound = config.schedule.staleness_bound
-    return replace(
-        found, bounded_s=bounded(rows, first, longest=longest, bound=bound, ideal=found.ideal)
-    )
+    bounded_s = bounded(rows, first, longest=longest, bound=bound, ideal=measured.ideal)
+    return replace(measured, bounded_s=bounded_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A workload's runs, round by round."""
+    """A workload with its runs in order of the rounds, by mode."""
 
     work: Workload
-    found: Mapping[str, Sequence[Measured]]
+    runs: Mapping[str, Sequence[Measured]]
 
     @property
     def faster(self) -> list[float]:
-        """Synchronous time over asynchronous time, round by round; nothing for a point of the curve."""
-        if SYNC not in self.found:
+        """Return synchronous over asynchronous step time per round, or an empty list."""
+        if SYNC not in self.runs:
             return []
-        return ratios(
-            {name: [one.step_s for one in runs] for name, runs in self.found.items()},
-            SYNC,
-            over=ASYNC,
-        )
+        times = {mode: [run.step_s for run in runs] for mode, runs in self.runs.items()}
+        return ratios(times, SYNC, over=ASYNC)
 
     @property
     def near(self) -> list[float]:
-        """Shares of the ideal."""
-        return [one.ideal / one.step_s for one in self.found[ASYNC]]
+        """Return the ideal over the measured step time, per round."""
+        return [run.ideal / run.step_s for run in self.runs[ASYNC]]
 
     @property
     def tools(self) -> float:
-        return median(one.tools for one in self.found[SYNC if SYNC in self.found else ASYNC])
+        return median(run.tools for run in self.runs[SYNC if SYNC in self.runs else ASYNC])
 
-    def step_s(self, name: str) -> float:
-        return median(one.step_s for one in self.found[name])
+    def step_s(self, mode: str) -> float:
+        return median(run.step_s for run in self.runs[mode])
 
     @property
     def ideal_s(self) -> float:
-        return median(one.ideal for one in self.found[ASYNC])
+        return median(run.ideal for run in self.runs[ASYNC])
 
     @property
     def bounded_s(self) -> float:
-        return median(one.bounded_s for one in self.found[ASYNC])
+        return median(run.bounded_s for run in self.runs[ASYNC])
 
     @property
     def of_bounded(self) -> float:
-        """The share of what the staleness bound leaves of the ideal."""
-        return median(one.bounded_s / one.step_s for one in self.found[ASYNC])
+        """Return the bound with staleness over the measured step time."""
+        return median(run.bounded_s / run.step_s for run in self.runs[ASYNC])
 
 
 def compare(work: Workload, place: Path, *, steps: int, repeats: int) -> Result:
-    """By turns; the seed is the round's, so that both have the same tasks in the same order."""
-    found: dict[str, list[Measured]] = {ASYNC: [], **({SYNC: []} if work.synchronous else {})}
+    """Run both modes in turn. Each round has its own seed, so both modes have the same tasks."""
+    runs: dict[str, list[Measured]] = {ASYNC: [], **({SYNC: []} if work.synchronous else {})}
     for turn in range(repeats):
-        for name in sorted(found, reverse=turn % 2 == 1):
-            one = timed_run(work, place, seed=turn, steps=steps, synchronous=name == SYNC)
-            found[name].append(one)
+        for mode in sorted(runs, reverse=turn % 2 == 1):
+            run = timed_run(work, place, seed=turn, steps=steps, synchronous=mode == SYNC)
+            runs[mode].append(run)
             shutil.rmtree(place)
             CONSOLE.print(
-                f"{work.name}, round {turn + 1} of {repeats}, {name}: {one.step_s:.2f} s a step, {one.tools:.0%} of an "
-                f"episode in tools, ideal {one.ideal:.2f} s ({one.limit})"
+                f"{work.name}, round {turn + 1} of {repeats}, {mode}: {run.step_s:.2f} s a step, "
+                f"{run.tools:.0%} of an episode in tools, ideal {run.ideal:.2f} s ({run.limit})"
             )
-    return Result(work, found)
+    return Result(work, runs)
 
 
 def tables(results: Sequence[Result]) -> list[str]:
-    """The comparison, and the curve."""
+    """Return the lines of all tables."""
     both = [result for result in results if result.faster]
     lines = [
-        f"Real runs of the retail desk, {both[0].work.groups_per_step if both else 4} groups of "
-        f"{both[0].work.group_size if both else 8} a step; medians (range). The share of tools is that of an episode's "
-        "own time in the synchronous run. What the workloads stand for, and what no schedule can shorten, is in "
-        "`benchmarks/workloads.toml` and at the head of `benchmarks/asynchrony.py`.",
+        f"Runs of the retail recipe, {both[0].work.groups_per_step if both else 4} groups of "
+        f"{both[0].work.group_size if both else 8} a step; medians (range). The tool share is that "
+        "of an episode's time in the synchronous run. `benchmarks/workloads.toml` explains the "
+        "workloads, `benchmarks/asynchrony.py` the ideal.",
         "",
         *columns(
-            "workload", "tools", "staleness, window", "rounds", "synchronous, s a step", "asynchronous",
-            "times as fast", "ideal, s a step", "set by", "of the ideal",
+            "workload", "tools", "staleness, window", "rounds", "synchronous, s a step",
+            "asynchronous", "times as fast", "ideal, s a step", "set by", "of the ideal",
         ),
     ]  # fmt: skip
     for result in both:
-        work, runs = result.work, result.found[ASYNC]
+        work, runs = result.work, result.runs[ASYNC]
         lines.append(
             row(
-                work.name, f"{result.tools:.0%}", f"{work.max_staleness}, {work.lookahead_window}", len(runs),
-                f"{result.step_s(SYNC):.2f}", f"{result.step_s(ASYNC):.2f}", spread(result.faster),
+                work.name, f"{result.tools:.0%}", f"{work.max_staleness}, {work.lookahead_window}",
+                len(runs), f"{result.step_s(SYNC):.2f}", f"{result.step_s(ASYNC):.2f}",
+                spread(result.faster),
                 f"{result.ideal_s:.2f}", _most(runs),
                 spread([100 * share for share in result.near], "{:.0f}%"),
             )
         )  # fmt: skip
     lines.append("")
     for result in both:
-        told = [f"{NEAR:.0%} of the ideal {verdict(result.near, NEAR)}"]
+        goals = [f"{NEAR:.0%} of the ideal {verdict(result.near, NEAR)}"]
         if median(result.near) < NEAR:
-            told.append(f"of what the staleness bound leaves of it, {result.of_bounded:.2f}")
+            goals.append(f"of the ideal with the staleness bound, {result.of_bounded:.2f}")
         if result.work.latency_s:
             ideal = f"the ideal would be {result.step_s(SYNC) / result.ideal_s:.2f} times"
-            told.insert(
-                0,
-                f"{FASTER} times as fast, with {result.tools:.0%} tools, {verdict(result.faster, FASTER)} ({ideal})",
-            )
-        lines.append(f"* {result.work.name}: {'; '.join(told)}.")
+            faster = f"{FASTER} times as fast, with {result.tools:.0%} tools, "
+            goals.insert(0, f"{faster}{verdict(result.faster, FASTER)} ({ideal})")
+        lines.append(f"* {result.work.name}: {'; '.join(goals)}.")
     return lines + _curve(results) + _limits(results)
 
 
 def _most(runs: Sequence[Measured]) -> str:
-    limits = [one.limit for one in runs]
+    limits = [run.limit for run in runs]
     return max(LIMITS, key=limits.count)
 
 
@@ -337,14 +340,15 @@ def _curve(results: Sequence[Result]) -> list[str]:
         "",
     ]
     lines += columns(
-        "staleness", "window", "rounds", "s a step", "times as fast", "ideal, s a step", "of the ideal",
-        "of what the bound leaves",
+        "staleness", "window", "rounds", "s a step", "times as fast", "ideal, s a step",
+        "of the ideal", "of the ideal with the bound",
     )  # fmt: skip
     for result in [*points, base]:
-        work, runs = result.work, result.found[ASYNC]
+        work, runs = result.work, result.runs[ASYNC]
         lines.append(
             row(
-                work.max_staleness, work.lookahead_window, len(runs), spread([one.step_s for one in runs]),
+                work.max_staleness, work.lookahead_window, len(runs),
+                spread([run.step_s for run in runs]),
                 f"{base.step_s(SYNC) / result.step_s(ASYNC):.2f}", f"{result.ideal_s:.2f}",
                 f"{median(result.near):.0%}", f"{result.of_bounded:.0%}",
             )
@@ -353,72 +357,73 @@ def _curve(results: Sequence[Result]) -> list[str]:
 
 
 def _base(results: Sequence[Result]) -> Result | None:
-    """Whose synchronous run the points of the curve are compared with: the one with their tools."""
+    """Return the result with synchronous runs and the same latency as the points of the curve."""
     points = [result.work for result in results if not result.work.synchronous]
-    return next(
-        (one for one in results if one.faster and points and _alike(one.work, points[0])), None
-    )
+    for result in results:
+        if result.faster and points and _latency(result.work) == _latency(points[0]):
+            return result
+    return None
 
 
-def _alike(one: Workload, other: Workload) -> bool:
-    return (one.latency_s, one.latency_sigma) == (other.latency_s, other.latency_sigma)
+def _latency(work: Workload) -> tuple[float, float]:
+    return work.latency_s, work.latency_sigma
 
 
 def _limits(results: Sequence[Result]) -> list[str]:
-    told = "What no schedule can shorten, seconds a step; and what the staleness bound leaves of the longest of it:"
     lines = [
         "",
-        told,
+        "Lower bounds of the step time in seconds, without and with the staleness bound:",
         "",
         *columns("workload", "measured", *LIMITS, "with the staleness bound", "of that"),
     ]
     for result in results:
-        runs = result.found[ASYNC]
-        limits = (f"{median(one.limits[name] for one in runs):.2f}" for name in LIMITS)
-        left = f"{result.bounded_s:.2f}", f"{result.of_bounded:.0%}"
-        lines.append(row(result.work.name, f"{result.step_s(ASYNC):.2f}", *limits, *left))
+        runs = result.runs[ASYNC]
+        limits = (f"{median(run.limits[name] for run in runs):.2f}" for name in LIMITS)
+        bounded_figures = (f"{result.bounded_s:.2f}", f"{result.of_bounded:.0%}")
+        lines.append(
+            row(result.work.name, f"{result.step_s(ASYNC):.2f}", *limits, *bounded_figures)
+        )
     return lines
 
 
 def shown(
     results: Sequence[Result],
 ) -> tuple[list[tuple[float, list[float], float, float]], list[tuple[int, int, float]]]:
-    """What is drawn: by the share of tools, how much faster, and what both ideals would be; and by bound and window."""
-    both, base = (
-        sorted((result for result in results if result.faster), key=lambda one: one.tools),
-        _base(results),
-    )
+    """Return the plotted data.
+
+    The first list has, by tool share, the speedups and the two ideal speedups; the second has the
+    speedup by lookahead window and staleness.
+    """
+    both = sorted((result for result in results if result.faster), key=lambda result: result.tools)
+    base = _base(results)
     over = []
     for result in both:
         ideals = (result.step_s(SYNC) / ideal for ideal in (result.ideal_s, result.bounded_s))
         over.append((result.tools, result.faster, *ideals))
-    points = [result for result in results if not result.work.synchronous] + (
-        [base] if base else []
-    )
-    curve = [
-        (one.work.lookahead_window, one.work.max_staleness, base.step_s(SYNC) / one.step_s(ASYNC))
-        for one in points
-        if base
-    ]
+    curve = []
+    if base:
+        points = [result for result in results if not result.work.synchronous]
+        for result in [*points, base]:
+            speedup = base.step_s(SYNC) / result.step_s(ASYNC)
+            work = result.work
+            curve.append((work.lookahead_window, work.max_staleness, speedup))
     return over, sorted(curve)
 
 
 def draw(
     over: Sequence[tuple[float, list[float], float, float]], curve: Sequence[tuple[int, int, float]]
 ) -> None:
-    """Times as fast over the share of tools; and over the staleness bound, by window."""
+    """Plot the speedup over the tool share, and over the staleness bound by window."""
     with picture("async", width=9.0, panels=2) as (left, right):
-        shares, faster = (
-            [100 * tools for tools, *_ in over],
-            [median(times) for _, times, *_ in over],
-        )
+        shares = [100 * tools for tools, *_ in over]
+        faster = [median(times) for _, times, *_ in over]
         left.plot(shares, [ideal for *_, ideal, _ in over], "--", color="0.7", label="ideal")
         left.plot(
             shares,
             [bounded for *_, bounded in over],
             ":",
             color="0.3",
-            label="as the staleness bound leaves it",
+            label="ideal with the staleness bound",
         )
         low = [median(times) - min(times) for _, times, *_ in over]
         high = [max(times) - median(times) for _, times, *_ in over]
@@ -433,8 +438,8 @@ def draw(
         )
         left.legend(frameon=False)
         for window in sorted({window for window, *_ in curve}):
-            own = [(staleness, times) for of, staleness, times in curve if of == window]
-            right.plot(*zip(*own, strict=True), "o-", label=f"window {window}")
+            points = [point[1:] for point in curve if point[0] == window]
+            right.plot(*zip(*points, strict=True), "o-", label=f"window {window}")
         right.set(
             xlabel="schedule.max_staleness", ylabel="times as fast as synchronous", ylim=(0, None)
         )
@@ -444,13 +449,13 @@ def draw(
 
 
 Grades = dict[str, dict[int, list[float]]]
-"""How it runs -> step -> held-out success of every seed."""
+"""Mode -> step -> held-out success of each seed."""
 Curves = dict[str, list[list[float]]]
-"""How it runs -> for every seed, step by step, the success of the episodes that were trained on."""
+"""Mode -> seed -> step -> rollout success."""
 
 
 def learn(place: Path, steps: int | None) -> tuple[list[str], Grades, Curves]:
-    """Each seed both ways, each run in a process of its own; what `place` holds of a finished run is not run again."""
+    """Run each seed in both modes, each in its own process. Finished runs in `place` are kept."""
     wanted = tomllib.loads(FILE.read_text())["learning"]
     wanted["steps"] = steps or wanted["steps"]
     graded: Grades = {SYNC: {}, ASYNC: {}}
@@ -462,23 +467,25 @@ def learn(place: Path, steps: int | None) -> tuple[list[str], Grades, Curves]:
                 shutil.rmtree(folder, ignore_errors=True)
                 _learn(folder, wanted | {"max_staleness": staleness}, seed)
             rows = list(RunFolder(folder).rows(METRICS))
-            for one in rows:
-                if "eval/success_rate" in one:
-                    graded[name].setdefault(one["step"], []).append(one["eval/success_rate"])
-            curves[name].append([one["rollout/success_rate"] for one in rows if one["step"]])
+            for step in rows:
+                if "eval/success_rate" in step:
+                    graded[name].setdefault(step["step"], []).append(step["eval/success_rate"])
+            curves[name].append([step["rollout/success_rate"] for step in rows if step["step"]])
     return learnt(graded, curves, wanted), graded, curves
 
 
 def learnt(graded: Grades, curves: Curves, wanted: Mapping[str, Any]) -> list[str]:
-    """The table: held-out success at every graded step, seed by seed and of all seeds together."""
+    """Return the tables of held-out and rollout success, per seed and over all seeds."""
     tasks, seeds = wanted["held_out"], wanted["seeds"]
     lines = [
-        "Held-out success at equal samples: the recipe `retail` with a constant learning rate and the exact route, "
-        f"{wanted['steps']} steps of {wanted['groups_per_step']} groups of {wanted['group_size']}, staleness up to "
-        f"{wanted['max_staleness']}, graded on {tasks} held-out tasks at temperature 1; 95% Wilson intervals, those of "
-        "all seeds as if each had been graded on tasks of its own. Within its interval: that of the synchronous runs.",
+        "Held-out success at equal samples: the recipe `retail` with a constant learning rate and "
+        f"the exact route, {wanted['steps']} steps of {wanted['groups_per_step']} groups of "
+        f"{wanted['group_size']}, staleness up to {wanted['max_staleness']}, {tasks} held-out "
+        "tasks at temperature 1. Intervals are 95% Wilson intervals; those over all seeds treat "
+        "the tasks of different seeds as independent. The last column states whether the asynchronous "
+        "success is within the synchronous interval.",
         "",
-        *columns("step", "seed", SYNC, ASYNC, "within its interval"),
+        *columns("step", "seed", SYNC, ASYNC, "within the interval"),
     ]
     for step in sorted(graded[SYNC]):
         both = graded[SYNC][step], graded[ASYNC][step]
@@ -489,28 +496,29 @@ def learnt(graded: Grades, curves: Curves, wanted: Mapping[str, Any]) -> list[st
         )
     lines += [
         "",
-        "Success of the episodes that were trained on, mean of the seeds, which had the same tasks both ways:",
+        "Rollout success, mean over the seeds, which have the same tasks in both modes:",
         "",
     ]
     lines += columns("steps", SYNC, ASYNC, "difference, points")
-    for before, step in pairwise(sorted(graded[SYNC])):
-        sync, late = (
-            100 * mean(mean(own[before:step]) for own in curves[name]) for name in (SYNC, ASYNC)
+    for start, end in pairwise(sorted(graded[SYNC])):
+        sync, asynchronous = (
+            100 * mean(mean(curve[start:end]) for curve in curves[mode]) for mode in (SYNC, ASYNC)
         )
-        lines.append(
-            row(f"{before + 1} to {step}", f"{sync:.1f}%", f"{late:.1f}%", f"{late - sync:+.1f}")
-        )
+        difference = f"{asynchronous - sync:+.1f}"
+        steps = f"{start + 1} to {end}"
+        lines.append(row(steps, f"{sync:.1f}%", f"{asynchronous:.1f}%", difference))
     return lines
 
 
 def _compared(both: Sequence[float], tasks: int) -> tuple[str, str, str]:
-    sync, late = both
+    sync, asynchronous = both
     low, high = wilson(sync, tasks)
-    return _told(sync, tasks), _told(late, tasks), "yes" if low <= late <= high else "no"
+    within = "yes" if low <= asynchronous <= high else "no"
+    return _with_interval(sync, tasks), _with_interval(asynchronous, tasks), within
 
 
 def draw_learning(graded: Grades, curves: Curves) -> None:
-    """Success of what was trained on, the mean of the seeds and their range; held-out success where it was graded."""
+    """Plot rollout success, as mean and range over seeds, and held-out success."""
     with picture("async-learning") as axes:
         for name in curves:
             each = list(zip(*curves[name], strict=True))
@@ -539,27 +547,39 @@ def draw_learning(graded: Grades, curves: Curves) -> None:
 
 def _is_done(folder: Path) -> bool:
     return folder.is_dir() and any(
-        one["kind"] == "stopped" and one["reason"] == "finished"
-        for one in RunFolder(folder).rows(EVENTS)
+        event["kind"] == "stopped" and event["reason"] == "finished"
+        for event in RunFolder(folder).rows(EVENTS)
     )
 
 
 def _learn(folder: Path, wanted: Mapping[str, Any], seed: int) -> None:
-    knobs = {
-        "seed": seed, "steps": wanted["steps"], "minutes": 0, "runs": folder.parent.resolve(), "name": folder.name,
-        "task.latency_s": wanted["latency_s"], "task.latency_sigma": wanted["latency_sigma"],
-        "schedule.max_staleness": wanted["max_staleness"], "schedule.groups_per_step": wanted["groups_per_step"],
-        "schedule.group_size": wanted["group_size"], "trainer.lr_schedule": "constant", "trainer.threads": 1,
-        "audit.share": 0, "eval.tasks": wanted["held_out"], "eval.every": wanted["graded_every"],
-    }  # fmt: skip
-    words = [word for name, value in knobs.items() for word in (f"--{name}", str(value))]
+    options = {
+        "seed": seed,
+        "steps": wanted["steps"],
+        "minutes": 0,
+        "runs": folder.parent.resolve(),
+        "name": folder.name,
+        "task.latency_s": wanted["latency_s"],
+        "task.latency_sigma": wanted["latency_sigma"],
+        "schedule.max_staleness": wanted["max_staleness"],
+        "schedule.groups_per_step": wanted["groups_per_step"],
+        "schedule.group_size": wanted["group_size"],
+        "trainer.lr_schedule": "constant",
+        "trainer.threads": 1,
+        "audit.share": 0,
+        "eval.tasks": wanted["held_out"],
+        "eval.every": wanted["graded_every"],
+    }
+    words: list[str] = []
+    for name, value in options.items():
+        words += [f"--{name}", str(value)]
     root = Path(__file__).parent.parent
     subprocess.run(
         [sys.executable, "-m", "unstale", "train", "retail", *words], check=True, cwd=root
     )
 
 
-def _told(success: float, tasks: int) -> str:
+def _with_interval(success: float, tasks: int) -> str:
     low, high = wilson(success, tasks)
     return f"{success:.1%} ({low:.0%} to {high:.0%})"
 
@@ -570,10 +590,10 @@ def main(words: Sequence[str] | None = None, put: Callable[..., Any] = write) ->
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="of these workloads of workloads.toml"
+        "--only", nargs="+", metavar="NAME", help="workloads of workloads.toml to run"
     )
     parser.add_argument(
-        "--steps", type=int, help="timed steps of a run, at least (10); of a --learning run (60)"
+        "--steps", type=int, help="least timed steps of a run (10), or steps with --learning (60)"
     )
     parser.add_argument("--repeats", type=int, default=5, help="rounds")
     parser.add_argument("--learning", action="store_true", help="held-out success instead of pace")
@@ -581,7 +601,7 @@ def main(words: Sequence[str] | None = None, put: Callable[..., Any] = write) ->
         "--runs",
         type=Path,
         default=Path("runs") / f"bench-async-{date.today()}",
-        help="of --learning",
+        help="folder of the runs of --learning",
     )
     chosen = parser.parse_args(words)
     if chosen.learning:

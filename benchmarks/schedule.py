@@ -1,13 +1,14 @@
-"""What does a turn cost with 10, 1,000 and 100,000 episodes alive at once, and what does an episode take meanwhile?
+"""Measure the processor time of a turn and the memory of an episode, by concurrent episodes.
 
     python -m benchmarks.schedule                                        # ten minutes
     python -m benchmarks.schedule --live 10 1000 --repeats 1 --turns 2000    # seconds
 
-The real path (`produce`, `roll` and `take` of the loop, `StalenessQueue`, `PendingPieces`, `Rollout`, `EnginePool`, the journal on the
-disk) with a scripted engine and a scripted environment: no model, no sockets. The engine answers in turn, so that
-every episode advances before one advances twice. They have three to seven turns, so that most are in their middle when
-weights are published. Processor seconds of the whole process, the journal's thread included, over the turns made; each
-measurement has a process of its own. Writes a dated table and a picture under benchmarks/results/.
+The training loop, staleness queue, rollout, engine pool and journal are the real ones. Engine and
+environment are scripted, so there is neither a model nor a socket. The engine serves episodes in
+turn. Episodes have three to seven turns, so most are unfinished when weights are published. The
+processor time is that of the whole process, including the journal's thread, divided by the turns.
+Each measurement runs in a new process. The results are a dated table and a picture under
+benchmarks/results/.
 """
 
 import argparse
@@ -43,15 +44,15 @@ from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
 from unstale.rollout.transcript import NullWriter
 
 SIBLINGS, STALENESS = 2, 4
-"""Ten live episodes are five groups, one for each version that a token may be late by and one more."""
+"""Group size and staleness: `STALENESS` + 1 batches are live, so 10 episodes are the minimum."""
 REPLY, OPENING, ANSWER = 4, 24, 12
-"""Tokens of a reply, of what it first answers, and of what is answered to it."""
+"""Tokens of a completion, of the prompt and of each answer of the environment."""
 BOUND = 1.5
-"""The goal: the dearest turn over the cheapest, by how many are live."""
+"""Goal for the ratio of the most and least expensive turn, over the numbers of live episodes."""
 
 
 class NumberChat:
-    """Messages are what they are; their tokens are always the same."""
+    """A chat template with constant tokens for all messages."""
 
     stop_tokens = (1,)
 
@@ -66,7 +67,7 @@ class NumberChat:
 
 
 class SomeTurns:
-    """So many turns, of each of which the world is told."""
+    """An environment with a fixed number of turns, which it reports to its `World`."""
 
     def __init__(self, world: "World", turns: int) -> None:
         self.world, self.turns = world, turns
@@ -83,7 +84,7 @@ class SomeTurns:
 
 
 class World:
-    """A task set that counts turns. Batches of `groups` have episodes of three turns, of four, and so on to seven."""
+    """A task set that counts turns. Consecutive batches of `groups` have three to seven turns."""
 
     name = "numbers"
     tools = ()
@@ -109,7 +110,7 @@ class World:
             self._reached.set()
 
     async def until(self, turns: int) -> float:
-        """Wait for so many turns. The processor seconds at which they were made."""
+        """Wait until `turns` turns were made, and return the processor seconds at that moment."""
         self._due = turns
         self._reached.clear()
         await self._reached.wait()
@@ -117,7 +118,7 @@ class World:
 
 
 class Counting(ScriptedEngine):
-    """Each reply waits once, until all other episodes have had their turn."""
+    """An engine whose completions each wait once, until all other episodes had their turn."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -141,7 +142,7 @@ _AT_ONCE = _Now()
 
 
 class Unkept:
-    """A journal of which nothing is kept."""
+    """A journal that keeps nothing."""
 
     begin = NullWriter
 
@@ -158,7 +159,7 @@ class Unkept:
 
 
 class Scene:
-    """A run with so many live episodes: what the loop touches of one, and what is measured of it."""
+    """A run with `live` concurrent episodes, and its measurements."""
 
     def __init__(self, live: int, folder: Path | None) -> None:
         groups = live // SIBLINGS // (STALENESS + 1)
@@ -167,11 +168,15 @@ class Scene:
         schedule = ScheduleConfig(
             max_staleness=STALENESS, groups_per_step=groups, group_size=SIBLINGS
         )
-        room = EngineConfig(max_completion_tokens=REPLY, max_context=1 << 16)
-        self.live, self.version, self.oldest = live, 0, 0
-        self.world, self.ledger, self.scripted = World(groups), PendingPieces(), Counting()
+        engine_config = EngineConfig(max_completion_tokens=REPLY, max_context=1 << 16)
+        self.live = live
+        self.version = 0
+        self.oldest = 0
+        self.world = World(groups)
+        self.pending = PendingPieces()
+        self.scripted = Counting()
         self.engine = EnginePool([self.scripted])
-        generator = Generator(self.engine, cast(Any, NumberChat()), room)
+        generator = Generator(self.engine, cast(Any, NumberChat()), engine_config)
         self.parts = cast(
             RunComponents,
             SimpleNamespace(
@@ -181,11 +186,11 @@ class Scene:
                 resumed_requests=(),
                 requests=self.world.tasks(),
                 queue=StalenessQueue(max_staleness=STALENESS, groups_per_step=groups),
-                pending=self.ledger,
+                pending=self.pending,
                 piece_arrived=asyncio.Event(),
                 old_logps=Passive(),
                 rollout=Rollout(
-                    generator, cast(Any, self.world), RolloutConfig(), on_piece=self.ledger.add
+                    generator, cast(Any, self.world), RolloutConfig(), on_piece=self.pending.add
                 ),
                 journal=Unkept() if folder is None else Journal(folder / JOURNAL),
             ),
@@ -198,7 +203,7 @@ class Scene:
         self.version = version
 
     async def step(self) -> None:
-        """A batch, as the loop has it, with nothing learnt from it."""
+        """Take one batch as the training loop does, without an update."""
         groups = await take_groups(self.parts)
         consumed = [trajectory for group in groups for trajectory in group.trajectories]
         ages = {
@@ -207,63 +212,62 @@ class Scene:
         self.oldest = max(self.oldest, *ages)
         if self.oldest > self.parts.queue.bound or len(consumed) != self.live // (STALENESS + 1):
             raise RuntimeError(f"{len(consumed)} episodes, tokens up to {self.oldest} versions old")
-        self.ledger.discard([trajectory.episode for trajectory in consumed])
+        self.pending.discard([trajectory.episode for trajectory in consumed])
         self.parts.journal.consume(groups, step=self.version + 1, version=self.version)
         await self.publish(self.version + 1)
         self.parts.queue.release()
 
     async def measure(self, turns: int) -> dict[str, float]:
-        """Steps until so many turns were made. After its first, no episode is in its last."""
+        """Run steps until `turns` turns were made, and return the measured figures."""
         await self.engine.start()
         await self.publish(0)
-        found: dict[str, float] = {}
+        figures: dict[str, float] = {}
         async with asyncio.TaskGroup() as tasks:
             with self.parts.journal:
                 resident, began = _resident(), time.process_time()
                 producer = tasks.create_task(produce(self.parts))
                 await self.world.until(self.live)
-                aside = time.process_time()
-                found["bytes"] = (_resident() - resident) / self.live
-                found["traced"] = tracemalloc.get_traced_memory()[0] / self.live
-                found |= {f"of {where}": size / self.live for where, size in _traced().items()}
+                excluded = time.process_time()
+                figures["bytes"] = (_resident() - resident) / self.live
+                figures["traced"] = tracemalloc.get_traced_memory()[0] / self.live
+                figures |= {f"of {where}": size / self.live for where, size in _traced().items()}
                 pending = self.scripted.num_pending
                 if pending < self.live - SIBLINGS:
                     raise RuntimeError(f"{pending} of {self.live} episodes wait for the engine")
                 interrupting = time.process_time()
                 await self.publish(0)
-                resumed = await self.world.until(
-                    self.world.turns + 1
-                )  # everybody has asked again before it
-                found["interrupt"] = (resumed - interrupting) / pending
-                aside = resumed - aside
+                # All episodes send their requests again before the next turn.
+                resumed = await self.world.until(self.world.turns + 1)
+                figures["interrupt"] = (resumed - interrupting) / pending
+                excluded = resumed - excluded
                 while self.world.turns < turns or not self.version:
                     await self.step()
-                found["turn"] = (time.process_time() - began - aside) / self.world.turns
+                figures["turn"] = (time.process_time() - began - excluded) / self.world.turns
                 producer.cancel()
         await self.engine.close()
-        return {**found, "turns": self.world.turns, "versions": self.version, "oldest": self.oldest}
+        figures |= {"turns": self.world.turns, "versions": self.version, "oldest": self.oldest}
+        return figures
 
 
 def _resident() -> int:
-    """Bytes of this process in memory."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def _traced() -> Mapping[str, int]:
-    """Bytes by what allocated them, if that is traced."""
+    """Return the allocated bytes by source file, empty unless allocations are traced."""
     if not tracemalloc.is_tracing():
         return {}
     sizes: Counter[str] = Counter()
-    for found in tracemalloc.take_snapshot().statistics("filename"):
-        path = Path(found.traceback[0].filename)
-        sizes[
-            "asyncio" if path.parent.name == "asyncio" else f"{path.parent.name}/{path.name}"
-        ] += found.size
+    for statistic in tracemalloc.take_snapshot().statistics("filename"):
+        path = Path(statistic.traceback[0].filename)
+        in_asyncio = path.parent.name == "asyncio"
+        sizes["asyncio" if in_asyncio else f"{path.parent.name}/{path.name}"] += statistic.size
     return sizes
 
 
 def child(live: int, turns: int, *, journal: bool, trace: bool = False) -> dict[str, float]:
-    """One measurement, in a process that has done nothing yet."""
+    """Run one measurement. The process must be new."""
     if trace:
         tracemalloc.start()
     with tempfile.TemporaryDirectory() as folder, rare_garbage_collection():
@@ -271,7 +275,7 @@ def child(live: int, turns: int, *, journal: bool, trace: bool = False) -> dict[
 
 
 def apart(*arguments: Any, **named: Any) -> dict[str, float]:
-    """A measurement in a process of its own, which begins with everything imported."""
+    """Run one measurement in a new process, with all modules already imported."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["unstale.cli.session"])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
@@ -296,11 +300,11 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    found: dict[str, list[dict[str, float]]] = {}
+    rounds: dict[str, list[dict[str, float]]] = {}
 
     def contestant(name: str, live: int, journal: bool) -> float:
-        found.setdefault(name, []).append(apart(live, options.turns, journal=journal))
-        return found[name][-1]["turn"]
+        rounds.setdefault(name, []).append(apart(live, options.turns, journal=journal))
+        return rounds[name][-1]["turn"]
 
     names = {(live, kept): f"{live:,} live, {kept}" for kept in COLUMNS for live in options.live}
     turns = tables.alternate(
@@ -313,21 +317,27 @@ def main() -> None:
     light = min(options.live, key=lambda live: abs(live - 1000))
     traced = apart(light, 1, journal=False, trace=True)
     lines = tables.columns(
-        "live", "", "processor us a turn", "turns a second of processor", "us to interrupt a live episode",
-        "bytes a live episode", "versions", "oldest token",
-    )  # fmt: skip
+        "live",
+        "",
+        "processor us a turn",
+        "turns a second of processor",
+        "us to interrupt a live episode",
+        "bytes a live episode",
+        "versions",
+        "oldest token",
+    )
     for (live, kept), name in names.items():
-        many = found[name]
+        runs = rounds[name]
         lines.append(
             tables.row(
                 f"{live:,}",
                 kept,
-                tables.spread([1e6 * one["turn"] for one in many], "{:.0f}"),
-                f"{1 / median(one['turn'] for one in many):,.0f}",
-                tables.spread([1e6 * one["interrupt"] for one in many], "{:.0f}"),
-                f"{median(one['bytes'] for one in many):,.0f}" if live >= 1000 else "-",
-                f"{median(one['versions'] for one in many):,.0f}",
-                f"{max(one['oldest'] for one in many):.0f}",
+                tables.spread([1e6 * run["turn"] for run in runs], "{:.0f}"),
+                f"{1 / median(run['turn'] for run in runs):,.0f}",
+                tables.spread([1e6 * run["interrupt"] for run in runs], "{:.0f}"),
+                f"{median(run['bytes'] for run in runs):,.0f}" if live >= 1000 else "-",
+                f"{median(run['versions'] for run in runs):,.0f}",
+                f"{max(run['oldest'] for run in runs):.0f}",
             )
         )
     lines.append("")
@@ -343,25 +353,19 @@ def main() -> None:
         rise = median(turns[names[max(options.live), kept]]) / median(
             turns[names[min(options.live), kept]]
         )
-        range_ = [low / high for low, high in zip(least, most, strict=True)]
+        shares = [low / high for low, high in zip(least, most, strict=True)]
         lines.append(
-            f"{kept}: the cheapest turn takes {tables.spread(range_)} of the dearest; goal at least 1 / {BOUND:g}, "
-            f"{tables.verdict(range_, 1 / BOUND)}. With the most live a turn takes {rise:.2f} times what it takes with "
-            "the fewest."
+            f"{kept}: the cheapest turn takes {tables.spread(shares)} of the time of the most "
+            f"expensive; goal at least 1 / {BOUND:g}, {tables.verdict(shares, 1 / BOUND)}. With "
+            f"the most live episodes a turn takes {rise:.2f} times as long as with the fewest."
         )
     lines += [
         "",
-        f"A batch is a fifth of what is live: with {min(options.live)} live, publishing a version and, with ",
-    ]
-    lines[-1] += (
-        "the journal, a commit to the disk are shared by a few turns; with more live, by more. Where only one "
-    )
-    lines[-1] += (
-        "version was published, the measurement ended with it: no token got old (`--turns` asks for more)."
-    )
-    lines += [
+        "A batch is a fifth of the live episodes. Publishing and committing the journal are shared "
+        f"by its turns, which are few with {min(options.live)} live episodes. Measurements with "
+        "one published version contain no stale tokens (`--turns` makes them longer).",
         "",
-        f"What {traced['traced']:,.0f} bytes of one of {light:,} episodes consist of, as traced:",
+        f"Traced allocations of one of {light:,} episodes, {traced['traced']:,.0f} bytes in total:",
         "",
     ]
     lines += tables.columns("allocated in", "bytes")
@@ -382,7 +386,7 @@ def draw(live: Sequence[int], turns: Mapping[str, Sequence[float]]) -> None:
             axes.plot(live, [1e6 * value for value in values], marker="o", label=kept)
         axes.set_xscale("log")
         axes.set_ylim(bottom=0)
-        axes.set_xticks(live, [f"{one:,}" for one in live])
+        axes.set_xticks(live, [f"{count:,}" for count in live])
         axes.minorticks_off()
         axes.set_xlabel("live episodes")
         axes.set_ylabel("processor microseconds a turn")

@@ -1,4 +1,4 @@
-"""What every benchmark does: take turns, sum up, and leave a dated table and a picture."""
+"""Helpers of the benchmarks: alternating rounds, summaries, and dated tables and pictures."""
 
 import os
 import subprocess
@@ -17,26 +17,26 @@ from unstale.durability.machine import commit, machine, versions
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(os.environ.get("BENCH_RESULTS") or ROOT / "benchmarks" / "results")
-"""`make bench` has its shorter answers in a folder of their own, beside those of the questions' own verbs."""
+"""Folder of the results. `make bench` sets BENCH_RESULTS, to keep its shorter runs apart."""
 _T = TypeVar("_T")
 CONSOLE = Console(soft_wrap=True, highlight=False)
 
 ROUNDS = 5
-"""A median of fewer is told as one."""
+"""Rounds below which a verdict names their number."""
 
 OURS = {
     name: os.environ[name] for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "THP_MEM_ALLOC_ENABLE")
 }
-"""How threads wait and memory is paged, as `import unstale` has set it, for a process that loads torch first."""
+"""Thread and memory settings of `import unstale`, for processes that import torch first."""
 
 
 def environ(how: Mapping[str, str]) -> dict[str, str]:
-    """This environment with `OURS` or, for peers, with nothing of it: they run as their libraries do."""
+    """Return the environment with the settings `how`, which are `OURS` or, for peers, empty."""
     return {name: value for name, value in os.environ.items() if name not in OURS} | dict(how)
 
 
 def rotated(contestants: Sequence[_T], first: int) -> list[_T]:
-    """All of them, another one first.
+    """Return the contestants, starting with number `first`.
 
     >>> rotated("abc", 1)
     ['b', 'c', 'a']
@@ -47,54 +47,53 @@ def rotated(contestants: Sequence[_T], first: int) -> list[_T]:
 def alternate(
     contestants: Mapping[str, Callable[[], float]], repeats: int
 ) -> dict[str, list[float]]:
-    """What each gives in each of `repeats` rounds. They take turns in coming first."""
-    found: dict[str, list[float]] = {name: [] for name in contestants}
+    """Run each contestant once per round and return the results by name. The first one rotates."""
+    results: dict[str, list[float]] = {name: [] for name in contestants}
     names = list(contestants)
     for turn in range(repeats):
         for name in rotated(names, turn % len(names)):
             CONSOLE.print(f"round {turn + 1} of {repeats}: {name}")
-            found[name].append(contestants[name]())
-    return found
+            results[name].append(contestants[name]())
+    return results
 
 
-def ratios(found: Mapping[str, Sequence[float]], name: str, over: str) -> list[float]:
-    """Round by round: what one gave over what the other gave in the same round.
+def ratios(results: Mapping[str, Sequence[float]], name: str, over: str) -> list[float]:
+    """Return the ratios of two contestants' results, round by round.
 
     >>> ratios({"ours": [6.0, 8.0], "theirs": [2.0, 4.0]}, "ours", over="theirs")
     [3.0, 2.0]
     """
-    return [ours / theirs for ours, theirs in zip(found[name], found[over], strict=True)]
+    return [ours / theirs for ours, theirs in zip(results[name], results[over], strict=True)]
 
 
 def spread(values: Sequence[float], form: str = "{:.2f}") -> str:
-    """The median and the range.
+    """Format the median and the range.
 
     >>> spread([3.0, 1.0, 2.0])
     '2.00 (1.00 to 3.00)'
     """
-    return " ".join(
-        [form.format(median(values)), f"({form.format(min(values))} to {form.format(max(values))})"]
-    )
+    middle, low, high = (form.format(value) for value in (median(values), min(values), max(values)))
+    return f"{middle} ({low} to {high})"
 
 
 def verdict(values: Sequence[float], least: float) -> str:
-    """Whether the median meets a goal, said as it is: fewer than five rounds say little.
+    """State whether the median meets a goal, with the number of rounds if below `ROUNDS`.
 
     >>> verdict([3.0, 1.0, 2.0, 2.0, 2.0], least=2.5), verdict([3.0], least=2.5)
     ('missed: 2.00 of 2.5', 'met: 3.00 of 2.5, in 1 round')
     """
-    found, few = (
-        median(values),
-        f", in {len(values)} round{'s' * (len(values) > 1)}" if len(values) < ROUNDS else "",
-    )
-    told = (
-        f"{found:.2f}" if (float(f"{found:.2f}") >= least) == (found >= least) else f"{found:.4f}"
-    )
-    return f"{'met' if found >= least else 'missed'}: {told} of {least:.4g}{few}"
+    middle = median(values)
+    met = middle >= least
+    text = f"{middle:.2f}"
+    if (float(text) >= least) != met:  # rounding would contradict the verdict
+        text = f"{middle:.4f}"
+    rounds = f", in {len(values)} round{'s' * (len(values) > 1)}" if len(values) < ROUNDS else ""
+    return f"{'met' if met else 'missed'}: {text} of {least:.4g}{rounds}"
 
 
 def row(*cells: object) -> str:
-    """
+    """Return a row of a Markdown table.
+
     >>> row("1M", 2)
     '| 1M | 2 |'
     """
@@ -102,28 +101,28 @@ def row(*cells: object) -> str:
 
 
 def columns(*names: str) -> list[str]:
-    """The head of a table."""
+    """Return the head of a Markdown table."""
     return [row(*names), row(*("---" for _ in names))]
 
 
 def peers(environment: str, *names: str) -> str:
-    """The versions of these packages in an environment that `make bench-peers` has set up."""
-    places = [str(place) for place in (ROOT / environment).glob("lib/python*/site-packages")]
-    held = {found.name: found.version for found in distributions(path=places)}
-    return ", ".join(f"{name} {held.get(name, 'not there')}" for name in names)
+    """Return the versions of packages in an environment that `make bench-peers` created."""
+    folders = [str(folder) for folder in (ROOT / environment).glob("lib/python*/site-packages")]
+    installed = {package.name: package.version for package in distributions(path=folders)}
+    return ", ".join(f"{name} {installed.get(name, 'not installed')}" for name in names)
 
 
 def revision() -> str:
-    """The commit, `-dirty` if more than tables and pictures was changed since; empty outside a repository."""
-    only = ["git", "-C", str(ROOT), "status", "--porcelain", "--", ".", ":!benchmarks/results"]
-    told = commit()
-    if not told:
+    """Return the commit, or an empty string outside a repository.
+
+    It ends with `-dirty` if files other than the results have changed.
+    """
+    name = commit()
+    if not name:
         return ""
-    return (
-        told
-        if subprocess.run(only, capture_output=True, check=False).stdout
-        else told.removesuffix("-dirty")
-    )
+    status = ["git", "-C", str(ROOT), "status", "--porcelain", "--", ".", ":!benchmarks/results"]
+    changed = subprocess.run(status, capture_output=True, check=False).stdout
+    return name if changed else name.removesuffix("-dirty")
 
 
 def _dated(name: str) -> Path:
@@ -132,7 +131,7 @@ def _dated(name: str) -> Path:
 
 
 def write(question: str, title: str, lines: Sequence[str]) -> Path:
-    """`<date>-<question>.md` in `RESULTS`: the table, under what it was run on and the command that made it."""
+    """Write a table to `<date>-<question>.md`, with command, commit, machine and versions."""
     target = _dated(f"{question}.md")
     command = " ".join([f"python -m benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
     head = [
@@ -150,9 +149,9 @@ def write(question: str, title: str, lines: Sequence[str]) -> Path:
 def picture(
     question: str, *, width: float = 7.2, height: float = 3.6, panels: int = 1
 ) -> Iterator[Any]:
-    """Axes to draw on (an array of them for more than one panel); they become `<date>-<question>.png` by the table.
+    """Yield axes, an array of them for several panels, and save them as `<date>-<question>.png`.
 
-    Needs matplotlib: the extra `bench`.
+    This needs matplotlib, from the extra `bench`.
     """
     import matplotlib
 
@@ -162,9 +161,9 @@ def picture(
     figure, axes = pyplot.subplots(
         1, panels, figsize=(width, height), dpi=160, layout="constrained"
     )
-    for one in axes if panels > 1 else [axes]:
-        one.spines[["top", "right"]].set_visible(False)
-        one.grid(axis="y", alpha=0.25)
+    for panel in axes if panels > 1 else [axes]:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", alpha=0.25)
     yield axes
     figure.savefig(_dated(f"{question}.png"))
     pyplot.close(figure)

@@ -106,7 +106,7 @@ def test_the_tables_say_what_is_met_and_what_is_missed() -> None:
     )
     ideal = (
         "85% of the ideal missed: 0.{} of 0.85, in 1 round; "
-        "of what the staleness bound leaves of it, 0.90."
+        "of the ideal with the staleness bound, 0.90."
     )
     for name, share, times in (("near", "80", "met: 3.20"), ("far", "50", "missed: 2.00")):
         faster = (
