@@ -1,6 +1,5 @@
-"""A backend behind HTTP is one file in `engines/servers/`: here, one that is added to a copy of the
-package.
-"""
+"""A server backend is one file in `engines/servers/`. This test adds one to a copy of the
+package."""
 
 import os
 import shutil

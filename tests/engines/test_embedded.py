@@ -1,10 +1,9 @@
-"""The embedded engine's own promises, beyond the contract that every engine keeps.
+"""Test the embedded engine beyond the contract of all engines.
 
-Numbers: in float32 each log-probability is transformers' own to 1e-5, over turns, slot reuse and
-weight changes, with our decoder and through the fallback; tokens depend on (weights, context, seed,
-position) and on nothing else. Work: a turn computes only what is new, siblings share their opening,
-dropped caches are counted, kept ones are told. Process: it dies loudly, alone, and never outlives
-its parent; Ctrl-C is not its business.
+Numbers: float32 log-probabilities equal those of transformers to 1e-5, over turns, slot reuse and
+weight changes, with our decoder and the fallback. Tokens depend only on weights, context, seed and
+position. Work: a turn computes only new tokens, siblings share their prompt, and dropped caches are
+counted. Process: it fails with an error, ends with its parent, and ignores Ctrl-C.
 """
 
 import asyncio
@@ -101,7 +100,7 @@ def _batcher(
 
 
 def _live(folder: Path, **options: Any) -> tuple[Module, Batcher]:
-    """A model, and what samples from it."""
+    """Return a model and its sampler."""
     model = _model("qwen3, tied")
     model.save_pretrained(folder)
     batcher = _batcher(folder, **options)
@@ -119,7 +118,7 @@ def _ask(
 def _run(
     batcher: Batcher, *requests: SampleRequest, steps: int = 10**6
 ) -> dict[int, FinishedReply]:
-    """Submit, and step until all is done or `steps` are."""
+    """Submit requests and step until all are done, or for `steps` steps."""
     for request in requests:
         batcher.submit(request)
     found: dict[int, FinishedReply] = {}
@@ -137,7 +136,7 @@ def _text(count: int, *, seed: int) -> list[int]:
 def _error(
     model: Module, context: Sequence[int], reply: FinishedReply, *, temperature: float = 1.0
 ) -> float:
-    """Largest difference from the model's own forward pass over context and reply."""
+    """Return the largest difference from the model's own forward pass over context and reply."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([[*context, *reply.tokens]]), use_cache=False).logits[
             0
@@ -149,9 +148,8 @@ def _error(
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_float32_log_probabilities_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
-    """Twelve episodes of three turns in eight slots: suffixes, shared openings, evictions; then new
-    weights.
-    """
+    """Twelve episodes of three turns in eight slots, with suffixes, shared prompts, evictions and
+    new weights."""
     _model(kind).save_pretrained(tmp_path)
     batcher = _batcher(tmp_path)
     opening = _text(20, seed=99)
@@ -208,10 +206,7 @@ def test_a_long_context_is_computed_in_parts(tmp_path: Path) -> None:
 
 
 def test_idle_slots_among_the_pages_change_nothing(tmp_path: Path) -> None:
-    """Two of twelve go on: their pages are few of those in use, and copied together.
-
-    Then everyone does.
-    """
+    """First two of twelve episodes continue, on few of the used pages; then all do."""
     model, batcher = _live(tmp_path, max_slots=12)
     contexts = {number: _text(60 + 17 * number, seed=number) for number in range(12)}
     for numbers, count in ((range(12), 5), ((3, 9), 70), (range(12), 9)):
@@ -253,9 +248,8 @@ def test_whole_pages_are_shared_and_written_to_by_nobody() -> None:
 
 
 def test_siblings_go_on_from_shared_pages_and_back_into_them(tmp_path: Path) -> None:
-    """Openings of several pages; then each goes back to another place within them and says
-    something else.
-    """
+    """Prompts of several pages; then each context is cut at another place within them and
+    extended."""
     model, batcher = _live(tmp_path)
     prompt = _text(200, seed=1)
     _run(batcher, *(_ask(number, prompt, 70) for number in range(8)))
@@ -322,9 +316,7 @@ def test_siblings_share_their_opening(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["qwen3, tied", "llama"])
 def test_after_a_load_contexts_are_computed_again_and_counted(kind: str, tmp_path: Path) -> None:
-    """The second half of an interrupted reply is a sample from the second weights over nothing but
-    their own cache.
-    """
+    """The second half of an interrupted reply is sampled by the second weights with a new cache."""
     old, new = _model(kind, seed=1), _model(kind, seed=2)
     old.save_pretrained(tmp_path)
     batcher = _batcher(tmp_path)
@@ -344,9 +336,7 @@ def test_after_a_load_contexts_are_computed_again_and_counted(kind: str, tmp_pat
 
 
 def test_with_a_kept_cache_whatever_stands_on_older_keys_is_not_clean(tmp_path: Path) -> None:
-    """A continued reply, its next turn and its sibling are not; a new context, and the default,
-    are.
-    """
+    """A continued reply, its next turn and its sibling are not clean; a new context is."""
     old, new = _model("qwen3, tied", seed=1), _model("qwen3, tied", seed=2)
     old.save_pretrained(tmp_path)
     prompt = _text(30, seed=3)
@@ -419,7 +409,7 @@ def test_a_reply_goes_on_with_its_own_noise_whoever_runs_beside_it(tmp_path: Pat
 
 
 def test_bfloat16_is_near_but_not_the_same(tmp_path: Path) -> None:
-    """The discrepancy that algorithm.md calls D is real, and of the size of bfloat16's rounding."""
+    """The discrepancy D of algorithm.md exists and has the size of bfloat16's rounding."""
     model, batcher = _live(tmp_path, dtype="bfloat16")
     prompts = {number: _text(12 + number, seed=number) for number in range(8)}
     found = _run(batcher, *(_ask(number, prompt, 12) for number, prompt in prompts.items()))
@@ -430,7 +420,7 @@ def test_bfloat16_is_near_but_not_the_same(tmp_path: Path) -> None:
 def test_a_processor_without_bfloat16_samples_in_it_nevertheless(
     folder: Path, update: Mapping[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The instructions that oneDNN may use are read once, by the engine's own process."""
+    """oneDNN reads the allowed instructions once, in the engine's process."""
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
 
     async def live() -> None:
@@ -501,7 +491,7 @@ def test_a_tied_head_may_be_left_out_but_not_differ(tmp_path: Path) -> None:
 
 
 def test_draw_inverts_the_distribution_function() -> None:
-    """A fine grid of noise hits each token as often as its probability says."""
+    """A fine grid of noise draws each token as often as its probability requires."""
     logits = torch.tensor([2.0, -1.0, 0.0, -torch.inf, 1.0])
     noise = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000
     for temperature in (1.0, 0.5):
@@ -513,7 +503,7 @@ def test_draw_inverts_the_distribution_function() -> None:
 
 @pytest.mark.parametrize("length", [5, 64])
 def test_a_norm_that_is_no_number_is_not_sampled_over(length: int, tmp_path: Path) -> None:
-    """Whether a page is full or not: hidden places take no weight."""
+    """Full and partly filled pages: masked positions have no attention weight."""
     model = _model("qwen3, tied")
     model.save_pretrained(tmp_path)
     batcher = _batcher(tmp_path)
@@ -585,9 +575,8 @@ def update() -> Mapping[str, Tensor]:
 
 
 def test_a_day_in_the_life_of_the_process(folder: Path, update: Mapping[str, Tensor]) -> None:
-    """What one process can show: threads, Ctrl-C, more requests than slots, limits, cancellation,
-    metrics.
-    """
+    """Threads, Ctrl-C, more requests than slots, limits, cancellation and metrics of one
+    process."""
 
     async def live() -> None:
         async with _engine(folder, update) as engine:
@@ -643,9 +632,7 @@ async def _refuses(engine: EmbeddedEngine, tokens: list[int], reason: str) -> No
 
 
 async def _cancel(engine: EmbeddedEngine) -> None:
-    """Cancelled requests free their slots: four of them would otherwise keep the fifth waiting for
-    long.
-    """
+    """Cancelled requests free their slots. Otherwise four of them would delay the fifth."""
     async with asyncio.TaskGroup() as tasks:
         given_up = [
             tasks.create_task(engine.sample([1, 2, 3], _params(505, seed=seed)))

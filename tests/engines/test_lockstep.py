@@ -1,6 +1,4 @@
-"""In lockstep what an engine says, and when, depends on the calls alone, bit for bit, in every
-process and life.
-"""
+"""In lockstep mode, replies and their timing depend on the calls alone, bit for bit."""
 
 import asyncio
 import os
@@ -31,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def weights() -> list[Mapping[str, Tensor]]:
-    """Of two versions."""
+    """Return the weights of two versions."""
     policy, other = tiny_policy(), tiny_policy()
     nudge(other, seed=1, size=0.05)
     return [policy.weights(), other.weights()]
@@ -42,9 +40,8 @@ def _engine(folder: Path) -> EmbeddedEngine:
 
 
 class _Scene:
-    """Seven ragged episodes of two turns in four slots, interrupted in the middle of it, then under
-    other weights.
-    """
+    """Seven episodes of two turns in four slots, interrupted once and continued with new
+    weights."""
 
     def __init__(self, engine: EmbeddedEngine, weights: list[Mapping[str, Tensor]]) -> None:
         self.engine = engine
@@ -88,9 +85,7 @@ class _Scene:
 
 
 def test_two_lives_are_equal_bit_for_bit(folder: Path, weights: list[Mapping[str, Tensor]]) -> None:
-    """A process of its own, another life of the same process, and a third one that begins amid the
-    second scene.
-    """
+    """Compare a new process, a restarted one, and one that starts during the second scene."""
 
     async def lives(count: int) -> list[tuple[list[Event], Mapping[str, float]]]:
         engine, found = _engine(folder), []
@@ -124,9 +119,7 @@ def test_two_lives_are_equal_bit_for_bit(folder: Path, weights: list[Mapping[str
 def test_nothing_is_computed_unless_time_passes(
     folder: Path, weights: list[Mapping[str, Tensor]]
 ) -> None:
-    """A reply of ten tokens takes ten steps of the virtual clock, however long the process is
-    given.
-    """
+    """A reply of ten tokens takes ten steps of the virtual clock, at any real speed."""
 
     async def live() -> float:
         engine = _engine(folder)

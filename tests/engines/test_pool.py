@@ -1,8 +1,7 @@
-"""A dead engine is started again: what it says is, token for token and version for version, what it
-would have said.
+"""A dead engine is restarted, and its replies continue with the same tokens and versions.
 
-With the fake: who waits, what it is asked to be, how often. With a real process: killed and stopped
-in mid-reply.
+A scripted engine tests who waits, the requested state and the number of restarts. A real process is
+killed and stopped in the middle of replies.
 """
 
 import asyncio
@@ -30,9 +29,7 @@ def _count(tokens: Sequence[int], params: SamplingParams) -> list[int]:
 
 
 class _Fake(ScriptedEngine):
-    """A scripted engine that remembers what it was told, and dies at the calls that it is asked to
-    die at.
-    """
+    """A scripted engine that records its calls and dies at given ones."""
 
     def __init__(
         self, *, dies_at: Sequence[str] = (), delay: Callable[..., Awaitable[None]] | None = None
@@ -83,7 +80,7 @@ async def _publish(engine: Engine, version: int, update: Any = None) -> None:
 async def _speak(
     engine: Engine, context: list[int], max_tokens: int, *, seed: int = 0
 ) -> list[Sampled]:
-    """One reply, over as many pieces as it takes."""
+    """Sample one reply, over as many pieces as it takes."""
     pieces: list[Sampled] = []
     while True:
         said = [token for piece in pieces for token in piece.tokens]
@@ -97,8 +94,7 @@ async def _speak(
 
 
 def test_who_waits_is_served_by_one_restart() -> None:
-    """Three replies are being sampled when the engine dies; all go on, and the death is told
-    once."""
+    """The engine dies during three replies. All continue, and the death is reported once."""
     events: list[tuple[str, dict[str, Any]]] = []
     gate = asyncio.Event()
 
@@ -132,9 +128,8 @@ def test_who_waits_is_served_by_one_restart() -> None:
 
 
 def test_who_waits_for_a_new_life_may_go_without_it() -> None:
-    """The first of two waiters is cancelled while the engine comes back: one restart, and the other
-    is served.
-    """
+    """One of two waiting calls is cancelled during a restart. The other gets the restarted
+    engine."""
     coming, gate = asyncio.Event(), asyncio.Event()
 
     class Slow(_Fake):
@@ -320,7 +315,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def weights() -> list[Mapping[str, Tensor]]:
-    """Of two versions."""
+    """Return the weights of two versions."""
     policy, other = tiny_policy(), tiny_policy()
     nudge(other, seed=1, size=0.05)
     return [policy.weights(), other.weights()]
@@ -333,9 +328,7 @@ def _embedded(folder: Path, *, deltas: bool = False) -> EmbeddedEngine:
 async def _undisturbed(
     engine: Engine, weights: Mapping[str, Tensor], contexts: Mapping[int, list[int]], *, end: int
 ) -> dict[int, list[int]]:
-    """What it says with these weights to each seed's context, up to so many tokens in all, in a
-    life without deaths.
-    """
+    """Return the replies to each seed's context with these weights and no failure."""
     await engine.start()
     await _publish(engine, 1, weights)
     return {
@@ -359,8 +352,7 @@ def test_replies_of_a_process_that_ends_go_on_token_for_token(
     weights: list[Mapping[str, Tensor]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Five long replies begin under version 0, go on under version 1, and lose their process
-    there."""
+    """Five replies begin under version 0, continue under version 1, and then lose their process."""
     monkeypatch.setattr(child_process, "FROZEN_S", 2.0)
     causes: list[str] = []
 

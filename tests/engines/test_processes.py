@@ -1,5 +1,8 @@
-"""Several embedded engines as one: what may be asked for, that it does not matter which of them
-serves, who has each version, and what a killed one costs."""
+"""Test several embedded engines behind one interface.
+
+The options are checked. Replies do not depend on the engine that serves them. All engines get each
+version. A killed engine is replaced without losing tokens.
+"""
 
 import asyncio
 import os
@@ -100,7 +103,7 @@ async def publish(engine: Engine, version: int) -> None:
 
 
 async def say(engine: Engine, seed: int, *, length: int = 150) -> list[Reply]:
-    """One reply, over as many pieces as it takes."""
+    """Sample one reply, over as many pieces as it takes."""
     context, replies = [5, 6, seed], list[Reply]()
     while not replies or replies[-1].stop == "interrupted":
         left = length + 3 - len(context)
@@ -114,10 +117,7 @@ def said(replies: list[Reply]) -> list[int]:
 
 
 def test_a_killed_one_costs_nobody_a_token_and_comes_back_with_the_version(folder: Path) -> None:
-    """A reply is the same from every engine.
-
-    The other engine goes on while the killed one restarts.
-    """
+    """Every engine gives the same reply. One engine continues while the killed one restarts."""
     events: list[tuple[str, int]] = []
     back = asyncio.Event()
 
@@ -178,8 +178,8 @@ def test_a_killed_one_costs_nobody_a_token_and_comes_back_with_the_version(folde
 
 
 def test_a_run_with_two_trains_adapters_too(tmp_path: Path) -> None:
-    """They travel to both and are merged in each: what both sampled is what the exact route
-    finds."""
+    """Adapters are sent to both engines and merged there. The exact route agrees with their
+    samples."""
     config = replace(
         configured("base", processes=2), runs=tmp_path, trainer=TrainerConfig(lora_rank=2, lr=1e-2)
     )

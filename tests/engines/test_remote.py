@@ -1,6 +1,9 @@
-"""Engines behind servers, each against a faithful fake of its server: the contract, whose stamp a
-token carries, what the probe catches, who notices that a server is gone, and where an episode goes
-among several. `make test-engines` has the real vLLM; what only SGLang has is in test_sglang.py."""
+"""Test the engines for inference servers against fakes of their servers.
+
+They keep the engine contract, stamp each token with its version, probe new weights, detect a dead
+server, and route episodes over several servers. `make test-engines` uses the real vLLM. Tests of
+SGLang alone are in test_sglang.py.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -85,9 +88,8 @@ def test_it_keeps_the_contract(model: Path, server: FakeServer) -> None:
 
 
 def test_deltas_change_the_weights_in_place(model: Path, server: FakeServer) -> None:
-    """Those of a version store: the server reads the new ones, and a delta from elsewhere is
-    refused, whole.
-    """
+    """The server reads new weights from a delta of the version store, and refuses a foreign
+    delta."""
     engine, policy = attached(model, server, deltas=True), tiny_policy(seed=5)
     store = VersionStore(policy.twin().weights())
 
@@ -276,7 +278,7 @@ def test_a_server_that_is_gone_is_noticed(
 def test_a_server_of_somebody_elses_gets_time_to_come_back(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But not one that was never there."""
+    """An attached server may come back; one that never answered may not."""
     with FakeSglang() as server:
         engine = attached(model, server)
 
@@ -447,7 +449,7 @@ def test_several_engines_keep_the_contract(restarts: int) -> None:
 
 
 class _Asked(list[tuple[int, int]]):
-    """Who was asked to go on from which first token. Replies of more than one wait for the gate."""
+    """A record of which server continued from which first token. Long replies wait for a gate."""
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()
@@ -465,7 +467,8 @@ class _Asked(list[tuple[int, int]]):
             await asyncio.sleep(0)
 
     async def siblings(self, several: EnginePool, count: int, *, length: int) -> list[int]:
-        """Who is asked by so many that begin at once with an opening of this length."""
+        """Return the server of each sibling when so many start at once with a prompt of this
+        length."""
         await hold_nothing(several, 0)
         self.clear()
         async with asyncio.TaskGroup() as tasks:
@@ -521,9 +524,8 @@ def test_an_episode_goes_where_its_prefix_is(keep_cache: bool) -> None:
 def test_siblings_begin_together_as_far_as_their_opening_is_worth_it(
     length: int, together: int
 ) -> None:
-    """It is not computed again elsewhere, unless that takes less time than waiting for each other,
-    or none has room.
-    """
+    """The prompt is prefilled twice only if that is faster than waiting, or if no server has
+    room."""
     asked = _Asked()
     engine = EnginePool([asked.engine(0), asked.engine(1)])
     cramped = EnginePool([asked.engine(0), asked.engine(1)], max_running=2)
@@ -586,7 +588,7 @@ def test_episodes_go_on_elsewhere_when_a_server_dies_and_come_back_with_it(
 
 
 class _Odd(ScriptedEngine):
-    """Its second start finds something that cannot be worked with."""
+    """A server whose second start fails the compatibility check."""
 
     starts, closed = 0, False
 
@@ -671,7 +673,7 @@ def test_counters_of_several_are_those_of_one_engine(monkeypatch: pytest.MonkeyP
 
 
 def test_what_an_older_version_computed_is_not_taken_for_the_newer_ones() -> None:
-    """A whole block is cached by both versions, and which one the server finds is not known."""
+    """Both versions cached a whole block, and the server may find either."""
     usage = UsageCounters(keep_cache=True)
     assert usage.count([1] * 16, [2, 3], cached=0)
     usage.loaded(0.0)

@@ -1,6 +1,4 @@
-"""The scripted engine says what it is told, when it is told: stragglers, continuations and failures
-on purpose.
-"""
+"""Test the scripted engine: given replies, stragglers, continuations and failures."""
 
 import asyncio
 from collections.abc import Sequence
@@ -15,7 +13,7 @@ PARAMS = SamplingParams(max_tokens=6, stop_tokens=(STOP,))
 
 
 def _count(tokens: Sequence[int], params: SamplingParams) -> list[int]:
-    """1, 2, 3, 4, stop: each token is its own place in the sequence, so a continuation goes on."""
+    """Return 1, 2, 3, 4, stop. Each token is its own position, so continuations are visible."""
     return [*range(len(tokens), 5), STOP]
 
 

@@ -1,6 +1,8 @@
-"""vLLM's server as a process, without vLLM: it leaves no folder that nobody uses, takes the user's
-variables but for the run's own, and when whoever started it is gone it is asked to end, and then
-killed with all its processes."""
+"""Test the process of a vLLM server, without vLLM.
+
+It leaves no unused folder and takes the user's environment variables except those of the run. When
+its parent dies it is terminated, then killed with all its children.
+"""
 
 import os
 import signal
@@ -133,12 +135,12 @@ def test_a_server_whose_run_is_gone_is_asked_to_end_and_then_killed(
 
 
 def group_lives(group: int) -> bool:
-    """Whether a process of the group does anything: nobody may be there to collect the dead."""
+    """Return True if a process of the group runs. Zombies do not count."""
     return bool(group_members(group))
 
 
 def group_members(group: int) -> list[Path]:
-    """Where `/proc` has them."""
+    """Return the members of a process group, from `/proc`."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -1,6 +1,8 @@
-"""What the SGLang engine has to cope with alone: end tokens that end a reply unasked, replies that
-an abort does not find or that never began, flushes that are refused, servers without seeds or with
-preferences; and a whole run."""
+"""Test the behaviour of SGLang that its engine works around.
+
+Default stop tokens, replies that an abort misses or that never started, refused cache flushes,
+servers without seeds or with preferred sampling parameters; and a whole run.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -112,7 +114,7 @@ def test_what_waits_in_front_of_the_engine_or_in_its_queue_comes_back(model: Pat
 def test_a_reply_that_nobody_waits_for_does_not_outlive_its_weights(
     model: Path, server: FakeSglang
 ) -> None:
-    """The server notices late that a client hung up, and a load does not wait for that."""
+    """The server notices a closed connection late, and a load does not wait for it."""
     server.notices_s = 60.0
     engine = _engine(model, server)
 
@@ -132,10 +134,7 @@ def test_a_reply_that_nobody_waits_for_does_not_outlive_its_weights(
 
 @pytest.mark.parametrize("keep_cache", [False, True])
 def test_a_cache_is_dropped_before_anything_is_sampled(model: Path, keep_cache: bool) -> None:
-    """However often that is refused.
-
-    A server with a past has its cache dropped by the first load in any case.
-    """
+    """The flush is repeated until the server accepts it. The first load drops older caches too."""
     with FakeSglang() as server:
         server.cache([7] * 70)
         server.refuses = 3
@@ -185,9 +184,8 @@ def test_servers_that_would_do_something_else(model: Path, flags: dict[str, Any]
 
 
 def test_an_asynchronous_run(tmp_path: Path) -> None:
-    """With two servers, a lag of up to 2, replies that go on under another version, and exact old
-    log-probabilities.
-    """
+    """Two servers, a lag of up to 2, replies of several versions, and exact old
+    log-probabilities."""
     policy, model = tiny_policy(seed=5), tmp_path / "model"
     policy.tokenizer.chat_template = (
         "{% for message in messages %}w2 {{ message['content'] }}w1 {% endfor %}"

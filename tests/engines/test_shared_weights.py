@@ -1,6 +1,4 @@
-"""Weights for servers on this host: the file is the memory, a delta is in it, and a killed process
-leaves nothing.
-"""
+"""Test weights shared by memory with servers on this host, updated in place by deltas."""
 
 import os
 import signal

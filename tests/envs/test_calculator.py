@@ -1,5 +1,4 @@
-"""The calculator: it computes, refuses what is not a sum, and judges the final text by the number
-alone."""
+"""Test the calculator: it evaluates sums, refuses other input, and scores the final number."""
 
 import asyncio
 

@@ -1,8 +1,10 @@
-"""Messages to tokens and back: what was said is never tokenised again, and no reply can raise.
+"""Test the conversion of messages to tokens and back.
 
-Pinned: a conversation grown by `encode_continuation` has exactly the tokens of the rendered whole;
-a cut-off reply is closed; malformed calls say why; what a message says is text, also where it looks
-like control tokens; templates that cannot be continued are refused."""
+Replies are never tokenised again, and none can raise. A conversation grown by `encode_continuation`
+has the tokens of the rendered whole. A truncated reply is closed. Malformed calls get an error
+message. Control tokens in a message's text stay text. Templates that cannot be continued are
+refused.
+"""
 
 import asyncio
 import random
@@ -54,8 +56,8 @@ def chat(tokenizer: Any) -> Chat:
 
 
 def test_a_grown_conversation_is_the_rendered_whole(tokenizer: Any, chat: Chat) -> None:
-    """The shipped template: opening, replies and what lies between them add up to the whole, token
-    for token."""
+    """With the shipped template, prompt, replies and messages between them add up to the rendered
+    whole."""
 
     async def grow(index: int) -> None:
         task = TASKS.held_out(40)[index]
@@ -74,7 +76,7 @@ def test_a_grown_conversation_is_the_rendered_whole(tokenizer: Any, chat: Chat) 
 
 
 def _spoken(tokenizer: Any, reply: Message) -> list[int]:
-    """A reply as the policy would sample it."""
+    """Return a reply's tokens as the policy would sample them."""
     whole = Chat(tokenizer, ()).encode_prompt([Message("user", "?"), reply])
     ask = Chat(tokenizer, ()).encode_prompt([Message("user", "?")])
     end = whole.index(tokenizer.eos_token_id, len(ask))

@@ -1,7 +1,7 @@
-"""The registry of environments.
+"""Test the registry of environments.
 
-Pinned: one file declares an environment with its options, and it trains; its options are in the
-help, and are refused with another environment; names and options are known without torch.
+One file declares an environment and its options, and it trains. The options are in the help and are
+refused for other environments. Names and options are listed without importing torch.
 """
 
 import subprocess

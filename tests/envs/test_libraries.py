@@ -1,6 +1,9 @@
-"""Promises: the task sets of other libraries keep the contract of environments and are scored by
-their library; what is missing, unknown or unplayable is said before a run begins; no answer is
-evaluated that could act; the commands of docs/libraries.md run."""
+"""Test the adapters of environment libraries.
+
+Their task sets keep the environment contract and are scored by their library. Missing libraries and
+unknown or unsupported tasks are refused before a run begins. Code in an answer is never evaluated
+here. The commands of docs/libraries.md run.
+"""
 
 import asyncio
 import random
@@ -27,7 +30,7 @@ DOCS = (Path(__file__).parents[2] / "docs" / "libraries.md").read_text()
 
 
 def tasks(name: str) -> Any:
-    """Of a library that is installed; the test is skipped without it."""
+    """Return a library's task set. The test is skipped if the library is missing."""
     library = name.partition(":")[0]
     pytest.importorskip(library.replace("-", "_"), reason=f"the extra {library} is not installed")
     return build_taskset(TaskConfig(env=name))
@@ -103,7 +106,7 @@ def test_a_library_that_is_missing_is_named_with_what_installs_it(
 
 
 def test_another_package_called_tau2_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no extra installs it."""
+    """No extra installs it."""
     monkeypatch.setitem(sys.modules, "tau2", ModuleType("tau2"))
     monkeypatch.delitem(sys.modules, libraries()["tau2"], raising=False)
     with pytest.raises(
@@ -196,7 +199,7 @@ ATTACKS = (
 
 
 def test_what_could_act_is_never_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither here nor in the sandbox; but `exec` alone is a word."""
+    """Code is evaluated neither here nor in the sandbox. The word `exec` alone is allowed."""
     taskset = tasks("reasoning-gym:countdown")
     from unstale.envs import sandbox
     from unstale.envs.adapters import reasoning_gym
@@ -230,8 +233,7 @@ def test_what_could_act_is_never_evaluated(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_scorer_that_evaluates_runs_in_the_sandbox() -> None:
-    """Another way to the same number is right, which only its scorer can tell; one that takes for
-    ever is not."""
+    """Only the scorer recognises another expression of the number. One that never ends is wrong."""
     taskset = tasks("reasoning-gym:countdown")
     from unstale.envs import sandbox
     from unstale.envs.adapters import reasoning_gym
@@ -302,7 +304,7 @@ def test_spaces_of_text_are_taken_as_they_are() -> None:
 def test_an_environment_of_gymnasium_is_closed_once_however_its_episode_ends(
     reply: str, ended: str
 ) -> None:
-    """Even if it cannot be."""
+    """This includes an environment whose `close` raises."""
     gymnasium = pytest.importorskip("gymnasium", reason="the extra gymnasium is not installed")
     from unstale.envs.adapters.gymnasium import GymnasiumTasks
 
@@ -350,7 +352,7 @@ def test_a_server_of_openenv_that_is_gone_need_not_be_told_the_end() -> None:
 
 
 def test_games_that_take_turns_do_not_disturb_each_other() -> None:
-    """Nor anybody else who uses Python's random numbers."""
+    """They do not change the global state of `random` either."""
     taskset = tasks("textarena:2048-v0")
     moves = ["[up]", "[left]", "[down]", "[right]"] * 3
     alone = [

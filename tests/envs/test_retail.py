@@ -1,9 +1,9 @@
-"""The help desk: the expert is always right, blind policies hardly ever, and every wrong call is
-answered.
+"""Test the retail service desk.
 
-Pinned: 100% for the expert at every level; at most 15% for each blind policy; tasks are functions
-of their seed; refusal and hand-over end in different databases than action; tool latency is real,
-log-normal and seeded."""
+The scripted expert succeeds at every level; each blind policy succeeds in at most 15% of tasks.
+Tasks are functions of their seed. Refusals, hand-overs and actions leave different databases. Wrong
+calls get an error message. Tool latency is real, log-normal and seeded.
+"""
 
 import asyncio
 import importlib.util
@@ -86,7 +86,7 @@ def _benchmark() -> ModuleType:
 
 
 def test_a_pickup_point_has_plain_digits() -> None:
-    """What `str.isdigit` takes and `int` does not would break the record of the order."""
+    """Digits that `str.isdigit` accepts and `int` refuses would break the order's record."""
     task = task_of("redirect", level=2)
     order = next(iter(RetailTasks(level=2).scenario(task).desk.orders))
     turns = episode(

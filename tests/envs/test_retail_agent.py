@@ -1,7 +1,9 @@
-"""Promises of the agent at the retail desk, which is unmodified code of the OpenAI SDK: in a run,
-what is recorded of it is what the engine sampled, call by call, each token once; what it sent and
-got is what the tokens say; and an episode of it is the environment's own, token for token, where
-task and noise are the same."""
+"""Test the example agent at the retail desk, which uses the unmodified OpenAI SDK.
+
+The recorded tokens of a run are those that the engine sampled, each once. Requests and responses
+agree with the tokens. With equal task and noise, an episode has the tokens of the built-in
+environment's.
+"""
 
 import asyncio
 import json
@@ -45,7 +47,7 @@ CHAT = Chat(AutoTokenizer.from_pretrained(SHIPPED_POLICY), RetailTasks(level=1).
 
 
 class Witness:
-    """Sees what the engine is asked and answers, and what the SDK sends and gets back."""
+    """A recorder of the engine's requests and replies, and of the SDK's."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.sampled: dict[int, list[tuple[tuple[int, ...], Sampled]]] = defaultdict(list)
@@ -135,7 +137,7 @@ def test_what_is_recorded_is_what_the_engine_sampled_call_by_call(
 
 
 def assert_said(episode: Trajectory, calls: Sequence[tuple[list[Any], Any]]) -> None:
-    """What the SDK sent and got is what the tokens say, turn by turn."""
+    """Check that the SDK's requests and responses agree with the tokens, turn by turn."""
     told, replies = turns(episode.pieces)
     assert len(calls) == len(replies) == len(told) == episode.num_turns
     assert [read(reply) for _, reply in calls] == [handed_out(reply) for reply in replies]
@@ -149,7 +151,7 @@ def assert_said(episode: Trajectory, calls: Sequence[tuple[list[Any], Any]]) -> 
 
 
 def handed_out(reply: Sequence[int]) -> Message:
-    """What a reply's tokens say; one with a call that is none says only text."""
+    """Return the message of a reply's tokens. A malformed call is text only."""
     said = CHAT.parse(reply)
     return (
         Message("assistant", CHAT.text(reply))
@@ -159,7 +161,7 @@ def handed_out(reply: Sequence[int]) -> Message:
 
 
 def turns(pieces: Sequence[Piece]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """What was told before each reply, and the replies, whatever pieces they came in."""
+    """Return the context before each reply and the reply, with pieces joined."""
     told, replies = [], []
     for before, piece in pairwise((None, *pieces)):
         if isinstance(piece, ContextPiece):

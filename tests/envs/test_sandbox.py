@@ -1,6 +1,8 @@
-"""Promises of the sandbox: every limit holds, for every way of shutting a program in that works on
-this machine; what a way does not claim to stop, it says; the program is gone with its caller, and
-with it all that it began."""
+"""Test the sandbox.
+
+Every limit holds for every isolation method of this machine. A method reports what it does not
+prevent. The program and its children are killed with the caller.
+"""
 
 import asyncio
 import os
@@ -35,7 +37,7 @@ FOREVER = "import time\nwhile True: time.sleep(1)"
 
 @pytest.fixture(params=WAYS, ids=str)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> _Way:
-    """Every way in turn, also those that this machine would not choose."""
+    """Yield every isolation method, also those that this machine would not select."""
     tried: _Way = request.param
     if tried.own_user and os.getuid():
         pytest.skip("only root can become another user")
@@ -55,12 +57,12 @@ def execute(
 
 
 def shut_in(way: _Way) -> bool:
-    """Whether the program has namespaces of its own."""
+    """Return True if the program has its own namespaces."""
     return way.isolated or way.kind == "bubblewrap"
 
 
 def alive(marker: str) -> list[int]:
-    """Processes whose command holds a word."""
+    """Return the processes whose command contains a word."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -73,7 +75,7 @@ def alive(marker: str) -> list[int]:
 
 
 def until(claim: Callable[[], bool]) -> None:
-    """Comes true within 10 s."""
+    """Wait up to 10 s for the condition."""
     deadline = time.monotonic() + 10
     while not claim():
         assert time.monotonic() < deadline

@@ -1,6 +1,4 @@
-"""The embedded engine on CUDA says what it says on the processor, and from graphs what it says
-without them.
-"""
+"""On CUDA the embedded engine samples as on the CPU, with and without CUDA graphs."""
 
 from pathlib import Path
 
@@ -35,7 +33,7 @@ def _batcher(folder: Path, device: str, *, dtype: str = "float32") -> Batcher:
 
 
 def _live(batcher: Batcher) -> list[list[FinishedReply]]:
-    """Ragged episodes of three turns, with a shared opening and chunks beside rows."""
+    """Run episodes of three turns and unequal lengths that share a prompt."""
     contexts = {number: [*range(5, 45), *range(5, 6 + 9 * number)] for number in range(EPISODES)}
     found: list[list[FinishedReply]] = []
     with torch.inference_mode():

@@ -1,6 +1,9 @@
-"""Promises: for every route the page names the policy in each ratio, and where it says "1 by
-construction" the route itself says so too; every refusal has a reason, and typing the first fix it
-offers lifts it; what is shipped passes; `train` refuses before anything is made."""
+"""Test the linter of recipes.
+
+For every route the page names the policy in each ratio, and "1 by construction" agrees with the
+route. Every refusal has a reason, and its first suggested fix removes it. Shipped recipes pass.
+`train` refuses before it creates anything.
+"""
 
 from io import StringIO
 from pathlib import Path
@@ -22,7 +25,7 @@ from unstale.testing import episode, tiny_policy
 
 
 def configured(knobs: str = "", *, recipe: str = "retail") -> RunConfig:
-    """A recipe with knobs, as the command line reads them."""
+    """Return a recipe's config with options parsed as on the command line."""
     given = ["lint", recipe, *knobs.split()]
     return recipe_options.configure(main.parse(given))
 

@@ -1,9 +1,9 @@
-"""Training by adapters.
+"""Test training with LoRA adapters.
 
-Pinned: a policy's weights are then its adapters alone, over a base that twins share and no step
-moves; exact routes stay exact, and a run's own audit says so; merging is PEFT's, and what is saved
-loads there; engines merge what travels and refuse another base; what is published, kept and
-checkpointed is adapters; a killed run goes on, bit for bit."""
+A policy's weights are its adapters; the base is shared and never changes. Exact routes stay exact,
+and the audit confirms it. Merged weights equal PEFT's, and PEFT loads saved adapters. Engines merge
+published adapters and refuse another base. A killed run continues bit for bit.
+"""
 
 import asyncio
 import json
@@ -74,7 +74,7 @@ TOKENS = list(range(2, 40))
 
 
 def moved(**options: Any) -> Policy:
-    """A policy whose adapters have been trained."""
+    """Return a policy with trained adapters."""
     policy = tiny_policy(lora=LORA, **options)
     nudge(policy, seed=1)
     return policy
@@ -86,7 +86,7 @@ def size(tensors: dict[str, Tensor]) -> int:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The base as a model folder."""
+    """Save the base as a model folder."""
     made = tmp_path_factory.mktemp("models") / "base"
     tiny_policy().save(made)
     return made
@@ -94,7 +94,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another base of the same shape."""
+    """Return another base of the same shape."""
     made = tmp_path_factory.mktemp("models") / "other"
     tiny_policy(seed=1).save(made)
     return made
@@ -261,8 +261,7 @@ def test_without_peft_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_embedded_engine_samples_from_the_merged_weights(folder: Path) -> None:
-    """Also those that deltas lead to. Adapters travel in the trainer's precision, whatever the
-    engine's is."""
+    """This includes deltas. Adapters keep the trainer's precision, whatever the engine's is."""
     policy = Policy.load(folder, lora=LORA)
     engine = EmbeddedEngine(
         folder, dtype="float32", max_context=128, max_slots=4, deltas=True, merging=policy.merging
@@ -288,8 +287,8 @@ def test_the_embedded_engine_samples_from_the_merged_weights(folder: Path) -> No
 
 
 def test_any_architecture_can_be_merged_into(tmp_path: Path) -> None:
-    """By transformers' own forward pass in the engine; in bfloat16 the base is what the trainer has
-    of it."""
+    """The fallback decoder uses transformers' forward pass. In bfloat16 the base is the trainer's,
+    rounded."""
     sizes = {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -344,7 +343,7 @@ def test_an_embedded_engine_refuses_another_base(folder: Path, other: Path) -> N
 def test_servers_sample_from_the_merged_weights(
     folder: Path, other: Path, tmp_path: Path, kind: type[FakeVllm] | type[FakeSglang]
 ) -> None:
-    """And know nothing of adapters."""
+    """Servers receive merged weights only."""
     policy = Policy.load(folder, lora=LORA)
     policy.load_weights(moved().weights())
     made = VllmEngine if kind is FakeVllm else SglangEngine
@@ -367,7 +366,7 @@ def test_servers_sample_from_the_merged_weights(
 
 
 def configured(base: Path | None = None, **changes: Any) -> RunConfig:
-    """A short run on the retail desk."""
+    """Return the config of a short retail run."""
     config = RunConfig(
         recipe="toy",
         name="run",

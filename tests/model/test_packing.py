@@ -1,10 +1,10 @@
-"""How a pass is run: packing, shared beginnings, the head, running again, compiling.
+"""Test packed forward passes.
 
-Pinned: every token of a tree is run once, in the right place; the gradient of a shared beginning is
-the unshared one to 1e-10, for several architectures, windows and adapters; no sibling sees another,
-to the bit; passes keep to their budget and siblings stay together; no more than a tile of logits
-ever exists, at any vocabulary; running layers again keeps less and changes nothing; a compiled
-policy says the same; oneDNN multiplies as torch does."""
+Every token of a prefix tree is run once. Its gradient equals the unshared one to 1e-10, for several
+architectures, windows and adapters. Siblings do not see each other. Passes keep to their token
+budget. At most one tile of logits exists at a time. Gradient checkpointing saves memory and changes
+nothing. A compiled policy gives the same values.
+"""
 
 import inspect
 import os
@@ -51,8 +51,8 @@ def put(*sequences: list[int]) -> Packed:
 
 
 def siblings() -> Packed:
-    """Two groups; in the first two go on alike for a while, and one is where another has only begun
-    to differ."""
+    """Return two groups. The first has two long shared prefixes; one sequence ends where another
+    branches."""
     one, two, turn, *ends = text(40, 25, 20, 9, 7, 12, 3, 8)
     return put(
         one + ends[0],
@@ -113,7 +113,7 @@ def qwen3() -> PreTrainedModel:
 
 
 def precise(model: nn.Module) -> None:
-    """transformers forms these norms in float32, whatever the model's precision."""
+    """transformers computes these norms in float32 for every model precision."""
     for module in model.modules():
         if type(module).__name__ in ("Qwen3RMSNorm", "LlamaRMSNorm", "MistralRMSNorm"):
             module.forward = partial(
@@ -208,7 +208,7 @@ def test_scoring_forwards_what_siblings_share_once() -> None:
 def test_chunks_of_the_head_change_neither_value_nor_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And both are those of autograd through log_softmax, with entropy and without."""
+    """Both equal autograd through log_softmax, with and without entropy."""
     noise = torch.Generator().manual_seed(0)
     rows, targets = (
         torch.randn(75, 32, generator=noise).double(),
@@ -249,8 +249,7 @@ def test_chunks_of_the_head_change_neither_value_nor_gradient(
 
 
 class Largest(TorchDispatchMode):
-    """The largest matrix that any operation made, but for those of as many rows as the
-    vocabulary."""
+    """The size of the largest matrix computed, except those with a row per vocabulary entry."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
@@ -298,7 +297,7 @@ def test_no_more_logits_exist_than_a_tile_of_them(vocabulary: int) -> None:
 
 @contextmanager
 def kept() -> Iterator[list[int]]:
-    """Bytes that are kept for the gradient, each storage once."""
+    """Return the bytes saved for the backward pass, counting each storage once."""
     seen: dict[int, int] = {}
     total = [0]
 
@@ -372,7 +371,7 @@ COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=COMPILER)])
 def test_linear_layers_that_are_trained_compile(backend: str) -> None:
-    """Of whole multiples, too: those that oneDNN multiplies."""
+    """This includes shapes for which oneDNN multiplies."""
     layers = nn.Sequential(linear.Linear(64, 96), nn.SiLU(), linear.Linear(96, 64, bias=False))
     compiled = torch.compile(layers, dynamic=True, backend=backend)
     found = []
@@ -408,7 +407,7 @@ def test_linear_layers_are_those_of_torch(tokens: int, bias: bool) -> None:
 
 
 def test_what_a_processor_lacks_is_left_to_torch() -> None:
-    """Asked in processes of their own: the instructions that oneDNN may use are read once."""
+    """Uses new processes, because oneDNN reads the allowed instructions once."""
     asked = (
         "import torch; from unstale.model.linear import product, supported; a = torch.ones(32, "
         "32)\n"
@@ -456,8 +455,7 @@ def test_linear_layers_keep_what_their_gradients_need() -> None:
 
 
 def test_what_adds_up_over_chunks_is_added_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bfloat16 head and a trunk with many siblings: their gradients round as if they were formed
-    at once."""
+    """The gradients of a bfloat16 head and trunk round as if they were computed in one piece."""
     noise = torch.Generator().manual_seed(0)
     rows, targets = (
         torch.randn(2048, 32, generator=noise).bfloat16(),
@@ -535,8 +533,7 @@ def two_threads() -> Iterator[None]:
 def test_attention_gives_every_tree_what_it_gets_alone_to_the_bit(
     heads: tuple[int, int, int], dtype: torch.dtype, two_threads: None
 ) -> None:
-    """Blocks of one length attend in one call: trees of one shape here, one of another, and a long
-    one between them."""
+    """Blocks of one length share a call: trees of two shapes, with a long one between them."""
     shapes = [
         (40, (24, 24, 31)),
         (3, (2,)),
@@ -618,7 +615,7 @@ def test_a_compiled_policy_is_compiled_once_for_all_forests(gradient_checkpointi
 def test_what_cannot_be_said_adds_nothing_to_the_entropy(
     tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor does a tile of nothing else, be it the first."""
+    """Tokens of probability 0 add nothing, not even when they fill a tile."""
     monkeypatch.setattr(head_module, "TILE", {"cpu": tile})
     head, targets = nn.Linear(8, 5), torch.tensor([1, 4])
     nn.init.constant_(head.bias, -torch.inf).data[1:] = 0.0

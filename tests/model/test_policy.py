@@ -1,8 +1,8 @@
-"""The policy: tokens to log-probabilities.
+"""Test the policy: tokens to log-probabilities.
 
-Pinned: packed equals one sequence at a time, for several architectures; no sequence sees its
-neighbour; only asked-for logits are computed; a folder that cannot be a policy is refused in one
-line; saving and loading change no bit; lag counts batches, whatever the numbers of the versions.
+Packed sequences give the values of single ones, for several architectures, and do not see each
+other. Only requested logits are computed. A folder that is no policy is refused in one line. Saving
+and loading change no bit. Lag counts batches, not version numbers.
 """
 
 import json
@@ -269,7 +269,7 @@ def test_the_same_weights_under_a_higher_number_are_as_far_from_every_token_as_b
 @given(lives=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 20)), min_size=1, max_size=6))
 @example(lives=[(5, 2), (1, 0), (4, 0), (3, 0)])
 def test_lag_counts_batches_however_often_the_run_is_resumed(lives: list[tuple[int, int]]) -> None:
-    """A life trains `batches`, and the next one goes on `back` versions of the line behind it."""
+    """Each start trains `batches`; the next one resumes `back` versions earlier."""
     policy, place, line = POLICY, {0: 0}, [0]
     policy.version, policy.version_gaps = 0, ()
     for batches, back in lives:

@@ -1,10 +1,9 @@
-"""What is promised of the live display.
+"""Test the live display.
 
-- Off a terminal: one plain line per step and phase, no escape sequences, nothing read as markup,
-  and no silence longer than `quiet_s`, even when nobody calls.
-- On a terminal: a panel that fits 80 columns and 24 lines with nothing cut off, and says who waits
-  for whom.
-- An approximate route is never shown as if its factors were clean.
+- Without a terminal: one plain line per step and phase, without escape sequences or markup, at
+  least every `quiet_s` seconds.
+- On a terminal: a panel that fits 80 columns and 24 lines and shows what waits for what.
+- The ratios of an approximate route are always marked as approximate.
 """
 
 import io

@@ -1,11 +1,9 @@
-"""What is promised of a run's files.
+"""Test the files of a run folder.
 
-- Whatever is written is valid JSON: non-finite numbers are null, numpy and torch scalars are
-  numbers.
-- A line is on disk when the call returns; a file cut at any byte is read up to its last whole line,
-  and only the last line may be broken.
-- A folder that holds a run is refused and left as it was.
-- Reading, live display and report work without torch.
+- Files are valid JSON: non-finite numbers are null, numpy and torch scalars are numbers.
+- A line is on disk when the call returns. A file cut at any byte is read up to its last whole line.
+- A folder that already holds a run is refused and unchanged.
+- Reading, live display and report do not import torch.
 """
 
 import json

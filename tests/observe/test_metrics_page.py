@@ -1,4 +1,4 @@
-"""docs/metrics.md lists the metrics of a run: no name is missing there, and none is invented."""
+"""docs/metrics.md lists exactly the metrics of a run."""
 
 import re
 from dataclasses import replace

@@ -1,12 +1,13 @@
-"""The exact routes equal independent full copies on the same trajectories, and so each other: with
-one, two and five versions in a turn and across turns, to 1e-5 in float32 and 1e-9 in float64, and
-in an asynchronous run with one and with two optimizer steps per batch.
+"""Compare the exact routes with independent full copies of the versions.
 
-Besides: `eager` is exact on what it covers, and its fallback is asked for nothing else; what nobody
-can ask for is forgotten; pieces of one episode share a forward pass; `interrupt_sync` counts its
-stall; the old-logit process makes publication wait before any engine has the version, never the
-arrival of a piece; when it dies or freezes the next call says why, within five seconds, and it ends
-with its parent; in lockstep its speed changes no bit."""
+They agree to 1e-5 in float32 and 1e-9 in float64, with one, two and five versions in an episode,
+and in asynchronous runs with one and two optimizer steps per batch.
+
+`eager` is exact on the tokens it covers and uses its fallback only for the others. Unreachable
+scores are dropped. Pieces of one episode share a forward pass. `interrupt_sync` counts its stall.
+The old-logit process delays publication, never a piece. If it dies or freezes, the next call raises
+within five seconds. In lockstep its speed changes no bit.
+"""
 
 import asyncio
 import os
@@ -81,8 +82,8 @@ def pieces_of(version: int) -> list[PendingPiece]:
 
 
 def play(route: OldLogps, policy: Policy, *, versions: int = 5) -> list[Policy]:
-    """What the loop would tell a route: half the pieces of a version arrive in time for idle
-    scoring. Full copies."""
+    """Drive a route as the loop does; half of each version's pieces are scored in idle time. Return
+    full copies."""
     copies = []
     for version in range(versions):
         if version:
@@ -103,7 +104,7 @@ def play(route: OldLogps, policy: Policy, *, versions: int = 5) -> list[Policy]:
 
 
 def truth(batch: Batch, copies: Sequence[Policy], *, temperature: float = 1.0) -> Tensor:
-    """`[T]` by one ordinary forward pass per sequence and version, in float64."""
+    """Return `[T]` log-probabilities by one plain float64 forward pass per sequence and version."""
     values = torch.zeros(len(batch.tokens), dtype=torch.float64)
     for start, end in batch.spans():
         tokens, versions = batch.tokens[start:end].tolist(), batch.version[start:end]
@@ -147,7 +148,7 @@ def test_pieces_of_one_episode_share_one_sequence() -> None:
 
 
 class Sevens(Passive):
-    """Answers -7 and remembers for which tokens."""
+    """A fallback that returns -7 and records the tokens."""
 
     def __init__(self) -> None:
         self.asked: list[Batch] = []
@@ -216,7 +217,7 @@ def test_eager_scores_nothing_once_the_trainer_has_left_the_version() -> None:
 
 @pytest.mark.parametrize("name", ["interrupt_sync", "eager, interrupt_sync", "old_logit_model"])
 def test_what_nobody_can_ask_for_is_forgotten(name: str) -> None:
-    """Whether its episodes were trained on or given up: the versions that are still live decide."""
+    """The live versions decide, whether episodes were trained on or given up."""
     policy = tiny_policy()
     with built(name, policy) as route:
         play(route, policy)
@@ -228,7 +229,7 @@ def test_what_nobody_can_ask_for_is_forgotten(name: str) -> None:
 
 
 def _answered(route: OldLogps) -> set[int]:
-    """The versions that it holds answers of."""
+    """Return the versions with cached scores."""
     state = route.state()
     held = [part["answers"] for part in (state, state.get("fallback", {})) if "answers" in part]
     return {version for answers in held for version in answers["places"][:, 0].tolist()}
@@ -395,8 +396,8 @@ def test_closing_does_not_wait_for_a_frozen_process_with_a_full_socket() -> None
 
 
 def in_lockstep(*, hindered: bool) -> list[Any]:
-    """What a route says and spends, asked in the middle of every version. Hindered: other arrivals,
-    a slow process."""
+    """Return a route's values and costs in the middle of every version. `hindered` delays the
+    process."""
     policy, copies, found = tiny_policy(), [], []
     with closing(OldLogitModel(LocalScorer(policy, 0.7, 24), lockstep=True)) as route:
         for version in range(5):
@@ -489,7 +490,7 @@ def test_the_process_ends_when_its_parent_is_gone() -> None:
 
 
 class Witness:
-    """Hands everything on, and keeps full copies of the versions and what was answered."""
+    """A route that delegates all calls and keeps full copies of versions and values."""
 
     def __init__(self, route: OldLogps, policy: Policy) -> None:
         self.route = route
@@ -513,7 +514,7 @@ class Witness:
 def routed(
     parts: RunComponents, old: OldLogps | Witness, *, minibatches_per_batch: int = 1
 ) -> RunComponents:
-    """The same run with another route, and a learning rate at which versions can be told apart."""
+    """Return the same run with another route, and a learning rate that separates the versions."""
 
     def arrived(piece: PendingPiece) -> None:
         parts.pending.add(piece)
@@ -548,8 +549,7 @@ def routed(
 def test_no_engine_gets_a_version_before_the_process_has_loaded_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a run without lag, where no batch waits for answers, the process stands still from the
-    first update on."""
+    """Without lag no batch waits for scores. The process is paused from the first update on."""
     parts = make(tmp_path, count(), budget=0, steps=4)
     route = OldLogitModel(LocalScorer(parts.trainer.policy, 1.0, 256))
     load, publishing = parts.engine.load, route.publishing
@@ -593,8 +593,7 @@ def test_no_engine_gets_a_version_before_the_process_has_loaded_the_one_before(
 
 
 def pauses() -> Callable[[Sequence[int], SamplingParams], Awaitable[None]]:
-    """One task in seven stops once in the middle of each reply, until an update interrupts it; a
-    second at most."""
+    """In one task in seven, pause each reply once, until an update or for one second."""
     begun: set[tuple[int, int]] = set()
 
     async def wait(tokens: Sequence[int], params: SamplingParams) -> None:

@@ -1,9 +1,9 @@
-"""Old-logit routes, each against an independent calculation (algorithm.md, sections 2, 3 and 6).
+"""Compare the old-logit routes with independent calculations (algorithm.md, sections 2, 3, 6).
 
-Pinned: at lag 0 with no step since, exact routes have S = 1 and `rollout` has S = pi / mu; pi / mu
-= D S for every route; `snapshot_old` equals independent full copies, on one, two and five versions
-in a turn and across turns, and forwards no token it need not; the average's age law, its
-linear-drift law and its precision; public vectors."""
+At lag 0 before any step, exact routes have S = 1 and `rollout` has S = pi / mu. For every route pi
+/ mu = D S. `snapshot_old` equals independent full copies and forwards no unneeded token. The
+average follows its age law, its linear-drift law and its precision.
+"""
 
 import json
 from collections.abc import Mapping
@@ -66,7 +66,7 @@ def ask(route: OldLogps, policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def publish_five(policy: Policy, route: OldLogps) -> list[Policy]:
-    """Versions 0 to 4 through the route; independent full copies of them come back."""
+    """Publish versions 0 to 4 through the route and return full copies of them."""
     copies = []
     for version in range(5):
         if version:
@@ -323,7 +323,7 @@ def test_the_rollout_proximal_policy_agrees_with_a_public_implementation() -> No
 
 
 def follow(route: PpoEwmaAsync, policy: Policy, lags: list[int], *, first: int = 0) -> list[float]:
-    """A batch of each lag, one a version, and the age of the first average after each."""
+    """Train on one batch per lag and version. Return the age of the first average after each."""
     ages = []
     for version, lag in enumerate(lags, start=first):
         policy.version = version
@@ -336,7 +336,7 @@ def follow(route: PpoEwmaAsync, policy: Policy, lags: list[int], *, first: int =
 
 
 def test_an_average_follows_the_staleness_of_the_data_and_stays_there() -> None:
-    """From age 0 a target of 3 is reached and kept: under 1 more an update, and never beyond."""
+    """From age 0 the age rises by less than 1 an update to the target of 3, and not beyond."""
     policy = tiny_policy()
     ages = follow(PpoEwmaAsync(LocalScorer(policy, 1.0, 48)), policy, [0, 1, 2, *[3] * 20])
     assert ages[0] == 0
@@ -419,7 +419,7 @@ def test_an_average_of_optimizer_steps_counts_steps() -> None:
 
 @pytest.mark.parametrize("method", ["loglinear", "linear"])
 def test_interpolated_proxies_agree_with_a_public_implementation(method: str) -> None:
-    """AReaL's alpha is 0 at lag 0 and was formed in float32."""
+    """AReaL's alpha is 0 at lag 0 and is computed in float32."""
     vectors = oracles()
     case = next(case for case in vectors["proximal"] if case["method"] == method)
     inputs = {

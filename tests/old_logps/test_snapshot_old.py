@@ -1,8 +1,9 @@
-"""`snapshot_old` on the version store.
+"""Test `snapshot_old` on the version store.
 
-Pinned: however versions are stored, and wherever the movable model stands, values equal those of
-independent full copies; the model is moved as little as the batch allows; what it costs is what the
-store holds; it goes on from its state, keeps a memory limit, and leaves no file behind."""
+Values equal those of independent full copies for every storage and position of the movable model.
+The model moves as little as the batch allows. The route restores its state, keeps a memory limit
+and leaves no file behind.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,7 +39,7 @@ STORES = {
 
 
 class Counting(VersionStore):
-    """A store that writes down where the movable copy was brought."""
+    """A store that records each move of the movable copy."""
 
     def __init__(self, movable: Mapping[str, Tensor]) -> None:
         super().__init__(movable)
@@ -56,7 +57,7 @@ def build(config: OldLogpsConfig, policy: Policy) -> SnapshotOld:
 
 
 def publish(policy: Policy, *routes: SnapshotOld, versions: int = 5) -> list[Policy]:
-    """Versions through the routes; independent full copies of them come back."""
+    """Publish versions through the routes and return full copies of them."""
     copies = []
     for version in range(versions):
         if version:
