@@ -1,9 +1,11 @@
-"""Promises of the loop, run with the scripted engine: observed staleness keeps the bound with a
-straggler in seven; `closing` gets every unscored piece of the version while generation is paused; a
-route hears of a version, in the trainer's thread, before any engine has it and when all do; the
-next batch goes on beside publication and checkpoint up to where the weights move, and not beyond; a
-task set that runs out, a failing rollout and a failing route end the run with their own error, and
-leave the step before them written down."""
+"""Test the training loop with the scripted engine.
+
+Staleness keeps its bound with one straggler in seven. `closing` gets every unscored piece of the
+version while generation is paused. A route is notified of a version, in the trainer's thread,
+before any engine loads it and after all did. The next batch is prepared during publication and
+checkpoint until weights change. An exhausted task set, a failed rollout and a failed route end the
+run with their own error, after the step before is logged.
+"""
 
 import asyncio
 import threading
@@ -70,7 +72,7 @@ class NumberChat:
 
 
 class TwoTurns:
-    """Asks twice; which sibling is rewarded depends on what was said."""
+    """An environment of two turns. The first reply decides which sibling is rewarded."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.said = task, 0
@@ -105,7 +107,7 @@ class Numbers:
 
 
 class Log:
-    """Keeps what the loop writes."""
+    """A log that keeps the rows in memory."""
 
     def __init__(self, folder: RunLog) -> None:
         self.folder = folder
@@ -130,8 +132,7 @@ class Log:
 
 
 class ScoresAtClosing(Passive):
-    """Scores each piece when its version is about to be left, and answers from those scores
-    alone."""
+    """A route that scores each piece at `closing` and answers from those scores alone."""
 
     needs = Needs(closing=True)
 
@@ -152,7 +153,7 @@ class ScoresAtClosing(Passive):
 
 
 class Quiet:
-    """Looks on and says nothing."""
+    """A display without output."""
 
     def update(self, metrics: Mapping[str, Any]) -> None: ...
 
@@ -193,7 +194,7 @@ def first_state(machine: Components, config: RunConfig, folder: Path) -> ResumeS
 def toy_machine(
     config: RunConfig, taskset: Taskset, *, delay: Delay = a_moment, route: Route | None = None
 ) -> Components:
-    """Everything real but the engine, which says what the seed says."""
+    """Return real components with a scripted engine whose replies depend on the seed."""
 
     def say(tokens: Sequence[int], params: SamplingParams) -> list[int]:
         spoken = REPLY - params.max_tokens
@@ -213,7 +214,7 @@ def toy_machine(
 
 
 def make(folder: Path, tasks: Iterator[int], *, budget: int = 1, steps: int = 12) -> RunComponents:
-    """A run that is about to begin."""
+    """Return a run that has not started."""
     config = configure(steps=steps, max_staleness=budget)
     machine = toy_machine(config, Numbers(tasks))
     log = RunLog(folder)
@@ -294,7 +295,7 @@ def test_a_route_hears_of_a_version_before_any_engine_has_it_and_when_all_do(
 
 
 class Keeps(Passive):
-    """Answers at once, of whatever version."""
+    """A route that answers at once for any version."""
 
     def __init__(self, *, snapshots: bool) -> None:
         self.needs = Needs(snapshots=snapshots)
@@ -307,8 +308,8 @@ class Keeps(Passive):
 def test_the_next_batch_is_scored_and_its_gradient_formed_while_a_version_is_published(
     tmp_path: Path, snapshots: bool
 ) -> None:
-    """With the versions kept; else the route hears of a version before it is asked again. The
-    weights wait for both."""
+    """If the route keeps versions. Otherwise it is notified of the version first. The weights wait
+    for both."""
     config = configure(steps=3, max_staleness=2)
     machine = toy_machine(
         config, Numbers(count()), route=lambda scorer, engine: Keeps(snapshots=snapshots)
@@ -359,7 +360,7 @@ def test_the_next_batch_is_scored_and_its_gradient_formed_while_a_version_is_pub
 
 
 def keeping(folder: Path, *, snapshots: bool = True) -> RunComponents:
-    """Three steps of a run that is about to begin, a checkpoint after each."""
+    """Prepare a run of three steps with a checkpoint after each."""
     config = configure(steps=3, max_staleness=2, every=1)
     machine = toy_machine(
         config, Numbers(count()), route=lambda scorer, engine: Keeps(snapshots=snapshots)
@@ -374,7 +375,7 @@ def keeping(folder: Path, *, snapshots: bool = True) -> RunComponents:
 def test_a_checkpoint_is_written_beside_the_next_gradient_and_before_the_next_step(
     tmp_path: Path, snapshots: bool
 ) -> None:
-    """It holds the live weights, which are those of its moment until it is read back."""
+    """It holds the live weights, which do not change until the save has read them."""
     parts, formed = keeping(tmp_path, snapshots=snapshots), threading.Event()
     form, move, write = parts.trainer.backward, parts.trainer.step, parts.checkpoints.write
 
@@ -415,7 +416,7 @@ def marked(folder: Path) -> list[int]:
 def test_a_batch_that_fails_leaves_the_step_before_written_down(
     tmp_path: Path, disk_fails: bool
 ) -> None:
-    """And where that cannot be, it is what is told."""
+    """If that step cannot be written, its error is raised."""
     parts, failed = keeping(tmp_path), threading.Event()
     form, write = parts.trainer.backward, parts.checkpoints.write
 

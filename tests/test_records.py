@@ -1,8 +1,9 @@
-"""The records.
+"""Test the records.
 
-Pinned: everything per token derives from pieces; an interrupted reply is one turn of two versions;
-collation packs without padding and keeps every value at its token; a piece or an advantage of the
-wrong length is refused."""
+Per-token values derive from pieces. An interrupted reply is one turn of two versions. Collation
+packs without padding and keeps every value at its token. Pieces and advantages of the wrong length
+are refused.
+"""
 
 import pytest
 import torch

@@ -1,5 +1,4 @@
-"""The file of renames that `tools/refactor_check.py` reads agrees with the options that the package
-refuses."""
+"""The renames of `tools/refactor_check.py` agree with the options that the package refuses."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,8 @@
-"""Promises of docs/security.md: the package can neither unpickle nor listen; code is imported only
-where the user names it; a run folder or a model folder from somebody else runs nothing, writes
-nowhere else and shows no file of yours."""
+"""Test the statements of docs/security.md.
+
+The package can neither unpickle nor listen. It imports code only where the user names it. An
+untrusted run or model folder runs no code, writes nowhere else and exposes no other file.
+"""
 
 import ast
 import json
@@ -65,7 +67,7 @@ LISTENS = {
 
 
 def imported() -> Iterator[tuple[str, str]]:
-    """Every module that a file of the package names in an import, with all that lead to it."""
+    """Return every module that a file imports, with its parent packages."""
     for path, node in NODES:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -75,7 +77,7 @@ def imported() -> Iterator[tuple[str, str]]:
 
 
 def calls() -> Iterator[tuple[str, str, ast.Call]]:
-    """Every call, by the dotted name that it is written with."""
+    """Return every call by its dotted name."""
     for path, node in NODES:
         if isinstance(node, ast.Call):
             yield path, ast.unparse(node.func), node
@@ -133,7 +135,7 @@ def test_nothing_is_called_that_runs_what_it_reads() -> None:
 
 
 def test_torchs_checkpoints_are_read_and_written_in_safetensors() -> None:
-    """Its own reader unpickles its metadata, and is what it takes unless told otherwise."""
+    """torch's default reader unpickles metadata."""
     told = {
         (path, name.split(".")[-1]): {word.arg: ast.unparse(word.value) for word in call.keywords}
         for path, name, call in calls()
@@ -146,8 +148,7 @@ def test_torchs_checkpoints_are_read_and_written_in_safetensors() -> None:
 
 
 def test_code_is_imported_by_name_in_two_places() -> None:
-    """The package's own public names, and `task.env`; which only building a machine to run tasks
-    with asks for."""
+    """The package's own public names, and `task.env`, which is imported only to run tasks."""
     places = {path for path, name, _ in calls() if name.endswith("import_module")}
     assert places == {
         "__init__.py",
@@ -214,13 +215,12 @@ def test_transformers_is_never_allowed_code_from_a_folder_nor_a_pickle() -> None
 
 @pytest.fixture
 def canary(tmp_path: Path) -> Path:
-    """A file that the hostile code of these tests would leave. It lies where the working folder
-    is."""
+    """Return the file that the hostile code would write into the working folder."""
     return tmp_path / "was-here"
 
 
 class Bomb:
-    """Unpickled, it leaves the canary."""
+    """An object that writes the canary when it is unpickled."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -311,7 +311,7 @@ EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An honest run, recorded, with a batch that a number went wrong on."""
+    """Record a run with a batch that failed on a non-finite number."""
     config = small(
         tmp_path_factory.mktemp("runs"),
         steps=1,
@@ -327,9 +327,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hostile(recorded: Path, tmp_path: Path) -> Path:
-    """The run as somebody else sends it: its configuration names code that lies in it, its text is
-    HTML, its database has a view that would load a library, and its files are links to those of
-    whoever looks at it."""
+    """Return a modified run: its config names code inside it, its text is HTML, its database has a
+    view that would load a library, and its files are links to files of the reader."""
     runs = tmp_path / "runs"
     run = Path(shutil.copytree(recorded, runs / "evil"))
     (run / "payload.py").write_text(f"open({str(tmp_path / 'was-here')!r}, 'w')\ndef make(): ...\n")
@@ -441,7 +440,7 @@ def test_a_tensor_file_that_lies_about_itself_is_refused(
 def test_nothing_is_written_through_the_links_beside_a_database(
     recorded: Path, tmp_path: Path
 ) -> None:
-    """SQLite keeps two files of its own there, and makes them when they are missing."""
+    """SQLite creates two more files beside a database if they are missing."""
     run = Path(shutil.copytree(recorded, tmp_path / "run"))
     (tmp_path / "yours").write_bytes(b"a secret of yours" * 4096)
     for name in (f"{JOURNAL}-shm", f"{JOURNAL}-wal", f"{JOURNAL}-journal"):

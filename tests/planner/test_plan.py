@@ -1,5 +1,8 @@
-"""Promises: parameters are those of the real models, costs are what is worked out by hand and was
-measured, and what a plan suggests fits, keeps to what was asked, and can be run."""
+"""Test the planner.
+
+Parameter counts are those of the real models. Costs equal values worked out by hand and measured
+ones. A suggested plan fits the memory, keeps the given settings and can be run.
+"""
 
 import json
 import re
@@ -134,7 +137,7 @@ def test_an_unknown_architecture_is_not_guessed_at(tmp_path: Path) -> None:
 
 
 def table_of_routes() -> dict[str, list[str]]:
-    """The rows of the last table in benchmarks/results/2026-11-21-routes.md."""
+    """Return the rows of the last table in benchmarks/results/2026-11-21-routes.md."""
     text = (ROOT / "benchmarks/results/2026-11-21-routes.md").read_text().split("## Every route")[1]
     rows = [
         [cell.strip() for cell in line.strip("| ").split("|")]
@@ -145,8 +148,8 @@ def table_of_routes() -> dict[str, list[str]]:
 
 
 def costs(route: str) -> AnalyticCosts:
-    """A core that runs the table's model as it did: forward passes 0.267 of a step, a second; it
-    copies 10 GB/s."""
+    """Return costs of one core with the table's model: a forward pass takes 0.267 of a one-second
+    step."""
     hand = Model.parse(
         "layers=8,hidden=448,ffn=1344,heads=8,kv_heads=4,head_dim=56,vocab=2048,tied=true"
     )
@@ -174,8 +177,7 @@ def costs(route: str) -> AnalyticCosts:
 
 @pytest.mark.parametrize("name", ROUTES)
 def test_routes_cost_what_was_measured(name: str) -> None:
-    """Time within a tenth (of small ones within a hundredth of a step), copies within a tenth. What
-    `eager` scores in idle time is priced like the rest."""
+    """Times within a tenth (small ones within a hundredth of a step), copies within a tenth."""
     extra, idle, copies, models, exact, *_ = table_of_routes()[name]
     priced, route = costs(name), ROUTES[name]  # type: ignore[index]
     model = priced.setup.model
@@ -200,7 +202,7 @@ def test_trajectories_are_run_up_to_the_last_token_of_each_version() -> None:
 
 @pytest.mark.parametrize("row", deltas.TABLE, ids=lambda row: f"{row.rate:g}")
 def test_deltas_are_as_long_as_the_codec_writes_them(row: deltas.DeltaMeasurement) -> None:
-    """Words change here and there, by a XOR of few bits: as an optimizer step leaves them."""
+    """Scattered words change by a XOR of few bits, as after an optimizer step."""
     random, count = np.random.default_rng(0), 1_000_000
     bits = (
         np.minimum(random.geometric(0.5, count), 8)
@@ -213,8 +215,7 @@ def test_deltas_are_as_long_as_the_codec_writes_them(row: deltas.DeltaMeasuremen
 
 
 def test_a_device_takes_the_time_that_its_data_sheet_gives() -> None:
-    """Qwen3-4B on an H100 at all of its figures: 2.4 ms to read 8.04 GB of weights, and 16,000
-    tokens of context."""
+    """Qwen3-4B on an H100: 2.4 ms to read 8.04 GB of weights, and 16,000 tokens of context."""
     model = PRESETS["4B"]
     setup = TrainingSetup(
         model=model,
@@ -244,9 +245,8 @@ def test_a_device_takes_the_time_that_its_data_sheet_gives() -> None:
 
 
 def test_a_version_travels_whole_or_as_a_delta_whichever_is_quicker() -> None:
-    """16 devices: 8.04 GB over 50 GB/s are 0.16 s. A delta of 9 MB or so is there at once; one core
-    of each trainer applies it, which is 12 times as long for 12 engines' worth of weights a
-    trainer."""
+    """16 devices: 8.04 GB over 50 GB/s take 0.16 s. A delta of about 9 MB takes no time to send,
+    but one core per trainer applies it, which takes 12 times as long for 12 engines per trainer."""
     model = PRESETS["4B"]
     setup = TrainingSetup(
         model=model,
@@ -272,8 +272,8 @@ def test_a_version_travels_whole_or_as_a_delta_whichever_is_quicker() -> None:
 
 
 def test_a_token_sees_more_than_half_of_the_mean_episode() -> None:
-    """Episodes of 100 and 900 tokens: (100^2 + 900^2) / (100 + 900) / 2 = 410, where half of the
-    mean is 250."""
+    """Episodes of 100 and 900 tokens: (100^2 + 900^2) / (100 + 900) / 2 = 410; half of the mean is
+    250."""
     recorded = tuple((EpisodeShape(tokens - 10, (TurnShape(10, 0, 0),)),) for tokens in (100, 900))
     found = EpisodeStats.of(Workload(recorded=recorded), group_size=1)
     share = (found.tokens - 100) / 800  # of long ones among those drawn
@@ -311,7 +311,7 @@ def test_training_and_engines_take_the_memory_that_is_added_up_by_hand() -> None
 
 
 def asked(**rest: Any) -> PlanRequest:
-    """Qwen3-4B on a node of H100s, with episodes of two short turns."""
+    """Plan Qwen3-4B on a node of H100s, with episodes of two short turns."""
     work = Workload(
         prompt_tokens=Constant(500),
         turns=Constant(2),
@@ -358,8 +358,7 @@ def test_a_suggestion_fits_and_keeps_to_what_was_asked(plan: Suggestion) -> None
 
 
 def test_synchronous_training_has_every_device_for_both(plan: Suggestion) -> None:
-    """A step of it: 16 episodes one after the other could not take less than all devices take for
-    their tokens."""
+    """A step takes at least the time that all devices need for the tokens of 16 episodes."""
     place, costs = plan.synchronous.candidate.placement, plan.synchronous.candidate.costs
     assert (place.trainers, place.engines * place.tp, place.devices, place.colocated) == (
         8,
@@ -375,7 +374,7 @@ def test_synchronous_training_has_every_device_for_both(plan: Suggestion) -> Non
 
 
 def test_a_rate_is_of_groups_and_has_a_spread(plan: Suggestion) -> None:
-    """Steps of 1, 1, 3, 1, 2, 1 after filling are rounds of 5 and 4 s: 4.5 +- 0.5 (0.707 / sqrt
+    """Steps of 1, 1, 3, 1, 2, 1 s after filling are rounds of 5 and 4 s: 4.5 +- 0.5 (0.707 / sqrt
     2)."""
     steps = (9.0, 9.0, 9.0, 1.0, 1.0, 3.0, 1.0, 2.0, 1.0)
     rated = SimulatedCandidate(
@@ -387,7 +386,8 @@ def test_a_rate_is_of_groups_and_has_a_spread(plan: Suggestion) -> None:
 
 
 def test_no_token_is_older_than_the_lag_that_was_asked_for() -> None:
-    """Past 5 of 8 groups others may be taken: one version more, which max_staleness gives up."""
+    """With more than 5 of 8 groups ahead, tokens are a version older. max_staleness accounts for
+    it."""
     found = suggest(asked(windows=(5,), route="snapshot_old"))
     schedule = found.best.candidate.schedule
     assert (schedule.lookahead_window, schedule.max_staleness, schedule.staleness_bound) == (
@@ -400,8 +400,8 @@ def test_no_token_is_older_than_the_lag_that_was_asked_for() -> None:
 
 
 def test_generation_that_stands_to_be_scored_is_counted(plan: Suggestion) -> None:
-    """Where generation is what limits, scoring and the optimizer's step come on top; nothing of it
-    is in `load_s`."""
+    """When generation is the bottleneck, scoring and the optimizer step add to it, and `load_s` has
+    neither."""
     best = plan.best.candidate
     narrow = replace(best, costs=replace(best.costs, placement=Placement(7, 1, 1)))
     free, closing = narrow.with_route("rollout"), narrow.with_route("interrupt_sync")
@@ -437,8 +437,7 @@ def test_what_a_plan_says_has_its_numbers_and_can_be_run(plan: Suggestion) -> No
 
 
 def test_what_cannot_be_done_says_what_would() -> None:
-    """18 bytes of 30.5 G parameters are 550 GB, the movable model 61; a device has 72 GB, and some
-    for a pass."""
+    """18 bytes x 30.5 G parameters are 550 GB, the movable model 61 GB. A device has 72 GB."""
     with pytest.raises(
         ConfigError, match=r"not fit 4 H100 .* Training takes 611 GB .* Use --gpus (\d+)"
     ) as told:
@@ -454,7 +453,7 @@ def test_what_cannot_be_done_says_what_would() -> None:
 
 
 def test_staleness_is_chosen_as_small_as_throughput_allows() -> None:
-    """Tools of a second do not need eight batches in flight."""
+    """Tool calls of one second do not need eight batches in flight."""
     found = suggest(asked(lags=(1, 2, 8), windows=(1,), route="snapshot_old"))
     rates = {rated.candidate.schedule.max_staleness: rated.rate for rated in found.choices}
     chosen = found.best.candidate.schedule.max_staleness
@@ -511,7 +510,8 @@ def test_the_command_answers_programs_and_people(capsys: pytest.CaptureFixture[s
 
 
 def test_a_run_is_read_as_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """10 us a trained token are 3 forward passes of it, 2 us a reply in a decoding step are one."""
+    """10 us per trained token are 3 forward passes of it; 2 us per reply in a decoding step are
+    one."""
     model = Model.parse("layers=2,hidden=8,ffn=16,heads=2,kv_heads=1,head_dim=4,vocab=10,tied=true")
     ran = SimpleNamespace(
         workload=Workload(recorded=((EpisodeShape(10, (TurnShape(30, 0, 0),)),),)),

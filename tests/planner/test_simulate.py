@@ -1,10 +1,10 @@
-"""The simulation: its engines do by hand what they do by events, the real line keeps its bound in
-it, nothing is lost.
+"""Test the simulation, which runs the real staleness queue.
 
-Promises: processor sharing of unequal and late replies in closed form; a synchronous step is
-generation plus training, an asynchronous one the longer of both; with stragglers the largest
-staleness is the derived bound; the same seed gives the same run; every sampled token is trained on,
-also when engines die; time-outs are data; what a run cost is found again in its records."""
+Shared engines with unequal and late replies have the closed-form times. A synchronous step takes
+generation plus training, an asynchronous one the longer of both. The largest staleness with
+stragglers is the derived bound. Equal seeds give equal runs. Every sampled token is trained on,
+also when engines die. Time-outs are counted as data. Costs are recovered from a run's records.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -57,7 +57,7 @@ TAILED = Workload(
 
 @dataclass
 class Seen:
-    """What came of replies: (when, tokens, whether it was complete)."""
+    """Results of replies: (time, tokens, complete)."""
 
     clock: SimulatedClock
 
@@ -78,7 +78,7 @@ def watch(
     script: Callable[[SimulatedClock, SimulatedEnginePool, Seen], None],
     places: EngineCapacity = PLACES,
 ) -> Seen:
-    """What one engine does with what the script asks of it."""
+    """Run a script of requests on one engine and return the results."""
 
     async def play() -> Seen:
         clock = SimulatedClock()
@@ -390,8 +390,7 @@ def test_the_benchmark_says_what_it_missed() -> None:
 
 
 def test_a_tool_s_time_is_over_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six episodes of two calls finished, and half as many calls came back in others: all of them
-    took 9 s."""
+    """Six finished episodes of two calls, and half as many calls in unfinished ones; 9 s in all."""
     made = [
         replace(episode(n, [4, (3, 0), 2, (3, 0)]).trajectory, facts={"tool_calls": 2.0})
         for n in range(6)

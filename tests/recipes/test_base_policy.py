@@ -1,10 +1,9 @@
-"""The shipped base policy is what its script makes, and is fit to begin with: right in form, wrong
-in decisions.
+"""Test the shipped base policy and the script that makes it.
 
-Pinned: the same tokenizer, configuration and recipe hash as the script's short form, whose loss
-falls; at most 4 MB; a number of the demo's level is one token, everywhere the same; text comes back
-as it was; on held-out tasks the calls are well formed, the numbers in them right, and success is
-between 20% and 48% of a sample (38% of all 256 held-out tasks: benchmarks/results)."""
+The short form of the script gives the same tokenizer, configuration and recipe hash, and its loss
+falls. The policy has at most 4 MB. Numbers of the demo's level are single tokens. On held-out tasks
+tool calls are well formed, and success is between 20% and 48% of a sample (38% of all 256 tasks).
+"""
 
 import json
 from pathlib import Path

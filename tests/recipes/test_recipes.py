@@ -1,5 +1,4 @@
-"""A recipe is one file: it is found by the package, listed with its first line, and runs under its
-own name."""
+"""A recipe is one file: it is registered, listed with its first line, and runs under its name."""
 
 from pathlib import Path
 

@@ -1,7 +1,9 @@
-"""Promises of the judge, against an endpoint on this machine: what is judged cannot leave its
-frame; only a verdict counts, and anything else is asked again, a bounded number of times; equal
-questions are asked once, also by a later process; no budget is exceeded, no call outlives its time;
-without a verdict there is an `EnvError`, never a 0."""
+"""Test the LLM judge against a local endpoint.
+
+Judged text cannot leave its frame. Only a verdict counts; other answers are retried a bounded
+number of times. Equal questions are sent once, also by a later process. Budgets and time limits
+hold. Without a verdict an `EnvError` is raised, never a reward of 0.
+"""
 
 import asyncio
 import json
@@ -45,9 +47,7 @@ def completion(text: str, tokens: int | None = 40) -> tuple[int, bytes]:
 
 
 class Model:
-    """Answers each call with the next of its answers, the last one for ever, and remembers what it
-    was asked.
-    """
+    """An endpoint that returns given answers in order, repeats the last, and records requests."""
 
     def __init__(self) -> None:
         self.answers: list[tuple[int, bytes] | Callable[[BaseHTTPRequestHandler], None]] = [
@@ -282,7 +282,7 @@ def test_calls_are_bounded(model: Model) -> None:
 
 @pytest.mark.parametrize("told", [True, False])
 def test_tokens_are_bounded_before_they_are_spent(model: Model, told: bool) -> None:
-    """A call may cost 512 tokens and a question of some 700; told, it costs 40."""
+    """A call reserves 512 tokens and a question of about 700; it then uses 40."""
     model.answers = [completion(GOOD, 40 if told else None)]
     judge = model.judge(JudgeBudget(calls=99, tokens=3000), at_once=1)
     with pytest.raises(BudgetSpent, match="the next call may cost 1"):

@@ -1,6 +1,9 @@
-"""Promises: rules say 1 to what is right in another dress and 0 to what only looks right; a task
-set combines its named rewards, and what they were is kept; a program's prints, exits and patches
-pass no test, and what is expected is not where it runs."""
+"""Test the rewards.
+
+Rules give 1 to equivalent answers and 0 to similar wrong ones. A task set combines named rewards
+and records each. A program's prints, exits and patches pass no test, and expected values are not in
+its process.
+"""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -114,7 +117,7 @@ def test_what_is_no_schema_is_refused_and_nothing_is_fetched() -> None:
 
 
 class Weighing(Tasks):
-    """Its rewards are multiplied."""
+    """A task set that multiplies its rewards."""
 
     def combine(self, rewards: Mapping[str, float]) -> float:
         return rewards["answer"] * rewards["form"]
@@ -243,7 +246,7 @@ def test_answers_are_compared_as_python_does() -> None:
     ],
 )
 def test_no_trick_passes_a_test(program: str) -> None:
-    """12 and 18: an answer that is not 6, however it is given, is wrong."""
+    """The answer for 12 and 18 is 6. Any other value fails, however it is returned."""
     assert share(program, TESTS[:1], sandbox.Limits(seconds=1.0)) == 0
 
 

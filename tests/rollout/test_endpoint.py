@@ -1,6 +1,8 @@
-"""Promises of the recording endpoint: recorded text is never tokenized again, however a history is
-edited; a branch shares its parent's tokens and trains them once; requests that cannot be answered
-are refused with the reason."""
+"""Test the recording endpoint.
+
+Recorded text is never tokenized again, however a history is edited. A branch shares its parent's
+tokens, which are trained once. Requests that cannot be served are refused with the reason.
+"""
 
 import asyncio
 import json
@@ -75,9 +77,11 @@ OTHER = {"type": "function", "function": {"name": "other", "parameters": {}}}
 
 
 class Harness:
-    """Holds one conversation with itself: extends, edits, branches, repeats, gives up, and writes
-    it down again its own way. The oracle knows answers by what they say, and every context that was
-    ever spoken in, by the history it was."""
+    """An agent that extends, edits, branches, repeats, aborts and rewrites its conversation at
+    random.
+
+    The oracle finds replies by their text, and past contexts by their message history.
+    """
 
     def __init__(self, chat: Chat, tokenizer: Any, seed: int) -> None:
         self.chat, self.tokenizer, self.draw = chat, tokenizer, random.Random(seed)
@@ -112,7 +116,7 @@ class Harness:
         ]
 
     def again(self, record: dict[str, Any]) -> dict[str, Any]:
-        """What was handed out, as another program might write it down."""
+        """Return a reply rewritten as another program might format it."""
         record = json.loads(json.dumps(record))
         if self.draw.random() < 0.5:
             record.setdefault("reasoning_content", "") if self.draw.random() < 0.5 else record.pop(
@@ -130,7 +134,7 @@ class Harness:
         return {**record, "refusal": None, "annotations": []}
 
     def next(self) -> tuple[list[dict[str, Any]], tuple[Any, ...]]:
-        """What is asked next."""
+        """Return the next request."""
         given_up, self.given_up = self.given_up, None
         if given_up and self.draw.random() < 0.5:
             return given_up
@@ -164,7 +168,7 @@ class Harness:
         return history + (self.told() if history[-1]["role"] == "assistant" else []), tools
 
     def sample(self) -> list[int]:
-        """What a policy may say: anything."""
+        """Return an arbitrary reply of a policy."""
         draw, tokenizer, form = self.draw, self.tokenizer, self.chat.call_form
         assert form
         thoughts = "<think>\nso\n</think>\n\n" * (draw.random() < 0.3)
@@ -186,7 +190,7 @@ class Harness:
         return [token for token in tokens if token not in self.chat.stop_tokens] or [5]
 
     def speak(self, branch: Branch, said: list[int]) -> None:
-        """In as many pieces as there are versions meanwhile."""
+        """Serve the reply in one piece per version published meanwhile."""
         while said:
             many = self.draw.randrange(1, len(said) + 1)
             piece = Sampled(tuple(said[:many]), (-0.5,) * many, self.version)
@@ -228,7 +232,8 @@ class Harness:
         self.spoken[_said([said], ())] = tokens, ended
 
     def check_fork(self, asked: Continuation, before: list[list[Piece]]) -> None:
-        """A branch begins with its parent's tokens, as context; nobody else is touched."""
+        """Check that a branch starts with its parent's tokens as context and changes no other
+        branch."""
         assert [branch.pieces for branch in self.conversation.branches[: len(before)]] == before
         if not asked.fork:
             return
@@ -240,7 +245,7 @@ class Harness:
             assert flat(asked.context)[: len(shared)] == shared
 
     def expected(self, call: Call, tools: tuple[Any, ...]) -> set[tuple[int, ...]]:
-        """The longest history that is known, and what comes after it."""
+        """Return the longest known history and the messages after it."""
         assert isinstance(call.history, tuple)
         history = list(call.history)
         starts: set[tuple[tuple[int, ...], bool | None]] = {((), None)}
@@ -270,7 +275,7 @@ class Harness:
         return tokens
 
     def check(self) -> None:
-        """Every sampled token is in one branch, exactly in the context that it was sampled in."""
+        """Check that every sampled token is in one branch, after the context it was sampled in."""
         found = []
         for branch in self.conversation.branches:
             for place, piece in enumerate(branch.pieces):
@@ -281,7 +286,7 @@ class Harness:
 
 
 def _said(history: list[Any], tools: tuple[Any, ...]) -> str:
-    """By what is said, thoughts aside: those that are kept are kept as they were."""
+    """Return the messages as a key without thoughts, which are kept unchanged."""
     told = [
         [s.message.role, s.message.content, [[c.name, c.arguments] for c in s.message.tool_calls]]
         for s in history
@@ -317,7 +322,7 @@ ASK = {"messages": [{"role": "user", "content": "one"}]}
 
 
 def visit(world: World, act: Visit) -> Trajectory:
-    """An episode whose agent is `act`, with a client that has the episode's address and the key."""
+    """Play an episode with the agent `act`, whose client has the episode's address and key."""
 
     async def agent(base_url: str, task: str, seed: int, api_key: str) -> float:
         key = {"Authorization": f"Bearer {api_key}"}
@@ -332,7 +337,7 @@ BEGIN = says("<|im_start|>assistant\n", end=False)
 
 
 def rest_of(text: str, tokens: Sequence[int]) -> list[int]:
-    """What is left of a reply that may have been interrupted, or looked at."""
+    """Return the rest of a reply that may have been interrupted or read in parts."""
     begins = (at for at in range(len(tokens) + 1) if list(tokens[at - len(BEGIN) : at]) == BEGIN)
     begun = max(begins, default=len(tokens))
     return says(text)[len(tokens) - begun :]
@@ -508,7 +513,7 @@ def test_what_cannot_be_done_is_refused_in_words() -> None:
 
 
 def test_nothing_that_is_sent_is_more_than_refused() -> None:
-    """Bodies made wrong in every place: an answer or a refusal in words, never a 500."""
+    """Malformed bodies get an answer or a refusal with a reason, never status 500."""
     odd = (
         None,
         True,
@@ -753,8 +758,7 @@ def test_who_hangs_up_at_any_moment_may_ask_again_without_a_fork(
     calls, go, start = list[int](), asyncio.Event(), AgentSession.start
 
     def hung_up(self: AgentSession, request: wire.CompletionRequest, heard: Any) -> Any:
-        """Each call was asked before, by somebody who hung up after as many turns of the loop as
-        there were calls."""
+        """Repeat each call after a client closed the connection, after as many loop iterations."""
         calls.append(1)
         go.clear()
 
@@ -1036,7 +1040,7 @@ def test_many_stream_at_once_and_each_gets_its_own() -> None:
 
 
 def test_the_same_tasks_can_be_played_by_any_endpoint() -> None:
-    """Two episodes at once have nothing to do with each other."""
+    """Two parallel episodes are independent."""
     seen = []
 
     async def agent(base_url: str, task: str, seed: int, api_key: str) -> float:
@@ -1081,7 +1085,7 @@ def test_the_endpoint_describes_itself_from_what_it_checks() -> None:
 
 
 async def raw(world: World, sent: bytes) -> tuple[int, Any]:
-    """Status and body of what is answered to these bytes, after which the connection is closed."""
+    """Send these bytes and return status and body. The server closes the connection."""
     port = int(world.endpoint.url.rpartition(":")[2])
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(sent)

@@ -1,8 +1,10 @@
-"""Promises: an interrupted reply continues from the same tokens under the next version, as a second
-piece of the same turn; limits end episodes; a failed environment is retried with the same seed,
-then reported, and never hides a crash of the engine; `on_piece` gets every piece as soon as it is
-sampled; an episode continues from its record token for token; one whose environment gives other
-text restarts, which does not count as a failure."""
+"""Test the episode loop.
+
+An interrupted reply continues with the same tokens under the next version, as a second piece of the
+turn. Limits end episodes. A failed environment is retried with the same seed, then reported; a
+crashed engine raises. `on_piece` gets every piece at once. A resumed episode continues from its
+record token for token; if its environment gives other text, it restarts without counting as failed.
+"""
 
 import asyncio
 import json
@@ -37,7 +39,7 @@ TASK = Task("toy", "train", 1)
 
 
 class LetterChat:
-    """One token per letter; a full stop ends a reply."""
+    """A chat with one token per letter. A full stop ends a reply."""
 
     stop_tokens = (END,)
 
@@ -67,7 +69,7 @@ class Env:
 
 
 class Tasks:
-    """Each new environment plays the next script."""
+    """A task set whose environments play the scripts in order."""
 
     name = "toy"
     tools = ()
@@ -160,7 +162,7 @@ def test_turn_and_context_limits_end_an_episode_without_reward() -> None:
 
 
 class Held(Env):
-    """Holds something outside, and has to be told that it is over."""
+    """An environment with an external resource that must be closed."""
 
     async def close(self) -> None:
         self.heard.append("closed")
@@ -351,7 +353,7 @@ def test_seeds_differ_in_every_part() -> None:
 
 
 class Notebook:
-    """What a page was told."""
+    """An episode writer that records its calls."""
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
@@ -374,7 +376,7 @@ class Notebook:
 
 
 def text(*words: str) -> tuple[Piece, ...]:
-    """Pieces: what is in brackets is the environment's."""
+    """Return the pieces as text, the environment's in brackets."""
     return tuple(
         ContextPiece(tuple(map(ord, word[1:-1])))
         if word[0] == "["
@@ -391,8 +393,7 @@ def go_on(
     retries: int = 1,
     engine: dict[str, Any] | None = None,
 ) -> tuple[Trajectory | Failure, list[tuple[Any, ...]], list[tuple[str, int]]]:
-    """What becomes of an episode that has a past, what its page was told, and what the engine was
-    asked."""
+    """Continue an episode with a record. Return its result, the written record and the requests."""
     asked: list[tuple[str, int]] = []
     book = Notebook()
 
@@ -545,7 +546,7 @@ def test_what_has_ended_is_taken_as_it_is() -> None:
 
 
 class Shop(Env):
-    """Can be put where it was."""
+    """An environment that restores snapshots."""
 
     def snapshot(self) -> str:
         return str(len(self.heard))
@@ -590,8 +591,7 @@ def test_an_environment_with_snapshots_is_written_down_and_not_asked_again() -> 
 
 
 def test_a_snapshot_that_the_past_has_outrun_is_caught_up_with() -> None:
-    """Killed between an answer and its snapshot: from the older snapshot the recorded reply is
-    given again."""
+    """Killed between a reply and its snapshot: the older snapshot replays the recorded reply."""
     tasks = Shops([says("go on"), over()])
     past = EpisodeRecord(
         5, text("[hi]", "cd.", "[go on]"), None, snapshot=(1, json.dumps([[], "1"]))

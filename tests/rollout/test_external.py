@@ -1,7 +1,9 @@
-"""Promises of external agents: an unmodified agent becomes trajectories whose tokens are those that
-the engine sampled; weight updates, the journal and resuming work as for any episode; time-outs,
-retries and limits are the library's; a fork is trained with its episode's advantage, and no token
-twice; a run trains on it."""
+"""Test external agents.
+
+An unmodified agent gives trajectories with the tokens that the engine sampled. Weight updates, the
+journal and resuming work as for other episodes, with the library's time-outs, retries and limits. A
+fork is trained with its episode's advantage, no token twice. A run trains on it.
+"""
 
 import asyncio
 import gc
@@ -69,8 +71,7 @@ CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "10 + 20"
 
 
 def solver(tokens: Sequence[int], params: SamplingParams) -> list[int]:
-    """A policy that calls the tool, and then says what it answered. Goes on where it was
-    interrupted."""
+    """A policy that calls the tool, then repeats its result. It continues interrupted replies."""
     text = CHAT.text(tokens, whole=True)
     before, _, begun = text.rpartition("<|im_start|>assistant\n")
     whole = says("It is 30.") if "<tool_response>" in before else says(CALL)
@@ -78,7 +79,8 @@ def solver(tokens: Sequence[int], params: SamplingParams) -> list[int]:
 
 
 class World:
-    """A scripted engine behind the endpoint, and everything it sampled, in which context."""
+    """A scripted engine behind the endpoint, with a record of every sampled token and its
+    context."""
 
     def __init__(self, say: Any = solver, delay: Any = None, **config: Any) -> None:
         self.engine = ScriptedEngine(self._say, token_delay=delay)
@@ -220,7 +222,7 @@ def test_a_fork_is_a_trajectory_with_its_episodes_reward_and_no_token_is_trained
 
 
 class Refusal(Exception):
-    """Status and code of an answer that is an error."""
+    """Status and code of an error response."""
 
 
 @pytest.mark.parametrize(
@@ -323,7 +325,7 @@ def test_an_attempt_that_fails_leaves_nothing_for_the_garbage_collector(
 
 
 def test_what_an_agent_waits_for_and_its_own_time_are_told_apart() -> None:
-    """Two calls at once count once."""
+    """Two parallel calls count once."""
 
     async def slow(tokens: Sequence[int], params: SamplingParams) -> None:
         await asyncio.sleep(0.02)
@@ -475,11 +477,11 @@ def test_a_limit_refuses_the_call_and_the_agent_may_still_say_what_it_was_worth(
 
 
 class Stop(Exception):
-    """The machine that a run was on is gone."""
+    """Raised in place of the death of the run's machine."""
 
 
 def halves(folder: Path, agent: Any, *, after: int) -> tuple[Group, World, World]:
-    """A group that is cut off after so many replies and resumed from its journal."""
+    """Run a group, stop it after so many replies, and resume it from its journal."""
 
     def say(tokens: Sequence[int], params: SamplingParams) -> Sequence[int]:
         if len(first.sampled) == after:
@@ -665,8 +667,7 @@ def run_python(code: str, folder: Path) -> None:
 
 
 def test_an_agent_of_a_library_becomes_trajectories_and_may_be_killed(tmp_path: Path) -> None:
-    """smolagents, as the docs have it: its second call is a branch that begins with the history as
-    it wrote it."""
+    """smolagents as in the docs: its second call is a branch that rewrites the history."""
     pytest.importorskip("smolagents")
     (tmp_path / "desk.py").write_text(SMOL)
     spec = importlib.util.spec_from_file_location("desk", tmp_path / "desk.py")

@@ -1,5 +1,5 @@
-"""Promises: each figure is the one worked out by hand here; every standard figure is in every row,
-NaN where no episode defines it; an episode counts once, with its branches."""
+"""Test the rollout's metrics: values worked out by hand, every standard metric in every row (NaN
+without an episode), and one count per episode with its branches."""
 
 import math
 from typing import Any

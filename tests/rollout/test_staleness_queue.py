@@ -1,7 +1,10 @@
-"""Promises: the staleness bound holds with stragglers for budgets 0 to 3 and every window, and is
-reached; groups are taken in the order the window allows; tickets limit what is live; a line goes on
-where another was, and one that can never be filled says why; the ledger knows which versions are
-needed."""
+"""Test the staleness queue.
+
+With stragglers the staleness bound holds and is reached, for bounds 0 to 3 and every window. Groups
+are taken in the order that the window allows. Tickets limit the live groups. A restored queue
+continues. A queue that can never fill a batch gives the reason. Pending pieces name the versions
+still needed.
+"""
 
 import asyncio
 import random
@@ -37,8 +40,7 @@ STEPS = 40
 
 @dataclass
 class World:
-    """Groups whose every token is stamped with the version of its moment; one in seven takes very
-    long."""
+    """Groups with tokens stamped with their current version. One group in seven is very slow."""
 
     line: StalenessQueue
     slow_ticks: int
@@ -295,8 +297,7 @@ def test_what_was_never_released_is_said() -> None:
 def test_a_line_goes_on_where_it_was_with_its_order_and_its_tickets(
     budget: int, groups: int, window: int, seed: int, cut: int
 ) -> None:
-    """Half of a run in one line and the rest in another: nobody is taken twice or left out, and the
-    bound holds."""
+    """One queue takes half of a run's groups and a restored one the others, each exactly once."""
 
     async def main() -> tuple[World, World]:
         line = StalenessQueue(max_staleness=budget, groups_per_step=groups, lookahead_window=window)
@@ -330,8 +331,8 @@ def test_a_line_goes_on_where_it_was_with_its_order_and_its_tickets(
 
 
 def test_groups_that_lost_batches_had_made_room_for_wait_for_their_tickets() -> None:
-    """Six are open and tickets are four: what the last two sampled at once would be too old when
-    they are taken."""
+    """Six groups are open with four tickets. Sampling all at once would make the last two too
+    old."""
 
     async def main() -> None:
         line, begun = StalenessQueue(max_staleness=1, groups_per_step=2), []

@@ -94,7 +94,7 @@ def gradient(value: Tensor, of: Policy) -> Tensor:
 
 
 def true_gradient(reward: Tensor) -> Tensor:
-    """grad of J = sum over sequences of pi(x) * reward(x)."""
+    """Return grad of J = sum over sequences of pi(x) * reward(x)."""
     theta = leaves()
     return gradient((logps(theta).sum(1).exp() * reward).sum(), theta)
 
@@ -102,11 +102,11 @@ def true_gradient(reward: Tensor) -> Tensor:
 def expected_gradient(
     old_logp: Tensor, behavior: Tensor, *, reward: Tensor, whole: bool = True, correct: bool = True
 ) -> Tensor:
-    """Minus the gradient of the loss, as a mean over sequences drawn from mu. A constant divides:
-    one per sequence.
+    """Return minus the gradient of the loss, averaged over sequences drawn from mu.
 
-    Tokens enter as far as `reward` `[64, 3]` is finite; `whole` takes products over a sequence,
-    else single tokens."""
+    Tokens with a non-finite `reward` `[64, 3]` are left out. `whole` multiplies ratios over a
+    sequence; otherwise they are per token.
+    """
     theta = leaves()
     logp = logps(theta)
     sampled = reward.isfinite()
@@ -165,8 +165,7 @@ def test_sequence_products_are_unbiased_for_every_proxy(
 def test_prefix_products_are_unbiased_for_step_rewards(
     name: str, schedule: tuple[int, ...]
 ) -> None:
-    """The reward of step k depends on the first k tokens, and pays their score with the product up
-    to k."""
+    """The reward of step k depends on the first k tokens and is weighted by the product up to k."""
     old_logp, behavior = setting(schedule, name)
     rewards = [noise(300 + k, VOCABULARY ** (k + 1)) for k in range(LENGTH)]
     earned = [rewards[k][PREFIX[k] + VOCABULARY**k * SEQUENCES[:, k]] for k in range(LENGTH)]
@@ -178,7 +177,7 @@ def test_prefix_products_are_unbiased_for_step_rewards(
 
 
 def one_token_replaced(behavior: Tensor) -> Tensor:
-    """grad of sum_t E[x_<t ~ mu, x_t ~ pi, x_>t ~ mu] A."""
+    """Return grad of sum_t E[x_<t ~ mu, x_t ~ pi, x_>t ~ mu] A."""
     theta = leaves()
     logp = logps(theta)
     swapped = [behavior.sum(1) - behavior[:, t] + logp[:, t] for t in range(LENGTH)]
@@ -204,14 +203,14 @@ def test_token_ratios_are_unbiased_when_the_engine_is_the_policy() -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ["exact", "now", "loglinear", "arbitrary"])
 def test_without_the_discrepancy_it_is_biased(name: str, schedule: tuple[int, ...]) -> None:
-    """`now` without D is plain REINFORCE on stale data. `behavior` is not here: its D is 1."""
+    """`now` without D is plain REINFORCE on stale data. `behavior` is left out: its D is 1."""
     old_logp, behavior = setting(schedule, name)
     ours = expected_gradient(old_logp, behavior, reward=per_token(ADVANTAGE), correct=False)
     assert_apart(ours, true_gradient(ADVANTAGE))
 
 
 def test_a_cap_on_the_weight_is_biased() -> None:
-    """What truncation costs, so that the tests above cannot pass by chance."""
+    """Truncation is biased, so the unbiasedness tests above can fail."""
     old_logp, behavior = setting((0, 1, 2), "exact")
     unit = SEQUENCE
     theta = leaves()

@@ -1,4 +1,4 @@
-"""Worker extensions with a fault, for the probe to catch."""
+"""Faulty vLLM worker extensions that the probe must detect."""
 
 import torch
 
@@ -6,14 +6,14 @@ from unstale.engines.vllm_worker import Extension
 
 
 class Unmended(Extension):
-    """Leaves vLLM's CPU build as it is: with tied embeddings a load does not reach the head."""
+    """A worker without the fix for tied embeddings, whose head a load does not update."""
 
     def unstale_repack(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class Corrupting(Extension):
-    """The second load loses a tensor."""
+    """A worker whose second load loses a tensor."""
 
     def unstale_repack(self) -> None:
         super().unstale_repack()

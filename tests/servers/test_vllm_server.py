@@ -1,8 +1,9 @@
-"""The vLLM engine on vLLM's CPU build, with the demo's model: `make test-engines`.
+"""Test the vLLM engine on vLLM's CPU build with the demo's model (`make test-engines`).
 
-The contract; log-probabilities against the trainer's, of adapters too; asynchronous runs with every
-exact route, their tokens' versions against the server's stamps; what the probe catches; servers and
-trainers killed."""
+The engine contract; log-probabilities against the trainer's, with and without adapters;
+asynchronous runs with every exact route, versions checked against the server's stamps; faults that
+the probe detects; killed servers and trainers.
+"""
 
 import asyncio
 import importlib.util
@@ -84,9 +85,9 @@ def _run(engine: VllmEngine, story: Callable[[], Awaitable[None]]) -> None:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A float32 server to attach to: one takes a minute to start.
+    """Start a float32 server to attach to, once for all tests, because a start takes a minute.
 
-    It is so small that replies are always waiting.
+    It has so few slots that replies always wait.
     """
     engine = VllmEngine(SHIPPED_POLICY, dtype="float32", max_running=4)
     asyncio.run(engine.start())
@@ -103,7 +104,7 @@ def test_vllm_keeps_the_contract(url: str) -> None:
 def test_log_d_is_float_noise(
     dtype: Dtype, mean: float, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also after updates, at another temperature, and over a cached prefix."""
+    """This holds after updates, at another temperature, and with a cached prefix."""
     policy = Policy.load(SHIPPED_POLICY, dtype=dtype)
     engine = _engine(url=url) if dtype == "float32" else _engine(dtype)
     found: list[torch.Tensor] = []
@@ -129,7 +130,7 @@ def test_log_d_is_float_noise(
 
 
 def test_adapters_are_merged_for_the_server(url: str) -> None:
-    """They are made by hand: PEFT is not needed to sample from them."""
+    """The adapters are made by hand, because sampling does not need PEFT."""
     policy, merging = (
         Policy.load(SHIPPED_POLICY),
         Merging(base_checksum(SHIPPED_POLICY), "float32", 4.0),
@@ -160,7 +161,7 @@ def test_adapters_are_merged_for_the_server(url: str) -> None:
 
 
 async def _log_d(engine: VllmEngine, policy: Policy, temperature: float) -> torch.Tensor:
-    """`[T]` absolute values, over two turns of sixteen episodes."""
+    """Return `[T]` absolute values of log D over two turns of sixteen episodes."""
     noise = torch.Generator().manual_seed(0)
     contexts = [
         torch.randint(3, 1000, (20 + number,), generator=noise).tolist() for number in range(16)
@@ -280,9 +281,8 @@ def test_an_asynchronous_run(
 
 
 def _hold_against_the_embedded_engine(run: Path) -> None:
-    """Each exact route, played over what the servers sampled; and the embedded engine's
-    log-probabilities of it.
-    """
+    """Compare each exact route on the sampled tokens with the embedded engine's
+    log-probabilities."""
     rows = audit(run, routes=EXACT, console=_quiet())["routes"]
     assert [row["route"] for row in rows] == [*EXACT]
     assert all(row["exact_fraction"] == 1 and row["claimed_error_max"] < 1e-5 for row in rows)
@@ -306,7 +306,7 @@ def _hold_against_the_embedded_engine(run: Path) -> None:
 
 
 def _embedded_logps(runner: Runner, tokens: torch.Tensor) -> torch.Tensor:
-    """`[T]`, 0 at the first: the sequence in the cache token by token, as when it is sampled."""
+    """Return `[T]` log-probabilities, computed token by token as in sampling. The first is 0."""
     logps, none = [torch.zeros(())], torch.empty(0, dtype=torch.long)
     with torch.inference_mode():
         for at, after in enumerate(tokens.tolist()[1:]):
@@ -317,10 +317,7 @@ def _embedded_logps(runner: Runner, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def test_two_servers_and_one_dies_in_mid_run(url: str, tmp_path: Path) -> None:
-    """Somebody else's servers: nobody starts them again.
-
-    Its episodes go on at the other, their prefixes with them.
-    """
+    """Attached servers are not restarted. Episodes move to the other server with their prefixes."""
     other = VllmEngine(SHIPPED_POLICY, dtype="float32", max_running=4)
     asyncio.run(other.start())
 
@@ -415,7 +412,7 @@ def test_a_server_ends_with_the_process_that_started_it() -> None:
 
 
 def _shared_memory(group: int) -> set[Path]:
-    """What its processes have mapped that outlives them."""
+    """Return the shared memory files that the run's processes have mapped."""
     maps = [(process / "maps").read_text() for process in group_members(group)]
     return {
         Path(line.split()[-1])

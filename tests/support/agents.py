@@ -1,4 +1,4 @@
-"""Agents as somebody might bring them, on the calculator's sums, and task sets made of them."""
+"""Example agents for the calculator's sums, and task sets made of them."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ SYSTEM = "Work it out with the tool, then give the number."
 
 
 async def with_sdk(base_url: str, task: str, seed: int, api_key: str) -> float:
-    """The OpenAI SDK, with a tool."""
+    """Solve a sum with the OpenAI SDK and a tool."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         messages: list[Any] = [
             {"role": "system", "content": SYSTEM},
@@ -50,7 +50,7 @@ def answer(arguments: str) -> str:
 
 
 def in_a_process(base_url: str, task: str, seed: int, api_key: str) -> float:
-    """A program that knows nothing but HTTP."""
+    """Solve a sum in another process that uses plain HTTP."""
     command = [
         sys.executable,
         str(Path(__file__).with_name("urllib_agent.py")),
@@ -63,8 +63,7 @@ def in_a_process(base_url: str, task: str, seed: int, api_key: str) -> float:
 
 
 async def patient(base_url: str, task: str, seed: int, api_key: str) -> float:
-    """Asks twice, the second time in a context of its own, and says that it was worth its seed's
-    parity."""
+    """Make two calls, the second in a new context. The reward is the parity of the seed."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         for question in (f"What is {task}?", "And what else?"):
             asked: list[Any] = [{"role": "user", "content": question}]

@@ -45,7 +45,7 @@ def fake_config(route: str = "snapshot_old", steps: int = 80, seed: int = 0) -> 
 def fake_metrics(
     step: int, total: int, rng: random.Random, *, exact: bool = True
 ) -> dict[str, Any]:
-    """One step of a run that learns: success rises, staleness settles at its bound."""
+    """Return the metrics of a step: success rises, and staleness settles at its bound."""
     done = step / total
     success = 0.44 + 0.47 / (1 + math.exp(-8 * (done - 0.42)))
     tokens = {0: 900, 1: 0, 2: 0} if step == 1 else {0: 380, 1: 5400, 2: 0}
@@ -95,8 +95,7 @@ def fake_metrics(
 
 
 class FakeEpisodes:
-    """Writes episodes and token samples into the journal of a run folder, and the tokenizer that
-    reads them."""
+    """A writer of episodes and token samples into the journal of a run folder."""
 
     def __init__(self, path: Path, journal: Journal, prefix: str) -> None:
         self._path = path
@@ -206,7 +205,7 @@ def fake_run(  # noqa: PLR0913
 
 
 def fake_place(env: str, *, lost_mean: float = 230.0) -> dict[str, Any]:
-    """As `survivors.json` has an environment: 24 of 424 attempts that ended were lost."""
+    """Return an environment as in `survivors.json`: 24 of 424 finished attempts were lost."""
 
     def kind(count: int, mean: float, success: float | None = None) -> dict[str, Any]:
         tokens = {
@@ -259,7 +258,8 @@ def fake_place(env: str, *, lost_mean: float = 230.0) -> dict[str, Any]:
 
 
 def _spans(log: RunLog, clock: FakeClock, step: int, metrics: dict[str, Any]) -> None:
-    """Waiting, scoring, training and publishing follow one another; the engine runs beside them."""
+    """Return spans of waiting, scoring, training and publishing in turn, and of the engine beside
+    them."""
     begin = clock.now
     phases = (
         ("wait", metrics["schedule/wait_for_batch_s"]),

@@ -1,8 +1,6 @@
-"""What the fakes of inference servers have in common: HTTP in a thread of its own, and a tiny model
-that samples.
+"""The base of the fake inference servers: an HTTP server in a thread, and a tiny model.
 
-One thread serves, and the engine behind it is one loop, so weights and their version change only
-between tokens.
+One thread serves requests and samples, so weights and version change only between tokens.
 """
 
 import asyncio
@@ -25,7 +23,7 @@ _Connected = Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]
 
 
 class Speech:
-    """One reply while it is sampled."""
+    """A reply that is being sampled."""
 
     def __init__(
         self, context: list[int], temperature: float, noise: Callable[[int, int], Tensor]
@@ -39,7 +37,7 @@ class Speech:
 
     @torch.no_grad()
     def next(self, policy: Policy, head: Tensor | None) -> tuple[int, float, float]:
-        """The token, its log-probability, and that at a temperature of 1."""
+        """Return the next token, its log-probability, and its log-probability at temperature 1."""
         new = self.context[self._cache.get_seq_length() :]
         model = policy.model.model
         hidden = model(
@@ -58,9 +56,9 @@ def gumbel(noise: torch.Generator, size: int) -> Tensor:
 
 
 class FakeServer:
-    """`with FakeServer() as server:` serves at `server.url`.
+    """A fake server: `with FakeServer() as server:` serves at `server.url`.
 
-    Its faults are attributes, to be set by tests.
+    Tests set its attributes to inject faults.
     """
 
     url: str
@@ -95,7 +93,7 @@ class FakeServer:
         self.die()
 
     def die(self) -> None:
-        """As by a signal: connections break off."""
+        """Break all connections, as after SIGKILL."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
@@ -158,7 +156,7 @@ class FakeServer:
         raise NotImplementedError
 
     async def thaw(self) -> None:
-        """What comes next asks the engine."""
+        """Answer requests again."""
         while self.frozen:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

@@ -1,11 +1,10 @@
-"""SGLang's HTTP API as version 0.5.23 has it, as far as a run uses it, over a tiny model on the
-CPU.
+"""A fake of SGLang 0.5.23's HTTP API, as far as a run uses it, with a tiny model on the CPU.
 
-Written from its source: entrypoints/http_server.py, managers/tokenizer_manager.py and scheduler.py
-(under srt/), with what is awkward about it: a process in front of the engine that a request passes
-through first, where no abort finds it; end tokens of the model that end a reply unasked, and
-`ignore_eos`, under which no stop token counts; aborted replies that run one step more, or never
-began and then lack fields; a cache that is not flushed while a step runs.
+It follows the source: entrypoints/http_server.py, managers/tokenizer_manager.py and scheduler.py
+(under srt/). It reproduces what an engine must work around: an abort misses requests that are still
+in the tokenizer process; the model's end tokens stop a reply by default, and `ignore_eos` disables
+all stop tokens; aborted replies run one more step, or lack fields if they never started; the cache
+is not flushed during a step.
 """
 
 import asyncio
@@ -48,9 +47,9 @@ class _Req:
 
 
 class FakeSglang(FakeServer):
-    """On a port of loopback: `port`, or one that is free.
+    """A fake SGLang server on `port` of the loopback interface, or on a free one.
 
-    `deterministic`: --enable-deterministic-inference.
+    `deterministic` stands for --enable-deterministic-inference.
     """
 
     notices_s = 0.3
@@ -151,7 +150,7 @@ class FakeSglang(FakeServer):
         )
 
     async def _generate(self, body: Mapping[str, Any]) -> tuple[int, Any]:
-        """The process in front: what it refuses, and what it makes of the scheduler's reply."""
+        """Validate a request and format the scheduler's reply, as the tokenizer process does."""
         unknown = body["sampling_params"].keys() - _DEFAULTS.keys()
         if unknown or body.keys() - {
             "rid",
@@ -223,9 +222,8 @@ class FakeSglang(FakeServer):
         return {"output_ids": req.ids, "meta_info": meta}
 
     async def _run(self, req: _Req, asked: Mapping[str, Any]) -> None:
-        """Its life in the scheduler, which takes an abort between two steps: one step later for
-        what it has begun.
-        """
+        """Run a request in the scheduler. An abort takes effect between steps, one later once it
+        started."""
         while True:
             if not self.frozen:
                 if req.speech.aborted:
@@ -257,7 +255,7 @@ class FakeSglang(FakeServer):
                 req.reason = {"type": "length", "length": len(req.ids)}
 
     def _noise(self, seed: int | None) -> Callable[[int, int], torch.Tensor]:
-        """By seed and position; without the flag seeds say nothing."""
+        """Return noise by seed and position. Seeds have no effect without the flag."""
         if not self._deterministic:
             return lambda position, size: gumbel(self._stream, size)
         seed = 42 if seed is None else seed

@@ -1,6 +1,6 @@
-"""vLLM's HTTP API as version 0.32 has it, as far as a run uses it, over a tiny model on the CPU.
+"""A fake of vLLM 0.32's HTTP API, as far as a run uses it, with a tiny model on the CPU.
 
-Written from its source: entrypoints/rl/online/api_router.py,
+It follows the source: entrypoints/rl/online/api_router.py,
 entrypoints/scale_out/token_in_token_out, v1/engine/core.
 """
 
@@ -20,7 +20,7 @@ _BLOCK = 16
 
 
 class FakeVllm(FakeServer):
-    """On a socket in `folder`."""
+    """A fake vLLM server on a socket in `folder`."""
 
     def __init__(
         self, folder: Path, *, max_model_len: int = 2048, raw_logprobs: bool = False

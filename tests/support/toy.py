@@ -1,5 +1,5 @@
-"""A toy task set for tests: the agent should say "yes". Its episodes can be made to break, hang or
-take turns."""
+"""A toy task set: the reply "yes" is rewarded. Its episodes can fail, hang or take several
+turns."""
 
 import asyncio
 from collections.abc import Iterator

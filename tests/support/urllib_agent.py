@@ -1,5 +1,4 @@
-"""An agent that is a program of its own: it is given an address, a sum and a key, and prints what
-it was worth."""
+"""An agent in its own program: it takes an address, a sum and a key, and prints its reward."""
 
 import json
 import sys

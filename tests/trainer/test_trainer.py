@@ -1,10 +1,10 @@
-"""The trainer: a batch becomes optimizer steps.
+"""Test the trainer.
 
-Pinned: the gradient does not depend on how a batch is cut into micro-batches, for every denominator
-and for several optimizer steps a batch; the loss is the formula of algorithm.md, section 4; nothing
-is padded; idle sequences change nothing; non-finite numbers stop the run before a step, by name;
-schedules and optimizers do what they are called; bfloat16 keeps float32 weights; a restored trainer
-goes on as if it had never stopped."""
+The gradient does not depend on the cut into micro-batches, for every denominator and for several
+optimizer steps a batch. The loss follows algorithm.md, section 4. Nothing is padded. Non-finite
+numbers stop the run before a step and are named. Schedules and optimizers follow their definitions.
+bfloat16 training keeps float32 weights. A restored trainer continues exactly.
+"""
 
 import math
 from collections.abc import Mapping
@@ -67,7 +67,7 @@ def make(
     objective: ObjectiveConfig | None = None,
     **trainer: Any,
 ) -> LocalTrainer:
-    """A trainer whose route knows versions 0 and 1; the policy is at 1."""
+    """Return a trainer at version 1 whose route has versions 0 and 1."""
     config = TrainerConfig(**{"optimizer": "SGD", "lr": 1.0, "grad_clip": 1e9} | trainer)
     old = build_old_logps(OldLogpsConfig(route=route), LocalScorer(policy, 1.0, 64))
     rules = Rules(
@@ -205,7 +205,7 @@ def test_sequences_without_gradient_are_not_run_and_that_changes_nothing() -> No
 
 
 def test_a_batch_without_any_gradient_still_takes_its_optimizer_step() -> None:
-    """Momentum goes on: a gradient of 0 is not the absence of one."""
+    """The momentum still moves the weights. A gradient of 0 differs from no gradient."""
     trainer = make(tiny_policy(), optimizer="Adam", lr=0.01)
     learn(trainer, a_batch())
     before = weights(trainer.policy)
@@ -252,7 +252,7 @@ def test_a_reference_kl_pulls_back_to_where_the_run_began() -> None:
 
 
 def engine_made(policy: Policy, number: int) -> ScoredTrajectory:
-    """An episode of advantage 0 whose behaviour is what this policy says."""
+    """Return an episode of advantage 0 with this policy's log-probabilities."""
     made = episode(number, [3, (8, 0)]).trajectory
     logps = tuple(plain_logps(policy, made.tokens)[3:].tolist())
     pieces = (ContextPiece(made.tokens[:3]), Sampled(made.tokens[3:], logps, 1))
@@ -479,8 +479,7 @@ def test_lag_is_counted_in_batches_after_a_resume() -> None:
 def test_an_inline_route_is_asked_in_every_pass_with_that_pass_s_own_values(
     max_tokens_per_microbatch: int,
 ) -> None:
-    """Between two optimizer steps the policy moves, and so does the proxy; no forward pass is spent
-    on it."""
+    """Policy and proxy change between two optimizer steps, without an extra forward pass."""
     trainer = make(
         tiny_policy(),
         route="interp_prox_loglinear",
@@ -518,7 +517,7 @@ def test_an_inline_proxy_of_weight_one_gives_the_gradient_of_recomputing_it() ->
 
 
 def test_a_route_hears_of_every_step_and_what_the_control_kept() -> None:
-    """A band around D = 1 that no token is in keeps none of them."""
+    """A band around D = 1 that contains no token keeps no token."""
     narrow = CorrectionConfig(control="mask", low=0.0, high=1.0)
     trainer = make(tiny_policy(), correction=narrow, minibatches_per_batch=2)
     heard: list[float] = []
@@ -550,8 +549,7 @@ def test_the_audit_sees_the_batch_before_anything_moves() -> None:
 
 @pytest.mark.parametrize("route", ["interp_prox_loglinear", "snapshot_old"])
 def test_a_batch_without_any_advantage_is_a_step_like_any_other(route: str) -> None:
-    """Siblings that all did as well as each other: nothing to learn, and nothing an inline route is
-    asked about."""
+    """Siblings with equal rewards need no gradient and no inline log-probabilities."""
     trainer = make(tiny_policy(), route=route)
     before = weights(trainer.policy)
     figures = learn(trainer, collate([episode(i, [4, (3, 1)], advantage=0.0) for i in range(3)]))

@@ -1,5 +1,4 @@
-"""Metrics of a batch: each formula against numbers worked out by hand, and every name in every
-row."""
+"""Test the metrics of a batch: values worked out by hand, and every name in every row."""
 
 import math
 
@@ -56,7 +55,7 @@ def test_effective_sample_size_is_the_formula() -> None:
 
 
 def filled() -> StepMetrics:
-    """Three action tokens with D = 2, 1, 1/2 and S = 1, 1, 4, of which the last is clipped."""
+    """Return three action tokens with D = 2, 1, 1/2 and S = 1, 1, 4; the last is clipped."""
     batch = collate([episode(0, [2, (3, 0)])])
     log_d = torch.tensor([math.log(2), 0.0, math.log(0.5)])
     log_s = torch.tensor([0.0, 0.0, math.log(4)])

@@ -1,4 +1,4 @@
-"""A child process is heard while it works, however hard, and is told from one that has stopped."""
+"""A busy child process still sends heartbeats and is distinguished from a frozen one."""
 
 import os
 import signal

@@ -1,9 +1,9 @@
-"""Publishing.
+"""Test the publication of weights.
 
-Pinned: with the route's store one delta is formed per version, and it is what travels to an engine
-that takes deltas and holds the version before; such an engine holds the trainer's weights bit for
-bit; in every other case full weights travel; a delta that does not lead to its version is refused,
-and changes nothing."""
+With the route's store one delta is formed per version. An engine that takes deltas and has the
+previous version gets it, and then has the trainer's weights bit for bit. Otherwise full weights are
+sent. A delta that gives other weights is refused and changes nothing.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
@@ -28,7 +28,7 @@ from unstale.weights.store import Delta, VersionStore
 
 
 class Remembering(ScriptedEngine):
-    """A scripted engine that takes anything, and remembers what."""
+    """A scripted engine that records every load."""
 
     takes_deltas = True
 
@@ -42,7 +42,7 @@ class Remembering(ScriptedEngine):
 
 
 class Counting(VersionStore):
-    """A store that counts the versions that it has formed something for."""
+    """A store that counts the deltas it forms."""
 
     added = 0
 
@@ -60,8 +60,7 @@ def size(policy: Policy) -> int:
 
 
 def step(policy: Policy, seed: int) -> None:
-    """What an optimizer step at a low learning rate does to bfloat16 weights: few of them
-    change."""
+    """Change few of the bfloat16 weights, like an optimizer step at a low learning rate."""
     nudge(policy, seed=seed, size=1e-4)
     policy.version += 1
 
@@ -192,7 +191,7 @@ def test_an_engine_fed_with_deltas_holds_the_weights_of_one_that_is_loaded_in_fu
 
 
 async def check_refusals(engine: Engine, policy: Policy) -> None:
-    """The engine holds version 3 of `policy`."""
+    """Send wrong deltas to an engine at version 3 of `policy`. Each must be refused."""
     weights = {name: tensor.clone() for name, tensor in policy.weights().items()}
     other = dict(weights) | {"model.norm.weight": weights["model.norm.weight"] + 1}
 

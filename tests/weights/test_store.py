@@ -1,11 +1,10 @@
-"""The version store.
+"""Test the version store.
 
-Pinned: what comes back is what was published, bit for bit, for any dtype, bit pattern, layout,
-order of walking, and after dropping, spilling and restoring; each difference is written in the
-smallest of three ways, and all three are walked through; exactly the live versions and the newest
-are kept; a version never changes; a missing one is an error with numbers; a limit on memory is
-kept, and refusing leaves the store as it was; damaged bytes are refused before anything is
-allocated or changed."""
+Published weights are restored bit for bit, for any dtype, bit pattern, layout and order, also after
+dropping, spilling and restoring. Each delta uses the smallest of three encodings. The live versions
+and the newest are kept, and never change. A missing version is an error with numbers. A memory
+limit holds, and a refusal changes nothing. Damaged bytes are refused before memory is allocated.
+"""
 
 import json
 from collections import Counter
@@ -68,7 +67,7 @@ def odd_bits() -> dict[str, Tensor]:
 
 
 def ramp(step: int, *, size: int = 6000) -> dict[str, Tensor]:
-    """Weights in bfloat16 of which a few change with every step."""
+    """Return bfloat16 weights of which a few change with every step."""
     start = torch.randn(size, generator=torch.Generator().manual_seed(0))
     moved = torch.rand(size, generator=torch.Generator().manual_seed(step)) < 0.02
     return {
@@ -78,7 +77,7 @@ def ramp(step: int, *, size: int = 6000) -> dict[str, Tensor]:
 
 
 class Change(NamedTuple):
-    """How the next version differs: at a share of the words, and at none of the first ones."""
+    """The difference of two versions: the share of changed words, and an unchanged beginning."""
 
     kind: Literal["any", "low", "odd"]
     share: float
@@ -98,7 +97,7 @@ CHANGES = st.builds(
 
 
 def drawn(data: st.DataObject, like: Tensor, count: int) -> Tensor:
-    """Words of any bits at all, those that are easily lost among them; a few, over and over."""
+    """Draw words of any bits, including special patterns; a few values are repeated."""
     low, high = span(like)
     odd = [0, 1] if like.dtype == torch.bool else ODD.get(words(like).element_size(), [0, -1, 1])
     few = data.draw(
@@ -108,13 +107,13 @@ def drawn(data: st.DataObject, like: Tensor, count: int) -> Tensor:
 
 
 def span(like: Tensor) -> tuple[int, int]:
-    """The smallest and the largest word."""
+    """Return the smallest and the largest word."""
     limits = torch.iinfo(words(like).dtype)
     return (0, 1) if like.dtype == torch.bool else (limits.min, limits.max)
 
 
 def changed(data: st.DataObject, change: Change, before: Tensor, like: Tensor) -> Tensor:
-    """The words of the next version."""
+    """Return the words of the next version."""
     noise = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32 - 1)))
     still = min(change.still, len(before))
     where = (
@@ -139,8 +138,7 @@ def changed(data: st.DataObject, change: Change, before: Tensor, like: Tensor) -
 
 
 def history(data: st.DataObject, like: Tensor) -> list[dict[str, Tensor]]:
-    """Versions: every way to write a difference is the smallest for one of them at least, in any
-    order."""
+    """Return versions for which each encoding is smallest at least once, in any order."""
     sizes = {
         "w": data.draw(st.integers(600, 3000)),
         "short": data.draw(st.integers(0, 12)),
@@ -157,7 +155,7 @@ def history(data: st.DataObject, like: Tensor) -> list[dict[str, Tensor]]:
 
 
 def as_tensor(bits: Tensor, like: Tensor) -> Tensor:
-    """What `words` is the inverse of; of no dimension if it has one element."""
+    """Convert words to a tensor, the inverse of `words`. One element gives no dimension."""
     if like.is_complex():
         return torch.view_as_complex(bits.view(torch.float32).reshape(-1, 2)).squeeze()
     return bits.view(like.dtype).squeeze()
@@ -473,7 +471,7 @@ def test_damaged_bytes_are_refused() -> None:
 
 
 def test_a_stream_that_claims_more_than_belongs_there_is_not_unpacked() -> None:
-    """A frame of zstandard says how large it becomes, and that much would be allocated."""
+    """A zstandard frame states its unpacked size, and so much memory would be allocated."""
     lying = zstandard.ZstdCompressor().compress(bytes(1 << 24))
     claims = Encoded("packed", 100, 2, 100, (lying, lying))
     with pytest.raises(ValueError, match="16777216 bytes where 100 to 100 belong"):
@@ -519,8 +517,7 @@ def test_a_state_that_is_not_whole_is_refused(storage: Literal["delta", "full"])
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_whole_weights_are_a_file_of_their_own_memory(dtype: torch.dtype) -> None:
-    """Readable by safetensors, tied ones twice, whatever their layout; what is in order is not
-    copied."""
+    """safetensors reads them, tied tensors twice. Contiguous tensors are not copied."""
     own = torch.arange(12).reshape(3, 4).to(dtype)
     tensors = {
         "byte": torch.ones(3, dtype=torch.uint8),
