@@ -22,6 +22,7 @@ from torch import Tensor
 
 from unstale.algorithms.corrections import (
     aggregate,
+    keep_all,
     log_discrepancy,
     log_staleness,
     truncate,
