@@ -482,8 +482,8 @@ def learnt(graded: Grades, curves: Curves, wanted: Mapping[str, Any]) -> list[st
         f"the exact route, {wanted['steps']} steps of {wanted['groups_per_step']} groups of "
         f"{wanted['group_size']}, staleness up to {wanted['max_staleness']}, {tasks} held-out "
         "tasks at temperature 1. Intervals are 95% Wilson intervals; those over all seeds treat "
-        "the tasks of different seeds as independent. The last column states whether the asynchronous "
-        "success is within the synchronous interval.",
+        "the tasks of different seeds as independent. The last column states whether the "
+        "asynchronous success is within the synchronous interval.",
         "",
         *columns("step", "seed", SYNC, ASYNC, "within the interval"),
     ]

@@ -1,7 +1,7 @@
 """Draw plots as SVG. Colours come from the page's style sheet by class.
 
-A plot that spans a card is drawn twice, wide and narrow. The style sheet shows the one that fits, so
-that text keeps its size on a phone.
+A plot that spans a card is drawn twice, wide and narrow. The style sheet shows the one that
+fits, so that text keeps its size on a phone.
 """
 
 import math
