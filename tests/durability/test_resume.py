@@ -377,7 +377,7 @@ def test_without_a_sound_checkpoint_a_run_cannot_go_on(toy: Toy, tmp_path: Path)
         for mark in reader.checkpoints():
             damage(folder, mark.name)
     with pytest.raises(
-        checkpoint.CheckpointError, match="no sound checkpoint to go on from"
+        checkpoint.CheckpointError, match="no sound checkpoint to resume from"
     ) as error:
         toy.go_on(folder, made)
     assert "state.safetensors was changed after it was written" in str(error.value.__cause__)
