@@ -489,7 +489,7 @@ def test_a_context_that_was_full_stays_full() -> None:
         (
             [says("hi"), over()],
             ("[hi]", "cd.", "[go on]", "e"),
-            "replay: NotReplayed: 2 pieces on record",
+            "replay: NotReplayed: 2 recorded pieces",
             (2, 4),
         ),
         ([EnvError("gone")], ("[hi]", "cd"), "begin: EnvError: gone", (1, 2)),
@@ -497,7 +497,7 @@ def test_a_context_that_was_full_stays_full() -> None:
         (
             [says("hi"), says("x")],
             ("[hi]", "cd.", "[x]", "[y]", "e."),
-            "replay: NotReplayed: 2 pieces",
+            "replay: NotReplayed: 2 recorded pieces",
             (2, 5),
         ),
     ],

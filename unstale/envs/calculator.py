@@ -60,7 +60,7 @@ class CalculatorTasks(NumberedTasks):
         return " ".join(parts)
 
     def env(self, task: Task, seed: int) -> Question:
-        """Randomness comes from the task alone, not from `seed`."""
+        """Ignore `seed`: all randomness comes from the task."""
         expression = self.expression(task)
         system = "Work it out with the tool, then give the number."
         return Question(system, f"What is {expression}?", str(calculate(expression)), _tool)

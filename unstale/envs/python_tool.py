@@ -60,7 +60,7 @@ class PythonTasks(NumberedTasks):
         return question, str(answer)
 
     def env(self, task: Task, seed: int) -> Question:
-        """Randomness comes from the task alone, not from `seed`."""
+        """Ignore `seed`: all randomness comes from the task."""
         return Question("Work it out with the tool, then answer.", *self.puzzle(task), _tool)
 
 

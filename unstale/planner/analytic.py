@@ -73,7 +73,8 @@ class TrainingSetup:
         """Bytes of the activations of one training pass.
 
         A layer keeps its input, the norms' inputs, queries, keys, values, attention output, and
-        four times the MLP's width. With gradient checkpointing one layer does, others their input.
+        four times the MLP's width. With gradient checkpointing only one layer keeps all of these,
+        and the others keep their input.
         """
         model = self.model
         width = model.active * model.expert_ffn if model.experts else model.ffn
@@ -147,21 +148,21 @@ class AnalyticCosts:
         return parallel_s + self._all_reduce_s(replies) + setup.shares.step_s
 
     def prefill_s(self, tokens: int) -> float:
-        """Weights are not read again: contexts are computed along with decoding steps."""
+        """Return the time of the computation alone: decoding steps already read the weights."""
         computed = tokens * self.setup.model.forward_flops(self.setup.episodes.attended)
         return computed / (self.placement.tp * self.setup.flops) + self._all_reduce_s(tokens)
 
     def train_s(self, tokens: int) -> float:
-        """A backward pass costs two forward passes, three with gradient checkpointing."""
+        """Count a backward pass as two forward passes, three with gradient checkpointing."""
         passes = 4 if self.setup.gradient_checkpointing else 3
         return passes * self.forward_s(tokens) + self.optimizer_s
 
     def old_logps_s(self, tokens: int, versions: float) -> float:
         """Return the trainer's time for the route.
 
-        A route with separate devices costs the time that it falls behind training, and the
-        transfer of the weights. A version store walks as many deltas as the batch has versions,
-        and at most those that are kept, because it starts at the nearer end.
+        A route with separate devices delays training by the time it takes longer than a step, and
+        by the transfer of weights. A version store applies one delta for each version in the batch,
+        and at most all that are kept, because it starts at the nearer end.
         """
         route = self.route
         trainers = self.placement.trainers
@@ -184,7 +185,7 @@ class AnalyticCosts:
     def load_s(self) -> float:
         """Return the time to transfer and load a version, whole or as a delta if that is faster.
 
-        Engines forward a version to each other, so their number does not count.
+        Engines forward a version to each other, so the time does not depend on their number.
         """
         setup = self.setup
         tp = self.placement.tp

@@ -1,10 +1,9 @@
-"""Simulated engines: each divides its decoding steps among the replies that run on it.
+"""Simulated engines. Each decoding step of an engine adds a token to all of its running replies.
 
-Each running reply gets one token per decoding step, which takes `Costs.step_s` of the replies and
-their context. Between two arrivals or departures the number of replies is constant and the context
-grows linearly, so any number of steps is one addition: exact where a step's time is linear in the
-context, else by the midpoint rule. New contexts are computed between two steps and delay all
-replies by `Costs.prefill_s`.
+A step takes `Costs.step_s` of the replies and their context. Between two arrivals or departures the
+number of replies is constant and the context grows linearly. The time of many steps is then their
+number times that of the middle step, which is exact if the time is linear in the context. New
+contexts are computed between two steps and delay all replies by `Costs.prefill_s`.
 """
 
 import heapq
@@ -72,10 +71,10 @@ _SPARE = 0.01
 
 
 class SimulatedEngine:
-    """A processor-sharing server. Replies beyond its capacity wait in order.
+    """A simulated engine. Replies beyond its capacity wait in order.
 
-    Contexts of episodes that wait for their environment are evicted first, the oldest first. If
-    running contexts exceed the memory, the newest reply waits again and is computed again.
+    Contexts of episodes in tool calls are evicted first, the oldest first. If running contexts
+    exceed the memory, the newest reply is evicted too, and computed again later.
     """
 
     def __init__(
@@ -224,7 +223,7 @@ class SimulatedEngine:
         return running < replies and (not tokens or needed <= (1 - _SPARE) * tokens)
 
     def _steps_ahead(self) -> int:
-        """Return the steps until a reply is complete or the memory full.
+        """Return the number of steps until a reply is complete or the memory is full.
 
         A single reply always has enough memory.
         """

@@ -1,4 +1,4 @@
-"""The workload and costs of a recorded run: the start of `unstale simulate --like`."""
+"""The workload and costs of a recorded run, for `unstale simulate --like`."""
 
 import os
 import time
@@ -40,7 +40,7 @@ _CONTEXT_PIECES = (
     "SELECT count(t.episode), count(*) FROM pieces p LEFT JOIN trajectories t USING (episode)"
 )
 RESULTS = f"{_CONTEXT_PIECES} WHERE p.version IS NULL AND p.position > 0"
-"""Query for the answers of tools and users: those of finished episodes, and all."""
+"""Query that counts the answers of tools and users, in finished episodes and in all."""
 Row = Mapping[str, Any]
 
 
@@ -148,7 +148,7 @@ def fit(values: np.ndarray, terms: Sequence[np.ndarray]) -> list[float]:
 def span_seconds(folder: RunFolder) -> dict[int, dict[str, float]]:
     """Return by step the seconds of scoring, training, the optimizer, publishing and loading.
 
-    The time in which the trainer's thread is taken by the previous version is left out.
+    The time in which the trainer's thread still publishes the previous version is left out.
     """
     spans: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for event in folder.rows("events.jsonl"):
@@ -216,7 +216,7 @@ def recorded_workload(run: Path, config: Row, rows: Sequence[Row]) -> Workload:
 def episode_shape(trajectory: Trajectory) -> EpisodeShape:
     """Return the tokens of a trajectory by turn.
 
-    Its tool calls are spread evenly over its turns. Without a count it is one call a turn.
+    Tool calls are spread evenly over the turns. Without a recorded count, each turn has one.
     """
     runs = [
         (is_reply, sum(len(piece.tokens) for piece in pieces))

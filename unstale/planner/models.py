@@ -25,7 +25,7 @@ _REQUIRED = ("layers", "hidden", "ffn", "heads", "kv_heads")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """The sizes of a decoder with grouped-query attention and gated MLPs, dense or of experts.
+    """The sizes of a decoder with grouped-query attention and gated MLPs, dense or experts.
 
     >>> model = Model.parse("4B")
     >>> model.parameters, model.kv_bytes

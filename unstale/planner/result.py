@@ -11,7 +11,7 @@ class SimulationResult:
     """The result of a simulation. Rates and shares exclude the first `filling` steps."""
 
     steps_s: tuple[float, ...]
-    """Seconds from the loading of each version to that of the next one."""
+    """Seconds between the loading of each version and the next."""
     filling: int
     """Steps at the start, in which the queue fills up."""
     groups_per_step: int
@@ -44,7 +44,7 @@ class SimulationResult:
     tool_share: float
     """Share of an episode's time in tools."""
     ready_s: float
-    """Mean time that a finished episode waits for siblings, its place in the queue and the step."""
+    """Mean time from the end of an episode to the step that trains on it."""
 
     @property
     def steady_s(self) -> tuple[float, ...]:

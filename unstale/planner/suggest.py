@@ -19,9 +19,9 @@ from unstale.planner.simulated import needs
 from unstale.planner.workload import EpisodeStats
 
 NEAR = 0.95
-"""Share of the best throughput from which a smaller staleness, batch or window is preferred."""
+"""Share of the best throughput that is enough to prefer a lower staleness, batch or window."""
 REACH = 0.75
-"""Share of the best estimate below which a candidate is not simulated."""
+"""Share of the best estimate that a candidate must reach to be simulated."""
 MAX_CHOICES = 6
 """Schedules that are simulated."""
 MAX_SPLITS = 3
@@ -105,7 +105,7 @@ class Candidate:
 
     @cached_property
     def estimate(self) -> "ThroughputEstimate":
-        """Estimate from means: engines and trainer wait only for each other.
+        """Estimate the throughput from means, as if engines and trainer only waited for each other.
 
         The step time and the versions of an episode depend on each other; four rounds converge.
         """
@@ -172,7 +172,7 @@ class ThroughputEstimate(NamedTuple):
     """Versions that sample an episode."""
 
     def alive(self, tail: float) -> float:
-        """Return the share of a ticket's time in which its episodes run.
+        """Return the share of the time in which a group in the queue has running episodes.
 
         A finished episode waits for its siblings, and half a step for its batch.
         """
@@ -192,7 +192,7 @@ class SimulatedCandidate:
     def rate(self) -> float:
         """Trained tokens a second.
 
-        Groups count by their mean size: a batch of few steps depends on which come first.
+        Groups count with their mean size, because those of a few steps may be unusual.
         """
         episodes_per_s = self.result.groups_per_s * self.candidate.schedule.group_size
         return episodes_per_s * self.candidate.episodes.tokens
@@ -214,7 +214,7 @@ class Suggestion:
 
     best: SimulatedCandidate
     synchronous: SimulatedCandidate
-    """All devices sample and train in turns, as in synchronous training."""
+    """The best synchronous candidate: all devices alternate between sampling and training."""
     choices: tuple[SimulatedCandidate, ...]
     """Other schedules."""
     splits: tuple[SimulatedCandidate, ...]
@@ -354,7 +354,7 @@ def candidates(
 
 
 def _colocated(setup: TrainingSetup, name: str, *, devices: int) -> Iterator[Placement]:
-    """Yield placements in which all devices train and sample in turns."""
+    """Yield placements in which all devices alternate between training and sampling."""
     if setup.fits(devices, ROUTES[name]):
         for tp in engine_sizes(setup):
             if tp <= devices:

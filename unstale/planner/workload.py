@@ -114,7 +114,7 @@ class Workload:
     reply_tokens: Distribution = field(default_factory=lambda: LogNormal(1024.0, 0.8))
     """Tokens of a reply."""
     prompt_share: float = 0.5
-    """Share of the log variance of reply lengths that a group's prompt decides. Assumed."""
+    """Share of the log variance of reply lengths between groups, not within them. Assumed."""
     tool_tokens: Distribution = Constant(0)
     """Tokens of the environment's answer to a reply."""
     tool_s: Distribution = Constant(0)
@@ -122,7 +122,7 @@ class Workload:
     recorded: tuple[tuple[EpisodeShape, ...], ...] = ()
     """Recorded groups, which replace all distributions but `tool_s`."""
     max_tokens: int = 1 << 30
-    """Tokens at which an episode ends."""
+    """Maximum tokens of an episode."""
     timeout_s: float = math.inf
     """Seconds after which a tool call fails, as `rollout.timeout_s`."""
     retries: int = 1

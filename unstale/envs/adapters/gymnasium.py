@@ -55,7 +55,7 @@ class GymnasiumTasks(NumberedTasks):
         return gymnasium.make(self.environment, **self.options)
 
     def env(self, task: Task, seed: int) -> "GymnasiumEnv":
-        """Randomness comes from the task alone, not from `seed`."""
+        """Ignore `seed`: all randomness comes from the task."""
         return GymnasiumEnv(self, self.seed_of(task))
 
 

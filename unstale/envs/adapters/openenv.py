@@ -70,7 +70,7 @@ class OpenEnvTasks(NumberedTasks):
             return json.load(answer)
 
     def env(self, task: Task, seed: int) -> "OpenEnv":
-        """The task's number seeds the server's environment; `seed` is not used."""
+        """Ignore `seed`: the task's number seeds the server's environment."""
         return OpenEnv(self, self.seed_of(task))
 
 

@@ -84,7 +84,7 @@ class ReasoningGymTasks(NumberedTasks):
         return dataset
 
     def env(self, task: Task, seed: int) -> "PuzzleEnv":
-        """Randomness comes from the task alone, not from `seed`."""
+        """Ignore `seed`: all randomness comes from the task."""
         return PuzzleEnv(self, self.seed_of(task))
 
 

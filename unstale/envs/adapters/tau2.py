@@ -103,7 +103,7 @@ class Tau2Tasks(ListedTasks):
         return registry.get_env_constructor(self.domain)()
 
     def env(self, task: Task, seed: int) -> "Tau2Env":
-        """Only a user's model is random; `seed` is not used."""
+        """Ignore `seed`: only a user's model is random."""
         kind = LiveEnv if self.user else Tau2Env
         return kind(self, self.data_of(task))
 
@@ -235,11 +235,11 @@ _KINDS = {"assistant": AssistantMessage, "tool": ToolMessage, "user": UserMessag
 
 
 class PolicyAgent(HalfDuplexAgent[None]):
-    """tau2's agent, which returns the replies of the policy."""
+    """An agent of tau2 that returns the replies of the policy."""
 
     reply: AssistantMessage
     calls = 0
-    """Number of calls made."""
+    """Tool calls made so far."""
 
     def get_init_state(self, message_history: Any = None) -> None: ...
 

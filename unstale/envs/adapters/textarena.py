@@ -46,7 +46,7 @@ class TextArenaTasks(NumberedTasks):
             ) from error
 
     def env(self, task: Task, seed: int) -> "GameEnv":
-        """Randomness comes from the task alone, not from `seed`."""
+        """Ignore `seed`: all randomness comes from the task."""
         return GameEnv(self, self.seed_of(task))
 
 
