@@ -1,11 +1,11 @@
-"""Does the audit measure what the theory says? Every route on one recorded asynchronous run.
+"""Audit every route on one recorded asynchronous run and compare the errors with the theory.
 
     python benchmarks/audit.py          # about 5 minutes on two quiet cores
 
-The retail recipe with tokens of up to 4 versions of lag is run for some steps, with every version
-and batch recorded; then each route is replayed on what it trained on, and its error is fitted to
-the two true factors. `--latency` is how long a tool takes: the longer, the more an episode's lags
-spread. Writes a dated table under benchmarks/results/."""
+The retail recipe runs for some steps with tokens of up to 4 versions of lag, and records every
+version and batch. Each route is then replayed, and its error is fitted to the two true factors. A
+longer tool `--latency` spreads the lags. Writes a dated table under benchmarks/results/.
+"""
 
 import argparse
 import subprocess

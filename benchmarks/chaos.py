@@ -1,12 +1,11 @@
-"""Is anything lost, or trained on twice, when a run is killed? And when its engine is?
+"""Kill runs and engines at random, and check that nothing is lost or trained on twice.
 
     python benchmarks/chaos.py --kills 100          # about 40 minutes on two shared cores
 
-Three series. A deterministic run is killed with SIGKILL at random instants of every room
-(`chaos_child.py`), resumed at once with the next kill armed, and compared bit for bit with one that
-was left alone. An ordinary run is killed in the same places and at random times; what its journal
-held after each death has to be there, unchanged, at the end. And the engine process of an ordinary
-run is killed or stopped again and again while the run goes on.
+There are three series. A deterministic run is killed with SIGKILL at random calls
+(`chaos_child.py`), resumed, and compared bit for bit with an undisturbed run. An ordinary run is
+killed at the same calls and at random times; the rows of its journal must survive unchanged. The
+engine process of an ordinary run is killed or stopped repeatedly while the run continues.
 
 Exits with 1 if anything was lost. Writes a dated table under benchmarks/results/.
 """
@@ -55,7 +54,7 @@ SMALL = shlex.split(
 
 @dataclass(slots=True)
 class Kill:
-    """One death of a run, and what became of it."""
+    """A kill of a run and its result."""
 
     target: str
     run: int
@@ -70,7 +69,7 @@ class Kill:
 
 @dataclass(slots=True)
 class Ended:
-    """What is to be said of a run that was killed and came to its end."""
+    """The result of checking a killed run after its end."""
 
     wrong: list[str] = field(default_factory=list)
     lost: int = 0
@@ -106,7 +105,7 @@ class Series:
 
 
 class Nursery:
-    """The process whose forks are the runs."""
+    """The process that forks the runs."""
 
     def __init__(self) -> None:
         quiet = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}

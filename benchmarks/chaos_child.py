@@ -1,14 +1,11 @@
-"""Runs that die where they are told to. `benchmarks/chaos.py` gives the orders, one JSON object a
-line, on stdin.
+"""Runs that kill themselves at a given call. `benchmarks/chaos.py` sends one JSON order per line.
 
-Each order is carried out in a fork of this process, which has imported what a run needs and has no
-other thread: an order then costs no start of an interpreter, and its death leaves this process
-alone. Around functions of the package the fork puts wrappers that count calls, and at one of them
-kills itself (SIGKILL) or, from a thread, its engine's process. The package itself knows nothing of
-it.
+Each order runs in a fork of this process, which has already imported everything and has no other
+thread. The fork wraps functions of the package to count calls, and at the given call kills itself
+(SIGKILL) or, from a thread, its engine's process.
 
-The answer is one JSON line: how the run ended, after how many seconds, and which processes it left
-behind."""
+The answer is one JSON line: how the run ended, the seconds it took, and processes left behind.
+"""
 
 import ctypes
 import json
@@ -75,7 +72,7 @@ class Place:
     """Of `Journal._commit`: between the statements of the transaction."""
 
     def arm(self, call: int, moment: float) -> None:
-        """Die at the `call`th call, at this part of the span."""
+        """Die at call number `call`, at this fraction of its duration."""
         function, calls = getattr(self.owner, self.name), 0
 
         def doomed(*arguments: Any, **named: Any) -> Any:
@@ -161,8 +158,7 @@ TARGETS: dict[str, tuple[Place, ...]] = {
 
 @dataclass
 class Hunter:
-    """Kills each engine process of a run, or stops it, at a random moment of its life: `kills` of
-    them."""
+    """A thread that kills or stops the engine processes of a run at random times, `kills` times."""
 
     kills: int
     span_s: float

@@ -1,13 +1,12 @@
-"""Does the demo learn, and is it RL that does it? Each seed beside as much time of more supervised
-training.
+"""Compare the demo's RL run with supervised training for the same time, seed by seed.
 
     python benchmarks/demo.py --seeds 0 1 2          # about 20 minutes a seed on two quiet cores
 
-Each seed runs the retail recipe in a process of its own, as `make demo` does; the control then
-continues supervised training on the same kind of demonstrations for the wall-clock of that run.
-Both are graded on the same 256 held-out tasks, sampled at temperature 1 by the same engine. All
-seeds of RL first, then the controls; what a folder of runs already holds is not run again. Writes a
-dated table under benchmarks/results/."""
+Each seed runs the retail recipe in a process, as `make demo` does. The control continues supervised
+training on the same kind of demonstrations for the run's wall-clock time. Both are evaluated on the
+same 256 held-out tasks, sampled at temperature 1 by the same engine. Finished runs in the folder
+are not repeated. Writes a dated table under benchmarks/results/.
+"""
 
 import argparse
 import json
@@ -98,7 +97,7 @@ def control(seed: int, folder: Path) -> None:
 
 
 def seconds_of(folder: Path) -> float:
-    """From the first to the last moment of a run, evaluations included."""
+    """Return the wall-clock seconds of a run, evaluations included."""
     return next(
         float(event["time"])
         for event in RunFolder(folder).rows("events.jsonl")

@@ -1,12 +1,12 @@
-"""Does the memory of scoring and of training grow with the vocabulary?
+"""Measure the memory of scoring and training by vocabulary size.
 
     python -m benchmarks.memory          # about ten minutes; `--help` for other sizes
 
-A random Qwen3 with a small body and a vocabulary of 1k, 32k and 150k: one scoring and one training
-pass over the same packed sequences, each in a process of its own, beside passes that form all
-logits in float32. What is counted is what the process grew by at its peak: weights, gradients and
-the optimizer's moments are there before. Two tensors of the embedding's size are in flight while a
-gradient is formed (autograd's, of a tied table); they are told apart."""
+A random Qwen3 with a small body and a vocabulary of 1k, 32k and 150k runs one scoring and one
+training pass over the same packed sequences, each in a new process, and passes that form all logits
+in float32. The figure is the peak growth of the process: weights, gradients and optimizer moments
+exist before. Autograd's two temporary tensors of the embedding's size are listed separately.
+"""
 
 import argparse
 import resource

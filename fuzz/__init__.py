@@ -1,2 +1,1 @@
-"""What comes from a disk, a user or a model, made wrong: guided by coverage (atheris), or drawn by
-hypothesis."""
+"""Fuzz tests of readers of untrusted input, guided by coverage (atheris) or drawn by hypothesis."""

@@ -1,8 +1,7 @@
-"""What somebody sends to the endpoint: requests drawn from the description that it serves, sound
-and made wrong.
+"""Requests to the endpoint, valid and invalid, drawn from its OpenAPI description.
 
-The oracle for what is sound is a JSON Schema validator that knows nothing of the endpoint's own
-checks."""
+A JSON Schema validator decides independently which requests are valid.
+"""
 
 import asyncio
 import json
@@ -227,7 +226,7 @@ def world() -> _World:
 
 
 def drawn(schema: Any, draws: Draws) -> Any:
-    """A value that a schema allows."""
+    """Return a value that a schema allows."""
     for several in ("anyOf", "oneOf", "enum"):
         if several in schema:
             chosen = draws.choice(schema[several])

@@ -1,4 +1,4 @@
-"""Bytes as a source of choices, and what can be done to other bytes, rows and JSON with them."""
+"""Draws from bytes, and random changes of bytes, rows and JSON."""
 
 import json
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ NESTED = "[" * 3000, '{"a":' * 3000, "[" * 900 + "]" * 900
 
 
 class Draws:
-    """Choices from bytes; when there are no more, the first of everything."""
+    """A source of choices from bytes. After the last byte it gives the first of everything."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

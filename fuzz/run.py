@@ -1,9 +1,9 @@
-"""`python -m fuzz.run [--seconds N] [TARGET ...]`: every target for a while, one after the other; 1
-if one was broken.
+"""Run each target for a while: `python -m fuzz.run [--seconds N] [TARGET ...]`.
 
-With atheris, inputs are grown by the branches that they reach. Without it they are drawn at random,
-which is said. An input that breaks a promise is kept in `fuzz/found/`; `--input FILE` with its
-target runs it again."""
+With atheris, inputs are guided by coverage; without it they are random, and a notice says so. A
+failing input is saved in `fuzz/found/`; `--input FILE` with its target runs it again. Exit status 1
+means that a target failed.
+"""
 
 import argparse
 import importlib.util
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def _run(name: str, seconds: int) -> tuple[str, str, str, str]:
-    """A target in a process of its own, begun again after a finding until its time is over."""
+    """Run a target in a process, and restart it after a finding until the time is over."""
     FOUND.mkdir(exist_ok=True)
     executions, findings, until = 0, 0, time.monotonic() + seconds
     while (left := round(until - time.monotonic())) > 0 and findings < 10:

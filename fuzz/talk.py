@@ -1,4 +1,4 @@
-"""What models say in calls, and what tools, customers and tasks say to them."""
+"""Random texts of models in tool calls, and of tools, customers and tasks."""
 
 import asyncio
 from collections.abc import Sequence

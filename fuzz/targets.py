@@ -58,7 +58,7 @@ from unstale.weights.store import Delta, VersionStore
 
 @cache
 def scratch() -> Path:
-    """A folder of this process, gone with it."""
+    """Return a temporary folder of this process."""
     held = tempfile.TemporaryDirectory(prefix="fuzz-")
     scratch.held = held  # type: ignore[attr-defined]
     return Path(held.name)
@@ -201,7 +201,7 @@ def _word(value: Any) -> str:
 
 @cache
 def _sound_journal() -> tuple[bytes, Any]:
-    """A small journal, and all that can be read from it."""
+    """Return the bytes of a small valid journal and its content."""
     path = scratch() / "sound.sqlite"
     task = Task("retail", "train", 17)
     rows = [insert("checkpoints", 0, 0, 0, "step000000-version000000", 0.5)]
@@ -301,7 +301,7 @@ def journal(data: bytes) -> None:
 
 
 def _change_row(path: Path, draws: Draws, *, resealed: bool) -> None:
-    """One value of one row becomes another one, as somebody with an SQL prompt would do it."""
+    """Change one value of one row, as a user of SQL could."""
     table = draws.choice(sorted(COLUMNS))
     column = draws.choice(COLUMNS[table])
     value = draws.choice(
@@ -385,7 +385,7 @@ def delta(data: bytes) -> None:
 
 
 def _forged(sound: bytes, draws: Draws) -> bytes:
-    """A file with another content and the seal that belongs to it."""
+    """Return a file with changed content and a matching checksum."""
     if draws.number(2):
         made = _sound_delta()[0]
         name = draws.choice(sorted(made.tensors))
@@ -494,7 +494,7 @@ CHECKPOINT = "step000003-version000007"
 
 @cache
 def _sound_checkpoint() -> tuple[Path, list[str]]:
-    """A run folder with a checkpoint and a version, and its content."""
+    """Return a run folder with a checkpoint and a version, and its content."""
     run = scratch() / "checkpointed"
     shutil.rmtree(run, ignore_errors=True)
     state = {
@@ -512,14 +512,14 @@ def _sound_checkpoint() -> tuple[Path, list[str]]:
 
 
 def _reads(run: Path) -> list[Callable[[], Any]]:
-    """Everything that reads from the disk, each by itself."""
+    """Return every function that reads from the disk."""
     torch.set_printoptions(threshold=10**6)
     held = Checkpoints(run, {})
     return [partial(held.load, CHECKPOINT), partial(held.weights, 7), partial(held.weights, 8)]
 
 
 class _Part:
-    """A stateful part that only has a state."""
+    """A component that has only a state."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.restored: Mapping[str, Any] = state
