@@ -433,7 +433,7 @@ def test_a_tensor_file_that_lies_about_itself_is_refused(
 ) -> None:
     path = tmp_path / WENT_WRONG
     path.write_bytes(struct.pack("<Q", size or len(header)) + header.encode() + bytes(8))
-    with pytest.raises(ConfigError, match="is no batch that a number went wrong on"):
+    with pytest.raises(ConfigError, match="is not a saved batch of a failed step"):
         WentWrong.load(path)
 
 

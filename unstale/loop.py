@@ -1,15 +1,15 @@
 """The training loop.
 
-    tasks -> rollout -> groups -> advantages -> batch -> old log-probs -> loss -> new weights -> engines
+    tasks -> rollout -> groups -> advantages -> batch -> old log-probs -> loss -> weights -> engines
 
 Three activities overlap:
 
     produce()      starts groups              waits for a free ticket in the staleness queue
     take_steps()   trains on finished groups  waits for the oldest groups
-    Publication    loads a version everywhere, then frees tickets, writes the checkpoint and the metrics row
+    Publication    loads a version everywhere, then frees tickets and writes checkpoint and metrics
 
-The weights may not move before the publication of the version that they are has finished. An error in
-any component ends the run. A failed episode is data.
+No optimizer step runs before the current version is published. An error in any component ends the
+run. A failed episode does not: it is data.
 """
 
 import asyncio
@@ -106,7 +106,8 @@ async def produce(run: RunComponents) -> None:
         for request in run.requests:
             await run.queue.admit(partial(roll, run, request), in_flight)
         run.queue.close(
-            f"{run.config.task.env} ran out of tasks: train() must be endless, and most tasks must work"
+            f"{run.config.task.env} ran out of tasks: train() must be endless, "
+            "and most tasks must work"
         )
 
 
@@ -215,13 +216,13 @@ async def learn(
 
 
 class Publication:
-    """One version on its way to the engines, and what follows once they hold it.
+    """The publication of one version: loading it into the engines, and the steps that follow.
 
-    It starts when it is made and runs beside the next batch:
+    It starts when it is created and runs while the next batch is prepared:
 
         stage    in the trainer's thread: write the version to disk, copy what a checkpoint needs
         load     interrupt the engines, load the weights, resume
-        then     notify the scorers, free the batch's tickets, write checkpoint, evaluation and metrics
+        then     notify the scorers, free the batch's tickets, write checkpoint and metrics
     """
 
     def __init__(
@@ -270,7 +271,10 @@ class Publication:
                 run.log.write(self._progress.step, row)
 
     async def _load_engines(self) -> tuple[Checkpoint | None, dict[str, float]]:
-        """Bring the version to disk and to every engine. Return a due checkpoint and the metrics."""
+        """Bring the version to disk and to every engine.
+
+        Return a due checkpoint and the metrics.
+        """
         run = self._run
         version = run.trainer.version
         began = time.monotonic()
@@ -286,7 +290,10 @@ class Publication:
         }
 
     def _stage(self, live: Collection[int]) -> tuple[Checkpoint | None, float]:
-        """Do all that needs the trainer's thread, before the next batch uses it. Return the seconds."""
+        """Do all that needs the trainer's thread, before the next batch uses it.
+
+        Return the seconds.
+        """
         run = self._run
         began = time.monotonic()
         snapshot = None
@@ -297,7 +304,7 @@ class Publication:
         return snapshot, time.monotonic() - began
 
     async def _notify_scorers(self, live: Collection[int]) -> None:
-        """Notify the route and the auditor, when the trainer's thread is free, that engines hold the version."""
+        """Notify the route and the auditor of the new version, in the trainer's thread."""
         await self._run.trainer_thread.run(self._run.old_logps.published, live)
         await self._run.trainer_thread.run(self._run.auditor.published, live)
         self.scorers_notified.set()

@@ -52,7 +52,8 @@ class ContextPiece:
     def __post_init__(self) -> None:
         if self.provenance in HAS_BEHAVIOR:
             raise ValueError(
-                f"a ContextPiece cannot be {self.provenance.name}; use Sampled, which has behavior_logp"
+                f"a ContextPiece cannot be {self.provenance.name}; "
+                "use Sampled, which has behavior_logp"
             )
 
 
@@ -61,8 +62,9 @@ class Sampled:
     """A run of tokens from one engine and one version.
 
     `behavior_logp` is the log-probability of each token under the distribution it was sampled from.
-    `clean` is False when weights changed under a kept KV cache: such tokens come from no version's policy.
-    An interrupted reply is a piece that ends early; the next piece carries the next version.
+    `clean` is False when weights changed under a kept KV cache: such tokens come from no version's
+    policy. An interrupted reply is a piece that ends early; the next piece carries the next
+    version.
 
     >>> Sampled((7, 9), (-0.1, -0.7), version=3).version
     3
@@ -105,7 +107,10 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A finished episode with its named rewards. `turn_rewards` is empty or has one number per turn."""
+    """A finished episode with its named rewards.
+
+    `turn_rewards` is empty or has one number per turn.
+    """
 
     pieces: tuple[Piece, ...]
     rewards: Mapping[str, float]
@@ -130,12 +135,13 @@ class Trajectory:
         return self.facts.get("success", self.reward) >= 1
 
     def led(self) -> "Trajectory":
-        """Return the trajectory; without sampled tokens, its first branch with the other branches."""
-        return (
-            self
-            if self.sampled or not self.branches
-            else replace(self.branches[0], branches=self.branches[1:])
-        )
+        """Return the trajectory. If it has no sampled tokens, return its first branch instead.
+
+        The other branches stay branches.
+        """
+        if self.sampled or not self.branches:
+            return self
+        return replace(self.branches[0], branches=self.branches[1:])
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -168,16 +174,19 @@ def walk(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece, int]]:
     Adjacent Sampled pieces belong to one turn: an interrupted reply and its continuation.
 
     >>> a, b = Sampled((5,), (-0.1,), 0), Sampled((6,), (-0.2,), 1)
-    >>> [(start, turn) for start, _, turn in walk([ContextPiece((1, 2)), a, b, ContextPiece((3,)), a])]
+    >>> pieces = [ContextPiece((1, 2)), a, b, ContextPiece((3,)), a]
+    >>> [(start, turn) for start, _, turn in walk(pieces)]
     [(0, -1), (2, 0), (3, 0), (4, -1), (5, 1)]
     """
-    start, turn, speaking = 0, -1, False
+    start = 0
+    turn = -1
+    in_reply = False
     for piece in pieces:
         if not piece.tokens:
             continue
         sampled = isinstance(piece, Sampled)
-        turn += sampled and not speaking
-        speaking = sampled
+        turn += sampled and not in_reply
+        in_reply = sampled
         yield start, piece, turn if sampled else -1
         start += len(piece.tokens)
 
@@ -226,7 +235,10 @@ class ScoredTrajectory:
 
 @dataclass(frozen=True, slots=True)
 class PendingPiece:
-    """A sampled piece with the tokens before it, to be scored. Its own tokens are `tokens[start:]`."""
+    """A sampled piece with the tokens before it, to be scored.
+
+    Its own tokens are `tokens[start:]`.
+    """
 
     episode: int
     text: Sequence[int]
@@ -256,7 +268,10 @@ class EpisodeRecord:
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """A task that becomes group `number` of the run. `place` is its position among the training tasks."""
+    """A task that becomes group `number` of the run.
+
+    `place` is its position among the training tasks.
+    """
 
     number: int
     task: Task
@@ -270,23 +285,25 @@ class GroupRequest:
 
     def opens(self) -> Iterator[PendingPiece]:
         """Yield every sampled piece of its episodes that did not fail."""
-        alive = [past for past in self.past if not isinstance(past.outcome, Failure)]
-        for one in (one for past in alive for one in (past, *past.branches)):
-            text: list[int] = []
-            for piece in one.pieces:
-                start = len(text)
-                text += piece.tokens
-                if isinstance(piece, Sampled):
-                    yield PendingPiece(one.episode, text, start, piece)
+        for past in self.past:
+            if isinstance(past.outcome, Failure):
+                continue
+            for record in (past, *past.branches):
+                text: list[int] = []
+                for piece in record.pieces:
+                    start = len(text)
+                    text += piece.tokens
+                    if isinstance(piece, Sampled):
+                        yield PendingPiece(record.episode, text, start, piece)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Sequences packed end to end; every tensor is `[T]`. Sequence `i` is `offsets[i]:offsets[i + 1]`.
+    """Sequences packed end to end; every tensor is `[T]`.
 
-    Values at `t` belong to `tokens[t]`: `behavior_logp[t]` is its log-probability given the tokens before
-    it in its own sequence. Where `sampled` is False, `behavior_logp` and `advantage` are 0, and `version`
-    and `turn` are -1.
+    Sequence `i` is `offsets[i]:offsets[i + 1]`. Values at `t` belong to `tokens[t]`:
+    `behavior_logp[t]` is its log-probability given the tokens before it in its own sequence. Where
+    `sampled` is False, `behavior_logp` and `advantage` are 0, and `version` and `turn` are -1.
     """
 
     tokens: "Tensor"
@@ -307,7 +324,7 @@ class Batch:
 
     @property
     def sequence(self) -> "Tensor":
-        """Return `[T]`: the index of each token's sequence."""
+        """The index of each token's sequence, `[T]`."""
         import torch
 
         lengths = torch.tensor([end - start for start, end in self.spans()])
@@ -317,25 +334,30 @@ class Batch:
         return list(zip(self.offsets[:-1], self.offsets[1:], strict=True))
 
     def select(self, sequences: Sequence[int]) -> "tuple[Batch, Tensor]":
-        """Return the batch of these sequences, in this order, and the `[T']` index of its tokens."""
+        """Return these sequences as a batch, in this order, and the `[T']` index of its tokens."""
         import torch
 
         spans = self.spans()
-        index = torch.cat(
-            [torch.empty(0, dtype=torch.long), *(torch.arange(*spans[i]) for i in sequences)]
-        )
+        nothing = torch.empty(0, dtype=torch.long)
+        index = torch.cat([nothing, *(torch.arange(*spans[i]) for i in sequences)])
         offsets = [0]
         for i in sequences:
             offsets.append(offsets[-1] + spans[i][1] - spans[i][0])
         rows = {name: getattr(self, name)[index] for name in _PER_TOKEN}
-        return Batch(
-            offsets=tuple(offsets), episodes=tuple(self.episodes[i] for i in sequences), **rows
-        ), index
+        episodes = tuple(self.episodes[i] for i in sequences)
+        return Batch(offsets=tuple(offsets), episodes=episodes, **rows), index
 
 
 _PER_TOKEN = (
-    "tokens", "sampled", "behavior_logp", "version", "turn", "provenance", "clean", "advantage",
-)  # fmt: skip
+    "tokens",
+    "sampled",
+    "behavior_logp",
+    "version",
+    "turn",
+    "provenance",
+    "clean",
+    "advantage",
+)
 
 
 def collate(credited: Sequence[ScoredTrajectory]) -> Batch:
@@ -343,7 +365,7 @@ def collate(credited: Sequence[ScoredTrajectory]) -> Batch:
     import torch
 
     if not credited:
-        raise ValueError("nothing to collate: every group of this step came back empty")
+        raise ValueError("nothing to collate: no group of this step has a trajectory")
     tokens: list[int] = []
     behavior_logp: list[float] = []
     advantage: list[float] = []
@@ -351,7 +373,8 @@ def collate(credited: Sequence[ScoredTrajectory]) -> Batch:
     offsets = [0]
     for item in credited:
         for start, piece, turn in walk(item.trajectory.pieces):
-            count, provenance = len(piece.tokens), int(piece.provenance)
+            count = len(piece.tokens)
+            provenance = int(piece.provenance)
             tokens += piece.tokens
             advantage += _advantages(item, start, count, turn)
             if isinstance(piece, Sampled):

@@ -128,7 +128,7 @@ def test_a_file_that_is_something_else_is_refused_by_name(tmp_path: Path) -> Non
     for content in (b"torn", save({"tokens": torch.zeros(2)})):
         other.write_bytes(content)
         with pytest.raises(
-            ConfigError, match=r"other\.safetensors is no batch that a number went wrong on"
+            ConfigError, match=r"other\.safetensors is not a saved batch of a failed step"
         ):
             replay(tmp_path / "run", other)
 

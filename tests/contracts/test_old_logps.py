@@ -67,9 +67,9 @@ class Forgetful(RolloutRoute):
     ("broken", "what"),
     [
         (lambda _: Liar(), "called exact"),
-        (lambda _: Unclean(), "kept cache"),
+        (lambda _: Unclean(), "kept KV cache"),
         (Leaky, "no gradient"),
-        (lambda _: Forgetful(), "asked twice"),
+        (lambda _: Forgetful(), "second call"),
     ],
 )
 def test_the_suite_finds_a_route_that_breaks_it(

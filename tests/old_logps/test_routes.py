@@ -181,7 +181,7 @@ def test_a_version_that_nobody_declared_live_is_gone_with_numbers() -> None:
     for version, live in ((0, {0}), (1, {0, 1}), (2, {1, 2})):
         policy.version = version
         route.published(live)
-    with pytest.raises(LookupError, match=r"version 0 is gone, kept \[1, 2\]"):
+    with pytest.raises(LookupError, match=r"version 0 is not stored, only \[1, 2\]"):
         route.logps(collate([episode(0, [4, (2, 0), (2, 1)])]), torch.empty(0))
 
 

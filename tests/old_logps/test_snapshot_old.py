@@ -179,7 +179,7 @@ def test_it_goes_on_from_its_state_and_the_same_version_may_be_published_again()
     other.published(live=range(5))
     assert torch.equal(other.logps(batch, NOTHING)[0], route.logps(batch, NOTHING)[0])
     nudge(policy, seed=9)
-    with pytest.raises(ValueError, match="version 4 is published already, with other weights"):
+    with pytest.raises(ValueError, match="version 4 is stored already, with other weights"):
         other.published(live=range(5))
     other.close()
 

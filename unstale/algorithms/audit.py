@@ -1,10 +1,10 @@
-"""How wrong a stand-in for the old logit is, and in which direction: the figures of algorithm.md, section 5.
+"""Errors of approximate old log-probabilities against the true ones (docs/old-logps.md).
 
     log D_hat = prox - behavior_logp,    log S_hat = logp - prox,    error = prox - old_logp
 
-Plain functions of log-probabilities with the truth among them, in any one shape: packed `[T]`, or padded `[B, T]` with
-a mask. A figure that its data cannot tell is None, never 0. Standard errors take sequences as clusters: tokens of one
-sequence err together.
+All tensors have one shape: packed `[T]`, or padded `[B, T]` with a mask. A value that the data do
+not determine is None, never 0. Standard errors take sequences as clusters, because errors of tokens
+of one sequence are correlated.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 MIN_TOKENS = 100
-"""With fewer, no leak is fitted."""
+"""Fewest tokens for a fit of the leaks."""
 SIGNAL = 10.0
-"""A log-ratio whose standard deviation is under so many times the noise counts as constant."""
+"""Least standard deviation of a log-ratio, in multiples of the noise.
+
+Below, it counts as constant.
+"""
 ALIKE = 0.9999
-"""Two regressors that are more correlated than this cannot be told apart."""
+"""Highest correlation of two regressors. Above, a fit cannot separate them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +30,19 @@ class Tokens:
     """The log-probabilities of a batch, taken before the step's first update."""
 
     prox: Float[Tensor, "*shape"]
-    """What the route says."""
+    """The route's approximation of `old_logp`."""
     old_logp: Float[Tensor, "*shape"]
-    """The truth: the trainer's own forward pass at the weights that sampled the token."""
+    """The true value: the trainer's forward pass with the weights that sampled the token."""
     logp: Float[Tensor, "*shape"]
     behavior_logp: Float[Tensor, "*shape"]
     lag: Int[Tensor, "*shape"]
     """Batches between sampling and training."""
     sequence: Int[Tensor, "*shape"]
     sampled: Bool[Tensor, "*shape"]
-    """Action tokens that have a truth; everything else is ignored, whatever it holds."""
+    """Action tokens with a true value. All others are ignored."""
 
     def flat(self) -> "Tokens":
-        """`[N]`: the action tokens alone, log-probabilities in float64."""
+        """Return the action tokens alone, `[N]`, with log-probabilities in float64."""
         where = self.sampled
         columns = (getattr(self, field.name)[where] for field in fields(self))
         return Tokens(
@@ -47,7 +50,7 @@ class Tokens:
         )
 
     def older_than(self, lag: int) -> "Tokens":
-        """`[N]`: of the action tokens, those of a greater lag."""
+        """Return the action tokens with a lag above `lag`, `[N]`."""
         flat = self.flat()
         where = flat.lag > lag
         return Tokens(*(getattr(flat, field.name)[where] for field in fields(flat)))
@@ -58,12 +61,12 @@ class Tokens:
 
     @property
     def log_d(self) -> Tensor:
-        """The true discrepancy."""
+        """The true log discrepancy."""
         return self.old_logp - self.behavior_logp
 
     @property
     def log_s(self) -> Tensor:
-        """The true staleness."""
+        """The true log staleness ratio."""
         return self.logp - self.old_logp
 
     @property
@@ -80,7 +83,10 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure, its standard error (None with a single sequence), and the action tokens behind it."""
+    """An estimate, its standard error, and the number of action tokens it is from.
+
+    The standard error is None if there are too few sequences.
+    """
 
     value: float
     se: float | None
@@ -89,52 +95,60 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Leaks:
-    """Shares of the two true factors that a stand-in puts into the other one; None where they cannot be told."""
+    """The shares of the true staleness and discrepancy that `prox` puts into the other factor.
+
+    None where the data do not determine them.
+    """
 
     staleness: Estimate | None
     discrepancy: Estimate | None
 
 
 def decomposition_error(tokens: Tokens) -> Estimate | None:
-    """Mean abs(prox - old_logp): at once the error of log D_hat and, with the sign turned, of log S_hat."""
+    """Return the mean of |prox - old_logp|, which is the error of both log D_hat and log S_hat."""
     flat = tokens.flat()
     return _ratio(flat.error.abs(), torch.ones_like(flat.error), flat.sequence)
 
 
 def error_by_lag(tokens: Tokens) -> dict[int, Estimate]:
-    """`decomposition_error` of the tokens of each lag."""
-    flat, found = tokens.flat(), dict[int, Estimate]()
+    """Return the `decomposition_error` of the tokens of each lag."""
+    flat = tokens.flat()
+    estimates: dict[int, Estimate] = {}
     for lag in flat.lag.unique().tolist():
         where = flat.lag == lag
-        estimate = _ratio(
-            flat.error[where].abs(), torch.ones_like(flat.error[where]), flat.sequence[where]
-        )
-        assert estimate is not None  # the lag is among the tokens'
-        found[lag] = estimate
-    return found
+        error = flat.error[where].abs()
+        estimate = _ratio(error, torch.ones_like(error), flat.sequence[where])
+        assert estimate is not None  # at least one token has this lag
+        estimates[lag] = estimate
+    return estimates
 
 
 def error_ratio(one: Tokens, other: Tokens) -> Estimate | None:
-    """The decomposition error of `one` over that of `other`, a stand-in on the same tokens; None when that has none.
+    """Return the decomposition error of `one` divided by that of `other`, on the same tokens.
 
-    The standard error is of the paired ratio (delta method): what is hard for both does not widen it.
+    None if `other` has no error. The standard error is that of a paired ratio (delta method), so
+    tokens that are hard for both do not widen it. ValueError if the numbers of tokens differ.
     """
-    ours, theirs = one.flat(), other.flat()
-    if len(ours) != len(theirs):
+    above = one.flat()
+    below = other.flat()
+    if len(above) != len(below):
         raise ValueError(
-            f"a ratio needs the same tokens on both sides, got {len(ours)} and {len(theirs)}"
+            f"a ratio needs the same tokens on both sides, got {len(above)} and {len(below)}"
         )
-    return _ratio(ours.error.abs(), theirs.error.abs(), ours.sequence)
+    return _ratio(above.error.abs(), below.error.abs(), above.sequence)
 
 
 def leaks(tokens: Tokens, *, noise: float = 0.0) -> Leaks:
-    """`staleness_leak` s and `discrepancy_leak` d, by joint least squares with intercept over tokens of lag >= 1:
+    """Return the staleness leak s and the discrepancy leak d of tokens of lag 1 or more.
+
+    They are fitted together, by least squares with an intercept:
 
         prox - old_logp = s * log S - d * log D
 
-    Exact (0, 0); `rollout` (0, 1); `current_recompute` (1, 0); log-linear at constant alpha (alpha, 1 - alpha).
-    `noise` is the standard deviation of `old_logp` about itself in another packing. A factor that varies by less than
-    `SIGNAL` times it is left out of the fit, and its leak is None; so are both with fewer than `MIN_TOKENS` tokens.
+    `(s, d)` is (0, 0) for exact values, (0, 1) for `rollout`, (1, 0) for `current_recompute`, and
+    (alpha, 1 - alpha) for log-linear at a constant alpha. `noise` is the standard deviation of
+    `old_logp` between two packings. A factor that varies by less than `SIGNAL * noise` is left out,
+    and its leak is None. With fewer than `MIN_TOKENS` tokens both are None.
     """
     old = tokens.older_than(0)
     columns = {"staleness": old.log_s, "discrepancy": -old.log_d}
@@ -146,18 +160,19 @@ def leaks(tokens: Tokens, *, noise: float = 0.0) -> Leaks:
     scores = _by_sequence(regressors * (old.error - regressors @ fit)[:, None], old.sequence)
     bread = torch.linalg.inv(regressors.T @ regressors)
     spread = (bread @ scores.T @ scores @ bread).diagonal().clamp(min=0).sqrt()
-    several = len(scores) > len(fit)  # clusters, against what was fitted
-    found = {
-        name: Estimate(fit[i].item(), spread[i].item() if several else None, len(old))
+    has_error = len(scores) > len(fit)  # more sequences than fitted coefficients
+    estimates = {
+        name: Estimate(fit[i].item(), spread[i].item() if has_error else None, len(old))
         for i, name in enumerate(columns, start=1)
     }
-    return Leaks(found.get("staleness"), found.get("discrepancy"))
+    return Leaks(estimates.get("staleness"), estimates.get("discrepancy"))
 
 
 def factor_correlation(tokens: Tokens, *, noise: float = 0.0) -> float | None:
-    """Correlation of log D_hat with log S_hat: +1 for log-linear at a constant 0 < alpha < 1.
+    """Return the correlation of log D_hat with log S_hat.
 
-    None when a factor is constant: `rollout`, `current_recompute`, alpha 0 or 1.
+    It is +1 for log-linear at a constant 0 < alpha < 1. It is None if a factor is constant, as for
+    `rollout`, `current_recompute` and alpha 0 or 1.
     """
     flat = tokens.flat()
     if _constant(flat.log_d_hat, noise) or _constant(flat.log_s_hat, noise):
@@ -171,30 +186,31 @@ def agreement(
     *,
     sampled: Bool[Tensor, "*shape"],
 ) -> float | None:
-    """F1 of a threshold's verdicts taken with the stand-in against those taken with the truth.
+    """Return the F1 score of a threshold's decisions by `prox` against those by the true values.
 
-    `mask_agreement` is that of the tokens *dropped* by the discrepancy control, `clip_agreement` of the tokens
-    *clipped* by the objective: a threshold acts on few tokens, and agreeing on the many that it leaves alone would
-    hide every difference. None when it acts on no token either way.
+    The arguments are the tokens that the threshold drops or clips, not those it leaves alone. The
+    latter are most tokens, and counting their agreement would hide every difference. None if the
+    threshold acts on no token.
 
     >>> a, b = torch.tensor([True, True, False, False]), torch.tensor([True, False, True, False])
     >>> agreement(a, b, sampled=torch.ones(4, dtype=torch.bool))
     0.5
     """
-    ours, theirs = with_prox & sampled, with_truth & sampled
-    acted = int(ours.sum()) + int(theirs.sum())
-    return 2 * int((ours & theirs).sum()) / acted if acted else None
+    by_prox = with_prox & sampled
+    by_truth = with_truth & sampled
+    total = int(by_prox.sum()) + int(by_truth.sum())
+    return 2 * int((by_prox & by_truth).sum()) / total if total else None
 
 
 def exact_fraction(
     exact: Bool[Tensor, "*shape"], *, sampled: Bool[Tensor, "*shape"]
 ) -> float | None:
-    """Share of action tokens whose `old_logp` the route calls exact; None of no tokens."""
+    """Return the share of action tokens whose `old_logp` the route marks as exact, or None."""
     return exact[sampled].double().mean().item() if sampled.any() else None
 
 
 def join(parts: Sequence[Tokens]) -> Tokens:
-    """`[N]`: the action tokens of several batches. Sequences of different parts stay apart."""
+    """Return the action tokens `[N]` of several batches, with distinct sequence numbers."""
     flats, first = [], 0
     for part in parts:
         flat = part.flat()
@@ -206,21 +222,21 @@ def join(parts: Sequence[Tokens]) -> Tokens:
 
 
 def _ratio(above: Tensor, below: Tensor, sequence: Tensor) -> Estimate | None:
-    """Sum over sum, with the standard error of a ratio whose terms come in clusters."""
+    """Return sum(above) / sum(below), with a standard error that takes sequences as clusters."""
     total = below.sum()
     if not total > 0:
         return None
     ratio = above.sum() / total
-    apart = _by_sequence((above - ratio * below)[:, None], sequence)
-    count = len(apart)
-    se = (apart.square().sum() * count / (count - 1)).sqrt() / total if count > 1 else None
+    residuals = _by_sequence((above - ratio * below)[:, None], sequence)
+    count = len(residuals)
+    se = (residuals.square().sum() * count / (count - 1)).sqrt() / total if count > 1 else None
     return Estimate(ratio.item(), None if se is None else se.item(), len(above))
 
 
 def _by_sequence(rows: Tensor, sequence: Tensor) -> Tensor:
-    """Sums of the rows of each sequence."""
-    known, place = sequence.unique(return_inverse=True)
-    return rows.new_zeros(len(known), rows.shape[1]).index_add(0, place, rows)
+    """Return the sum of the rows of each sequence."""
+    sequences, place = sequence.unique(return_inverse=True)
+    return rows.new_zeros(len(sequences), rows.shape[1]).index_add(0, place, rows)
 
 
 def _constant(values: Tensor, noise: float) -> bool:
@@ -229,5 +245,5 @@ def _constant(values: Tensor, noise: float) -> bool:
 
 
 def _correlation(one: Tensor, *other: Tensor) -> float:
-    """0 of a single column."""
+    """Return the correlation of two columns, or 0 for a single one."""
     return torch.corrcoef(torch.stack([one, *other]))[0, 1].item() if other else 0.0

@@ -1,7 +1,7 @@
-"""Approximate old logits as plain functions: what stands in for pi_old when nobody kept it.
+"""Approximations of old log-probabilities, for when the old weights were not kept.
 
-Plain functions of tensors of any one shape, packed `[T]` or padded `[B, T]`, and of numbers; no model, no device. What
-a stand-in moves between D = prox / mu and S = pi / prox is in docs/old-logps.md.
+All tensors have one shape, packed `[T]` or padded `[B, T]`. docs/old-logps.md describes the error
+that each one makes in D = prox / mu and S = pi / prox.
 """
 
 import torch
@@ -10,9 +10,10 @@ from torch import Tensor
 
 
 def weight_of_now(lag: Int[Tensor, "*shape"], *, fresh: float = 1.0) -> Float[Tensor, "*shape"]:
-    """alpha = (d - 1) / d at lag d >= 1, `fresh` at lag 0: the proximal policy is taken as one version before pi.
+    """Return alpha, the weight of the current policy: (d - 1) / d at lag d >= 1, else `fresh`.
 
-    The schedule of arXiv 2512.06547; AReaL's has `fresh` = 0. Lags under 0 (no action token) get `fresh`.
+    The proximal policy is then one version older than the current one. This is the schedule of
+    arXiv 2512.06547; AReaL's has `fresh` = 0.
 
     >>> weight_of_now(torch.tensor([0, 1, 2, 4])).tolist()
     [1.0, 0.0, 0.5, 0.75]
@@ -28,12 +29,14 @@ def loglinear(
     *,
     sampled: Bool[Tensor, "*shape"],
 ) -> Float[Tensor, "*shape"]:
-    """log mu + alpha (log pi - log mu), detached; 0 off the mask (arXiv 2512.06547).
+    """Return log mu + alpha (log pi - log mu), detached, and 0 where not `sampled`.
 
-    Then log D = alpha r and log S = (1 - alpha) r with r = log pi - log mu: both factors are powers of one ratio, and a
-    band on either is a band on r. Nothing is told apart (arXiv 2605.12070, Proposition 1).
+    Then log D = alpha r and log S = (1 - alpha) r, with r = log pi - log mu (arXiv 2512.06547).
+    Both are powers of one ratio: a limit on either is a limit on r, so the two effects are not
+    separated (arXiv 2605.12070, Proposition 1).
     """
-    mu, pi = behavior_logp.detach(), logp.detach()
+    mu = behavior_logp.detach()
+    pi = logp.detach()
     return torch.where(sampled, mu + alpha * (pi - mu), 0.0)
 
 
@@ -44,7 +47,9 @@ def linear(
     *,
     sampled: Bool[Tensor, "*shape"],
 ) -> Float[Tensor, "*shape"]:
-    """log((1 - alpha) mu + alpha pi), detached; 0 off the mask: the mixture of the two policies.
+    """Return the log-probability of the mixture (1 - alpha) mu + alpha pi.
+
+    It is detached, and 0 where not `sampled`.
 
     >>> mu, pi, one = torch.tensor([0.2]), torch.tensor([0.6]), torch.ones(1, dtype=torch.bool)
     >>> linear(mu.log(), pi.log(), 0.5, sampled=one).exp()
@@ -58,12 +63,12 @@ def linear(
 
 
 def averaged(weight: float, age: float, *, beta: float) -> tuple[float, float]:
-    """`(weight, age)` of a bias-corrected average after one more update (arXiv 2110.00641).
+    """Return `(weight, age)` of a bias-corrected average after one more update (arXiv 2110.00641).
 
         w_k = beta w_{k-1} + 1 ;   a_k = beta w_{k-1} (a_{k-1} + 1) / w_k
 
-    The average itself moves by `(theta_k - ewma) / w_k`. It begins with weight 1 and age 0. `age` is the mean age, in
-    updates, of what it holds, and tends to beta / (1 - beta).
+    The average itself moves by `(theta_k - ewma) / w_k`. It begins with weight 1 and age 0. `age`
+    is the mean age, in updates, of what it holds, and tends to beta / (1 - beta).
 
     >>> averaged(1.0, 0.0, beta=0.5)
     (1.5, 0.3333333333333333)
@@ -73,23 +78,25 @@ def averaged(weight: float, age: float, *, beta: float) -> tuple[float, float]:
 
 
 def beta_for_age(weight: float, age: float, *, target: float, beta_max: float) -> float:
-    """The decay with which one more update leaves an average of age `target`, as near as `beta_max` < 1 allows.
+    """Return the decay for the next update that brings an average's age closest to `target`.
 
-    An age gains less than 1 an update, so a target of `age + 1` or more takes `beta_max`. In the long run
-    beta = d / (1 + d) holds the age at d.
+    The decay is at most `beta_max`, which is below 1 (else ValueError).
+
+    An age gains less than 1 an update, so a target of `age + 1` or more takes `beta_max`. In the
+    long run beta = d / (1 + d) holds the age at d.
 
     >>> averaged(2.0, 1.0, beta=beta_for_age(2.0, 1.0, target=1.0, beta_max=0.9))
     (2.0, 1.0)
     """
     if not 0 <= beta_max < 1:
-        raise ValueError(f"beta_max must be at least 0 and under 1, got {beta_max}")
+        raise ValueError(f"beta_max must be at least 0 and below 1, got {beta_max}")
     if target >= age + 1:
         return beta_max
     return min(beta_max, max(0.0, target) / (weight * (age + 1 - target)))
 
 
 def nearest_age(lag: Int[Tensor, "*shape"], ages: list[float]) -> Int[Tensor, "*shape"]:
-    """Index of the age nearest to each token's lag; the younger one of two equally near.
+    """Return the index of the age nearest to each token's lag. Of two equally near, the first.
 
     >>> nearest_age(torch.tensor([0, 1, 2, 5]), [0.5, 3.0]).tolist()
     [0, 0, 1, 1]

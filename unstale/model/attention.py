@@ -20,7 +20,10 @@ ATTENTION = "unstale_packed"
 """Name of the attention function that a packed model uses."""
 
 BLOCK = 128
-"""Queries of one causal block on a CPU. Half of a block's products are above the diagonal and wasted."""
+"""Queries of one causal block on a CPU.
+
+Half of a block's products are above the diagonal and wasted.
+"""
 
 running: ContextVar[PrefixTree | None] = ContextVar("the tree of the current pass", default=None)
 
@@ -68,7 +71,7 @@ AttentionMaskInterface.register(ATTENTION, packed_mask)
 def attend_by_block(
     query: Tensor, key: Tensor, value: Tensor, segments: tuple[Segment, ...], scale: float | None
 ) -> Tensor:
-    """Return attention `[1, heads, N, width]` on a CPU, from flash attention of `attention_calls`."""
+    """Return attention `[1, heads, N, width]` on a CPU, by flash attention over blocks."""
     out: Tensor = _BlockAttention.apply(query, key, value, (segments, scale))
     return out
 
@@ -87,13 +90,13 @@ class AttentionCall:
 def attention_calls(segments: tuple[Segment, ...], batched: bool) -> list[AttentionCall]:
     """Return the calls whose sum is causal attention along every path.
 
-    Each token attends to (1) its own block causally, (2) its segment before the block, and (3) every
-    segment on its path. (1) comes first, as it covers every token and the others add to it.
+    Each token attends to (1) its own block causally, (2) its segment before the block, and (3)
+    every segment on its path. (1) comes first, as it covers every token and the others add to it.
 
-    With `batched`, blocks of one length are one call. Calls (2) and (3) are never batched: adding their
-    result rounds differently at the end of a tensor, and a query must get the same result whatever it is
-    packed with. With one head (not `batched`) each block is a call of its own, for the same reason: a
-    single block would be divided among threads, and round differently.
+    With `batched`, blocks of one length are one call. Calls (2) and (3) are never batched: adding
+    their result rounds differently at the end of a tensor, and a query must get the same result
+    whatever it is packed with. With one head (not `batched`) each block is a call of its own, for
+    the same reason: a single block would be divided among threads, and round differently.
     """
     own_blocks: dict[int, list[int]] = {}
     """Starts of the blocks by length."""
@@ -140,8 +143,9 @@ def _flash() -> tuple[Any, ...]:
 class _BlockAttention(torch.autograd.Function):
     """Flash attention summed over `attention_calls`.
 
-    Each call returns its softmax and the log of its denominator (lse), by which results are combined.
-    The gradient of each call is formed from the combined values, as in ring attention (arXiv 2310.01889).
+    Each call returns its softmax and the log of its denominator (lse), by which results are
+    combined. The gradient of each call is formed from the combined values, as in ring attention
+    (arXiv 2310.01889).
     """
 
     @staticmethod
@@ -227,7 +231,7 @@ def attend_by_segment(  # noqa: PLR0913 - attention and its tree
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """Return attention `[1, heads, N, width]` on any device, one segment and its path after the other."""
+    """Return attention `[1, heads, N, width]` on any device, one call for each segment."""
     outputs = []
     for segment in run.segments:
         spans = [slice(*span) for span in (*segment.path, (segment.start, segment.end))]

@@ -57,7 +57,10 @@ def run_model(body: Callable[..., Any], run: PrefixTree, rows: Tensor, plain_hea
 
 
 def checkpoint_layers(model: nn.Module) -> None:
-    """Turn on gradient checkpointing. ConfigError if transformers marks no layer of the model for it."""
+    """Turn on gradient checkpointing.
+
+    ConfigError if transformers marks no layer of the model for it.
+    """
     layers: list[Any] = [
         module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
     ]
@@ -77,7 +80,8 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **options: Any) -> An
         return forward(*args, **options)
 
     def forward_in_run(*args: Any) -> Any:
-        # The backward pass runs the layer again when `run_model` is over, on a GPU in another thread.
+        # The backward pass runs the layer again when `run_model` is over, on a GPU in another
+        # thread.
         token = running.set(run)
         try:
             return forward(*args, **options)

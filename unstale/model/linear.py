@@ -1,6 +1,7 @@
-"""Matrix products in float32 on a processor by oneDNN, which uses all of its vector units; torch's own do not on all.
+"""Float32 matrix products on a CPU by oneDNN.
 
-On an AMD processor with AVX-512, torch's MKL reaches less than half of what oneDNN does, forward and for the gradient.
+On AMD CPUs with AVX-512, torch's default library (MKL) is less than half as fast, forward and
+backward.
 """
 
 from functools import cache
@@ -11,12 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 WHOLE = 32
-"""oneDNN compiles a program for every shape, in milliseconds: it gets those that come again, of whole multiples."""
+"""oneDNN gets only sizes that are multiples of this, so that shapes repeat.
+
+It compiles each new shape, which takes milliseconds."""
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def supported(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies this dtype on this processor, with its weight reordered and not, and may be used."""
+    """Return True if oneDNN is enabled in torch and multiplies this dtype on this CPU."""
     return bool(torch.backends.mkldnn.enabled) and _works(dtype)
 
 
@@ -33,7 +36,7 @@ def _works(dtype: torch.dtype) -> bool:
 
 
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`rows [R, K] @ weight [N, K]^T + bias [N]`, without a gradient."""
+    """Return `rows [R, K] @ weight [N, K]^T + bias [N]`, without a gradient."""
     if torch.compiler.is_compiling():
         return _opaque(rows, weight, bias)
     regular = rows.numel() and not any(size % WHOLE for size in rows.shape)
@@ -49,7 +52,7 @@ def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @torch.library.custom_op("unstale::product", mutates_args=())
 def _opaque(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`product`, into which torch.compile does not look: its own oneDNN layer refuses weights that are trained."""
+    """Return `product`. torch.compile does not look inside: it cannot compile the oneDNN call."""
     return product(rows, weight, bias)
 
 
@@ -59,16 +62,17 @@ def _(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def outer(grad: Tensor, rows: Tensor) -> Tensor:
-    """`grad [R, N]^T @ rows [R, K]`, the gradient of a weight: oneDNN is fastest where what it makes is wide."""
-    return (
-        product(grad.t(), rows.t())
-        if grad.shape[1] <= rows.shape[1]
-        else product(rows.t(), grad.t()).t()
-    )
+    """Return `grad [R, N]^T @ rows [R, K]`, the gradient of a weight.
+
+    oneDNN is fastest for a result with at least as many columns as rows.
+    """
+    if grad.shape[1] <= rows.shape[1]:
+        return product(grad.t(), rows.t())
+    return product(rows.t(), grad.t()).t()
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` by `product`."""
+    """`nn.Linear` that uses `product`."""
 
     def forward(self, input: Tensor) -> Tensor:
         if input.device.type != "cpu" or input.dtype != torch.float32:
@@ -80,7 +84,7 @@ class Linear(nn.Linear):
 
 
 def use(model: nn.Module) -> None:
-    """Make all linear layers of a model `Linear`, in place."""
+    """Turn all `nn.Linear` layers of a model into `Linear`, in place."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear

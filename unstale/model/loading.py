@@ -22,7 +22,10 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer, from disk only. ConfigError if there is none, or it has no chat template."""
+    """Load a tokenizer, from disk only.
+
+    ConfigError if there is none, or it has no chat template.
+    """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(
             f"policy: {folder} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there"

@@ -1,7 +1,8 @@
-"""Training by adapters (LoRA, arXiv 2106.09685): W = W0 + alpha / rank * B @ A, of which only A and B learn.
+"""LoRA training (arXiv 2106.09685): W = W0 + alpha / rank * B @ A, where only A and B are trained.
 
-The trainer runs base and adapters side by side. Whoever samples merges them into the base, in float32, and casts to its
-own precision. Adapters have the names that PEFT gives them in files: `model.layers.0.mlp.up_proj.lora_A.weight`.
+The trainer runs base and adapters side by side. An engine merges the adapters into its base in
+float32 and casts to its own precision. Names are those of PEFT's files, such as
+`model.layers.0.mlp.up_proj.lora_A.weight`.
 """
 
 import copy
@@ -25,86 +26,105 @@ _A, _B, _ADAPTER = ".lora_A.weight", ".lora_B.weight", "default"
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """Which layers get adapters, and how large. B begins as 0, so that nothing is changed at first."""
+    """The size and the target layers of the adapters.
+
+    B starts at 0: the model is unchanged at first.
+    """
 
     rank: int
     alpha: float = 32.0
     targets: str = ALL
-    """`all-linear`, which leaves the head out, or the ends of module names, separated by spaces."""
+    """`all-linear` (all but the head), or endings of module names, separated by spaces."""
     seed: int = 0
-    """A is drawn from it."""
+    """Seed of the initial A."""
 
 
 @dataclass(frozen=True, slots=True)
 class Merging:
-    """What whoever merges has to know of the base: its checksum, the precision the trainer has it in, and the scale."""
+    """The facts an engine needs to merge adapters into its base."""
 
     base: int
+    """Checksum of the base weights (`base_checksum`)."""
     dtype: str
+    """Precision of the trainer's base."""
     scale: float
+    """alpha / rank."""
 
 
 class Base:
-    """The weights of a model folder, to merge adapters into. They are mapped from its files and take no memory."""
+    """The weights of a model folder, into which adapters are merged.
+
+    They are memory-mapped from its files. ValueError if the adapters were trained on other weights.
+    """
 
     def __init__(self, folder: Path, merging: Merging) -> None:
-        """ValueError if these are not the weights that the adapters were trained on."""
-        self._tensors, self._merging = _read(folder), merging
-        if (found := _checksum(self._tensors)) != merging.base:
+        self._tensors = _read(folder)
+        self._merging = merging
+        checksum = _checksum(self._tensors)
+        if checksum != merging.base:
             raise ValueError(
-                f"{folder} does not hold the weights that the adapters are trained on: their checksum is "
-                f"{merging.base:08x}, and {found:08x} is found"
+                f"{folder} has weights with checksum {checksum:08x}, "
+                f"but the adapters are trained on weights with checksum {merging.base:08x}"
             )
 
     def merged(
         self, adapters: Mapping[str, Tensor], *, dtype: torch.dtype | None = None
     ) -> dict[str, Tensor]:
-        """All weights, on the CPU, in `dtype`; None is float32 where there is an adapter, else as the trainer has them.
+        """Return all weights with the adapters merged in, on the CPU, in `dtype`.
 
+        With None, weights with an adapter are float32 and others have the trainer's precision.
         ValueError for adapters of another model.
         """
-        layers = {name.removesuffix(_A) for name in adapters if name.endswith(_A)}
-        if adapters.keys() != {layer + end for layer in layers for end in (_A, _B)}:
-            raise ValueError(f"these are not A and B of adapters: {sorted(adapters)[:4]}")
-        for layer in layers:
-            a, b, base = (
-                adapters[layer + _A],
-                adapters[layer + _B],
-                self._tensors.get(f"{layer}.weight"),
-            )
-            if base is None or base.shape != (len(b), *a.shape[1:]) or len(a) != b.shape[-1]:
-                raise ValueError(
-                    f"the adapter of {layer} does not fit the base: {list(a.shape)}, {list(b.shape)}"
-                )
-        weights, held = {}, getattr(torch, self._merging.dtype)
+        layers = self._layers_of(adapters)
+        trainer_dtype = getattr(torch, self._merging.dtype)
+        weights = {}
         for (
             name,
             base,
-        ) in self._tensors.items():  # one by one: in float32 all of them would be twice the model
-            weight, layer = (
-                base.to(held) if base.is_floating_point() else base,
-                name.removesuffix(".weight"),
-            )
+        ) in self._tensors.items():  # one by one: a float32 copy of all is twice the model
+            weight = base.to(trainer_dtype) if base.is_floating_point() else base
+            layer = name.removesuffix(".weight")
             if layer in layers:
-                weight = _merge(
-                    weight,
-                    adapters[layer + _A].cpu(),
-                    adapters[layer + _B].cpu(),
-                    self._merging.scale,
-                )
-            weights[name] = (
-                weight.to(dtype or weight.dtype) if weight.is_floating_point() else weight
-            )
+                a = adapters[layer + _A].cpu()
+                b = adapters[layer + _B].cpu()
+                weight = _merge(weight, a, b, self._merging.scale)
+            if weight.is_floating_point():
+                weight = weight.to(dtype or weight.dtype)
+            weights[name] = weight
         return weights
+
+    def _layers_of(self, adapters: Mapping[str, Tensor]) -> set[str]:
+        """Return the names of the layers with an adapter.
+
+        ValueError if one does not fit the base.
+        """
+        layers = {name.removesuffix(_A) for name in adapters if name.endswith(_A)}
+        if adapters.keys() != {layer + end for layer in layers for end in (_A, _B)}:
+            raise ValueError(
+                f"adapters need a lora_A and a lora_B for each layer, not {sorted(adapters)[:4]}"
+            )
+        for layer in layers:
+            a = adapters[layer + _A]
+            b = adapters[layer + _B]
+            base = self._tensors.get(f"{layer}.weight")
+            if base is None or base.shape != (len(b), *a.shape[1:]) or len(a) != b.shape[-1]:
+                raise ValueError(
+                    f"the adapter of {layer} does not fit the base: "
+                    f"A is {list(a.shape)}, B is {list(b.shape)}"
+                )
+        return layers
 
 
 def base_checksum(folder: Path) -> int:
-    """CRC-32 over the names and bits of all tensors in a model folder's safetensors files."""
+    """Return the CRC-32 of names and bits of all tensors in a model folder's safetensors files."""
     return _checksum(_read(folder))
 
 
 def inject(model: nn.Module, lora: Lora) -> None:
-    """Freeze the model and put adapters beside its layers. ConfigError for layers that cannot have one."""
+    """Freeze the model and add adapters to its layers.
+
+    ConfigError for a layer that cannot have one.
+    """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as error:
@@ -126,39 +146,42 @@ def inject(model: nn.Module, lora: Lora) -> None:
     for name, layer in _layers(model):
         if not isinstance(layer.base_layer, nn.Linear) or uses[id(layer.base_layer.weight)] > 1:
             raise ConfigError(
-                f"trainer.lora_targets: {name} is no linear layer with a weight of its own"
+                f"trainer.lora_targets: {name} is not a linear layer, or shares its weight. "
+                "Leave it out"
             )
         a = layer.lora_A[_ADAPTER].weight.detach()
         a.copy_((torch.rand(a.shape, generator=noise) * 2 - 1) / math.sqrt(a.shape[1]))
 
 
 def adapters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights that learn."""
-    named = model.named_parameters()
+    """Return the trained weights by their names in PEFT's files."""
     return {
-        name.replace(f".{_ADAPTER}.", "."): weight for name, weight in named if ".lora_" in name
+        name.replace(f".{_ADAPTER}.", "."): weight
+        for name, weight in model.named_parameters()
+        if ".lora_" in name
     }
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """A copy with adapters of its own over the same base."""
-    own = {id(weight) for weight in adapters(model).values()}
-    return copy.deepcopy(
-        model, {id(weight): weight for weight in model.parameters() if id(weight) not in own}
-    )
+    """Return a copy of the model that has its own adapters and shares the base."""
+    trained = {id(weight) for weight in adapters(model).values()}
+    shared = {id(weight): weight for weight in model.parameters() if id(weight) not in trained}
+    return copy.deepcopy(model, shared)
 
 
 @torch.no_grad()
 def plain(model: nn.Module, *, scale: float) -> Any:
-    """The model without adapters: merged at this scale, or the base itself at 0. All other weights are shared."""
+    """Return the model with its adapters merged at `scale`, or its base if `scale` is 0.
+
+    All other weights are shared with `model`.
+    """
     bare: Any = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
     for name, layer in _layers(bare):
         linear = layer.base_layer
         if scale:
             a, b = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
-            linear.weight = nn.Parameter(
-                _merge(linear.weight, a, b, scale).to(linear.weight), requires_grad=False
-            )
+            merged = _merge(linear.weight, a, b, scale).to(linear.weight)
+            linear.weight = nn.Parameter(merged, requires_grad=False)
         parent, _, last = name.rpartition(".")
         setattr(bare.get_submodule(parent), last, linear)
     del bare.peft_config
@@ -166,18 +189,18 @@ def plain(model: nn.Module, *, scale: float) -> Any:
 
 
 def save_adapter(model: Any, folder: Path) -> None:
-    """The adapters alone, as `peft.PeftModel.from_pretrained` reads them."""
+    """Save the adapters alone, in the format of `peft.PeftModel.from_pretrained`."""
     options = copy.copy(model.peft_config[_ADAPTER])
-    options.base_model_name_or_path, options.inference_mode = model.name_or_path, True
-    options.target_modules = sorted(
-        options.target_modules
-    )  # a set, whose order is another in every process
+    options.base_model_name_or_path = model.name_or_path
+    options.inference_mode = True
+    # A set, which each process would save in another order.
+    options.target_modules = sorted(options.target_modules)
     options.save_pretrained(folder)
-    held = {
+    weights = {
         f"base_model.model.{name}": weight.detach().cpu()
         for name, weight in adapters(model).items()
     }
-    save_file(held, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def _merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -185,14 +208,14 @@ def _merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def _layers(model: nn.Module) -> list[tuple[str, Any]]:
-    """Those that have an adapter, with their names."""
+    """Return the layers that have an adapter, with their names."""
     return [
         (name, module) for name, module in model.named_modules() if hasattr(module, "base_layer")
     ]
 
 
 def _read(folder: Path) -> dict[str, Tensor]:
-    """By the names of the files that transformers reads."""
+    """Memory-map the safetensors files that transformers reads from this folder."""
     files = [folder / "model.safetensors"]
     if not files[0].is_file():
         index = json.loads((folder / "model.safetensors.index.json").read_text())

@@ -9,15 +9,16 @@ from torch import Tensor
 from unstale.model.prefix_tree import Packed, build_prefix_tree
 
 HEAD_ROWS = 4
-"""Log-probabilities that a pass computes at most, as a multiple of its token budget.
+"""Most log-probabilities that a pass computes, as a multiple of its token budget.
 
 Siblings may each need the log-probability of one shared token."""
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Group positions so that the lengths of a group sum to at most `budget`: first fit, longest first.
+    """Group positions so that the lengths of a group sum to at most `budget`.
 
-    An item longer than the budget gets a group of its own.
+    The longest go first, each into the first group it fits. An item longer than the budget is
+    alone.
 
     >>> pack([3, 8, 5, 2], budget=8)
     [[1], [2, 0], [3]]
@@ -36,11 +37,11 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def pack_shared(packed: Packed, budget: int, wanted: Sequence[int]) -> list[list[int]]:
-    """`pack` for sequences that share beginnings: a shared token counts once, siblings stay together.
+    """Pack sequences that share beginnings. A shared token counts once; siblings stay together.
 
-    None of the sequences is empty. `wanted` counts the log-probabilities each one needs. A tree larger
-    than the budget, or with more than `HEAD_ROWS * budget` wanted, is cut between two sequences; both
-    sides then run the trunk.
+    None of the sequences is empty. `wanted` counts the log-probabilities each one needs. A tree
+    larger than the budget, or with more than `HEAD_ROWS * budget` wanted, is cut between two
+    sequences; both sides then run the trunk.
     """
     if not len(packed.tokens):
         return []
@@ -77,7 +78,7 @@ def _cost(tokens: int, rows: int) -> int:
 
 
 def wanted_spans(spans: Sequence[tuple[int, int]], where: Tensor) -> list[tuple[int, int]]:
-    """Return the spans that hold a wanted token (`where` `[T]` bool), each cut after its last one."""
+    """Return the spans with a wanted token (`where` `[T]` bool), each cut after its last one."""
     cut_spans = []
     for start, end in spans:
         wanted = where[start:end].nonzero()

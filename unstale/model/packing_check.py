@@ -1,7 +1,7 @@
 """A check that a model keeps packed sequences apart.
 
-Not every architecture uses the attention function it is given, or reads `position_ids`. One that does
-not would let packed sequences see each other, so this is measured and not assumed.
+Not every architecture uses the attention function it is given, or reads `position_ids`. One that
+does not would let packed sequences see each other, so this is measured and not assumed.
 """
 
 from collections.abc import Sequence

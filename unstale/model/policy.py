@@ -32,10 +32,10 @@ from unstale.records import Batch
 class Policy:
     """A causal language model with its tokenizer and version number.
 
-    `version` counts published weights. `at_version` is True from the publication of `version` to the next
-    optimizer step: only then does a forward pass give log-probabilities of that version. The model is in
-    eval mode, so a log-probability depends on weights and tokens alone. With `lora` the weights are the
-    adapters; `base` is the checksum of the frozen model under them.
+    `version` counts published weights. `at_version` is True from the publication of `version` to
+    the next optimizer step: only then does a forward pass give log-probabilities of that version.
+    The model is in eval mode, so a log-probability depends on weights and tokens alone. With `lora`
+    the weights are the adapters; `base` is the checksum of the frozen model under them.
     """
 
     def __init__(
@@ -77,7 +77,10 @@ class Policy:
         device: str | None = None,
         lora: Lora | None = None,
     ) -> Self:
-        """Load a Hugging Face causal-LM folder, from disk only. `device` None is a GPU if there is one."""
+        """Load a Hugging Face causal-LM folder, from disk only.
+
+        `device` None is a GPU if there is one.
+        """
         folder = Path(folder)
         if not folder.is_dir():
             raise ConfigError(f"policy: no model folder at {folder}")
@@ -98,24 +101,28 @@ class Policy:
 
     @property
     def _whole(self) -> Any:
-        """The part of the model that ends in hidden states, or the whole model without a plain head."""
+        """The model without its head. The whole model if the head is not one linear map."""
         return self.model.base_model if self._plain_head else self.model
 
     def set_forward_options(self, passes: ForwardOptions) -> None:
-        """Set the options for this policy and its later twins. ConfigError if the model cannot do it."""
+        """Set the options for this policy and its later twins.
+
+        ConfigError if the model cannot do it.
+        """
         if passes == self.passes:
             return
         if passes.gradient_checkpointing and not self.passes.gradient_checkpointing:
             checkpoint_layers(self.model)
-        self._take(passes)
-
-    def _take(self, passes: ForwardOptions) -> None:
         self.passes = passes
-        self._body = torch.compile(self._whole, dynamic=True) if passes.compile else self._whole
+        self._compile()
+
+    def _compile(self) -> None:
+        compiled = self.passes.compile
+        self._body = torch.compile(self._whole, dynamic=True) if compiled else self._whole
 
     @property
     def merging(self) -> Merging | None:
-        """How an engine merges the adapters into its base model. None without adapters."""
+        """The facts for an engine to merge the adapters into its base. None without adapters."""
         if self.lora is None:
             return None
         return Merging(
@@ -127,7 +134,7 @@ class Policy:
         if base != self.base:
             raise ConfigError(
                 f"policy: the adapters were trained on other weights than those in "
-                f"{self.model.name_or_path}: their checksum was {base:08x}, and it is {self.base:08x}"
+                f"{self.model.name_or_path}: checksum {base:08x}, not {self.base:08x}"
             )
 
     @property
@@ -137,7 +144,8 @@ class Policy:
     @version.setter
     def version(self, version: int) -> None:
         """Give the current weights this number, when they are published."""
-        self._version, self.at_version = version, True
+        self._version = version
+        self.at_version = True
 
     def assign_new_version(self, version: int) -> None:
         """Give the current weights a new version number.
@@ -166,7 +174,7 @@ class Policy:
         return next(self.model.parameters()).dtype
 
     def travel_dtype(self, engine: torch.dtype) -> torch.dtype:
-        """Return the precision of published weights: the engine's, or the adapters' own."""
+        """Return the dtype of published weights: the engine's, or that of the adapters."""
         return self.dtype if self.lora else engine
 
     @property
@@ -177,44 +185,46 @@ class Policy:
 
     def twin(self) -> "Policy":
         """Return a frozen copy with its own weights, for other versions (`load_weights`)."""
-        twin, copied = copy.copy(self), adapters.twin if self.lora else copy.deepcopy
-        twin.model = cast(PreTrainedModel, copied(self.model).requires_grad_(False))
-        twin._take(self.passes)
+        twin = copy.copy(self)
+        model = adapters.twin(self.model) if self.lora else copy.deepcopy(self.model)
+        twin.model = cast(PreTrainedModel, model.requires_grad_(False))
+        twin._compile()
         return twin
 
     def weights(self) -> dict[str, Tensor]:
         """Return the forward weights by name, tied ones once. They are the live tensors."""
         if self.lora:
             return {name: weight.detach() for name, weight in adapters.adapters(self.model).items()}
-        held = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         saved = self.model.state_dict()
-        return held | {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
+        buffers = {name: value for name, value in self.model.named_buffers() if name in saved}
+        return weights | buffers
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copy these values into the weights. ValueError unless names and shapes match.
 
         `at_version` is False afterwards.
         """
-        own = self.weights()
-        if own.keys() != weights.keys():
-            raise ValueError(
-                f"weights do not match the model: {sorted(own.keys() ^ weights.keys())[:4]} on one side only"
-            )
+        current = self.weights()
+        if current.keys() != weights.keys():
+            unmatched = sorted(current.keys() ^ weights.keys())
+            raise ValueError(f"weights do not match the model: {unmatched[:4]} on one side only")
         wrong = [
             f"{name} {tuple(weights[name].shape)}"
-            for name in own
-            if own[name].shape != weights[name].shape
+            for name in current
+            if current[name].shape != weights[name].shape
         ]
         if wrong:
             raise ValueError(f"weights do not fit the model: {wrong[:4]}")
-        for name, tensor in own.items():
+        for name, tensor in current.items():
             tensor.copy_(weights[name])
         self.at_version = False
 
     def save(self, folder: Path | str, *, base: bool = False) -> None:
         """Save a Hugging Face model folder with tokenizer and chat template.
 
-        Adapters are merged, and also saved in `adapter` in PEFT's format. With `base` they are left out.
+        Adapters are merged, and also saved in `adapter` in PEFT's format. With `base` they are left
+        out.
         """
         whole = self.model
         if self.merging:
@@ -228,10 +238,11 @@ class Policy:
     def logps(
         self, batch: Batch | Packed | PrefixTree, *, temperature: float, where: Tensor | None = None
     ) -> Tensor:
-        """Return log-probabilities `[T]` of all tokens, each given its own sequence before it.
+        """Return the log-probability `[T]` of each token, given the tokens before it.
 
         They are on the model's device, float32 (float64 for a float64 model), with a gradient if
-        gradients are enabled. The value is 0 at each sequence's first token and off `where` (`[T]` bool).
+        gradients are enabled. The value is 0 at each sequence's first token and off `where` (`[T]`
+        bool).
         """
         run = self.prefix_tree(batch)
         return self._forward(run, where, temperature, with_entropy=False)[0]
@@ -244,10 +255,10 @@ class Policy:
         where: Tensor | None = None,
         entropy_sample: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return `logps` and the entropy `[T]`, in nats, of the distribution that each token is drawn from.
+        """Return `logps`, and the entropy `[T]` in nats of each token's distribution.
 
-        With `entropy_sample` (`[T]` bool, within `where`) the entropy is of these tokens only and has no
-        gradient, which costs little: it is for a metric.
+        With `entropy_sample` (`[T]` bool, within `where`) the entropy is of these tokens only and
+        has no gradient, which costs little: it is for a metric.
         """
         run = self.prefix_tree(batch)
         sample = entropy_sample
@@ -262,9 +273,12 @@ class Policy:
         temperature: float,
         max_tokens_per_microbatch: int,
     ) -> Scored:
-        """Return `logps` at `where` without gradient, in passes of at most `max_tokens_per_microbatch`.
+        """Return `logps` at `where`, without gradient, in several passes.
 
-        Only sequences with a wanted token run, each up to its last one. A longer sequence runs alone.
+        A pass has at most `max_tokens_per_microbatch` tokens.
+
+        Only sequences with a wanted token run, each up to its last one. A longer sequence runs
+        alone.
         """
         logp = torch.zeros(len(batch.tokens), dtype=wide(self.dtype))
         spans, forwarded = wanted_spans(batch.spans(), where), 0
@@ -285,8 +299,8 @@ class Policy:
     ) -> list[list[int]]:
         """Return the spans that each pass runs, as positions in `spans`.
 
-        A pass has at most `max_tokens_per_microbatch` tokens, unless one span alone is longer. `where`
-        (`[T]` bool) are the tokens whose log-probability is needed.
+        A pass has at most `max_tokens_per_microbatch` tokens, unless one span alone is longer.
+        `where` (`[T]` bool) are the tokens whose log-probability is needed.
         """
         if self.passes.share_prompts:
             wanted = [int(where[start:end].sum()) for start, end in spans]

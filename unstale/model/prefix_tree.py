@@ -1,8 +1,8 @@
 """Prefix trees: packed sequences in which a beginning that siblings share is run once.
 
-A tree's nodes are segments of tokens. A sequence is a path from a root to the end of a segment. Segments
-are stored depth first, so everything that continues a segment follows it in one contiguous span, which
-attends to it in one call.
+A tree's nodes are segments of tokens. A sequence is a path from a root to the end of a segment.
+Segments are stored depth first, so everything that continues a segment follows it in one contiguous
+span, which attends to it in one call.
 """
 
 from collections.abc import Iterable, Sequence
@@ -79,7 +79,10 @@ class PrefixTree:
 
 
 def build_prefix_tree(packed: Packed, *, share: bool) -> PrefixTree:
-    """Return the pass that runs these sequences, in their order. Without `share` no beginning is shared."""
+    """Return the pass that runs these sequences, in their order.
+
+    Without `share` no beginning is shared.
+    """
     tokens = packed.tokens.cpu()
     place = torch.arange(len(tokens))
     follows = torch.ones(len(place), dtype=torch.bool)
@@ -108,7 +111,10 @@ def build_prefix_tree(packed: Packed, *, share: bool) -> PrefixTree:
 
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """Sequences that are equal up to `depth` and continue alike. Together they start a new segment."""
+    """Sequences that are equal up to `depth` and continue alike.
+
+    Together they start a new segment.
+    """
 
     members: list[int]
     path: tuple[tuple[int, int], ...]
@@ -160,8 +166,9 @@ class _Builder:
     def _branches(
         self, members: Iterable[int], path: tuple[tuple[int, int], ...], depth: int
     ) -> list[_Branch]:
-        """Group sequences by their next `MIN_SHARED` tokens. The last comes first: a stack reverses them.
+        """Group sequences by their next `MIN_SHARED` tokens.
 
+        The last comes first: a stack reverses them.
         A sequence with fewer tokens left is a branch of its own; one that ends here is none.
         """
         groups: dict[object, list[int]] = {}

@@ -4,16 +4,17 @@ import torch
 from torch import Tensor
 
 VersionGaps = tuple[tuple[int, int], ...]
-"""Gaps in the version numbers: `(first number after the gap, all numbers skipped up to it)`."""
+"""Gaps in the version numbers: `(first number after the gap, count of numbers skipped so far)`."""
 
 
 def lag_of(version: Tensor, *, at: int, version_gaps: VersionGaps) -> Tensor:
     """Return the staleness of `version`, in batches, for a policy at version `at`.
 
-    Every batch makes one version, so without gaps it is `at - version`; below 0 for a newer version.
-    A resume may give the weights of version 4 the number 7, because 5 and 6 were published before the
-    crash. In the schedule 7 then counts as 4. A lost version keeps its own place, and has lag 0 until
-    the policy reaches it. Exact routes still answer with the weights that sampled its tokens.
+    Every batch makes one version, so without gaps it is `at - version`; below 0 for a newer
+    version. A resume may give the weights of version 4 the number 7, because 5 and 6 were published
+    before the crash. In the schedule 7 then counts as 4. A lost version keeps its own place, and
+    has lag 0 until the policy reaches it. Exact routes still answer with the weights that sampled
+    its tokens.
 
     >>> lag_of(torch.tensor([3, 4, 5, 6, 7, 8]), at=9, version_gaps=((7, 3),)).tolist()
     [3, 2, 1, 0, 2, 1]
@@ -25,7 +26,7 @@ def lag_of(version: Tensor, *, at: int, version_gaps: VersionGaps) -> Tensor:
 
 
 def num_batches(version: Tensor, version_gaps: VersionGaps) -> Tensor:
-    """Return the number of batches that led to each version: its number without the skipped ones."""
+    """Return the number of batches trained up to each version: its number less those skipped."""
     firsts = torch.tensor([first for first, _ in version_gaps], dtype=torch.long)
     skipped = torch.tensor([0, *(skipped for _, skipped in version_gaps)])
     return version - skipped[torch.bucketize(version, firsts, right=True)]

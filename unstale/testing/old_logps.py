@@ -1,4 +1,4 @@
-"""What every route keeps, exact or not."""
+"""A conformance suite for old-log-probability routes."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,11 +16,11 @@ from unstale.testing.models import checkpoint_round_trip, episode, nudge, plain_
 
 
 def check_old_logps(make: Callable[[LocalScorer], OldLogps], *, lora: Lora | None = None) -> None:
-    """`make(scorer)` returns a route. Raises AssertionError with what is broken.
+    """Raise AssertionError if the routes that `make(scorer)` returns break their contract.
 
-    Three versions are published; a batch holds tokens of all of them, within a turn and across turns, and a few
-    sampled over a kept cache. A route may be as wrong as it likes about a token, but not about a token it calls exact.
-    Then a run is killed, and goes on from its checkpoint with all that was sampled since.
+    Three versions are published. A batch has tokens of all of them, within and across turns, and
+    some sampled over a kept KV cache. Values may have any error, except where the route marks them
+    exact. Then a run is killed and resumed from its checkpoint, with all pieces sampled since.
     """
     policy = tiny_policy(lora=lora)
     with closing(make(_scorer(policy))) as route, closing(make(_scorer(policy))) as restored:
@@ -29,8 +29,8 @@ def check_old_logps(make: Callable[[LocalScorer], OldLogps], *, lora: Lora | Non
 
 
 def _check_route(route: OldLogps, restored: OldLogps, policy: Policy) -> bool:
-    """Whether it was exact wherever a route can be."""
-    assert isinstance(route.needs, Needs), "needs is a Needs"
+    """Check a route without a crash. Return True if it is exact on every clean action token."""
+    assert isinstance(route.needs, Needs), "needs must be a Needs"
     copies: list[Policy] = []
     for version in range(3):
         if version:
@@ -48,26 +48,31 @@ def _check_route(route: OldLogps, restored: OldLogps, policy: Policy) -> bool:
     _check_shape(batch, values, exact)
     _check_claims(batch, values, exact, copies)
     assert all(torch.equal(getattr(batch, name), old) for name, old in before.items()), (
-        "the batch is left as it was"
+        "logps must not change the batch"
     )
     again, _ = _ask(route, policy, batch)
-    assert torch.equal(values, again), "asked twice, it answers the same"
+    assert torch.equal(values, again), "a second call of logps must return the same values"
     costs = route.costs()
     assert all(math.isfinite(cost) and cost >= 0 for cost in costs.values()), (
-        f"costs are finite and >= 0: {costs}"
+        f"costs must be finite and >= 0: {costs}"
     )
     restored.restore(checkpoint_round_trip(route.state()))
     restored.published(live={0, 1, 2})
     for one, other in zip(_ask(restored, policy, batch), (values, exact), strict=True):
-        assert torch.equal(one, other), "restored from its state, it answers the same"
+        assert torch.equal(one, other), "a restored route must return the same values"
     return torch.equal(exact, has_clean_behavior(batch))
 
 
 def _check_recovery(
     make: Callable[[LocalScorer], OldLogps], *, always_exact: bool, lora: Lora | None
 ) -> None:
-    """Killed when 3 and 4 were published after the checkpoint that holds the weights of 3: these are called 5 then."""
-    policy, copies = tiny_policy(lora=lora), list[Policy]()
+    """Kill a run and resume it.
+
+    The checkpoint has the weights of version 3. Versions 3 and 4 are published after it and before
+    the crash, so the resumed run publishes the same weights as version 5.
+    """
+    policy = tiny_policy(lora=lora)
+    copies: list[Policy] = []
     with closing(make(_scorer(policy))) as route:
         _run_to_checkpoint(route, policy, copies)
         state = route.state()
@@ -97,7 +102,7 @@ def _check_recovery(
     clean = has_clean_behavior(batch)
     if always_exact:
         assert torch.equal(exact, clean), (
-            "what its state lacked is made good by recover: it stays exact"
+            "an exact route must score the pieces that its state lacks in recover"
         )
         return
     steady = tiny_policy(lora=lora)
@@ -109,12 +114,15 @@ def _check_recovery(
         expected, _ = _ask(route, steady, batch)
     other = clean & ~exact
     assert torch.equal(values[other], expected[other]), (
-        "recovered, it answers as if it had never been killed"
+        "a recovered route must return the values of a route that was never killed"
     )
 
 
 def _run_to_checkpoint(route: OldLogps, policy: Policy, copies: list[Policy]) -> None:
-    """Versions 0 to 2, and the step that leads to 3, which is not published; half the pieces of 2 are still to come."""
+    """Publish versions 0 to 2 and train once more.
+
+    Half the pieces of version 2 have not arrived.
+    """
     for version in range(3):
         _publish(route, policy, version, copies)
         arrived = _pieces_of(version, _INTERRUPTED)[:: 2 if version == 2 else 1]
@@ -157,18 +165,15 @@ _INTERRUPTED: tuple[list[int | tuple[int, int] | tuple[int, int, bool]], ...] = 
 def _pieces_of(
     version: int, plans: Sequence[Sequence[int | tuple[int, int] | tuple[int, int, bool]]]
 ) -> list[PendingPiece]:
-    """The pieces of these episodes that `version` sampled, as they would arrive."""
-    found = []
+    """Return the pieces of these episodes that `version` sampled, in order of arrival."""
+    pieces = []
     for number, plan in enumerate(plans):
         trajectory = episode(number, plan).trajectory
         for start, piece, _ in walk(trajectory.pieces):
             if isinstance(piece, Sampled) and piece.version == version:
-                found.append(
-                    PendingPiece(
-                        number, trajectory.tokens[: start + len(piece.tokens)], start, piece
-                    )
-                )
-    return found
+                text = trajectory.tokens[: start + len(piece.tokens)]
+                pieces.append(PendingPiece(number, text, start, piece))
+    return pieces
 
 
 def _ask(route: OldLogps, policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -179,16 +184,16 @@ def _ask(route: OldLogps, policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]
 
 
 def _check_shape(batch: Batch, values: Tensor, exact: Tensor) -> None:
-    assert values.shape == exact.shape == batch.sampled.shape, "one value and one claim per token"
-    assert values.dtype == torch.float32 and exact.dtype == torch.bool, (
-        "float32 values, bool claims"
-    )
-    assert not values.requires_grad, "no gradient flows through an old logit"
-    assert values.device.type == exact.device.type == "cpu", "answers are on the CPU"
-    assert values[batch.sampled].isfinite().all(), "every action token has a finite value"
-    assert not values[~batch.sampled].any(), "0 off the mask"
-    assert not exact[~batch.sampled].any(), "nothing is exact off the mask"
-    assert not exact[~batch.clean].any(), "a token sampled over a kept cache is never exact"
+    shape = batch.sampled.shape
+    assert values.shape == exact.shape == shape, "values and exact must have the batch's shape"
+    assert values.dtype == torch.float32, "values must be float32"
+    assert exact.dtype == torch.bool, "exact must be bool"
+    assert not values.requires_grad, "values must have no gradient"
+    assert values.device.type == exact.device.type == "cpu", "values and exact must be on the CPU"
+    assert values[batch.sampled].isfinite().all(), "values of action tokens must be finite"
+    assert not values[~batch.sampled].any(), "values must be 0 where not sampled"
+    assert not exact[~batch.sampled].any(), "exact must be False where not sampled"
+    assert not exact[~batch.clean].any(), "exact must be False for tokens over a kept KV cache"
 
 
 def _check_claims(batch: Batch, values: Tensor, exact: Tensor, copies: Sequence[Policy]) -> None:

@@ -1,7 +1,7 @@
 """The trainer: a batch becomes optimizer steps.
 
-The loop, the planner and the command line use the Protocols here. `local.LocalTrainer` trains in this
-process; a trainer of several ranks implements the same Protocol.
+The loop, the planner and the command line use the Protocols here. `local.LocalTrainer` trains in
+this process; a trainer of several ranks implements the same Protocol.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Trainer(Protocol):
     """Trains one policy and counts its published versions.
 
-    `prepare`, `backward`, `step` and `state` run in the trainer's thread, one at a time. The loop calls
-    the rest while that thread is idle, or reads only what no step changes.
+    `prepare`, `backward`, `step` and `state` run in the trainer's thread, one at a time. The loop
+    calls the rest while that thread is idle, or reads only what no step changes.
     """
 
     @property
@@ -41,15 +41,21 @@ class Trainer(Protocol):
         ...
 
     def prepare(self, batch: Batch) -> PreparedBatch:
-        """Return a batch divided into optimizer steps, with everything fixed before the first one."""
+        """Divide a batch into optimizer steps, and compute all that is fixed before the first."""
         ...
 
     def backward(self, minibatch: Minibatch) -> None:
-        """Add the gradient of the minibatch's loss. FloatingPointError if the loss is not finite."""
+        """Add the gradient of the minibatch's loss.
+
+        FloatingPointError if the loss is not finite.
+        """
         ...
 
     def step(self) -> None:
-        """Take one optimizer step on the gradients since the last. FloatingPointError if not finite."""
+        """Take one optimizer step on the gradients since the last.
+
+        FloatingPointError if not finite.
+        """
         ...
 
     def metrics(self) -> Mapping[str, float]:
@@ -73,7 +79,10 @@ class AuditObserver(Protocol):
     """The part of the audit that the loop calls."""
 
     def published(self, live: Collection[int]) -> None:
-        """Handle that every engine holds the newest version. `live` are the versions still needed."""
+        """Handle that every engine holds the newest version.
+
+        `live` are the versions still needed.
+        """
         ...
 
     def points(self) -> list[dict[str, float]]:

@@ -30,12 +30,12 @@ MAX_POINTS = 64
 NOISE_SEQUENCES = 4
 """Sequences that are scored in another packing to measure the noise."""
 TURN = 0.6180339887
-"""The golden ratio: multiples of it, modulo 1, spread evenly however many there are."""
+"""The golden ratio less 1. Its multiples, modulo 1, are evenly spread for any number of steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """The run's correction and trust region, to compare their decisions on `prox` and on the truth."""
+    """The run's correction and trust region, to compare their decisions on two old policies."""
 
     correction: Callable[[Tensor, Batch], Control]
     surrogate: Callable[[Tensor, Tensor, Batch], Surrogate]
@@ -43,7 +43,7 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """`N` audited action tokens, and the decisions on them (`[2, N]`): by `prox`, and by the truth."""
+    """`N` audited action tokens and the decisions on them, `[2, N]`: by `prox`, by true values."""
 
     tokens: Tokens
     dropped: Tensor
@@ -209,7 +209,7 @@ class Auditor:
         }
 
     def points(self) -> list[dict[str, float]]:
-        """Return `log_d`, `log_s` by the route and in truth, and `lag`, of some tokens, for plots."""
+        """Return `lag` and the route's and true `log_d` and `log_s` of some tokens, for plots."""
         if not self._window:
             return []
         tokens = self._window[-1].tokens
@@ -266,7 +266,7 @@ class Auditor:
 
 
 class Copies:
-    """A plain copy of the weights of each version, so that the audit does not rely on the version store."""
+    """A full copy of each version's weights. The audit must not rely on the version store."""
 
     encode_s = 0.0
 
@@ -304,7 +304,7 @@ class Copies:
     def move_to(self, version: int) -> None:
         if version not in self._copies:
             raise LookupError(
-                f"the audit has no copy of version {version}: it was in no `live` since its publication"
+                f"the audit has no copy of version {version}, which was not kept after publication"
             )
         for name, tensor in self._movable.items():
             tensor.copy_(self._copies[version][name])

@@ -4,8 +4,8 @@
     backward(minibatch)  the gradient of one optimizer step, in microbatches
     step()               gradient clipping, learning rate, optimizer
 
-All of it is synchronous and runs in the trainer's thread. The model runs on its device. Losses are formed
-on the CPU from log-probabilities `[T]`.
+All of it is synchronous and runs in the trainer's thread. The model runs on its device. Losses are
+formed on the CPU from log-probabilities `[T]`.
 """
 
 import copy
@@ -32,14 +32,15 @@ from unstale.trainer.records import FailedBatch, Minibatch, PreparedBatch, Rules
 class LocalTrainer:
     """A `Trainer` whose model, optimizer and float32 weights are in this process.
 
-    A float32 policy is optimized directly. A bfloat16 policy holds a copy of the float32 weights, cast
-    after every step, so that the forward pass uses what is published. Gradients are summed in float32.
+    A float32 policy is optimized directly. A bfloat16 policy holds a copy of the float32 weights,
+    cast after every step, so that the forward pass uses what is published. Gradients are summed in
+    float32.
     """
 
     def __init__(
         self, policy: Policy, config: TrainerConfig, rules: Rules, old: OldLogps, *, num_steps: int
     ) -> None:
-        """`num_steps` counts the optimizer steps of the whole run, for the learning-rate schedule."""
+        """Set up the optimizer. `num_steps` is the run's total, for the learning-rate schedule."""
         self.policy = policy
         self.config = config
         self.rules = rules
@@ -54,7 +55,7 @@ class LocalTrainer:
         self._metrics = StepMetrics()
         self._cpu_s = time.process_time()
         self.failed_batch: FailedBatch | None = None
-        """The data in work, to be saved if a number turns out not finite."""
+        """The data of the current step, to save if a number is not finite."""
 
     @property
     def version(self) -> int:
@@ -109,7 +110,10 @@ class LocalTrainer:
         return PreparedBatch(tuple(minibatches))
 
     def backward(self, minibatch: Minibatch) -> None:
-        """Add the gradient of the minibatch's loss. It does not depend on the microbatches' size."""
+        """Add the gradient of the minibatch's loss.
+
+        It does not depend on the microbatches' size.
+        """
         began = time.perf_counter()
         metrics = self._metrics
         self.failed_batch = FailedBatch("step", minibatch)
@@ -147,8 +151,8 @@ class LocalTrainer:
         norm = float(nn.utils.clip_grad_norm_(self._master.values(), self.config.grad_clip))
         if not math.isfinite(norm):
             raise FloatingPointError(
-                f"the gradient norm of optimizer step {self.steps + 1} is {norm}; no step was taken. "
-                "Lower trainer.lr or narrow the correction band"
+                f"the gradient norm of optimizer step {self.steps + 1} is {norm}; "
+                "no step was taken. Lower trainer.lr or narrow the correction band"
             )
         lr = self.config.lr * lr_factor(self.steps, self.config, num_steps=self.num_steps)
         for group in self.optimizer.param_groups:
@@ -243,7 +247,7 @@ class LocalTrainer:
         )
 
     def _norm(self, batch: Batch, steps: list[list[int]], keep: Tensor) -> Tensor:
-        """Return one over the denominator of each token's optimizer step, `[T]` of the whole batch."""
+        """Return 1 / denominator of each token's optimizer step, `[T]` for the whole batch."""
         indices = []
         norms = []
         for sequences in steps:
@@ -254,7 +258,10 @@ class LocalTrainer:
         return norm.new_zeros(len(batch.tokens)).index_put((torch.cat(indices),), norm)
 
     def _with_gradient(self, batch: Batch, factor: Tensor) -> list[int]:
-        """Return the sequences that can have a gradient. `factor` `[T]` multiplies each token's loss."""
+        """Return the sequences that can have a gradient.
+
+        `factor` `[T]` multiplies each token's loss.
+        """
         tokens = batch.sampled
         if self.rules.objective.idle_at_zero:
             tokens = tokens & (factor != 0) & (batch.advantage != 0)
@@ -278,7 +285,8 @@ class LocalTrainer:
         if objective.kl_coef:
             reference_logp = minibatch.reference_logp[index]
             self._metrics.add_reference((reference_logp - current_logp)[microbatch.sampled])
-            # Tokens are drawn from mu, the KL is of pi: weight by D * S, whatever the correction drops.
+            # Tokens are drawn from mu, the KL is of pi: weight by D * S, whatever the correction
+            # drops.
             ratio = bounded_exp(current_logp - microbatch.behavior_logp)
             divergence = reference_kl(logp, reference_logp, sampled=microbatch.sampled)
             loss = loss + objective.kl_coef * (norm * ratio * divergence).sum()
@@ -293,8 +301,8 @@ class LocalTrainer:
     def _forward_pass(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return `(logp [T], entropy [T])` on the CPU.
 
-        With an entropy bonus, entropy is of all action tokens and has a gradient. Otherwise it is of a
-        sample of tokens, for the metric alone.
+        With an entropy bonus, entropy is of all action tokens and has a gradient. Otherwise it is
+        of a sample of tokens, for the metric alone.
         """
         run = self.policy.prefix_tree(batch)
         self._metrics.forward_tokens += run.num_tokens
@@ -312,7 +320,7 @@ class LocalTrainer:
         return logp.cpu(), entropy
 
     def _collect_gradients(self) -> None:
-        """Add the gradients of narrower forward weights to the float32 ones, one tensor at a time."""
+        """Add gradients of bfloat16 weights to the float32 ones, one tensor at a time."""
         for name, parameter in self._forward.items():
             master = self._master[name]
             if master is parameter or parameter.grad is None:
@@ -323,7 +331,7 @@ class LocalTrainer:
 
     @torch.no_grad()
     def _cast_master(self) -> None:
-        """Copy the float32 weights into narrower forward weights."""
+        """Copy the float32 weights into bfloat16 weights of the forward pass."""
         for name, parameter in self._forward.items():
             if parameter is not self._master[name]:
                 parameter.copy_(self._master[name])
@@ -348,7 +356,7 @@ def _require_finite(batch: Batch, **logps: Tensor) -> None:
 
 
 def _divide(batch: Batch, num_steps: int) -> list[list[int]]:
-    """Deal the sequences that have an action token to optimizer steps in turn, which spreads siblings."""
+    """Deal sequences with an action token to optimizer steps in turn, which spreads siblings."""
     sequences = [
         i for i, (start, end) in enumerate(batch.spans()) if batch.sampled[start:end].any()
     ]

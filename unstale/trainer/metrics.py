@@ -1,7 +1,8 @@
 """Metrics of one batch, over its action tokens.
 
-`log_d = old_logp - behavior_logp` is the discrepancy, `log_s = logp - old_logp` the staleness. A figure
-that no token defines is NaN, so that every name is in every row. docs/metrics.md lists all names.
+`log_d = old_logp - behavior_logp` is the discrepancy, `log_s = logp - old_logp` the staleness. A
+figure that no token defines is NaN, so that every name is in every row. docs/metrics.md lists all
+names.
 """
 
 import math
@@ -17,7 +18,10 @@ MAX_POINTS = 256
 """Points `(log_d, log_s, lag)` kept of one batch for plots, evenly spaced over its tokens."""
 
 ENTROPY_SAMPLE = 1024
-"""Tokens of a batch at most whose entropy is computed, evenly spaced: entropy needs all logits of a token."""
+"""Most tokens of a batch for which entropy is computed.
+
+It is costly: it needs all logits of a token.
+"""
 
 _NO_TOKENS = torch.empty(0)
 
@@ -100,7 +104,7 @@ class StepMetrics:
 
     @property
     def kept_share(self) -> float:
-        """The share of the scored action tokens that the correction kept, 1 before any was scored."""
+        """The share of scored action tokens that the correction kept, 1 before the first."""
         if not self._corrected:
             return 1.0
         return torch.cat([columns["keep"] for columns in self._corrected]).mean().item()
@@ -156,9 +160,10 @@ class StepMetrics:
 
 
 def kl_estimates(log_ratio: Tensor) -> tuple[float, float]:
-    """Return the k1 and k3 estimates of KL(q || p) from `log_ratio = log p - log q` of tokens drawn from q.
+    """Return the k1 and k3 estimates of KL(q || p), in nats.
 
-    k1 is the mean of -r and k3 the mean of exp(r) - 1 - r (joschu.net/blog/kl-approx.html), in nats.
+    `log_ratio` is r = log p - log q of tokens drawn from q. k1 is the mean of -r and k3 the mean of
+    exp(r) - 1 - r (joschu.net/blog/kl-approx.html).
     """
     r = log_ratio.double()
     return _mean(-r), _mean(bounded_exp(r) - 1 - r)

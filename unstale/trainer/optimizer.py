@@ -60,7 +60,10 @@ def _optimizer_class(name: str) -> Any:
 
 
 def _supports_fused(kind: Any, parameter: Tensor) -> bool:
-    """Return True if this class has a fused kernel for the parameter's device. Only a step shows it."""
+    """Return True if this class has a fused kernel for the parameter's device.
+
+    Only a step shows it.
+    """
     probe = nn.Parameter(torch.zeros_like(parameter.detach().flatten()[:1]))
     probe.grad = torch.zeros_like(probe)
     try:

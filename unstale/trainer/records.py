@@ -1,4 +1,4 @@
-"""Records of the trainer: the rules of the loss, and a batch on its way through the optimizer steps."""
+"""Records of the trainer: the rules of the loss, and a batch divided into optimizer steps."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,13 +11,19 @@ from unstale.algorithms.objectives import Surrogate
 from unstale.records import Batch
 
 NOT_FINITE = (FloatingPointError, NonFinite)
-"""Errors for a loss, gradient or log-probability that is not finite. Raised before the optimizer step."""
+"""Errors for a loss, gradient or log-probability that is not finite.
+
+Raised before the optimizer step.
+"""
 
 Correction = Callable[[Tensor, Batch], Control]
 """`(old_logp [T], batch)` -> weight and mask of each token, from the discrepancy D."""
 
 Audit = Callable[[Batch, Tensor], Mapping[str, float]]
-"""`(batch, old_logp [T])` -> metrics of the route's error. `old_logp` is empty for an inline route."""
+"""`(batch, old_logp [T])` -> metrics of the route's error.
+
+`old_logp` is empty for an inline route.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +33,7 @@ class Objective:
     surrogate: Callable[[Tensor, Tensor, Batch], Surrogate]
     """`(logp [T], old_logp [T], batch)` -> loss per token, and where it is clipped."""
     norm: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """`(sampled [T], keep [T], sequence [T])` -> the factor of each token's loss, one over the denominator."""
+    """`(sampled, keep, sequence)`, each `[T]`, to the factor `[T]` of each token's loss."""
     kl_coef: float = 0.0
     """Coefficient of the KL to the reference, the policy at the run's start."""
     entropy_coef: float = 0.0
@@ -77,5 +83,8 @@ class FailedBatch:
     """The data in work when a number was not finite, to be saved for `unstale replay`."""
 
     stage: Literal["old_logps", "step"]
-    """`old_logps`: the route's values for a batch. `step`: loss and gradient of one optimizer step."""
+    """`old_logps`: the route's values for a batch.
+
+    `step`: loss and gradient of one optimizer step.
+    """
     minibatch: Minibatch

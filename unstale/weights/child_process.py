@@ -1,7 +1,7 @@
-"""A process of our own at the other end of a socket, and what is said over it: frames of one JSON object and bytes.
+"""A child process and the messages exchanged with it over a socket.
 
-A frame is `header length | body length | header | body`. The header is JSON, the body safetensors or empty: nothing
-that arrives is ever unpickled.
+A message is a frame: `header length | body length | header | body`. The header is JSON, and the
+body is safetensors or empty. Nothing is ever unpickled.
 """
 
 import json
@@ -22,11 +22,11 @@ _LAST_WORDS = 2000
 _READ_BYTES = 1 << 16
 
 BEAT_S = 0.5
-"""How often a process says that it runs, and how often whoever waits for it should look."""
+"""Seconds between two heartbeats of a child, and between two checks by its parent."""
 FROZEN_S = 4.0
-"""Silence after which it is taken for frozen."""
+"""Seconds without a heartbeat after which a child counts as frozen."""
 _START_S = 60.0
-"""The same before its first beat, which an interpreter that is read from a slow disk may be long in giving."""
+"""The same before the first heartbeat: Python may take long to start from a slow disk."""
 
 _PROGRAM = """
 import signal, sys
@@ -38,18 +38,24 @@ signal.setitimer(signal.ITIMER_REAL, 0.001, {beat_s})
 from {module} import main
 main(int(sys.argv[1]), sys.argv[3])
 """
-"""A timer's signal makes the interpreter write a byte from its own handler, whatever holds the lock of its threads."""
+"""The child's program.
+
+A timer signal makes Python's C handler write the heartbeat, also without the GIL.
+"""
 
 Bytes = bytes | memoryview
 Header = dict[str, Any]
 
 
 class ChildFrozen(RuntimeError):
-    """A process runs no more, though it has not ended: stopped, or starved by its machine. It has been killed."""
+    """A child process that sent no heartbeat: it was stopped, or had no CPU time.
+
+    It has been killed.
+    """
 
 
 def pack(header: Header, body: bytes = b"") -> bytes:
-    """One frame.
+    """Return one frame as bytes.
 
     >>> list(Frames().feed(pack({"op": "resume"}, b"xy")))
     [({'op': 'resume'}, b'xy')]
@@ -58,19 +64,19 @@ def pack(header: Header, body: bytes = b"") -> bytes:
 
 
 def frame(header: Header, body: Sequence[Bytes]) -> list[Bytes]:
-    """The parts of one frame, those of its body as they lie."""
+    """Return one frame as a list of parts. Those of the body are not copied."""
     text = json.dumps(header, separators=(",", ":")).encode()
     return [_LENGTHS.pack(len(text), sum(map(len, body))) + text, *body]
 
 
 class Frames:
-    """Cuts a stream of bytes into frames."""
+    """A parser that cuts a stream of bytes into frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[tuple[Header, bytes]]:
-        """Every frame that `data` completes."""
+        """Yield every frame that `data` completes."""
         self._buffer += data
         while len(self._buffer) >= _LENGTHS.size:
             header_size, body_size = _LENGTHS.unpack_from(self._buffer)
@@ -85,30 +91,29 @@ class Frames:
 
 
 class Child:
-    """A process that runs `main(descriptor, options)` of a module, and our end of the `socket` to it.
+    """A process that runs `main(descriptor, options)` of a module, with a `socket` to it.
 
-    Its threads are set before torch loads there. It has a session of its own and ignores Ctrl-C: only `kill` ends it,
-    or the end of this process, which it sees as the end of the socket. Only its own end closes the socket at its side.
-    From its first moment it beats, every `BEAT_S`, also while it computes; `check` listens.
+    It ignores Ctrl-C. It ends by `kill`, or when this process ends and so closes the socket. It
+    sends a heartbeat every `BEAT_S` seconds, also while it computes; `check` reads them.
     """
 
     def __init__(self, name: str, module: str, options: Header, *, threads: int) -> None:
         self.name = name
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        self.socket, theirs = socket.socketpair()
+        self.socket, child_socket = socket.socketpair()
         beats, beat = os.pipe()
         os.set_blocking(beats, False)
         os.set_blocking(beat, False)
         self._beats = os.fdopen(beats, "rb", buffering=0)
-        self._patience_s = _START_S
+        self._max_silent_s = _START_S
         self._silent_s = 0.0
-        self._looked = time.monotonic()
+        self._last_check = time.monotonic()
         program = _PROGRAM.format(beat_s=BEAT_S, module=module)
-        arguments = [str(theirs.fileno()), str(beat), json.dumps(options)]
-        with theirs, os.fdopen(beat, "wb"):
+        arguments = [str(child_socket.fileno()), str(beat), json.dumps(options)]
+        with child_socket, os.fdopen(beat, "wb"):
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-X", "faulthandler", "-c", program, *arguments],
-                pass_fds=[theirs.fileno(), beat],
+                pass_fds=[child_socket.fileno(), beat],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,
@@ -121,24 +126,27 @@ class Child:
         return self._process.pid
 
     def check(self) -> None:
-        """Kill the process and raise `ChildFrozen` if it has been silent for `FROZEN_S`. To be called every `BEAT_S`.
+        """Kill the process and raise `ChildFrozen` if it sent no heartbeat for `FROZEN_S` seconds.
 
-        Silence counts only while somebody looks: a pause of this process, or of the whole machine, is nobody's fault.
+        Call it every `BEAT_S` seconds. A longer pause counts as `BEAT_S`: then this process, or the
+        machine, was paused too.
         """
         now = time.monotonic()
         if self._beats.read(_READ_BYTES):
-            self._patience_s, self._silent_s = FROZEN_S, 0.0
+            self._max_silent_s = FROZEN_S
+            self._silent_s = 0.0
         else:
-            self._silent_s += min(now - self._looked, BEAT_S)
-        self._looked = now
-        if self._silent_s >= self._patience_s:
+            self._silent_s += min(now - self._last_check, BEAT_S)
+        self._last_check = now
+        if self._silent_s >= self._max_silent_s:
             self._process.kill()
             raise ChildFrozen(
-                f"the {self.name} process (pid {self.pid}) did not answer for {self._silent_s:.0f} s"
+                f"the {self.name} process (pid {self.pid}) did not answer "
+                f"for {self._silent_s:.0f} s"
             )
 
     def recv(self, size: int) -> bytes:
-        """What has arrived, once something has. Empty at the end of the process. Raises `ChildFrozen`."""
+        """Wait for bytes and return them, or b"" after the process ended. Raises `ChildFrozen`."""
         while not self._ready(select.POLLIN):
             self.check()
         try:
@@ -147,22 +155,25 @@ class Child:
             return b""
 
     def sendall(self, data: bytes | memoryview) -> None:
-        """Raises `ChildFrozen`, or BrokenPipeError or ConnectionResetError at the end of the process."""
-        rest = memoryview(data)
-        while rest:
+        """Send all bytes.
+
+        Raises `ChildFrozen`, or BrokenPipeError or ConnectionResetError if the process ended.
+        """
+        unsent = memoryview(data)
+        while unsent:
             if self._ready(select.POLLOUT):
-                rest = rest[self.socket.send(rest, socket.MSG_DONTWAIT) :]
+                unsent = unsent[self.socket.send(unsent, socket.MSG_DONTWAIT) :]
             else:
                 self.check()
 
     def _ready(self, event: int) -> bool:
-        """Wait for it until the next look is due."""
+        """Wait for the event for up to `BEAT_S` seconds."""
         poll = select.poll()
         poll.register(self.socket, event)
         return bool(poll.poll(1000 * BEAT_S))
 
     def last_words(self) -> str:
-        """Why the process ended. It has hung up, which only its end does, so its exit code is there."""
+        """Return the exit code of a process that closed its socket, and the end of its stderr."""
         code = self._process.wait()
         self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - _LAST_WORDS))
         output = self._stderr.read().decode(errors="replace").strip()
@@ -172,19 +183,19 @@ class Child:
         )
 
     def kill(self) -> None:
-        """It has nothing to save."""
+        """Kill the process, which has nothing to save."""
         self._process.kill()
         self.socket.close()
         self._beats.close()
 
     def wait(self) -> None:
-        """Until the process is gone, after `kill`."""
+        """Wait for the end of the process, after `kill`."""
         self._process.wait()
         self._stderr.close()
 
 
 def cores() -> int:
-    """Processor cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -197,7 +208,7 @@ def _environment(threads: int) -> dict[str, str]:
         "MKL_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "HF_HUB_OFFLINE": "1",
-        # Kernels compiled for a shape of bfloat16 matrices, several hundred kB each: both caches hold a thousand else.
+        # Cached bfloat16 kernels take several hundred kB a shape. The default is 1024 of them.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
         "LRU_CACHE_CAPACITY": "256",
     }

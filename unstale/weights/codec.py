@@ -1,15 +1,18 @@
-"""The difference of two versions, bit for bit, in few bytes: XOR of words, each tensor written in the smallest way.
+"""Lossless compression of the difference between two versions of the weights.
 
-    sparse   where words differ (gaps, as bytes) and how (byte planes), each stream compressed by zstandard
-    packed   the byte planes of all words, compressed: for differences that are everywhere and small
-    raw      the words as they are: no larger than the tensor, and XOR all the same
+The difference is the XOR of the tensors' words. Each tensor is stored in the smallest of three
+ways:
 
-XOR is its own inverse: what leads from one version to the next leads back. Words are integers of the element's size,
-so that NaN payloads, -0.0 and denormals are what they are. Coding is done on the CPU, one tensor at a time; of one on
-another device, only the words that changed come over while they are few.
+    sparse   the positions of changed words (gaps) and their XOR (byte planes), compressed
+    packed   the byte planes of all words, compressed: for small differences in most words
+    raw      the XOR of all words: never larger than the tensor
 
-What is read may be damaged or from somebody else: whatever it is, it gives the delta that was written or a ValueError,
-and takes no more memory than the bytes given and the tensors it is applied to.
+XOR is its own inverse, so a delta also leads back. Words are integers of the element's size, which
+keeps NaN payloads, -0.0 and denormals. Tensors are coded on the CPU, one at a time. From another
+device only the changed words are copied, if they are few.
+
+Input may be damaged or hostile. Reading it returns the delta that was written or raises ValueError,
+and takes no more memory than the input and the tensors it is applied to.
 """
 
 import json
@@ -28,25 +31,29 @@ from torch import Tensor
 from unstale.weights.child_process import Bytes
 
 SPARSE_BELOW = 2 / 3
-"""Share of changed words above which `sparse` is not tried: it would be slow and lose."""
+"""Share of changed words above which `sparse` is not tried: it would be slow and larger."""
 PACKED_ABOVE = 1 / 3
-"""Share of changed words below which `packed` is not tried: it would cost most of the time and lose."""
+"""Share of changed words below which `packed` is not tried: it would be slow and larger."""
 
 _ENTROPY = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=6)
-"""What is left to find is the skew of single bytes: looking hard for repeats takes longer and gives more bytes."""
+"""Fast settings.
+
+The data has skewed bytes but few repeats: a search for repeats is slower and no smaller.
+"""
 _ESCAPE = 255
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NAMES = {
-    torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64",
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
+    torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64",
+    torch.complex64: "C64", torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8",
+    torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
 }  # fmt: skip
-"""What safetensors calls them."""
+"""The names of dtypes in safetensors files."""
 _HEADER = struct.Struct("<Q")
 
 Array = npt.NDArray[Any]
 Kind = Literal["sparse", "packed", "raw"]
 Part = tuple[str, str, tuple[int, ...], Bytes]
-"""Of a file: the name, dtype and shape of a tensor, and what is in it."""
+"""One tensor of a file: name, dtype, shape and bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +72,16 @@ class Encoded:
         numbers = (self.words, self.width, self.changed)
         if any(type(number) is not int for number in numbers) or self.width not in _WORDS:
             raise ValueError(
-                f"no difference has {self.words!r} words of {self.width!r} bytes, {self.changed!r} changed"
+                f"invalid difference: {self.words!r} words of {self.width!r} bytes, "
+                f"{self.changed!r} changed"
             )
-        wanted = {"sparse": 1 + self.width, "packed": self.width, "raw": 1}[self.kind]
-        if not 0 <= self.changed <= self.words or len(self.streams) != (
-            wanted if self.changed else 0
-        ):
+        num_streams = {"sparse": 1 + self.width, "packed": self.width, "raw": 1}[self.kind]
+        if not self.changed:
+            num_streams = 0
+        if not 0 <= self.changed <= self.words or len(self.streams) != num_streams:
             raise ValueError(
-                f"{self.changed} of {self.words} words changed cannot be {self.kind} in {len(self.streams)} streams"
+                f"invalid difference: {self.changed} of {self.words} words changed, "
+                f"{self.kind}, in {len(self.streams)} streams"
             )
         if self.kind == "raw" and self.changed and self.nbytes != self.words * self.width:
             raise ValueError(
@@ -86,12 +95,12 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What leads from the weights of `base` to those of `version`, and back."""
+    """The difference between the weights of `base` and those of `version`, in either direction."""
 
     base: int
     version: int
     checksum: int
-    """Of the weights of `version`, as `checksum` forms it."""
+    """The `checksum` of the weights of `version`."""
     tensors: Mapping[str, Encoded]
 
     @property
@@ -99,16 +108,16 @@ class Delta:
         return sum(encoded.nbytes for encoded in self.tensors.values())
 
     def check_way(self, held: int, wanted: int) -> None:
-        """ValueError if it does not lead from the version that an engine holds to the one that it is to hold."""
+        """Raise ValueError unless the delta leads from version `held` to version `wanted`."""
         if (self.base, self.version) != (held, wanted):
             raise ValueError(
-                f"the delta leads from version {self.base} to {self.version}, but the engine holds {held} "
-                f"and is to hold {wanted}"
+                f"the delta leads from version {self.base} to {self.version}, "
+                f"but the engine holds {held} and needs {wanted}"
             )
 
 
 def words(tensor: Tensor) -> Tensor:
-    """The bits of a tensor as integers: a view of the same memory."""
+    """Return the bits of a tensor as integers: a view of the same memory."""
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -116,7 +125,7 @@ def words(tensor: Tensor) -> Tensor:
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> int:
-    """CRC-32 over the bits of all tensors, in the order of their names."""
+    """Return the CRC-32 of the bits of all tensors, in the order of their names."""
     crc = 0
     for name in sorted(tensors):
         crc = zlib.crc32(_bytes(tensors[name]), crc)
@@ -124,7 +133,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> int:
 
 
 def encode(difference: Tensor) -> Encoded:
-    """The smallest of three ways to write an XOR of `words`.
+    """Compress an XOR of `words` in the smallest of the three ways.
 
     >>> encode(torch.tensor([0, 0, 3], dtype=torch.int16)).kind
     'raw'
@@ -134,12 +143,13 @@ def encode(difference: Tensor) -> Encoded:
     flat = difference.contiguous().reshape(-1)
     where, changed = _changed(flat)
     share = len(where) / max(1, len(flat))
-    written: list[tuple[Kind, tuple[bytes, ...]]] = []
+    candidates: list[tuple[Kind, tuple[bytes, ...]]] = []
     if share <= SPARSE_BELOW:
-        written.append(("sparse", (_pack(_gaps(where)), *_planes(changed)) if len(where) else ()))
+        streams = (_pack(_gaps(where)), *_planes(changed)) if len(where) else ()
+        candidates.append(("sparse", streams))
     if share >= PACKED_ABOVE:
-        written.append(("packed", _planes(flat.cpu().numpy())))
-    kind, streams = min(written, key=lambda way: sum(map(len, way[1])))
+        candidates.append(("packed", _planes(flat.cpu().numpy())))
+    kind, streams = min(candidates, key=lambda candidate: sum(map(len, candidate[1])))
     shape = {"words": len(flat), "width": flat.element_size(), "changed": len(where)}
     if sum(map(len, streams)) >= flat.nbytes > 0:
         return Encoded("raw", streams=(flat.cpu().numpy().tobytes(),), **shape)
@@ -147,10 +157,11 @@ def encode(difference: Tensor) -> Encoded:
 
 
 def whole(tensor: Tensor) -> Encoded:
-    """A tensor's own bits, not compressed: its difference from nothing."""
+    """Return a whole tensor, uncompressed, as its difference from zeros."""
     bits = words(tensor)
-    count, data = bits.numel(), bytes(_bytes(tensor))
-    return Encoded("raw", count, bits.element_size(), count, (data,) if count else ())
+    count = bits.numel()
+    streams = (bytes(_bytes(tensor)),) if count else ()
+    return Encoded("raw", count, bits.element_size(), count, streams)
 
 
 def apply(encoded: Encoded, target: Tensor) -> None:
@@ -161,33 +172,31 @@ def apply(encoded: Encoded, target: Tensor) -> None:
     flat = target.reshape(-1)
     match encoded.kind:
         case "sparse":
-            where, changed = _indices(encoded), _unplane(encoded.streams[1:], encoded.changed)
-            if flat.is_cpu:  # in half of torch's time
+            where = _indices(encoded)
+            changed = _unplane(encoded.streams[1:], encoded.changed)
+            if flat.is_cpu:  # NumPy takes half of torch's time here
                 flat.numpy()[where] ^= changed
             else:
-                flat[torch.from_numpy(where).to(flat.device)] ^= torch.from_numpy(changed).to(
-                    flat.device
-                )
+                index = torch.from_numpy(where).to(flat.device)
+                flat[index] ^= torch.from_numpy(changed).to(flat.device)
         case "packed":
             flat ^= torch.from_numpy(_unplane(encoded.streams, encoded.words)).to(flat.device)
         case "raw":
-            flat ^= torch.frombuffer(bytearray(encoded.streams[0]), dtype=target.dtype).to(
-                flat.device
-            )
+            raw = torch.frombuffer(bytearray(encoded.streams[0]), dtype=target.dtype)
+            flat ^= raw.to(flat.device)
     if not target.is_contiguous():
         target.copy_(flat.view(target.shape))
 
 
 def advance(tensors: Mapping[str, Tensor], delta: Delta) -> None:
-    """From the weights of `delta.base` to those of `delta.version`, in place.
+    """Turn the weights of `delta.base` into those of `delta.version`, in place.
 
-    Raises ValueError if it cannot be applied or what comes out is not that version, bit for bit; the tensors are then
-    as they were.
+    ValueError if the delta does not fit or the result has another checksum. The tensors are then
+    unchanged.
     """
     if tensors.keys() != delta.tensors.keys():
-        raise ValueError(
-            f"the delta has other weights than there are: {sorted(tensors.keys() ^ delta.tensors.keys())[:4]}"
-        )
+        unmatched = sorted(tensors.keys() ^ delta.tensors.keys())
+        raise ValueError(f"the delta is of other weights: {unmatched[:4]} on one side only")
     targets = {name: words(tensor) for name, tensor in tensors.items()}
     for name, encoded in delta.tensors.items():
         check_fit(encoded, targets[name])
@@ -198,8 +207,8 @@ def advance(tensors: Mapping[str, Tensor], delta: Delta) -> None:
             applied.append(name)
         if checksum(tensors) != delta.checksum:
             raise ValueError(
-                f"the delta from version {delta.base} does not lead to the weights of version {delta.version}: the "
-                "checksum differs, so it was applied to other weights than it was formed from"
+                f"the delta from version {delta.base} does not lead to version {delta.version}: "
+                "the checksum differs. It was applied to other weights than it was made from"
             )
     except ValueError:
         for name in applied:
@@ -208,7 +217,7 @@ def advance(tensors: Mapping[str, Tensor], delta: Delta) -> None:
 
 
 def dumps(delta: Delta) -> bytes:
-    """A safetensors file: one tensor of bytes per stream, all else in the header's metadata."""
+    """Return a safetensors file: each stream is a tensor of bytes, the rest is metadata."""
     streams: list[Part] = []
     tensors = {}
     for name, encoded in delta.tensors.items():
@@ -234,22 +243,22 @@ def dumps(delta: Delta) -> bytes:
 
 
 def file_of(weights: Mapping[str, Tensor]) -> list[Bytes]:
-    """A safetensors file of whole tensors, in parts that are the tensors' own memory where that is in order.
+    """Return a safetensors file of tensors as a list of parts, to write one after the other.
 
-    Tied tensors are written out one by one. Join the parts, or write them one after the other.
+    A part is a view of a tensor's memory where possible. Tied tensors are written once for each
+    name.
 
     >>> from safetensors.torch import load
-    >>> load(b"".join(file_of({"a": torch.tensor([1.5, 2.0]).bfloat16(), "b": torch.tensor(3)})))["a"].tolist()
+    >>> file = b"".join(file_of({"a": torch.tensor([1.5, 2.0]).bfloat16(), "b": torch.tensor(3)}))
+    >>> load(file)["a"].tolist()
     [1.5, 2.0]
     """
     parts = []
-    for name, tensor in sorted(
-        weights.items(), key=lambda item: -item[1].element_size()
-    ):  # each where it is aligned
+    # Wide elements first: then each tensor is aligned to its element size.
+    for name, tensor in sorted(weights.items(), key=lambda item: -item[1].element_size()):
         if tensor.dtype not in _NAMES:
-            raise ValueError(
-                f"{name} is {tensor.dtype}; what can be handed over: {', '.join(map(str, _NAMES))}"
-            )
+            allowed = ", ".join(map(str, _NAMES))
+            raise ValueError(f"{name} is {tensor.dtype}, which is not one of {allowed}")
         parts.append((name, _NAMES[tensor.dtype], tuple(tensor.shape), _bytes(tensor)))
     return _file(parts, {})
 
@@ -258,7 +267,8 @@ def _file(parts: Sequence[Part], metadata: Mapping[str, str]) -> list[Bytes]:
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for name, dtype, shape, data in parts:
-        start, end = end, end + len(data)
+        start = end
+        end += len(data)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _HEADER.size)
@@ -266,12 +276,12 @@ def _file(parts: Sequence[Part], metadata: Mapping[str, str]) -> list[Bytes]:
 
 
 def loads(data: bytes) -> Delta:
-    """What `dumps` wrote, or a ValueError."""
+    """Return the delta that `dumps` wrote. ValueError for any other bytes."""
     try:
         return _loads(data)
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"these {len(data):,} bytes are no delta as it was written: {error!r}"
+            f"these {len(data):,} bytes are not a delta, or are damaged: {error!r}"
         ) from error
 
 
@@ -284,25 +294,25 @@ def _loads(data: bytes) -> Delta:
     about = json.loads(text)
     left = len(data) - start
     tensors = {}
-    for name, given in about.pop("tensors").items():
+    for name, entry in about.pop("tensors").items():
         streams = []
-        for i in range(given["streams"]):
+        for i in range(entry["streams"]):
             first, last = header.pop(f"{name}/{i}")["data_offsets"]
             left -= last - first
             if not 0 <= first <= last <= len(data) - start or left < 0:
                 raise ValueError(f"stream {i} of {name} is not in the file")
             streams.append(data[start + first : start + last])
-        tensors[name] = Encoded(**given | {"streams": tuple(streams)})
+        tensors[name] = Encoded(**entry | {"streams": tuple(streams)})
     if seal != str(_seal(text, tensors)) or header or left:
         raise ValueError("its checksum differs")
     delta = Delta(tensors=tensors, **about)
     if any(type(getattr(delta, each.name)) is not int for each in fields(Delta)[:3]):
-        raise ValueError("base, version and checksum must be whole numbers")
+        raise ValueError("base, version and checksum must be integers")
     return delta
 
 
 def _seal(about: str, tensors: Mapping[str, Encoded]) -> int:
-    """CRC-32 of all that is written."""
+    """Return the CRC-32 of the metadata and all streams."""
     crc = zlib.crc32(about.encode())
     for encoded in tensors.values():
         for stream in encoded.streams:
@@ -311,29 +321,27 @@ def _seal(about: str, tensors: Mapping[str, Encoded]) -> int:
 
 
 def check_fit(encoded: Encoded, target: Tensor) -> None:
-    """ValueError when the difference is that of another shape."""
+    """Raise ValueError unless the difference has the size and element size of `target`."""
     if (encoded.words, encoded.width) != (target.numel(), target.element_size()):
         raise ValueError(
-            f"a difference of {encoded.words} words of {encoded.width} bytes does not fit a tensor of "
-            f"{target.numel()} words of {target.element_size()}"
+            f"a difference of {encoded.words} words of {encoded.width} bytes does not fit "
+            f"a tensor of {target.numel()} words of {target.element_size()} bytes"
         )
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The bits of a tensor in main memory, in order: its own where they are."""
+    """Return the bytes of a tensor on the CPU: a view of its memory where possible."""
     return words(tensor).cpu().contiguous().numpy().reshape(-1).view(np.uint8).data
 
 
 def _changed(flat: Tensor) -> tuple[Array, Array]:
-    """Where words are not 0, and these words."""
+    """Return the positions of nonzero words, and these words."""
     if flat.is_cpu:
         array = flat.numpy()
-        where = (array != 0).nonzero()[
-            0
-        ]  # that of a bool is several times faster than that of a number
+        where = (array != 0).nonzero()[0]  # on booleans, several times faster than on numbers
         return where, array[where]
-    found = flat.nonzero().squeeze(1)
-    return found.cpu().numpy(), flat[found].cpu().numpy()
+    index = flat.nonzero().squeeze(1)
+    return index.cpu().numpy(), flat[index].cpu().numpy()
 
 
 def _pack(array: Array) -> bytes:
@@ -343,11 +351,14 @@ def _pack(array: Array) -> bytes:
 
 
 def _unpack(stream: bytes, low: int, high: int) -> npt.NDArray[np.uint8]:
-    """Of a stream that says it has from `low` to `high` bytes: what it says is what would be allocated."""
+    """Decompress a stream of `low` to `high` bytes.
+
+    Its header's size is checked before allocation.
+    """
     try:
         size = zstandard.frame_content_size(stream)
         if not low <= size <= high:
-            raise ValueError(f"a stream of {size} bytes where {low} to {high} belong")
+            raise ValueError(f"a stream has {size} bytes, but must have {low} to {high}")
         return np.frombuffer(
             zstandard.ZstdDecompressor().decompress(stream, allow_extra_data=False), np.uint8
         )
@@ -356,7 +367,10 @@ def _unpack(stream: bytes, low: int, high: int) -> npt.NDArray[np.uint8]:
 
 
 def _planes(array: Array) -> tuple[bytes, ...]:
-    """The first bytes of all words, then their second ones, and so on: each plane is skewed in its own way."""
+    """Compress the first bytes of all words, then the second bytes, and so on.
+
+    Bytes of one plane have similar values, which compresses better.
+    """
     bits = array.view(f"u{array.itemsize}")
     return tuple(_pack((bits >> 8 * i).astype(np.uint8)) for i in range(array.itemsize))
 
@@ -370,7 +384,10 @@ def _unplane(streams: tuple[bytes, ...], count: int) -> Array:
 
 
 def _gaps(where: Array) -> npt.NDArray[np.uint8]:
-    """Unchanged words before each changed one; a byte of 255 adds 255 to the gap that the next byte ends."""
+    """Return the number of unchanged words before each changed one, as bytes.
+
+    A byte of 255 adds 255 to the gap that the next byte completes.
+    """
     gaps = np.diff(where, prepend=-1) - 1
     if gaps.max() < _ESCAPE:
         return gaps.astype(np.uint8)
@@ -387,8 +404,8 @@ def _indices(encoded: Encoded) -> npt.NDArray[np.int64]:
     if len(coded) > encoded.changed:
         skipped = skipped[coded != _ESCAPE]
     if len(skipped) != encoded.changed:
-        raise ValueError(f"{len(skipped)} places for {encoded.changed} words")
+        raise ValueError(f"{len(skipped)} positions for {encoded.changed} changed words")
     where = skipped + np.arange(encoded.changed)
     if len(where) and where[-1] >= encoded.words:
-        raise ValueError(f"word {where[-1]} of {encoded.words}")
+        raise ValueError(f"position {where[-1]} is outside a tensor of {encoded.words} words")
     return where

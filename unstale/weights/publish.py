@@ -1,4 +1,4 @@
-"""Hand a version to the engines. An engine is never left between versions."""
+"""Publication of a version to the engines. An engine never has weights of two versions."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
@@ -34,37 +34,37 @@ class VersionedWeights(Protocol):
 
 
 class Publisher(Protocol):
-    """Brings the newest version to every engine."""
+    """Sends the newest version to every engine, in two steps."""
 
     bytes: int
-    """Of what was last prepared to travel."""
+    """Size of the last prepared update."""
 
     def prepare(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
-        """In the trainer's thread: what will travel, made while generation goes on.
+        """Prepare the update in the trainer's thread, while generation continues.
 
-        `live` are the older versions that somebody still needs.
+        `live` are the older versions that are still needed.
         """
         ...
 
     async def publish(self) -> None:
-        """Bring what was prepared to the engines. Generation goes on, under that version, when it returns."""
+        """Load the prepared update into the engines. Afterwards they generate with that version."""
         ...
 
 
 Put = Callable[[int, Mapping[str, Tensor], Delta | None], None]
-"""Keeps a version: its forward weights, and what leads to them from the version before, if that is known."""
+"""A function that saves a version's forward weights, and its delta if there is one."""
 
 
 def _nowhere(version: int, weights: Mapping[str, Tensor], delta: Delta | None) -> None:
-    """For a run that leaves no folder."""
+    """Save nothing: the run has no folder."""
 
 
 class DirectPublisher:
-    """Weights handed straight to one engine, in the engine's own precision; adapters as they are, for it to merge.
+    """A publisher that passes weights to one engine, in the precision `dtype`.
 
-    With the route's version `store`, whose weights are in that precision, the one delta of a version that is formed is
-    put there, and it is what travels: if the engine takes deltas and holds the version before, and it is the smaller.
-    `put` brings every version to the disk before the engine gets it.
+    Adapters are passed in their own precision, and the engine merges them. With a route's version
+    `store`, its delta is passed instead, if it is smaller, the engine takes deltas, and the engine
+    has the previous version. `put` saves every version to disk before the engine gets it.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class DirectPublisher:
         self._store = store
         self._put = put
         self._loaded = -1
-        """What the engine holds."""
+        """The engine's version."""
         self._prepared: tuple[Update, int] | None = None
 
     def prepare(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
@@ -93,10 +93,14 @@ class DirectPublisher:
         self._prepared = update, source.version
 
     async def publish(self) -> None:
-        """Interrupt, load, resume. If loading fails the engine stays interrupted and the error ends the run."""
+        """Interrupt the engine, load the update, and resume.
+
+        If loading fails, the engine stays interrupted and the error ends the run.
+        """
         if self._prepared is None:
             raise RuntimeError("nothing to publish: call prepare first")
-        (update, version), self._prepared = self._prepared, None
+        update, version = self._prepared
+        self._prepared = None
         await self._engine.interrupt()
         await self._engine.load(update, version)
         self._loaded = version
@@ -107,7 +111,7 @@ class DirectPublisher:
     ) -> Delta | None:
         if self._store is None:
             return None
-        self._store.keep(live)  # what nobody needs must not count against the memory limit
+        self._store.keep(live)  # unneeded versions must not count towards the memory limit
         self._store.put(version, weights)
         older = self._store.versions[: self._store.versions.index(version)]
         if not self._engine.takes_deltas or self._loaded not in older:
@@ -121,5 +125,5 @@ def _size(weights: Mapping[str, Tensor]) -> int:
 
 
 def _cast(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Copies, in main memory: all engines take them from there."""
+    """Return copies in main memory, where all engines read them."""
     return {name: tensor.detach().to("cpu", dtype, copy=True) for name, tensor in weights.items()}

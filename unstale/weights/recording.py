@@ -1,11 +1,11 @@
-"""What a run keeps so that every route can be tried on it afterwards: its versions, and the batches it trained on.
+"""A recording of a run's versions and batches, with which every route can be evaluated afterwards.
 
-    recorded/versions/000012.safetensors    the forward weights that were published as version 12
-    recorded/batches/000013.safetensors     what step 13 trained on: the sequences with a gradient
+    recorded/versions/000012.safetensors    the forward weights of version 12
+    recorded/batches/000013.safetensors     the sequences that step 13 trained on
 
-    went_wrong.safetensors                  when a number did: the batch that it was, and the weights that met it
+    went_wrong.safetensors                  the batch and weights that gave a non-finite number
 
-Written aside and renamed, so that a file that is there is whole.
+Files are written under another name and renamed, so no file is ever partial.
 """
 
 import json
@@ -23,37 +23,39 @@ from unstale.config import ConfigError
 from unstale.records import Batch
 
 RECORDED = "recorded"
-"""Where a run folder holds its recording."""
+"""The folder of the recording in a run folder."""
 
 WENT_WRONG = "went_wrong.safetensors"
-"""Where a run folder holds the batch that a number went wrong on."""
+"""The file in a run folder with the batch that led to a number that is not finite."""
 
 _LISTS = ("offsets", "episodes")
-"""Columns of a batch that are no tensors."""
+"""Columns of a batch that are tuples, not tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedOn:
-    """A batch, the step that trained on it, and the version that the policy was then."""
+    """A batch, the step that trained on it, and the policy's version before that step."""
 
     step: int
     version: int
     batch: Batch
     version_gaps: tuple[tuple[int, int], ...] = ()
-    """The policy's: where the numbers of its versions jumped."""
+    """The policy's gaps in version numbers (`unstale.model.versions`)."""
 
 
 class Recording:
-    """Writes. One file per version and per batch."""
+    """A writer of recordings, with one file for each version and each batch."""
 
     def __init__(self, folder: Path, *, base: int = 0) -> None:
-        """`base`: the checksum of the weights under adapters; 0 where the versions are whole."""
-        self._versions, self._batches, self._base = folder / "versions", folder / "batches", base
-        for made in (self._versions, self._batches):
-            made.mkdir(parents=True, exist_ok=True)
+        """Create the folders. `base` is the checksum of the weights under adapters, else 0."""
+        self._versions = folder / "versions"
+        self._batches = folder / "batches"
+        self._base = base
+        self._versions.mkdir(parents=True, exist_ok=True)
+        self._batches.mkdir(parents=True, exist_ok=True)
 
     def version(self, number: int, weights: Mapping[str, Tensor]) -> None:
-        """The forward weights of a version, in full."""
+        """Write all forward weights of a version."""
         _write(self._versions / _name(number), weights, {"base": str(self._base)})
 
     def batch(self, trained: TrainedOn) -> None:
@@ -67,13 +69,13 @@ class Recording:
 
 
 class Recorded:
-    """Reads what a `Recording` wrote."""
+    """A reader of the files that a `Recording` wrote."""
 
     def __init__(self, folder: Path) -> None:
-        """FileNotFoundError names what is missing: all of it, or a version that a batch needs."""
+        """Open a recording. FileNotFoundError if it has no batch, or lacks a version."""
         self._folder = folder
         self.versions = _numbers(folder / "versions")
-        """Those that were published, in order."""
+        """The published versions, in order."""
         self.steps = _numbers(folder / "batches")
         if not self.steps:
             raise FileNotFoundError(
@@ -105,7 +107,10 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class WentWrong:
-    """A number that was not finite: what met what. `columns` are `[T]` tensors beside the batch, `about` is text."""
+    """The data behind a number that is not finite.
+
+    `columns` are `[T]` tensors that belong to the batch. `about` describes the failure.
+    """
 
     batch: Batch
     columns: Mapping[str, Tensor]
@@ -124,11 +129,11 @@ class WentWrong:
 
     @classmethod
     def load(cls, path: Path) -> "WentWrong":
-        """ConfigError for a file that `save` did not write."""
+        """Read a saved file. ConfigError if `save` did not write it."""
         try:
             return cls._read(path)
         except (SafetensorError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path} is no batch that a number went wrong on: {error}") from error
+            raise ConfigError(f"{path} is not a saved batch of a failed step: {error}") from error
 
     @classmethod
     def _read(cls, path: Path) -> "WentWrong":
@@ -147,8 +152,10 @@ def _columns(batch: Batch) -> dict[str, Tensor]:
 
 
 def _batch(columns: Mapping[str, Tensor]) -> Batch:
-    held: dict[str, Any] = dict(columns)
-    return Batch(**held | {name: tuple(columns[name].tolist()) for name in _LISTS})
+    values: dict[str, Any] = dict(columns)
+    for name in _LISTS:
+        values[name] = tuple(columns[name].tolist())
+    return Batch(**values)
 
 
 def _name(number: int) -> str:
@@ -160,10 +167,7 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], about: dict[str, str]) -> None:
-    aside = path.with_suffix(".part")
-    save_file(
-        {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
-        aside,
-        metadata=about,
-    )
-    aside.replace(path)
+    part = path.with_suffix(".part")
+    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, part, metadata=about)
+    part.replace(path)

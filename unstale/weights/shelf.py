@@ -1,4 +1,4 @@
-"""Where deltas are kept: in memory, or in files."""
+"""Storage of deltas, in memory or in files."""
 
 import os
 import tempfile
@@ -8,9 +8,9 @@ from unstale.weights.codec import Delta, dumps, loads
 
 
 class Shelf:
-    """Deltas by version. With a `folder`, they are files of a folder of its own in there, made when the first comes.
+    """Deltas by version, in memory, or in files of a temporary folder inside `folder`.
 
-    A file is readable by safetensors, and is there in full or not at all.
+    The files are in safetensors format and written atomically.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -20,7 +20,7 @@ class Shelf:
         self._sizes: dict[int, int] = {}
 
     def put(self, version: int, delta: Delta) -> None:
-        """In place of what was kept under that version."""
+        """Store a delta, in place of an earlier one of that version."""
         self._held[version] = self._write(version, delta) if self._folder else delta
         self._sizes[version] = delta.nbytes
 
@@ -29,7 +29,7 @@ class Shelf:
         return loads(held.read_bytes()) if isinstance(held, Path) else held
 
     def drop(self, version: int) -> None:
-        """Harmless when nothing is kept under that version."""
+        """Delete the delta of a version, if there is one."""
         held = self._held.pop(version, None)
         self._sizes.pop(version, None)
         if isinstance(held, Path):
@@ -41,7 +41,7 @@ class Shelf:
 
     @property
     def bytes(self) -> int:
-        """Of everything kept, wherever it is."""
+        """Bytes of all deltas, in memory or in files."""
         return sum(self._sizes.values())
 
     @property
@@ -49,8 +49,9 @@ class Shelf:
         return self._folder is not None
 
     def close(self) -> None:
-        """Give back what is kept, and the files."""
-        self._held, self._sizes = {}, {}
+        """Drop all deltas, and remove the files."""
+        self._held = {}
+        self._sizes = {}
         if self._place is not None:
             self._place.cleanup()
             self._place = None

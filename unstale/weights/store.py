@@ -1,7 +1,7 @@
-"""The version store: the published weights of every version that somebody still needs, bit for bit.
+"""The version store: the exact published weights of every version that is still needed.
 
-One copy of the weights is moved from version to version; beside it only the differences between neighbours are kept.
-Every operation is on one tensor's own words, so a shard can be kept by the rank that holds it.
+It holds one full copy of the weights, and the differences between adjacent versions. Each tensor is
+handled on its own, so a rank can store its shard.
 """
 
 import time
@@ -35,15 +35,16 @@ _GB = 1e9
 
 
 class StoreFull(MemoryError):
-    """A version does not fit the store's memory limit. The store is as it was."""
+    """A version exceeds the store's memory limit. The store is unchanged."""
 
 
 class VersionStore:
-    """A chain of versions, oldest first, and one movable copy of the weights that stands at one of them.
+    """A chain of versions, oldest first, and one movable copy of the weights at one of them.
 
-    The movable copy is moved in place: `movable` are its tensors (a twin's `weights()`, on any device), or the store
-    makes a copy of its own when the first version comes. With `storage="full"` every version is a copy by itself.
-    What is kept is in memory, at most `memory_gb` of it (0 has no limit), or in files under `folder`.
+    `movable` are the tensors of the copy, changed in place (a twin's `weights()`, on any device).
+    By default the store copies the first version. With `storage="full"` every version is kept
+    whole. Versions are kept in memory, at most `memory_gb` of it (0 is no limit), or in files under
+    `folder`.
 
     >>> store = VersionStore()
     >>> for version in range(4):
@@ -65,48 +66,45 @@ class VersionStore:
         self._movable: dict[str, Tensor] = {}
         self._aliases: dict[str, str] = {}
         """Further names of a movable tensor: tied weights are held once."""
-        self._own(movable or {})
+        self._adopt(movable or {})
         self._full = storage == "full"
         self._memory_gb = memory_gb
         self._versions: list[int] = []
         self._at = -1
         self._shelf = Shelf(folder)
-        """By version: the delta from its predecessor, which the first has not; or, if full, the weights themselves."""
+        """By version: its delta from the previous one (none for the first), or all weights."""
         self.encode_s = 0.0
-        """Seconds that forming what is kept has taken."""
+        """Seconds spent on compression."""
 
     def put(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the weights of the newest version. One difference is formed, from the version before.
+        """Add the weights of a new version.
 
-        A version never changes: putting it again is allowed only with the same bits. Raises `StoreFull`.
+        Raises `StoreFull`, and ValueError if the weights do not fit, if the version is older than
+        the newest, or if it is stored with other weights.
         """
         if not self._movable:
-            self._own(tensors)
+            self._adopt(tensors)
             self._movable = {name: tensor.cpu().clone() for name, tensor in self._movable.items()}
         wrong = self._misfits(tensors)
         if version in self._versions:
             self.move_to(version)
             if wrong := wrong or self._changed(tensors):
                 raise ValueError(
-                    f"version {version} is published already, with other weights: {wrong[:4]} differ"
+                    f"version {version} is stored already, with other weights: {wrong[:4]} differ"
                 )
             return
         if wrong:
             raise ValueError(f"version {version} does not fit the store's weights: {wrong[:4]}")
         if self._versions and version < self._versions[-1]:
-            raise ValueError(
-                f"version {version} comes after version {self._versions[-1]}: versions only grow"
-            )
+            raise ValueError(f"version {version} is older than the newest, {self._versions[-1]}")
         began = time.perf_counter()
         self._add(version, {name: tensors[name] for name in self._movable})
         self.encode_s += time.perf_counter() - began
 
     def move_to(self, version: int) -> None:
-        """Bring the movable copy there. LookupError if the version is gone."""
+        """Turn the movable copy into `version`. LookupError if it is not stored."""
         if version not in self._versions:
-            raise LookupError(
-                f"version {version} is gone, kept {self._versions}: it was in no `keep` since it was published"
-            )
+            raise LookupError(f"version {version} is not stored, only {self._versions}")
         if version == self._at:
             return
         if self._full:
@@ -115,19 +113,23 @@ class VersionStore:
             self._apply(version)
             self._at = version
             return
-        here, there = self._versions.index(self._at), self._versions.index(version)
+        here = self._versions.index(self._at)
+        there = self._versions.index(version)
         step = 1 if there > here else -1
         for i in range(here, there, step):
             self._apply(self._versions[max(i, i + step)])
             self._at = self._versions[i + step]
 
     def tensors(self, version: int) -> Mapping[str, Tensor]:
-        """The weights of `version`, to be read and not written, until the copy moves on. LookupError if gone."""
+        """Return the weights of `version`, read-only and valid until the copy moves.
+
+        LookupError if the version is not stored.
+        """
         self.move_to(version)
         return self._named()
 
     def keep(self, live: Collection[int]) -> None:
-        """Drop every version that is not in `live`, but for the newest; deltas that meet there become one."""
+        """Drop versions not in `live`, except the newest, and join the deltas around them."""
         kept = [
             version
             for version in self._versions
@@ -148,7 +150,7 @@ class VersionStore:
         self._versions = kept
 
     def delta(self, version: int) -> Delta:
-        """What leads to `version` from the version before it in the chain. LookupError if there is none."""
+        """Return the delta to `version` from the stored version before it. LookupError if none."""
         if self._full or version not in self._versions[1:]:
             raise LookupError(f"no delta leads to version {version}: kept {self._versions}")
         return self._shelf.get(version)
@@ -159,17 +161,17 @@ class VersionStore:
 
     @property
     def at(self) -> int:
-        """Where the movable copy stands; -1 before the first version."""
+        """The version of the movable copy, -1 before the first."""
         return self._at
 
     @property
     def bytes(self) -> int:
-        """Memory that the kept versions take, the movable copy apart."""
+        """Bytes of memory for the stored versions, without the movable copy."""
         return 0 if self._shelf.in_files else self._shelf.bytes
 
     @property
     def encoded_bytes(self) -> int:
-        """What is kept beside the movable copy, in memory or in files."""
+        """Bytes of the stored versions, in memory or in files, without the movable copy."""
         return self._shelf.bytes
 
     @property
@@ -177,7 +179,7 @@ class VersionStore:
         return sum(tensor.nbytes for tensor in self._movable.values())
 
     def state(self) -> Mapping[str, Any]:
-        """Tensors and numbers; deltas as bytes of safetensors files."""
+        """Return tensors and numbers. Deltas are the bytes of safetensors files."""
         return {
             "full": self._full,
             "at": self._at,
@@ -194,20 +196,20 @@ class VersionStore:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """From a store of the same storage. The movable copy goes where it was. ValueError for what cannot be one."""
+        """Load a `state()`. ValueError if it is damaged, or does not fit this store."""
         if state["full"] != self._full:
             raise ValueError(
-                "a store goes on from a state of the same storage: keep old_logps.storage as it was"
+                "the saved version store has another old_logps.storage: keep it as it was"
             )
         if not self._movable:
             self._aliases = dict(state["aliases"])
             self._movable = {name: tensor.clone() for name, tensor in state["movable"].items()}
-        if wrong := self._misfits(
-            state["movable"] | {a: state["movable"][name] for a, name in state["aliases"].items()}
-        ):
+        movable = state["movable"]
+        wrong = self._misfits(movable | {a: movable[name] for a, name in state["aliases"].items()})
+        if wrong:
             raise ValueError(f"the state does not fit the store's weights: {wrong[:4]}")
         deltas = {
-            int(version): loads(held.numpy().tobytes()) for version, held in state["shelf"].items()
+            int(version): loads(file.numpy().tobytes()) for version, file in state["shelf"].items()
         }
         self._check_chain(deltas, state)
         for name, tensor in self._movable.items():
@@ -215,27 +217,28 @@ class VersionStore:
         self._shelf.close()
         for version, delta in deltas.items():
             self._shelf.put(version, delta)
-        self._versions, self._at = list(state["versions"]), state["at"]
+        self._versions = list(state["versions"])
+        self._at = state["at"]
         self._check_copy(state["checksum"])
 
     def close(self) -> None:
-        """Forget every version, and remove the files."""
+        """Drop every version, and remove the files."""
         self._shelf.close()
-        self._versions, self._at = [], -1
+        self._versions = []
+        self._at = -1
 
-    def _add(self, version: int, given: Mapping[str, Tensor]) -> None:
+    def _add(self, version: int, weights: Mapping[str, Tensor]) -> None:
         if self._full:
-            self._shelve(
-                Delta(-1, version, checksum(given), {name: whole(t) for name, t in given.items()})
-            )
+            encoded = {name: whole(tensor) for name, tensor in weights.items()}
+            self._shelve(Delta(-1, version, checksum(weights), encoded))
         elif self._versions:
             newest = self._versions[-1]
             self.move_to(newest)
-            differences = {
-                name: encode(self._difference(name, tensor)) for name, tensor in given.items()
+            encoded = {
+                name: encode(self._difference(name, tensor)) for name, tensor in weights.items()
             }
-            self._shelve(Delta(newest, version, checksum(given), differences))
-        for name, tensor in given.items():
+            self._shelve(Delta(newest, version, checksum(weights), encoded))
+        for name, tensor in weights.items():
             words(self._movable[name]).copy_(words(tensor))
         self._versions.append(version)
         self._at = version
@@ -244,9 +247,10 @@ class VersionStore:
         resident = self._shelf.bytes + delta.nbytes
         if not self._shelf.in_files and 0 < self._memory_gb * _GB < resident:
             raise StoreFull(
-                f"version {delta.version} would take the version store to {resident:,} bytes, over the limit of "
-                f"{self._memory_gb:g} GB: versions {self._versions} are still needed. Raise old_logps.memory_gb, set "
-                "old_logps.spill to keep them in files, or lower schedule.max_staleness to need fewer"
+                f"version {delta.version} would take the version store to {resident:,} bytes, "
+                f"over the limit of {self._memory_gb:g} GB: versions {self._versions} are still "
+                "needed. Raise old_logps.memory_gb, set old_logps.spill to keep them in files, "
+                "or lower schedule.max_staleness to need fewer"
             )
         self._shelf.put(delta.version, delta)
 
@@ -255,7 +259,7 @@ class VersionStore:
             apply(encoded, words(self._movable[name]))
 
     def _merge(self, before: int, links: list[int]) -> Delta:
-        """One delta in place of those that lead to each of `links` in turn."""
+        """Return one delta from `before` to the last of `links`, by way of all of them."""
         deltas = [self._shelf.get(version) for version in links]
         merged = {}
         for name, tensor in self._movable.items():
@@ -268,44 +272,47 @@ class VersionStore:
         return Delta(before, links[-1], deltas[-1].checksum, merged)
 
     def _check_chain(self, deltas: Mapping[int, Delta], state: Mapping[str, Any]) -> None:
-        """A state is whole: each version but the first has what leads to it, for the weights that there are."""
-        versions, at = state["versions"], state["at"]
+        """Raise ValueError unless a delta that fits leads to each version but the first."""
+        versions = state["versions"]
+        at = state["at"]
         pairs = [(-1, version) for version in versions] if self._full else list(pairwise(versions))
         links = [(after, before, after) for before, after in pairs]
-        found = sorted((version, delta.base, delta.version) for version, delta in deltas.items())
-        if found != links or versions != sorted(set(versions)):
+        actual = sorted((version, delta.base, delta.version) for version, delta in deltas.items())
+        if actual != links or versions != sorted(set(versions)):
             raise ValueError(
-                f"the state is not whole: {found} where {links} should lead to each, from and to"
+                f"the state is not whole: its deltas (key, base, version) are {actual}, not {links}"
             )
         if at not in (versions or [-1]):
-            raise ValueError(
-                f"the state's copy stands at version {at}, which is none of {versions}"
-            )
-        own = {name: state["movable"][name] for name in self._movable}
+            raise ValueError(f"the state's copy is of version {at}, which is not in {versions}")
+        tensors = {name: state["movable"][name] for name in self._movable}
         for version, delta in deltas.items():
-            if delta.tensors.keys() != own.keys():
-                raise ValueError(
-                    f"version {version} has other weights: {sorted(delta.tensors.keys() ^ own.keys())[:4]}"
-                )
+            if delta.tensors.keys() != tensors.keys():
+                unmatched = sorted(delta.tensors.keys() ^ tensors.keys())
+                raise ValueError(f"version {version} has other weights: {unmatched[:4]}")
             for name, encoded in delta.tensors.items():
-                check_fit(encoded, words(own[name]))
+                check_fit(encoded, words(tensors[name]))
 
     def _check_copy(self, written: int) -> None:
-        """The copy is the version that it stands at: nothing says so of the first, so one step is taken from there."""
-        at, known = self._at, self._shelf.versions
+        """Raise ValueError unless the movable copy has the bits of its version.
+
+        No delta leads to the first version, so that one is checked by the step to the second.
+        """
+        at = self._at
+        with_delta = self._shelf.versions
         sound = checksum(self._movable) == written
-        if known and sound:
-            self.move_to(at if at in known else self._versions[1])
+        if with_delta and sound:
+            self.move_to(at if at in with_delta else self._versions[1])
             sound = checksum(self._movable) == self._shelf.get(self._at).checksum
             self.move_to(at)
         if not sound:
             raise ValueError(f"the state's copy is not version {at}: the checksum differs")
 
     def _difference(self, name: str, tensor: Tensor) -> Tensor:
-        mine = words(self._movable[name])
-        return mine ^ words(tensor).to(mine.device)
+        current = words(self._movable[name])
+        return current ^ words(tensor).to(current.device)
 
-    def _own(self, tensors: Mapping[str, Tensor]) -> None:
+    def _adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Use these tensors as the movable copy, tied ones once."""
         first: dict[Any, str] = {}
         for name, tensor in tensors.items():
             memory = (
@@ -322,22 +329,25 @@ class VersionStore:
         return self._movable | {alias: self._movable[name] for alias, name in self._aliases.items()}
 
     def _misfits(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Names on one side only, of another shape or dtype, or no longer tied."""
-        own = self._named()
-        other = {
-            name for name in own.keys() & tensors.keys()
-            if (own[name].shape, own[name].dtype) != (tensors[name].shape, tensors[name].dtype)
-        }  # fmt: skip
-        if wrong := other | (own.keys() ^ tensors.keys()):
+        """Return names that are on one side only, of another shape or dtype, or no longer tied."""
+        current = self._named()
+        wrong = current.keys() ^ tensors.keys()
+        for name in current.keys() & tensors.keys():
+            ours, theirs = current[name], tensors[name]
+            if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+                wrong.add(name)
+        if wrong:
             return sorted(wrong)
         return [
-            a
-            for a, name in self._aliases.items()
-            if not torch.equal(words(tensors[a]), words(tensors[name]))
+            alias
+            for alias, name in self._aliases.items()
+            if not torch.equal(words(tensors[alias]), words(tensors[name]))
         ]
 
     def _changed(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Return the names of tensors with other bits than the movable copy."""
         return [
-            name for name, mine in self._movable.items()
-            if not torch.equal(words(mine), words(tensors[name]).to(mine.device))
-        ]  # fmt: skip
+            name
+            for name, current in self._movable.items()
+            if not torch.equal(words(current), words(tensors[name]).to(current.device))
+        ]

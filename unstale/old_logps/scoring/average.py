@@ -10,12 +10,12 @@ from unstale.algorithms import proximal
 
 
 class Average:
-    """Exponentially weighted, bias-corrected mean of the weights (arXiv 2110.00641; algorithm.md, section 3).
+    """A bias-corrected moving average of the weights (arXiv 2110.00641).
 
         w_k = beta * w_{k-1} + 1 ;   ewma_k = ewma_{k-1} + (theta_k - ewma_{k-1}) / w_k
 
-    Float32 at least: in bfloat16 an update is below the spacing of the numbers and would be lost. `age` is the mean
-    age of what it holds, in updates; it tends to beta / (1 - beta).
+    It is in float32 or float64: in bfloat16 most updates would be rounded away. `age` is the mean
+    age of the averaged weights, in updates, and tends to beta / (1 - beta).
     """
 
     def __init__(self) -> None:
@@ -30,16 +30,16 @@ class Average:
             self.reset(theta)
             return
         self.weight, self.age = proximal.averaged(self.weight, self.age, beta=beta)
-        for name, held in self.tensors.items():
-            mean = self.tensors[name] = held.to(
-                theta[name].device
-            )  # a checkpoint's are in main memory
+        for name, tensor in self.tensors.items():
+            mean = tensor.to(theta[name].device)  # after a restore it is on the CPU
+            self.tensors[name] = mean
             mean += (_wide(theta[name]) - mean) / self.weight
 
     @torch.no_grad()
     def reset(self, theta: Mapping[str, Tensor]) -> None:
-        """`ewma <- theta`, of weight 1 and age 0."""
-        self.weight, self.age = 1.0, 0.0
+        """Start again with `theta`, at weight 1 and age 0."""
+        self.weight = 1.0
+        self.age = 0.0
         self.tensors = {name: _wide(tensor).clone() for name, tensor in theta.items()}
 
     @property
@@ -54,7 +54,8 @@ class Average:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.weight, self.age = state["weight"], state["age"]
+        self.weight = state["weight"]
+        self.age = state["age"]
         self.tensors = {name: tensor.clone() for name, tensor in state["tensors"].items()}
 
 

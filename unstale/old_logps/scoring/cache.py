@@ -1,4 +1,4 @@
-"""Log-probabilities of pieces that were scored before their batch was taken."""
+"""Log-probabilities of pieces that were scored before their batch was formed."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -42,7 +42,7 @@ def score_pieces(
 
 
 class LogpCache:
-    """Log-probabilities of pieces that were scored in time. Not thread-safe."""
+    """A cache of the log-probabilities of scored pieces. Not thread-safe."""
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer

@@ -1,4 +1,4 @@
-"""Pieces that are to be scored. Importing this does not import torch."""
+"""A queue of pieces to score. Importing this module does not import torch."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple

@@ -1,7 +1,7 @@
 """Scorers: log-probabilities at the weights of one version, wherever those weights are.
 
-Old-log-probability routes and the audit hold a `Scorer` and no model. `LocalScorer` is the one over a
-policy of this process.
+Old-log-probability routes and the audit hold a `Scorer` and no model. `LocalScorer` is the one over
+a policy of this process.
 """
 
 import time
@@ -89,7 +89,10 @@ class WeightAverage(Protocol):
     def bytes(self) -> int: ...
 
     def update(self, beta: float | None) -> None:
-        """Add the trained weights with decay `beta`. None, or the first update, starts anew from them."""
+        """Add the trained weights with decay `beta`.
+
+        None, or the first update, starts anew from them.
+        """
         ...
 
     def score(self, batch: Batch | Packed, where: Tensor) -> Scored: ...
@@ -139,25 +142,25 @@ class Scorer(Protocol):
         ...
 
     def score(self, batch: Batch | Packed, where: Tensor, version: int | None = None) -> Scored:
-        """Return log-probabilities `[T]` at `where` (`[T]` bool), 0 elsewhere, and the tokens forwarded.
+        """Return log-probabilities `[T]` at `where` (`[T]` bool), and 0 elsewhere.
 
-        They are those of the kept weights of `version`, or of the trained weights as they are now if
-        `version` is None. LookupError if the weights of `version` are not kept.
+        They are by the kept weights of `version`, or by the current weights if `version` is None.
+        LookupError if the weights of `version` are not kept.
         """
         ...
 
     def score_versions(self, batch: Batch, where: Tensor, *, use_trained: bool = False) -> Scored:
-        """Return log-probabilities `[T]` of each token at `where` by the weights of its own version.
+        """Return the log-probability `[T]` of each token at `where` by its own version's weights.
 
         These are kept weights. With `use_trained`, tokens of the current version are scored by the
-        trained weights while they still are that version.
+        trained weights until the next optimizer step.
         """
         ...
 
     def keep_versions(self, make_store: MakeStore | None = None) -> None:
-        """Keep weights of past versions from now on, in a `VersionStore` or what `make_store` makes.
+        """Keep weights of past versions from now on. Called once.
 
-        Called once.
+        They are kept in a `VersionStore`, or in a store from `make_store`.
         """
         ...
 
@@ -187,7 +190,10 @@ class Scorer(Protocol):
         ...
 
     def export(self, folder: Path | str) -> dict[str, Any]:
-        """Save the model without adapters. Return arguments of `LocalScorer.load`, as JSON types."""
+        """Save the model without adapters.
+
+        Return arguments of `LocalScorer.load`, as JSON types.
+        """
         ...
 
     def costs(self) -> Mapping[str, float]:

@@ -1,8 +1,8 @@
 """The process of `old_logit_model`: a loop that reads messages, scores pieces and loads versions.
 
-A version is loaded only once all pieces of the one before are scored: they come before it on the
-wire. Pieces of later versions wait. Replies wait here until they are read, so the loop never blocks
-on them. The process ends when the other side closes the connection.
+A version is loaded only once all pieces of the previous one are scored. Pieces of later versions
+wait. Replies are buffered until they are read, so the loop never blocks on them. The process ends
+when the other side closes the connection.
 """
 
 import json
@@ -26,7 +26,8 @@ def main(descriptor: int, options: str) -> None:
     """Serve the route at the other end of the socket. `options` is the JSON of `Scorer.export`."""
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
-    os.dup(descriptor)  # never closed: the other side sees the end only when there is an exit code
+    # Never closed: the socket then ends with the process, when its exit code exists.
+    os.dup(descriptor)
     with socket.socket(fileno=descriptor) as connection:
         _Worker(connection, LocalScorer.load(json.loads(options))).serve()
 
