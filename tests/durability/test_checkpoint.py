@@ -132,7 +132,8 @@ def test_a_run_with_other_parts_is_refused(tmp_path: Path) -> None:
     name = Checkpoints(tmp_path, {"old": Part({})}).save(Progress(), tiny_policy())
     other = Checkpoints(tmp_path, {"old": Part({}), "auditor": Part({})})
     with pytest.raises(
-        CheckpointError, match=r"the checkpoint holds \['old'\], the run has \['auditor', 'old'\]"
+        CheckpointError,
+        match=r"the checkpoint has the states \['old'\], but the run has \['auditor', 'old'\]",
     ):
         other.restore(other.load(name))
 

@@ -1,9 +1,9 @@
-"""Every route on the trajectories of one recorded run: the same tokens, the same weights, only the old logit differs.
+"""Audit of all routes on one recorded run, with the same tokens and weights for each.
 
-Versions are replayed in order. For each, the policy holds its weights, the route hears what it would have heard in the
-run (publication, pieces, idle time, closing, optimizer steps), and answers for the batch that was trained at it. The
-truth is scored by the recorded weights themselves. What a replay cannot have: the weights between the optimizer steps
-of one batch, and the times at which pieces arrived, so that `eager` gets all the idle time it can use.
+The versions are replayed in order. Each route gets the calls of a run (publication, pieces, idle
+time, closing, optimizer steps) and returns values for the batch trained at that version. The true
+values are scored with the recorded weights. A recording lacks the weights between optimizer steps
+of one batch and the arrival times of pieces, so `eager` gets all the idle time it can use.
 """
 
 import time
@@ -63,7 +63,7 @@ def audit(
     alphas: Sequence[float] = (0.5,),
     console: Console | None = None,
 ) -> Row:
-    """Audit `routes` (empty: all) on a recorded run; `alphas` add rows with a constant alpha.
+    """Audit `routes` (all if empty) on a recorded run. `alphas` add rows with a constant alpha.
 
     Writes `audit.json`, `audit.md` and the report, and returns the content of `audit.json`. Raises
     `ConfigError` if the run was not recorded.
@@ -77,31 +77,32 @@ def audit(
     judge = Thresholds(
         build_correction(config.correction), build_objective(config.objective).surrogate
     )
-    tried = variants(config.old_logps, routes, alphas)
+    options = variants(config.old_logps, routes, alphas)
     rows: list[Row] = []
     refused: dict[str, str] = {}
     with Progress(console=console, transient=True) as progress:
-        doing = progress.add_task("the truth", total=len(recorded.steps) * (1 + len(tried)))
-        advance = partial(progress.advance, doing)
+        total = len(recorded.steps) * (1 + len(options))
+        bar = progress.add_task("true values", total=total)
+        advance = partial(progress.advance, bar)
         policy = load_policy(config)
         policy.require_base(recorded.base)
         scorer = build_scorer(config, policy)
         replay = Replay.of(recorded, scorer, judge=judge, advance=advance)
-        for option in tried:
-            progress.update(doing, description=str(option))
+        for option in options:
+            progress.update(bar, description=str(option))
             try:
                 old = build_old_logps(option, build_scorer(config, policy))
             except ConfigError as error:
                 refused[str(option)] = str(error)
-                progress.advance(doing, len(recorded.steps))
+                progress.advance(bar, len(recorded.steps))
             else:
                 rows.append({"route": str(option), **replay.play(old, advance=advance)})
-    found = {**replay.facts(), "run": run.resolve().name, "routes": rows, "not_built": refused}
-    write_whole(run / AUDIT, dumps(found) + "\n")
-    write_whole((run / AUDIT).with_suffix(".md"), _markdown(found))
-    console.print(_table(found))
-    console.print(f"{_about(found)}\nreport     {write_report(run)}", highlight=False)
-    return found
+    result = {**replay.facts(), "run": run.resolve().name, "routes": rows, "not_built": refused}
+    write_whole(run / AUDIT, dumps(result) + "\n")
+    write_whole((run / AUDIT).with_suffix(".md"), _markdown(result))
+    console.print(_table(result))
+    console.print(f"{_about(result)}\nreport     {write_report(run)}", highlight=False)
+    return result
 
 
 def variants(
@@ -127,27 +128,27 @@ def segments(batch: Batch) -> Iterator[PendingPiece]:
     """Iterate over the sampled pieces of a batch: maximal runs of one version inside a turn."""
     keys = torch.stack([batch.turn, batch.version, batch.clean.long(), batch.provenance])
     for episode, (start, end) in zip(batch.episodes, batch.spans(), strict=True):
-        own = keys[:, start:end]
-        cuts = [
-            0,
-            *((own[:, 1:] != own[:, :-1]).any(0).nonzero().squeeze(1) + 1).tolist(),
-            end - start,
-        ]
-        for first, last in pairwise(cuts):
+        episode_keys = keys[:, start:end]
+        changes = (episode_keys[:, 1:] != episode_keys[:, :-1]).any(0).nonzero().squeeze(1) + 1
+        for first, last in pairwise([0, *changes.tolist(), end - start]):
+            if not batch.sampled[start + first]:
+                continue
             at = slice(start + first, start + last)
-            if batch.sampled[start + first]:
-                piece = Sampled(
-                    tuple(batch.tokens[at].tolist()), tuple(batch.behavior_logp[at].tolist()),
-                    version=int(own[1, first]), clean=bool(own[2, first]), provenance=Provenance(int(own[3, first])),
-                )  # fmt: skip
-                yield PendingPiece(
-                    episode, tuple(batch.tokens[start : start + last].tolist()), first, piece
-                )
+            _, version, clean, provenance = episode_keys[:, first].tolist()
+            piece = Sampled(
+                tuple(batch.tokens[at].tolist()),
+                tuple(batch.behavior_logp[at].tolist()),
+                version=version,
+                clean=bool(clean),
+                provenance=Provenance(provenance),
+            )
+            text = tuple(batch.tokens[start : start + last].tolist())
+            yield PendingPiece(episode, text, first, piece)
 
 
 @dataclass(slots=True)
 class Spent:
-    """What a route cost, as it says itself, and the time its calls took."""
+    """The costs of a route: the seconds of its calls, and those that it reports."""
 
     seconds: float = 0.0
     summed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -163,13 +164,16 @@ class Spent:
         for name, value in old.costs().items():
             if name.endswith(("_s", "forward_tokens")):
                 self.summed[name] += value
-            else:  # a level: bytes at most, ages and shares as they were last
+            else:  # a level: the maximum of bytes, and the last value of ages and shares
                 self.held[name] = max(value, self.held.get(name, 0.0)) if "bytes" in name else value
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A recorded run, to be played in front of one route after the other. `policy` is moved along."""
+    """A recorded run that is replayed for one route after the other.
+
+    `policy` gets the weights of each version.
+    """
 
     recorded: Recorded
     policy: Policy
@@ -177,7 +181,7 @@ class Replay:
     truths: dict[int, list[Truth]]
     """The batches by the version that they were trained at."""
     now: dict[int, tuple[float, int]]
-    """By version: seconds and forward tokens of the policy's own log-probabilities of its batches."""
+    """By version: seconds and forward tokens to score its batches with the current weights."""
     pieces: dict[int, list[PendingPiece]]
     noise: float
 
@@ -190,8 +194,9 @@ class Replay:
         judge: Thresholds,
         advance: Callable[[], None],
     ) -> "Replay":
-        """Score the truth once, for all routes."""
-        policy, noise = scorer.policy, 0.0
+        """Score the true values once, for all routes."""
+        policy = scorer.policy
+        noise = 0.0
         truths: dict[int, list[Truth]] = defaultdict(list)
         now: dict[int, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
         pieces: dict[int, list[PendingPiece]] = defaultdict(list)
@@ -230,7 +235,9 @@ class Replay:
 
     def play(self, old: OldLogps, *, advance: Callable[[], None]) -> Row:
         """Return the measures and costs of a route, and close it."""
-        spent, audited, claims = Spent(), list[Audited](), list[Tensor]()
+        spent = Spent()
+        audited: list[Audited] = []
+        claims: list[Tensor] = []
         try:
             for version, following in zip(self.path, [*self.path[1:], None], strict=True):
                 self._arrive(old, version, spent)
@@ -341,37 +348,39 @@ def _points(**columns: Tensor) -> dict[str, list[float]]:
     }
 
 
-def _about(found: Row) -> str:
-    lags = ", ".join(f"{count} of lag {lag}" for lag, count in found["tokens_by_lag"].items())
-    text = f"{found['tokens']} action tokens of {found['steps']} batches ({lags}), {found['dtype']} forward weights; "
-    text += f"the same tokens in another packing differ by {found['noise']:.1g}."
-    return text + "".join(
-        f" {route} was not built: {why}." for route, why in found["not_built"].items()
+def _about(result: Row) -> str:
+    lags = ", ".join(f"{count} of lag {lag}" for lag, count in result["tokens_by_lag"].items())
+    text = (
+        f"{result['tokens']} action tokens of {result['steps']} batches ({lags}), "
+        f"{result['dtype']} forward weights; "
+        f"the same tokens in another packing differ by {result['noise']:.1g}."
     )
+    for route, reason in result["not_built"].items():
+        text += f" {route} was not built: {reason}."
+    return text
 
 
-def _table(found: Row) -> Table:
+def _table(result: Row) -> Table:
     """Return the main columns for a terminal; `audit.md` has all, with standard errors."""
     table = Table(
-        title=f"old logits of {found['run']} against full copies", box=SIMPLE, padding=(0, 1, 0, 0)
+        title=f"old logits of {result['run']} against full copies", box=SIMPLE, padding=(0, 1, 0, 0)
     )
     shown = [i for i, column in enumerate(COLUMNS) if column.brief]
     for i in shown:
         table.add_column(COLUMNS[i].name, overflow="fold", justify="right" if i else "left")
-    for row in found["routes"]:
-        written = cells(row)
-        table.add_row(*(written[i].split(" ±")[0] for i in shown))
+    for row in result["routes"]:
+        texts = cells(row)
+        table.add_row(*(texts[i].split(" ±")[0] for i in shown))
     return table
 
 
-def _markdown(found: Row) -> str:
+def _markdown(result: Row) -> str:
     rows = [
         [column.name for column in COLUMNS],
         ["---"] * len(COLUMNS),
-        *map(cells, found["routes"]),
+        *map(cells, result["routes"]),
     ]
     lines = [f"| {' | '.join(row)} |" for row in rows]
-    told = [f"* {column.name}: {column.about}" for column in COLUMNS if column.about]
-    return "\n".join(
-        [f"# Old logits of {found['run']}", "", _about(found), "", *lines, "", *told, ""]
-    )
+    notes = [f"* {column.name}: {column.about}" for column in COLUMNS if column.about]
+    title = f"# Old logits of {result['run']}"
+    return "\n".join([title, "", _about(result), "", *lines, "", *notes, ""])

@@ -37,8 +37,8 @@ def evaluate(
 ) -> EvalResult:
     """Grade a policy on the recipe's held-out tasks, with `attempts` episodes for each.
 
-    `trained` is a run folder or a model folder. Raises `ConfigError` before anything runs, and `RunFailed` if a
-    component fails later.
+    `trained` is a run folder or a model folder. Raises `ConfigError` before anything runs, and
+    `RunFailed` if a component fails later.
     """
     if config.eval.tasks < 1:
         raise ConfigError(f"eval.tasks must be >= 1 to evaluate, got {config.eval.tasks}")
@@ -72,7 +72,10 @@ async def running_generator(
     *,
     on_event: Callable[..., None] = lambda kind, **_: None,
 ) -> AsyncIterator[Generator]:
-    """Start the generator's engine with the policy's weights. It restarts when it dies, as in a run."""
+    """Start the generator's engine with the policy's weights.
+
+    It restarts when it dies, as in a run.
+    """
     recovery = Recovery(lambda version: policy.weights(), config.engine.restarts, on_event)
     engine = supervise(generator.engine, recovery)
     try:
@@ -86,7 +89,10 @@ async def running_generator(
 
 
 def run_until_complete(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine and return its result. Raises its `ConfigError`, and `RunFailed` for any other error."""
+    """Run a coroutine and return its result.
+
+    Raises its `ConfigError`, and `RunFailed` for any other error.
+    """
 
     async def main() -> T:
         async with asyncio.TaskGroup() as tasks:

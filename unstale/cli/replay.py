@@ -1,4 +1,4 @@
-"""A number that went wrong, again: the same weights on the same batch, without the run around it."""
+"""Replay of a failed step: the same weights and the same batch, without the run."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,16 +17,17 @@ from unstale.weights.recording import WENT_WRONG, WentWrong
 
 
 def replay(run: Path, batch: Path | None = None, *, console: Console | None = None) -> bool:
-    """Do again what went wrong in a run; whether it went wrong again.
+    """Replay the step of a run that gave a non-finite number. Return True if it does so again.
 
-    A loss or a gradient is formed again, by the same code from the same weights; log-probabilities that were not finite
-    are shown again as they were kept. Raises `ConfigError` if the run or the file cannot be read.
+    A loss or a gradient is computed again, by the same code from the same weights.
+    Log-probabilities are not computed again; the saved ones are checked. Raises `ConfigError` if
+    the run or the file cannot be read.
     """
     console = console or Console(soft_wrap=True)
     path = batch or run / WENT_WRONG
     if not path.is_file():
         raise ConfigError(
-            f"{path} is not there: nothing went wrong in this run, or it was moved; give --batch"
+            f"{path} is missing: no step of this run failed, or the file was moved; give --batch"
         )
     config = stored_config(RunFolder(run).config())
     wrong = WentWrong.load(path)
@@ -42,19 +43,20 @@ def replay(run: Path, batch: Path | None = None, *, console: Console | None = No
 
 
 def _again(config: RunConfig, wrong: WentWrong) -> None:
-    columns, batch = wrong.columns, wrong.batch
+    columns = wrong.columns
+    batch = wrong.batch
     if wrong.about["stage"] == "old_logps":
         sequence: Tensor = torch.tensor(batch.episodes)[batch.sequence]
         logps = {"behavior_logp": batch.behavior_logp, "old_logp": columns["old_logp"]}
         check_finite(logps, batch.sampled, sequence=sequence, version=batch.version)
         return
-    # Without its task set, which may name code of whoever wrote the folder, and without an engine: a batch needs none.
+    # Do not build the task set, which may be foreign code, nor an engine: a batch needs neither.
     policy = load_policy(config)
     policy.require_base(int(wrong.about.get("base", 0)))
     try:
         policy.load_weights(wrong.weights)
     except ValueError as error:
-        raise ConfigError(f"the kept weights are not those of the run's policy: {error}") from error
+        raise ConfigError(f"the saved weights do not fit the run's policy: {error}") from error
     policy.version = int(wrong.about["version"])
     trainer, _ = build_trainer(
         replace(config, audit=AuditConfig()), policy, build_scorer(config, policy)

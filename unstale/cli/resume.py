@@ -30,7 +30,10 @@ FIXED = {
     "trainer.lora_targets": "the checkpoint holds adapters of those layers",
     "audit.share": "the checkpoint holds the copies that the audit needs",
 }
-"""Options that cannot change during a run, with the reason. The name of a section covers all its options."""
+"""Options that cannot change during a run, with the reason.
+
+The name of a section covers all its options.
+"""
 
 EFFECTS = {
     "steps": "the learning-rate schedule now ends there",
@@ -42,7 +45,10 @@ EFFECTS = {
 
 
 def config_changes(before: RunConfig, now: RunConfig) -> list[str]:
-    """Describe the options that differ from the run's own. Raises `ConfigError` for one that is fixed."""
+    """Describe the options that differ from the run's own.
+
+    Raises `ConfigError` for one that is fixed.
+    """
     changed = []
     fixed = FIXED | {f"old_logps.{name}": why for name, why in now.old_logps.fixed.items()}
     old_options = _flatten(plain(before))
@@ -77,8 +83,8 @@ def _flatten(options: Any, name: str = "") -> dict[str, Any]:
 def load_config(run: Path, *, named_env: str) -> RunConfig:
     """Return the configuration of the run in a folder.
 
-    `named_env` is the task set named on the command line. A task set `module:factory` is code, so it must be
-    named there again.
+    `named_env` is the task set named on the command line. A task set `module:factory` is code, so
+    it must be named there again.
     """
     folder = RunFolder(run)
     if links := sorted(path.name for path in run.iterdir() if path.is_symlink()):

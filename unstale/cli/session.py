@@ -1,4 +1,4 @@
-"""Train a run in this process, from its beginning or resumed: engines in processes of their own, trainer here."""
+"""Training of a new or resumed run. The trainer is in this process, and engines are in others."""
 
 import asyncio
 import time
@@ -58,10 +58,10 @@ class Run:
 def train(config: RunConfig, *, console: Console | None = None, command: str = "") -> Run:
     """Run `config` to its end, with progress on the terminal.
 
-    Leaves a run folder with the journal, metrics, the policy as a Hugging Face folder, and the report, which
-    shows `command`. Raises `ConfigError` before anything is trained, and `RunFailed` if a component fails. After
-    Ctrl-C the folder is complete and `KeyboardInterrupt` is raised again. `resume` continues from the last
-    checkpoint, whatever ended the run.
+    Leaves a run folder with the journal, metrics, the policy as a Hugging Face folder, and the
+    report, which shows `command`. Raises `ConfigError` before anything is trained, and `RunFailed`
+    if a component fails. After Ctrl-C the folder is complete and `KeyboardInterrupt` is raised
+    again. `resume` continues from the last checkpoint, whatever ended the run.
     """
     console = console or Console(soft_wrap=True)
     _check(config, console)
@@ -70,8 +70,8 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
     folder = config.runs / name
     if (folder / JOURNAL).exists():
         raise ConfigError(
-            f"{folder} already holds a run ({JOURNAL}); resume it (--resume {folder}), choose another name or "
-            "remove it"
+            f"{folder} already holds a run ({JOURNAL}); resume it (--resume {folder}), "
+            "choose another name or remove it"
         )
     try:
         log = RunLog.create(folder, config)
@@ -85,8 +85,8 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
 def resume(folder: Path, config: RunConfig, *, console: Console | None = None) -> Run:
     """Continue the run in `folder` from its newest sound checkpoint. Otherwise like `train`.
 
-    `config` is the run's own, or differs where `config_changes` allows it. Raises `ConfigError` for a folder without
-    a run, or with a finished one.
+    `config` is the run's own, or differs where `config_changes` allows it. Raises `ConfigError` for
+    a folder without a run, or with a finished one.
     """
     console = console or Console(soft_wrap=True)
     changes = config_changes(load_config(folder, named_env=config.task.env), config)
@@ -178,8 +178,9 @@ def _run_to_end(session: "RunSession", log: RunLog, console: Console) -> Run:
 class RunSession:
     """A run in one or more segments.
 
-    An ordinary run is one segment. A deterministic run ends a segment at every checkpoint, and begins the next one
-    from disk, as after a kill. Only the engine's process is kept between segments.
+    An ordinary run is one segment. A deterministic run ends a segment at every checkpoint, and
+    begins the next one from disk, as after a kill. Only the engine's process is kept between
+    segments.
     """
 
     def __init__(self, config: RunConfig, log: RunLog, machine: Components | None) -> None:
@@ -190,7 +191,10 @@ class RunSession:
         self._is_new = machine is not None
 
     def run_segment(self, display: LiveDisplay) -> bool:
-        """Run up to the end or, if deterministic, the next checkpoint. Returns True at the end of the run."""
+        """Run up to the end or, if deterministic, the next checkpoint.
+
+        Returns True at the end of the run.
+        """
         config = self.config
         folder = self._log.path
         if self._is_new and self.machine:
@@ -255,7 +259,10 @@ def save_failed_batch(trainer: LocalTrainer, folder: Path) -> str:
 
 
 async def _supervise(parts: RunComponents) -> bool:
-    """Run the loop under one task group. Ends its threads, and closes the engine unless another segment follows."""
+    """Run the loop under one task group.
+
+    Ends its threads, and closes the engine unless another segment follows.
+    """
     done = True
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -7,8 +7,9 @@ from unstale.durability.run_folder import SURVIVORS, Row, dumps, write_whole
 
 
 def write_survivors(folder: Path) -> None:
-    """Write `survivors.json` into a run folder, also while the run continues. Replaces an older file.
+    """Write `survivors.json` into a run folder, also while the run continues.
 
+    Replaces an older file.
     If the journal cannot be read, the file holds the reason. Without a journal nothing is written.
     """
     if not (folder / JOURNAL).exists():

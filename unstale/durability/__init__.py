@@ -61,7 +61,10 @@ class CheckpointWriter(Protocol):
     """The part of `checkpoint.Checkpoints` that the loop calls."""
 
     def snapshot(self, progress: Progress, source: VersionedWeights) -> Checkpoint:
-        """Return the run's state now. Its tensors are live: the weights may not move until it is written."""
+        """Return the run's state now.
+
+        Its tensors are live: the weights may not move until it is written.
+        """
         ...
 
     def write(self, checkpoint: Checkpoint) -> str:

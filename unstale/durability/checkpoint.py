@@ -8,8 +8,8 @@
     versions/000013.safetensors
                              a later version: its difference from the version before, or all of it
 
-Everything is written under a temporary name, flushed to disk and then renamed. A checkpoint is also read back
-and compared before the rename.
+Everything is written under a temporary name, flushed to disk and then renamed. A checkpoint is also
+read back and compared before the rename.
 """
 
 import re
@@ -58,7 +58,7 @@ _VERSION_NAME = re.compile(r"(\d+)\.safetensors")
 
 
 class Stateful(Protocol):
-    """A component whose state is checkpointed: a tree of mappings, lists, tensors, numbers and text."""
+    """A component with a state to checkpoint: mappings, lists, tensors, numbers and text."""
 
     def state(self) -> Mapping[str, Any]:
         """Return the current state. Tensors are not copied; only an optimizer step changes them."""
@@ -70,9 +70,9 @@ class Stateful(Protocol):
 class Checkpoints:
     """The checkpoints and versions in a run folder.
 
-    `parts` are the components to save, by name. `keep` is the number of checkpoints that `prune` keeps.
-    Call `snapshot` and `write_version` in the trainer's thread. `write` and `weights` may run in other threads,
-    with one `write` at a time.
+    `parts` are the components to save, by name. `keep` is the number of checkpoints that `prune`
+    keeps. Call `snapshot` and `write_version` in the trainer's thread. `write` and `weights` may
+    run in other threads, with one `write` at a time.
     """
 
     def __init__(self, run: Path, parts: Mapping[str, Stateful], *, keep: int = 2) -> None:
@@ -82,7 +82,10 @@ class Checkpoints:
         self._keep = keep
 
     def snapshot(self, progress: Progress, source: VersionedWeights) -> Checkpoint:
-        """Collect the state of the run. The weights must not change until the checkpoint is written."""
+        """Collect the state of the run.
+
+        The weights must not change until the checkpoint is written.
+        """
         states = {name: part.state() for name, part in self._parts.items()}
         return Checkpoint(progress, source.version, states, source.weights())
 
@@ -110,7 +113,8 @@ class Checkpoints:
         """Restore every component from a checkpoint."""
         if checkpoint.states.keys() != self._parts.keys():
             raise CheckpointError(
-                f"the checkpoint holds {sorted(checkpoint.states)}, the run has {sorted(self._parts)}"
+                f"the checkpoint has the states {sorted(checkpoint.states)}, "
+                f"but the run has {sorted(self._parts)}"
             )
         for name, part in self._parts.items():
             part.restore(checkpoint.states[name])
@@ -122,7 +126,8 @@ class Checkpoints:
     def prune(self, known: Collection[str] | None = None) -> None:
         """Remove all but the newest checkpoints, and the versions that no kept checkpoint needs.
 
-        With `known`, checkpoints that are not in it are removed too: the journal did not record them.
+        With `known`, checkpoints that are not in it are removed too: the journal did not record
+        them.
         """
         paths = [path for _, path in self._list_checkpoints()]
         kept = [path for path in paths if known is None or path.name in known][-self._keep :]
@@ -144,8 +149,9 @@ class Checkpoints:
     ) -> None:
         """Write the forward weights of a version and flush them to disk.
 
-        `delta` is the difference from the version before, if there is one that is smaller than the weights. A
-        checkpoint's own version is written too, because the checkpoint may prove damaged later.
+        `delta` is the difference from the version before, if there is one that is smaller than the
+        weights. A checkpoint's own version is written too, because the checkpoint may prove damaged
+        later.
         """
         if delta is None:
             tensors = {name: whole(tensor) for name, tensor in weights.items()}
@@ -201,7 +207,10 @@ class Checkpoints:
 
 
 def _advance(weights: dict[str, Tensor], delta: Delta, current: int) -> dict[str, Tensor]:
-    """Apply a delta to the weights of version `current`. A base of -1 means that it holds the whole weights."""
+    """Apply a delta to the weights of version `current`.
+
+    A base of -1 means that it holds the whole weights.
+    """
     if delta.base == -1:
         weights = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     elif delta.base != current:

@@ -1,5 +1,6 @@
-"""The files of one checkpoint: written, flushed to disk, read and verified. See `checkpoint` for the layout.
+"""The files of one checkpoint: written, flushed to disk, read and verified.
 
+See `checkpoint` for the layout.
 Nothing that is read is ever executed: the formats are JSON and safetensors, not pickle.
 """
 
@@ -96,7 +97,10 @@ def write_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read and verify a checkpoint. Raises `CheckpointError` if any file is missing, added or changed."""
+    """Read and verify a checkpoint.
+
+    Raises `CheckpointError` if any file is missing, added or changed.
+    """
     with wrap_file_errors(folder):
         body = read_manifest(folder)
         files = _list_files(folder)
@@ -147,7 +151,10 @@ def require_same(written: Checkpoint, read: Checkpoint, folder: Path) -> None:
 
 
 def to_json(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Return a state as JSON values, and add its tensors to `tensors` under their path. Tuples become lists."""
+    """Return a state as JSON values, and add its tensors to `tensors` under their path.
+
+    Tuples become lists.
+    """
     match value:
         case None | bool() | int() | str():
             return value
@@ -167,7 +174,10 @@ def to_json(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def from_json(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the state that `to_json` was given. Raises ValueError or KeyError for any other input."""
+    """Return the state that `to_json` was given.
+
+    Raises ValueError or KeyError for any other input.
+    """
     match tree:
         case None | bool() | int() | float() | str():
             return tree

@@ -28,9 +28,9 @@ _POLICY = Path("policy") / "model.safetensors"
 def differences(one: Path, other: Path) -> list[str]:
     """Describe the differences of two run folders. Equal runs have none.
 
-    Compares all checkpoints and versions that both still hold, the trained policy, the journal and the metrics.
-    Times and metrics named by `MEASURED` are ignored. Raises `JournalError`, `CheckpointError` or `ConfigError` if a
-    file cannot be read.
+    Compares all checkpoints and versions that both still hold, the trained policy, the journal and
+    the metrics. Times and metrics named by `MEASURED` are ignored. Raises `JournalError`,
+    `CheckpointError` or `ConfigError` if a file cannot be read.
     """
     found = _compare_checkpoints(one, other)
     found += _limit(str(_POLICY), _compare(_trained_policy(one), _trained_policy(other)))
@@ -120,7 +120,8 @@ def _compare(one: Any, other: Any, name: str = "") -> Iterator[str]:
 def _is_measured(name: str) -> bool:
     """Return True for a metric that depends on the clock. Only metrics have a `/` in their name.
 
-    >>> [_is_measured(name) for name in ("publish/duration_s", "engine/busy_s", "time_s", "log_s", "layers.0.w_s")]
+    >>> names = ("publish/duration_s", "engine/busy_s", "time_s", "log_s", "layers.0.w_s")
+    >>> [_is_measured(name) for name in names]
     [True, True, True, False, False]
     """
     return name == "time_s" or ("/" in name and name.endswith(MEASURED))

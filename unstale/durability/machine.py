@@ -1,4 +1,4 @@
-"""On what something was run: what a table of results says of itself."""
+"""A description of the machine and the code, for tables of results, and a lock of a folder."""
 
 import fcntl
 import platform
@@ -13,7 +13,7 @@ from unstale.weights.child_process import cores
 
 
 def machine() -> str:
-    """`2 cores of <processor>`."""
+    """Return a text like `2 cores of <CPU name>`."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -21,30 +21,38 @@ def machine() -> str:
 
 
 def versions() -> str:
-    """Of Python and of what the figures depend on."""
-    return f"Python {platform.python_version()}, torch {version('torch')}, transformers {version('transformers')}"
+    """Return the versions of Python, torch and transformers as text."""
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    return f"Python {platform.python_version()}, {packages}"
 
 
 def commit() -> str:
-    """Of the code that runs, `-dirty` if it was changed since; empty outside a repository."""
+    """Return the git commit of this code, with `-dirty` if it was changed.
+
+    Empty outside a repository.
+    """
+    describe = ["describe", "--always", "--dirty", "--exclude=*"]
     try:
-        told = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
+        git = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), *describe],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     except (OSError, subprocess.CalledProcessError):
         return ""
-    return told.stdout.strip()
+    return git.stdout.strip()
 
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[int]:
-    """The folder for oneself, and for the processes that inherit the descriptor. ConfigError if it is somebody's."""
+    """Lock a folder for this process and those that inherit the yielded file descriptor.
+
+    ConfigError if another process has locked it.
+    """
     with (folder / ".lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(
-                f"{folder} is in use by another process that is still alive"
-            ) from None
+            raise ConfigError(f"{folder} is in use by another running process") from None
         yield file.fileno()

@@ -69,9 +69,9 @@ def load_resume_state(
 ) -> StoredRun:
     """Read the state of a run, and set its journal back to the newest sound checkpoint.
 
-    A deterministic run also discards everything newer than that checkpoint, because it is computed again.
-    `verify` checks every row of the journal first.
-    Raises `CheckpointError` if no checkpoint is sound and `JournalError` for a damaged journal.
+    A deterministic run also discards everything newer than that checkpoint, because it is computed
+    again. `verify` checks every row of the journal first. Raises `CheckpointError` if no checkpoint
+    is sound and `JournalError` for a damaged journal.
     """
     with Journal.read(run) as reader:
         damage = reader.unsound() if verify else []
@@ -108,8 +108,8 @@ def restore(
 ) -> ResumeState:
     """Restore every component, and score the unconsumed pieces of the policy's own version again.
 
-    `parts` are the old-logit route and the auditor. The policy gets a new version number if versions after its
-    checkpoint were published: those numbers must not be reused.
+    `parts` are the old-logit route and the auditor. The policy gets a new version number if
+    versions after its checkpoint were published: those numbers must not be reused.
     """
     old_logps, auditor = parts
     try:
@@ -157,8 +157,9 @@ def _save(run: Path, checkpoints: Checkpoints, progress: Progress, policy: Polic
 
 
 def _version_gaps(rows: Sequence[CheckpointRow]) -> tuple[tuple[int, int], ...]:
-    """Return `(version, numbers skipped so far)` at every jump. Without jumps a version equals its step.
+    """Return `(version, numbers skipped so far)` at every jump.
 
+    Without jumps a version equals its step.
     >>> steps = [(0, 0), (5, 5), (5, 8), (10, 13)]
     >>> _version_gaps([CheckpointRow(i, *step, "") for i, step in enumerate(steps)])
     ((8, 3),)

@@ -1,7 +1,7 @@
 """The files of a run folder: `RunLog` writes them, `RunFolder` reads them.
 
-Metrics and events are JSON lines, flushed after every line: a killed run leaves whole lines and at most one cut line
-at the end. Reading them needs no torch. Episodes are in the journal.
+Metrics and events are JSON lines, flushed after every line: a killed run leaves whole lines and at
+most one cut line at the end. Reading them needs no torch. Episodes are in the journal.
 """
 
 import dataclasses
@@ -30,8 +30,9 @@ TOKENIZER = "tokenizer.json"
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON has it. Non-finite numbers become None; scalars and dataclasses are converted.
+    """Return a value as JSON has it.
 
+    Non-finite numbers become None; scalars and dataclasses are converted.
     >>> plain({1: float("nan"), "path": Path("runs"), "ok": (1, 2.5)})
     {'1': None, 'path': 'runs', 'ok': [1, 2.5]}
     """
@@ -86,10 +87,14 @@ class RunLog:
     def create(
         cls, path: Path, config: Any = None, *, clock: Callable[[], float] = time.monotonic
     ) -> Self:
-        """Create the run folder and write the configuration. Raises `ConfigError` if it holds a run."""
+        """Create the run folder and write the configuration.
+
+        Raises `ConfigError` if it holds a run.
+        """
         if present := [name for name in (CONFIG, METRICS, EVENTS) if (path / name).exists()]:
             raise ConfigError(
-                f"{path} already holds a run ({', '.join(present)}); choose another name or remove it"
+                f"{path} already holds a run ({', '.join(present)}); "
+                "choose another name or remove it"
             )
         if path.exists() and not path.is_dir():
             raise ConfigError(f"{path} is a file; a run needs a folder")
@@ -242,7 +247,10 @@ class RunFolder:
         return (self.path / ERROR).read_text(encoding="utf-8", errors="replace").strip()
 
     def holds(self, name: str) -> bool:
-        """Return True if the file exists. Links do not count: in a received folder they could expose your files."""
+        """Return True if the file exists.
+
+        Links do not count: in a received folder they could expose your files.
+        """
         if (self.path / name).is_symlink():
             self.add_gap(f"{name} is a link, and links are not followed")
             return False

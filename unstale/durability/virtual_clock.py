@@ -1,8 +1,8 @@
-"""Virtual time: an event loop on which what happens first depends on nothing but the program.
+"""An event loop with virtual time, for deterministic runs: the order of events never varies.
 
-Timers jump: when nothing is ready, the clock goes to the next one at once. What runs in another thread is waited for
-where it is asked for, and its result comes `WORK_S` later; so the trainer's work takes time during which episodes go
-on, and always the same. Nothing here waits for the world: a socket on this loop is read too late, or never.
+When nothing is ready, the clock jumps to the next timer. A call in another thread blocks the loop,
+and its result is available `WORK_S` virtual seconds later. So episodes continue during the
+trainer's work, in the same order in every run. Sockets do not work on this loop.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ WORK_S = 0.1
 
 
 class Stalled(RuntimeError):
-    """Everybody waits and no timer is set: nothing can ever happen again."""
+    """A deadlock: every task waits and no timer is set."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop with a clock of its own, which begins at 0.
+    """An event loop whose virtual clock starts at 0.
 
     >>> async def nap() -> float:
     ...     await asyncio.sleep(3600)
@@ -43,12 +43,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Executor | None, func: Callable[..., T], *args: Any
     ) -> "asyncio.Future[T]":
-        """Wait for `func` in its thread. What it returns or raises comes `WORK_S` later."""
-        working = (executor or self._thread).submit(func, *args)
-        wait_for([working])
-        told: asyncio.Future[T] = self.create_future()
-        self.call_later(WORK_S, _tell, working, told)
-        return told
+        """Run `func` in a thread, and wait.
+
+        Its result is available `WORK_S` virtual seconds later.
+        """
+        work = (executor or self._thread).submit(func, *args)
+        wait_for([work])
+        result: asyncio.Future[T] = self.create_future()
+        self.call_later(WORK_S, _set_result, work, result)
+        return result
 
     def close(self) -> None:
         super().close()
@@ -56,23 +59,21 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def _jump(self, seconds: float | None) -> None:
         if seconds is None:
-            raise Stalled(
-                "everybody waits for somebody else and no timer is set: nothing can happen any more"
-            )
+            raise Stalled("deadlock in a deterministic run: every task waits and no timer is set")
         self._now += seconds
 
 
-def _tell(working: "Future[T]", told: "asyncio.Future[T]") -> None:
-    if told.done():  # who asked has stopped waiting
+def _set_result(work: "Future[T]", result: "asyncio.Future[T]") -> None:
+    if result.done():  # cancelled
         return
-    if error := working.exception():
-        told.set_exception(error)
+    if error := work.exception():
+        result.set_exception(error)
     else:
-        told.set_result(working.result())
+        result.set_result(work.result())
 
 
 class _Jump(selectors.BaseSelector):
-    """Looks whether a thread has called; otherwise lets the time pass instead of waiting."""
+    """A selector that moves the virtual clock forward instead of waiting."""
 
     def __init__(self, jump: Callable[[float | None], None]) -> None:
         self._selector = selectors.DefaultSelector()
@@ -98,6 +99,6 @@ class _Jump(selectors.BaseSelector):
 
 
 def run(main: Coroutine[Any, Any, T], *, virtual: bool) -> T:
-    """`asyncio.run`, on the clock that is asked for."""
+    """Run a coroutine as `asyncio.run` does, in virtual time if `virtual`."""
     with asyncio.Runner(loop_factory=VirtualLoop if virtual else None) as runner:
         return runner.run(main)

@@ -1,8 +1,8 @@
 """The durable record of a run: one SQLite database in its folder.
 
-A group is committed before it can be trained on, a version before an engine can load it, everything else within
-`WINDOW_S`. A reader sees one moment of the journal and never blocks the writer. Tables and guarantees:
-docs/journal.md.
+A group is committed before it can be trained on, a version before an engine can load it, everything
+else within `WINDOW_S`. A reader sees one moment of the journal and never blocks the writer. Tables
+and guarantees: docs/journal.md.
 """
 
 from unstale.durability.journal.check import check, page

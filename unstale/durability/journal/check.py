@@ -47,18 +47,22 @@ CHECKS = (
     ),
     (
         "episode {} ended with {} pieces, {} are there",
-        """SELECT episode, num_pieces, count(position) FROM trajectories LEFT JOIN pieces USING (episode)
+        """SELECT episode, num_pieces, count(position) FROM trajectories LEFT JOIN pieces USING
+        (episode)
         GROUP BY episode HAVING count(position) != num_pieces""",
     ),
     (
         "episode {}, position {}: the length of the piece is not {} tokens",
-        """SELECT episode, position, num_tokens FROM pieces WHERE length(tokens) NOT IN (2 * num_tokens, 4 * num_tokens)
+        """SELECT episode, position, num_tokens FROM pieces WHERE length(tokens) NOT IN (2 *
+        num_tokens, 4 * num_tokens)
         OR version IS NOT NULL AND length(behavior_logp) IS NOT 4 * num_tokens""",
     ),
     (
         "episode {}, position {}: version {} comes after version {}",
-        """SELECT * FROM (SELECT episode, position, version, lag(version) OVER each AS before FROM pieces
-        WHERE version IS NOT NULL WINDOW each AS (PARTITION BY episode ORDER BY position)) WHERE version < before""",
+        """SELECT * FROM (SELECT episode, position, version, lag(version) OVER each AS before FROM
+        pieces
+        WHERE version IS NOT NULL WINDOW each AS (PARTITION BY episode ORDER BY position)) WHERE
+        version < before""",
     ),
     (
         "version {} was sampled from and never published",

@@ -15,7 +15,10 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def load_decoder(run: Path) -> Decode:
-    """Return the decoder of a run's tokenizer. Raises OSError or ValueError if `tokenizer.json` cannot be read."""
+    """Return the decoder of a run's tokenizer.
+
+    Raises OSError or ValueError if `tokenizer.json` cannot be read.
+    """
     from tokenizers import Tokenizer
 
     path = run / TOKENIZER
@@ -33,12 +36,13 @@ TRAINED = """
 SELECT episode, step, env, split, groups.task, stop, rewards, facts,
     (SELECT group_concat(DISTINCT version) FROM pieces
      WHERE pieces.episode = episodes.episode AND version IS NOT NULL AND num_tokens > 0)
-FROM consumed JOIN groups USING (number) JOIN episodes USING (number) JOIN trajectories USING (episode)
+FROM consumed JOIN groups USING (number) JOIN episodes USING (number) JOIN trajectories USING
+(episode)
 ORDER BY step, consumed.place, sibling, episode"""
 
 
 def trained_episodes(journal: JournalReader) -> Iterator[dict[str, Any]]:
-    """Summarize every trained episode in training order: step, episode, task, reward, success, stop and versions.
+    """Yield a summary of every trained episode, in training order.
 
     No token is read. Raises `JournalError`.
     """
@@ -60,7 +64,7 @@ def trained_episodes(journal: JournalReader) -> Iterator[dict[str, Any]]:
 
 
 def conversation(stored: StoredEpisode, decode: Decode) -> dict[str, Any]:
-    """Return an episode as text: its summary, `num_tokens`, and `turns` with `role`, `text` and `pieces`."""
+    """Return an episode as text: its summary, and `turns` with `role`, `text` and `pieces`."""
     trajectory = stored.trajectory
     return {
         "step": stored.step,

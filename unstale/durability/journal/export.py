@@ -1,4 +1,4 @@
-"""Export a journal for other tools: trajectories by token, readable conversations, or samples of trained tokens."""
+"""Export of a journal: trajectories by token, conversations as text, or samples of tokens."""
 
 import json
 import math
@@ -16,8 +16,8 @@ ROW_GROUP = 256
 """Rows in a Parquet row group."""
 
 Content = Literal["tokens", "text", "samples"]
-"""`tokens`: one row per trajectory with lists over its tokens. `text`: the same as conversations. `samples`: one row per
-sampled token of a step, with its two log-ratios."""
+"""`tokens`: one row per trajectory, with lists over its tokens. `text`: one conversation per row.
+`samples`: one row per token of the sample of a step, with its two log-ratios."""
 
 Row = dict[str, Any]
 

@@ -1,4 +1,7 @@
-"""Read the journal of a run: database rows become records again. Read-only; no stored content is executed."""
+"""Read the journal of a run: database rows become records again.
+
+Read-only; no stored content is executed.
+"""
 
 import json
 import sqlite3
@@ -87,7 +90,10 @@ class CheckpointRow:
 
 
 class JournalReader:
-    """A view of the journal as it was when the reader was created. Use as a context manager, or call `close`."""
+    """A view of the journal as it was when the reader was created.
+
+    Use as a context manager, or call `close`.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raise FileNotFoundError without a journal, and `JournalError` if the file is not one."""
@@ -137,8 +143,10 @@ class JournalReader:
     def groups(self) -> list[GroupRow]:
         """Return every group, in admission order."""
         rows = self.rows(
-            """WITH ends AS (SELECT number, count(t.episode) AS done, count(f.episode) AS broken FROM episodes
-                LEFT JOIN trajectories t USING (episode) LEFT JOIN failures f USING (episode) GROUP BY number)
+            """WITH ends AS (SELECT number, count(t.episode) AS done, count(f.episode) AS broken
+            FROM episodes
+                LEFT JOIN trajectories t USING (episode) LEFT JOIN failures f USING (episode) GROUP
+                BY number)
             SELECT g.number, env, split, task, seed, g.at, f.at, step, version, coalesce(done, 0),
                 coalesce(broken, 0), g.place
             FROM groups g LEFT JOIN ends USING (number) LEFT JOIN finished f USING (number)
@@ -188,11 +196,17 @@ class JournalReader:
                         yield {"step": sample["step"], **dict(zip(columns, values, strict=True))}
 
     def outcomes(self, number: int) -> tuple[bool, ...]:
-        """Return the outcomes of the last `number` episodes, oldest first: True if finished, False if given up."""
+        """Return the outcomes of the last `number` episodes, oldest first.
+
+        True is a finished episode, False one that was given up.
+        """
         rows = self.rows(
-            f"""SELECT trajectories.episode IS NOT NULL FROM (SELECT max(episode) AS episode FROM {ATTEMPTS}
-            GROUP BY number, sibling) LEFT JOIN trajectories USING (episode) LEFT JOIN failures USING (episode)
-            WHERE coalesce(trajectories.episode, failures.episode) IS NOT NULL ORDER BY episode DESC LIMIT ?""",
+            f"""SELECT trajectories.episode IS NOT NULL FROM (SELECT max(episode) AS episode FROM
+            {ATTEMPTS}
+            GROUP BY number, sibling) LEFT JOIN trajectories USING (episode) LEFT JOIN failures
+            USING (episode)
+            WHERE coalesce(trajectories.episode, failures.episode) IS NOT NULL ORDER BY episode
+            DESC LIMIT ?""",
             number,
         )
         return tuple(bool(is_finished) for (is_finished,) in reversed(rows))
@@ -201,8 +215,8 @@ class JournalReader:
         """Describe the tables with rows that changed after they were written."""
         problems = []
         for table, columns in COLUMNS.items():
-            question = f"SELECT count(*) FROM {table} WHERE seal IS NOT seal('{table}', {', '.join(columns)})"
-            ((count,),) = self.rows(question)
+            expected = f"seal('{table}', {', '.join(columns)})"
+            ((count,),) = self.rows(f"SELECT count(*) FROM {table} WHERE seal IS NOT {expected}")
             if count:
                 problems.append(f"{count} rows of {table} changed after they were written")
         return problems
@@ -211,7 +225,8 @@ class JournalReader:
         """Return the number of groups, the index of the next task, and the number of episodes."""
         ((groups, place, episodes),) = self.rows(
             """SELECT (SELECT coalesce(max(number) + 1, 0) FROM groups),
-            (SELECT coalesce(max(place) + 1, 0) FROM groups), (SELECT coalesce(max(episode) + 1, 0) FROM episodes)"""
+            (SELECT coalesce(max(place) + 1, 0) FROM groups), (SELECT coalesce(max(episode) + 1, 0)
+            FROM episodes)"""
         )
         return groups, place, episodes
 
@@ -225,10 +240,11 @@ class JournalReader:
         return frozenset(Task(*row).key for row in rows)
 
     def requests(self) -> list[GroupRequest]:
-        """Return the groups that no checkpoint has trained on, in admission order, with their episodes."""
+        """Return groups that no checkpoint has trained on, in admission order, with episodes."""
         rows = self.rows(
             """SELECT g.number, env, split, task, seed, place, f.number IS NOT NULL FROM groups g
-            LEFT JOIN finished f USING (number) WHERE g.number NOT IN (SELECT number FROM consumed) ORDER BY g.number"""
+            LEFT JOIN finished f USING (number) WHERE g.number NOT IN (SELECT number FROM consumed)
+            ORDER BY g.number"""
         )
         requests: list[GroupRequest] = []
         for number, env, split, index, seed, place, is_finished in rows:
@@ -252,7 +268,8 @@ class JournalReader:
             raise journal_error(self.path, f"group {number} is not finished")
         task = Task(*rows[0])
         last = self.rows(
-            f"SELECT max(episode) FROM {ATTEMPTS} WHERE number = ? GROUP BY sibling ORDER BY sibling",
+            f"SELECT max(episode) FROM {ATTEMPTS} WHERE number = ? "
+            "GROUP BY sibling ORDER BY sibling",
             number,
         )
         outcomes = [self._outcome(episode, task) for (episode,) in last]
@@ -271,7 +288,8 @@ class JournalReader:
     def episode(self, episode: int) -> StoredEpisode:
         """Return a finished episode. Raises `JournalError` if it is incomplete."""
         rows = self.rows(
-            """SELECT number, step, env, split, task, e.seed, num_pieces, stop, rewards, turn_rewards, facts
+            """SELECT number, step, env, split, task, e.seed, num_pieces, stop, rewards,
+            turn_rewards, facts
             FROM trajectories JOIN episodes e USING (episode) JOIN groups USING (number)
             LEFT JOIN consumed USING (number) WHERE episode = ?""",
             episode,
@@ -299,7 +317,8 @@ class JournalReader:
     def pieces(self, episode: int) -> tuple[Piece, ...]:
         """Return the pieces of an episode, also of one that has not ended."""
         rows = self.rows(
-            f"SELECT {', '.join(COLUMNS['pieces'])}, seal FROM pieces WHERE episode = ? ORDER BY position",
+            f"SELECT {', '.join(COLUMNS['pieces'])}, seal FROM pieces WHERE episode = ? "
+            "ORDER BY position",
             episode,
         )
         with self._wrap_errors(f"the pieces of episode {episode}"):
@@ -312,7 +331,8 @@ class JournalReader:
     def _episode_records(self, number: int, task: Task) -> tuple[EpisodeRecord, ...]:
         """Return the last attempt at each episode of an unconsumed group, by sibling."""
         rows = self.rows(
-            f"""SELECT sibling, max(episode), count(failures.episode) FROM {ATTEMPTS} LEFT JOIN failures USING (episode)
+            f"""SELECT sibling, max(episode), count(failures.episode) FROM {ATTEMPTS} LEFT JOIN
+            failures USING (episode)
             WHERE number = ? GROUP BY sibling ORDER BY sibling""",
             number,
         )
@@ -324,7 +344,8 @@ class JournalReader:
     def _last_attempt(self, episode: int, task: Task, failures: int) -> EpisodeRecord:
         ((trajectory, failure, restart),) = self.rows(
             """SELECT (SELECT count(*) FROM trajectories WHERE episode = ?1),
-            (SELECT count(*) FROM failures WHERE episode = ?1), (SELECT count(*) FROM restarts WHERE episode = ?1)""",
+            (SELECT count(*) FROM failures WHERE episode = ?1), (SELECT count(*) FROM restarts
+            WHERE episode = ?1)""",
             episode,
         )
         if restart:
@@ -351,7 +372,8 @@ class JournalReader:
     def _branches(self, episode: int) -> list[tuple[int, bool]]:
         """Return the branches of the last attempt at an episode, and whether each has ended."""
         return self.rows(
-            """SELECT more.episode, t.episode IS NOT NULL FROM episodes JOIN episodes more USING (number, sibling)
+            """SELECT more.episode, t.episode IS NOT NULL FROM episodes JOIN episodes more USING
+            (number, sibling)
             LEFT JOIN trajectories t ON t.episode = more.episode
             WHERE episodes.episode = ? AND more.episode > episodes.episode ORDER BY more.episode""",
             episode,
@@ -387,7 +409,7 @@ class JournalReader:
 
 
 def require_tables(path: Path, connection: sqlite3.Connection) -> None:
-    """Raise `JournalError` unless the database has exactly the journal's tables: no view, no trigger."""
+    """Raise `JournalError` if the database has other tables, or a view or trigger."""
     question = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name"
     with closing(sqlite3.connect(":memory:")) as fresh:
         fresh.executescript(SCHEMA)
@@ -397,7 +419,10 @@ def require_tables(path: Path, connection: sqlite3.Connection) -> None:
 
 
 def _roll_back(path: Path) -> None:
-    """Undo the unfinished transaction of a writer that was killed. A read-only connection cannot."""
+    """Undo the unfinished transaction of a writer that was killed.
+
+    A read-only connection cannot.
+    """
     if path.with_name(f"{path.name}-journal").exists():
         with closing(sqlite3.connect(path)) as writer:
             writer.execute("SELECT count(*) FROM sqlite_master")

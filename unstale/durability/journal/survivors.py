@@ -1,6 +1,7 @@
 """Statistics of how groups and attempts at episodes ended, to detect biased losses.
 
-Lengths come from the sizes and sources of pieces. No token is read, so 100,000 episodes take seconds.
+Lengths come from the sizes and sources of pieces. No token is read, so 100,000 episodes take
+seconds.
 """
 
 import json
@@ -21,8 +22,9 @@ LOST = ("failed", "given_up", "restarted")
 FATES = (*KEPT, *LOST, "open")
 """Ends of an attempt.
 
-"trained" and "waiting" attempts finished; only the first were trained on so far. "failed" ones were retried,
-"given_up" ones were not, "restarted" ones could not be replayed. "open" ones have not ended: neither kept nor lost.
+"trained" and "waiting" attempts finished; only the first were trained on so far. "failed" ones were
+retried, "given_up" ones were not, "restarted" ones could not be replayed. "open" ones have not
+ended: neither kept nor lost.
 """
 
 CURVE_POINTS = 40
@@ -31,7 +33,8 @@ GROUPS_BY_END = """
 SELECT env, split, CASE WHEN finished.number IS NULL THEN 'open' WHEN done IS NULL THEN 'failed'
     WHEN consumed.number IS NULL THEN 'finished' ELSE 'consumed' END AS ended, count(*)
 FROM groups LEFT JOIN finished USING (number) LEFT JOIN consumed USING (number)
-LEFT JOIN (SELECT DISTINCT number, 1 AS done FROM episodes JOIN trajectories USING (episode)) USING (number)
+LEFT JOIN (SELECT DISTINCT number, 1 AS done FROM episodes JOIN trajectories USING (episode)) USING
+(number)
 GROUP BY env, split, ended ORDER BY env, split"""
 
 _SOURCES = ", ".join(str(int(source)) for source in sorted(HAS_BEHAVIOR))
@@ -39,7 +42,8 @@ _SOURCES = ", ".join(str(int(source)) for source in sorted(HAS_BEHAVIOR))
 ATTEMPTS_WITH_TOKENS = f"""
 WITH marked AS (
     SELECT episode, num_tokens, provenance IN ({_SOURCES}) AS sampled,
-        lag(provenance IN ({_SOURCES}), 1, 0) OVER (PARTITION BY episode ORDER BY position) AS continues
+        lag(provenance IN ({_SOURCES}), 1, 0) OVER (PARTITION BY episode ORDER BY position) AS
+        continues
     FROM pieces WHERE num_tokens > 0),
 lengths AS (
     SELECT episode, sum(sampled * num_tokens) AS tokens, sum(sampled AND NOT continues) AS turns
@@ -51,11 +55,16 @@ SELECT env, split, CASE
     WHEN trajectories.episode IS NOT NULL THEN 'waiting'
     WHEN failures.episode IS NOT NULL AND last THEN 'given_up'
     WHEN failures.episode IS NOT NULL THEN 'failed'
-    WHEN last AND restarts.episode IS NULL THEN 'open' ELSE 'restarted' END, lengths.tokens, lengths.turns, rewards,
+    WHEN last AND restarts.episode IS NULL THEN 'open' ELSE 'restarted' END, lengths.tokens,
+    lengths.turns, rewards,
     facts
 FROM lengths JOIN tried USING (episode) JOIN groups USING (number) LEFT JOIN consumed USING (number)
-LEFT JOIN trajectories USING (episode) LEFT JOIN failures USING (episode) LEFT JOIN restarts USING (episode)"""
-"""One row per attempt that holds a token. `provenance` precedes the blobs in a row, so blobs are not read."""
+LEFT JOIN trajectories USING (episode) LEFT JOIN failures USING (episode) LEFT JOIN restarts USING
+(episode)"""
+"""One row per attempt that holds a token.
+
+`provenance` precedes the blobs in a row, so blobs are not read.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +131,7 @@ class SplitSurvivors:
     contrast: Contrast | None
     """None if fewer than two attempts were lost or kept."""
     curve: tuple[tuple[int, float, float], ...]
-    """`(n, share of the ended attempts with at most n sampled tokens, the same of the trained ones)`."""
+    """`(n, share of ended attempts with at most n sampled tokens, share of trained ones)`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,30 +16,38 @@ FORMAT = 2
 """`user_version` of the database."""
 
 TABLES = {
-    "groups": "number INTEGER PRIMARY KEY, env TEXT NOT NULL, split TEXT NOT NULL, task INTEGER NOT NULL, "
-    "seed INTEGER NOT NULL, place INTEGER NOT NULL, at REAL NOT NULL, after INTEGER NOT NULL",
-    "episodes": "episode INTEGER PRIMARY KEY, number INTEGER NOT NULL REFERENCES groups, sibling INTEGER NOT NULL, "
-    "seed INTEGER NOT NULL, at REAL NOT NULL, after INTEGER NOT NULL",
-    "pieces": "episode INTEGER NOT NULL REFERENCES episodes, position INTEGER NOT NULL, provenance INTEGER NOT NULL, "
-    "num_tokens INTEGER NOT NULL, tokens BLOB NOT NULL, version INTEGER, clean INTEGER, behavior_logp BLOB, "
+    "groups": "number INTEGER PRIMARY KEY, env TEXT NOT NULL, split TEXT NOT NULL, "
+    "task INTEGER NOT NULL, seed INTEGER NOT NULL, place INTEGER NOT NULL, at REAL NOT NULL, "
     "after INTEGER NOT NULL",
-    "snapshots": "episode INTEGER NOT NULL REFERENCES episodes, num_pieces INTEGER NOT NULL, state TEXT NOT NULL, "
+    "episodes": "episode INTEGER PRIMARY KEY, "
+    "number INTEGER NOT NULL REFERENCES groups, sibling INTEGER NOT NULL, seed INTEGER NOT NULL, "
+    "at REAL NOT NULL, after INTEGER NOT NULL",
+    "pieces": "episode INTEGER NOT NULL REFERENCES episodes, "
+    "position INTEGER NOT NULL, provenance INTEGER NOT NULL, num_tokens INTEGER NOT NULL, "
+    "tokens BLOB NOT NULL, version INTEGER, clean INTEGER, behavior_logp BLOB, "
     "after INTEGER NOT NULL",
-    "trajectories": "episode INTEGER PRIMARY KEY REFERENCES episodes, num_pieces INTEGER NOT NULL, "
-    "stop TEXT NOT NULL, rewards TEXT NOT NULL, turn_rewards TEXT NOT NULL, facts TEXT NOT NULL, "
+    "snapshots": "episode INTEGER NOT NULL REFERENCES episodes, "
+    "num_pieces INTEGER NOT NULL, state TEXT NOT NULL, after INTEGER NOT NULL",
+    "trajectories": "episode INTEGER PRIMARY KEY REFERENCES episodes, "
+    "num_pieces INTEGER NOT NULL, stop TEXT NOT NULL, rewards TEXT NOT NULL, "
+    "turn_rewards TEXT NOT NULL, facts TEXT NOT NULL, after INTEGER NOT NULL",
+    "failures": "episode INTEGER PRIMARY KEY REFERENCES episodes, stage TEXT NOT NULL, "
+    "error TEXT NOT NULL, turns INTEGER NOT NULL, sampled_tokens INTEGER NOT NULL, "
     "after INTEGER NOT NULL",
-    "failures": "episode INTEGER PRIMARY KEY REFERENCES episodes, stage TEXT NOT NULL, error TEXT NOT NULL, "
-    "turns INTEGER NOT NULL, sampled_tokens INTEGER NOT NULL, after INTEGER NOT NULL",
-    "restarts": "episode INTEGER PRIMARY KEY REFERENCES episodes, reason TEXT NOT NULL, turns INTEGER NOT NULL, "
-    "sampled_tokens INTEGER NOT NULL, after INTEGER NOT NULL",
-    "finished": "number INTEGER PRIMARY KEY REFERENCES groups, at REAL NOT NULL, after INTEGER NOT NULL",
-    "checkpoints": "checkpoint INTEGER PRIMARY KEY, step INTEGER NOT NULL, version INTEGER NOT NULL, "
-    "name TEXT NOT NULL, at REAL NOT NULL",
-    "consumed": "number INTEGER PRIMARY KEY REFERENCES finished, step INTEGER NOT NULL, place INTEGER NOT NULL, "
-    "version INTEGER NOT NULL, at REAL NOT NULL, checkpoint INTEGER NOT NULL REFERENCES checkpoints",
-    "versions": "id INTEGER PRIMARY KEY, version INTEGER NOT NULL UNIQUE, at REAL NOT NULL, after INTEGER NOT NULL",
-    "events": "id INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, fields TEXT NOT NULL, "
+    "restarts": "episode INTEGER PRIMARY KEY REFERENCES episodes, "
+    "reason TEXT NOT NULL, turns INTEGER NOT NULL, sampled_tokens INTEGER NOT NULL, "
     "after INTEGER NOT NULL",
+    "finished": "number INTEGER PRIMARY KEY REFERENCES groups, at REAL NOT NULL, "
+    "after INTEGER NOT NULL",
+    "checkpoints": "checkpoint INTEGER PRIMARY KEY, step INTEGER NOT NULL, "
+    "version INTEGER NOT NULL, name TEXT NOT NULL, at REAL NOT NULL",
+    "consumed": "number INTEGER PRIMARY KEY REFERENCES finished, "
+    "step INTEGER NOT NULL, place INTEGER NOT NULL, version INTEGER NOT NULL, at REAL NOT NULL, "
+    "checkpoint INTEGER NOT NULL REFERENCES checkpoints",
+    "versions": "id INTEGER PRIMARY KEY, version INTEGER NOT NULL UNIQUE, "
+    "at REAL NOT NULL, after INTEGER NOT NULL",
+    "events": "id INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, "
+    "fields TEXT NOT NULL, after INTEGER NOT NULL",
 }
 """Columns by table. `after` is the checkpoint that was current when the row was written."""
 
@@ -73,9 +81,13 @@ REPEATED = (
 """Tables whose newer rows a deterministic run writes again, in an order that foreign keys allow."""
 
 ATTEMPTS = """(SELECT episode, number, sibling FROM (SELECT episode, number, sibling,
-    seed = first_value(seed) OVER (PARTITION BY number, sibling ORDER BY episode) AS is_attempt FROM episodes)
+    seed = first_value(seed) OVER (PARTITION BY number, sibling ORDER BY episode) AS is_attempt
+    FROM episodes)
     WHERE is_attempt)"""
-"""Attempts at episodes. All have the seed of their sibling; branches of an attempt have other seeds."""
+"""Attempts at episodes.
+
+All have the seed of their sibling; branches of an attempt have other seeds.
+"""
 
 TOKEN_SAMPLES = "token_samples"
 """Kind of the event that holds a sample of the tokens of a step."""

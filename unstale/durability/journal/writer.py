@@ -1,4 +1,7 @@
-"""Write the journal of a run. Callers append to a queue; one thread owns the connection and commits in batches."""
+"""Write the journal of a run.
+
+Callers append to a queue; one thread owns the connection and commits in batches.
+"""
 
 import asyncio
 import json
@@ -35,7 +38,10 @@ WINDOW_S = 0.2
 """Seconds until a record is committed at the latest. A barrier commits at once."""
 
 STUCK_S = 8.0
-"""Seconds without a commit that end the run. SQLite waits half as long for another writer's lock."""
+"""Seconds without a commit that end the run.
+
+SQLite waits half as long for another writer's lock.
+"""
 
 _Item = list[Record] | Future[None] | None
 """One transaction, a barrier, or the end."""
@@ -44,8 +50,8 @@ _Item = list[Record] | Future[None] | None
 class Journal:
     """The journal of a run, for writing. Use as a context manager.
 
-    Only `barrier`, `flush` and methods documented to commit wait for the disk. A failure of the disk or the file
-    is raised as `JournalError` by `watch`, at once, and by every barrier.
+    Only `barrier`, `flush` and methods documented to commit wait for the disk. A failure of the
+    disk or the file is raised as `JournalError` by `watch`, at once, and by every barrier.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,7 +70,7 @@ class Journal:
         self._checkpoint = -1
         self._highest_version = -1
         self._trained_on: list[tuple[int, int, int, int, float]] = []
-        """Consumed groups that are in no checkpoint yet: rows of `consumed` without the last column."""
+        """Consumed groups that are in no checkpoint: rows of `consumed` without the last column."""
 
     @staticmethod
     def read(run: Path) -> JournalReader:
@@ -85,7 +91,10 @@ class Journal:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        """Close the journal. If the block failed already, a failure to close becomes a note to its error."""
+        """Close the journal.
+
+        If the block failed already, a failure to close becomes a note to its error.
+        """
         try:
             self.close()
         except JournalError as close_error:
@@ -94,7 +103,10 @@ class Journal:
             error.add_note(str(close_error))
 
     def close(self) -> None:
-        """Commit the queue and end the thread. Raises `JournalError` unless the failure was raised before."""
+        """Commit the queue and end the thread.
+
+        Raises `JournalError` unless the failure was raised before.
+        """
         if self._thread is None:
             return
         had_failed = self._failure.done()
@@ -118,7 +130,10 @@ class Journal:
     def begin(
         self, number: int, sibling: int, *, episode: int, seed: int, again: bool = False
     ) -> "_EpisodeWriter":
-        """Record an attempt at an episode of a group, and return its writer. `again` continues an earlier attempt."""
+        """Record an attempt at an episode of a group, and return its writer.
+
+        `again` continues an earlier attempt.
+        """
         if not again:
             self._insert("episodes", episode, number, sibling, seed, time.time())
         return _EpisodeWriter(self, episode)
@@ -129,7 +144,10 @@ class Journal:
         await self.barrier()
 
     async def publishing(self, version: int) -> None:
-        """Record a version and commit, before any engine loads it. A resumed run may publish the newest again."""
+        """Record a version and commit, before any engine loads it.
+
+        A resumed run may publish the newest again.
+        """
         if version != self._highest_version:
             self._insert("versions", version, time.time())
             self._highest_version = version
@@ -154,10 +172,10 @@ class Journal:
         await self.barrier()
 
     def rewind(self, checkpoint: int, *, everything: bool) -> None:
-        """Make an earlier checkpoint current again: groups that later ones consumed become unconsumed.
+        """Make an earlier checkpoint current again, and free the groups that later ones consumed.
 
-        Removes the metrics of its step and later ones, because they are logged again. `everything` removes all newer
-        rows, because a deterministic run computes them again.
+        Removes the metrics of its step and later ones, because they are logged again. `everything`
+        removes all newer rows, because a deterministic run computes them again.
         """
         events = "DELETE FROM events WHERE after >= ?"
         if not everything:
@@ -220,7 +238,10 @@ class Journal:
         self.transaction([insert(table, *values, self._checkpoint)])
 
     def _write(self, connection: sqlite3.Connection) -> None:
-        """Commit the queue until it is closed. After a failure, only answer barriers with the error."""
+        """Commit the queue until it is closed.
+
+        After a failure, only answer barriers with the error.
+        """
         with closing(connection):
             items: list[_Item] = []
             while None not in items:
@@ -252,7 +273,10 @@ class Journal:
             self._failure.set_exception(journal_error(self.path, error))
 
     def _gather(self) -> list[_Item]:
-        """Collect the queue for `WINDOW_S`, or until a barrier. Waking for each record would cost more."""
+        """Collect the queue for `WINDOW_S`, or until a barrier.
+
+        Waking for each record would cost more.
+        """
         items = [self._queue.get()]
         if isinstance(items[0], list):
             self._awaited.wait(WINDOW_S)
@@ -295,7 +319,8 @@ def _connect(path: Path) -> sqlite3.Connection:
         )
         on_error.callback(connection.close)
         connection.executescript(
-            "PRAGMA trusted_schema=OFF; PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; PRAGMA foreign_keys=ON;"
+            "PRAGMA trusted_schema=OFF; PRAGMA journal_mode=WAL; "
+            "PRAGMA synchronous=FULL; PRAGMA foreign_keys=ON;"
         )
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version not in (0, FORMAT):
