@@ -118,7 +118,7 @@ def test_a_run_that_stops_on_a_number_says_how_to_see_it_again(
 
 
 def test_without_a_kept_batch_there_is_nothing_to_replay(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"went_wrong\.safetensors is not there"):
+    with pytest.raises(ConfigError, match=r"went_wrong\.safetensors is missing"):
         replay(tmp_path)
 
 
