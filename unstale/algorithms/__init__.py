@@ -1,1 +1,1 @@
-"""Advantages, corrections, objectives, proximal approximations and audit figures: pure functions of tensors."""
+"""Advantages, corrections, objectives, old-policy approximations and audit: pure functions."""

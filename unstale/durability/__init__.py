@@ -1,4 +1,4 @@
-"""What a run writes so that it can resume: journal, checkpoints, virtual clock.
+"""Durability: the journal, the checkpoints and the virtual clock with which a run can resume.
 
 The loop uses the Protocols here.
 """

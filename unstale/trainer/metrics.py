@@ -39,7 +39,7 @@ class StepMetrics:
         """Tokens of forward passes for a route that needs current log-probabilities."""
         self.sequence_tokens = 0
         self.forward_tokens = 0
-        """As `sequence_tokens`, but a prompt that siblings share counts once for each pass."""
+        """Like `sequence_tokens`, but a prompt that siblings share counts once for each pass."""
         self.microbatches = 0
         self.num_steps = 0
         self.prepare_s = 0.0
