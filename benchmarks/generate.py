@@ -121,7 +121,7 @@ def workload(live: int, vocab: int, seed: int) -> list[Episode]:
 
 
 def make_model(size: str, folder: Path) -> None:
-    """Random weights, the same for everyone."""
+    """Save a model of random weights, the same for all contestants."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -212,7 +212,7 @@ class Player:
         return wanted / answer["seconds"], answer["probe"]
 
     def close(self) -> None:
-        """End it and all it has started."""
+        """Kill the process and its children."""
         self._signal(signal.SIGKILL)
         self._groups = []
         process, self._process = self._process, None
@@ -327,7 +327,7 @@ def _seeds(live: int, vocab: int) -> Callable[[], list[Episode]]:
 
 
 def _rate(kind: str, player: Player, episodes: Callable[[], list[Episode]], *, live: int) -> float:
-    """Tokens per second; of one that has failed, not a number."""
+    """Return tokens per second, or NaN for a contestant that failed."""
     answer = player.play(episodes(), live)
     _must_play(kind, player)
     rate = answer[0] if answer else math.nan

@@ -106,7 +106,7 @@ class OneProcess(Ours):
 
 
 class Divided:
-    """A contestant in processes of one thread each, which divide the groups of episodes."""
+    """A contestant of single-threaded processes that divide the groups of episodes."""
 
     kind = ""
 
@@ -420,7 +420,7 @@ KINDS = {
 
 
 def serve(kind: str, folder: str, dtype: str, threads: int) -> None:
-    """Until the input ends. What libraries print goes to the errors."""
+    """Answer requests until the input ends. Output of libraries goes to stderr."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     contestant = KINDS[kind](Path(folder), dtype, threads)

@@ -1,12 +1,11 @@
-"""On one GPU, with models of a real size: how near its own limits are training, scoring, publishing
-and decoding?
+"""Measure training, scoring, publishing and decoding on one GPU against the GPU's limits.
 
     python -m benchmarks.gpu              # under 25 minutes on one GPU; nothing is downloaded
 
-Dense Qwen3-shaped models of 0.6B and 1.7B parameters with random weights in bfloat16. What the chip
-can do is measured in the same run, by large matrix products and a large copy. `--parts` and
-`--sizes` choose some of it. It runs on a CPU too, where it measures nothing worth knowing
-(`--device cpu --layers 2 --hidden 64 ...`); parts that need CUDA then say that they were not run.
+Dense Qwen3-shaped models of 0.6B and 1.7B parameters with random weights in bfloat16. The GPU's
+limits are measured in the same run, by large matrix products and a large copy. `--parts` and
+`--sizes` select a part. On a CPU it only tests the script (`--device cpu --layers 2 --hidden 64
+...`) and skips parts that need CUDA.
 """
 
 import argparse
@@ -63,7 +62,7 @@ PROMPT, REPLY = 32, 256
 
 @dataclass(frozen=True, slots=True)
 class Big(Size):
-    """A model that is made on its device whenever it is wanted: only its shape is in the folder."""
+    """A model that is created on its device on demand. The folder holds only its shape."""
 
     device: str
     inner: int
@@ -90,7 +89,7 @@ class Big(Size):
         )
 
     def policy(self, dtype: str = "bfloat16") -> Policy:
-        """Random weights, the same each time."""
+        """Return a model with seeded random weights."""
         torch.manual_seed(0)
         with torch.device(self.device):
             model = AutoModelForCausalLM.from_config(self.config, dtype=DTYPES[dtype])
@@ -105,22 +104,21 @@ class Big(Size):
 
     @property
     def body(self) -> int:
-        """Weights of the matrices that every token goes through."""
+        """Return the number of weights in the matrices that every token passes."""
         attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
         return self.layers * (attention + 3 * self.hidden * self.inner)
 
     @property
     def head(self) -> int:
-        """Weights of the matrix that makes logits."""
+        """Return the number of weights in the matrix of the logits."""
         return self.vocab * self.hidden
 
 
 def train_flops(size: Big, lengths: Sequence[int], sampled: int) -> float:
-    """Of a forward and backward pass: matrices twice a weight and token, causal attention, thrice
-    for the gradient.
+    """Return the FLOPs of a forward and backward pass: matrices twice a weight and token, causal
+    attention, thrice for the gradient.
 
-    Logits are of `sampled` tokens alone. What is computed a second time to save memory does not
-    count.
+    Logits count for `sampled` tokens only. Recomputation to save memory does not count.
     """
     matrices = 6 * (size.body * sum(lengths) + size.head * sampled)
     return matrices + 6 * size.layers * size.heads * size.head_dim * sum(
@@ -141,7 +139,7 @@ def decode_bytes(size: Big, rows: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """What the device was seen to do, in this run."""
+    """Measured limits of the device."""
 
     flops: float
     """Products of large bfloat16 matrices, a second."""

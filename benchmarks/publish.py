@@ -1,12 +1,12 @@
-"""What does a published version cost, full against delta, by model size and learning rate?
+"""Measure the cost of publishing a version, full and as a delta, by model size and learning rate.
 
     python -m benchmarks.publish          # under 4 minutes on two cores; `--help` for smaller sizes
 
-Random Qwen3 models are trained by the project's own trainer: bfloat16 forward weights, float32
-masters, AdamW. Each version is published twice, whole and as a delta, to two real engine processes,
-of which the one that is due generates meanwhile on its own core. What the trainer prepares beside
-generation is timed apart from how long generation stands still: from the moment that every reply
-has come back to the moment that the engine may sample again."""
+The project's trainer trains random Qwen3 models: bfloat16 forward weights, float32 masters, AdamW.
+Each version is published to two real engine processes, once in full and once as a delta. The engine
+that receives the version generates on its own core. The trainer's preparation is timed apart from
+the pause of generation, from the return of the last reply until the engine may sample again.
+"""
 
 import argparse
 import asyncio
@@ -48,7 +48,7 @@ NEWS = 0.95
 
 @dataclass(slots=True)
 class Spent:
-    """By one way, version by version."""
+    """Costs of one way to publish, by version."""
 
     bytes: list[float] = field(default_factory=list)
     prepare_s: list[float] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Cell:
 
 
 class Watched:
-    """An engine, and how long the last publication kept it from sampling."""
+    """An engine that measures how long the last publication paused its sampling."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self.engine = engine
@@ -105,7 +105,7 @@ class Watched:
 
     @asynccontextmanager
     async def speaking(self, vocab: int) -> AsyncIterator[None]:
-        """It samples for as long as this lasts, but where it is interrupted."""
+        """Sample until the block ends, except when interrupted."""
 
         async def speak(seed: int) -> None:
             prompt = [(seed * 31 + place) % vocab for place in range(32)]
@@ -123,7 +123,7 @@ class Watched:
 
 
 class Sender:
-    """One way to publish, to an engine of its own, as the loop does it."""
+    """One way to publish to its own engine, as the loop does it."""
 
     def __init__(self, way: Way, engine: Watched, policy: Policy, folder: Path) -> None:
         self.spent = Spent()
@@ -184,7 +184,7 @@ async def send(model: str, size: Size, history: History, engines: Mapping[Way, W
 
 
 def changed_share(history: History) -> float:
-    """Of the words, from the second to the third version."""
+    """Return the share of words that change from the second to the third version."""
     before, after = (history.copies[number] for number in (1, 2))
     differ = sum(int((before[name] != after[name]).sum()) for name in before)
     return differ / sum(tensor.numel() for tensor in before.values())
