@@ -108,17 +108,17 @@ def test_a_group_runs_as_many_lines_of_the_line_in_a_batch_of_ten_times_as_many(
     assert per_group(200) <= 1.05 * per_group(20)
 
 
-def test_the_ledger_looks_only_at_what_it_answers() -> None:
+def test_pending_pieces_looks_only_at_what_it_answers() -> None:
     def asked(others: int) -> int:
-        ledger = PendingPieces()
+        pending = PendingPieces()
         for episode in range(others):
-            ledger.add(PendingPiece(episode, (1, 2), 1, Sampled((2,), (-0.1,), version=3)))
-        ledger.add(PendingPiece(others, (1, 2), 1, Sampled((2,), (-0.1,), version=4)))
+            pending.add(PendingPiece(episode, (1, 2), 1, Sampled((2,), (-0.1,), version=3)))
+        pending.add(PendingPiece(others, (1, 2), 1, Sampled((2,), (-0.1,), version=4)))
 
         def ask() -> None:
-            assert len(ledger.of_version(4)) == 1 and ledger.versions == {3, 4}
-            ledger.discard([others])
-            assert ledger.versions == {3}
+            assert len(pending.of_version(4)) == 1 and pending.versions == {3, 4}
+            pending.discard([others])
+            assert pending.versions == {3}
 
         return lines_run(ask)
 

@@ -176,17 +176,17 @@ def piece(episode: int, version: int) -> PendingPiece:
     return PendingPiece(episode, (1, 2), 1, Sampled((2,), (-0.1,), version))
 
 
-def test_ledger_pins_a_version_until_its_last_piece_is_settled() -> None:
-    ledger = PendingPieces()
+def test_pending_pieces_pin_a_version_until_its_last_piece_is_settled() -> None:
+    pending = PendingPieces()
     for episode, version in [(1, 0), (1, 1), (2, 1)]:
-        ledger.add(piece(episode, version))
-    assert ledger.versions == {0, 1}
-    assert [item.episode for item in ledger.of_version(1)] == [1, 2]
-    assert [item.episode for item in ledger.of_version(1, excluding={2, 3})] == [1]
-    ledger.discard([1])
-    assert ledger.versions == {1}
-    ledger.discard([2, 99])
-    assert ledger.versions == frozenset()
+        pending.add(piece(episode, version))
+    assert pending.versions == {0, 1}
+    assert [item.episode for item in pending.of_version(1)] == [1, 2]
+    assert [item.episode for item in pending.of_version(1, excluding={2, 3})] == [1]
+    pending.discard([1])
+    assert pending.versions == {1}
+    pending.discard([2, 99])
+    assert pending.versions == frozenset()
 
 
 def batch_of(versions: list[int]) -> tuple[Batch, list[Group]]:
