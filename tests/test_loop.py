@@ -213,10 +213,17 @@ def toy_machine(
     return Components(policy, taskset, generator, scorer, old, auditor, trainer)
 
 
-def make(folder: Path, tasks: Iterator[int], *, budget: int = 1, steps: int = 12) -> RunComponents:
+def make(
+    folder: Path,
+    tasks: Iterator[int],
+    *,
+    budget: int = 1,
+    steps: int = 12,
+    delay: Delay = a_moment,
+) -> RunComponents:
     """Return a run that has not started."""
     config = configure(steps=steps, max_staleness=budget)
-    machine = toy_machine(config, Numbers(tasks))
+    machine = toy_machine(config, Numbers(tasks), delay=delay)
     log = RunLog(folder)
     parts = build(config, machine, log, Quiet(), first_state(machine, config, folder))
     return replace(parts, log=Log(log))  # type: ignore[arg-type]

@@ -147,12 +147,13 @@ def test_torchs_checkpoints_are_read_and_written_in_safetensors() -> None:
         )
 
 
-def test_code_is_imported_by_name_in_two_places() -> None:
+def test_code_is_imported_by_name_in_few_places() -> None:
     """The package's own public names, and `task.env`, which is imported only to run tasks."""
     places = {path for path, name, _ in calls() if name.endswith("import_module")}
     assert places == {
         "__init__.py",
         "cli/main.py",
+        "config/routes.py",
         "config/sampling.py",
         "engines/registry.py",
         "envs/registry.py",

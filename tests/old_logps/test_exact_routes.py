@@ -613,10 +613,9 @@ def pauses() -> Callable[[Sequence[int], SamplingParams], Awaitable[None]]:
 def test_in_an_asynchronous_run_every_token_gets_its_own_versions_logp(
     tmp_path: Path, name: str, minibatches_per_batch: int
 ) -> None:
-    parts = make(tmp_path, count(), budget=2, steps=10)
+    parts = make(tmp_path, count(), budget=2, steps=10, delay=pauses())
     old = build_old_logps(ROUTES[name], LocalScorer(parts.trainer.policy, 1.0, 256))
     witness = Witness(old, parts.trainer.policy)
-    parts.engine._engine._token_delay = pauses()  # type: ignore[attr-defined]
     parts = routed(parts, witness, minibatches_per_batch=minibatches_per_batch)
     with closing(witness.route):
         rows = run(parts)
