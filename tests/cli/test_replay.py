@@ -137,9 +137,9 @@ def test_evidence_that_cannot_be_written_is_said_and_hides_nothing(tmp_path: Pat
     machine = build_machine(config(tmp_path))
     assert (
         save_failed_batch(machine.trainer, tmp_path)
-        == "no batch was kept: the trainer had none yet"
+        == "no batch was saved: the trainer had none yet"
     )
     goes_wrong(machine, a_batch(advantage=HUGE))
     assert save_failed_batch(machine.trainer, tmp_path / "no" / "such").startswith(
-        "the batch could not be kept: "
+        "the batch could not be saved: "
     )
