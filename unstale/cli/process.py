@@ -8,15 +8,19 @@ from contextlib import contextmanager
 import torch
 
 SWITCH_INTERVAL_S = 1e-4
-"""Seconds after which a thread yields the interpreter. The trainer asks for it after every torch operation: with
-Python's default of 5 ms it loses a third of its speed beside agents, and more beside a busy event loop."""
+"""Seconds after which a thread yields the interpreter. With Python's default of 5 ms the trainer,
+which needs it after every torch operation, loses a third of its speed beside agents."""
 
 YOUNG_OBJECTS = 100_000
-"""Objects allocated between two garbage collections. Python's default of 700 costs a quarter of every turn."""
+"""Objects allocated between two garbage collections. Python's default of 700 costs a quarter of
+every turn."""
 
 
 def limit_threads() -> None:
-    """Limit torch to one thread here; the trainer sets its own count. OpenMP threads would otherwise spin idly."""
+    """Limit torch to one thread here. The trainer sets its own count.
+
+    OpenMP threads would otherwise spin idly.
+    """
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
@@ -25,8 +29,9 @@ def limit_threads() -> None:
 def rare_garbage_collection() -> Iterator[None]:
     """Collect garbage cycles rarely, and never among the objects that exist already.
 
-    A collection visits every object of torch and transformers, about 0.25 s with the trainer and the event loop
-    stopped. A run creates few cycles: none per episode, 14 small objects per recomputed step, 1,500 per checkpoint.
+    A collection visits every object of torch and transformers: about 0.25 s with the trainer and
+    the event loop stopped. A run creates few cycles: none per episode, 14 small objects per
+    recomputed step, 1,500 per checkpoint.
     """
     thresholds = gc.get_threshold()
     was_frozen = gc.get_freeze_count() > 0

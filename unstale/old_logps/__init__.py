@@ -68,7 +68,7 @@ class OldLogps(Protocol):
         """Return `(values [T] float32, exact [T] bool)` on the CPU; 0 and False off the mask.
 
         `exact` claims that the value is the trainer's own log-probability at the weights of
-        `version[t]`. `now` `[T]` is the current policy's log-probability, detached, and empty unless
+        `version[t]`. `now` `[T]` is the current policy's log-probability, detached, empty unless
         `needs.now`. Called before the first optimizer step on a batch, or with `needs.inline` in
         every training pass on some of its sequences. LookupError if a version that the route needs
         was not kept.
@@ -87,7 +87,7 @@ class OldLogps(Protocol):
         ...
 
     def events(self) -> list[dict[str, Any]]:
-        """Return what happened since the last call and belongs into the log, with `kind` and why."""
+        """Return the events since the last call, each with `kind` and the reason."""
         ...
 
     def state(self) -> Mapping[str, Any]:

@@ -151,8 +151,8 @@ class EagerSpec(SnapshotOldSpec, EwmaProxSpec):
         holds="as its fallback",
         costs="forward passes while the trainer is idle",
         choose="if the trainer waits for episodes",
-        report="Exact where a turn was scored while the trainer's weights still were its version; the "
-        "rest is the fallback's.",
+        report="Exact where a turn was scored while the trainer's weights still were its version; "
+        "the rest is the fallback's.",
     )
 
     def __post_init__(self) -> None:
@@ -216,10 +216,11 @@ class EagerSpec(SnapshotOldSpec, EwmaProxSpec):
             symbol=f"pi_v or {meaning.symbol}",
             policy="the weights that sampled the token where scored in time, their moving average "
             "elsewhere",
-            d="numerics where scored in time; elsewhere staleness too, as far as the average misses "
-            "the token's age",
+            d="numerics where scored in time; elsewhere staleness too, as far as the average "
+            "misses the token's age",
             s="learning where scored in time; elsewhere since the average",
-            cost="the trainer's idle time; an average, one movable copy and a forward pass for the rest",
+            cost="the trainer's idle time; an average, one movable copy and a forward pass for the "
+            "rest",
         )
 
     def make(self, scorer: Scorer, *, lockstep: bool) -> Eager:  # type: ignore[override]

@@ -83,7 +83,7 @@ class EwmaProxSpec(OldLogpsConfig):
 
     route: str = "ewma_prox"
     beta: Annotated[float | None, Range(0, 0.9999)] = None
-    """Decay of the average; none: 0.5 (`ewma_prox`), or follows the staleness (`ppo_ewma_async`)."""
+    """Decay of the average. None: 0.5 (`ewma_prox`), or set by the staleness (`ppo_ewma_async`)."""
     update_every: Literal["version", "step"] = "version"
     """`ewma_prox`: average every published version, or the weights after every optimizer step."""
 

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 
 class InterruptSync(Passive):
-    """Scores tokens by the trained weights before these leave their version (algorithm.md, section 2).
+    """Scores tokens with the trained weights before an optimizer step changes them.
 
-    Costs no memory but pauses generation. `stall_s` runs from `closing`, through all optimizer steps
-    of the batch, until generation resumes with the next version. It is known when that is published,
+    Costs no memory but pauses generation. `stall_s` runs from `closing`, through all optimizer
+    steps of the batch, until generation resumes with the next version. It is known when that is
+    published,
     and so is reported with the batch after.
     """
 
@@ -87,8 +88,8 @@ class InterruptSyncSpec(ExactSpec):
         holds="nothing",
         costs="generation is paused during a step",
         choose="if no memory is left, and steps are short compared with rollouts",
-        report="Exact. Before a step leaves a version, generation pauses and the trainer's own weights "
-        "score all that it sampled. The two factors are cleanly apart.",
+        report="Exact. Before a step leaves a version, generation pauses and the trainer's own "
+        "weights score all that it sampled. The two factors are cleanly apart.",
     )
 
     @property

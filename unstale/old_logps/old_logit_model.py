@@ -1,4 +1,4 @@
-"""`old_logit_model`: a second model, in its own process, follows the version that samples. Exact."""
+"""`old_logit_model`: a second model in its own process follows the engine's version. Exact."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ class OldLogitModel(Passive):
     taken. `publish_wait_s` is the time that publication waited for the version before to be loaded,
     `score_wait_s` the time that batches waited for scores.
 
-    All messages to the process go through one writer thread, in order, so that sending never blocks.
-    Its replies are read when the trainer's thread calls. The process starts at the first publication.
+    All messages to the process go through one writer thread, in order, so that sending never
+    blocks. Its replies are read when the trainer's thread calls. The process starts at the first
+    publication.
 
     With `lockstep` nothing depends on the speed of the process: pieces are held until their version
     is left or a batch needs them, are sent together in a fixed order, and all scores are awaited.
@@ -163,7 +164,7 @@ class OldLogitModel(Passive):
         self._send({"op": "pieces", "pieces": list(pieces.items())})
 
     def _score_all(self) -> float:
-        """Send the pieces that are held, and wait until all pieces are scored. Return the seconds."""
+        """Send the held pieces and wait until all pieces are scored. Return the seconds."""
         due = {key: self._held.pop(key) for key in sorted(self._held) if key.version <= self._sent}
         if due:
             self._send_pieces(due)

@@ -42,7 +42,9 @@ class Reset:
 
 
 class PpoEwmaAsync(Passive):
-    """Averages whose age follows the staleness of the batch (arXiv 2605.12070; algorithm.md, section 3).
+    """Moving averages of the weights whose age follows the staleness of the batch.
+
+    See arXiv 2605.12070.
 
     The weights of a version are added once, when its first batch is scored. The decay leaves the
     average as old as the batch's action tokens with an advantage are in the mean. With several
@@ -98,7 +100,8 @@ class PpoEwmaAsync(Passive):
 
         if not self._scorer.at_version:
             raise RuntimeError(
-                f"version {self._scorer.version} is gone: its first batch was not scored before a step"
+                f"version {self._scorer.version} is gone: "
+                "its first batch was not scored before a step"
             )
         self._version = self._scorer.version
         targets = staleness_targets(
@@ -191,7 +194,7 @@ class PpoEwmaAsyncSpec(OldLogpsConfig):
 
     route: str = "ppo_ewma_async"
     beta: Annotated[float | None, Range(0, 0.9999)] = None
-    """Decay of the average; none: 0.5 (`ewma_prox`), or follows the staleness (`ppo_ewma_async`)."""
+    """Decay of the average. None: 0.5 (`ewma_prox`), or set by the staleness (`ppo_ewma_async`)."""
     averages: PositiveInt = 1
     """`ppo_ewma_async`: averages of different ages; a token takes the one nearest to its lag."""
     reset_below: Share = 0.0
@@ -208,9 +211,9 @@ class PpoEwmaAsyncSpec(OldLogpsConfig):
         holds="one float32 copy per average, one movable copy",
         costs="one forward pass; more with several averages",
         choose="if a copy of the weights is affordable and versions are not",
-        report="Approximate. A moving average of the weights, kept about as old as the data, is taken "
-        "for those that sampled, so old_logp - behavior_logp mixes numerics with whatever staleness "
-        "the average misses.",
+        report="Approximate. A moving average of the weights, kept about as old as the data, is "
+        "taken for those that sampled, so old_logp - behavior_logp mixes numerics with whatever "
+        "staleness the average misses.",
     )
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""`rollout`: no correction. The engine's own log-probability is taken, so D is 1 and S is pi / mu."""
+"""`rollout`: `old_logp` is the engine's `behavior_logp`, so D is 1 and S is pi / mu."""
 
 from __future__ import annotations
 

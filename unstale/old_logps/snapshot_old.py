@@ -25,8 +25,9 @@ class SnapshotOld(Passive):
     """Scores each token by the weights of the version that sampled it (algorithm.md, section 2).
 
     One movable model is moved from version to version. Only the differences between neighbouring
-    versions are kept beside it. For a version it runs the sequences that hold it, each cut after its
-    last token of that version. The current version is scored by the trained weights while they still
+    versions are kept beside it. For a version it runs the sequences that hold it, each cut after
+    its last token of that version. The current version is scored by the trained weights while they
+    still
     are that version.
     """
 
@@ -105,8 +106,8 @@ class SnapshotOldSpec(ExactSpec):
         kind = "full copies" if self.storage == "full" else "lossless differences"
         place = "files" if self.spill else "memory"
         return (
-            f"the weights of up to {live_versions(run)} versions ({kind}, in {place}) and one movable "
-            "copy; a forward pass over each trajectory for every version in it"
+            f"the weights of up to {live_versions(run)} versions ({kind}, in {place}) and one "
+            "movable copy; a forward pass over each trajectory for every version in it"
         )
 
     def make(self, scorer: Scorer, *, lockstep: bool) -> SnapshotOld:
