@@ -530,7 +530,7 @@ def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     with (
         lock_folder(tmp_path / "x"),
-        pytest.raises(ConfigError, match="in use by another process"),
+        pytest.raises(ConfigError, match="in use by another running process"),
     ):
         start(planned(tmp_path / "x"))
 

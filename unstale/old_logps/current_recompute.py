@@ -64,8 +64,8 @@ class CurrentRecomputeSpec(OldLogpsConfig):
         costs="one forward pass",
         choose="as a baseline; S is 1 with one step per batch",
         report="Approximate. The weights at the start of the step are taken for those that "
-        "sampled, so old_logp - behavior_logp mixes numerics with staleness, and log S sees only this "
-        "step's own movement.",
+        "sampled, so old_logp - behavior_logp mixes numerics with staleness, and log S sees only "
+        "this step's own movement.",
     )
 
     @property
