@@ -112,7 +112,7 @@ async def produce(run: RunComponents) -> None:
 
 
 async def roll(run: RunComponents, request: GroupRequest) -> Group:
-    """Run the episodes of one group. The journal holds the group before the queue returns it."""
+    """Run the episodes of one group, and write the finished group to the journal."""
     if not request.begun:
         run.journal.add_request(request)
     size = run.config.schedule.group_size

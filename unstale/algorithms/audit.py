@@ -61,12 +61,12 @@ class Tokens:
 
     @property
     def log_d(self) -> Tensor:
-        """The true log discrepancy."""
+        """log D with the true old log-probability: `old_logp - behavior_logp`, `[T]`."""
         return self.old_logp - self.behavior_logp
 
     @property
     def log_s(self) -> Tensor:
-        """The true log staleness ratio."""
+        """log S with the true old log-probability: `logp - old_logp`, `[T]`."""
         return self.logp - self.old_logp
 
     @property

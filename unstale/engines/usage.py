@@ -47,9 +47,10 @@ class UsageCounters:
         self._current = CachedPrefixes()
 
     def count(self, context: Sequence[int], reply: Sequence[int], *, cached: int) -> bool:
-        """Count a reply with `cached` cached context tokens. Return True if it is clean.
+        """Count a reply, of whose context `cached` tokens came from the prefix cache.
 
-        Nothing is counted for an empty reply: the server may not have begun to compute it.
+        Return True if the reply is clean: no cached token is from older weights. An empty reply is
+        not counted, because the server may not have begun to compute it.
         """
         if not reply:
             return True

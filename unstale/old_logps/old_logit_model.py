@@ -72,7 +72,7 @@ class OldLogitModel(Passive):
 
     @property
     def pid(self) -> int:
-        """The process id. RuntimeError before the first publication."""
+        """The process id of the second model. RuntimeError before the first publication."""
         if self._child is None:
             raise RuntimeError("the old-logit process starts at the first publication")
         return self._child.pid

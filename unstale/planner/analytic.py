@@ -137,7 +137,10 @@ class AnalyticCosts:
     """Versions that are needed at once."""
 
     def step_s(self, replies: int, context: int) -> float:
-        """Return the larger of reading (weights, keys, values) and computing, plus overheads."""
+        """Return the seconds of one decoding step.
+
+        The larger of the memory time (weights, keys, values) and the compute time, plus overheads.
+        """
         setup = self.setup
         model = setup.model
         read = model.read_bytes(replies) + model.kv_bytes * context

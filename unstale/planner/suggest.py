@@ -19,7 +19,9 @@ from unstale.planner.simulated import needs
 from unstale.planner.workload import EpisodeStats
 
 NEAR = 0.95
-"""Share of the best throughput that is enough to prefer a lower staleness, batch or window."""
+"""Candidates with at least this share of the best throughput count as equally fast.
+
+Among them the lowest staleness is chosen, then the smallest batch, then the smallest window."""
 REACH = 0.75
 """Share of the best estimate that a candidate must reach to be simulated."""
 MAX_CHOICES = 6

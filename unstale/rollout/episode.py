@@ -50,7 +50,9 @@ FAILURE_MINIMUM = 20
 OnFailure = Callable[[int, Failure, bool], None]
 """`(episode, failure, is_last)`: called after a failed attempt at an episode."""
 OnRestart = Callable[[int, Failure], None]
-"""`(episode, failure)`: called after an attempt that could not be replayed."""
+"""`(episode, failure)`: called when a recorded attempt could not be replayed after a resume.
+
+The episode then starts again from its beginning."""
 
 
 class EpisodeFailed(Exception):

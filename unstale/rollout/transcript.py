@@ -1,7 +1,7 @@
-"""Record and replay of one attempt at an episode, with its branches.
+"""Record and replay of one attempt at an episode, with its branches (other contexts of the agent).
 
-A new piece is written to the journal before anything else sees it. A resumed attempt first replays
-its record: the environment or agent has to produce the same text again.
+Each new piece of text is written to the journal before other code sees it. After a crash the record
+is replayed first: the environment or agent has to produce the same text again.
 """
 
 import json

@@ -26,7 +26,9 @@ from unstale.weights.recording import Recording, TrainedOn
 WINDOW = 4096
 """Audited tokens for leaks, correlation and agreement: one step has too few."""
 MAX_POINTS = 64
-"""(log D, log S) points of one step for plots, evenly spread over its audited tokens."""
+"""Most (log D, log S) points kept of one step for plots, evenly spaced over its audited tokens.
+
+D = pi_old / mu is the discrepancy, S = pi / pi_old the staleness ratio (docs/glossary.md)."""
 NOISE_SEQUENCES = 4
 """Sequences that are scored in another packing to measure the noise."""
 TURN = 0.6180339887

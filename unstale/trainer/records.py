@@ -39,7 +39,10 @@ class Objective:
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
     idle_at_zero: bool = False
-    """True if a token of advantage 0 has no gradient. Sequences of such tokens are then not run."""
+    """True if a token with advantage 0 contributes no gradient.
+
+    The trainer then skips the passes over sequences in which every advantage is 0.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

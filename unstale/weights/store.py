@@ -161,7 +161,7 @@ class VersionStore:
 
     @property
     def at(self) -> int:
-        """The version of the movable copy, -1 before the first."""
+        """The version whose weights the movable copy holds now, -1 before the first."""
         return self._at
 
     @property
