@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("wrong", "why"),
     [
         ({"processes": 0}, r"engine.processes must be >= 1"),
-        ({"processes": 2, "backend": "vllm"}, "name servers by engine.urls"),
+        ({"processes": 2, "backend": "vllm"}, "give engine.urls"),
         ({"processes": 4, "max_running": 3}, "engine.max_running must be >= 4"),
     ],
 )
@@ -56,7 +56,7 @@ def test_what_cannot_be_asked_for(wrong: dict[str, Any], why: str) -> None:
 
 
 def test_several_are_not_deterministic() -> None:
-    with pytest.raises(ConfigError, match=r"deterministic needs .* processes = 1"):
+    with pytest.raises(ConfigError, match=r"deterministic needs .* engine.processes = 1"):
         RunConfig(recipe="x", deterministic=True, engine=EngineConfig(processes=2))
 
 
