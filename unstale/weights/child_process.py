@@ -174,11 +174,7 @@ class Child:
 
     def last_words(self) -> str:
         """Return the exit code of a process that closed its socket, and the end of its stderr."""
-        try:
-            code = self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:  # this side closed the socket: the process is still alive
-            self._process.kill()
-            code = self._process.wait()
+        code = self._process.wait()
         self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - _LAST_WORDS))
         output = self._stderr.read().decode(errors="replace").strip()
         reason = f"exit code {code}" if code >= 0 else f"signal {-code}"

@@ -95,6 +95,8 @@ class EmbeddedEngine:
         self._error = ""
         """The reason why the engine died; empty while it works."""
         self._running = False
+        self._warning = ""
+        """Why the process decodes slowly; empty if it does not."""
         self._child: _Child | None = None
         self._next_poll: asyncio.TimerHandle | None = None
 
@@ -195,6 +197,8 @@ class EmbeddedEngine:
         await self._child.connect()
         self._child.listen(_READY)
         await ready
+        if self._warning:
+            warnings.warn(self._warning, RuntimeWarning, stacklevel=3)
 
     def _live_child(self) -> "_Child":
         if self._error:
@@ -249,9 +253,8 @@ class EmbeddedEngine:
             case "ready":
                 self.runner = header["runner"]
                 self.vocab_size = header["vocab_size"]
+                self._warning = header["warning"]
                 _resolve(self._answers.pop(_READY, None), None)
-                if header["warning"]:
-                    warnings.warn(header["warning"], RuntimeWarning, stacklevel=2)
             case "refused":
                 _resolve(self._answers.pop(_READY, None), None, error=ValueError(header["error"]))
 
@@ -357,7 +360,11 @@ class _Child(Child, asyncio.Protocol):
             self._on_message(header)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._on_lost(self, "")
+        if exc is None or isinstance(exc, OSError):
+            self._on_lost(self, "")
+        else:  # `data_received` failed, and the process is still alive
+            self.kill()
+            self._on_lost(self, f"a message of the engine process failed: {exc!r}")
 
 
 class _LockstepChild(_Child):
