@@ -18,7 +18,8 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 if TYPE_CHECKING:
     from unstale import recipes
-    from unstale.cli.evaluate import RunFailed, evaluate
+    from unstale.cli.evaluate import evaluate
+    from unstale.cli.failures import RunFailed
     from unstale.cli.session import Run, train
     from unstale.config import ConfigError, RunConfig
     from unstale.envs.external import ExternalAgent
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "unstale.config": ("ConfigError", "RunConfig"),
     "unstale.envs.external": ("ExternalAgent",),
-    "unstale.cli.evaluate": ("RunFailed", "evaluate"),
+    "unstale.cli.evaluate": ("evaluate",),
+    "unstale.cli.failures": ("RunFailed",),
     "unstale.cli.session": ("Run", "train"),
     "unstale.model.policy": ("Policy",),
     "unstale.recipes": ("recipes",),

@@ -17,7 +17,7 @@ from safetensors.torch import save
 from tests.cli.test_run import small
 from unstale.algorithms import advantages
 from unstale.build import Components, build_machine
-from unstale.cli.evaluate import RunFailed
+from unstale.cli.failures import RunFailed
 from unstale.cli.main import main
 from unstale.cli.replay import replay
 from unstale.cli.session import save_failed_batch, train

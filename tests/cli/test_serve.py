@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from unstale.cli import main
-from unstale.cli.evaluate import RunFailed, evaluate
+from unstale.cli.evaluate import evaluate
+from unstale.cli.failures import RunFailed
 from unstale.cli.serve import serve
 from unstale.config import (
     SHIPPED_POLICY,

@@ -36,7 +36,7 @@ from tests.durability.test_resume import (
 )
 from tests.test_loop import TwoTurns
 from unstale.cli import session
-from unstale.cli.evaluate import RunFailed
+from unstale.cli.failures import RunFailed
 from unstale.config import ConfigError, OldLogpsConfig, RolloutConfig, RunConfig
 from unstale.durability import checkpoint, checkpoint_files, compare_runs, run_folder
 from unstale.durability.journal import JOURNAL, Journal, writer

@@ -22,7 +22,8 @@ from tests.support.fake_run import FakeClock, fake_config, fake_run
 from unstale.cli import compare as launcher
 from unstale.cli import main, recipe_options
 from unstale.cli.compare import Arm, ComparisonPlan, Planned, compare, plan
-from unstale.config import ConfigError, EvalConfig, OldLogpsConfig, RunConfig
+from unstale.cli.recipe_options import configure_recipe
+from unstale.config import ConfigError, EvalConfig, OldLogpsConfig
 from unstale.durability.machine import lock_folder
 from unstale.durability.run_folder import RunLog, dumps
 from unstale.observe.report.compare import (
@@ -303,19 +304,14 @@ def test_the_page_is_complete_escaped_and_drawn_inside_its_frames(tmp_path: Path
     assert data["arms"][0]["final"]["n"] == 3
 
 
-def configured(words: Sequence[str], recipe: str = "retail") -> RunConfig:
-    given = ["train", recipe, *words]
-    return recipe_options.configure(main.parse(given))
-
-
-def planned(folder: Path, *arms: Arm, seeds: int = 2, base: Sequence[str] = ()) -> ComparisonPlan:
+def planned(folder: Path, *arms: Arm, seeds: int = 2, **values: Any) -> ComparisonPlan:
     arms = arms or (Arm.of_route("snapshot_old"), Arm.of_route("rollout"))
-    base = (*base, "--steps=20", f"--runs={folder.parent}", f"--name={folder.name}")
-    return plan(arms, seeds, base=base, configure=configured)
+    values |= {"steps": 20, "runs": folder.parent, "name": folder.name}
+    return plan(arms, seeds, recipe="retail", values=values)
 
 
 def test_a_plan_alternates_arms_and_keeps_the_runs_comparable(tmp_path: Path) -> None:
-    runs = planned(tmp_path / "x", base=("--trainer.lr=0.001",)).runs
+    runs = planned(tmp_path / "x", **{"trainer.lr": 0.001}).runs
     assert [run.folder.name for run in runs] == [
         "snapshot_old-seed0",
         "rollout-seed0",
@@ -327,8 +323,8 @@ def test_a_plan_alternates_arms_and_keeps_the_runs_comparable(tmp_path: Path) ->
     }
     assert {run.config.trainer.lr for run in runs} == {0.001}
     assert [run.config.correction.control for run in runs[:2]] == ["mask_weight", "none"]
-    assert runs[0].command[3:5] == ["train", "retail"]
-    assert configured(runs[1].words) == runs[1].config
+    for run in runs:
+        assert recipe_options.configure(main.parse(run.words)) == run.config
 
 
 def test_arms_of_other_knobs(tmp_path: Path) -> None:
@@ -345,8 +341,9 @@ def test_arms_of_other_knobs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("route", ["rollout", "current_recompute"])
 def test_an_arm_of_a_route_changes_what_the_routes_own_recipe_does(route: str) -> None:
     recipe = f"route_{route}"
-    assert configured(Arm.of_route(route).words, recipe) == configured([], recipe)
-    assert configured(Arm.of_route("snapshot_old").words, recipe) != configured([], recipe)
+    config = configure_recipe(recipe, {})
+    assert configure_recipe(recipe, Arm.of_route(route).values) == config
+    assert configure_recipe(recipe, Arm.of_route("snapshot_old").values) != config
 
 
 @pytest.mark.parametrize(
@@ -452,7 +449,7 @@ def test_a_folder_with_another_configuration_is_refused_before_anything_runs(
     folder = tmp_path / "x"
     start(planned(folder, seeds=1))
     with pytest.raises(ConfigError, match=r"trainer.lr is 0.0005 and would be 0.1"):
-        start(planned(folder, base=("--trainer.lr=0.1",)))
+        start(planned(folder, **{"trainer.lr": 0.1}))
     assert ran(folder) == ["snapshot_old-seed0", "rollout-seed0"]
 
 
@@ -493,9 +490,7 @@ def test_what_the_linter_says_of_the_arms_is_said_once_and_stands_on_the_page(
         tmp_path / "x",
         "young, other: the average is 1 versions old, the tokens 0 to 6",
     )
-    plan = planned(
-        folder, *young, Arm.of_route("snapshot_old"), base=("--schedule.max_staleness=6",)
-    )
+    plan = planned(folder, *young, Arm.of_route("snapshot_old"), **{"schedule.max_staleness": 6})
     assert start(plan).count(warning) == 1
     assert warning in (folder / "compare.html").read_text()
     assert f"## Linter warnings\n\n- {warning}" in (folder / "compare.md").read_text()

@@ -1,1 +1,1 @@
-"""The command line, one file per verb."""
+"""The command line: `verbs` has its commands, the other modules do their work."""

@@ -16,9 +16,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.text import Text
 
+from unstale.cli.recipe_options import configure_recipe, refuse_unknown, split_options
 from unstale.config import ConfigError, RunConfig
 from unstale.config.routes import routes
 from unstale.durability.machine import commit, lock_folder, machine, versions
@@ -61,48 +62,57 @@ GRACE_S = 90.0
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A variant of the recipe. `words` are its options as on the command line.
-
-    `folder` is the prefix of the names of its runs.
-    """
+    """A variant of the recipe: its name, and the options that it changes."""
 
     name: str
-    words: tuple[str, ...]
+    values: Mapping[str, Any]
 
     @property
     def folder(self) -> str:
+        """The prefix of the names of its runs."""
         return re.sub(r"[^A-Za-z0-9_.]+", "-", self.name).strip("-.")
 
     @classmethod
     def of_route(cls, route: str) -> "Arm":
-        words = [f"--old_logps.route={route}"]
-        if route in routes():
-            required = routes()[route].requires
-            words += [f"--{name}={str(value).lower()}" for name, value in required.items()]
-        return cls(route, tuple(words))
+        arm = cls.parse(f"{route}: old_logps.route={route}")
+        return replace(arm, values={**arm.values, **routes()[route].requires})
 
     @classmethod
     def parse(cls, text: str) -> "Arm":
         """Parse `name: section.option=value ...`. Raise ConfigError for anything else.
 
-        >>> Arm.parse("no reset: old_logps.route=ppo_ewma_async old_logps.beta=0.75").words
-        ('--old_logps.route=ppo_ewma_async', '--old_logps.beta=0.75')
+        >>> Arm.parse("no reset: old_logps.route=ppo_ewma_async old_logps.beta=0.75").values
+        {'old_logps.route': 'ppo_ewma_async', 'old_logps.beta': 0.75}
         """
         name, colon, changes = text.partition(":")
+        name = name.strip()
         words = shlex.split(changes)
-        if not colon or not name.strip() or not all("=" in word for word in words):
+        if not colon or not name or not all("=" in word for word in words):
             raise ConfigError(
                 f"an arm is written 'name: section.option=value section.option=value', got {text!r}"
             )
-        return cls(name.strip(), tuple(f"--{word.removeprefix('--')}" for word in words))
+        with _naming(name):
+            rest, values = split_options([f"--{word.removeprefix('--')}" for word in words])
+            if rest:
+                refuse_unknown(rest[0])
+        return cls(name, values)
+
+
+@contextmanager
+def _naming(arm: str) -> Iterator[None]:
+    """Begin the message of a `ConfigError` with the name of an arm."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"arm {arm!r}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A planned run of one arm and seed. `words` are the options that give `config`."""
+    """A planned run of one arm and seed. `values` are the options that give `config`."""
 
     arm: str
-    words: tuple[str, ...]
+    values: Mapping[str, Any]
     config: RunConfig
 
     @property
@@ -114,8 +124,19 @@ class Planned:
         return self.folder.with_name(f"{self.folder.name}.log")
 
     @property
+    def words(self) -> list[str]:
+        """The arguments of `unstale` that train it."""
+        options = [f"--{name}={_word(value)}" for name, value in self.values.items()]
+        return ["train", self.config.recipe, *options]
+
+    @property
     def command(self) -> list[str]:
-        return [sys.executable, "-m", "unstale", "train", self.config.recipe, *self.words]
+        return [sys.executable, "-m", "unstale", *self.words]
+
+
+def _word(value: Any) -> str:
+    """Return an option's value as the command line takes it."""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,54 +153,39 @@ class ComparisonPlan:
 
 
 def plan(
-    arms: Sequence[Arm],
-    seeds: int,
-    *,
-    base: Sequence[str],
-    configure: Callable[[Sequence[str]], RunConfig],
+    arms: Sequence[Arm], seeds: int, *, recipe: str, values: Mapping[str, Any]
 ) -> ComparisonPlan:
-    """Plan all runs and check their configurations.
+    """Plan all runs of a recipe and check their configurations.
 
-    `configure` turns options into a configuration of the recipe. All runs train the same number of
-    steps, without the recipe's limit in minutes. If the recipe evaluates only at start and end, the
-    runs are evaluated eight times.
+    All arms have the options in `values` and train the same number of steps, without the recipe's
+    limit in minutes. If the recipe evaluates only at start and end, the runs are evaluated eight
+    times.
     """
     _distinct(arms)
     if len(arms) < 2 or seeds < 1:
         raise ConfigError(
             f"a comparison needs at least 2 arms and 1 seed, got {len(arms)} and {seeds}"
         )
-    if any(knob(word) == "minutes" for word in base):
+    if "minutes" in values:
         raise ConfigError(
             "minutes would stop slow arms early, and arms are compared at equal steps; "
             "give --steps instead"
         )
-    config = configure(base)
+    config = configure_recipe(recipe, values)
     folder = config.runs / (config.name or f"compare-{config.recipe}")
     every = config.eval.every or max(1, config.steps // 8)
-    base = [word for word in base if knob(word) not in ("runs", "name", "seed", "eval.every")]
+    shared = {name: value for name, value in values.items() if name != "recipe"}
+    shared |= {"minutes": 0.0, "eval.every": every, "runs": folder}
     runs: list[Planned] = []
     warnings: dict[str, list[str]] = {}
     for seed, arm in itertools.product(range(config.seed, config.seed + seeds), arms):
-        words = (*base, *arm.words, "--minutes=0", f"--eval.every={every}")
-        words += (f"--seed={seed}", f"--runs={folder}", f"--name={arm.folder}-seed{seed}")
-        try:
-            runs.append(Planned(arm.name, words, configure(words)))
+        changes = {**shared, **arm.values, "seed": seed, "name": f"{arm.folder}-seed{seed}"}
+        with _naming(arm.name):
+            runs.append(Planned(arm.name, changes, configure_recipe(recipe, changes)))
             verdict = check(runs[-1].config)
             verdict.require()
-        except ConfigError as error:
-            raise ConfigError(f"arm {arm.name!r}: {error}") from error
         warnings[arm.name] = [str(warning) for warning in verdict.warnings]
     return ComparisonPlan(folder=folder, runs=tuple(runs), warnings=warnings)
-
-
-def knob(word: str) -> str:
-    """Return the name of the option in a word of the command line.
-
-    >>> knob("--eval.every=5")
-    'eval.every'
-    """
-    return word.removeprefix("--").split("=")[0]
 
 
 def _distinct(arms: Sequence[Arm]) -> None:
@@ -188,7 +194,7 @@ def _distinct(arms: Sequence[Arm]) -> None:
     for arm in arms:
         if not arm.folder or counts[arm.folder] > 1:
             raise ConfigError(f"arm {arm.name!r} needs a unique name of letters, digits, _ and .")
-        for name in map(knob, arm.words):
+        for name in arm.values:
             if name in SHARED or name.startswith("eval."):
                 raise ConfigError(
                     f"arm {arm.name!r}: {name} is the same for all arms; give it as --{name}"
@@ -326,7 +332,7 @@ class _Launcher:
             _set_aside(run)
             began = time.monotonic()
             self._going[run.folder.name] = run
-            command = shlex.join(["unstale", *run.command[3:]])
+            command = shlex.join(["unstale", *run.words])
             self._note(run, "began", **self._facts, command=command)
             try:
                 code = await self._process(run, share)

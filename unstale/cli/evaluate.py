@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from unstale.build import build_rollout, build_sampler
+from unstale.cli.failures import RunFailed
 from unstale.cli.grades import EvalResult
 from unstale.cli.process import limit_threads
 from unstale.config import ConfigError, RunConfig
@@ -26,10 +27,6 @@ POLICY = "policy"
 """Folder of the trained model in a run folder."""
 
 T = TypeVar("T")
-
-
-class RunFailed(RuntimeError):
-    """A component of a run failed. `__cause__` is the first error."""
 
 
 def evaluate(

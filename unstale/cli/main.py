@@ -1,21 +1,17 @@
-"""The command line. A wrong command gives one line and exit code 2. Nothing here imports torch.
-
-Each module of `unstale/cli/commands` adds its verb.
-"""
+"""The command line. A wrong command gives one line and exit code 2. Nothing here imports torch."""
 
 import argparse
-import pkgutil
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any, NoReturn
 
-from rich.console import Console
-from rich.markup import escape
-
-from unstale.cli import commands
+from unstale.cli.failures import RunFailed, exit_after
 from unstale.cli.recipe_options import option_names, options_help, refuse_unknown, split_options
+from unstale.cli.verbs import VERBS
 from unstale.config import ConfigError, nearest
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as in shells."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -26,9 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chosen = parse(sys.argv[1:] if arguments is None else arguments)
         sys.exit(chosen.act(chosen))
     except ConfigError as error:
-        console = Console(stderr=True, soft_wrap=True)
-        console.print(f"[bold red]unstale:[/] {escape(str(error))}", highlight=False)
-        sys.exit(2)
+        exit_after("unstale", error, code=2)
+    except RunFailed as error:
+        exit_after("the run failed", error, code=1)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -81,8 +79,8 @@ def _make_parser() -> tuple[_Parser, dict[str, _Parser]]:
         prog="unstale", description="Asynchronous reinforcement learning for LLM agents."
     )
     verbs = parser.add_subparsers(dest="verb", required=True, parser_class=_Parser, metavar="VERB")
-    for module in pkgutil.iter_modules(commands.__path__):
-        import_module(f"{commands.__name__}.{module.name}").add(verbs)
+    for name in sorted(VERBS):
+        VERBS[name](verbs)
     return parser, verbs.choices
 
 

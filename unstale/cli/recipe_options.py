@@ -2,8 +2,7 @@
 
 import argparse
 import inspect
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from textwrap import fill
 from typing import Any, NoReturn
 
@@ -15,19 +14,6 @@ from unstale.recipes import RECIPES
 
 def option_names() -> list[str]:
     return [name for name in options() if name != "recipe"]
-
-
-def add_recipe(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Let a verb take a recipe, a TOML file and the options of the configuration."""
-    names = ", ".join(RECIPES)
-    parser.add_argument("recipe", nargs=None if required else "?", help=f"one of: {names}")
-    parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="a TOML file with the options below, one table per section; the command line wins",
-    )
-    parser.set_defaults(takes_options=True)
 
 
 def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
@@ -70,17 +56,20 @@ def file_values(chosen: argparse.Namespace) -> dict[str, Any]:
 
 def configure(chosen: argparse.Namespace) -> RunConfig:
     """Return the recipe's configuration with the options of the file and of the command line."""
-    values = file_values(chosen)
-    recipe = chosen.recipe or values.get("recipe")
-    if recipe is None:
+    return configure_recipe(chosen.recipe, file_values(chosen))
+
+
+def configure_recipe(recipe: str | None, values: Mapping[str, Any]) -> RunConfig:
+    """Return a recipe's configuration with other values of some options, by name.
+
+    `values` may name the recipe too, as a TOML file does.
+    """
+    name = recipe or values.get("recipe")
+    if name is None:
         raise ConfigError(f"no recipe is given; there are: {', '.join(RECIPES)}")
-    require_recipe(recipe)
-    return override(RECIPES[recipe](), {**values, "recipe": recipe})
-
-
-def require_recipe(name: str) -> None:
     if name not in RECIPES:
         raise ConfigError(f"unknown recipe {name!r}{nearest(name, list(RECIPES))}")
+    return override(RECIPES[name](), {**values, "recipe": name})
 
 
 def options_help(words: Sequence[str], values: dict[str, Any]) -> str:

@@ -14,7 +14,8 @@ from safetensors import SafetensorError
 
 from unstale import loop
 from unstale.build import Components, build, build_checkpoints, build_machine
-from unstale.cli.evaluate import POLICY, RunFailed
+from unstale.cli.evaluate import POLICY
+from unstale.cli.failures import RunFailed
 from unstale.cli.process import limit_threads, rare_garbage_collection
 from unstale.cli.resume import config_changes, load_config
 from unstale.cli.survivors import write_survivors

@@ -1,3 +1,0 @@
-"""`unstale plan`."""
-
-from unstale.planner.plan_command import add as add

@@ -1,3 +1,0 @@
-"""`unstale simulate`."""
-
-from unstale.planner.simulate_command import add as add

@@ -1,0 +1,372 @@
+"""The verbs of the command line: their arguments, and the functions that they call.
+
+A verb returns its exit code. Modules that import torch are imported when a verb runs, so that
+`--help` is quick.
+"""
+
+import argparse
+import inspect
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from unstale.cli.failures import exit_after
+from unstale.cli.recipe_options import configure, file_values
+from unstale.config import ConfigError, install
+from unstale.config.options import override
+from unstale.planner import plan_command, simulate_command
+from unstale.recipes import RECIPES
+
+if TYPE_CHECKING:  # the journal imports torch
+    from unstale.durability.journal import JournalReader
+
+Argument = tuple[tuple[str, ...], dict[str, Any]]
+Act = Callable[[argparse.Namespace], int]
+
+VERBS: dict[str, Callable[[Any], None]] = {
+    "plan": plan_command.add,
+    "simulate": simulate_command.add,
+}
+"""Name -> function that adds the verb to argparse's subparsers."""
+
+
+def argument(*names: str, **options: Any) -> Argument:
+    """Return the parameters of `ArgumentParser.add_argument`, for `verb`."""
+    return names, options
+
+
+def verb(name: str, about: str, *arguments: Argument) -> Callable[[Act], Act]:
+    """Add a function to the command line under a name, with its help and arguments."""
+
+    def register(act: Act) -> Act:
+        def add(verbs: Any) -> None:
+            parser = verbs.add_parser(name, help=about)
+            for names, options in arguments:
+                parser.add_argument(*names, **options)
+            parser.set_defaults(act=act, takes_options=CONFIG in arguments)
+
+        VERBS[name] = add
+        return act
+
+    return register
+
+
+RUN = argument("run", type=Path, help="a run folder")
+OPEN_RUN = argument("run", type=Path, help="a run folder; the run may be in progress")
+TRAINED = argument("trained", type=Path, metavar="folder", help="a run folder or model folder")
+RECIPE_HELP = f"one of: {', '.join(RECIPES)}"
+RECIPE = argument("recipe", help=RECIPE_HELP)
+OPTIONAL_RECIPE = argument("recipe", nargs="?", help=RECIPE_HELP)
+CONFIG = argument(
+    "--config",
+    type=Path,
+    metavar="FILE",
+    help="a TOML file with the options below, one table per section; the command line wins",
+)
+"""A verb with this argument also takes the options of a recipe."""
+
+
+@verb(
+    "audit",
+    "measure every route on the tokens of a recorded run",
+    argument("run", type=Path, help="a run folder, trained with --audit.record true"),
+    argument("--routes", nargs="+", default=[], metavar="ROUTE", help="only these (default: all)"),
+    argument(
+        "--alpha",
+        nargs="+",
+        type=float,
+        default=[0.5],
+        help="constant weights of interp_prox_* (default: 0.5)",
+    ),
+)
+def _audit(chosen: argparse.Namespace) -> int:
+    from unstale.cli.audit import audit
+
+    audit(chosen.run, routes=chosen.routes, alphas=chosen.alpha)
+    return 0
+
+
+@verb(
+    "check-template",
+    "check that a chat template extends conversations exactly",
+    argument("folder", type=Path, help="a model folder, or the folder of its tokenizer"),
+    argument(
+        "--conversations",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="conversations to try (default: 1000)",
+    ),
+)
+def _check_template(chosen: argparse.Namespace) -> int:
+    from unstale.cli.check_template import check_template
+
+    return 0 if check_template(chosen.folder, conversations=chosen.conversations) else 1
+
+
+@verb(
+    "compare",
+    "run variants of a recipe and compare them",
+    OPTIONAL_RECIPE,
+    CONFIG,
+    argument("--routes", nargs="+", default=[], metavar="ROUTE", help="one variant per route"),
+    argument(
+        "--arms",
+        nargs="+",
+        default=[],
+        metavar="'NAME: OPTION=VALUE ...'",
+        help="one variant for each of these",
+    ),
+    argument("--seeds", type=int, default=3, metavar="N", help="runs per variant (default: 3)"),
+    argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)"),
+    argument("--report", type=Path, metavar="FOLDER", help="only write the page again"),
+)
+def _compare(chosen: argparse.Namespace) -> int:
+    from unstale.cli.compare import Arm, compare, plan
+    from unstale.observe.report.compare_page import write_comparison
+
+    if chosen.report:
+        Console(soft_wrap=True).print(str(write_comparison(chosen.report)), highlight=False)
+        return 0
+    if not chosen.recipe:
+        raise ConfigError("compare needs a recipe, or --report and the folder of a comparison")
+
+    arms = [*map(Arm.of_route, chosen.routes), *map(Arm.parse, chosen.arms)]
+    planned = plan(arms, chosen.seeds, recipe=chosen.recipe, values=file_values(chosen))
+    compare(planned, jobs=chosen.jobs, command=shlex.join(["unstale", *chosen.given]))
+    return 0
+
+
+@verb(
+    "eval",
+    "measure a policy's success on held-out tasks",
+    TRAINED,
+    RECIPE,
+    CONFIG,
+    argument(
+        "--k", nargs="+", type=int, default=[1], metavar="K", help="report pass@k (default: 1)"
+    ),
+    argument(
+        "--attempts", type=int, metavar="N", help="attempts per task (default: the largest k)"
+    ),
+)
+def _eval(chosen: argparse.Namespace) -> int:
+    config = configure(chosen)
+    attempts = max(chosen.k) if chosen.attempts is None else chosen.attempts
+    if min(chosen.k) < 1 or max(chosen.k) > attempts:
+        words = " ".join(map(str, chosen.k))
+        raise ConfigError(f"--k must be between 1 and --attempts ({attempts}), got {words}")
+    from unstale.cli.evaluate import evaluate
+
+    result = evaluate(chosen.trained, config, attempts=attempts)
+    rows = {f"avg@{attempts}": result.average}
+    for k in sorted(set(chosen.k) - {1}):
+        rows[f"pass@{k}"] = result.passed(k)
+    table = Table("", "held-out success", "95% interval", "", title=str(result))
+    for name, estimate in rows.items():
+        interval = f"{estimate.low:.1%} to {estimate.high:.1%}"
+        table.add_row(name, f"{estimate.value:.1%}", interval, estimate.interval)
+    Console().print(table)
+    return 0
+
+
+@contextmanager
+def _open_journal(run: Path) -> "Iterator[JournalReader]":
+    """Open the journal of a run folder. A damaged one ends the command with exit code 1."""
+    from unstale.durability.journal import Journal, JournalError
+
+    try:
+        with Journal.read(run) as journal:
+            yield journal
+    except OSError as error:
+        raise ConfigError(str(error)) from error
+    except JournalError as error:
+        exit_after("damaged", error, code=1)
+
+
+@verb(
+    "export-trajectories",
+    "write a run's trajectories for other tools",
+    OPEN_RUN,
+    argument("--format", choices=("jsonl", "parquet"), default="jsonl", help="default: jsonl"),
+    argument(
+        "--content",
+        choices=("tokens", "text", "samples"),
+        default="tokens",
+        help="token columns, readable conversations, or samples of trained tokens; default: tokens",
+    ),
+    argument("--out", type=Path, metavar="FILE", help="default for jsonl: standard output"),
+)
+def _export_trajectories(chosen: argparse.Namespace) -> int:
+    from unstale.durability.journal import export_rows, write_jsonl, write_parquet
+    from unstale.durability.journal.conversations import load_decoder
+
+    if chosen.format == "parquet" and not chosen.out:
+        raise ConfigError("--format parquet needs --out FILE")
+    with _open_journal(chosen.run) as journal:
+        try:
+            decode = load_decoder(chosen.run) if chosen.content == "text" else str
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        rows = export_rows(journal, chosen.content, decode)
+        if chosen.format == "parquet":
+            write_parquet(rows, chosen.content, chosen.out)
+        elif chosen.out:
+            with chosen.out.open("w", encoding="utf-8") as file:
+                write_jsonl(rows, file)
+        else:
+            try:
+                write_jsonl(rows, sys.stdout)
+                sys.stdout.flush()
+            except BrokenPipeError:
+                # The reader has closed the pipe: write nothing more, not even at exit.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+@verb("journal", "check and summarize a run's journal", OPEN_RUN)
+def _journal(chosen: argparse.Namespace) -> int:
+    from unstale.durability.journal import check, page, survivors
+    from unstale.observe.report.survivors import table
+
+    with _open_journal(chosen.run) as journal:
+        problems = check(journal)
+        Console().print(page(journal, problems), highlight=False)
+        Console().print(table(survivors(journal).row()), highlight=False)
+    return 1 if problems else 0
+
+
+@verb("lint", "explain a recipe's ratios and find wrong settings", RECIPE, CONFIG)
+def _lint(chosen: argparse.Namespace) -> int:
+    from unstale.lint import check, page
+
+    verdict = check(configure(chosen))
+    Console().print(page(verdict), highlight=False)
+    return 2 if verdict.refusals else 0
+
+
+@verb("recipes", "list the recipes")
+def _recipes(chosen: argparse.Namespace) -> int:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    for name, recipe in RECIPES.items():
+        table.add_row(name, (inspect.getdoc(recipe) or "").splitlines()[0])
+    Console().print(table)
+    return 0
+
+
+@verb(
+    "replay",
+    "repeat the batch at which a run failed",
+    argument("run", type=Path, help="the folder of the failed run"),
+    argument(
+        "--batch", type=Path, help="the saved batch (default: went_wrong.safetensors of the run)"
+    ),
+)
+def _replay(chosen: argparse.Namespace) -> int:
+    """Return 0 if the batch fails again, otherwise 1."""
+    from unstale.cli.replay import replay
+
+    return 0 if replay(chosen.run, chosen.batch) else 1
+
+
+@verb("report", "write the report of a run", RUN)
+def _report(chosen: argparse.Namespace) -> int:
+    from unstale.cli.survivors import write_survivors
+    from unstale.observe.report.page import write_and_summarize
+
+    write_survivors(chosen.run)
+    Console(soft_wrap=True).print(write_and_summarize(chosen.run), highlight=False, markup=False)
+    return 0
+
+
+@verb(
+    "same",
+    "compare two deterministic runs bit for bit",
+    RUN,
+    argument("other", type=Path, help="the folder of a run with the same configuration"),
+)
+def _same(chosen: argparse.Namespace) -> int:
+    """Return 1 if the runs differ or cannot be read."""
+    from unstale.durability.checkpoint import CheckpointError
+    from unstale.durability.compare_runs import differences
+    from unstale.durability.journal import JournalError
+
+    try:
+        lines = differences(chosen.run, chosen.other)
+    except OSError as error:
+        raise ConfigError(str(error)) from error
+    except (CheckpointError, JournalError) as error:
+        lines = [str(error)]
+    equal = ["equal bit for bit, except for measured times"]
+    for line in lines or equal:
+        Console(soft_wrap=True).print(line, highlight=False, markup=False)
+    return 1 if lines else 0
+
+
+@verb(
+    "serve",
+    "serve a policy behind an OpenAI-compatible endpoint",
+    TRAINED,
+    RECIPE,
+    CONFIG,
+    argument(
+        "--port", type=int, default=0, metavar="N", help="port on loopback; 0 takes a free one"
+    ),
+    argument(
+        "--token",
+        help="API key that clients must send (default: $UNSTALE_TOKEN, or a new one)",
+    ),
+)
+def _serve(chosen: argparse.Namespace) -> int:
+    config = configure(chosen)
+    try:
+        from unstale.cli.serve import serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"serve needs {error.name}: {install('endpoint')}") from error
+    token = chosen.token or os.environ.get("UNSTALE_TOKEN")
+    serve(chosen.trained, config, token=token, port=chosen.port)
+    return 0
+
+
+@verb(
+    "train",
+    "run a recipe, or resume a run",
+    OPTIONAL_RECIPE,
+    CONFIG,
+    argument("--resume", type=Path, metavar="RUN", help="resume the run in this folder"),
+)
+def _train(chosen: argparse.Namespace) -> int:
+    if chosen.resume:
+        return _resume(chosen)
+    if chosen.recipe is None and chosen.config is None:
+        raise ConfigError(
+            f"train needs a recipe ({', '.join(RECIPES)}), or --resume and the folder of a run"
+        )
+    config = configure(chosen)
+    from unstale.cli.session import train
+
+    train(config, command=shlex.join(["unstale", *chosen.given]))
+    return 0
+
+
+def _resume(chosen: argparse.Namespace) -> int:
+    if chosen.recipe is not None:
+        raise ConfigError(
+            f"a run resumes with its own recipe: leave out {chosen.recipe} or --resume"
+        )
+    from unstale.cli.resume import load_config
+    from unstale.cli.session import resume
+
+    values = file_values(chosen)
+    config = load_config(chosen.resume, named_env=values.get("task.env", ""))
+    values.pop("recipe", None)
+    resume(chosen.resume, override(config, values))
+    return 0
