@@ -19,7 +19,7 @@ from unstale.config import ScheduleConfig
 from unstale.planner.analytic import AnalyticCosts, Placement, TrainingSetup
 from unstale.planner.hardware import DEVICES, Device, Shares
 from unstale.planner.models import PRESETS, Model
-from unstale.planner.route_costs import ROUTES
+from unstale.planner.route_costs import route_cost
 from unstale.planner.simulate import (
     Constant,
     Fleet,
@@ -228,7 +228,7 @@ def priced(row: Row, trainer_gpus: int, *, scored: bool = True) -> Priced:
             max(1, row.engine_gpus // row.tensor // row.scale),
             row.tensor,
         ),
-        route=ROUTES["current_recompute" if scored else "rollout"],
+        route=route_cost("current_recompute" if scored else "rollout"),
         batch=row.episodes * episode,
         live=2,
         loaded_s=row.load_s,

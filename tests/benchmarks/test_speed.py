@@ -22,7 +22,6 @@ from benchmarks import gpu, publish, route_steps, tables
 from benchmarks.publish import Cell, Spent
 from unstale.config.routes import routes
 from unstale.lint import check
-from unstale.planner.route_costs import ROUTES
 
 ROOT = Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -172,7 +171,7 @@ def test_the_gpu_s_script_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Monk
     assert "tokens/s trained" in text and "Not run: needs CUDA" in text and "Broke off" not in text
     titles = re.findall("^### (.*)$", text, re.MULTILINE)
     assert titles == ["Scoring", "Publication", "Decoding", "Memory by vocabulary"]
-    assert all(f"| 0.6B | `{route}` |" in text for route in ROUTES) and "| 0.6B | 2 |" in text
+    assert all(f"| 0.6B | `{route}` |" in text for route in routes()) and "| 0.6B | 2 |" in text
     assert gpu.main([*words.split(), "--parts", "memory"]).name.endswith("-gpu-memory.md")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit, match="--device cpu"):

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from unstale.cli.main import main, parse
 from unstale.cli.recipe_options import configure
 from unstale.config import ConfigError, ScheduleConfig
+from unstale.config.routes import routes
 from unstale.planner import deltas
 from unstale.planner.analytic import REDUCE_S, AnalyticCosts, Placement, TrainingSetup
 from unstale.planner.costs import LinearCosts
@@ -26,7 +27,7 @@ from unstale.planner.hardware import DEVICES, Device, Shares
 from unstale.planner.measured import core_of_run
 from unstale.planner.models import PRESETS, Model
 from unstale.planner.page import as_json
-from unstale.planner.route_costs import ROUTES
+from unstale.planner.route_costs import route_cost
 from unstale.planner.simulate import Constant, EpisodeShape, LogNormal, TurnShape, Workload
 from unstale.planner.suggest import (
     AVERAGE,
@@ -172,32 +173,32 @@ def costs(route: str) -> AnalyticCosts:
         episodes=EpisodeStats(tokens=320, longest=320, attended=160, prompt=64),
     )
     place = Placement(1, 1, 1, scorers=1)
-    return AnalyticCosts(setup=setup, placement=place, route=ROUTES[route], batch=batch, live=5)  # type: ignore[index]
+    return AnalyticCosts(setup=setup, placement=place, route=route_cost(route), batch=batch, live=5)
 
 
-@pytest.mark.parametrize("name", ROUTES)
+@pytest.mark.parametrize("name", routes())
 def test_routes_cost_what_was_measured(name: str) -> None:
     """Times within a tenth (small ones within a hundredth of a step), copies within a tenth."""
     extra, idle, copies, models, exact, *_ = table_of_routes()[name]
-    priced, route = costs(name), ROUTES[name]  # type: ignore[index]
+    priced, route = costs(name), route_cost(name)
     model = priced.setup.model
     assert model.parameters == 20_193_600
-    encode_s = deltas.encode_s(model.parameters, 1e-6) if route.chain else 0.0
+    encode_s = deltas.encode_s(model.parameters, 1e-6) if route.needs.snapshots else 0.0
     took = sum(float(text.rstrip("%")) / 100 for text in (extra, idle))
     # The trainer's thread has what was measured of every route, and the deltas of two.
     assert priced.old_logps_s(1280, 3) + encode_s == pytest.approx(took, rel=0.1, abs=0.01)
-    held = route.chain_bytes(model, live=5, rate=1e-6) + 4 * model.parameters * route.averages
+    held = route.delta_bytes(model, live=5, rate=1e-6) + 4 * model.parameters * route.needs.averages
     assert held / model.copy_bytes == pytest.approx(float(copies), rel=0.1, abs=0.005)
-    assert (route.movable, route.exact) == (int(models), exact == "100%")
+    assert (route.needs.resident_models, route.exact) == (int(models), exact == "100%")
 
 
 def test_trajectories_are_run_up_to_the_last_token_of_each_version() -> None:
-    exact = ROUTES["snapshot_old"]
-    assert [exact.forwarded(versions) for versions in (0.5, 1, 2, 3)] == [1, 1, 1.5, 2]
+    exact = route_cost("snapshot_old")
+    assert [exact.forward_passes(versions) for versions in (0.5, 1, 2, 3)] == [1, 1, 1.5, 2]
     assert (
-        exact.forwarded(2, prompt_fraction=0.5) == 0.75 + 1.0
+        exact.forward_passes(2, prompt_fraction=0.5) == 0.75 + 1.0
     )  # half is prompt: the first version ends at three quarters
-    assert ROUTES["interp_prox_loglinear"].forwarded(3) == 0
+    assert route_cost("interp_prox_loglinear").forward_passes(3) == 0
 
 
 @pytest.mark.parametrize("row", deltas.TABLE, ids=lambda row: f"{row.rate:g}")
@@ -225,7 +226,7 @@ def test_a_device_takes_the_time_that_its_data_sheet_gives() -> None:
         episodes=EpisodeStats(tokens=2000, longest=2000, attended=1000, prompt=200),
     )
     alone = AnalyticCosts(
-        setup=setup, placement=Placement(4, 4, 1), route=ROUTES["rollout"], batch=1e5, live=3
+        setup=setup, placement=Placement(4, 4, 1), route=route_cost("rollout"), batch=1e5, live=3
     )
     assert alone.step_s(16, 16_000) == pytest.approx((8.044936192e9 + 147456 * 16_000) / 3.35e12)
     assert alone.step_s(4096, 4096) == pytest.approx(
@@ -256,7 +257,11 @@ def test_a_version_travels_whole_or_as_a_delta_whichever_is_quicker() -> None:
         episodes=EpisodeStats(tokens=2000, longest=2000, attended=1000, prompt=200),
     )
     alone = AnalyticCosts(
-        setup=setup, placement=Placement(4, 4, 1), route=ROUTES["snapshot_old"], batch=1e5, live=3
+        setup=setup,
+        placement=Placement(4, 4, 1),
+        route=route_cost("snapshot_old"),
+        batch=1e5,
+        live=3,
     )
     loaded = 8.044936192e9 / 64e9
     assert alone.load_s() == pytest.approx(loaded)  # within a node nothing travels
@@ -295,11 +300,11 @@ def test_training_and_engines_take_the_memory_that_is_added_up_by_hand() -> None
     )
     layer = 2 * (4 * 2048 + 2 * 36 * 128 + 4 * 8 * 768)
     activations = 4096 * (48 * 2 * 2048 + layer)
-    assert setup.trainer_bytes(16, ROUTES["rollout"]) == pytest.approx(
+    assert setup.trainer_bytes(16, route_cost("rollout")) == pytest.approx(
         18 * model.parameters / 16 + activations
     )
-    more = setup.trainer_bytes(16, ROUTES["ppo_ewma_async"]) - setup.trainer_bytes(
-        16, ROUTES["rollout"]
+    more = setup.trainer_bytes(16, route_cost("ppo_ewma_async")) - setup.trainer_bytes(
+        16, route_cost("rollout")
     )
     assert more == pytest.approx(
         6 * model.parameters / 16
@@ -353,7 +358,7 @@ def test_a_suggestion_fits_and_keeps_to_what_was_asked(plan: Suggestion) -> None
     assert plan.best.rate >= 0.95 * max(split.rate for split in plan.splits)
     assert plan.best.result.staleness_max <= plan.best.result.staleness_bound
     assert plan.synchronous.result.staleness_max == 0 and plan.synchronous.rate < plan.best.rate
-    assert [candidate.name for candidate in plan.routes] == list(ROUTES)
+    assert [candidate.name for candidate in plan.routes] == list(routes())
     assert plan.simulated["snapshot_old"].result == plan.simulated["eager"].result
 
 
@@ -366,7 +371,7 @@ def test_synchronous_training_has_every_device_for_both(plan: Suggestion) -> Non
         8,
         True,
     )
-    assert costs.route == ROUTES["current_recompute"]
+    assert costs.route == route_cost("current_recompute")
     assert (
         plan.synchronous.result.mean_step_s
         > costs.train_s(round(0.8 * costs.batch)) + costs.load_s()

@@ -16,19 +16,14 @@ from types import SimpleNamespace
 import pytest
 
 from unstale.cli.main import main
-from unstale.config import ConfigError, ScheduleConfig
+from unstale.config import ConfigError, RunConfig, ScheduleConfig
+from unstale.config.routes import Needs
 from unstale.durability import virtual_clock
 from unstale.durability.run_folder import RunFolder, RunLog
-from unstale.old_logps import Needs
 from unstale.planner import measured
 from unstale.planner.clock import SimulatedClock
 from unstale.planner.costs import LinearCosts
-from unstale.planner.engines import (
-    EngineCapacity,
-    SimulatedEngine,
-    SimulatedEnginePool,
-    SimulatedReply,
-)
+from unstale.planner.engines import SimulatedEnginePool, SimulatedReply
 from unstale.planner.simulate import (
     Constant,
     EpisodeShape,
@@ -45,7 +40,7 @@ from unstale.testing.models import episode
 COSTS = LinearCosts(decode=0.01, decode_reply=1e-4, prefill_token=1e-4, train_token=1e-3)
 LENGTHS = Workload(prompt_tokens=Constant(100), reply_tokens=Constant(50))
 SCHEDULE = ScheduleConfig(max_staleness=0, groups_per_step=4, group_size=4)
-PLACES = EngineCapacity(8)
+ONE_ENGINE = Fleet(max_running=8, restart_s=1.0)
 TAILED = Workload(
     prompt_tokens=Constant(60),
     turns=LogNormal(3, 0.6, 8),
@@ -68,24 +63,20 @@ class Seen:
         def done(count: int, complete: bool) -> None:
             self.pieces.setdefault(number, []).append((round(self.clock.now, 6), count, complete))
 
-        reply = SimulatedReply(number, number, context, done)
-        reply.left = tokens
-        return reply
+        return SimulatedReply(number, number, context, done, context, left=tokens)
 
 
 def watch(
     costs: LinearCosts,
     script: Callable[[SimulatedClock, SimulatedEnginePool, Seen], None],
-    places: EngineCapacity = PLACES,
+    fleet: Fleet = ONE_ENGINE,
 ) -> Seen:
     """Run a script of requests on one engine and return the results."""
 
     async def play() -> Seen:
         clock = SimulatedClock()
         seen = Seen(clock)
-        engines = SimulatedEnginePool(
-            clock, [SimulatedEngine(clock, costs, places, 0)], keep_cache=False, restart_s=1.0
-        )
+        engines = SimulatedEnginePool(clock, costs, fleet)
         engines.resume(0)
         script(clock, engines, seen)
         await clock.sleep(100)
@@ -158,7 +149,9 @@ def test_without_memory_for_both_the_newer_waits_and_is_computed_again() -> None
 
     # contexts to 0.8, then ten steps fill 100 tokens; the older one's other twenty, ten tokens
     # again, twenty more
-    seen = watch(LinearCosts(decode=0.1, prefill_token=0.01), script, EngineCapacity(8, 100))
+    seen = watch(
+        LinearCosts(decode=0.1, prefill_token=0.01), script, Fleet(max_running=8, cache_tokens=100)
+    )
     assert seen.pieces == {1: [(1.8, 10, False), (5.9, 20, True)], 0: [(3.8, 30, True)]}
 
 
@@ -400,10 +393,8 @@ def test_a_tool_s_time_is_over_all_calls(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
     journal = nullcontext(SimpleNamespace(trajectories=lambda: kept, rows=lambda sql: [(12, 18)]))
     monkeypatch.setattr(measured, "Journal", SimpleNamespace(read=lambda run: journal))
-    config = {
-        "task": {"latency_s": 0.5, "latency_sigma": 1.0},
-        "rollout": {"timeout_s": 9.0, "retries": 1},
-    }
+    retail = RunConfig(recipe="retail")
+    config = replace(retail, task=replace(retail.task, latency_s=0.5, latency_sigma=1.0))
     rows = [{"rollout/episodes": 2, "rollout/tool_wait_s": seconds} for seconds in (5.0, 4.0)]
     assert measured.recorded_workload(Path(), config, rows).tool_s == LogNormal(0.5, 1.0)
 

@@ -169,14 +169,16 @@ class AnalyticCosts:
         """
         route = self.route
         trainers = self.placement.trainers
-        forwards = route.forwarded(versions, prompt_fraction=self.setup.episodes.prompt_fraction)
+        forwards = route.forward_passes(
+            versions, prompt_fraction=self.setup.episodes.prompt_fraction
+        )
         scoring = self.forward_s(tokens) * forwards
-        if route.apart:
+        if route.needs.own_process:
             apart = scoring * trainers / self.placement.scorers
             cores = trainers * self.setup.shares.cores
             transfer = TRANSFER_S * self.setup.model.copy_bytes / cores
             return max(0.0, apart - self.train_s(tokens)) + transfer
-        restoring = min(self.live - 1, versions) * self.walk_s * route.chain
+        restoring = min(self.live - 1, versions) * self.walk_s * route.needs.snapshots
         traffic = route.traffic_bytes(self.setup.model) / (self.setup.bandwidth * trainers)
         return scoring + restoring + traffic
 
@@ -197,7 +199,7 @@ class AnalyticCosts:
             return load
         link = tp * setup.device.network * setup.shares.link
         whole = setup.model.copy_bytes / link
-        if not self.route.chain:
+        if not self.route.needs.snapshots:
             return load + whole
         apply = self.walk_s * self.placement.trainers / tp
         delta = deltas.delta_bytes(setup.model.parameters, setup.lr) / link + apply
@@ -208,7 +210,7 @@ class AnalyticCosts:
         """Seconds in which the trainer's ranks encode the delta of their shards."""
         cores = self.placement.trainers * self.setup.shares.cores
         encode = deltas.encode_s(self.setup.model.parameters, self.setup.lr)
-        return encode / cores * self.route.chain
+        return encode / cores * self.route.needs.snapshots
 
     @property
     def walk_s(self) -> float:

@@ -10,60 +10,38 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import NamedTuple
 
 import numpy as np
 
 from unstale.engines.pool import CACHED_TOKENS_PER_REPLY, MAX_EXTRA_REPLIES
 from unstale.planner.clock import SimulatedClock
 from unstale.planner.costs import Costs
+from unstale.planner.workload import Fleet
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedReply:
-    """A reply in progress.
+    """A reply in progress."""
 
-    `on_tokens(tokens, complete)` is called when an engine returns tokens: at the end of the reply
-    or at an interruption.
-    """
-
-    __slots__ = (
-        "cached",
-        "context",
-        "engine",
-        "episode",
-        "group",
-        "left",
-        "on_tokens",
-        "prompt",
-        "since",
-    )
-
-    def __init__(
-        self, episode: int, group: int, prompt: int, on_tokens: Callable[[int, bool], None]
-    ) -> None:
-        self.episode = episode
-        self.group = group
-        self.prompt = prompt
-        self.on_tokens = on_tokens
-        self.context = prompt
-        """Tokens of context."""
-        self.left = 0
-        """Tokens still to be sampled."""
-        self.cached = 0
-        """Tokens of context that `engine` has computed with its version."""
-        self.engine: SimulatedEngine | None = None
-        """The engine that sampled it last."""
-        self.since = 0
-        """The engine's step at which the reply began to run."""
-
-
-class EngineCapacity(NamedTuple):
-    """The maximum of running replies, and of context tokens in memory (0: no limit)."""
-
-    replies: int
-    tokens: int = 0
+    episode: int
+    group: int
+    prompt: int
+    """Tokens of the prompt."""
+    on_tokens: Callable[[int, bool], None]
+    """Called with the new tokens when an engine returns them; True if the reply is complete."""
+    context: int
+    """Tokens of context, the sampled ones included."""
+    left: int = 0
+    """Tokens still to be sampled."""
+    cached: int = 0
+    """Tokens of context that `engine` has computed with its version."""
+    engine: "SimulatedEngine | None" = None
+    """The engine that sampled it last."""
+    since: int = 0
+    """The engine's step at which the reply began to run."""
 
 
 _SPARE = 0.01
@@ -77,9 +55,7 @@ class SimulatedEngine:
     exceed the memory, the newest reply is evicted too, and computed again later.
     """
 
-    def __init__(
-        self, clock: SimulatedClock, costs: Costs, capacity: EngineCapacity, number: int
-    ) -> None:
+    def __init__(self, clock: SimulatedClock, costs: Costs, fleet: Fleet, number: int) -> None:
         self.number = number
         self.busy = 0
         """Replies that run or wait here."""
@@ -94,7 +70,9 @@ class SimulatedEngine:
         """Tokens lost by failures."""
         self._clock = clock
         self._costs = costs
-        self._capacity = capacity
+        self._max_running = fleet.max_running
+        self._max_tokens = fleet.cache_tokens
+        """Context tokens in memory; 0 for no limit."""
         self._running: list[tuple[int, int, SimulatedReply]] = []
         """A heap of (step at which the reply is complete, order of arrival, reply)."""
         self._order = count()
@@ -218,9 +196,10 @@ class SimulatedEngine:
         running = len(self._running)
         if not running:
             return True
-        replies, tokens = self._capacity
+        if running >= self._max_running:
+            return False
         needed = self._context + reply.context + running + 1
-        return running < replies and (not tokens or needed <= (1 - _SPARE) * tokens)
+        return not self._max_tokens or needed <= (1 - _SPARE) * self._max_tokens
 
     def _steps_ahead(self) -> int:
         """Return the number of steps until a reply is complete or the memory is full.
@@ -231,21 +210,19 @@ class SimulatedEngine:
         if not running:
             return 1
         steps = self._running[0][0] - self._steps
-        if not self._capacity.tokens or running == 1:
+        if not self._max_tokens or running == 1:
             return steps
         return min(steps, self._free_tokens() // running)
 
     def _free_tokens(self) -> int:
-        return max(0, self._capacity.tokens - self._context)
+        return max(0, self._max_tokens - self._context)
 
     def _evict(self) -> None:
         """Evict kept contexts, then the newest running replies, until the memory suffices."""
         while self._kept and self._exceeds_capacity():
             self._evict_kept(next(iter(self._kept)))
         while (
-            self._capacity.tokens
-            and len(self._running) > 1
-            and self._free_tokens() < len(self._running)
+            self._max_tokens and len(self._running) > 1 and self._free_tokens() < len(self._running)
         ):
             newest = max(self._running, key=lambda entry: entry[1])
             self._running.remove(newest)
@@ -256,10 +233,9 @@ class SimulatedEngine:
             self._waiting.appendleft(reply)
 
     def _exceeds_capacity(self) -> bool:
-        replies, tokens = self._capacity
-        if tokens:
-            return self._kept_tokens + self._context > tokens
-        return len(self._kept) + len(self._running) > replies
+        if self._max_tokens:
+            return self._kept_tokens + self._context > self._max_tokens
+        return len(self._kept) + len(self._running) > self._max_running
 
     def _evict_kept(self, episode: int) -> None:
         reply, _ = self._kept[episode]
@@ -345,26 +321,21 @@ class SimulatedEnginePool:
     The rule is that of `engines.EnginePool`.
     """
 
-    def __init__(
-        self,
-        clock: SimulatedClock,
-        engines: list[SimulatedEngine],
-        *,
-        keep_cache: bool,
-        restart_s: float,
-    ) -> None:
+    def __init__(self, clock: SimulatedClock, costs: Costs, fleet: Fleet) -> None:
         self.version = -1
         self.deaths = 0
-        self.members = engines
+        self.members = [
+            SimulatedEngine(clock, costs, fleet, number) for number in range(fleet.engines)
+        ]
         self._clock = clock
-        self._keep_cache = keep_cache
-        self._restart_s = restart_s
+        self._keep_cache = fleet.keep_cache
+        self._restart_s = fleet.restart_s
         self._paused = True
         self._unplaced: list[SimulatedReply] = []
         self._by_busy: list[tuple[int, int]] = []
         """A heap of (busy, number); entries that are no longer true are skipped."""
         self._restarted_at: dict[int, float] = {}
-        for engine in engines:
+        for engine in self.members:
             engine.on_busy_change = self._rank
             self._rank(engine)
 

@@ -72,7 +72,8 @@ class SimulatedEpisode:
         self.pieces: list[tuple[int, int]] = []
         """`(version, sampled tokens)` of each piece."""
         self.turn = 0
-        self.reply = SimulatedReply(self.number, self.group, self.shape.prompt, self._on_tokens)
+        prompt = self.shape.prompt
+        self.reply = SimulatedReply(self.number, self.group, prompt, self._on_tokens, prompt)
         self._request_reply()
 
     def _request_reply(self) -> None:

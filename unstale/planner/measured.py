@@ -14,19 +14,19 @@ import numpy as np
 import torch
 from scipy.optimize import nnls
 
-from unstale.config import ConfigError, ScheduleConfig
+from unstale.config import ConfigError, RunConfig, ScheduleConfig
+from unstale.config.options import stored_config
+from unstale.config.routes import Needs
 from unstale.durability.journal import Journal, trained_episodes
 from unstale.durability.run_folder import RunFolder
-from unstale.old_logps import Needs
 from unstale.planner.costs import LinearCosts
 from unstale.planner.hardware import Device, Shares
 from unstale.planner.models import Model
-from unstale.planner.route_costs import ROUTES
-from unstale.planner.simulate import Fleet
-from unstale.planner.simulated import needs
 from unstale.planner.workload import (
     Constant,
+    Distribution,
     EpisodeShape,
+    Fleet,
     LogNormal,
     TurnShape,
     Workload,
@@ -46,7 +46,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class SimulationSetup:
-    """The inputs of a simulation."""
+    """The arguments of `simulate` that a run determines."""
 
     workload: Workload
     fleet: Fleet
@@ -64,33 +64,29 @@ def from_run(run: Path) -> SimulationSetup:
     for a run that is too short, or whose route pauses generation for an unrecorded time.
     """
     folder = RunFolder(run)
-    config = folder.config()
+    config = stored_config(folder.config(), f"{run}/config.json")
     rows = [row for row in folder.metrics() if row["step"] > 0 and "engine/steps" in row]
     if len(rows) <= MIN_STEPS:
         raise ConfigError(
             f"{run} has {len(rows)} steps with engine metrics; a fit needs more than {MIN_STEPS}"
         )
-    route = config["old_logps"]["route"]
-    route_needs = needs(ROUTES[config["old_logps"]["fallback"] if route == "eager" else route])
-    if route_needs.closing:
+    if config.old_logps.needs.closing:
         raise ConfigError(
             f"{run} pauses generation to score, for a time that is not recorded; "
             "use a run with another route"
         )
-    engine = config["engine"]
-    processes = engine.get("processes", 1)
-    engines = max(processes, len(engine.get("urls", "").split()))
-    fleet = Fleet(
-        engines=engines,
-        max_running=engine["max_running"] // processes,
-        keep_cache=engine.get("keep_cache", False),
-    )
+    engine = config.engine
+    engines = max(engine.processes, len(engine.urls.split()))
     return SimulationSetup(
         workload=recorded_workload(run, config, rows),
-        fleet=fleet,
-        schedule=ScheduleConfig(**config["schedule"]),
+        fleet=Fleet(
+            engines=engines,
+            max_running=engine.max_running // engine.processes,
+            keep_cache=engine.keep_cache,
+        ),
+        schedule=config.schedule,
         costs=fit_costs(rows[1:], span_seconds(folder), _versions(run), engines),
-        needs=route_needs,
+        needs=config.old_logps.needs,
     )
 
 
@@ -190,9 +186,8 @@ def _versions(run: Path) -> dict[int, float]:
     return {step: fmean(numbers) for step, numbers in counts.items()}
 
 
-def recorded_workload(run: Path, config: Row, rows: Sequence[Row]) -> Workload:
+def recorded_workload(run: Path, config: RunConfig, rows: Sequence[Row]) -> Workload:
     """Return the episodes of a run's journal, with the mean time of a tool call."""
-    task = config["task"]
     groups: dict[int, list[EpisodeShape]] = defaultdict(list)
     with Journal.read(run) as journal:
         for record in journal.trajectories():
@@ -204,12 +199,15 @@ def recorded_workload(run: Path, config: Row, rows: Sequence[Row]) -> Workload:
     calls = sum(turn.calls for shape in episodes for turn in shape.turns)
     calls *= results / max(1, finished)  # calls of unfinished episodes are estimated by results
     mean_s = sum(row.get("rollout/tool_wait_s", 0.0) for row in rows) / max(1, calls)
-    spread = task["latency_sigma"] if task.get("latency_s") else None
+    tool_s: Distribution = Constant(mean_s)
+    task: Any = config.task
+    if getattr(task, "latency_s", 0.0):
+        tool_s = LogNormal(mean_s, task.latency_sigma)
     return Workload(
         recorded=tuple(tuple(shapes) for _, shapes in sorted(groups.items())),
-        tool_s=Constant(mean_s) if spread is None else LogNormal(mean_s, spread),
-        timeout_s=config["rollout"]["timeout_s"],
-        retries=config["rollout"]["retries"],
+        tool_s=tool_s,
+        timeout_s=config.rollout.timeout_s,
+        retries=config.rollout.retries,
     )
 
 

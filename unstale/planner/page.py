@@ -185,9 +185,9 @@ def _route_row(suggestion: Suggestion, candidate: Candidate) -> Row:
     route = costs.route
     model = costs.setup.model
     placement = costs.placement
-    own_model = model.copy_bytes * route.movable * route.apart
-    main = route.chain_bytes(model, live=costs.live, rate=costs.setup.lr)
-    paused_s = (candidate.route_s + costs.optimizer_s) * route.closing
+    own_model = model.copy_bytes * route.needs.resident_models * route.needs.own_process
+    main = route.delta_bytes(model, live=costs.live, rate=costs.setup.lr)
+    paused_s = (candidate.route_s + costs.optimizer_s) * route.needs.closing
     mark = "*" if candidate.name in suggestion.simulated else " "
     return {
         "route": candidate.name,

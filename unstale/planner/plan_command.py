@@ -9,10 +9,10 @@ from typing import Any
 from rich.console import Console
 
 from unstale.config import ConfigError, nearest
+from unstale.config.routes import routes
 from unstale.planner.assignments import parse_assignments
 from unstale.planner.hardware import DEVICES, Device, Shares
 from unstale.planner.models import PRESETS, Model
-from unstale.planner.route_costs import ROUTES
 from unstale.planner.workload import Distribution, EpisodeStats, Workload
 
 _ABOUT = """Predicts memory and time of every old-logit route, the staleness, the split of the
@@ -78,7 +78,7 @@ def add(verbs: Any) -> None:
     option("--group-size", "episodes of a group", type=int, default=8, metavar="N")
     window = "look-ahead. Now: strict order, or half a batch if that gives 5%% more"
     option("--window", window, type=int, metavar="W")
-    option("--route", f"{', '.join(ROUTES)}. Now: the exact one with the highest throughput")
+    option("--route", f"{', '.join(routes())}. Now: the exact one with the highest throughput")
     option("--lr", "learning rate, which decides the size of deltas", type=float, default=1e-6)
     for name, (_, default, metavar, text) in _WORKLOAD.items():
         option(name, text, default=default, metavar=metavar)
@@ -106,8 +106,8 @@ def _plan(chosen: argparse.Namespace) -> int:
             value = min(value)
         if value is not None and not value >= low:
             raise ConfigError(f"--{name.replace('_', '-')} must be >= {low}, got {value}")
-    if chosen.route is not None and chosen.route not in ROUTES:
-        raise ConfigError(f"unknown route {chosen.route!r}{nearest(chosen.route, list(ROUTES))}")
+    if chosen.route is not None and chosen.route not in routes():
+        raise ConfigError(f"unknown route {chosen.route!r}{nearest(chosen.route, list(routes()))}")
     model = Model.parse(chosen.model)
     workload = workload_of(chosen)
     device, shares = _device(chosen, model)

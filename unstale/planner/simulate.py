@@ -6,30 +6,30 @@ rollout is simulated too: a real episode has a coroutine and journal rows, which
 hundreds of thousands of episodes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, pairwise
 
 import numpy as np
 
 from unstale import loop
 from unstale.config import CheckpointConfig, ConfigError, EvalConfig, RunConfig, ScheduleConfig
+from unstale.config.routes import Needs
 from unstale.durability import virtual_clock
 from unstale.durability.checkpoint import Progress
-from unstale.old_logps import Needs
 from unstale.planner.clock import SimulatedClock
 from unstale.planner.costs import Costs
-from unstale.planner.engines import EngineCapacity, SimulatedEngine, SimulatedEnginePool
+from unstale.planner.engines import SimulatedEnginePool
 from unstale.planner.episodes import SimulatedRollout
 from unstale.planner.result import SimulationResult
 from unstale.planner.simulated import (
     InstantThread,
-    Lanes,
     NullAudit,
     NullCheckpoints,
     NullJournal,
     SimulatedPublisher,
     SimulatedQueue,
+    SimulatedRecorder,
     SimulatedRoute,
     SimulatedThread,
     SimulatedTrainer,
@@ -76,67 +76,43 @@ def simulate(  # noqa: PLR0913 - four parts of a run, its length, seed and route
 ) -> SimulationResult:
     """Simulate `steps` steps of a run. The same arguments give the same result.
 
-    `needs` are those of the old-log-probability route (`simulated.needs`). Raises `ConfigError` for
-    settings with which too many episodes fail, and `StalenessError` if a token is too old.
+    `needs` are those of the route to old log-probabilities. Raises `ConfigError` for settings with
+    which too many episodes fail, and `StalenessError` if a token is older than the bound.
     """
-    every = fleet.steps_per_version
-    if steps < 2:
-        raise ConfigError(
-            f"a simulation needs at least 2 steps, because the first fills the queue; got {steps}"
-        )
-    if every > 1 and (fleet.colocated or needs.closing):
-        raise ConfigError(
-            f"steps_per_version must be 1 where engines pause in every step, got {every}"
-        )
+    _check(fleet, needs, steps)
     clock = SimulatedClock()
-    capacity = EngineCapacity(fleet.max_running, fleet.cache_tokens)
-    members = [SimulatedEngine(clock, costs, capacity, number) for number in range(fleet.engines)]
-    engines = SimulatedEnginePool(
-        clock, members, keep_cache=fleet.keep_cache, restart_s=fleet.restart_s
-    )
+    engines = SimulatedEnginePool(clock, costs, fleet)
     pending = PendingPieces()
     rollout = SimulatedRollout(workload, clock, engines, pending=pending, seed=seed)
-    trainer = SimulatedTrainer(
-        costs, rollout, closing=needs.closing, colocated=fleet.colocated, every=every
-    )
-    lanes = Lanes(clock, engines, trainer)
-    needs = replace(needs, idle=False, snapshots=needs.snapshots and not fleet.colocated)
+    trainer = SimulatedTrainer(costs, rollout, fleet, closing=needs.closing)
+    recorder = SimulatedRecorder(clock, engines, trainer)
     publisher = SimulatedPublisher(costs, clock, engines, trainer=trainer)
-    config = RunConfig(
-        recipe="simulated",
-        steps=steps,
-        schedule=replace(schedule, max_staleness=schedule.max_staleness // every),
-        checkpoint=CheckpointConfig(every=steps + 1),
-        eval=EvalConfig(tasks=0),
-    )
-    requests = (
-        GroupRequest(number, Task("simulated", "train", number), 0, number) for number in count()
+    snapshots = needs.snapshots and not fleet.colocated
+    components = loop.RunComponents(
+        config=_config(schedule, fleet, steps),
+        progress=Progress(),
+        resumed_requests=(),
+        requests=_requests(),
+        engine=publisher,
+        rollout=rollout,
+        evaluation=None,
+        queue=SimulatedQueue(schedule, fleet.steps_per_version),
+        pending=pending,
+        advantage=_zero_advantages,
+        old_logps=SimulatedRoute(Needs(closing=needs.closing, snapshots=snapshots), trainer),
+        auditor=NullAudit(),
+        trainer=trainer,
+        publisher=publisher,
+        journal=NullJournal(),
+        checkpoints=NullCheckpoints(),
+        log=recorder,
+        trainer_thread=SimulatedThread(clock, trainer),
+        io_thread=InstantThread(),
     )
 
     async def run() -> None:
         if fleet.failures_per_hour:
             engines.fail(np.random.default_rng([seed, 1]), fleet.failures_per_hour)
-        components = loop.RunComponents(
-            config=config,
-            progress=Progress(),
-            resumed_requests=(),
-            requests=requests,
-            engine=publisher,
-            rollout=rollout,
-            evaluation=None,
-            queue=SimulatedQueue(schedule, every),
-            pending=pending,
-            advantage=_zero_advantages,
-            old_logps=SimulatedRoute(needs, trainer),
-            auditor=NullAudit(),
-            trainer=trainer,
-            publisher=publisher,
-            journal=NullJournal(),
-            checkpoints=NullCheckpoints(),
-            log=lanes,
-            trainer_thread=SimulatedThread(clock, trainer),
-            io_thread=InstantThread(),
-        )
         await loop.train(components)
 
     try:
@@ -145,7 +121,36 @@ def simulate(  # noqa: PLR0913 - four parts of a run, its length, seed and route
         if isinstance(error := first_error(failures), TooManyFailures):
             raise ConfigError(f"the simulated run fails: {error}") from None
         raise error from None
-    return _outcome(lanes, trainer, engines, schedule)
+    return _result(recorder, trainer, engines, schedule)
+
+
+def _check(fleet: Fleet, needs: Needs, steps: int) -> None:
+    if steps < 2:
+        raise ConfigError(
+            f"a simulation needs at least 2 steps, because the first fills the queue; got {steps}"
+        )
+    every = fleet.steps_per_version
+    if every > 1 and (fleet.colocated or needs.closing):
+        raise ConfigError(
+            f"steps_per_version must be 1 where engines pause in every step, got {every}"
+        )
+
+
+def _config(schedule: ScheduleConfig, fleet: Fleet, steps: int) -> RunConfig:
+    """Return the configuration for the loop, without evaluations and checkpoints."""
+    max_staleness = schedule.max_staleness // fleet.steps_per_version
+    return RunConfig(
+        recipe="simulated",
+        steps=steps,
+        schedule=replace(schedule, max_staleness=max_staleness),
+        checkpoint=CheckpointConfig(every=steps + 1),
+        eval=EvalConfig(tasks=0),
+    )
+
+
+def _requests() -> Iterator[GroupRequest]:
+    for number in count():
+        yield GroupRequest(number, Task("simulated", "train", number), 0, number)
 
 
 def _zero_advantages(groups: Sequence[Group]) -> list[ScoredTrajectory]:
@@ -153,12 +158,17 @@ def _zero_advantages(groups: Sequence[Group]) -> list[ScoredTrajectory]:
     return [ScoredTrajectory(trajectory, (0.0,)) for trajectory in trajectories]
 
 
-def _outcome(
-    lanes: Lanes, trainer: SimulatedTrainer, engines: SimulatedEnginePool, schedule: ScheduleConfig
+def _result(
+    recorder: SimulatedRecorder,
+    trainer: SimulatedTrainer,
+    engines: SimulatedEnginePool,
+    schedule: ScheduleConfig,
 ) -> SimulationResult:
-    steps = [after - before for before, after in zip(lanes.ends, lanes.ends[1:], strict=False)]
+    steps = [after - before for before, after in pairwise(recorder.ends)]
     filling = min(schedule.max_staleness + 1, len(steps) - 1)
-    scored = lanes.share("old_logps", filling)
+    scored, trained, published = (
+        recorder.share(lane, filling) for lane in ("old_logps", "train", "publish")
+    )
     members = engines.members
     batches = trainer.batches[filling:]
     totals = trainer.rollout.totals
@@ -174,9 +184,9 @@ def _outcome(
         lost_tokens=sum(engine.lost for engine in members),
         failed_episodes=int(totals["failed"]),
         deaths=engines.deaths,
-        engine_busy_share=lanes.share("engines", filling) / len(members),
-        trainer_busy_share=scored + lanes.share("train", filling) + lanes.share("publish", filling),
-        trainer_wait_share=lanes.share("wait", filling),
+        engine_busy_share=recorder.share("engines", filling) / len(members),
+        trainer_busy_share=scored + trained + published,
+        trainer_wait_share=recorder.share("wait", filling),
         old_logps_share=scored,
         staleness_histogram=dict(sorted(trainer.ages.items())),
         staleness_bound=schedule.staleness_bound // trainer.every,

@@ -93,8 +93,6 @@ def _simulate(chosen: argparse.Namespace) -> int:
 def _setup(chosen: argparse.Namespace) -> "SimulationSetup":
     """Return the setup of a run or of defaults, with the values of --set."""
     from unstale.planner.measured import SimulationSetup, from_run
-    from unstale.planner.route_costs import ROUTES
-    from unstale.planner.simulated import needs
 
     changes: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
     for name, value in parse_assignments("--set", chosen.set, _value_kinds()).items():
@@ -109,8 +107,8 @@ def _setup(chosen: argparse.Namespace) -> "SimulationSetup":
                     f"the costs are missing: give --like RUN, or --set costs.{required}=SECONDS "
                     "and others"
                 )
-        route_needs = needs(ROUTES[OldLogpsConfig().route])
-        setup = SimulationSetup(Workload(), Fleet(), ScheduleConfig(), LinearCosts(), route_needs)
+        needs = OldLogpsConfig().needs
+        setup = SimulationSetup(Workload(), Fleet(), ScheduleConfig(), LinearCosts(), needs)
     if changes["workload"].keys() & {"prompt_tokens", "turns", "reply_tokens", "tool_tokens"}:
         changes["workload"]["recorded"] = ()
     changed = {

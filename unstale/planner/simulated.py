@@ -20,7 +20,7 @@ from unstale.planner.clock import SimulatedClock
 from unstale.planner.costs import Costs
 from unstale.planner.engines import SimulatedEnginePool
 from unstale.planner.episodes import SimulatedEpisode, SimulatedRollout
-from unstale.planner.route_costs import RouteCost
+from unstale.planner.workload import Fleet
 from unstale.records import Batch, Group, GroupRequest, PendingPiece
 from unstale.rollout.staleness_queue import StalenessQueue
 from unstale.rollout.transcript import NullWriter
@@ -30,11 +30,6 @@ from unstale.weights.publish import VersionedWeights
 _T = TypeVar("_T")
 _Args = TypeVarTuple("_Args")
 _EMPTY = torch.empty(0)
-
-
-def needs(route: RouteCost) -> Needs:
-    """Return the needs that the loop reads of a route. Idle work is part of the costs instead."""
-    return Needs(closing=route.closing, snapshots=route.chain)
 
 
 class SimulatedTrainer:
@@ -48,12 +43,10 @@ class SimulatedTrainer:
         self,
         costs: Costs,
         rollout: SimulatedRollout,
+        fleet: Fleet,
         *,
         closing: bool,
-        colocated: bool,
-        every: int = 1,
     ) -> None:
-        """A version is published after every `every` steps."""
         self.version = 0
         """Counts steps."""
         self.owed: dict[str, float] = defaultdict(float)
@@ -65,10 +58,11 @@ class SimulatedTrainer:
         self.ages: Counter[int] = Counter()
         """Sampled tokens by staleness."""
         self.rollout = rollout
-        self.every = every
+        self.every = fleet.steps_per_version
+        """Steps between two published versions."""
         self._costs = costs
         self._closing = closing
-        self._colocated = colocated
+        self._colocated = fleet.colocated
 
     def start_version(self) -> None:
         self.version += 1
@@ -288,7 +282,7 @@ class NullAudit:
         return []
 
 
-class Lanes:
+class SimulatedRecorder:
     """A recorder of the end of each step, and of the busy seconds of each component until then."""
 
     def __init__(

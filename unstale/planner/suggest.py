@@ -11,11 +11,11 @@ from statistics import mean, stdev
 from typing import NamedTuple
 
 from unstale.config import ConfigError, ScheduleConfig, staleness_bound
+from unstale.config.routes import routes
 from unstale.observe.report.words import KEEPS_PACE
 from unstale.planner.analytic import TRAINED_BYTES, AnalyticCosts, Placement, TrainingSetup
-from unstale.planner.route_costs import ROUTES
+from unstale.planner.route_costs import RouteCost, route_cost
 from unstale.planner.simulate import Fleet, SimulationResult, Workload, simulate
-from unstale.planner.simulated import needs
 from unstale.planner.workload import EpisodeStats
 
 NEAR = 0.95
@@ -76,7 +76,7 @@ class Candidate:
         return self.costs.setup.episodes
 
     def with_route(self, name: str) -> "Candidate":
-        return replace(self, name=name, costs=replace(self.costs, route=ROUTES[name]))
+        return replace(self, name=name, costs=replace(self.costs, route=route_cost(name)))
 
     @property
     def route_s(self) -> float:
@@ -125,7 +125,7 @@ class Candidate:
                 longest_s = episode_s * self.episodes.longest / self.episodes.tokens
                 step_s = max(generation_s, longest_s) + trainer_s
             else:
-                paused_s = (scoring_s + costs.optimizer_s) * costs.route.closing
+                paused_s = (scoring_s + costs.optimizer_s) * costs.route.needs.closing
                 step_s = max(generation_s, trainer_s - paused_s) + paused_s
             step_s += costs.load_s()
             versions = 1 + min(self.schedule.staleness_bound, episode_s / step_s)
@@ -250,16 +250,16 @@ def suggest(request: PlanRequest) -> Suggestion:
             half = _schedule(request, schedule.max_staleness, groups, groups // 2 + 1)
             choices = (*choices, simulated(_best(request, name, half)))
             central = _smallest([central, choices[-1]])
-    routes = [suited for other in ROUTES if (suited := _with_route(central.candidate, other))]
+    by_route = [suited for other in routes() if (suited := _with_route(central.candidate, other))]
     exact = [
-        route for route in routes if route.costs.route.exact and request.route in (None, route.name)
+        each for each in by_route if each.costs.route.exact and request.route in (None, each.name)
     ]
-    near = [route for route in exact if route.rate >= NEAR * central.candidate.rate]
-    average = [route for route in routes if route.name == AVERAGE]
+    near = [each for each in exact if each.rate >= NEAR * central.candidate.rate]
+    average = [each for each in by_route if each.name == AVERAGE]
     by_name = {route.name: simulated(route) for route in (*near, *average)} | {name: central}
     best = _smallest([central, *(by_name[each.name] for each in exact if each.name in by_name)])
     synchronous = _synchronous(request, central.candidate.schedule)
-    return Suggestion(best, simulated(synchronous), choices, splits, tuple(routes), by_name)
+    return Suggestion(best, simulated(synchronous), choices, splits, tuple(by_route), by_name)
 
 
 def _best_schedule(
@@ -281,7 +281,8 @@ class _Simulations(dict[tuple[AnalyticCosts, ScheduleConfig], SimulationResult])
     def __call__(self, candidate: Candidate) -> SimulatedCandidate:
         costs = candidate.costs
         schedule = candidate.schedule
-        key = (replace(costs, route=replace(costs.route, exact=False, idle=False)), schedule)
+        needs = replace(costs.route.needs, now=False, inline=False, idle=False)
+        key = (replace(costs, route=RouteCost(needs, exact=False)), schedule)
         if key not in self:
             self[key] = self._simulate(candidate)
         return SimulatedCandidate(candidate, self[key])
@@ -305,7 +306,7 @@ class _Simulations(dict[tuple[AnalyticCosts, ScheduleConfig], SimulationResult])
             schedule,
             candidate.costs,
             steps=(schedule.max_staleness + 1) * (request.rounds + 1),
-            needs=needs(candidate.costs.route),
+            needs=candidate.costs.route.needs,
         )
 
 
@@ -350,14 +351,14 @@ def candidates(
             places = placements(setup, name, schedule, devices=request.devices)
         for placement in places:
             costs = AnalyticCosts(
-                setup=setup, placement=placement, route=ROUTES[name], batch=batch, live=live
+                setup=setup, placement=placement, route=route_cost(name), batch=batch, live=live
             )
             yield Candidate(request, costs, name, schedule)
 
 
 def _colocated(setup: TrainingSetup, name: str, *, devices: int) -> Iterator[Placement]:
     """Yield placements in which all devices alternate between training and sampling."""
-    if setup.fits(devices, ROUTES[name]):
+    if setup.fits(devices, route_cost(name)):
         for tp in engine_sizes(setup):
             if tp <= devices:
                 yield Placement(devices, devices // tp, tp, colocated=True)
@@ -372,7 +373,7 @@ def placements(
         for trainers in range(1, devices, stride):
             scorers = _scorers(setup, name, schedule, trainers)
             engines, left = divmod(devices - trainers - scorers, tp)
-            fits = setup.fits(trainers + left, ROUTES[name])
+            fits = setup.fits(trainers + left, route_cost(name))
             if engines > 0 and left < stride and fits:
                 yield Placement(trainers + left, engines, tp, scorers)
 
@@ -390,12 +391,12 @@ def _scorers(setup: TrainingSetup, name: str, schedule: ScheduleConfig, trainers
 
     A trajectory is assumed to have two versions.
     """
-    route = ROUTES[name]
-    if not route.apart:
+    route = route_cost(name)
+    if not route.needs.own_process:
         return 0
     holders = math.ceil(setup.model.copy_bytes / setup.memory)
     versions = min(2, schedule.max_staleness + 1)
-    forwards = route.forwarded(versions, prompt_fraction=setup.episodes.prompt_fraction)
+    forwards = route.forward_passes(versions, prompt_fraction=setup.episodes.prompt_fraction)
     return max(holders, math.ceil(trainers * forwards / 3))
 
 
@@ -415,7 +416,7 @@ def _too_few(request: PlanRequest, name: str, schedule: ScheduleConfig) -> str:
     setup = replace(request.setup, gradient_checkpointing=True)
     gb = 1e9
     activations = setup.pass_bytes
-    sharded = setup.trainer_bytes(1, ROUTES[name]) - activations
+    sharded = setup.trainer_bytes(1, route_cost(name)) - activations
     trainers = math.ceil(sharded / max(1.0, setup.memory - activations))
     if activations >= setup.memory:
         advice = "Use shorter episodes (--longest) or larger devices"
@@ -454,11 +455,12 @@ def _splits(candidate: Candidate) -> list[Candidate]:
 
 def _with_route(candidate: Candidate, name: str) -> Candidate | None:
     """Return a candidate with another route, on the same placement if it fits."""
-    route = ROUTES[name]
+    route = route_cost(name)
     placement = candidate.placement
     setup = candidate.costs.setup
     for same in (setup, replace(setup, gradient_checkpointing=True)):
-        if route.apart == bool(placement.scorers) and same.fits(placement.trainers, route):
+        has_devices = route.needs.own_process == bool(placement.scorers)
+        if has_devices and same.fits(placement.trainers, route):
             costs = replace(candidate.costs, setup=same)
             return replace(candidate, costs=costs).with_route(name)
     return _best_or_none(candidate.request, name, candidate.schedule)
