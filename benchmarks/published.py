@@ -1,13 +1,18 @@
-"""Asynchronous over synchronous, as others published it, and what the simulation makes of their
-settings.
+"""Published speedups of asynchronous over synchronous training, and simulations of their settings.
 
-Every row is priced by `plan.analytic` with one set of shares, the defaults. Published times of a
-synchronous run's phases are taken as they are: its training and scoring, and what its generation
-takes longer than is computed as so much more a decoding step. Where only all of its step is
-published, the mean length is the one that takes as long. Where the training time of the
-asynchronous step is published, it is taken too: what is simulated is then whether generation keeps
-up and what waits for what, and `trained_alone` is the ratio that would need no simulation. A ratio
-that hangs on what nobody published is simulated and not claimed."""
+The costs of every row come from `planner.analytic` with its default shares. They are calibrated by
+what was published:
+
+* Phases of the synchronous step: its training and scoring times replace the computed ones. If its
+  generation takes longer than computed, every decoding step is lengthened by the same time.
+* Only the whole synchronous step: the mean reply length is chosen so that the simulated step takes
+  as long.
+* The training time of the asynchronous step: it replaces the computed one. The simulation then only
+  decides whether generation keeps up. `trained_alone` is the ratio without any simulation.
+
+A ratio that depends on unpublished settings is simulated, but not counted as a prediction
+(`unclaimed`).
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -31,12 +36,13 @@ from unstale.planner.simulate import (
 from unstale.planner.workload import EpisodeStats, mean_attended
 
 SIGMA = 0.9
-"""Of the log-normal lengths: assumed, as their mean is where neither it nor the time of training is
-published."""
-PROMPT, ANSWER = 200, 200
-"""Tokens of a prompt, and of a tool's answer: assumed."""
+"""Standard deviation of the logarithm of reply lengths. Assumed."""
+PROMPT = 200
+"""Tokens of a prompt. Assumed."""
+ANSWER = 200
+"""Tokens of a tool's answer. Assumed."""
 MAX_RUNNING = 1024
-"""Replies of an engine at most: vLLM's default. What they hold is bounded by the memory."""
+"""Running replies of an engine: vLLM's default. Memory limits them further."""
 
 QWEN_1_5B = Model(
     layers=28, hidden=1536, ffn=8960, heads=12, kv_heads=2, tied=True, qk_norm=False, qkv_bias=True
@@ -62,57 +68,57 @@ class Row:
 
     name: str
     source: str
+    """The publication, and its absolute figures."""
     published: tuple[float, float]
-    """The ratio of steps, or of what is said in `source`; or the range of it."""
+    """Lowest and highest published speedup, as a ratio of step times unless `source` differs."""
     model: Model
     device: Device
     gpus: int
-    """Of the synchronous run, which all do everything."""
+    """GPUs of the synchronous run, each of which trains and samples."""
     engine_gpus: int
-    """Of the asynchronous run, and those that train."""
+    """Sampling GPUs of the asynchronous run."""
     trainer_gpus: int
+    """Training GPUs of the asynchronous run."""
     tensor: int = 1
-    """GPUs of an engine."""
+    """GPUs of one engine."""
     scale: int = 1
-    """Groups and GPUs are divided by it."""
+    """Divisor of groups and GPUs, to make the simulation smaller."""
     groups: int
     group_size: int
-    most: int
-    """Tokens of a reply at most."""
+    max_tokens: int
+    """Maximum tokens of a reply."""
     mean: float = 0.0
-    """In the mean; 0: what the synchronous run's training or all of its step takes at the assumed
-    shares."""
+    """Published mean tokens of an episode's replies. 0 derives it from a published time."""
     turns: float = 1.0
     tool_s: float = 0.0
     staleness: float
-    """Batches that are in flight beyond the one that is trained on."""
+    """Batches in flight, in addition to the one that is trained on."""
     sync_s: tuple[float, float, float] | None = None
-    """Generation, old log-probabilities and training of the synchronous step, where they are
-    published."""
+    """Published seconds of generation, scoring and training in the synchronous step."""
     sync_step_s: float = 0.0
-    """All of the synchronous step, where no more is published."""
+    """Published seconds of the whole synchronous step, if its phases are not published."""
     async_train_s: float = 0.0
-    """Training of the asynchronous step, where it is published."""
+    """Published seconds of training in the asynchronous step."""
     reference_s: tuple[float, float] = (0.0, 0.0)
-    """Of both, the reference model's pass."""
+    """Published seconds of the reference model in the synchronous and the asynchronous step."""
     load_s: float = 0.0
-    """Of a version, where it is published."""
+    """Published seconds for engines to load a version."""
     parts: int = 1
-    """Of a version's batch: the trainer begins with each as it comes."""
+    """Parts of a version's batch; the trainer starts with each part when it is complete."""
     partial: bool = False
-    """It is no asynchronous run: engines and trainer share their GPUs, and more episodes are begun
-    than are needed."""
+    """Partial rollout instead of asynchronous training: engines and trainer share their GPUs, and
+    more episodes are started than a batch needs."""
     scored: bool = True
-    """Whether the asynchronous run computes old log-probabilities."""
+    """The asynchronous run computes old log-probabilities."""
     gradient_checkpointing: bool = False
-    """Activations, in the backward pass."""
     assumed: str
+    """The unpublished settings, for the table."""
     unclaimed: str = ""
-    """Why it is not claimed to be reproduced."""
+    """The reason why the ratio does not count as a prediction; empty if it does."""
 
     @property
     def given(self) -> str:
-        """What of the published results goes in."""
+        """The published results that calibrate the simulation, in words."""
         found = {
             "phases of the synchronous step": self.sync_s,
             "the synchronous step": self.sync_step_s,
@@ -124,8 +130,7 @@ class Row:
 
     @property
     def trained_alone(self) -> float:
-        """The ratio if the asynchronous step were its training and nothing else; 0 where that is
-        not published."""
+        """The speedup if the asynchronous step were only its training; 0 if that is unpublished."""
         whole = sum(self.sync_s or (self.sync_step_s,)) + self.reference_s[0]
         return whole / (self.async_train_s + self.reference_s[1]) if self.async_train_s else 0.0
 
@@ -135,19 +140,21 @@ class Row:
 
     @property
     def answers(self) -> float:
-        """Tokens that an episode does not sample."""
+        """Tokens of an episode that the policy does not sample."""
         return PROMPT + ANSWER * (self.turns - 1)
 
     @property
     def tokens(self) -> float:
         """Mean tokens of an episode's replies."""
-        return self.mean or _tokens(self)
+        return self.mean or _derived_tokens(self)
 
 
 @cache
-def _tokens(row: Row) -> float:
+def _derived_tokens(row: Row) -> float:
+    """Return the mean tokens with which the synchronous step takes its published time."""
     if row.sync_s:
-        phases, mean = row.sync_s, row.most / 4
+        phases = row.sync_s
+        mean = row.max_tokens / 4
         for _ in range(30):
             free = priced(replace(row, mean=mean, sync_s=None), row.gpus)
             mean = phases[2] / free.train_s(row.episodes) - row.answers
@@ -156,37 +163,44 @@ def _tokens(row: Row) -> float:
     def step_s(mean: float) -> float:
         return synchronous(replace(row, mean=mean), 3)[0].mean_step_s
 
-    return _meeting(row.sync_step_s, step_s, row.most / 8, row.most / 4)
+    return _solve(row.sync_step_s, step_s, row.max_tokens / 8, row.max_tokens / 4)
 
 
-def _meeting(wanted: float, of: Callable[[float], float], first: float, second: float) -> float:
-    """Where `of`, which grows, comes to what is wanted, within a fiftieth; or 0, if it is beyond
-    that everywhere."""
-    known = {each: of(each) for each in (first, second)}
+def _solve(wanted: float, function: Callable[[float], float], first: float, second: float) -> float:
+    """Return where an increasing function has the wanted value, within 2%.
+
+    0 if it is larger everywhere. The search starts with `first` and `second`.
+    """
+    known = {each: function(each) for each in (first, second)}
     for _ in range(8):
         nearest = min(known, key=lambda each: abs(known[each] - wanted))
         if abs(known[nearest] - wanted) < wanted / 50 or not nearest:
             break
         below = [each for each in known if known[each] <= wanted]
         above = [each for each in known if known[each] > wanted]
-        low, high = (
-            (max(below), min(above))
-            if below and above
-            else sorted(known)[:: 1 if above else -1][:2]
-        )
+        if below and above:
+            low, high = max(below), min(above)
+        elif above:
+            low, high = sorted(known)[:2]
+        else:
+            high, low = sorted(known)[-2:]
         tried = max(0.0, low + (wanted - known[low]) * (high - low) / (known[high] - known[low]))
-        known[tried] = of(tried)
+        known[tried] = function(tried)
     return min(known, key=lambda each: abs(known[each] - wanted))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Priced(AnalyticCosts):
-    """`AnalyticCosts`, and what is known better."""
+    """`AnalyticCosts`, corrected by published times."""
 
     step_more_s: float = 0.0
+    """Seconds added to a decoding step."""
     trained: float = 1.0
+    """Factor of the training time."""
     scored: float = 1.0
+    """Factor of the scoring time."""
     loaded_s: float = 0.0
+    """Seconds to load a version; 0 keeps the computed time."""
 
     def step_s(self, replies: int, context: int) -> float:
         return super().step_s(replies, context) + self.step_more_s
@@ -202,9 +216,9 @@ class Priced(AnalyticCosts):
 
 
 def priced(row: Row, trainer_gpus: int, *, scored: bool = True) -> Priced:
-    """Without what is published of its phases."""
+    """Return the costs before they are corrected by published phases."""
     episode = row.tokens + row.answers
-    drawn = LogNormal.capped(min(row.tokens, 0.99 * row.most), SIGMA, row.most).draw(
+    drawn = LogNormal.capped(min(row.tokens, 0.99 * row.max_tokens), SIGMA, row.max_tokens).draw(
         np.random.default_rng(0), 10_000
     )
     lengths = drawn + row.answers
@@ -217,7 +231,7 @@ def priced(row: Row, trainer_gpus: int, *, scored: bool = True) -> Priced:
         episodes=EpisodeStats(
             tokens=episode,
             attended=mean_attended(lengths.tolist()),
-            longest=row.most,
+            longest=row.max_tokens,
             prompt=PROMPT,
         ),
     )
@@ -239,33 +253,40 @@ def workload(row: Row) -> Workload:
     return Workload(
         prompt_tokens=Constant(PROMPT),
         turns=LogNormal.capped(row.turns, 0.5, 16) if row.turns > 1 else Constant(1),
-        reply_tokens=LogNormal.capped(row.tokens / row.turns, SIGMA, row.most / row.turns),
+        reply_tokens=LogNormal.capped(row.tokens / row.turns, SIGMA, row.max_tokens / row.turns),
         tool_tokens=Constant(ANSWER if row.turns > 1 else 0),
         tool_s=LogNormal(row.tool_s, 1.0),
-        max_tokens=row.most + PROMPT,
+        max_tokens=row.max_tokens + PROMPT,
     )
 
 
 def fleet(row: Row, gpus: int, *, colocated: bool = False) -> Fleet:
-    room = int(priced(row, row.gpus).setup.context_tokens(row.tensor))
-    engines = gpus // row.tensor // row.scale
-    return Fleet(engines=engines, max_running=MAX_RUNNING, cache_tokens=room, colocated=colocated)
+    return Fleet(
+        engines=gpus // row.tensor // row.scale,
+        max_running=MAX_RUNNING,
+        cache_tokens=int(priced(row, row.gpus).setup.context_tokens(row.tensor)),
+        colocated=colocated,
+    )
 
 
 def schedule(row: Row, staleness: float, parts: int = 1) -> ScheduleConfig:
-    """Whatever is finished is taken."""
-    groups, lives = row.groups // row.scale // parts, round((staleness + 1) * parts)
-    sizes = {
-        "groups_per_step": groups,
-        "group_size": row.group_size,
-        "lookahead_window": lives * groups,
-    }
-    return ScheduleConfig(max_staleness=lives - 1, **sizes)
+    """Return a schedule with so wide a window that finished groups are taken in any order."""
+    groups = row.groups // row.scale // parts
+    batches = round((staleness + 1) * parts)
+    return ScheduleConfig(
+        max_staleness=batches - 1,
+        groups_per_step=groups,
+        group_size=row.group_size,
+        lookahead_window=batches * groups,
+    )
 
 
 @cache
 def synchronous(row: Row, steps: int) -> tuple[SimulationResult, float]:
-    """And what a decoding step takes longer than is computed."""
+    """Simulate the synchronous run.
+
+    Also return the seconds that a decoding step takes longer than computed.
+    """
     costs = priced(row, row.gpus)
     setup = workload(row), fleet(row, row.gpus), schedule(row, 0)
     if row.sync_s:
@@ -281,12 +302,12 @@ def synchronous(row: Row, steps: int) -> tuple[SimulationResult, float]:
         def generated_s(more: float) -> float:
             return generation_s_of(simulate(*setup, replace(costs, step_more_s=more), steps=3))
 
-        costs = replace(costs, step_more_s=_meeting(generation_s, generated_s, 0.0, 0.005))
+        costs = replace(costs, step_more_s=_solve(generation_s, generated_s, 0.0, 0.005))
     return simulate(*setup, costs, steps=max(3, steps)), costs.step_more_s
 
 
 def asynchronous(row: Row, turnovers: int) -> SimulationResult:
-    """For so many times that all episodes in flight are others."""
+    """Simulate the asynchronous run for `turnovers` replacements of all episodes in flight."""
     costs = priced(row, row.trainer_gpus, scored=row.scored)
     if row.async_train_s:
         part = costs.train_s(round(costs.batch / row.parts))
@@ -299,7 +320,7 @@ def asynchronous(row: Row, turnovers: int) -> SimulationResult:
 
 
 def generation_s_of(outcome: SimulationResult) -> float:
-    """Of a step, what is not the trainer's."""
+    """Return the seconds of a step in which the trainer does not work."""
     return outcome.mean_step_s * (1 - outcome.trainer_busy_share)
 
 
@@ -318,7 +339,7 @@ _VERL_7B = Row(
     scale=8,
     groups=512,
     group_size=16,
-    most=28_672,
+    max_tokens=28_672,
     staleness=0.5,
     parts=4,
     sync_s=(177.85, 53.92, 113.81),
@@ -329,46 +350,43 @@ _VERL_7B = Row(
 )
 
 
+_AREAL = Row(
+    name="AReaL 1.5B",
+    source="arXiv 2505.24298; AReaL, blog/AReaL_v0_3.md: 16 nodes, "
+    "1,000 steps in 41.0 h and 14.8 h",
+    published=(2.77, 2.77),
+    model=QWEN_1_5B,
+    device=DEVICES["H800"],
+    gpus=128,
+    engine_gpus=96,
+    trainer_gpus=32,
+    groups=512,
+    group_size=16,
+    max_tokens=27_648,
+    sync_step_s=41.0 * 3.6,
+    staleness=8,
+    scale=16,
+    assumed="mean length, from the time of the synchronous step; eight GPUs a node, "
+    "three quarters engines; 512 prompts a step; staleness 8",
+    unclaimed="lengths are not published. Such as fill the synchronous step (147.6 s) "
+    "are not trained in the 53.3 s of the asynchronous one below 74% of the peak: "
+    "the former has costs that no published setup gives. "
+    "With 2,500 to 6,900 tokens in the mean the ratio is 2.25 to 1.63",
+)
 ROWS = (
-    Row(
-        name="AReaL 1.5B",
-        source="arXiv 2505.24298; AReaL, blog/AReaL_v0_3.md: 16 nodes, "
-        "1,000 steps in 41.0 h and 14.8 h",
-        published=(2.77, 2.77),
-        model=QWEN_1_5B,
-        device=DEVICES["H800"],
-        gpus=128,
-        engine_gpus=96,
-        trainer_gpus=32,
-        groups=512,
-        group_size=16,
-        most=27_648,
-        sync_step_s=41.0 * 3.6,
-        staleness=8,
-        scale=16,
-        assumed="mean length, from the time of the synchronous step; eight GPUs a node, "
-        "three quarters engines; 512 prompts a step; staleness 8",
-        unclaimed="lengths are not published. Such as fill the synchronous step (147.6 s) "
-        "are not trained in the 53.3 s of the asynchronous one below 74% of the peak: "
-        "the former has costs that no published setup gives. "
-        "With 2,500 to 6,900 tokens in the mean the ratio is 2.25 to 1.63",
-    ),
-    Row(
+    _AREAL,
+    replace(
+        _AREAL,
         name="AReaL 7B",
         source="the same: 24 nodes, 57.7 h and 25.4 h",
         published=(2.27, 2.27),
         model=QWEN_7B,
-        device=DEVICES["H800"],
         gpus=192,
         engine_gpus=144,
         trainer_gpus=48,
-        groups=512,
-        group_size=16,
-        most=27_648,
         sync_step_s=57.7 * 3.6,
-        staleness=8,
-        scale=16,
         assumed="as above",
+        unclaimed="",
     ),
     _VERL_7B,
     replace(
@@ -406,52 +424,39 @@ ROWS = (
         async_train_s=98.77,
         assumed="as above, and nothing more in flight",
     ),
-    Row(
+    replace(
+        _VERL_7B,
         name="verl 30B-A3B, 128 GPUs",
         source=f"{VERL} and its recipes: H20, Qwen3-30B-A3B, 8k tokens, 512 x 16, "
         "96:32 (1.72 to 2.01 of total time)",
         published=(1.76, 1.76),
         model=PRESETS["30B-A3B"],
-        device=DEVICES["H20"],
-        gpus=128,
         engine_gpus=96,
         trainer_gpus=32,
-        tensor=4,
-        scale=8,
-        groups=512,
-        group_size=16,
-        most=8_192,
-        staleness=0.5,
-        parts=4,
+        max_tokens=8_192,
         sync_s=(348.05, 28.73, 86.27),
         async_train_s=206.63,
         reference_s=(20.86, 50.05),
         load_s=15.76,
-        scored=False,
         assumed="as above",
     ),
-    Row(
+    replace(
+        _VERL_7B,
         name="verl 7B with tools, 32 GPUs",
         source=f"{VERL} and its recipes: H20, Qwen2.5-7B, at most 16 turns, "
         "64 x 16 (1.55 to 1.60 of total time)",
         published=(1.70, 1.70),
-        model=QWEN_7B,
-        device=DEVICES["H20"],
         gpus=32,
         engine_gpus=16,
         trainer_gpus=16,
-        tensor=4,
+        scale=1,
         groups=64,
-        group_size=16,
-        most=16_384,
+        max_tokens=16_384,
         turns=5,
         tool_s=2.0,
         staleness=1,
-        parts=4,
         sync_s=(228.03, 35.19, 111.84),
         async_train_s=179.58,
-        load_s=0.12,
-        scored=False,
         assumed="as above; 5 turns and 2 s a tool call",
         unclaimed="turns and the seconds of a tool are not published: "
         "with 3 to 8 turns of 2 to 10 s the ratio is 1.9 to 3.1. That its trainer waits 41 s "
@@ -470,7 +475,7 @@ ROWS = (
         trainer_gpus=8,
         groups=64,
         group_size=32,
-        most=4_096,
+        max_tokens=4_096,
         mean=1_060,
         staleness=1,
         gradient_checkpointing=True,
@@ -495,7 +500,7 @@ APRIL = Row(
     tensor=2,
     groups=32,
     group_size=8,
-    most=16_384,
+    max_tokens=16_384,
     mean=8_192,
     staleness=1,
     partial=True,
@@ -509,7 +514,7 @@ APRIL = Row(
 
 @dataclass(frozen=True)
 class Compared:
-    """A published ratio beside a simulated one."""
+    """A published ratio, the simulated one, and the simulated synchronous run."""
 
     row: Row
     ratio: float
@@ -517,21 +522,20 @@ class Compared:
 
     @property
     def deviation(self) -> float:
-        """From the nearer end of what was published; 0 between them."""
+        """Relative deviation from the nearer end of the published range; 0 inside it."""
         low, high = self.row.published
         return min(0.0, self.ratio / low - 1) or max(0.0, self.ratio / high - 1)
 
 
 def compare(
-    rows: tuple[Row, ...], turnovers: int, told: Callable[[str], None]
+    rows: tuple[Row, ...], turnovers: int, on_progress: Callable[[str], None]
 ) -> Iterator[Compared]:
-    """Groups a second of both runs; for a partial one, of its generation."""
+    """Yield the ratio of groups a second of both runs; for a partial rollout, of its generation."""
     for row in rows:
-        sync, other = synchronous(row, 3)[0], asynchronous(row, turnovers)
-        ratio = (
-            generation_s_of(sync) / generation_s_of(other)
-            if row.partial
-            else other.groups_per_s / sync.groups_per_s
-        )
-        told(f"{row.name}: {row.published[0]:.2f} published, {ratio:.2f} simulated")
+        sync, _ = synchronous(row, 3)
+        other = asynchronous(row, turnovers)
+        ratio = other.groups_per_s / sync.groups_per_s
+        if row.partial:
+            ratio = generation_s_of(sync) / generation_s_of(other)
+        on_progress(f"{row.name}: {row.published[0]:.2f} published, {ratio:.2f} simulated")
         yield Compared(row, ratio, sync)

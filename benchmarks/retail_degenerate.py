@@ -1,11 +1,12 @@
-"""What do policies score that do not understand? One answer to everything, the first of all that is
-listed, chance.
+"""Measure the success of policies that do not understand the customer.
 
     python benchmarks/retail_degenerate.py [--tasks 1000]
 
-Each policy below knows the desk's form: it finds the order, asks what it is told to ask, does one
-blind thing and says it is done. None may score above 15% at any level; the scripted expert scores
-100%. The table goes to `results/retail_degenerate.md`."""
+Each policy follows the form of a conversation: it looks up the order, asks fixed questions, makes
+one call that ignores the answers, and ends. A success above 15% at any level would mean that the
+environment can be gamed, so it fails the benchmark. The scripted expert must reach 100%. The table
+is written to `results/retail_degenerate.md`.
+"""
 
 import argparse
 import asyncio
@@ -28,23 +29,25 @@ NUMBER = re.compile(r"(?<![\w.])(?:\d{4}|\d{2})(?!\w)")
 
 
 @dataclass(slots=True)
-class Sight:
-    """What a blind policy has in view: the numbers of the last records, and chance."""
+class Conversation:
+    """The input of a degenerate policy: the messages so far, and random numbers."""
 
     random: Random
-    said: list[Message] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
 
     def numbers(self, role: str) -> list[str]:
-        return [number for m in self.said if m.role == role for number in NUMBER.findall(m.content)]
+        return [
+            number for m in self.messages if m.role == role for number in NUMBER.findall(m.content)
+        ]
 
     @property
     def order(self) -> str:
         return self.numbers("user")[0]
 
     def listed(self, key: str) -> list[str]:
-        """Numbers of items, payments or the point in the order's record, in its order."""
+        """Return the numbers of the order's items, payments or pick-up point, as last shown."""
         record = next(
-            m.content for m in reversed(self.said) if m.role == "tool" and "point" in m.content
+            m.content for m in reversed(self.messages) if m.role == "tool" and "point" in m.content
         )
         if record.startswith("{"):
             return re.findall(rf'"{key}_id": (\d+)', record)
@@ -53,8 +56,8 @@ class Sight:
 
     @property
     def other_variant(self) -> str:
-        """The first variant of the first item in the last record that is not the item itself."""
-        record = next(m.content for m in reversed(self.said) if m.role == "tool")
+        """The first number in the last record that is not that of the order's first item."""
+        record = next(m.content for m in reversed(self.messages) if m.role == "tool")
         numbers = (
             re.findall(r'"item_id": (\d+)', record)
             if '"item_id"' in record
@@ -63,7 +66,7 @@ class Sight:
         return next((number for number in numbers if number != self.listed("item")[0]), numbers[0])
 
 
-Act = Callable[[Sight], Message]
+Act = Callable[[Conversation], Message]
 
 
 def call(name: str, *values: str) -> Message:
@@ -72,32 +75,35 @@ def call(name: str, *values: str) -> Message:
     )
 
 
-def random_call(sight: Sight) -> Message:
-    """Any tool that writes, its arguments drawn from the numbers seen."""
-    name = sight.random.choice([name for name in ARGUMENTS if name not in READS])
-    numbers = sight.numbers("tool") + sight.numbers("user")
-    values = {"order_id": sight.order, "reason": sight.random.choice(REASONS)}
-    return call(name, *[values.get(key) or sight.random.choice(numbers) for key in ARGUMENTS[name]])
+def random_call(conversation: Conversation) -> Message:
+    """Call a random tool that writes, with arguments drawn from all numbers so far."""
+    name = conversation.random.choice([name for name in ARGUMENTS if name not in READS])
+    numbers = conversation.numbers("tool") + conversation.numbers("user")
+    values = {"order_id": conversation.order, "reason": conversation.random.choice(REASONS)}
+    return call(
+        name, *[values.get(key) or conversation.random.choice(numbers) for key in ARGUMENTS[name]]
+    )
 
 
-def random_valid_call(sight: Sight) -> Message:
-    """Any tool that writes, each argument drawn from the numbers of its own kind."""
-    name = sight.random.choice([name for name in ARGUMENTS if name not in READS])
+def random_valid_call(conversation: Conversation) -> Message:
+    """Call a random tool that writes, with each argument drawn from numbers of its kind."""
+    name = conversation.random.choice([name for name in ARGUMENTS if name not in READS])
     kinds = {"item_id": "item", "payment_id": "payment", "point_id": "point", "new_item_id": "item"}
-    values = {"order_id": sight.order, "reason": sight.random.choice(REASONS)}
+    values = {"order_id": conversation.order, "reason": conversation.random.choice(REASONS)}
     picked = [
-        values.get(key) or sight.random.choice(sight.listed(kinds[key])) for key in ARGUMENTS[name]
+        values.get(key) or conversation.random.choice(conversation.listed(kinds[key]))
+        for key in ARGUMENTS[name]
     ]
     return call(name, *picked)
 
 
-def look_at_variants(sight: Sight) -> Message:
-    return call("list_variants", sight.listed("item")[0])
+def look_at_variants(conversation: Conversation) -> Message:
+    return call("list_variants", conversation.listed("item")[0])
 
 
-def last_numbers(sight: Sight) -> Message:
-    seen = [number for m in sight.said for number in NUMBER.findall(m.content)]
-    return call("return_item", sight.order, seen[-1], seen[-1])
+def last_numbers(conversation: Conversation) -> Message:
+    seen = [number for m in conversation.messages for number in NUMBER.findall(m.content)]
+    return call("return_item", conversation.order, seen[-1], seen[-1])
 
 
 POLICIES: dict[str, tuple[Act, tuple[str | Act, ...]]] = {
@@ -143,21 +149,23 @@ POLICIES: dict[str, tuple[Act, tuple[str | Act, ...]]] = {
 
 
 async def replies(
-    sight: Sight, level: int, act: Act, questions: Sequence[str | Act]
+    conversation: Conversation, level: int, act: Act, questions: Sequence[str | Act]
 ) -> AsyncIterator[Message]:
-    """The blind policy's side of a conversation."""
+    """Yield the policy's replies in a conversation."""
     if level > 2:
         yield Message("assistant", "Your email?")
-        yield call("find_user", re.findall(r"[\w.]+@[\w.]+\w", sight.said[-1].content)[0])
+        yield call(
+            "find_user", re.findall(r"[\w.]+@[\w.]+\w", conversation.messages[-1].content)[0]
+        )
     for _ in range(3):
-        start = len(sight.said)
+        start = len(conversation.messages)
         yield Message("assistant", "Which order?")
-        fresh = Sight(sight.random, sight.said[start:])
+        fresh = Conversation(conversation.random, conversation.messages[start:])
         yield call("get_order", fresh.order)
         for question in questions:
-            fresh.said = sight.said[start:]
+            fresh.messages = conversation.messages[start:]
             yield Message("assistant", question) if isinstance(question, str) else question(fresh)
-        fresh.said = sight.said[start:]
+        fresh.messages = conversation.messages[start:]
         yield act(fresh)
         yield Message("assistant", "Done.")
 
@@ -166,10 +174,10 @@ async def score(tasks: RetailTasks, index: int, act: Act, questions: Sequence[st
     task = Task(tasks.name, "held_out", index)
     env: RetailEnv = tasks.env(task, 0)
     turn = await env.begin()
-    sight = Sight(Random(index), list(turn.messages))
-    async for reply in replies(sight, tasks.level, act, questions):
+    conversation = Conversation(Random(index), list(turn.messages))
+    async for reply in replies(conversation, tasks.level, act, questions):
         turn = await env.step(reply)
-        sight.said += [reply, *turn.messages]
+        conversation.messages += [reply, *turn.messages]
         if turn.done:
             break
     return turn.rewards.get("success", 0.0)
@@ -185,7 +193,7 @@ async def expert(tasks: RetailTasks, index: int) -> float:
 
 
 async def measure(count: int) -> dict[str, list[float]]:
-    """Success of every policy at every level."""
+    """Return the success of every policy, one number per level."""
     table: dict[str, list[float]] = {"scripted expert": [], **{name: [] for name in POLICIES}}
     for level in LEVELS:
         tasks = RetailTasks(level=level)
@@ -198,7 +206,9 @@ async def measure(count: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="success of policies that do not understand")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--tasks", type=int, default=1000, help="held-out tasks per policy and level"
     )
@@ -220,7 +230,7 @@ def main() -> None:
     worst = max(value for name, row in table.items() if name != "scripted expert" for value in row)
     if worst > CEILING or min(table["scripted expert"]) < 1.0:
         raise SystemExit(
-            f"out of bounds: the best blind policy scores {worst:.1%}, the expert "
+            f"out of bounds: the best degenerate policy scores {worst:.1%}, the expert "
             f"{table['scripted expert']}"
         )
 

@@ -1,10 +1,11 @@
-"""Is the simulation right? Its predictions beside runs of this machine, and beside ratios that
-others published.
+"""Compare simulations with runs on this machine and with published ratios.
 
-One run of the retail desk is measured, and costs and episodes are fitted to it; three runs with
-other schedules are predicted from that fit alone, and run. All of it `--repeats` times, by turns.
-The weights hardly move (learning rate 1e-7), so that all have the same episodes. Published ratios
-are simulated from published settings and one set of hardware constants (published.py)."""
+Costs and episodes are fitted to one run of the recipe `retail`. From this fit alone, three runs
+with other schedules are predicted, and then run for comparison. This is repeated `--repeats` times,
+with the runs in another order each time. The learning rate of 1e-7 hardly changes the weights, so
+all runs have the same episodes. Published ratios are simulated with one set of hardware constants
+(published.py).
+"""
 
 import argparse
 import tempfile
@@ -33,21 +34,21 @@ from unstale.planner.simulate import Constant, Fleet, LogNormal, Workload, simul
 from unstale.recipes import RECIPES
 
 GOAL = 0.15
-"""Deviation that is met."""
+"""Largest deviation that meets the goal."""
 SIMULATED = 60
-"""Steps of a prediction: what is predicted is the mean of a long run."""
+"""Steps of a prediction, enough for a stable mean."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A schedule that is run, or predicted."""
+    """A schedule that is both run and predicted."""
 
     name: str
     schedule: ScheduleConfig
 
 
 def arms(groups: int, siblings: int) -> tuple[Arm, tuple[Arm, ...]]:
-    """The one that is fitted, and the others."""
+    """Return the schedule that is fitted, and those that are predicted."""
 
     def arm(name: str, staleness: int, window: int = 1) -> Arm:
         sizes = {"groups_per_step": groups, "group_size": siblings, "lookahead_window": window}
@@ -80,7 +81,7 @@ def config(arm: Arm, folder: Path, *, steps: int, latency_s: float, seed: int) -
 
 
 def measured(run: Path, filling: int) -> list[float]:
-    """Seconds of the steps after the line has filled."""
+    """Return the seconds of the steps after the queue has filled."""
     times = [line["time_s"] for line in RunFolder(run).metrics() if line["step"] > 0]
     return [after - before for before, after in pairwise(times)][filling:]
 
@@ -93,8 +94,10 @@ def predicted(setup: SimulationSetup, schedule: ScheduleConfig) -> float:
 def of_this_machine(
     sizes: tuple[int, int], *, steps: int, latency_s: float, repeats: int
 ) -> tuple[list[str], list[tuple[str, float, float]]]:
-    """The table, and (what, measured, predicted) for the picture. Each repeat has a fit and a seed
-    of its own."""
+    """Return the table, and (schedule, measured, predicted) for the picture.
+
+    Each repeat has its own fit and seed.
+    """
     fitted, others = arms(*sizes)
     found: dict[str, list[tuple[float, float]]] = {arm.name: [] for arm in (fitted, *others)}
     for turn in range(repeats):
@@ -112,8 +115,8 @@ def of_this_machine(
         "schedule", "rounds", "measured s a step", "predicted", "deviation", "goal: within 15%"
     )
     for name, both in found.items():
-        seen, told = zip(*both, strict=True)
-        off = [one / other - 1 for one, other in zip(told, seen, strict=True)]
+        seen, forecast = zip(*both, strict=True)
+        off = [one / other - 1 for one, other in zip(forecast, seen, strict=True)]
         verdict = (
             "fitted to it"
             if name == fitted.name
@@ -122,7 +125,7 @@ def of_this_machine(
             else "missed"
         )
         lines.append(
-            row(name, repeats, spread(seen), spread(told), spread(off, "{:+.0%}"), verdict)
+            row(name, repeats, spread(seen), spread(forecast), spread(off, "{:+.0%}"), verdict)
         )
     points = [
         (name, *(median(each) for each in zip(*both, strict=True))) for name, both in found.items()
@@ -151,7 +154,7 @@ def of_others(found: Sequence[Compared]) -> list[str]:
     )
     for one in found:
         low, high = one.row.published
-        told = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
+        published = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
         verdict = (
             "not claimed"
             if one.row.unclaimed
@@ -161,7 +164,9 @@ def of_others(found: Sequence[Compared]) -> list[str]:
         )
         alone = f"{one.row.trained_alone:.2f}" if one.row.trained_alone else ""
         lines.append(
-            row(one.row.name, told, alone, f"{one.ratio:.2f}", f"{one.deviation:+.0%}", verdict)
+            row(
+                one.row.name, published, alone, f"{one.ratio:.2f}", f"{one.deviation:+.0%}", verdict
+            )
         )
     lines += [
         "",
@@ -178,17 +183,17 @@ def of_others(found: Sequence[Compared]) -> list[str]:
     ]
     for one in found:
         phases = one.row.sync_s
-        told = f"generation {generation_s_of(one.sync):.0f} s" + (
+        step = f"generation {generation_s_of(one.sync):.0f} s" + (
             f" ({phases[0]:.0f} s)" if phases else ""
         )
         whole = sum(phases) + one.row.reference_s[0] if phases else one.row.sync_step_s
-        told += f", all {one.sync.mean_step_s:.0f} s" + (f" ({whole:.0f} s)" if whole else "")
+        step += f", all {one.sync.mean_step_s:.0f} s" + (f" ({whole:.0f} s)" if whole else "")
         assumed = one.row.assumed + (
             f"; 1/{one.row.scale} of groups and GPUs" if one.row.scale > 1 else ""
         )
         lines.append(
             row(
-                one.row.name, one.row.source, one.row.given, assumed, f"{one.row.tokens:,.0f}", told
+                one.row.name, one.row.source, one.row.given, assumed, f"{one.row.tokens:,.0f}", step
             )
         )
     reasons = [
@@ -203,7 +208,7 @@ LARGE = ScheduleConfig(max_staleness=4, groups_per_step=512, group_size=16, look
 
 
 def of_size(steps: int) -> list[str]:
-    """What nobody here can run, and how long it takes to simulate."""
+    """Return a table of simulated large fleets, with the time that the simulation takes."""
     costs = LinearCosts(
         decode=0.008,
         decode_reply=1e-4,
@@ -253,14 +258,17 @@ def of_size(steps: int) -> list[str]:
         )
         took = (time.process_time() - began) / (steps + 2 * schedule.max_staleness + 1)
         live = (schedule.max_staleness + 1) * schedule.groups_per_step * schedule.group_size
-        cells = (
-            f"{live:,}",
-            f"{outcome.mean_step_s:.0f}",
-            f"{outcome.engine_busy_share:.0%}",
-            outcome.deaths,
-            f"{took:.2f}",
+        lines.append(
+            row(
+                gpus,
+                engines,
+                f"{live:,}",
+                f"{outcome.mean_step_s:.0f}",
+                f"{outcome.engine_busy_share:.0%}",
+                outcome.deaths,
+                f"{took:.2f}",
+            )
         )
-        lines.append(row(gpus, engines, *cells))
     return lines
 
 
@@ -273,7 +281,7 @@ def draw(runs: Sequence[tuple[str, float, float]], others: Sequence[Compared]) -
         for axes, points, title in (
             (
                 left,
-                [(name, seen, told) for name, seen, told in runs],
+                [(name, seen, forecast) for name, seen, forecast in runs],
                 "seconds a step, this machine",
             ),
             (
@@ -282,7 +290,7 @@ def draw(runs: Sequence[tuple[str, float, float]], others: Sequence[Compared]) -
                 "asynchronous over synchronous, published",
             ),
         ):
-            top = 1.15 * max(max(seen, told) for _, seen, told in points)
+            top = 1.15 * max(max(seen, forecast) for _, seen, forecast in points)
             axes.fill_between(
                 [0, top],
                 [0, 0.85 * top],
@@ -292,8 +300,8 @@ def draw(runs: Sequence[tuple[str, float, float]], others: Sequence[Compared]) -
                 label="within 15%",
             )
             axes.plot([0, top], [0, top], color="gray", linewidth=0.8)
-            for name, seen, told in points:
-                axes.scatter(seen, told, s=28, label=name)
+            for name, seen, forecast in points:
+                axes.scatter(seen, forecast, s=28, label=name)
             axes.set(
                 xlim=(0, top),
                 ylim=(0, top),
@@ -310,24 +318,24 @@ def main(arguments: Sequence[str] | None = None) -> Mapping[str, Sequence[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=12, help="of each run. Now: 12")
-    parser.add_argument("--groups", type=int, default=8, help="a step. Now: 8")
-    parser.add_argument("--siblings", type=int, default=8, help="of a group. Now: 8")
-    parser.add_argument("--repeats", type=int, default=3, help="of the runs. Now: 3")
+    parser.add_argument("--steps", type=int, default=12, help="steps of each run. Now: 12")
+    parser.add_argument("--groups", type=int, default=8, help="groups of a step. Now: 8")
+    parser.add_argument("--siblings", type=int, default=8, help="episodes of a group. Now: 8")
+    parser.add_argument("--repeats", type=int, default=3, help="repetitions of the runs. Now: 3")
     parser.add_argument(
-        "--latency-s", type=float, default=1.0, help="of a tool call, in the mean. Now: 1"
+        "--latency-s", type=float, default=1.0, help="mean seconds of a tool call. Now: 1"
     )
     parser.add_argument(
         "--turnovers",
         type=int,
         default=4,
-        help="of the episodes in flight, simulated; 0: none. Now: 4",
+        help="simulated replacements of all episodes in flight; 0 skips the simulations. Now: 4",
     )
-    parser.add_argument("--no-runs", action="store_true", help="only what is simulated")
+    parser.add_argument("--no-runs", action="store_true", help="simulate only")
     parser.add_argument(
         "--smoke",
         action="store_true",
-        help="seconds: the smallest published row, and nothing is written",
+        help="simulate only the smallest published row, in seconds; write nothing",
     )
     chosen = parser.parse_args(arguments)
     if chosen.smoke:
@@ -351,7 +359,7 @@ def main(arguments: Sequence[str] | None = None) -> Mapping[str, Sequence[str]]:
     lines = [
         line for title, section in sections.items() for line in (f"## {title}", "", *section, "")
     ]
-    write("simulate", "The simulation beside what was measured", lines)
+    write("simulate", "Simulations compared with measurements", lines)
     if runs and others:
         draw(runs, others)
     return sections

@@ -61,6 +61,7 @@ class SimulatedEngine:
         """Replies that run or wait here."""
         self.on_busy_change: Callable[[SimulatedEngine], None] = lambda engine: None
         self.up = True
+        self.restarted_at = 0.0
         self.paused = True
         self.prompts: set[int] = set()
         """Groups with a computed prompt."""
@@ -334,7 +335,6 @@ class SimulatedEnginePool:
         self._unplaced: list[SimulatedReply] = []
         self._by_busy: list[tuple[int, int]] = []
         """A heap of (busy, number); entries that are no longer true are skipped."""
-        self._restarted_at: dict[int, float] = {}
         for engine in self.members:
             engine.on_busy_change = self._rank
             self._rank(engine)
@@ -378,11 +378,10 @@ class SimulatedEnginePool:
         """Sample with this version, also on engines that have restarted by now."""
         self.version = version
         self._paused = False
-        for number, restarted_at in list(self._restarted_at.items()):
-            if restarted_at <= self._clock.now:
-                del self._restarted_at[number]
-                self.members[number].up = True
-                self._rank(self.members[number])
+        for engine in self.members:
+            if not engine.up and engine.restarted_at <= self._clock.now:
+                engine.up = True
+                self._rank(engine)
         for engine in self.members:
             if engine.up:
                 engine.resume(keep_cache=self._keep_cache)
@@ -409,10 +408,9 @@ class SimulatedEnginePool:
     def _fail(self, engine: SimulatedEngine) -> None:
         replies = engine.fail()
         self.deaths += 1
-        restarted_at = self._clock.now + self._restart_s
-        self._restarted_at[engine.number] = restarted_at
+        engine.restarted_at = self._clock.now + self._restart_s
         if not any(other.up for other in self.members):  # the first to restart loads the weights
-            self._clock.at(restarted_at, self._resume_restarted)
+            self._clock.at(engine.restarted_at, self._resume_restarted)
         for reply in replies:
             self.sample(reply)
 

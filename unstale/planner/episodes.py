@@ -34,21 +34,6 @@ from unstale.rollout.transcript import OpenWriter
 class SimulatedEpisode:
     """An episode that alternates between an engine and its environment."""
 
-    __slots__ = (
-        "began",
-        "ended",
-        "failures",
-        "group",
-        "number",
-        "on_end",
-        "pieces",
-        "reply",
-        "requested",
-        "rollout",
-        "shape",
-        "turn",
-    )
-
     def __init__(
         self,
         rollout: "SimulatedRollout",

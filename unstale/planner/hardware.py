@@ -45,9 +45,9 @@ class Shares:
         return replace(cls(), **parse_assignments("--shares", words, cls.__annotations__))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator. Links are in bytes a second, in one direction."""
+    """One accelerator."""
 
     name: str
     flops: float
@@ -55,13 +55,13 @@ class Device:
     bandwidth: float
     """Bandwidth of its memory in bytes a second."""
     memory: float
-    """Bytes."""
+    """Bytes of memory."""
     link: float
-    """To the other devices of its node."""
+    """Bytes a second in one direction to the other devices of its node."""
     host_link: float
-    """To main memory."""
+    """Bytes a second in one direction to main memory."""
     network: float
-    """To other nodes."""
+    """Bytes a second in one direction to other nodes."""
     node: int = 8
     """Devices joined by `link`."""
 
@@ -71,32 +71,24 @@ class Device:
         return self.name.startswith("core")
 
 
-def _sxm(
-    name: str, flops: float, bandwidth: float, memory: float, links: tuple[float, float, float]
-) -> Device:
-    """Return a device from TFLOP/s, TB/s, GB, and GB/s of link, host link and network."""
-    return Device(
-        name=name,
-        flops=flops * 1e12,
-        bandwidth=bandwidth * 1e12,
-        memory=memory * 1e9,
-        link=1e9 * links[0],
-        host_link=1e9 * links[1],
-        network=1e9 * links[2],
-    )
-
-
-DEVICES = {
-    "A100": _sxm("A100", 312, 2.039, 80, (300, 32, 25)),
-    "H100": _sxm("H100", 989.4, 3.35, 80, (450, 64, 50)),
-    "H20": _sxm("H20", 148, 4.0, 96, (450, 64, 50)),
-    "H800": _sxm("H800", 989.4, 3.35, 80, (200, 64, 50)),
-    "H200": _sxm("H200", 989.4, 4.8, 141, (450, 64, 50)),
-    "B200": _sxm("B200", 2250, 8.0, 180, (900, 64, 50)),
-}
+_DATA_SHEETS = (
+    # name, TFLOP/s, TB/s and GB of memory, then GB/s of link, host link and network
+    ("A100", 312, 2.039, 80, 300, 32, 25),
+    ("H100", 989.4, 3.35, 80, 450, 64, 50),
+    ("H20", 148, 4.0, 96, 450, 64, 50),
+    ("H800", 989.4, 3.35, 80, 200, 64, 50),
+    ("H200", 989.4, 4.8, 141, 450, 64, 50),
+    ("B200", 2250, 8.0, 180, 900, 64, 50),
+)
 """SXM variants without sparsity, from NVIDIA's data sheets (A100 80GB, H100, H200, DGX B200).
 
 The H800 is an H100 with 400 GB/s of NVLink. For the H20 the public figures are used. NVLink and
 PCIe (x16 of generation 4 or 5) have the rate of one direction. Networks are those of DGX systems
 with one port per device: 200 Gbit/s for the A100, 400 Gbit/s for the others.
 """
+DEVICES = {
+    name: Device(
+        name, tflops * 1e12, tb_s * 1e12, gb * 1e9, link * 1e9, host_link * 1e9, network * 1e9
+    )
+    for name, tflops, tb_s, gb, link, host_link, network in _DATA_SHEETS
+}

@@ -23,7 +23,7 @@ _CONFIG_KEYS = {
 _REQUIRED = ("layers", "hidden", "ffn", "heads", "kv_heads")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Model:
     """The sizes of a decoder with grouped-query attention and gated MLPs, dense or experts.
 
@@ -32,13 +32,13 @@ class Model:
     (4022468096, 147456)
     """
 
-    name: str = "model"
     layers: int
     hidden: int
     ffn: int
     """Width of a dense layer's MLP."""
     heads: int
     kv_heads: int
+    name: str = "model"
     head_dim: int = 128
     vocab: int = 151936
     tied: bool = False
@@ -195,31 +195,18 @@ def _expert_sizes(config: dict[str, Any], layers: int) -> dict[str, int]:
     }
 
 
-def _qwen3(
-    name: str, layers: int, hidden: int, ffn: int, heads: tuple[int, int], **sizes: Any
-) -> Model:
-    """Return a model with (query, key-value) heads."""
-    return Model(
-        name=f"Qwen3-{name}",
-        layers=layers,
-        hidden=hidden,
-        ffn=ffn,
-        heads=heads[0],
-        kv_heads=heads[1],
-        **sizes,
-    )
-
-
-_30B_EXPERTS = {"experts": 128, "active": 8, "expert_ffn": 768}
-_235B_EXPERTS = {"experts": 128, "active": 8, "expert_ffn": 1536}
-PRESETS = {
-    "0.6B": _qwen3("0.6B", 28, 1024, 3072, (16, 8), tied=True),
-    "1.7B": _qwen3("1.7B", 28, 2048, 6144, (16, 8), tied=True),
-    "4B": _qwen3("4B", 36, 2560, 9728, (32, 8), tied=True),
-    "8B": _qwen3("8B", 36, 4096, 12288, (32, 8)),
-    "14B": _qwen3("14B", 40, 5120, 17408, (40, 8)),
-    "32B": _qwen3("32B", 64, 5120, 25600, (64, 8)),
-    "30B-A3B": _qwen3("30B-A3B", 48, 2048, 6144, (32, 4), **_30B_EXPERTS),
-    "235B-A22B": _qwen3("235B-A22B", 94, 4096, 12288, (64, 4), **_235B_EXPERTS),
+PRESETS = {  # layers, hidden, ffn, heads and kv_heads
+    "0.6B": Model(28, 1024, 3072, 16, 8, name="Qwen3-0.6B", tied=True),
+    "1.7B": Model(28, 2048, 6144, 16, 8, name="Qwen3-1.7B", tied=True),
+    "4B": Model(36, 2560, 9728, 32, 8, name="Qwen3-4B", tied=True),
+    "8B": Model(36, 4096, 12288, 32, 8, name="Qwen3-8B"),
+    "14B": Model(40, 5120, 17408, 40, 8, name="Qwen3-14B"),
+    "32B": Model(64, 5120, 25600, 64, 8, name="Qwen3-32B"),
+    "30B-A3B": Model(
+        48, 2048, 6144, 32, 4, name="Qwen3-30B-A3B", experts=128, active=8, expert_ffn=768
+    ),
+    "235B-A22B": Model(
+        94, 4096, 12288, 64, 4, name="Qwen3-235B-A22B", experts=128, active=8, expert_ffn=1536
+    ),
 }
 """Qwen3 models, from each model's config.json. Tests compare parameters with the model cards."""
