@@ -19,7 +19,7 @@ from unstale.cli import main
 from unstale.cli.survivors import write_survivors
 from unstale.durability.journal import JOURNAL, Journal, Survivors, survivors
 from unstale.durability.journal.survivors import Kind, Spread
-from unstale.observe.report.survivors import table
+from unstale.observe.report.survivors import terminal_table
 from unstale.observe.report.words import survivorship
 from unstale.records import (
     ContextPiece,
@@ -268,7 +268,7 @@ def test_the_terminal_shows_the_same(tmp_path: Path, capsys: pytest.CaptureFixtu
     told("journal", str(a_run(tmp_path)))
     assert "desk/train: No attempt that ended was lost." in capsys.readouterr().out
     console = Console(file=StringIO(), width=100)
-    console.print(table(found(tmp_path).row()))
+    console.print(terminal_table(found(tmp_path).row()))
     assert isinstance(console.file, StringIO)
     lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
     assert "trained on 1 12 12 · 12 · 12 1 100.0%" in lines

@@ -27,6 +27,7 @@ from unstale.config import ConfigError, EvalConfig, OldLogpsConfig
 from unstale.durability.machine import lock_folder
 from unstale.durability.run_folder import RunLog, dumps
 from unstale.observe.report.compare import (
+    UNCOUNTED,
     Comparison,
     SeedMean,
     TrainingBudget,
@@ -34,10 +35,8 @@ from unstale.observe.report.compare import (
     read_comparison,
 )
 from unstale.observe.report.compare_page import (
-    UNCOUNTED,
-    equal_clock,
+    equal,
     equal_steps,
-    equal_tokens,
     findings,
     page,
     remarks,
@@ -170,7 +169,7 @@ def test_equal_wall_clock_is_the_quickest_runs_training_time(tmp_path: Path) -> 
     quickest = TrainingBudget(
         "minutes", pytest.approx(1.0)
     )  # two steps of 30 s; starting and evaluating are not training
-    assert found.smallest("minutes") == quickest
+    assert found.budget("minutes") == quickest
     assert [trial.minutes for trial in found.trials if trial.seed == 1] == pytest.approx([2.0, 2.0])
     ewma = next(arm for arm in found.arms if arm.name == "ewma_prox")
     one, longer = TrainingBudget("minutes", 1.0), TrainingBudget("minutes", 1.5)
@@ -178,7 +177,7 @@ def test_equal_wall_clock_is_the_quickest_runs_training_time(tmp_path: Path) -> 
     assert [trial.after(longer) for trial in ewma.finished[1:]] == pytest.approx([0.75, 0.65])
     assert ewma.finished[0].after(longer) is None
     assert values(found.success(ewma, one))[0] == pytest.approx(2.0 / 3)
-    table = equal_clock(found)
+    table = equal(found, "minutes")
     assert table and table.rows[0][:3] == ("ewma_prox", "3", "66.7% (38.0% to 95.4%)")
 
 
@@ -196,7 +195,7 @@ def test_equal_tokens_is_what_the_run_with_the_fewest_trained_on(tmp_path: Path)
     launched(tmp_path)
     found = read_comparison(tmp_path)
     good, lost = found.arms
-    budget = found.smallest("tokens")
+    budget = found.budget("tokens")
     assert budget == TrainingBudget("tokens", 200.0)
     assert [run.after(budget) for run in good.finished] == pytest.approx(
         [0.8, 0.6 + 0.2 * 80 / 120]
@@ -205,7 +204,7 @@ def test_equal_tokens_is_what_the_run_with_the_fewest_trained_on(tmp_path: Path)
         [0.45, 0.45]
     )  # half way to step 1
     assert values(found.versus(lost, budget))[0] == pytest.approx(0.45 - (0.8 + 0.6 + 0.4 / 3) / 2)
-    table = equal_tokens(found)
+    table = equal(found, "tokens")
     assert table and table.head[2] == "success after 200 action tokens"
     assert (
         table.rows[1][:3] == ("lost", "2", "45.0% (45.0% to 45.0%)") and table.rows[1][-1] == "800"
@@ -225,7 +224,7 @@ def test_runs_that_did_not_count_their_tokens_are_not_compared_at_equal_ones(
     assert counted.after(TrainingBudget("tokens", 50.0)) == 0.6
     (tmp_path / "b-seed0").rename(tmp_path / "b")
     found = read_comparison(tmp_path)
-    assert equal_tokens(found) is None
+    assert equal(found, "tokens") is None
     assert UNCOUNTED in page(found) and UNCOUNTED in tables(found)
 
 
@@ -241,7 +240,7 @@ def test_times_of_runs_that_shared_the_machine_are_left_out(
     if jobs:
         launched(tmp_path, jobs=jobs)
     found = read_comparison(tmp_path)
-    assert equal_clock(found) is None
+    assert equal(found, "minutes") is None
     assert says in found.shared_machine
     assert says in page(found) and says in tables(found)
 

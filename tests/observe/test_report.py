@@ -35,7 +35,6 @@ from unstale.observe.recorder import Recorder
 from unstale.observe.report.audited import COLUMNS, cells
 from unstale.observe.report.figures import average_lag
 from unstale.observe.report.gather import Chosen, gather
-from unstale.observe.report.markup import el
 from unstale.observe.report.page import write_report
 from unstale.observe.report.plots import Axis
 from unstale.observe.report.transcripts import conversation
@@ -761,10 +760,6 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a run folder"):
         write_report(tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_elements_escape_their_children_and_attributes() -> None:
-    assert el("i", "a<b", title='"') == '<i title="&quot;">a&lt;b</i>'
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, RunFolder, du
 from unstale.lint import check
 from unstale.observe.report.compare import LAUNCHES, PLAN, ended, grouped
 from unstale.observe.report.compare_page import write_comparison
-from unstale.observe.report.sections import flatten
+from unstale.observe.report.gather import flatten
 from unstale.observe.report.words import duration, number, percent
 from unstale.weights.child_process import cores
 

@@ -234,12 +234,12 @@ def _export_trajectories(chosen: argparse.Namespace) -> int:
 @verb("journal", "check and summarize a run's journal", OPEN_RUN)
 def _journal(chosen: argparse.Namespace) -> int:
     from unstale.durability.journal import check, page, survivors
-    from unstale.observe.report.survivors import table
+    from unstale.observe.report.survivors import terminal_table
 
     with _open_journal(chosen.run) as journal:
         problems = check(journal)
         Console().print(page(journal, problems), highlight=False)
-        Console().print(table(survivors(journal).row()), highlight=False)
+        Console().print(terminal_table(survivors(journal).row()), highlight=False)
     return 1 if problems else 0
 
 

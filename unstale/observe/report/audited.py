@@ -4,22 +4,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from markupsafe import Markup
+
 from unstale.durability.run_folder import Row
-from unstale.observe.report.figures import figure, gap, reach, steps_axis
+from unstale.observe.report.figures import density_axes, over_steps
 from unstale.observe.report.gather import MAX_LAG, Gathered, by_lag
-from unstale.observe.report.markup import Markup, el
+from unstale.observe.report.markup import figure, gap, render
 from unstale.observe.report.plots import (
     Axis,
     Guides,
     Mark,
+    Point,
     Series,
+    Track,
     hex_plot,
-    legend,
-    line_plot,
     thin,
     track_plot,
 )
-from unstale.observe.report.sections import section
 from unstale.observe.report.words import NONE, amount, number, percent
 
 MAX_ROUTES = 40
@@ -93,71 +94,54 @@ def _with_error(row: Mapping[str, Any], name: str, show: Any) -> str:
 
 
 def audit(run: Gathered) -> Markup:
-    """Render the error of the route against full copies of the versions that sampled."""
-    inside = _inside(run)
-    offline = _offline(run)
-    if not inside and not offline:
-        missing = "Not measured. --audit.share measures during training; --audit.record true "
-        missing += "stores the batches for `unstale audit`."
-        return section("audit", TITLE, None, el("p", missing, class_="gap"))
-    lead = (
-        "Tokens were scored again by full copies of the versions that sampled them. With an "
-        "approximate old_logp, a share s of the staleness moves into D and a share d of the "
-        "discrepancy moves into S. Exact routes have (s, d) = (0, 0), rollout (0, 1), and "
-        "current_recompute (1, 0)."
-    )
-    return section("audit", TITLE, lead, *inside, *offline)
+    """Render the error of the route against full copies of the versions that sampled.
 
-
-def _inside(run: Gathered) -> list[Markup]:
-    """Render the errors of the run's own route, measured during training."""
-    if not run.series("audit/tokens"):
-        return []
-    return [
-        el("div", _error_over_steps(run), _leaks_over_steps(run), class_="grid-2"),
-        _by_route_and_true(run),
-    ]
+    `during` is what the run measured for its own route, `after` what `unstale audit` measured for
+    all routes on the same tokens.
+    """
+    during = after = None
+    if run.series("audit/tokens"):
+        during = [_error_over_steps(run), _leaks_over_steps(run), _by_route_and_true(run)]
+    if run.audit:
+        after = _after(run)
+    return render("audit.html", title=TITLE, columns=COLUMNS, during=during, after=after)
 
 
 def _error_over_steps(run: Gathered) -> Markup:
-    title = "Decomposition error over the run"
-    points = thin(run.series("audit/logp_error_abs_mean"))
-    if not points:
-        return gap(title, "No audited token could be scored by its version.")
     tokens, seconds = (
         sum(value for _, value in run.series(f"audit/{name}")) for name in ("tokens", "duration_s")
     )
     memory_bytes = max((value for _, value in run.series("audit/memory_bytes")), default=0.0)
     about = f"Mean |prox - old_logp| of a step's audited tokens: {tokens:,.0f} in all. The audit "
     about += f"took {amount(seconds)} s and {amount(memory_bytes / 1e6)} MB of copies."
+    errors = thin(run.series("audit/logp_error_abs_mean"))
     noise = thin(run.series("audit/logp_noise_rms"))
-    lines = [Series(name="error", colour="trainer", points=points)]
-    if noise:
-        lines.append(Series(name="noise", colour="wait", points=noise))
-    axis = Axis(
-        label="", low=0, high=1.12 * max(value for line in lines for _, value in line.points) or 1.0
-    )
-    keys = legend(("trainer", run.route), ("wait", "noise of another packing"))
-    return figure(title, about, keys, line_plot(lines, steps_axis(run), axis, label=title))
+    noise_key = "noise of another packing"
+    lines = [Series(name="error", colour="trainer", points=errors, key=run.route)]
+    lines.append(Series(name="noise", colour="wait", points=noise, key=noise_key))
+    title = "Decomposition error over the run"
+    missing = "No audited token could be scored by its version."
+    return over_steps(run, title, about, lines, missing=missing) if errors else gap(title, missing)
 
 
 def _leaks_over_steps(run: Gathered) -> Markup:
-    title = "Leaks over the run"
     lines = [
-        Series(name=name, colour=colour, points=thin(run.series(f"audit/{name}")))
-        for name, colour in (("staleness_leak", "s"), ("discrepancy_leak", "d"))
-    ]
-    drawn = [line for line in lines if line.points]
-    if not drawn:
-        return gap(
-            title,
-            "Too few audited tokens of lag 1 or more, or too small differences, to fit the leaks.",
+        Series(name=name, colour=colour, points=thin(run.series(f"audit/{name}")), key=key)
+        for name, colour, key in (
+            ("staleness_leak", "s", "s: staleness in D"),
+            ("discrepancy_leak", "d", "d: discrepancy in S"),
         )
-    values = [value for line in drawn for _, value in line.points]
-    axis = Axis(label="", low=min(-0.1, *values), high=max(1.1, *values))
-    about = "Fitted over a moving window of audited tokens of lag 1 or more."
-    keys = legend(("s", "s: staleness in D"), ("d", "d: discrepancy in S"))
-    return figure(title, about, keys, line_plot(drawn, steps_axis(run), axis, label=title))
+    ]
+    values = [value for line in lines for _, value in line.points]
+    return over_steps(
+        run,
+        "Leaks over the run",
+        "Fitted over a moving window of audited tokens of lag 1 or more.",
+        lines,
+        missing="Too few audited tokens of lag 1 or more, or too small differences, to fit the "
+        "leaks.",
+        y=Axis(label="", low=min([-0.1, *values]), high=max([1.1, *values])),
+    )
 
 
 def _by_route_and_true(run: Gathered) -> Markup:
@@ -170,8 +154,7 @@ def _by_route_and_true(run: Gathered) -> Markup:
     about = f"{len(by_route):,} audited tokens of all lags on common axes. Agreement between the "
     about += f"route and the true old_logp (F1 at the end of the run): dropped tokens {mask}, "
     about += f"clipped tokens {clip}."
-    plots = _facets([(run.route, by_route), ("true", true)])
-    return figure(title, about, el("div", plots, class_="facets"), class_="full")
+    return figure(title, about, _facets([(run.route, by_route), ("true", true)]), class_="full")
 
 
 def _last_f1(run: Gathered, threshold: str) -> str:
@@ -179,51 +162,32 @@ def _last_f1(run: Gathered, threshold: str) -> str:
     return _places(values[-1][1] if values else None)
 
 
-def _facets(clouds: Sequence[tuple[str, Sequence[tuple[float, float]]]]) -> list[Markup]:
+def _facets(clouds: Sequence[tuple[str, Sequence[Point]]]) -> Markup:
     """Render one density of (log D, log S) per name, on common axes."""
-    points = [point for _, cloud in clouds for point in cloud]
-    reach_d = reach([abs(log_d) for log_d, _ in points])
-    reach_s = reach([abs(log_s) for _, log_s in points])
-    x = Axis(label="log D", low=-reach_d, high=reach_d)
-    y = Axis(label="log S", low=-reach_s, high=reach_s)
-    drawn = []
-    for name, cloud in clouds:
-        plot = hex_plot(
-            cloud, x, y, label=f"log D and log S: {name}", guides=Guides(x=(0,), y=(0,))
-        )
-        drawn.append(el("div", el("h4", name), plot))
-    return drawn
+    x, y = density_axes([point for _, cloud in clouds for point in cloud])
+    zero = Guides(x=(0,), y=(0,))
+    facets = [
+        (name, hex_plot(cloud, x, y, label=f"log D and log S: {name}", guides=zero))
+        for name, cloud in clouds
+    ]
+    return render("facets.html", facets=facets)
 
 
-def _offline(run: Gathered) -> list[Markup]:
-    """Render the results of `unstale audit`: all routes on the same tokens."""
-    if not run.audit:
-        return []
+def _after(run: Gathered) -> dict[str, Any]:
+    """Return the table and the figures of `unstale audit`."""
     routes = _rows(run.audit.get("routes"))
-    names = el("tr", [el("th", column.name, title=column.about or None) for column in COLUMNS])
-    body = [el("tr", [el("td", text) for text in cells(row)]) for row in routes]
     tokens, steps, noise = (
         amount(number(run.audit.get(name))) for name in ("tokens", "steps", "noise")
     )
-    about = f"{tokens} action tokens of {steps} recorded batches, scored by each route. Numerical "
-    about += f"noise, measured with different packing: {noise}."
     not_built = run.audit.get("not_built")
     reasons = not_built.items() if isinstance(not_built, Mapping) else ()
-    left_out = [f"{name}: {why}"[:300] for name, why in reasons]
-    meaning = [el("li", f"{column.name}: {column.about}") for column in COLUMNS if column.about]
-    table = el("div", el("table", el("thead", names), el("tbody", body)), class_="scroll results")
-    return [
-        figure(
-            "All routes on these tokens",
-            about,
-            table,
-            el("p", f"Not built: {'; '.join(left_out)}.", class_="gap") if left_out else None,
-            el("details", el("summary", "Columns"), el("ul", meaning), class_="quiet"),
-            class_="full",
-        ),
-        _clouds(run, routes),
-        el("div", _errors_by_lag(routes), _agreements(routes), class_="grid-2"),
-    ]
+    return {
+        "about": f"{tokens} action tokens of {steps} recorded batches, scored by each route. "
+        f"Numerical noise, measured with different packing: {noise}.",
+        "rows": [cells(row) for row in routes],
+        "not_built": "; ".join(f"{name}: {why}"[:300] for name, why in reasons),
+        "figures": [_clouds(run, routes), _errors_by_lag(routes), _agreements(routes)],
+    }
 
 
 def _rows(value: Any) -> list[Row]:
@@ -240,7 +204,7 @@ def _clouds(run: Gathered, routes: Sequence[Row]) -> Markup:
         return gap(title, "No points were recorded.")
     about = "The same tokens on common axes. Points on a line mean that the route does not "
     about += "separate the two ratios."
-    return figure(title, about, el("div", _facets(clouds), class_="facets"), class_="full")
+    return figure(title, about, _facets(clouds), class_="full")
 
 
 def _route_name(row: Row) -> str:
@@ -260,7 +224,7 @@ def _points(columns: Any) -> Iterator[tuple[float, float]]:
 
 def _errors_by_lag(routes: Sequence[Row]) -> Markup:
     title = "Error by lag"
-    tracks: list[tuple[str, list[Mark]]] = []
+    tracks: list[Track] = []
     lags: set[int] = set()
     for row in routes:
         stored = row.get("by_lag")
@@ -273,16 +237,15 @@ def _errors_by_lag(routes: Sequence[Row]) -> Markup:
             Mark(error, f"lag-{min(lag, 5)}", f"lag {lag}: {amount(error)}")
             for lag, error in errors.items()
         ]
-        tracks.append((_route_name(row), marks))
-    values = [mark.value for _, marks in tracks for mark in marks]
+        tracks.append(Track(_route_name(row), marks))
+    values = [mark.value for track in tracks for mark in track.marks]
     if not values:
         return gap(title, "No error by lag was recorded.")
     x = Axis(label="mean |prox - old_logp|", low=0, high=1.06 * max(values) or 1.0)
     shown = sorted(lag for lag in lags if lag <= MAX_LAG)
-    keys = legend(*((f"lag-{min(lag, 5)}", f"lag {lag}") for lag in shown))
-    return figure(
-        title, "Versions between sampling and training.", keys, track_plot(tracks, x, label=title)
-    )
+    keys = [(f"lag-{min(lag, 5)}", f"lag {lag}") for lag in shown]
+    plot = track_plot(tracks, x, label=title)
+    return figure(title, "Versions between sampling and training.", plot, keys=keys)
 
 
 def _agreements(routes: Sequence[Row]) -> Markup:
@@ -294,10 +257,10 @@ def _agreements(routes: Sequence[Row]) -> Markup:
             f1 = number(row.get(f"{threshold}_f1"))
             if f1 is not None:
                 marks.append(Mark(f1, colour, f"{threshold} F1 {_places(f1)}"))
-        tracks.append((_route_name(row), marks))
-    if not any(marks for _, marks in tracks):
+        tracks.append(Track(_route_name(row), marks))
+    if not any(track.marks for track in tracks):
         return gap(title, "No token was dropped or clipped, by any route or by the true old_logp.")
     about = "F1 of the dropped and clipped tokens: the route compared with the true old_logp."
-    keys = legend(("d", "dropped by the band on D"), ("s", "clipped by the bound on S"))
+    keys = [("d", "dropped by the band on D"), ("s", "clipped by the bound on S")]
     x = Axis(label="F1", low=0, high=1, show=partial(percent, digits=0))
-    return figure(title, about, keys, track_plot(tracks, x, label=title))
+    return figure(title, about, track_plot(tracks, x, label=title), keys=keys)

@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 from unstale.config import ConfigError
 from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, Row, RunFolder, read_jsonl
-from unstale.observe.report.gather import step_of
-from unstale.observe.report.sections import flatten
+from unstale.observe.report.gather import flatten, step_of
 from unstale.observe.report.words import number
 from unstale.observe.statistics import student_t975
 
@@ -32,6 +31,7 @@ KEPT, CLIPPED, EXACT_SHARE = (
 )
 SERIES = (SUCCESS, STALENESS, KEPT, CLIPPED, EXACT_SHARE)
 TOKENS = "trainer/action_tokens"
+UNCOUNTED = "The number of trained action tokens was not recorded."
 
 Point = tuple[float, float]
 Unit = Literal["minutes", "tokens"]
@@ -147,10 +147,9 @@ class Trial:
     def mean(self, name: str) -> float | None:
         return _mean([value for _, value in self.series[name]])
 
-    def all(self, unit: Unit) -> TrainingBudget | None:
+    def total(self, unit: Unit) -> float | None:
         """Return the amount of training of the whole run."""
-        total = self.minutes if unit == "minutes" else self.tokens
-        return None if total is None else TrainingBudget(unit, total)
+        return self.minutes if unit == "minutes" else self.tokens
 
     def after(self, budget: TrainingBudget) -> float | None:
         """Return held-out success after a budget, interpolated between two evaluations.
@@ -288,10 +287,19 @@ class Comparison:
     def reference(self) -> ArmResult:
         return next((arm for arm in self.arms if arm.name == EXACT), self.arms[0])
 
-    def smallest(self, unit: Unit) -> TrainingBudget | None:
-        """Return the largest budget that every finished run reached."""
-        totals = [total for trial in self.finished if (total := trial.all(unit))]
-        return min(totals, key=lambda total: total.amount, default=None)
+    def budget(self, unit: Unit) -> TrainingBudget | None:
+        """Return the largest amount that all finished runs reached, or None.
+
+        It is None if no run recorded the amount, or if the runs are not comparable by it.
+        """
+        if unit == "minutes" and self.shared_machine:
+            return None
+        totals = [total for trial in self.finished if (total := trial.total(unit)) is not None]
+        return TrainingBudget(unit, min(totals)) if totals else None
+
+    def not_comparable(self, unit: Unit) -> str:
+        """Return the reason why `budget` is None."""
+        return UNCOUNTED if unit == "tokens" else self.shared_machine
 
     @property
     def shared_machine(self) -> str:

@@ -5,18 +5,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-from unstale.durability.run_folder import REPORT, dumps, plain, write_whole
+from markupsafe import Markup
+
+from unstale.durability.run_folder import dumps, plain, write_whole
 from unstale.observe.report.compare import (
     CLIPPED,
     EXACT_SHARE,
     KEPT,
     STALENESS,
     SUCCESS,
+    UNCOUNTED,
     ArmResult,
     Comparison,
-    Point,
     SeedMean,
     TrainingBudget,
     Trial,
@@ -25,11 +26,9 @@ from unstale.observe.report.compare import (
     mean_over_seeds,
     read_comparison,
 )
-from unstale.observe.report.figures import figure, gap
-from unstale.observe.report.markup import Markup, el
+from unstale.observe.report.markup import figure, gap, render, table
 from unstale.observe.report.page import document
-from unstale.observe.report.plots import FULL, HALF, Axis, Series, legend, line_plot, smooth, thin
-from unstale.observe.report.sections import bar, section
+from unstale.observe.report.plots import FULL, HALF, Axis, Series, line_plot, smooth, thin
 from unstale.observe.report.words import NONE, amount, percent
 
 PAGE, TABLES, RESULTS = "compare.html", "compare.md", "compare.json"
@@ -39,9 +38,6 @@ HOW = (
     "same seed. Intervals are not adjusted for multiple comparisons. Unfinished runs are listed, "
     "but excluded from all means."
 )
-LINTER = "Linter warnings"
-UNCOUNTED = "The number of trained action tokens was not recorded."
-BY_STEPS, BY_TOKENS, BY_CLOCK = "At equal steps", "At equal tokens", "At equal wall-clock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +78,11 @@ def points(share: float) -> str:
     return f"{100 * share:+.1f}"
 
 
-UNITS: Mapping[Unit, tuple[Callable[[float], str], str]] = {
-    "minutes": ("{:.1f}".format, "minutes of training"),
-    "tokens": (amount, "action tokens"),
+UNITS: Mapping[Unit, tuple[str, str, Callable[[float], str]]] = {
+    "tokens": ("At equal tokens", "action tokens", amount),
+    "minutes": ("At equal wall-clock", "minutes of training", "{:.1f}".format),
 }
+"""Heading, words and number format of a training budget."""
 
 
 def equal_steps(comparison: Comparison) -> Table:
@@ -113,32 +110,21 @@ def equal_steps(comparison: Comparison) -> Table:
     return Table(tuple(head), tuple(rows))
 
 
-def equal_tokens(comparison: Comparison) -> Table | None:
-    """Return the table of success after equal action tokens, or None if they are unknown."""
-    budget = comparison.smallest("tokens")
-    return _after(comparison, budget) if budget else None
-
-
-def equal_clock(comparison: Comparison) -> Table | None:
-    """Return the table of success after equal training time, or None if not comparable."""
-    budget = None if comparison.shared_machine else comparison.smallest("minutes")
-    return _after(comparison, budget) if budget else None
-
-
-def _after(comparison: Comparison, budget: TrainingBudget) -> Table:
-    show, words = UNITS[budget.unit]
-    head = ("arm", "runs", f"success after {show(budget.amount)} {words}")
+def equal(comparison: Comparison, unit: Unit) -> Table | None:
+    """Return the table of success after equal training, or None if runs are not comparable."""
+    budget = comparison.budget(unit)
+    if budget is None:
+        return None
+    _, words, show = UNITS[unit]
+    head = ["arm", "runs", f"success after {show(budget.amount)} {words}"]
+    head += [f"less {comparison.reference.name}, points", "pairs", f"{words}, mean"]
     rows = []
     for arm in comparison.arms:
         success, versus = comparison.success(arm, budget), comparison.versus(arm, budget)
-        took = mean_over_seeds(
-            total.amount for trial in arm.finished if (total := trial.all(budget.unit))
-        )
+        took = mean_over_seeds(trial.total(unit) for trial in arm.finished)
         row = (arm.name, _count(success), spread(success), spread(versus, points), _count(versus))
         rows.append((*row, show(took.mean) if took else NONE))
-    return Table(
-        (*head, f"less {comparison.reference.name}, points", "pairs", f"{words}, mean"), tuple(rows)
-    )
+    return Table(tuple(head), tuple(rows))
 
 
 def lengths(comparison: Comparison) -> str:
@@ -256,25 +242,46 @@ def provenance(comparison: Comparison) -> list[tuple[str, str]]:
 
 def tables(comparison: Comparison) -> str:
     """Return the comparison as Markdown."""
-    tokens, clock = equal_tokens(comparison), equal_clock(comparison)
-    parts = [f"# {comparison.name}", *findings(comparison), HOW, *remarks(comparison)]
-    parts += [f"## {BY_STEPS}", lengths(comparison), equal_steps(comparison).markdown()]
-    parts += [f"## {BY_TOKENS}", tokens.markdown() if tokens else UNCOUNTED]
-    parts += [f"## {BY_CLOCK}", clock.markdown() if clock else comparison.shared_machine]
-    parts += ["## During training", conduct(comparison).markdown()]
-    parts += [f"## {LINTER}", "\n".join(f"- {warning}" for warning in linted(comparison))]
-    parts += [
-        "## Arms",
-        "\n".join(f"- {arm.name}: {_settings(comparison, arm)}" for arm in comparison.arms),
-        "## Runs",
-    ]
-    parts.append("\n".join(f"- {trial.folder}: {_result(trial)}" for trial in comparison.trials))
-    parts += [
-        "## Commands",
-        "\n".join(f"- `{command}`" for command in comparison.commands) or "Not recorded.",
-    ]
-    parts.append("\n".join(f"- {name}: {value}" for name, value in provenance(comparison)))
-    return "\n\n".join(parts) + "\n"
+    return render("compare.md", **_values(comparison))
+
+
+def page(comparison: Comparison) -> str:
+    """Return the comparison as an HTML page."""
+    return document(
+        "compare.html",
+        comparison.name,
+        **_values(comparison),
+        colours=_colours(comparison),
+        html=partial(_html, comparison),
+        batch=[
+            _all(comparison, name)
+            for name in ("steps", "schedule.groups_per_step", "schedule.group_size")
+        ],
+        by_step=_plot(
+            _curves(comparison, _by_step), "Held-out success over the steps", "optimizer step"
+        ),
+        by_unit=_by_unit,
+        way=partial(_way, comparison),
+    )
+
+
+def _values(comparison: Comparison) -> dict[str, Any]:
+    """Return the values that the page and the Markdown tables share."""
+    return {
+        "comparison": comparison,
+        "findings": findings(comparison),
+        "how": HOW,
+        "remarks": remarks(comparison),
+        "lengths": lengths(comparison),
+        "equal_steps": equal_steps(comparison),
+        "equal": partial(equal, comparison),
+        "units": UNITS,
+        "conduct": conduct(comparison),
+        "linted": linted(comparison),
+        "settings": partial(_settings, comparison),
+        "result": _result,
+        "provenance": provenance(comparison),
+    }
 
 
 def _settings(comparison: Comparison, arm: ArmResult) -> str:
@@ -293,8 +300,7 @@ def _result(trial: Trial) -> str:
 
 def results(comparison: Comparison) -> Mapping[str, Any]:
     """Return the runs and all means of a comparison as data."""
-    tokens = comparison.smallest("tokens")
-    minutes = None if comparison.shared_machine else comparison.smallest("minutes")
+    tokens, minutes = comparison.budget("tokens"), comparison.budget("minutes")
     arms = [
         {
             "arm": arm.name,
@@ -359,107 +365,48 @@ def write_comparison(folder: Path) -> Path:
     return folder / PAGE
 
 
-def page(comparison: Comparison) -> str:
-    """Return the comparison as an HTML page."""
-    return document(
-        comparison.name,
-        _header(comparison),
-        _outcome(comparison),
-        _read_off(comparison, "tokens", equal_tokens(comparison)),
-        _read_off(comparison, "minutes", equal_clock(comparison)),
-        _on_the_way(comparison),
-        section("linter", LINTER, None, el("ul", [el("li", text) for text in linted(comparison)])),
-        _listed(comparison),
-        _again(comparison),
-    )
+def _colours(comparison: Comparison) -> dict[str, str]:
+    return {arm.name: f"arm-{index % COLOURS}" for index, arm in enumerate(comparison.arms)}
 
 
-def _header(comparison: Comparison) -> Markup:
-    first, *others = findings(comparison)
-    notes = remarks(comparison)
-    done = f"{len(comparison.finished)} of {len(comparison.trials)} runs finished"
-    return el(
-        "header",
-        bar(done, "good" if len(comparison.finished) == len(comparison.trials) else "plain"),
-        el("p", comparison.name, class_="run-name"),
-        el("p", first, class_="finding"),
-        el("ul", [el("li", text) for text in others]),
-        el("p", HOW, class_="quiet"),
-        el("ul", [el("li", note) for note in notes], class_="gaps") if notes else None,
-    )
+def _html(comparison: Comparison, shown: Table) -> Markup:
+    """Return a table with the colour of each arm before its name."""
+    colours = _colours(comparison)
+    swatch = Markup('<i class="swatch {}"></i>{}')
+    rows = [(swatch.format(colours[name], name), *rest) for name, *rest in shown.rows]
+    return table(shown.head, rows, "results")
 
 
-def _html(comparison: Comparison, table: Table) -> Markup:
-    names = [arm.name for arm in comparison.arms]
-    head = el("thead", el("tr", [el("th", name) for name in table.head]))
-    rows = []
-    for row in table.rows:
-        swatch = el("i", class_=f"swatch {_colour(names.index(row[0]))}")
-        rows.append(el("tr", el("td", swatch, row[0]), [el("td", text) for text in row[1:]]))
-    return el("div", el("table", head, el("tbody", rows), class_="results"), class_="scroll")
-
-
-def _colour(position: int) -> str:
-    return f"arm-{position % COLOURS}"
-
-
-def _outcome(comparison: Comparison) -> Markup:
-    curves = _curves(comparison, _by_step)
-    batch = f"{_all(comparison, 'schedule.groups_per_step')} x "
-    batch += _all(comparison, "schedule.group_size")
-    lead = (
-        f"Every run trained {_all(comparison, 'steps')} steps of {batch} episodes and was "
-        f"evaluated at the end. {lengths(comparison)} Best is the maximum over a run's "
-        "evaluations, which is biased upwards. A run collapsed if its final success is less than "
-        "half of its best."
-    )
-    plot = _plot(comparison, curves, "Held-out success over the steps", "optimizer step")
-    return section("steps", BY_STEPS, lead, _html(comparison, equal_steps(comparison)), plot)
-
-
-def _read_off(comparison: Comparison, unit: Unit, table: Table | None) -> Markup:
-    """Render success after the largest budget that every run reached."""
-    if unit == "tokens":
-        title, missing = BY_TOKENS, UNCOUNTED
-    else:
-        title, missing = BY_CLOCK, comparison.shared_machine
-    budget = comparison.smallest(unit)
-    show, words = UNITS[unit]
-    if table is None or budget is None:
-        return section(unit, title, None, gap(title, missing))
-    lead = (
-        f"Held-out success after {show(budget.amount)} {words}, the largest amount that every "
-        "finished run reached. It is interpolated between evaluations. Evaluations count "
-        f"neither as time nor as tokens. The last column is the {words} of the whole run."
-    )
-    plot = _plot(
-        comparison,
-        _curves(comparison, partial(_up_to, budget=budget)),
-        f"Held-out success over the {words}",
-        words,
-    )
-    return section(unit, title, lead, _html(comparison, table), plot)
-
-
-Curve = tuple[str, str, Sequence[Point], Sequence[Point]]
-"""Name, colour, means and intervals (may be empty)."""
+def _by_unit(comparison: Comparison, budget: TrainingBudget) -> Markup:
+    """Plot success over the training up to a budget."""
+    words = UNITS[budget.unit][1]
+    curves = _curves(comparison, partial(_up_to, budget=budget))
+    return _plot(curves, f"Held-out success over the {words}", words)
 
 
 def _curves(
-    comparison: Comparison, of: Callable[[ArmResult], Sequence[tuple[float, SeedMean]]]
-) -> list[Curve]:
-    curves: list[Curve] = []
-    for position, arm in enumerate(comparison.arms):
-        means = of(arm)
-        ends = [(e.low, e.high) for _, e in means if e.low is not None and e.high is not None]
-        intervals = (
-            [(max(0.0, low), min(1.0, high)) for low, high in ends]
-            if len(ends) == len(means)
-            else []
+    comparison: Comparison, means_of: Callable[[ArmResult], Sequence[tuple[float, SeedMean]]]
+) -> list[Series]:
+    """Return one line per arm, with a band of intervals where all of its points have one."""
+    lines = []
+    for name, colour in _colours(comparison).items():
+        means = means_of(next(arm for arm in comparison.arms if arm.name == name))
+        intervals = [
+            (max(0.0, mean.low), min(1.0, mean.high))
+            for _, mean in means
+            if mean.low is not None and mean.high is not None
+        ]
+        lines.append(
+            Series(
+                name=name,
+                colour=colour,
+                points=[(x, mean.mean) for x, mean in means],
+                intervals=intervals if len(intervals) == len(means) else [],
+                band=True,
+                show=tenths,
+            )
         )
-        if means:
-            curves.append((arm.name, _colour(position), [(x, e.mean) for x, e in means], intervals))
-    return curves
+    return lines
 
 
 def _by_step(arm: ArmResult) -> list[tuple[float, SeedMean]]:
@@ -490,15 +437,15 @@ def _up_to(arm: ArmResult, budget: TrainingBudget) -> list[tuple[float, SeedMean
 
 
 def _plot(
-    comparison: Comparison, curves: Sequence[Curve], title: str, across: str, *, wide: bool = True
+    lines: Sequence[Series], title: str, across: str, *, wide: bool = True, share: bool = True
 ) -> Markup:
-    """Render one line per arm, with a band where there are intervals."""
-    if not curves:
+    """Render one line per arm. `share` formats the values as percentages."""
+    lines = [line for line in lines if line.points]
+    if not lines:
         return gap(title, "Nothing was recorded.")
-    values = [y for _, _, means, _ in curves for _, y in means]
-    values += [end for *_, intervals in curves for pair in intervals for end in pair]
+    values = [y for line in lines for _, y in line.points]
+    values += [end for line in lines for interval in line.intervals for end in interval]
     margin = 0.05 * (max(values) - min(values)) or 0.01
-    share = "staleness" not in title.lower()
     low, high = max(0.0, min(values) - margin), max(values) + margin
     digits = 0 if high - low > 0.08 else 1 if high - low > 0.008 else 2
     y = Axis(
@@ -507,114 +454,27 @@ def _plot(
         high=min(1.0, high) if share else high,
         show=(lambda value: f"{100 * value:.{digits}f}%") if share else amount,
     )
-    last = max(x for _, _, means, _ in curves for x, _ in means)
+    last = max(x for line in lines for x, _ in line.points)
     x = Axis(label=across, low=0, high=last, show=amount, whole=across.endswith("step"))
-    lines = [
-        Series(
-            name=name,
-            colour=colour,
-            points=means,
-            intervals=intervals,
-            band=True,
-            show=tenths if share else amount,
-        )
-        for name, colour, means, intervals in curves
-    ]
-    banded = any(intervals for *_, intervals in curves)
     about = "Mean over seeds"
+    banded = any(line.intervals for line in lines)
     about += "; the band is its 95% interval, cut at 0 and 100%." if banded else "."
-    keys = legend(*((colour, name) for name, colour, _, _ in curves))
     plot = line_plot(lines, x, y, label=title, width=FULL if wide else HALF)
-    return figure(title, about, keys, plot, class_="full" if wide else "")
+    keys = [(line.colour, line.name) for line in lines]
+    return figure(title, about, plot, keys=keys, class_="full" if wide else "")
 
 
-def _on_the_way(comparison: Comparison) -> Markup:
-    plots = {
-        name: _plot(
-            comparison,
-            _seed_means(comparison, metric),
-            title,
-            "optimizer step",
-            wide=metric == SUCCESS,
-        )
-        for name, metric, title in (
-            ("success", SUCCESS, "Success in training, mean of the last 5 steps"),
-            ("staleness", STALENESS, "Mean staleness of the action tokens"),
-            ("kept", KEPT, "Kept share of the tokens with an advantage"),
-            ("clipped", CLIPPED, "Clipped share of the tokens with an advantage"),
-            ("exact", EXACT_SHARE, "Share of the tokens with an exact old log-probability"),
-        )
-    }
-    lead = "Means over the steps of each run, then over seeds."
-    return section(
-        "way",
-        "During training",
-        lead,
-        _html(comparison, conduct(comparison)),
-        plots["success"],
-        el("div", plots["staleness"], plots["exact"], class_="grid-2"),
-        el("div", plots["kept"], plots["clipped"], class_="grid-2"),
-    )
-
-
-def _seed_means(comparison: Comparison, metric: str) -> list[Curve]:
-    """Return the mean of a metric per step, over the finished runs of each arm."""
-    curves: list[Curve] = []
-    for position, arm in enumerate(comparison.arms):
+def _way(comparison: Comparison, metric: str, title: str) -> Markup:
+    """Plot the mean of a metric per step over the finished runs of each arm."""
+    share = metric != STALENESS
+    lines = []
+    for arm, colour in zip(comparison.arms, _colours(comparison).values(), strict=True):
         sums: dict[float, list[float]] = {}
         for trial in arm.finished:
             for step, value in trial.series[metric]:
                 sums.setdefault(step, []).append(value)
         means = [(step, sum(values) / len(values)) for step, values in sorted(sums.items())]
-        if means:
-            curves.append(
-                (
-                    arm.name,
-                    _colour(position),
-                    thin(smooth(means) if metric == SUCCESS else means),
-                    (),
-                )
-            )
-    return curves
-
-
-def _listed(comparison: Comparison) -> Markup:
-    rows = []
-    for position, arm in enumerate(comparison.arms):
-        for trial in arm.trials:
-            begun = bool(trial.config)
-            link = (
-                el("a", trial.folder, href=f"{quote(trial.folder)}/{REPORT}")
-                if begun
-                else trial.folder
-            )
-            swatch = el("i", class_=f"swatch {_colour(position)}")
-            rows.append(
-                el(
-                    "tr",
-                    el("td", swatch, link),
-                    el("td", str(trial.seed)),
-                    el("td", _result(trial)),
-                )
-            )
-    head = el("tr", [el("th", name) for name in ("run", "seed", "outcome")])
-    table = el("table", el("thead", head), el("tbody", rows))
-    return section("runs", "Runs", None, el("div", table, class_="scroll results"))
-
-
-def _again(comparison: Comparison) -> Markup:
-    arms = [
-        el("li", el("b", arm.name), f": {_settings(comparison, arm)}") for arm in comparison.arms
-    ]
-    facts = [
-        el("li", el("span", name), el("code", value)) for name, value in provenance(comparison)
-    ]
-    return section(
-        "again",
-        "Reproduce",
-        "The same command continues an interrupted comparison. Finished runs are kept.",
-        *(el("pre", command, class_="command") for command in comparison.commands),
-        el("p", "Where the arms differ:", class_="quiet"),
-        el("ul", arms),
-        el("ul", facts, class_="knobs"),
-    )
+        points = thin(smooth(means) if metric == SUCCESS else means)
+        show = tenths if share else amount
+        lines.append(Series(name=arm.name, colour=colour, points=points, show=show))
+    return _plot(lines, title, "optimizer step", wide=metric == SUCCESS, share=share)

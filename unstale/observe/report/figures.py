@@ -1,57 +1,42 @@
 """Draw the figures of a report on learning, staleness, the two ratios and throughput."""
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import partial
 
+from markupsafe import Markup
+
 from unstale.observe.report.gather import Gathered, histogram, lag_values, step_of
-from unstale.observe.report.markup import Markup, el
+from unstale.observe.report.markup import figure, gap, render
 from unstale.observe.report.plots import (
     FULL,
     SOME,
     Axis,
     Bar,
-    BarAxis,
     Guides,
     Series,
     bar_plot,
     hex_plot,
-    legend,
     line_plot,
     smooth,
     stack_plot,
     thin,
 )
-from unstale.observe.report.sections import section
-from unstale.observe.report.words import amount, factor_names, number, percent
+from unstale.observe.report.words import amount, number, percent
 
 SHOWN_LAGS = 6
 FACETS = 4
+MAX_COLUMNS = 240
 
 
-def figure(title: str, about: str, *content: Markup | None, class_: str = "") -> Markup:
-    """Render a card with a title, an explanation and its content."""
-    head = el("figcaption", el("h3", title), el("p", about))
-    return el("figure", head, content, class_=f"card {class_}".strip())
-
-
-def gap(title: str, missing: str) -> Markup:
-    """Render a card with the reason why there is no plot."""
-    return el(
-        "figure",
-        el("figcaption", el("h3", title)),
-        el("p", missing, class_="gap"),
-        class_="card empty",
-    )
-
-
-def steps_axis(run: Gathered, first: float = 0) -> Axis:
-    """Return an axis of the optimizer steps of a run."""
+def steps_axis(run: Gathered, shift: float = 0) -> Axis:
+    """Return an axis of the optimizer steps of a run, from 0 on, with both ends shifted."""
     return Axis(
         label="optimizer step",
-        low=first,
-        high=max(run.steps, first + 1),
-        show=lambda v: f"{v:g}",
+        low=shift,
+        high=max(run.steps, 1) + shift,
+        show="{:g}".format,
         whole=True,
     )
 
@@ -61,201 +46,167 @@ def _share_axis(low: float = 0.0, high: float = 1.0) -> Axis:
     return Axis(label="", low=low, high=high, show=lambda v: f"{100 * v:.{digits}f}%")
 
 
-def _top(values: Sequence[float], least: float = 1e-9) -> float:
+def _top(values: Iterable[float], least: float = 1e-9) -> float:
     return max([*values, least]) * 1.12
+
+
+def over_steps(  # noqa: PLR0913
+    run: Gathered,
+    title: str,
+    about: str,
+    lines: Sequence[Series],
+    *,
+    missing: str,
+    y: Axis | None = None,
+) -> Markup:
+    """Render a card with lines over the steps, or with the text `missing` if all are empty.
+
+    The vertical axis `y` begins at 0 and contains all values if it is not given.
+    """
+    drawn = [line for line in lines if line.points]
+    if not drawn:
+        return gap(title, missing)
+    y = y or Axis(label="", low=0, high=_top(v for line in drawn for _, v in line.points))
+    plot = line_plot(drawn, steps_axis(run), y, label=title)
+    return figure(title, about, plot, keys=[(line.colour, line.key or line.name) for line in lines])
 
 
 def learning(run: Gathered) -> Markup:
     """Render held-out and rollout success over the steps."""
-    rollout = thin(run.series("rollout/success_rate"))
+    title = "Learning curve"
     lines: list[Series] = []
-    keys: list[tuple[str, str]] = []
-    if rollout:
+    if rollout := thin(run.series("rollout/success_rate")):
         lines += [
             Series(
-                name="rollout success", colour="engine", points=rollout, faint=True, show=percent
+                name="rollout success",
+                colour="engine faint",
+                points=rollout,
+                show=percent,
+                key="rollouts, each step",
             ),
             Series(
-                name="mean of the last 5", colour="engine", points=smooth(rollout), show=percent
+                name="mean of the last 5",
+                colour="engine",
+                points=smooth(rollout),
+                show=percent,
+                key="rollouts, mean of the last 5 steps",
             ),
         ]
-        keys += [
-            ("engine faint", "rollouts, each step"),
-            ("engine", "rollouts, mean of the last 5 steps"),
-        ]
     if run.evaluations:
-        evaluations = [
-            (float(evaluation.step), evaluation.success) for evaluation in run.evaluations
-        ]
-        between = (
-            [evaluation.interval for evaluation in run.evaluations]
-            if all(evaluation.tasks for evaluation in run.evaluations)
-            else []
-        )
-        about = (
-            f"held out, {run.evaluations[-1].tasks} tasks, 95% interval" if between else "held out"
-        )
+        counted = all(evaluation.tasks for evaluation in run.evaluations)
+        about = f"held out, {run.evaluations[-1].tasks} tasks, 95% interval"
         lines.append(
             Series(
                 name="held-out",
                 colour="good",
-                points=evaluations,
-                intervals=between,
+                points=[(float(e.step), e.success) for e in run.evaluations],
+                intervals=[e.interval for e in run.evaluations] if counted else [],
                 dots=True,
                 show=partial(percent, digits=1),
+                key=about if counted else "held out",
             )
         )
-        keys.append(("good", about))
-    title = "Learning curve"
     if not lines:
-        return section(
-            "learning",
-            "Did it learn?",
-            None,
-            gap(title, "No success rate was recorded."),
-        )
+        return gap(title, "No success rate was recorded.")
     label = f"Success over {run.steps} optimizer steps"
     plot = line_plot(lines, steps_axis(run), _share_axis(), label=label, width=FULL)
     about = "Share of solved tasks. Rollouts are the training tasks of a step; held-out tasks are "
     about += "never trained on."
-    card = figure(title, about, legend(*keys), plot, class_="full")
-    return section("learning", "Did it learn?", None, card)
+    keys = [(line.colour, line.key) for line in lines]
+    return figure(title, about, plot, keys=keys, class_="full")
 
 
-def staleness(run: Gathered) -> Markup:
-    """Render the staleness of the trained tokens, in total and per step."""
-    lags: dict[int, float] = {}
+def total_lags(run: Gathered) -> dict[int, float]:
+    """Return the number of trained action tokens by lag, over all steps."""
+    lags: Counter[int] = Counter()
     for row in run.rows:
-        for lag, count in histogram(row).items():
-            lags[lag] = lags.get(lag, 0) + max(count, 0)
+        lags.update(histogram(row))
+    return dict(lags)
+
+
+def staleness_histogram(run: Gathered, lags: dict[int, float]) -> Markup:
+    """Render the shares of the trained tokens by lag."""
+    title = "Staleness histogram"
     total = sum(lags.values())
-    title = "How stale was the data?"
     if not total:
-        missing = "No staleness histogram was recorded."
-        return section(
-            "stale",
-            title,
-            None,
-            gap("Staleness histogram", missing),
-            gap("Staleness over steps", missing),
-        )
+        return gap(title, "No staleness histogram was recorded.")
     bound = run.bound
-    last = max(int(min(bound or 0, 20)), *lags)
+    shares = {lag: lags.get(lag, 0) / total for lag in range(_last_lag(run, lags) + 1)}
     bars = [
-        Bar(
-            f"{lag}",
-            lags.get(lag, 0) / total,
-            f"lag-{min(lag, 5)}",
-            percent(lags.get(lag, 0) / total),
-        )
-        for lag in range(last + 1)
+        Bar(str(lag), share, f"lag-{min(lag, 5)}", percent(share)) for lag, share in shares.items()
     ]
-    axis = _share_axis(0, min(1.25, 1.2 * max(bar.value for bar in bars)))
     about = "Action tokens by lag: versions published between sampling and training."
-    warning = None
+    warning = Markup()
     if bound is not None and max(lags) > bound:
         text = f"Tokens of lag {max(lags)} were trained on, beyond the bound of {bound:g}."
-        warning = el("p", text, class_="warning")
+        warning = Markup('<p class="warning">{}</p>').format(text)
     elif bound is not None:
         about += f" No token exceeds the bound of {bound:g}."
-    plot = bar_plot(
-        bars,
-        axis,
-        BarAxis(label="lag", bound=bound, width=SOME),
-        label="Share of action tokens by lag",
-    )
+    axis = _share_axis(0, min(1.25, 1.2 * max(shares.values())))
+    label = "Share of action tokens by lag"
+    plot = bar_plot(bars, axis, label=label, bound=bound, width=SOME)
+    return figure(title, about, plot, warning)
+
+
+def _last_lag(run: Gathered, lags: dict[int, float]) -> int:
+    return max(int(min(run.bound or 0, 20)), *lags)
+
+
+def staleness_over_steps(run: Gathered, lags: dict[int, float]) -> Markup:
+    """Render the shares of the trained tokens by lag, for each step."""
+    title = "Staleness over steps"
+    if not sum(lags.values()):
+        return gap(title, "No staleness histogram was recorded.")
+    last = _last_lag(run, lags)
     shown = min(last, SHOWN_LAGS - 1)
+    names = [f"lag {lag}" for lag in range(shown + 1)]
+    if shown < last:
+        names[-1] += " and more"
     columns = [
         (float(step_of(row)), _shares(histogram(row), shown)) for row in run.rows if histogram(row)
     ]
-    names = [
-        f"lag {lag}" if lag < shown or shown == last else f"lag {lag} and more"
-        for lag in range(shown + 1)
-    ]
-    keys = legend(*((f"lag-{lag}", name) for lag, name in enumerate(names)))
-    over = stack_plot(
-        _every(columns, 240),
-        Axis(
-            label="optimizer step",
-            low=0.5,
-            high=run.steps + 0.5,
-            show=lambda v: f"{v:g}",
-            whole=True,
-        ),
+    plot = stack_plot(
+        columns[:: math.ceil(len(columns) / MAX_COLUMNS)],
+        steps_axis(run, shift=0.5),
         names=names,
         label="Share of action tokens by lag, per step",
     )
-    return section(
-        "stale",
-        title,
-        f"Action tokens were {_weighted(lags):.2f} versions old on average.",
-        el(
-            "div",
-            figure("Staleness histogram", about, plot, warning),
-            figure(
-                "Staleness over steps", "The same shares, step by step.", keys, over, class_="wider"
-            ),
-            class_="grid-1-2",
-        ),
-    )
-
-
-def _weighted(lags: dict[int, float]) -> float:
-    return sum(lag * count for lag, count in lags.items()) / sum(lags.values())
+    keys = [(f"lag-{lag}", name) for lag, name in enumerate(names)]
+    return figure(title, "The same shares, step by step.", plot, keys=keys, class_="wider")
 
 
 def _shares(lags: dict[int, float], last: int) -> list[float]:
     total = sum(lags.values()) or 1.0
     shares = [0.0] * (last + 1)
     for lag, count in lags.items():
-        shares[min(lag, last)] += max(count, 0) / total
+        shares[min(lag, last)] += count / total
     return shares
 
 
-def _every(
-    columns: Sequence[tuple[float, list[float]]], limit: int
-) -> list[tuple[float, list[float]]]:
-    stride = math.ceil(len(columns) / limit) if columns else 1
-    return list(columns[::stride])
-
-
-def two_factors(run: Gathered) -> Markup:
-    """Render log D and log S by lag, against each other and over the steps."""
-    title = "Discrepancy and staleness" if run.exact else "Discrepancy and staleness, mixed"
-    return section(
-        "factors",
-        title,
-        " ".join(factor_names(run.route, exact=run.exact)),
-        el("div", _by_lag(run, "d"), _by_lag(run, "s"), class_="grid-2"),
-        _clouds(run),
-        el("div", _over_steps(run), _acted_on(run), class_="grid-2"),
-    )
-
-
-def _by_lag(run: Gathered, factor: str) -> Markup:
-    title = f"|log {factor.upper()}| by lag"
-    component = {"d": "correction", "s": "objective"}[factor]
-    means = average_lag(run, f"{component}/log_{factor}_abs_mean/lag_")
+def size_by_lag(run: Gathered, ratio: str) -> Markup:
+    """Render the mean |log D| or |log S| by lag."""
+    title = f"|log {ratio}| by lag"
+    component = {"D": "correction", "S": "objective"}[ratio]
+    means = average_lag(run, f"{component}/log_{ratio.lower()}_abs_mean/lag_")
     source = "mean over all tokens with an advantage"
     if not means:
         sizes: dict[int, list[float]] = {}
         for point in run.points:
-            size = abs(point.log_d if factor == "d" else point.log_s)
-            sizes.setdefault(point.lag, []).append(size)
+            sizes.setdefault(point.lag, []).append(
+                abs(point.log_d if ratio == "D" else point.log_s)
+            )
         means = {lag: sum(values) / len(values) for lag, values in sorted(sizes.items())}
         source = f"mean over {len(run.points):,} sampled tokens"
     if not means:
         return gap(title, "No values by lag were recorded.")
-    bars = [Bar(f"{lag}", value, factor, amount(value)) for lag, value in list(means.items())[:12]]
-    axis = Axis(label="", low=0, high=_top(list(means.values()), 1e-6))
-    label = f"Mean absolute log {factor.upper()} by lag: " + ", ".join(
-        f"lag {b.name} {b.written}" for b in bars
-    )
-    return figure(
-        title,
-        f"The {source}. The two plots have different scales.",
-        bar_plot(bars, axis, BarAxis(label="lag"), label=label),
-    )
+    bars = [
+        Bar(f"{lag}", value, ratio.lower(), amount(value))
+        for lag, value in list(means.items())[:12]
+    ]
+    axis = Axis(label="", low=0, high=_top(means.values(), 1e-6))
+    values = ", ".join(f"lag {bar.name} {bar.written}" for bar in bars)
+    plot = bar_plot(bars, axis, label=f"Mean absolute log {ratio} by lag: {values}")
+    return figure(title, f"The {source}. The two plots have different scales.", plot)
 
 
 def average_lag(run: Gathered, prefix: str) -> dict[int, float]:
@@ -273,65 +224,64 @@ def average_lag(run: Gathered, prefix: str) -> dict[int, float]:
     return {lag: total / weights for lag, (total, weights) in sorted(sums.items()) if weights > 0}
 
 
-def _clouds(run: Gathered) -> Markup:
+def clouds(run: Gathered) -> Markup:
+    """Render the density of (log D, log S) over the sampled tokens, one plot per lag."""
     title = "log D against log S, token by token"
     if len(run.points) < 10:
         return gap(title, "No sample of tokens was recorded.")
-    reach_d, reach_s = map(reach, _columns(run))
-    x = Axis(label="log D", low=-reach_d, high=reach_d)
-    y = Axis(label="log S", low=-reach_s, high=reach_s)
-    band = [number(run.setting(f"correction.{end}")) for end in ("low", "high")]
-    drops = run.setting("correction.control") in ("mask", "mask_weight")
-    clip = [number(run.setting(f"objective.clip_{end}")) for end in ("low", "high")]
-    vertical = (
-        [math.log(value) for value in band if value is not None and value > 0] if drops else []
-    )
-    clips = str(run.setting("objective.kind")) in ("ppo_clip", "dual_clip", "gspo", "cispo")
-    low, high = clip
-    horizontal = (
-        [math.log(1 - low), math.log(1 + high)]
-        if clips and low is not None and high is not None and low < 1
-        else []
-    )
+    x, y = density_axes([(point.log_d, point.log_s) for point in run.points])
+    guides = Guides(x=_band(run), y=_clip(run))
     lags = sorted({point.lag for point in run.points})
-    drawn = []
+    facets = []
     for position, lag in enumerate(lags[:FACETS]):
-        last = position == FACETS - 1 and len(lags) > FACETS
-        points = [(p.log_d, p.log_s) for p in run.points if p.lag == lag or (last and p.lag > lag)]
-        name = f"lag {lag}{' and more' if last else ''}"
-        plot = hex_plot(
-            points,
-            x,
-            y,
-            label=f"log D and log S of {name}",
-            guides=Guides(x=vertical, y=horizontal),
-        )
-        drawn.append(el("div", el("h4", f"{name} · {len(points):,} tokens"), plot))
-    outside = sum(abs(p.log_d) > reach_d or abs(p.log_s) > reach_s for p in run.points)
+        rest = position == FACETS - 1 and len(lags) > FACETS
+        points = [(p.log_d, p.log_s) for p in run.points if p.lag == lag or (rest and p.lag > lag)]
+        name = f"lag {lag}{' and more' if rest else ''}"
+        plot = hex_plot(points, x, y, label=f"log D and log S of {name}", guides=guides)
+        facets.append((f"{name} · {len(points):,} tokens", plot))
     about = f"{len(run.points):,} sampled tokens; darker is more, on a log scale. "
-    about += _thresholds(vertical, horizontal, x, y)
+    about += _thresholds(guides, x, y)
     if run.points_seen > len(run.points):
         about += f" (A uniform sample of {run.points_seen:,}.)"
+    outside = sum(abs(p.log_d) > x.high or abs(p.log_s) > y.high for p in run.points)
     if outside:
         about += f" {outside} are outside the axes."
-    return figure(title, about, el("div", drawn, class_="facets"), class_="full")
+    return figure(title, about, render("facets.html", facets=facets), class_="full")
 
 
-def _columns(run: Gathered) -> tuple[list[float], list[float]]:
-    return [abs(point.log_d) for point in run.points], [abs(point.log_s) for point in run.points]
+def density_axes(points: Sequence[tuple[float, float]]) -> tuple[Axis, Axis]:
+    """Return axes for log D and log S, symmetric about 0, that contain 99.5% of the points."""
+    axes = []
+    for name, values in zip(("log D", "log S"), zip(*points, strict=True), strict=True):
+        sizes = sorted(map(abs, values))
+        reach = max(1.15 * sizes[min(len(sizes) - 1, int(0.995 * len(sizes)))], 1e-4)
+        axes.append(Axis(label=name, low=-reach, high=reach))
+    return axes[0], axes[1]
 
 
-def reach(sizes: list[float]) -> float:
-    """Return the half-width of a symmetric axis that contains 99.5% of the points."""
-    ordered = sorted(sizes)
-    return max(1.15 * ordered[min(len(ordered) - 1, int(0.995 * len(ordered)))], 1e-4)
+def _band(run: Gathered) -> list[float]:
+    """Return the values of log D at which the correction begins to drop tokens."""
+    if run.setting("correction.control") not in ("mask", "mask_weight"):
+        return []
+    ends = [number(run.setting(f"correction.{end}")) for end in ("low", "high")]
+    return [math.log(end) for end in ends if end is not None and end > 0]
 
 
-def _thresholds(vertical: Sequence[float], horizontal: Sequence[float], x: Axis, y: Axis) -> str:
+def _clip(run: Gathered) -> list[float]:
+    """Return the values of log S at which the objective begins to clip tokens."""
+    if run.setting("objective.kind") not in ("ppo_clip", "dual_clip", "gspo", "cispo"):
+        return []
+    low, high = (number(run.setting(f"objective.clip_{end}")) for end in ("low", "high"))
+    if low is None or high is None or low >= 1:
+        return []
+    return [math.log(1 - low), math.log(1 + high)]
+
+
+def _thresholds(guides: Guides, x: Axis, y: Axis) -> str:
     sentences = []
     for name, values, axis in (
-        ("dropped outside the band on log D", vertical, x),
-        ("clipped outside the band on log S", horizontal, y),
+        ("dropped outside the band on log D", guides.x, x),
+        ("clipped outside the band on log S", guides.y, y),
     ):
         if values:
             inside = any(axis.low < value < axis.high for value in values)
@@ -341,66 +291,71 @@ def _thresholds(vertical: Sequence[float], horizontal: Sequence[float], x: Axis,
     return " ".join(sentences)
 
 
-def _over_steps(run: Gathered) -> Markup:
-    title = "|log D| and |log S| over the run"
-    d, s = (
-        thin(run.series(name)) for name in ("correction/log_d_abs_mean", "objective/log_s_abs_mean")
-    )
-    if not d and not s:
-        return gap(title, "Neither log D nor log S was recorded.")
+def sizes_over_steps(run: Gathered) -> Markup:
+    """Render the mean |log D| and |log S| of each step."""
     lines = [
-        Series(name="|log D|", colour="d", points=d),
-        Series(name="|log S|", colour="s", points=s),
+        Series(
+            name=f"|log {ratio}|",
+            colour=ratio.lower(),
+            points=thin(run.series(metric)),
+            key=f"mean |log {ratio}|",
+        )
+        for ratio, metric in (
+            ("D", "correction/log_d_abs_mean"),
+            ("S", "objective/log_s_abs_mean"),
+        )
     ]
-    axis = Axis(label="", low=0, high=_top([value for _, value in [*d, *s]], 1e-6))
-    keys = legend(("d", "mean |log D|"), ("s", "mean |log S|"))
-    drawn = [line for line in lines if line.points]
-    return figure(
-        title,
+    return over_steps(
+        run,
+        "|log D| and |log S| over the run",
         "Means over the tokens of a step with an advantage.",
-        keys,
-        line_plot(drawn, steps_axis(run), axis, label=title),
+        lines,
+        missing="Neither log D nor log S was recorded.",
     )
 
 
-def _acted_on(run: Gathered) -> Markup:
-    title = "Dropped and clipped tokens"
-    kept, clipped = (
-        thin(run.series(name)) for name in ("correction/kept_share", "objective/clip_share")
-    )
-    if not kept and not clipped:
-        return gap(title, "Neither the kept nor the clipped share was recorded.")
+def dropped_and_clipped(run: Gathered) -> Markup:
+    """Render the shares of dropped and clipped tokens of each step."""
+    kept = thin(run.series("correction/kept_share"))
     dropped = [(step, max(0.0, 1 - share)) for step, share in kept]
+    clipped = thin(run.series("objective/clip_share"))
+    mean = sum(share for _, share in kept) / len(kept) if kept else None
+    facts = "kept: not recorded" if mean is None else f"kept {percent(mean, 2)} of all"
+    exactly = partial(percent, digits=2)
     lines = [
-        Series(name="dropped", colour="d", points=dropped, show=partial(percent, digits=2)),
-        Series(name="clipped", colour="s", points=clipped, show=partial(percent, digits=2)),
+        Series(name="dropped", colour="d", points=dropped, show=exactly, key=f"dropped ({facts})"),
+        Series(name="clipped", colour="s", points=clipped, show=exactly),
     ]
-    axis = _share_axis(0, min(1.0, _top([value for _, value in [*dropped, *clipped]], 0.004)))
-    mean = (
-        f"kept {percent(sum(v for _, v in kept) / len(kept), 2)} of all"
-        if kept
-        else "kept: not recorded"
+    return over_steps(
+        run,
+        "Dropped and clipped tokens",
+        "Shares of a step's tokens with an advantage: dropped by the correction, and clipped by "
+        "the objective.",
+        lines,
+        missing="Neither the kept nor the clipped share was recorded.",
+        y=_share_axis(0, min(1.0, _top((v for _, v in [*dropped, *clipped]), 0.004))),
     )
-    keys = legend(("d", f"dropped ({mean})"), ("s", "clipped"))
-    about = "Shares of a step's tokens with an advantage: dropped by the correction, and clipped "
-    about += "by the objective."
-    drawn = [line for line in lines if line.points]
-    return figure(title, about, keys, line_plot(drawn, steps_axis(run), axis, label=title))
 
 
 def throughput(run: Gathered) -> Markup:
     """Render the tokens per second of engine and trainer."""
-    title = "Throughput"
-    engine, trainer = (thin(run.series(f"{side}/tokens_per_s")) for side in ("engine", "trainer"))
-    if not engine and not trainer:
-        return gap(title, "No throughput was recorded.")
     lines = [
-        Series(name="engine", colour="engine", points=engine, show=lambda v: f"{v:,.0f} tok/s"),
-        Series(name="trainer", colour="trainer", points=trainer, show=lambda v: f"{v:,.0f} tok/s"),
+        Series(
+            name=side,
+            colour=side,
+            points=thin(run.series(metric)),
+            show="{:,.0f} tok/s".format,
+        )
+        for side, metric in (
+            ("engine", "engine/sampled_tokens_per_s"),
+            ("trainer", "trainer/tokens_per_s"),
+        )
     ]
-    axis = Axis(label="", low=0, high=_top([value for _, value in [*engine, *trainer]]))
-    about = "Tokens per second. Engine: sampled tokens over the time of a step. Trainer: trained "
-    about += "tokens over its working time."
-    keys = legend(("engine", "engine"), ("trainer", "trainer"))
-    drawn = [line for line in lines if line.points]
-    return figure(title, about, keys, line_plot(drawn, steps_axis(run), axis, label=title))
+    return over_steps(
+        run,
+        "Throughput",
+        "Tokens per second. Engine: sampled tokens over the time of a step. Trainer: trained "
+        "tokens over its working time.",
+        lines,
+        missing="No throughput was recorded.",
+    )

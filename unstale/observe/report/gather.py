@@ -107,6 +107,11 @@ class Gathered:
         pairs = ((step_of(row), number(row.get(name))) for row in self.rows)
         return [(step, value) for step, value in pairs if value is not None]
 
+    def mean(self, name: str) -> float | None:
+        """Return the mean of a metric over the steps with a value."""
+        values = [value for _, value in self.series(name)]
+        return sum(values) / len(values) if values else None
+
     @property
     def route(self) -> str:
         return str(self.setting("old_logps.route", "unknown"))
@@ -213,6 +218,20 @@ def _read_journal(folder: RunFolder, last: int) -> _Journaled:
     except (JournalError, OSError, ValueError) as error:
         folder.add_gap(f"conversations and samples are incomplete: {error}")
     return journaled
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """
+    >>> flatten({"a": 1, "b": {"c": 2}})
+    {'a': 1, 'b.c': 2}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
 
 
 def step_of(row: Mapping[str, Any]) -> int:

@@ -1,68 +1,78 @@
-"""Build HTML and SVG from functions. Text that is not `Markup` is escaped."""
+"""Fill the HTML templates of the reports. Text of a run is escaped."""
 
-import html
 import re
-from collections.abc import Iterable
-from typing import TypeAlias
+from collections.abc import Iterable, Sequence
+from importlib.resources import files
+from typing import Any
 
-Child: TypeAlias = "str | int | float | Iterable[Child] | None"
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup
 
-_VOID = frozenset({"meta", "br", "hr", "img", "input", "link"})
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]"
 )
 """Control characters, lone surrogates and marks that change the reading direction."""
 
 
-class Markup(str):
-    """Text that is already HTML. Only this package creates it."""
+def printed(value: Any) -> Any:
+    """Return a value as templates print it: floats short, None empty, text without control codes.
 
-    __slots__ = ()
-
-
-def escape(text: str) -> Markup:
-    """Escape text for HTML and replace unprintable characters.
-
-    >>> escape('<b onclick="x">')
-    '&lt;b onclick=&quot;x&quot;&gt;'
+    >>> printed(1 / 3), printed(None), printed("a" + chr(0))
+    ('0.333333', '', 'a\ufffd')
     """
-    return Markup(html.escape(_UNPRINTABLE.sub("\ufffd", text), quote=True))
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return _UNPRINTABLE.sub("\ufffd", value)
+    return value
 
 
-def join(*children: Child) -> Markup:
-    """Concatenate children. None is left out and strings are escaped."""
-    return Markup("".join(_render(child) for child in children))
+_TEMPLATES = Environment(
+    loader=PackageLoader("unstale.observe.report"),
+    autoescape=select_autoescape(["html"]),
+    finalize=printed,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
 
 
-def el(tag: str, *children: Child, **attributes: str | int | float | bool | None) -> Markup:
-    """Return an element. `class_` is `class`, `stroke_width` is `stroke-width`.
-
-    An attribute that is None or False is left out.
-
-    >>> el("p", "1 < 2", el("b", "!"), class_="note", hidden=True, title=None)
-    '<p class="note" hidden>1 &lt; 2<b>!</b></p>'
-    """
-    written = ""
-    for name, value in attributes.items():
-        if value is None or value is False:
-            continue
-        name = name.rstrip("_").replace("_", "-")
-        written += f" {name}" if value is True else f' {name}="{_value(value)}"'
-    if tag in _VOID:
-        return Markup(f"<{tag}{written}>")
-    return Markup(f"<{tag}{written}>{join(*children)}</{tag}>")
+def render(template: str, **values: Any) -> Markup:
+    """Return a template of `templates/`, filled with these values."""
+    return Markup(_TEMPLATES.get_template(template).render(values))
 
 
-def _value(value: str | int | float) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else escape(str(value))
+def macros(template: str) -> Any:
+    """Return the macros of a template as attributes, to call them like functions."""
+    return _TEMPLATES.get_template(template).module
 
 
-def _render(child: Child) -> str:
-    match child:
-        case None:
-            return ""
-        case Markup() | int() | float():
-            return str(child)
-        case str():
-            return escape(child)
-    return "".join(_render(item) for item in child)
+def read_asset(name: str) -> str:
+    """Return the text of a file of `templates/`."""
+    return (files("unstale.observe.report") / "templates" / name).read_text(encoding="utf-8")
+
+
+_PARTS = macros("parts.html")
+
+
+def figure(
+    title: str,
+    about: str,
+    *content: Markup,
+    keys: Sequence[tuple[str, str]] = (),
+    class_: str = "",
+) -> Markup:
+    """Return a card with a title, an explanation, a legend of `(colour, name)` and its content."""
+    return _PARTS.figure(title, about, Markup().join(content), keys, class_)
+
+
+def gap(title: str, missing: str) -> Markup:
+    """Return a card that gives the reason why there is no plot."""
+    return _PARTS.gap(title, missing)
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[Any]], class_: str = "") -> Markup:
+    """Return a table that scrolls sideways where it is too wide."""
+    return _PARTS.table(head, rows, class_)

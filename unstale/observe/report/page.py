@@ -1,15 +1,36 @@
-"""Write the report of a run as one HTML page. Text of the run is escaped."""
+"""Write the report of a run as one HTML page. Missing data are reported, never hidden."""
 
 import base64
 import hashlib
-from importlib.resources import files
+import shlex
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from unstale.durability.run_folder import REPORT, write_whole
-from unstale.observe.report import audited, figures, sections, survivors
-from unstale.observe.report.gather import Gathered, gather
-from unstale.observe.report.markup import Markup, el, join
-from unstale.observe.report.timeline import pace, pace_of
+from markupsafe import Markup
+
+from unstale.config import RunConfig
+from unstale.config.routes import exact_routes
+from unstale.durability.run_folder import REPORT, Row, plain, write_whole
+from unstale.observe.report import figures, timeline
+from unstale.observe.report.audited import audit
+from unstale.observe.report.gather import Evaluation, Gathered, flatten, gather
+from unstale.observe.report.markup import read_asset, render
+from unstale.observe.report.survivors import trained_on
+from unstale.observe.report.transcripts import conversation
+from unstale.observe.report.words import (
+    NONE,
+    amount,
+    duration,
+    factor_names,
+    number,
+    percent,
+    semantics,
+)
+
+MAX_REASONS = 20
+CHOICES = ("early success", "early failure", "late success", "late failure")
 
 
 def write_report(run_folder: Path) -> Path:
@@ -23,63 +44,195 @@ def write_report(run_folder: Path) -> Path:
 def write_and_summarize(run_folder: Path) -> str:
     """Write the report and return its path, the bottleneck and the advice, as text."""
     run = gather(run_folder)
-    pace = pace_of(run)
+    pace = timeline.pace_of(run)
     return "\n".join(filter(None, (str(_write(run_folder, run)), pace.sentence, pace.advice)))
 
 
 def _write(run_folder: Path, run: Gathered) -> Path:
-    write_whole(run_folder / REPORT, render(run))
+    write_whole(run_folder / REPORT, _page(run))
     return run_folder / REPORT
 
 
-def render(run: Gathered) -> str:
-    """Return the page as text."""
+def _page(run: Gathered) -> str:
+    lags = figures.total_lags(run)
+    total = sum(lags.values())
+    age = sum(lag * count for lag, count in lags.items()) / total if total else None
+    have = {chosen.why for chosen in run.conversations}
     return document(
+        "run.html",
         run.name,
-        sections.header(run),
-        sections.tiles(run),
-        figures.learning(run),
-        sections.factors(run),
-        figures.staleness(run),
-        figures.two_factors(run),
-        audited.audit(run),
-        pace(run),
-        survivors.trained_on(run),
-        sections.conversations(run),
-        sections.forks(run),
-        sections.failures(run),
-        sections.reproduce(run),
+        run=run,
+        status=status,
+        outcome=_outcome(run),
+        facts=_facts(run),
+        tiles=_tiles(run, total),
+        figures=figures,
+        timeline=timeline,
+        meanings=_meanings(run),
+        sizes={
+            "D": _size("D", run.mean("correction/log_d_abs_mean")),
+            "S": _size("S", run.mean("objective/log_s_abs_mean")),
+        },
+        exact_routes=exact_routes(),
+        semantics=semantics(run.setting, run.mean("old_logps/exact_share")),
+        lags=lags,
+        mean_staleness=age,
+        ratios=" ".join(factor_names(run.route, exact=run.exact)),
+        audit=audit(run),
+        pace=timeline.pace_of(run),
+        trained_on=trained_on(run),
+        conversation=conversation,
+        not_found=[why for why in CHOICES if why not in have],
+        failures=[
+            [str(failure.get(name, NONE))[:300] for name in ("time", "task", "stage", "error")]
+            for failure in run.failures
+        ],
+        forks=_forks(run),
+        **_reproduction(run),
     )
 
 
-def document(title: str, *content: Markup | None) -> Markup:
-    """Return an HTML page with these sections. One of them contains the button `theme`."""
-    style, script = _asset("report.css"), _asset("report.js")
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src '{_digest(script)}'; "
-    policy += "base-uri 'none'; form-action 'none'"
-    head = el(
-        "head",
-        el("meta", charset="utf-8"),
-        el("meta", http_equiv="Content-Security-Policy", content=policy),
-        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        el("meta", name="color-scheme", content="light dark"),
-        el("meta", name="referrer", content="no-referrer"),
-        el("title", f"{title} · unstale"),
-        el("style", Markup(style)),
+def document(template: str, title: str, **values: Any) -> Markup:
+    """Return a page from a template that extends `base.html`."""
+    script = read_asset("report.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return render(
+        template,
+        title=title,
+        style=Markup(read_asset("report.css")),
+        script=Markup(script),
+        script_digest=f"sha256-{digest}",
+        **values,
     )
-    body = el(
-        "body",
-        el("main", *content),
-        el("div", id="tip", role="status", hidden=True),
-        el("script", Markup(script)),
-    )
-    return join(Markup("<!doctype html>\n"), el("html", head, body, lang="en"))
 
 
-def _asset(name: str) -> str:
-    return (files("unstale.observe.report") / name).read_text(encoding="utf-8")
+def status(run: Gathered) -> tuple[str, str]:
+    """Return the state of a run in words, and its colour."""
+    reason = run.stopped.get("reason", "no reason given")
+    if run.error:
+        return "failed", "bad"
+    if (run.planned and run.steps >= run.planned) or reason == "finished":
+        return "finished", "good"
+    if run.stopped:
+        return f"stopped: {str(reason)[:120]}", "plain"
+    return "not finished: still running, or killed", "plain"
 
 
-def _digest(script: str) -> str:
-    """Return the hash that allows this script in the page's content security policy."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+def _outcome(run: Gathered) -> Mapping[str, Any] | None:
+    """Return the success before and after training with a note, or None for too few steps."""
+    if run.evaluations:
+        first, last = run.evaluations[0], run.evaluations[-1]
+        if first is last:
+            note = f"success on held-out tasks after {first.step} steps (one evaluation)"
+            return {"shares": [_share(first)], "note": note}
+        tasks = f"{last.tasks} held-out tasks" if last.tasks else "held-out tasks"
+        begin = f"after {first.step} steps" if first.step else "before training"
+        note = f"success on {tasks}, {begin} and after {last.step} steps"
+        return {"shares": [_share(first), _share(last)], "note": note}
+    rollout = [value for _, value in run.series("rollout/success_rate")]
+    if len(rollout) < 2:
+        return None
+    few = max(1, min(5, len(rollout) // 2))
+    means = [sum(values) / few for values in (rollout[:few], rollout[-few:])]
+    note = f"rollout success, mean of the first and of the last {few} steps (no evaluation)"
+    return {"shares": [(percent(mean, 1), "") for mean in means], "note": note}
+
+
+def _share(evaluation: Evaluation) -> tuple[str, str]:
+    low, high = evaluation.interval
+    interval = f"95% interval {percent(low, 1)} to {percent(high, 1)}" if evaluation.tasks else ""
+    return percent(evaluation.success, 1), interval
+
+
+def _facts(run: Gathered) -> list[str]:
+    recipe = str(run.setting("recipe", "unknown recipe"))
+    env = str(run.setting("task.env", recipe))
+    return [
+        recipe,
+        *([env] if env != recipe else []),
+        f"seed {run.setting('seed', '?')}",
+        f"{run.steps} of {run.planned or '?'} steps",
+        duration(run.seconds),
+    ]
+
+
+def _tiles(run: Gathered, tokens: float) -> list[tuple[str, str, str]]:
+    """Return eight key figures: name, value and explanation."""
+    stalest = max((value for _, value in run.series("schedule/staleness_max")), default=None)
+    mixed = run.mean("schedule/mixed_version_share")
+    kept, clipped = run.mean("correction/kept_share"), run.mean("objective/clip_share")
+    return [
+        ("staleness, max", amount(stalest), f"bound {amount(run.bound)}"),
+        ("mixed versions", percent(mixed), "of the episodes"),
+        ("kept", percent(kept, 1), "of the tokens with an advantage"),
+        ("clipped", percent(clipped, 1), "of the tokens with an advantage"),
+        ("engine", amount(run.mean("engine/sampled_tokens_per_s")), "tokens per second"),
+        ("trainer", amount(run.mean("trainer/tokens_per_s")), "tokens per second"),
+        ("trained on", amount(tokens or None), "action tokens"),
+        ("failed", str(run.num_failures), "episodes"),
+    ]
+
+
+def _meanings(run: Gathered) -> tuple[str, str]:
+    """Return what D and S contain under the run's route."""
+    if run.exact:
+        return "discrepancy", "staleness"
+    if run.route == "rollout":
+        return "0 by construction", "discrepancy and staleness"
+    return "mixed", "remaining staleness"
+
+
+def _size(ratio: str, size: float | None) -> str:
+    return NONE if size is None else f"mean |log {ratio}| {amount(size)}"
+
+
+def _forks(run: Gathered) -> list[tuple[Any, ...]]:
+    """Return the most frequent reasons of forks, their number, and the first fork of each."""
+    firsts: dict[str, Row] = {}
+    for fork in run.forks:
+        firsts.setdefault(str(fork.get("reason"))[:300], fork)
+    counts = Counter(str(fork.get("reason"))[:300] for fork in run.forks)
+    names = ("episode", "parent", "at")
+    return [
+        (reason, count, *(str(firsts[reason].get(name, NONE)) for name in names))
+        for reason, count in counts.most_common(MAX_REASONS)
+    ]
+
+
+def _reproduction(run: Gathered) -> dict[str, Any]:
+    """Return the command of a run, the facts about its start and all its options."""
+    command = run.started.get("command")
+    known = ("kind", "time", "command")
+    defaults = _defaults()
+    return {
+        "command": command if isinstance(command, str) else command_of(run.config),
+        "started": [
+            (name, _written(value)) for name, value in run.started.items() if name not in known
+        ],
+        "options": [
+            (name, _written(value), name in defaults and defaults[name] != value)
+            for name, value in flatten(run.config).items()
+        ],
+    }
+
+
+def command_of(config: Mapping[str, Any]) -> str:
+    """Return a command that sets every option that is not at its default.
+
+    >>> command_of({"recipe": "retail", "seed": 3, "schedule": {"max_staleness": 1}, "name": "a b"})
+    'unstale train retail --seed 3 --schedule.max_staleness 1'
+    """
+    defaults = _defaults()
+    words = ["unstale", "train", str(config.get("recipe", "RECIPE"))]
+    for name, value in flatten(config).items():
+        if name not in ("recipe", "name", "runs") and name in defaults and defaults[name] != value:
+            words += [f"--{name}", _written(value)]
+    return shlex.join(words)
+
+
+def _defaults() -> dict[str, Any]:
+    return flatten(plain(RunConfig(recipe="")))
+
+
+def _written(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) and number(value) is not None else str(value)

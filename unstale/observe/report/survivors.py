@@ -1,8 +1,9 @@
 """Compare the generated episodes with those trained on, for the page and the terminal."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from markupsafe import Markup
 from rich.box import SIMPLE
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -10,11 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from unstale.durability.run_folder import Row
-from unstale.observe.report.figures import figure, gap
 from unstale.observe.report.gather import Gathered
-from unstale.observe.report.markup import Markup, el
-from unstale.observe.report.plots import Axis, Series, legend, line_plot
-from unstale.observe.report.sections import section
+from unstale.observe.report.markup import figure, gap, render, table
+from unstale.observe.report.plots import Axis, Series, line_plot
 from unstale.observe.report.words import (
     FATES,
     NONE,
@@ -41,14 +40,8 @@ HEAD = ("", "attempts", "tokens", QUANTILES, "turns", QUANTILES, "success", "rew
 
 def trained_on(run: Gathered) -> Markup:
     """Render the attempts of each environment, by outcome and length."""
-    places = _rows(run.survivors.get("places"))[:MAX_PLACES]
-    if not places:
-        return section("who", TITLE, None, el("p", _missing(run.survivors), class_="gap"))
-    lead = (
-        "All attempts at episodes, by outcome. No attempt is dropped for being long or slow. But "
-        "if long attempts fail more often, training is biased towards short ones."
-    )
-    return section("who", TITLE, lead, *(card for place in places for card in _place(place)))
+    places = [_place(place) for place in _rows(run.survivors.get("places"))[:MAX_PLACES]]
+    return render("survivors.html", title=TITLE, places=places, missing=_missing(run.survivors))
 
 
 def _missing(survivors: Mapping[str, Any]) -> str:
@@ -59,7 +52,7 @@ def _missing(survivors: Mapping[str, Any]) -> str:
     return "Not known: `unstale report` writes survivors.json for a run with a journal."
 
 
-def table(survivors: Mapping[str, Any]) -> RenderableType:
+def terminal_table(survivors: Mapping[str, Any]) -> RenderableType:
     """Render the attempts of all environments for a terminal."""
     shown = Table(title=TITLE, title_justify="left", title_style="bold", box=SIMPLE)
     for column in TERMINAL:
@@ -113,23 +106,20 @@ def _figures(kind: Mapping[str, Any]) -> list[str]:
     return [*figures, percent(success, 1), amount(number(kind.get("reward")))]
 
 
-def _place(place: Mapping[str, Any]) -> list[Markup]:
-    sentence, biased = survivorship(place)
+def _place(place: Mapping[str, Any]) -> dict[str, Any]:
     name = _name(place)
-    note = censored(place)
-    about = f"{_groups(place)} Means and quantiles of sampled tokens and of turns. Lost attempts "
-    about += "count with the length that they reached."
-    return [
-        figure(
-            f"{name}: all attempts",
-            about,
-            _table(HEAD, rows(place)),
-            el("p", sentence, class_="warning" if biased else "quiet"),
-            el("p", note, class_="quiet") if note else None,
-            class_="full",
-        ),
-        el("div", _lengths(place, name), _kept(place), class_="grid-2"),
-    ]
+    sentence, biased = survivorship(place)
+    return {
+        "name": name,
+        "about": f"{_groups(place)} Means and quantiles of sampled tokens and of turns. Lost "
+        "attempts count with the length that they reached.",
+        "table": table(HEAD, rows(place), "results"),
+        "sentence": sentence,
+        "biased": biased,
+        "note": censored(place),
+        "lengths": _lengths(place, name),
+        "kept": _kept(place),
+    }
 
 
 def _groups(place: Mapping[str, Any]) -> str:
@@ -139,12 +129,6 @@ def _groups(place: Mapping[str, Any]) -> str:
     counts = {name: number(groups.get(name)) or 0.0 for name in GROUPS}
     parts = [f"{count:,.0f} {GROUPS[name]}" for name, count in counts.items() if count]
     return f"{sum(counts.values()):,.0f} groups were started: {', '.join(parts) or 'none'}."
-
-
-def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> Markup:
-    names = el("tr", [el("th", name) for name in head])
-    rows = [el("tr", [el("td", text) for text in row]) for row in body]
-    return el("div", el("table", el("thead", names), el("tbody", rows)), class_="scroll results")
 
 
 def _lengths(place: Mapping[str, Any], name: str) -> Markup:
@@ -166,10 +150,10 @@ def _lengths(place: Mapping[str, Any], name: str) -> Markup:
     ]
     x = Axis(label="sampled tokens, at most", low=0, high=max(points[-1][0], 1.0), whole=True)
     y = Axis(label="", low=0, high=1, show=percent)
-    keys = legend(("engine", "all finished"), ("trainer", "trained on"))
     about = "Share of attempts up to each length. If the trained-on line lies to the left, "
     about += "training is biased towards short attempts."
-    return figure(title, about, keys, line_plot(lines, x, y, label=f"{title}: {name}"))
+    keys = [(line.colour, line.name) for line in lines]
+    return figure(title, about, line_plot(lines, x, y, label=f"{title}: {name}"), keys=keys)
 
 
 def _curve_points(curve: Any) -> Iterator[tuple[float, float, float]]:
@@ -203,4 +187,4 @@ def _kept(place: Mapping[str, Any]) -> Markup:
     head = ("tokens", "ended", "trained on", "waiting", "lost", "trained", "kept")
     about = "Quartiles of the finished attempts by length. Kept: trained on or waiting. A kept "
     about += "share that falls with length is a bias."
-    return figure(title, about, _table(head, body))
+    return figure(title, about, table(head, body, "results"))

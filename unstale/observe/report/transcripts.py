@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from markupsafe import Markup
+
 from unstale.observe.report.gather import Chosen, succeeded
-from unstale.observe.report.markup import Markup, el, join
+from unstale.observe.report.markup import render
 from unstale.observe.report.words import number
 
 MAX_TEXT = 6_000
@@ -37,20 +39,32 @@ class TurnText:
     role: str
     utterances: tuple[Utterance, ...]
 
+    @property
+    def text(self) -> str:
+        return "".join(utterance.text for utterance in self.utterances)
+
+    @property
+    def speaker(self) -> str:
+        return _ROLES.get(self.role, self.role or "environment")
+
+    @property
+    def kind(self) -> str:
+        return self.role if self.role in _ROLES else "tool"
+
+    @property
+    def summary(self) -> str:
+        """Return the beginning of a text that is folded, and an empty string for others."""
+        folded = self.role == "system" and len(self.text) > 300
+        return f"{self.text[:120].strip()} …" if folded else ""
+
 
 def conversation(chosen: Chosen, *, opened: bool) -> Markup:
     """Render one conversation, folded unless `opened`."""
     record = chosen.record
     turns = list(_turns(record.get("turns")))
-    order = sorted(
-        {
-            utterance.version
-            for turn in turns
-            for utterance in turn.utterances
-            if utterance.version is not None
-        }
+    versions = sorted(
+        {part.version for turn in turns for part in turn.utterances if part.version is not None}
     )
-    won = succeeded(record)
     facts = [
         f"step {record.get('step', '?')}",
         str(record.get("task", "task unknown")),
@@ -58,31 +72,17 @@ def conversation(chosen: Chosen, *, opened: bool) -> Markup:
         f"{record.get('num_tokens', '?')} tokens",
         f"ended by {record.get('stop', '?')}",
     ]
-    keys = [el("span", f"version {version}", class_=_colour(version, order)) for version in order]
-    head = el(
-        "summary",
-        el("b", chosen.why.capitalize(), class_="won" if won else "lost"),
-        el("span", " · ".join(facts), class_="quiet"),
-    )
-    shown = [_turn(turn, order) for turn in turns[:MAX_TURNS]]
-    if len(turns) > MAX_TURNS:
-        shown.append(
-            el(
-                "p",
-                f"{len(turns) - MAX_TURNS} more turns: unstale export-trajectories --content text",
-                class_="quiet",
-            )
-        )
-    if not shown:
-        shown.append(el("p", "This record holds no turns.", class_="gap"))
-    sampled_by = el("p", "Sampled by ", keys, class_="versions") if keys else None
-    return el(
-        "details",
-        head,
-        sampled_by,
-        el("div", shown, class_="chat"),
-        class_="conversation",
-        open=opened,
+    return render(
+        "conversation.html",
+        why=chosen.why.capitalize(),
+        won=succeeded(record),
+        facts=facts,
+        opened=opened,
+        colours={version: f"version-{i % 6}" for i, version in enumerate(versions)},
+        turns=turns[:MAX_TURNS],
+        num_more=max(0, len(turns) - MAX_TURNS),
+        passages=_passages,
+        max_text=MAX_TEXT,
     )
 
 
@@ -126,51 +126,32 @@ def _split_by_speaker(role: str, text: str) -> Iterator[TurnText]:
             yield TurnText(speaker, (Utterance(words.strip("\n"), None, 0),))
 
 
-def _turn(turn: TurnText, order: Sequence[int]) -> Markup:
-    name = _ROLES.get(turn.role, turn.role or "environment")
-    kind = turn.role if turn.role in _ROLES else "tool"
-    body = _body(turn, order)
-    text = "".join(utterance.text for utterance in turn.utterances)
-    if turn.role == "system" and len(text) > 300:
-        body = el("details", el("summary", f"{text[:120].strip()} …"), body)
-    return el(
-        "div", el("div", name, class_="who"), el("div", body, class_="words"), class_=f"turn {kind}"
-    )
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """The text of one source in a turn, cut where a call, a thought or a special token begins."""
+
+    utterance: Utterance
+    cuts: list[tuple[str, str]]
+    """Text and class of each part."""
+    before: int | None
+    """Version that was replaced here in the middle of a completion, or None."""
 
 
-def _body(turn: TurnText, order: Sequence[int]) -> Markup:
-    """Render a turn's text, split where the version changes or a call begins or ends."""
-    text = "".join(utterance.text for utterance in turn.utterances)
+def _passages(turn: TurnText) -> Iterator[Passage]:
+    text = turn.text
     kinds: list[tuple[int, str]] = []
     for match in _PARTS.finditer(text[:MAX_TEXT]):
         kinds += _kinds(match.group(), match.start())
-    parts: list[Markup] = []
     start = 0
     previous: int | None = None
     for utterance in turn.utterances:
-        version = utterance.version
         end = min(start + len(utterance.text), MAX_TEXT)
-        if previous is not None and version is not None and version != previous:
-            parts.append(_interruption(previous, version))
-        cuts = [start, *(at for at, _ in kinds if start < at < end), end]
-        runs = [_run(text[a:b], _at(kinds, a)) for a, b in pairwise(cuts) if a < b]
+        ends = [start, *(at for at, _ in kinds if start < at < end), end]
+        cuts = [(text[a:b], _at(kinds, a)) for a, b in pairwise(ends) if a < b]
+        replaced = utterance.version is not None and previous not in (None, utterance.version)
+        yield Passage(utterance, cuts, previous if replaced else None)
         start = end
-        if version is None:
-            parts += runs
-            continue
-        about = f"version {version}, {utterance.num_tokens} tokens"
-        colour = _colour(version, order)
-        parts.append(el("span", runs, class_=f"run {colour}", title=about, data_tip=about))
-        previous = version
-    if len(text) > MAX_TEXT:
-        parts.append(el("span", f" … {len(text) - MAX_TEXT:,} more characters", class_="quiet"))
-    return join(parts)
-
-
-def _interruption(before: int, after: int) -> Markup:
-    text = "Generation was interrupted here by new weights: "
-    text += f"version {after} continued after version {before}"
-    return el("span", f"v{before} → v{after}", class_="interruption", title=text, data_tip=text)
+        previous = previous if utterance.version is None else utterance.version
 
 
 def _kinds(text: str, start: int) -> list[tuple[int, str]]:
@@ -194,11 +175,3 @@ def _at(kinds: Sequence[tuple[int, str]], position: int) -> str:
         if start <= position:
             kind = name
     return kind
-
-
-def _run(text: str, kind: str) -> Markup:
-    return el("span", text, class_=kind) if kind else join(text)
-
-
-def _colour(version: int, order: Sequence[int]) -> str:
-    return f"version-{order.index(version) % 6}"
