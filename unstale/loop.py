@@ -14,7 +14,8 @@ run. A failed episode does not: it is data.
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,7 +31,7 @@ from unstale.rollout import Evaluation, GroupRollout
 from unstale.rollout.episode import require_finished
 from unstale.rollout.metrics import describe, describe_advantages
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue, measure_staleness
-from unstale.rollout.timeouts import reraise_after, run_to_completion
+from unstale.rollout.timeouts import run_to_completion
 from unstale.trainer import AuditObserver, Trainer
 from unstale.trainer.threads import WorkerThread
 from unstale.weights.publish import Publisher
@@ -249,12 +250,17 @@ class Publication:
         """Wait until everything is done and the weights may move. Raise the publication's error."""
         await self._task
 
-    def finish_before_errors(self) -> reraise_after:
-        """Return a context that finishes this publication before it passes on an error.
+    @asynccontextmanager
+    async def finish_before_errors(self) -> AsyncIterator[None]:
+        """Wait for this publication before an error leaves the context.
 
         So a batch that fails cannot lose the step before it.
         """
-        return reraise_after(self._task)
+        try:
+            yield
+        except Exception:
+            await self._task
+            raise
 
     async def _publish(self) -> None:
         run = self._run

@@ -220,7 +220,8 @@ class Harness:
         if self.draw.random() < 0.1:
             self.speak(branch, self.sample())
             self.given_up = history, tools
-            return self.conversation.abandon(branch)
+            branch.pending = False
+            return
         ended = self.draw.random() < 0.7
         self.speak(branch, self.sample() + [self.draw.choice(self.chat.stop_tokens)] * ended)
         tokens = flat(branch.pieces[since:])
@@ -238,8 +239,8 @@ class Harness:
         if not asked.fork:
             return
         self.forks += 1
-        assert asked.fork.reason and not asked.branch.pieces
-        parent = self.conversation.branches[asked.fork.parent]
+        assert asked.fork.difference and not asked.branch.pieces
+        parent = asked.fork.branch
         if asked.fork.exchanges:
             shared = flat(parent.pieces[: parent.exchanges[asked.fork.exchanges - 1].end])
             assert flat(asked.context)[: len(shared)] == shared

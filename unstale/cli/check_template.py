@@ -323,7 +323,7 @@ def _recognizes(chat: Chat, messages: Messages) -> Problem | None:
         place = conversation.ask(wire.read_chat(body, temperature=1.0).call)
         if place.fork:
             return Problem(
-                f"an answer that is sent back unchanged begins a branch: {place.fork.reason}"
+                f"an answer that is sent back unchanged begins a branch: {place.fork.difference}"
             )
         place.branch.pieces.extend(place.context)
         if at < len(messages):

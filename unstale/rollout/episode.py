@@ -174,9 +174,9 @@ class Rollout:
             try:
                 trajectory = await self.attempt(transcript, task, env_seed)
             except (EpisodeFailed, NotReplayed) as error:
-                failure = _failure(error, task, transcript.all_pieces)
+                failure = failure_of(error, task, transcript.all_pieces)
             else:
-                transcript.writer.write_outcome(trajectory)
+                transcript.write_outcome(trajectory)
                 self._outcomes.append(True)
                 return trajectory
             if transcript.replaying:
@@ -187,7 +187,7 @@ class Rollout:
                 )
                 self.on_restart(number, failure)
                 continue
-            transcript.writer.write_outcome(failure)
+            transcript.write_outcome(failure)
             failures += 1
             final = failures > self.config.retries
             self.on_failure(number, failure, final)
@@ -297,7 +297,8 @@ def _group(request: GroupRequest, results: Sequence[Trajectory | Failure | None]
     )
 
 
-def _failure(error: EpisodeFailed | NotReplayed, task: Task, pieces: Sequence[Piece]) -> Failure:
+def failure_of(error: EpisodeFailed | NotReplayed, task: Task, pieces: Sequence[Piece]) -> Failure:
+    """Return the record of a failed attempt with these pieces."""
     replayed = isinstance(error, EpisodeFailed)
     cause = error.__cause__ if replayed else error
     sampled = [piece for piece in pieces if isinstance(piece, Sampled)]

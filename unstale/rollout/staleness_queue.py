@@ -1,13 +1,14 @@
-"""A queue that bounds staleness, and the pieces that wait to be trained on.
+"""A queue that bounds staleness, and the sampled pieces that no batch has consumed.
 
-`StalenessQueue` holds budget, order and look-ahead window in one object, because the staleness
-bound needs all three (derivation: docs/staleness.md).
+The queue holds budget, order and look-ahead window in one object, because the staleness bound
+needs all three (derivation: docs/staleness.md).
 """
 
 import asyncio
+from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from heapq import heappop, heappush
+from operator import itemgetter
 
 from torch import Tensor
 
@@ -22,15 +23,15 @@ class QueueExhausted(RuntimeError):
 
 
 class StalenessQueue:
-    """A queue of groups in admission order, at most `(max_staleness + 1) * groups_per_step` live.
+    """A queue of groups, numbered by position in the order in which they are admitted.
 
-    A group takes a ticket before its work begins. `release` returns the tickets of a batch once
-    every engine holds the version that the batch led to. `take` returns groups from the
-    `lookahead_window` oldest positions, the oldest finished ones first; a window of 1 is strict
-    admission order.
+    A group takes a ticket before its work begins, and there are `(max_staleness + 1) *
+    groups_per_step` tickets. `release` returns the tickets of a batch once every engine holds the
+    version that was trained on it. Until then `admit` waits.
 
-    `admit` waits for a ticket: `release` unblocks it. `take` waits for finished groups: their work
-    unblocks it. A group costs O(log live).
+    `take` waits for finished groups and returns the oldest. It may skip unfinished ones, but takes
+    only positions less than `lookahead_window` after the oldest unfinished group: a window of 1 is
+    strict admission order.
     """
 
     def __init__(
@@ -45,10 +46,8 @@ class StalenessQueue:
         self._num_admitted = 0
         self._unfinished: OrderedDict[int, None] = OrderedDict()
         """Positions of groups at work, the oldest first."""
-        self._within: list[tuple[int, Group]] = []
-        """A heap of the finished groups that the window reaches."""
-        self._beyond: list[tuple[int, Group]] = []
-        """A heap of the other finished groups."""
+        self._finished: list[tuple[int, Group]] = []
+        """Finished groups that are not taken yet, by position."""
         self._ticket_free = asyncio.Event()
         self._batch_ready = asyncio.Event()
         self._closed = ""
@@ -61,7 +60,7 @@ class StalenessQueue:
     @property
     def num_finished(self) -> int:
         """Number of groups that wait to be taken."""
-        return len(self._beyond) + len(self._within)
+        return len(self._finished)
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -70,15 +69,16 @@ class StalenessQueue:
         }
 
     def restore(self, admitted: int, open_positions: Sequence[int]) -> None:
-        """Restore the positions of a resumed run. The open ones have to be readmitted."""
+        """Restore a queue that had admitted so many groups. Call `readmit` for each open one."""
         self._num_admitted = admitted
         self._unfinished = OrderedDict.fromkeys(sorted(open_positions))
 
     async def readmit(self, position: int, start: StartGroup, tasks: asyncio.TaskGroup) -> None:
-        """Wait for a ticket for a restored position, then start its group.
+        """Wait for a ticket, then start the group of a restored position.
 
-        After a resume there may be more groups than tickets, because their batches were lost.
-        Groups without a ticket wait: tokens sampled now would be too old when they are taken.
+        A resume may restore more groups than there are tickets, because training steps were lost
+        and their groups are open again. A group without a ticket waits: tokens sampled now would be
+        too old when it is taken.
         """
         await self._take_ticket()
         tasks.create_task(self._run(position, start))
@@ -97,30 +97,41 @@ class StalenessQueue:
         self._num_live += 1
 
     def close(self, reason: str) -> None:
-        """Declare that no more groups will be admitted: `take` fails with the reason."""
+        """Declare that no more groups will be admitted.
+
+        A `take` that can then not be completed raises `QueueExhausted` with the reason.
+        """
         self._closed = reason
         self._batch_ready.set()
 
     async def _run(self, position: int, start: StartGroup) -> None:
         group = await start()
         del self._unfinished[position]
-        heappush(self._beyond, (position, group))
-        reach = next(iter(self._unfinished), self._num_admitted) + self.lookahead_window
-        while self._beyond and self._beyond[0][0] < reach:
-            heappush(self._within, heappop(self._beyond))
-        if len(self._within) >= self.groups_per_step:
+        insort(self._finished, (position, group), key=itemgetter(0))
+        if self._is_batch_ready():
             self._batch_ready.set()
 
+    def _is_batch_ready(self) -> bool:
+        """Return True if the window holds enough finished groups for a batch."""
+        reach = next(iter(self._unfinished), self._num_admitted) + self.lookahead_window
+        return bisect_left(self._finished, reach, key=itemgetter(0)) >= self.groups_per_step
+
     async def take(self) -> list[Group]:
-        """Return the next `groups_per_step` groups. Raises `QueueExhausted` if none can come."""
-        while len(self._within) < self.groups_per_step:
+        """Return the next `groups_per_step` groups.
+
+        Raises `QueueExhausted` if too few are open and no more can be admitted.
+        """
+        while not self._is_batch_ready():
             self._require_prospects()
             self._batch_ready.clear()
             await self._batch_ready.wait()
         self._num_unreleased += self.groups_per_step
-        return [heappop(self._within)[1] for _ in range(self.groups_per_step)]
+        batch = self._finished[: self.groups_per_step]
+        del self._finished[: self.groups_per_step]
+        return [group for _, group in batch]
 
     def _require_prospects(self) -> None:
+        """Raise `QueueExhausted` if waiting cannot complete a batch."""
         if self.num_open >= self.groups_per_step:
             return
         reason = self._closed
@@ -136,7 +147,7 @@ class StalenessQueue:
             )
 
     def release(self) -> None:
-        """Return the tickets of the oldest batch taken, once all engines hold its version."""
+        """Return the tickets of the oldest batch taken, once all engines hold its weights."""
         count = min(self._num_unreleased, self.groups_per_step)
         self._num_live -= count
         self._num_unreleased -= count
@@ -144,9 +155,9 @@ class StalenessQueue:
 
 
 class PendingPieces:
-    """The pieces that were sampled and not yet trained on, by version and episode.
+    """The sampled pieces that no batch has consumed, by version and episode.
 
-    Routes may still have to score pieces of these versions.
+    Their versions must be kept: the old log-probabilities of these pieces may still be needed.
     """
 
     def __init__(self) -> None:
@@ -156,7 +167,7 @@ class PendingPieces:
         self._pieces.setdefault(piece.piece.version, {}).setdefault(piece.episode, []).append(piece)
 
     def discard(self, episodes: Collection[int]) -> None:
-        """Remove the pieces of episodes that were trained on or given up."""
+        """Remove the pieces of episodes that were trained on or that failed."""
         for version in self.versions:
             by_episode = self._pieces[version]
             for episode in episodes:
@@ -190,7 +201,7 @@ def measure_staleness(
 ) -> dict[str, object]:
     """Return the staleness metrics of a batch. Raises `StalenessError` beyond `bound`.
 
-    `lag` is the staleness of each token in versions, `[T]`, from `Policy.lag`.
+    `lag` is the staleness of each token, `[T]`: how many versions older than the policy it is.
     """
     ages = Counter(lag[batch.sampled].tolist())
     oldest = max(ages, default=0)

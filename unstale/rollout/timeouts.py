@@ -7,13 +7,14 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 
 CANCEL_INTERVAL_S = 1.0
-"""Seconds between two cancellations of a task that ignored the first."""
+"""Seconds between two cancellations of a task."""
 
 
 class PersistentTimeout:
-    """A time-out that repeats its cancellation: code in the task may swallow the first.
+    """A context that raises TimeoutError after `timeout_s`, like `asyncio.timeout`.
 
-    It uses one timer and leaves no reference cycle, so it needs no garbage collector.
+    It repeats the cancellation of its task, because an environment's code may swallow the first.
+    It leaves no reference cycle for the garbage collector.
     """
 
     __slots__ = ("_loop", "_num_cancelled", "_timer", "task")
@@ -34,7 +35,7 @@ class PersistentTimeout:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        """Raise TimeoutError for its own cancellation, unless others cancelled the task too."""
+        """Raise TimeoutError if this timer alone cancelled the task."""
         self._timer.cancel()
         for _ in range(self._num_cancelled):
             self.task.uncancel()
@@ -43,26 +44,11 @@ class PersistentTimeout:
             raise TimeoutError from error
 
 
-class reraise_after:
-    """A context that delays an error until `work` is done. An error of `work` replaces it.
-
-    A cancellation is raised at once.
-    """
-
-    __slots__ = ("_work",)
-
-    def __init__(self, work: asyncio.Task[None]) -> None:
-        self._work = work
-
-    async def __aenter__(self) -> None: ...
-
-    async def __aexit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if isinstance(error, Exception):
-            await self._work
-
-
 async def run_to_completion(work: Coroutine[Any, Any, _T]) -> _T:
-    """Run `work` to its end before a cancellation takes effect. Only a second one interrupts it."""
+    """Return the result of `work`. If the caller is cancelled, first wait for the end of `work`.
+
+    Only a second cancellation of the caller does not wait.
+    """
     task = asyncio.create_task(work)
     try:
         return await asyncio.shield(task)
@@ -72,7 +58,7 @@ async def run_to_completion(work: Coroutine[Any, Any, _T]) -> _T:
 
 
 def first_error(group: BaseException) -> BaseException:
-    """Return the first error of nested exception groups: the task that failed first."""
+    """Return the error of the task that failed first, out of nested exception groups."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

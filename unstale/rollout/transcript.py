@@ -7,8 +7,7 @@ is replayed first: the environment or agent has to produce the same text again.
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from unstale.envs import Resumable
 from unstale.records import (
@@ -57,42 +56,15 @@ class NullWriter:
     def write_restart(self, reason: str, *, turns: int, sampled_tokens: int) -> None: ...
 
 
-class BranchWriter:
-    """The writer of a branch. It opens with the first reply, so empty branches are not recorded."""
-
-    def __init__(self, open_writer: Callable[[], EpisodeWriter], *, closed: bool = False) -> None:
-        self._open = open_writer
-        self._writer: EpisodeWriter | None = None
-        self._unwritten: list[tuple[int, Piece]] = []
-        self._closed = closed
-
-    def write_piece(self, position: int, piece: Piece) -> None:
-        self._unwritten.append((position, piece))
-        if self._writer is None and isinstance(piece, ContextPiece):
-            return
-        self._writer = self._writer or self._open()
-        for place, waiting in self._unwritten:
-            self._writer.write_piece(place, waiting)
-        self._unwritten.clear()
-
-    def write_snapshot(self, num_pieces: int, state: str) -> None: ...
-
-    def write_outcome(self, outcome: Trajectory | Failure) -> None:
-        if not self._closed:
-            self._writer = self._writer or self._open()
-            self._writer.write_outcome(outcome)
-
-    def write_restart(self, reason: str, *, turns: int, sampled_tokens: int) -> None:
-        """Do nothing: the attempt is restarted, not its branch."""
-
-
 class Transcript:
-    """The pieces of one attempt in one context, and the branches that diverged from it.
+    """The pieces of one attempt at an episode, and its branches.
 
-    With a `record`, its pieces are replayed first. `on_piece` gets each newly sampled piece.
+    A branch is a conversation of the same attempt with another context, which begins when an
+    external agent edits its history. The pieces of `record` are replayed first. `on_piece` is
+    called with each newly sampled piece.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - two of them are callbacks
         self,
         episode: int,
         seed: int,
@@ -100,6 +72,7 @@ class Transcript:
         *,
         record: EpisodeRecord | None = None,
         on_piece: Callable[[PendingPiece], None] = lambda piece: None,
+        is_branch: bool = False,
     ) -> None:
         self.episode = episode
         self.seed = seed
@@ -107,26 +80,37 @@ class Transcript:
         self.pieces: list[Piece] = []
         self.tokens: list[int] = []
         """Tokens of all pieces. The list only ever grows."""
-        self.writer: EpisodeWriter = open_writer(
-            episode=episode, seed=seed, again=record is not None
-        )
+        self.branches: list[Transcript] = []
+        self.writer: EpisodeWriter = NullWriter(episode=episode, seed=seed)
         self._open_writer = open_writer
         self._on_piece = on_piece
         self._recorded = deque(record.pieces if record else ())
+        """Pieces left to replay."""
         self._snapshot = record.snapshot if record else None
-        self.branches: list[Transcript] = []
+        self._has_outcome = record is not None and record.outcome is not None
+        self._opens_at_reply = is_branch and record is None
+        """A branch is recorded from its first reply on, so that one without replies is not."""
+        if not self._opens_at_reply:
+            self._open(again=record is not None)
         for branch in record.branches if record else ():
             self.add_branch(branch.episode, branch)
 
+    def _open(self, *, again: bool) -> None:
+        self.writer = self._open_writer(episode=self.episode, seed=self.seed, again=again)
+        for position, piece in enumerate(self.pieces):
+            self.writer.write_piece(position, piece)
+        self._opens_at_reply = False
+
     def add_branch(self, episode: int, record: EpisodeRecord | None = None) -> "Transcript":
         """Begin a branch with its own sampling noise, written as an episode of this number."""
-        seed = derive_seed(self.seed, "branch", len(self.branches) + 1)
-        closed = record is not None and record.outcome is not None
-
-        def open_writer(**options: Any) -> EpisodeWriter:
-            return BranchWriter(partial(self._open_writer, **options), closed=closed)
-
-        branch = Transcript(episode, seed, open_writer, record=record, on_piece=self._on_piece)
+        branch = Transcript(
+            episode,
+            derive_seed(self.seed, "branch", len(self.branches) + 1),
+            self._open_writer,
+            record=record,
+            on_piece=self._on_piece,
+            is_branch=True,
+        )
         self.branches.append(branch)
         return branch
 
@@ -134,6 +118,10 @@ class Transcript:
     def replaying(self) -> bool:
         """True if recorded pieces are left to replay, here or in a branch."""
         return bool(self._recorded) or any(branch.replaying for branch in self.branches)
+
+    @property
+    def has_reply(self) -> bool:
+        return any(isinstance(piece, Sampled) for piece in self.pieces)
 
     @property
     def all_pieces(self) -> list[Piece]:
@@ -150,10 +138,9 @@ class Transcript:
         num_pieces, state = self._snapshot
         turn_rewards, env_state = json.loads(state)
         await env.resume(env_state)
-        rewards = [*turn_rewards]
         for _ in range(num_pieces):
             self._replay()
-        return rewards
+        return [*turn_rewards]
 
     def save_snapshot(self, env: Resumable, turn_rewards: Sequence[float]) -> None:
         """Write the environment's state, unless pieces are still being replayed."""
@@ -186,12 +173,20 @@ class Transcript:
             raise NotReplayed(f"{len(self._recorded)} recorded pieces were not requested")
 
     def append(self, piece: Piece) -> None:
-        """Write a new piece, add it, and announce it if it was sampled."""
+        """Write a new piece and add it."""
+        if self._opens_at_reply and isinstance(piece, Sampled):
+            self._open(again=False)
         self.writer.write_piece(len(self.pieces), piece)
         start = len(self.tokens)
         self._add(piece)
         if isinstance(piece, Sampled):
             self._on_piece(PendingPiece(self.episode, self.tokens, start, piece))
+
+    def write_outcome(self, outcome: Trajectory | Failure) -> None:
+        """Write the outcome of the attempt, unless an outcome is on record."""
+        if not self._has_outcome:
+            self.writer.write_outcome(outcome)
+            self._has_outcome = True
 
     def _replay(self) -> None:
         self._add(self._recorded.popleft())

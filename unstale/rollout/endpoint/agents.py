@@ -7,11 +7,11 @@ from typing import Any, cast
 
 from unstale.envs import EnvError, Turn, combine_rewards
 from unstale.envs.external import ExternalEnv
-from unstale.records import Failure, Sampled, Task, Trajectory, count_turns
+from unstale.records import Stop, Task, Trajectory
 from unstale.rollout.endpoint.server import RecordingEndpoint
 from unstale.rollout.endpoint.session import AgentSession
-from unstale.rollout.episode import EpisodeFailed, Rollout, stage
-from unstale.rollout.transcript import NotReplayed, NullWriter, Transcript
+from unstale.rollout.episode import EpisodeFailed, Rollout, failure_of, stage
+from unstale.rollout.transcript import NotReplayed, Transcript
 
 
 class AgentRollout(Rollout):
@@ -47,76 +47,44 @@ class AgentRollout(Rollout):
             except EpisodeFailed as error:
                 failed = error
         try:
-            return _trajectory(transcript, session, task, turn, failed)
+            if session.broken:
+                raise NotReplayed(session.broken)
+            if failed and session.stop == "done":
+                raise failed
+            # An agent may fail because a limit refused its call: that ends the episode, no more.
+            return _trajectory(session, task, turn, stop=session.stop if failed else "done")
         except (EpisodeFailed, NotReplayed) as error:
-            stage_name = str(error) if isinstance(error, EpisodeFailed) else "replay"
+            reason = "the attempt that it is a branch of failed"
             for branch in transcript.branches:
-                self.on_failure(branch.episode, _lost_branch(branch, task, stage_name), False)
+                failure = replace(failure_of(error, task, branch.all_pieces), error=reason)
+                self.on_failure(branch.episode, failure, False)
             raise
         finally:
             failed = None  # its traceback refers to this frame: a reference cycle
 
 
-def _trajectory(
-    transcript: Transcript,
-    session: AgentSession,
-    task: Task,
-    turn: Turn,
-    failed: EpisodeFailed | None,
-) -> Trajectory:
-    """Return the attempt as a trajectory with branches.
-
-    An agent may fail because a limit refused its call: its episode then ends there, without reward.
-    """
-    if session.broken:
-        raise NotReplayed(session.broken)
-    if failed and session.stop == "done":
-        try:
-            raise failed
-        finally:
-            del failed  # its traceback refers to this frame: a reference cycle
-    for each in session.transcripts:
-        each.require_replayed()
-    with_replies = [
-        each
-        for each in session.transcripts
-        if any(isinstance(piece, Sampled) for piece in each.pieces)
-    ]
-    if not with_replies:
+def _trajectory(session: AgentSession, task: Task, turn: Turn, *, stop: Stop) -> Trajectory:
+    """Return the attempt as a trajectory with its branches, and write their outcomes."""
+    for transcript in session.transcripts:
+        transcript.require_replayed()
+    num_with_reply = sum(transcript.has_reply for transcript in session.transcripts)
+    if not num_with_reply:
         raise EpisodeFailed("agent") from EnvError("the agent ended without an answer to any call")
-    blank = Trajectory(
-        pieces=(),
-        rewards=turn.rewards,
-        stop=session.stop if failed else "done",
-        task=task,
-        seed=transcript.seed,
-        facts={**turn.facts, "branches": float(len(with_replies) - 1)},
-    )
-    branches = []
-    for branch in transcript.branches:
-        if branch in with_replies:
-            trajectory = _fill(blank, branch)
-            branch.writer.write_outcome(trajectory)
-            branches.append(trajectory)
-    main = replace(_fill(blank, transcript), branches=tuple(branches))
-    if transcript not in with_replies:
-        # The record of the attempt ends here; a branch takes its place in the group.
-        transcript.writer.write_outcome(main)
-        transcript.writer = NullWriter(episode=transcript.episode, seed=transcript.seed)
-    return main.led()
 
+    def finish(transcript: Transcript, *branches: Trajectory) -> Trajectory:
+        trajectory = Trajectory(
+            pieces=tuple(transcript.pieces),
+            rewards=turn.rewards,
+            stop=stop,
+            task=task,
+            seed=transcript.seed,
+            episode=transcript.episode,
+            facts={**turn.facts, "branches": float(num_with_reply - 1)},
+            branches=branches,
+        )
+        transcript.write_outcome(trajectory)
+        return trajectory
 
-def _fill(blank: Trajectory, transcript: Transcript) -> Trajectory:
-    return replace(
-        blank,
-        pieces=tuple(transcript.pieces),
-        seed=transcript.seed,
-        episode=transcript.episode,
-    )
-
-
-def _lost_branch(branch: Transcript, task: Task, stage_name: str) -> Failure:
-    pieces = branch.all_pieces
-    sampled = sum(len(piece.tokens) for piece in pieces if isinstance(piece, Sampled))
-    reason = "the attempt that it is a branch of failed"
-    return Failure(task, stage_name, reason, count_turns(pieces), sampled)
+    main, *branches = session.transcripts
+    ended = [finish(branch) for branch in branches if branch.has_reply]
+    return finish(main, *ended).led()

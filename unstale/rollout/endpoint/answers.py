@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -20,6 +20,8 @@ from unstale.rollout.endpoint.wire import Choice, CompletionRequest
 
 Fields = dict[str, Any]
 Answer = asyncio.Task[list[Choice] | Refused]
+Texts = asyncio.Queue[tuple[int, str] | None]
+"""The text so far of a choice with its index, each time it grows. None is the end."""
 
 
 def json_response(
@@ -29,30 +31,79 @@ def json_response(
     return Response(json.dumps(record), status, headers, "application/json")
 
 
-class AnswerFormat(Protocol):
-    """The JSON format of the answers to one request."""
+class AnswerFormat:
+    """The JSON format of the answers to `/completions`. `ChatFormat` changes it for chats."""
 
-    def head(self, *, streamed: bool) -> Fields:
-        """Return the fields that every message of the answer has."""
-        ...
+    id_prefix = "cmpl"
+    kinds = ("text_completion", "text_completion")
+    """The field `object` of a whole answer, and of each message of a stream."""
+    opening: ClassVar[Fields] = {}
+    """The first part of a streamed choice; empty for none."""
+    logprobs_of = staticmethod(wire.text_logprobs)
 
-    def choice(self, index: int, choice: Choice, *, logprobs: bool) -> Fields:
-        """Return a whole choice."""
-        ...
+    def __init__(self, model: str) -> None:
+        self._head = {
+            "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+        }
 
-    def first_deltas(self) -> list[Fields]: ...
+    def message(self, choices: list[Fields], *, streamed: bool, **others: Any) -> Fields:
+        """Return a whole answer, or a message of a stream."""
+        return {**self._head, "object": self.kinds[streamed], "choices": choices, **others}
+
+    def choice(
+        self, index: int, content: Fields, end: Fields | None = None, *, streamed: bool
+    ) -> Fields:
+        """Return a choice with this content, or a part of one. `end` is its `end_of`."""
+        return {"index": index, "text": "", **content, **(end or _NO_END)}
+
+    def content_of(self, choice: Choice) -> Fields:
+        return {"text": choice.message.message.content}
+
+    def end_of(self, choice: Choice, *, logprobs: bool) -> Fields:
+        """Return the fields that follow the content of a choice."""
+        return {
+            "finish_reason": choice.finish,
+            "logprobs": self.logprobs_of(choice.tokens) if logprobs else None,
+        }
 
     def final_text(self, text: str, request: CompletionRequest) -> dict[str, str]:
-        """Return the start of each field that no continuation of `text` can change."""
-        ...
+        """Return the start of each content field that no continuation of `text` can change."""
+        return {"text": _without_open_end(text, request)}
 
-    def last_deltas(self, choice: Choice, sent: Mapping[str, str]) -> list[Fields]:
-        """Return the part of a choice that is not yet in `sent`."""
-        ...
 
-    def delta(self, index: int, delta: Fields) -> Fields: ...
+_NO_END: Fields = {"finish_reason": None, "logprobs": None}
 
-    def end(self, index: int, choice: Choice, *, logprobs: bool) -> Fields: ...
+
+class ChatFormat(AnswerFormat):
+    """The JSON format of the answers to `/chat/completions`."""
+
+    id_prefix = "chatcmpl"
+    kinds = ("chat.completion", "chat.completion.chunk")
+    opening: ClassVar[Fields] = {"role": "assistant", "content": ""}
+    logprobs_of = staticmethod(wire.chat_logprobs)
+
+    def __init__(self, model: str, chat: Chat) -> None:
+        super().__init__(model)
+        self._chat = chat
+
+    def choice(
+        self, index: int, content: Fields, end: Fields | None = None, *, streamed: bool
+    ) -> Fields:
+        return {
+            "index": index,
+            "delta" if streamed else "message": content,
+            **(end or _NO_END),
+        }
+
+    def content_of(self, choice: Choice) -> Fields:
+        return wire.message(choice.message, partial(_call_id, choice))
+
+    def final_text(self, text: str, request: CompletionRequest) -> dict[str, str]:
+        text = _without_open_end(text, request)
+        thoughts, content = self._chat.parse_partial(text, calls=request.calls)
+        return {"reasoning_content": thoughts, "content": content}
 
 
 class AnswerResponse(Response):
@@ -67,7 +118,7 @@ class AnswerResponse(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        texts: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()
+        texts: Texts = asyncio.Queue()
         try:
             answer = self._session.start(
                 self._request, lambda index, text: texts.put_nowait((index, text))
@@ -80,12 +131,9 @@ class AnswerResponse(Response):
         try:
             # A stream sends its status with its first text, so an earlier refusal can set another.
             first = await texts.get()
-            refused_at_once = first is None and isinstance(_result(answer), Refused)
-            if self._request.stream and not refused_at_once:
+            if self._request.stream and (first or isinstance(_result(answer), list)):
                 await self._stream(texts, first, answer, send)
             else:
-                while first is not None:
-                    first = await texts.get()
                 await self._whole(_result(answer))(scope, receive, send)
         except OSError:
             pass  # the client is gone
@@ -98,74 +146,66 @@ class AnswerResponse(Response):
     def _whole(self, result: list[Choice] | Refused) -> Response:
         if isinstance(result, Refused):
             return json_response(result.body(), result.status)
+        form = self._format
         choices = [
-            self._format.choice(index, choice, logprobs=self._request.logprobs)
+            form.choice(
+                index,
+                form.content_of(choice),
+                form.end_of(choice, logprobs=self._request.logprobs),
+                streamed=False,
+            )
             for index, choice in enumerate(result)
         ]
-        head = self._format.head(streamed=False)
-        return json_response({**head, "choices": choices, "usage": wire.usage(result)})
+        return json_response(form.message(choices, streamed=False, usage=wire.usage(result)))
 
     async def _stream(
-        self,
-        texts: "asyncio.Queue[tuple[int, str] | None]",
-        first: tuple[int, str] | None,
-        answer: Answer,
-        send: Send,
+        self, texts: Texts, first: tuple[int, str] | None, answer: Answer, send: Send
     ) -> None:
         """Send server-sent events: text as soon as it is final, everything else at the end."""
         form = self._format
-        stream = _EventStream(send, form.head(streamed=True))
-        await stream.open()
+        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+
+        async def send_event(record: Fields) -> None:
+            await _send_event(send, json.dumps(record))
+
+        async def send_part(index: int, content: Fields, end: Fields | None = None) -> None:
+            part = form.choice(index, content, end, streamed=True)
+            await send_event(form.message([part], streamed=True))
+
         sent: list[dict[str, str]] = [{} for _ in range(self._request.choices)]
-        for index in range(len(sent)):
-            for delta in form.first_deltas():
-                await stream.choice(form.delta(index, delta))
+        for index in range(len(sent) if form.opening else 0):
+            await send_part(index, form.opening)
         item = first
         while item is not None:
             index, text = item
             for name, known in form.final_text(text, self._request).items():
                 num_sent = len(sent[index].get(name, ""))
                 if len(known) > num_sent:
-                    await stream.choice(form.delta(index, {name: known[num_sent:]}))
+                    await send_part(index, {name: known[num_sent:]})
                     sent[index][name] = known
             item = await texts.get()
         result = _result(answer)
         if isinstance(result, Refused):
-            await stream.event(json.dumps(result.body()))
+            await send_event(result.body())
         else:
             for index, choice in enumerate(result):
-                for delta in form.last_deltas(choice, sent[index]):
-                    await stream.choice(form.delta(index, delta))
-                await stream.choice(form.end(index, choice, logprobs=self._request.logprobs))
+                for part in _unsent(form.content_of(choice), sent[index]):
+                    await send_part(index, part)
+                await send_part(index, {}, form.end_of(choice, logprobs=self._request.logprobs))
             if self._request.usage:
-                await stream.event(
-                    json.dumps({**stream.head, "choices": [], "usage": wire.usage(result)})
-                )
-        await stream.close()
+                await send_event(form.message([], streamed=True, usage=wire.usage(result)))
+        await _send_event(send, "[DONE]", last=True)
 
 
-class _EventStream:
-    def __init__(self, send: Send, head: Fields) -> None:
-        self._send = send
-        self.head = head
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+]
 
-    async def open(self) -> None:
-        headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
-            (b"cache-control", b"no-store"),
-        ]
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
-    async def choice(self, record: Fields) -> None:
-        await self.event(json.dumps({**self.head, "choices": [record]}))
-
-    async def event(self, data: str) -> None:
-        body = f"data: {data}\n\n".encode()
-        await self._send({"type": "http.response.body", "body": body, "more_body": True})
-
-    async def close(self) -> None:
-        await self.event("[DONE]")
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+async def _send_event(send: Send, data: str, *, last: bool = False) -> None:
+    body = f"data: {data}\n\n".encode()
+    await send({"type": "http.response.body", "body": body, "more_body": not last})
 
 
 def _result(answer: Answer) -> list[Choice] | Refused:
@@ -179,99 +219,15 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class ChatFormat:
-    """The format of answers to `/chat/completions`."""
-
-    def __init__(self, model: str, chat: Chat) -> None:
-        self._common = _common_fields("chatcmpl", model)
-        self._chat = chat
-
-    def head(self, *, streamed: bool) -> Fields:
-        return {**self._common, "object": "chat.completion" + ".chunk" * streamed}
-
-    def choice(self, index: int, choice: Choice, *, logprobs: bool) -> Fields:
-        return {
-            "index": index,
-            "message": _message(choice),
-            "finish_reason": choice.finish,
-            "logprobs": wire.chat_logprobs(choice.tokens) if logprobs else None,
-        }
-
-    def first_deltas(self) -> list[Fields]:
-        return [{"role": "assistant", "content": ""}]
-
-    def final_text(self, text: str, request: CompletionRequest) -> dict[str, str]:
-        text = _without_open_end(text, request)
-        thoughts, content = self._chat.parse_partial(text, calls=request.calls)
-        return {"reasoning_content": thoughts, "content": content}
-
-    def last_deltas(self, choice: Choice, sent: Mapping[str, str]) -> list[Fields]:
-        message = _message(choice)
-        deltas: list[Fields] = []
-        for name in ("reasoning_content", "content"):
-            if unsent := (message.get(name) or "")[len(sent.get(name, "")) :]:
-                deltas.append({name: unsent})
-        if calls := message.get("tool_calls"):
-            deltas.append({"tool_calls": [{"index": at, **call} for at, call in enumerate(calls)]})
-        return deltas
-
-    def delta(self, index: int, delta: Fields) -> Fields:
-        return {"index": index, "delta": delta, "finish_reason": None}
-
-    def end(self, index: int, choice: Choice, *, logprobs: bool) -> Fields:
-        return {
-            "index": index,
-            "delta": {},
-            "finish_reason": choice.finish,
-            "logprobs": wire.chat_logprobs(choice.tokens) if logprobs else None,
-        }
-
-
-class TextFormat:
-    """The format of answers to `/completions`."""
-
-    def __init__(self, model: str) -> None:
-        self._common = _common_fields("cmpl", model)
-
-    def head(self, *, streamed: bool) -> Fields:
-        return {**self._common, "object": "text_completion"}
-
-    def choice(self, index: int, choice: Choice, *, logprobs: bool) -> Fields:
-        text = choice.message.message.content
-        return {**self.end(index, choice, logprobs=logprobs), "text": text}
-
-    def first_deltas(self) -> list[Fields]:
-        return []
-
-    def final_text(self, text: str, request: CompletionRequest) -> dict[str, str]:
-        return {"text": _without_open_end(text, request)}
-
-    def last_deltas(self, choice: Choice, sent: Mapping[str, str]) -> list[Fields]:
-        unsent = choice.message.message.content[len(sent.get("text", "")) :]
-        return [{"text": unsent}] if unsent else []
-
-    def delta(self, index: int, delta: Fields) -> Fields:
-        return {"index": index, "finish_reason": None, "logprobs": None, **delta}
-
-    def end(self, index: int, choice: Choice, *, logprobs: bool) -> Fields:
-        return {
-            "index": index,
-            "text": "",
-            "finish_reason": choice.finish,
-            "logprobs": wire.text_logprobs(choice.tokens) if logprobs else None,
-        }
-
-
-def _common_fields(prefix: str, model: str) -> Fields:
-    return {
-        "id": f"{prefix}-{secrets.token_hex(12)}",
-        "created": int(time.time()),
-        "model": model,
-    }
-
-
-def _message(choice: Choice) -> Fields:
-    return wire.message(choice.message, partial(_call_id, choice))
+def _unsent(content: Fields, sent: Mapping[str, str]) -> list[Fields]:
+    """Return the parts of a choice's content that a stream has not sent."""
+    parts: list[Fields] = []
+    for name in ("reasoning_content", "content", "text"):
+        if unsent := (content.get(name) or "")[len(sent.get(name, "")) :]:
+            parts.append({name: unsent})
+    if calls := content.get("tool_calls"):
+        parts.append({"tool_calls": [{"index": at, **call} for at, call in enumerate(calls)]})
+    return parts
 
 
 def _call_id(choice: Choice, index: int) -> str:

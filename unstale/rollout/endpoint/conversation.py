@@ -1,9 +1,9 @@
 """The mapping from calls to recorded tokens. Recorded text is never tokenized again.
 
-An agent sends its whole history with every call. If it repeats an earlier call and its answer, the
-recorded tokens are the context and only the new messages are tokenized. An edited history starts a
-branch. Its context is the longest recorded one that ends with a shared answer; everything after
-that is tokenized as text. This module neither samples nor waits.
+An agent sends its whole history with every call. If the history repeats an earlier call and its
+answer, their recorded tokens are the context and only the new messages are tokenized. An edited
+history starts a branch: a second sequence of tokens, which begins with the recorded tokens up to
+the last answer that is unchanged. The rest is tokenized. This module neither samples nor waits.
 """
 
 import json
@@ -21,19 +21,19 @@ MAX_DEPTH = 100
 
 
 class Unanswerable(ValueError):
-    """A history without a place for a reply, or one that the chat template cannot write."""
+    """A history to which no reply can be added."""
 
 
 @dataclass(frozen=True)
 class HistoryMessage:
-    """A message of a history. `thoughts` is None if the history does not contain them."""
+    """A message of a history. `thoughts` is None if the agent left them out."""
 
     message: Message
     thoughts: str | None = None
 
     @cached_property
     def key(self) -> str:
-        """Equal for messages with the same content and the same calls by name and arguments."""
+        """A text that is equal for messages with the same role, content and tool calls."""
         calls = [[call.name, call.arguments] for call in self.message.tool_calls]
         content = [self.message.role, self.message.content, calls]
         return json.dumps(content, sort_keys=True, default=dict)
@@ -45,19 +45,19 @@ History = tuple[HistoryMessage, ...] | str | tuple[int, ...]
 
 @dataclass(frozen=True)
 class Call:
-    """The history and tools of one request. `tools` only count with messages."""
+    """The history and tools of one request. Only a history of messages has tools."""
 
     history: History
     tools: tuple[Mapping[str, Any], ...] = ()
 
     @cached_property
     def form(self) -> str:
-        """The kind of history and its tools. Histories of different forms share no tokens."""
+        """The tools, or the type of a prompt. Histories with different forms share no tokens."""
         first = self.history[0] if self.history else ""
         return json.dumps(self.tools) if self.is_chat else type(first).__name__
 
     def num_characters(self, *, tools: bool) -> int:
-        """Return a lower bound of the rendered length; templates omit outer blanks and thoughts."""
+        """Return a lower bound of the rendered length. Templates may omit blanks and thoughts."""
         if isinstance(self.history, str):
             return len(self.history.strip())
         messages = [each.message for each in self.history if isinstance(each, HistoryMessage)]
@@ -71,7 +71,7 @@ class Call:
 
 @dataclass(slots=True)
 class Exchange:
-    """A prompt and its answer. `start` and `end` are the answer's pieces in the branch."""
+    """A prompt and its answer, which is `pieces[start:end]` of the branch."""
 
     prompt: History
     start: int
@@ -84,7 +84,7 @@ class Exchange:
 
 @dataclass(slots=True)
 class Branch:
-    """One sequence of tokens and the exchanges that it consists of."""
+    """A sequence of tokens, and the exchanges that it consists of."""
 
     number: int
     form: str
@@ -95,38 +95,32 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True)
-class Fork:
-    """The difference between a branch and its parent: `exchanges` are shared, then `at` differs."""
+class Match:
+    """The beginning that a call and a branch have in common."""
 
-    parent: int
+    branch: Branch
     exchanges: int
-    at: int
-    """Index of a message of the call, or of a character or token of its prompt."""
-    reason: str
+    """The number of shared exchanges."""
+    end: int
+    """The end of the shared exchanges in the call's history."""
+    difference: str = ""
+    """The reason why the call cannot continue the branch; empty if it can."""
+    differs_at: int = 0
+    """Index of the first message, character or token of the history that differs."""
+    resumes: bool = False
+    """True if the call repeats the branch's last one, whose client disconnected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """The branch that answers a call, and the context to append first."""
+    """The branch that answers a call, and the context to append to it before the answer."""
 
     branch: Branch
     context: tuple[ContextPiece, ...]
-    fork: Fork | None = None
+    fork: Match | None = None
+    """Set if the branch is new and others exist: what it shares with its parent."""
     resumed: bool = False
     """True if this continues an answer whose client disconnected."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Match:
-    """The part of a call that a branch shares: `exchanges`, up to `at` in the call's history."""
-
-    exchanges: int
-    at: int
-    difference: str = ""
-    """The reason why the call leaves the branch; empty if it continues the branch."""
-    differs_at: int = 0
-    resumes: bool = False
-    """True if the call repeats the branch's last one, whose client disconnected."""
 
 
 class Conversation:
@@ -139,36 +133,35 @@ class Conversation:
         """Each answer by its key: its message, its tokens, and whether they have an end token."""
 
     def ask(self, call: Call) -> Continuation:
-        """Find or begin the branch of a call. It takes no other until `add_answer` or `abandon`.
+        """Find the branch that the call continues, or begin one.
 
-        Raises `Unanswerable`, and changes nothing then.
+        The branch continues with no other call while it is `pending`. Raises `Unanswerable`, and
+        changes nothing then.
         """
-        match, parent = self._nearest(call)
-        if parent and match.resumes:
-            parent.pending = True
-            return Continuation(parent, (), resumed=True)
-        prompt = call.history[match.at :]
+        match = self._nearest(call)
+        if match and match.resumes:
+            match.branch.pending = True
+            return Continuation(match.branch, (), resumed=True)
+        prompt = call.history[match.end if match else 0 :]
         last = call.history[-1]
         if isinstance(last, HistoryMessage) and last.message.role == "assistant":
             raise Unanswerable("the last message is the assistant's: there is nothing to answer")
-        shared = parent.exchanges[: match.exchanges] if parent else []
+        shared = match.branch.exchanges[: match.exchanges] if match else []
         context = self._render(call, prompt, ended=shared[-1].ended if shared else None)
-        if parent and not match.difference:
-            parent.exchanges.append(Exchange(prompt, len(parent.pieces) + len(context)))
-            parent.pending = True
-            return Continuation(parent, context)
-        prefix = _as_context(parent.pieces[: shared[-1].end]) if parent and shared else ()
+        if match and not match.difference:
+            branch = match.branch
+            branch.exchanges.append(Exchange(prompt, len(branch.pieces) + len(context)))
+            branch.pending = True
+            return Continuation(branch, context)
+        prefix = _as_context(match.branch.pieces[: shared[-1].end]) if match and shared else ()
         exchanges = [replace(exchange) for exchange in shared]
         exchanges.append(Exchange(prompt, len(prefix) + len(context)))
         branch = Branch(len(self.branches), call.form, exchanges, pending=True)
         self.branches.append(branch)
-        fork = None
-        if parent:
-            fork = Fork(parent.number, match.exchanges, match.differs_at, match.difference)
-        return Continuation(branch, (*prefix, *context), fork)
+        return Continuation(branch, (*prefix, *context), fork=match)
 
     def add_answer(self, branch: Branch, answer: History, *, ended: bool) -> None:
-        """Record the pieces that were added to the branch since `ask` as this answer."""
+        """Record that the pieces added to the branch since `ask` are this answer."""
         exchange = branch.exchanges[-1]
         exchange.answer = answer
         exchange.ended = ended
@@ -179,10 +172,6 @@ class Conversation:
             if isinstance(message, HistoryMessage):
                 self._answers[message.key] = message, tokens, ended
 
-    def abandon(self, branch: Branch) -> None:
-        """Mark an answer whose client disconnected. A repeated call then continues it."""
-        branch.pending = False
-
     def retract(self, continuation: Continuation) -> None:
         """Undo `ask`. Its context must not have been appended."""
         continuation.branch.pending = False
@@ -191,24 +180,22 @@ class Conversation:
         elif not continuation.resumed:
             self.branches.pop()
 
-    def _nearest(self, call: Call) -> tuple[_Match, Branch | None]:
+    def _nearest(self, call: Call) -> Match | None:
         """Return the branch that shares most answers, preferably one that the call continues."""
-        matches = [(_match(branch, call), branch) for branch in self.branches]
-        if not matches:
-            return _Match(0, 0), None
 
-        def rank(pair: tuple[_Match, Branch]) -> tuple[int, bool, int]:
-            match, branch = pair
-            return match.exchanges, match.resumes or not match.difference, -branch.number
+        def rank(match: Match) -> tuple[int, bool, int]:
+            continues = match.resumes or not match.difference
+            return match.exchanges, continues, -match.branch.number
 
-        return max(matches, key=rank)
+        return max((_match(branch, call) for branch in self.branches), key=rank, default=None)
 
     def _render(
         self, call: Call, prompt: History, *, ended: bool | None
     ) -> tuple[ContextPiece, ...]:
-        """Tokenize a prompt that follows an answer, or nothing if `ended` is None.
+        """Tokenize a prompt. Answers in it that this episode sampled keep their tokens.
 
-        An answer of this episode keeps its tokens in the new context.
+        `ended` is None at the beginning of a conversation. Otherwise the prompt follows an answer,
+        and `ended` is True if that answer's tokens include an end token.
         """
         if isinstance(prompt, str):
             return (ContextPiece(self._chat.encode(prompt)),) if prompt else ()
@@ -249,27 +236,29 @@ def _as_context(pieces: Sequence[Piece]) -> tuple[ContextPiece, ...]:
     )
 
 
-def _match(branch: Branch, call: Call) -> _Match:
+def _match(branch: Branch, call: Call) -> Match:
     if branch.form != call.form:
-        return _Match(0, 0, "other tools" if call.is_chat else "another kind of prompt")
+        return Match(branch, 0, 0, "other tools" if call.is_chat else "another kind of prompt")
     history = call.history
     at = 0
     for number, exchange in enumerate(branch.exchanges):
         end = at + len(exchange.prompt)
         if difference := first_difference(exchange.prompt, history[at:end]):
-            return _Match(number, at, "an earlier prompt was edited", at + difference[0])
+            return Match(
+                branch, number, at, "an earlier prompt was edited", differs_at=at + difference[0]
+            )
         if exchange.answer is None:
             resumes = end == len(history) and not branch.pending
-            return _Match(number, at, "the answer is still pending", end, resumes=resumes)
+            return Match(branch, number, at, "the answer is still pending", end, resumes=resumes)
         if end == len(history):
-            return _Match(number, at, "the same prompt again", end)
+            return Match(branch, number, at, "the same prompt again", end)
         if difference := first_difference(
             exchange.answer, history[end : end + len(exchange.answer)]
         ):
             place, kind = difference
-            return _Match(number, at, f"the {kind} of an answer was edited", end + place)
+            return Match(branch, number, at, f"the {kind} of an answer was edited", end + place)
         at = end + len(exchange.answer)
-    return _Match(len(branch.exchanges), at)
+    return Match(branch, len(branch.exchanges), at)
 
 
 def first_difference(one: History, other: History) -> tuple[int, str] | None:
@@ -298,7 +287,10 @@ def first_difference(one: History, other: History) -> tuple[int, str] | None:
 
 
 def parse_reply(chat: Chat, text: str, *, tools: bool, plain: bool = False) -> HistoryMessage:
-    """Return a reply as a message. With `plain` or a malformed call, all of it is content."""
+    """Return a reply as a message. A reply with a malformed call is all content.
+
+    So is every reply with `plain`, and without `tools` only thoughts are not content.
+    """
     if plain:
         return HistoryMessage(Message("assistant", text))
     thoughts, message = chat.parse_text(text, calls=tools)

@@ -27,9 +27,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from unstale.rollout.endpoint import wire
 from unstale.rollout.endpoint.answers import (
+    AnswerFormat,
     AnswerResponse,
     ChatFormat,
-    TextFormat,
     json_response,
 )
 from unstale.rollout.endpoint.openapi import describe
@@ -168,7 +168,7 @@ class RecordingEndpoint:
     async def _complete(self, request: Request) -> Response:
         session, body = await self._receive(request)
         completion = wire.read_completion(body, temperature=session.temperature)
-        answer_format = TextFormat(str(body.get("model") or MODEL))
+        answer_format = AnswerFormat(str(body.get("model") or MODEL))
         return AnswerResponse(session, completion, answer_format)
 
     def _require_token(self, request: Request) -> None:

@@ -219,10 +219,10 @@ class AgentSession:
             self.on_event(
                 "forked",
                 episode=transcript.episode,
-                parent=self._transcripts[place.fork.parent].episode,
-                at=place.fork.at,
+                parent=self._transcripts[place.fork.branch.number].episode,
+                at=place.fork.differs_at,
                 shared_replies=place.fork.exchanges,
-                reason=place.fork.reason,
+                reason=place.fork.difference,
             )
         self._transcripts[place.branch.number] = transcript
         place.branch.pieces = transcript.pieces
@@ -240,7 +240,7 @@ class AgentSession:
         except NotReplayed as error:
             return self._break(error)
         finally:
-            self._conversation.abandon(branch)
+            branch.pending = False
         return self._choice(branch, request, tokens, ended=ended)
 
     def _choice(
