@@ -15,7 +15,13 @@ SOURCES = sorted((ROOT / "unstale").rglob("*.py"))
 
 
 def is_broad(handler: ast.ExceptHandler) -> bool:
-    """Return True for `except:`, `except Exception` and `except BaseException`."""
+    """Return True for `except:`, `except Exception` and `except BaseException`.
+
+    A handler that ends with a plain `raise` catches nothing.
+    """
+    last = handler.body[-1]
+    if isinstance(last, ast.Raise) and last.exc is None:
+        return False
     if handler.type is None:
         return True
     return isinstance(handler.type, ast.Name) and handler.type.id in ("Exception", "BaseException")
