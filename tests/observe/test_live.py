@@ -47,9 +47,9 @@ def test_one_plain_line_per_step() -> None:
     clock = FakeClock()
     with LiveDisplay(fake_config(), console=console, clock=clock, quiet_s=1e6) as display:
         clock.now = 6.2
-        display.write(
-            1,
+        display.update(
             {
+                "step": 1,
                 "rollout/success_rate": 0.5,
                 "reward/mean": 0.51,
                 "correction/kept_share": 0.999,

@@ -358,35 +358,15 @@ LINE = {"schedule/groups_in_flight": 8, "schedule/groups_waiting": 1, "schedule/
             "idle 50%",
             "above 0",
         ),
-        (
-            {"trainer/update_s": 6.0, "schedule/wait_for_batch_s": 0.1},
-            "Training",
-            "it took 60%",
-            "trainer.threads",
-        ),
-        (
-            {"old_logps/prepare_s": 6.0, "schedule/wait_for_batch_s": 0.1},
-            "Scoring old log-probabilities",
-            "it took 60%",
-            "old_logps.route",
-        ),
-        (
-            {"publish/duration_s": 6.0, "schedule/wait_for_batch_s": 0.1},
-            "Publishing",
-            "it took 60%",
-            "lora_rank",
-        ),
-        (
-            {"checkpoint/duration_s": 6.0, "schedule/wait_for_batch_s": 0.1},
-            "Checkpointing",
-            "it took 60%",
-            "checkpoint",
-        ),
-        (
-            {"eval/duration_s": 6.0, "schedule/wait_for_batch_s": 0.1},
-            "Evaluation",
-            "it took 60%",
-            "eval.every",
+        *(
+            ({metric: 6.0, "schedule/wait_for_batch_s": 0.1}, bottleneck, "it took 60%", knob)
+            for metric, bottleneck, knob in (
+                ("trainer/update_s", "Training", "trainer.threads"),
+                ("old_logps/prepare_s", "Scoring old log-probabilities", "old_logps.route"),
+                ("publish/duration_s", "Publishing", "lora_rank"),
+                ("checkpoint/duration_s", "Checkpointing", "checkpoint"),
+                ("eval/duration_s", "Evaluation", "eval.every"),
+            )
         ),
         (
             {"eval/duration_s": 6.0, "schedule/wait_for_batch_s": 2.0},
@@ -760,6 +740,12 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a run folder"):
         write_report(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_with_old_names_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"credit": {"estimator": "grpo"}}')
+    with pytest.raises(ConfigError, match=r"older version of unstale \(credit is now advantage\)"):
+        write_report(tmp_path)
 
 
 @pytest.mark.parametrize(

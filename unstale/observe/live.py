@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console, Group, RenderableType
@@ -94,12 +93,7 @@ class LiveDisplay:
             self._heart.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopped.set()
         if self._live is not None:
             self._live.stop()
@@ -107,10 +101,6 @@ class LiveDisplay:
         if self._heart is not None:
             self._heart.join()
             self._heart = None
-
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show the metrics of a finished step, as a `Sink`."""
-        self.update({"step": step, **metrics})
 
     def update(self, metrics: Mapping[str, Any]) -> None:
         """Show the metrics of a finished step. Keys are those of `metrics.jsonl`."""
@@ -178,8 +168,8 @@ class LiveDisplay:
             )
 
     def _phase_row(self) -> RenderableType:
-        text, done, total = self._phase
-        self._spinner.update(text=Text(f"{text} {done}/{total}" if total else text))
+        _, done, total = self._phase
+        self._spinner.update(text=Text(self._phase_text()))
         if not total:
             return self._spinner
         row = Table.grid(padding=(0, 2), expand=True)
@@ -269,13 +259,13 @@ def _numbers(
     config: RunConfig,
     console: Console,
 ) -> RenderableType:
-    blocks = (_learning(rows, evals), _off_policy(rows, config))
+    learning, off_policy = _learning(rows, evals), _off_policy(rows, config)
     if console.width < WIDE:
-        return Group(blocks[0], *([Text()] if console.height >= ROOMY else []), blocks[1])
+        return Group(learning, *([Text()] if console.height >= ROOMY else []), off_policy)
     grid = Table.grid(padding=(0, 3), expand=True)
     grid.add_column(ratio=1)
     grid.add_column(ratio=1)
-    grid.add_row(*blocks)
+    grid.add_row(learning, off_policy)
     return grid
 
 

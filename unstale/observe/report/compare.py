@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from unstale.config import ConfigError
 from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, Row, RunFolder, read_jsonl
-from unstale.observe.report.gather import flatten, step_of
+from unstale.observe.report.gather import flatten, refuse_old, step_of
 from unstale.observe.report.words import number
 from unstale.observe.statistics import student_t975
 
@@ -185,6 +185,8 @@ def read_trial(folder: Path, arm: str, seed: int, launch: Row) -> Trial:
     """Read one run, finished or not. Only its small files are read."""
     state, error = ended(folder)
     run = RunFolder(folder) if (folder / CONFIG).is_file() else None
+    config = run.config() if run else {}
+    refuse_old(config, folder)
     rows = sorted(run.rows(METRICS) if run else (), key=step_of)
     events = list(run.rows(EVENTS)) if run else []
     minutes = _training_minutes(rows, events)
@@ -197,7 +199,7 @@ def read_trial(folder: Path, arm: str, seed: int, launch: Row) -> Trial:
         folder=folder.name,
         state=state,
         error=error,
-        config=run.config() if run else {},
+        config=config,
         minutes=max(minutes.values(), default=None),
         tokens=max(tokens.values(), default=0.0) or None,
         evaluations=tuple(

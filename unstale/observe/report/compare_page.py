@@ -389,8 +389,8 @@ def _curves(
 ) -> list[Series]:
     """Return one line per arm, with a band of intervals where all of its points have one."""
     lines = []
-    for name, colour in _colours(comparison).items():
-        means = means_of(next(arm for arm in comparison.arms if arm.name == name))
+    for arm, colour in zip(comparison.arms, _colours(comparison).values(), strict=True):
+        means = means_of(arm)
         intervals = [
             (max(0.0, mean.low), min(1.0, mean.high))
             for _, mean in means
@@ -398,7 +398,7 @@ def _curves(
         ]
         lines.append(
             Series(
-                name=name,
+                name=arm.name,
                 colour=colour,
                 points=[(x, mean.mean) for x, mean in means],
                 intervals=intervals if len(intervals) == len(means) else [],

@@ -2,10 +2,12 @@
 
 import random
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from unstale.config import ConfigError
+from unstale.config.renamed import RENAMED
 from unstale.durability.run_folder import EVENTS, METRICS, Row, RunFolder
 from unstale.observe.report.words import is_exact, number
 from unstale.observe.statistics import wilson
@@ -141,9 +143,13 @@ class Gathered:
 
 
 def gather(path: Path) -> Gathered:
-    """Read a run folder. Missing or broken data are listed in `gaps` and raise no error."""
+    """Read a run folder. Missing or broken data are listed in `gaps` and raise no error.
+
+    Raises `ConfigError` when the folder holds no run, or one with old names of the options.
+    """
     folder = RunFolder(path)
     config = folder.config()
+    refuse_old(config, path)
     rows = sorted(
         (row for row in folder.rows(METRICS) if number(row.get("step")) is not None), key=step_of
     )
@@ -155,9 +161,9 @@ def gather(path: Path) -> Gathered:
     ]
     events = _Events(folder.rows(EVENTS))
     last = step_of(trained[-1]) if trained else 0
-    journaled = _read_journal(folder, last)
-    points, audited, seen = _points(journaled.samples)
-    tasks = config.get("eval", {}).get("tasks") if isinstance(config.get("eval"), dict) else None
+    samples, conversations = _read_journal(folder, last)
+    points, audited, seen = _points(samples)
+    tasks = number(flatten(config).get("eval.tasks"))
     return Gathered(
         name=path.resolve().name,
         config=config,
@@ -165,7 +171,7 @@ def gather(path: Path) -> Gathered:
         begin_s=before[-1]
         if before
         else min((s.start for s in events.spans if s.lane == "wait"), default=0.0),
-        evaluations=_evaluations(rows, events.evaluations, int(number(tasks) or 0)),
+        evaluations=_evaluations(rows, events.evaluations, int(tasks or 0)),
         spans=events.spans[-MAX_SPANS:],
         spans_left_out=max(0, len(events.spans) - MAX_SPANS),
         points=points,
@@ -173,7 +179,7 @@ def gather(path: Path) -> Gathered:
         audited=audited,
         audit=folder.audit(),
         survivors=folder.survivors(),
-        conversations=journaled.conversations,
+        conversations=conversations,
         failures=events.failures[:MAX_FAILURES],
         num_failures=len(events.failures),
         forks=events.forks,
@@ -184,15 +190,17 @@ def gather(path: Path) -> Gathered:
     )
 
 
-@dataclass(slots=True)
-class _Journaled:
-    """The part of a report that comes from the journal."""
+def refuse_old(config: Row, path: Path) -> None:
+    """Raise `ConfigError` for a run from before the options and metrics were renamed."""
+    old = next((name for name in (*config, *flatten(config)) if name in RENAMED), None)
+    if old:
+        raise ConfigError(
+            f"{path} is from an older version of unstale ({old} is now {RENAMED[old]}). "
+            "Metrics were renamed, too: write its report with the version that ran it."
+        )
 
-    samples: list[Row] = field(default_factory=list)
-    conversations: list[Chosen] = field(default_factory=list)
 
-
-def _read_journal(folder: RunFolder, last: int) -> _Journaled:
+def _read_journal(folder: RunFolder, last: int) -> tuple[list[Row], list[Chosen]]:
     """Read samples of trained tokens, and a few conversations as text."""
     from unstale.durability.journal import (  # imports torch
         JOURNAL,
@@ -203,21 +211,22 @@ def _read_journal(folder: RunFolder, last: int) -> _Journaled:
     )
     from unstale.durability.journal.conversations import load_decoder
 
-    journaled = _Journaled()
+    samples: list[Row] = []
+    conversations: list[Chosen] = []
     if not folder.holds(JOURNAL):
         folder.add_gap(f"{JOURNAL} is missing")
-        return journaled
+        return samples, conversations
     try:
         with Journal.read(folder.path) as journal:
-            journaled.samples = list(journal.token_samples())
+            samples.extend(journal.token_samples())
             chosen = _conversations(trained_episodes(journal), last)
             decode = load_decoder(folder.path) if chosen else str
             for choice in chosen:
                 text = conversation(journal.episode(choice.record["episode"]), decode)
-                journaled.conversations.append(Chosen(choice.why, text))
+                conversations.append(Chosen(choice.why, text))
     except (JournalError, OSError, ValueError) as error:
         folder.add_gap(f"conversations and samples are incomplete: {error}")
-    return journaled
+    return samples, conversations
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
