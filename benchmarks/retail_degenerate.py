@@ -18,8 +18,9 @@ from pathlib import Path
 from random import Random
 
 from unstale.envs import Message, ToolCall
-from unstale.envs.retail import LEVELS, RetailEnv, RetailTasks, expert_replies
+from unstale.envs.retail import LEVELS, RetailEnv, RetailTasks
 from unstale.envs.retail.database import REASONS
+from unstale.envs.retail.rules import expert_replies
 from unstale.envs.retail.tools import ARGUMENTS, READS
 from unstale.records import Task
 

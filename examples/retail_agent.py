@@ -16,7 +16,11 @@ from typing import Any
 import openai
 
 from unstale.envs.external import ExternalAgent
-from unstale.envs.retail import Customer, Desk, DeskError, RetailTasks, call_tool, system_text
+from unstale.envs.retail import RetailTasks, system_text
+from unstale.envs.retail.customer import Customer
+from unstale.envs.retail.database import Desk, DeskError
+from unstale.envs.retail.rules import goal
+from unstale.envs.retail.tools import call_tool
 from unstale.records import Task
 
 DESK = RetailTasks(level=1)
@@ -50,7 +54,7 @@ async def agent(base_url: str, task: Task, seed: int, api_key: str) -> dict[str,
             if not reply.tool_calls:
                 text = customer.answer(reply.content, writes=len(desk.writes))
                 messages.append({"role": "user", "content": text})
-    return {"success": float(desk.state() == scenario.goal())}
+    return {"success": float(desk.orders == goal(scenario))}
 
 
 def answer(desk: Desk, call: Any) -> str:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from unstale.envs import EnvError, Message, ToolCall, Turn
+from unstale.envs import Message, ToolCall, Turn
 from unstale.envs.calculator import CalculatorTasks, calculate
 from unstale.records import Task
 
@@ -72,18 +72,6 @@ def test_malformed_and_unknown_calls_are_answered_and_counted() -> None:
         "Error: expression must be a string",
     ]
     assert turn.facts["tool_errors"] == 4.0
-
-
-def test_an_episode_is_single_use() -> None:
-    async def twice() -> None:
-        env = CalculatorTasks().env(TASK, 0)
-        await env.begin()
-        await env.begin()
-
-    with pytest.raises(EnvError, match="begins once"):
-        asyncio.run(twice())
-    with pytest.raises(EnvError, match="over"):
-        play(Message("assistant", "1"), Message("assistant", "1"))
 
 
 def test_held_out_tasks_are_fixed_and_never_trained_on() -> None:

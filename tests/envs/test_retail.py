@@ -15,16 +15,10 @@ from types import ModuleType
 
 import pytest
 
-from unstale.envs import EnvError, Message, ToolCall, Turn
-from unstale.envs.retail import (
-    KINDS,
-    LEVELS,
-    Faults,
-    RetailTasks,
-    correct_call,
-    expert_replies,
-    system_text,
-)
+from unstale.envs import Message, ToolCall, Turn
+from unstale.envs.retail import LEVELS, RetailTasks, system_text
+from unstale.envs.retail.rules import Faults, correct_call, expert_replies
+from unstale.envs.retail.tasks import KINDS
 from unstale.envs.retail.tools import ARGUMENTS
 from unstale.records import Task
 
@@ -93,6 +87,36 @@ def test_a_pickup_point_has_plain_digits() -> None:
         RetailTasks(level=2), task, [call("redirect_order", order_id=order, point_id="²²")]
     )
     assert turns[-1].messages[0].content == "Error: no pickup point ²²"
+
+
+CALLS = {
+    "cancel": {"cancel_order"},
+    "cancel_instead": {"cancel_order"},
+    "return": {"return_item"},
+    "return_sale": {"return_item"},
+    "exchange": {"exchange_item"},
+    "redirect": {"redirect_order"},
+    "refuse_status": {"refuse status"},
+    "refuse_final": {"refuse final", "refuse stock", "refuse window"},
+    "business": {"hand_over"},
+    "redirect_shipped": {"hand_over"},
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_each_kind_of_request_has_its_call(level: int) -> None:
+    tasks = RetailTasks(level=level)
+    found: dict[str, set[str]] = {kind: set() for kind in KINDS}
+    for scenario in map(tasks.scenario, tasks.held_out(800)):
+        if len(scenario.requests) > 1:  # the second may change the product of the first
+            continue
+        (request,) = scenario.requests
+        name, arguments = correct_call(scenario, request)
+        found[request.kind].add(f"{name} {arguments.get('reason', '')}".strip())
+        if request.kind == "return_sale":
+            kinds = {payment.id: payment.kind for payment in scenario.user.payments}
+            assert kinds[arguments["payment_id"]] == "gift"
+    assert found == CALLS | ({"refuse_final": {"refuse final"}} if level == 1 else {})
 
 
 def test_every_fault_costs_success_where_its_rule_decides() -> None:
@@ -252,16 +276,6 @@ def test_latency_is_really_waited() -> None:
         return time.perf_counter() - start
 
     assert asyncio.run(timed()) >= 0.019
-
-
-def test_an_episode_is_single_use() -> None:
-    async def twice() -> None:
-        env = RetailTasks().env(task_of("cancel"), 0)
-        await env.begin()
-        await env.begin()
-
-    with pytest.raises(EnvError, match="begins once"):
-        asyncio.run(twice())
 
 
 @pytest.mark.parametrize(

@@ -377,8 +377,8 @@ def test_a_puzzle_is_solved_by_running_code(index: int) -> None:
     ("call", "says"),
     [
         (ToolCall("shell", {"code": "1"}), "the tool is python"),
-        (ToolCall("python", {"code": 1}), "the tool is python"),
-        (ToolCall("python", {"code": "1", "more": 2}), "the tool is python"),
+        (ToolCall("python", {"code": 1}), "code must be a string"),
+        (ToolCall("python", {"code": "1", "more": 2}), "python takes code"),
         (ToolCall("", {}, error="the call is not JSON"), "the call is not JSON"),
         (ToolCall("python", {"code": "#" * 5000}), "may have 4000 characters"),
         (ToolCall("python", {"code": "\0"}), "embedded null byte"),

@@ -13,18 +13,12 @@ from random import Random
 from typing import Any
 
 from unstale.envs import Message, ToolCall
-from unstale.envs.retail import (
-    NO_FAULTS,
-    Faults,
-    RetailTasks,
-    Scenario,
-    expert_replies,
-    scenario,
-    system_text,
-)
+from unstale.envs.retail import RetailTasks, system_text
 from unstale.envs.retail.customer import Customer
 from unstale.envs.retail.database import Order
 from unstale.envs.retail.records import order_record, variants_record
+from unstale.envs.retail.rules import NO_FAULTS, Faults, expert_replies
+from unstale.envs.retail.tasks import Scenario, scenario
 from unstale.envs.retail.tools import ARGUMENTS, call_tool
 from unstale.envs.retail.wording import COLOURS, NAMES, PAYMENTS, QUESTIONS, TERSE_ANSWERS, WISHES
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tools.base_policy.practice import Example, Practice
-from unstale.envs.retail import Faults
+from unstale.envs.retail.rules import Faults
 
 FAULTS = Faults(
     status=0.6,

@@ -4,13 +4,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from random import Random
-from types import MappingProxyType
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from unstale.records import Task
 
 _TASKS_PER_SEED = 10**9
 """Task numbers reserved for each seed."""
+
+
+def tool_schema(
+    name: str, description: str, properties: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the schema of a tool as chat templates expect it. All `properties` are required."""
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +47,11 @@ class Turn:
 
     messages: tuple[Message, ...]
     done: bool = False
-    rewards: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    rewards: Mapping[str, float] = field(default_factory=dict)
     """The episode's rewards by name, used if `done`. Summed, unless the task set combines them."""
     reward: float = 0.0
     """Reward of the last reply alone, used only by the advantage estimator `turn_level`."""
-    facts: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    facts: Mapping[str, float] = field(default_factory=dict)
     """Numbers to log."""
 
 
@@ -93,22 +101,6 @@ class Closable(Protocol):
     async def close(self) -> None:
         """Release the resources within a few seconds. Must not raise."""
         ...
-
-
-class SingleUse:
-    """A base class for environments of one episode: it checks the order of calls."""
-
-    _state: Literal["new", "open", "over"] = "new"
-
-    def _open(self) -> None:
-        """Start the episode. Raises `EnvError` if it was started before."""
-        if self._state != "new":
-            raise EnvError("an episode begins once; make a new environment")
-        self._state = "open"
-
-    def _check_open(self) -> None:
-        if self._state != "open":
-            raise EnvError(f"step() in an episode that is {self._state}")
 
 
 class Taskset(Protocol):
@@ -192,5 +184,5 @@ def combine_rewards(taskset: Taskset, turn: Turn) -> Turn:
     if not (turn.done and turn.rewards and isinstance(taskset, RewardCombiner)):
         return turn
     parts = {f"reward/{name}": float(value) for name, value in turn.rewards.items()}
-    rewards = MappingProxyType({"reward": float(taskset.combine(turn.rewards))})
-    return replace(turn, rewards=rewards, facts=MappingProxyType({**turn.facts, **parts}))
+    rewards = {"reward": float(taskset.combine(turn.rewards))}
+    return replace(turn, rewards=rewards, facts={**turn.facts, **parts})

@@ -6,25 +6,16 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
-from unstale.envs import NumberedTasks, ToolCall
+from unstale.envs import Message, NumberedTasks, tool_schema
 from unstale.envs.question import Question
 from unstale.envs.registry import EnvSpec
 from unstale.records import Task
 
-TOOL: Mapping[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "calculate",
-        "description": "Work out an expression of whole numbers with + - * and parentheses.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "expression": {"type": "string", "description": "For example (12 + 7) * 3."}
-            },
-            "required": ["expression"],
-        },
-    },
-}
+TOOL = tool_schema(
+    "calculate",
+    "Work out an expression of whole numbers with + - * and parentheses.",
+    {"expression": {"type": "string", "description": "For example (12 + 7) * 3."}},
+)
 
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -62,20 +53,14 @@ class CalculatorTasks(NumberedTasks):
     def env(self, task: Task, seed: int) -> Question:
         """Ignore `seed`: all randomness comes from the task."""
         expression = self.expression(task)
-        system = "Work it out with the tool, then give the number."
-        return Question(system, f"What is {expression}?", str(calculate(expression)), _tool)
+        prompts = (
+            Message("system", "Work it out with the tool, then give the number."),
+            Message("user", f"What is {expression}?"),
+        )
+        return Question(prompts, str(calculate(expression)), TOOL, _run)
 
 
-async def _tool(call: ToolCall) -> str:
-    if call.error:
-        raise ValueError(call.error)
-    if call.name != "calculate":
-        raise ValueError(f"unknown tool {call.name!r}; the tool is calculate")
-    if set(call.arguments) != {"expression"}:
-        raise ValueError("calculate takes expression")
-    expression = call.arguments["expression"]
-    if not isinstance(expression, str):
-        raise ValueError("expression must be a string")
+async def _run(expression: str) -> str:
     return str(calculate(expression))
 
 

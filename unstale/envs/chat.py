@@ -20,7 +20,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from unstale.envs import Message, ToolCall
+from unstale.envs import Message, ToolCall, tool_schema
 from unstale.envs.strict_json import refuse_constant, unique_names
 
 STAND_IN = "@@reply@@"
@@ -29,25 +29,7 @@ STAND_IN = "@@reply@@"
 DAY = datetime(2024, 7, 26)
 """Date for templates that ask for today's, so that a resumed run has the same prompts."""
 
-_CODES = [
-    "%A",
-    "%a",
-    "%B",
-    "%b",
-    "%-d",
-    "%d",
-    "%-m",
-    "%m",
-    "%Y",
-    "%y",
-    "%H",
-    "%I",
-    "%M",
-    "%S",
-    "%p",
-    "%F",
-    "%T",
-]
+_CODES = ["%-d", "%-m", *(f"%{letter}" for letter in "AaBbdmYyHIMSpFT")]
 _FIXED_DATE = f"""{{% macro strftime_now(form) %}}{{{{ form {
     "".join(f"| replace('{code}', '{DAY.strftime(code)}')" for code in _CODES)
 } }}}}{{% endmacro %}}{{{{ '' }}}}"""
@@ -253,7 +235,7 @@ class Chat:
         return _END_OF_THOUGHT in self._template
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Encode a rendered prompt. Control tokens in its text count as such."""
+        """Encode text in which control tokens count as such. Lone surrogates become `?`."""
         whole = text.encode(errors="replace").decode()
         return tuple(self._tokenizer.encode(whole, add_special_tokens=False))
 
@@ -264,12 +246,11 @@ class Chat:
     @cached_property
     def renders_tools(self) -> bool:
         """True if the template writes the descriptions of tools."""
-        tool = {
-            "type": "function",
-            "function": {"name": "f", "description": STAND_IN, "parameters": {}},
-        }
         text = self._tokenizer.apply_chat_template(
-            [_as_dict(_QUESTION)], [tool], chat_template=self._template, tokenize=False
+            [_as_dict(_QUESTION)],
+            [tool_schema("f", STAND_IN, {})],
+            chat_template=self._template,
+            tokenize=False,
         )
         return STAND_IN in str(text)
 
@@ -351,13 +332,8 @@ class Chat:
         return str(text), seam
 
     def _encode(self, text: str, seam: str) -> tuple[int, ...]:
-        """Encode the parts between seams. Lone surrogates become question marks."""
-        parts = text.encode(errors="replace").decode().split(seam)
-        return tuple(
-            token
-            for part in parts
-            for token in self._tokenizer.encode(part, add_special_tokens=False)
-        )
+        """Encode the parts between seams, each without its neighbours."""
+        return tuple(token for part in text.split(seam) for token in self.encode(part))
 
 
 def _control_texts(tokenizer: Any, template: str) -> list[str]:

@@ -5,9 +5,9 @@ import inspect
 import math
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
+from dataclasses import dataclass
 from numbers import Real
-from types import MappingProxyType
 from typing import Any
 
 from unstale.envs import EnvError, ListedTasks, Turn
@@ -53,26 +53,25 @@ class ExternalAgent(ListedTasks):
         return ExternalEnv(self._agent, self.data_of(task), seed, self._slots, self.timeout_s)
 
 
+@dataclass(frozen=True)
 class ExternalEnv:
     """One run of an agent, which makes its own calls."""
 
-    def __init__(
-        self, agent: Agent, task: Any, seed: int, slot: asyncio.Semaphore, timeout_s: float
-    ) -> None:
-        self.task = task
-        self.seed = seed
-        self.slot = slot
-        """Held while the agent runs."""
-        self.timeout_s = timeout_s
-        self._agent = agent
+    agent: Agent
+    task: Any
+    seed: int
+    slot: asyncio.Semaphore
+    """Held while the agent runs."""
+    timeout_s: float
 
     async def drive(self, base_url: str, api_key: str) -> Turn:
         """Run the agent to its end."""
-        call = type(self._agent).__call__
-        if inspect.iscoroutinefunction(self._agent) or inspect.iscoroutinefunction(call):
-            result = self._agent(base_url, self.task, self.seed, api_key)
+        arguments = (base_url, self.task, self.seed, api_key)
+        call = type(self.agent).__call__
+        if inspect.iscoroutinefunction(self.agent) or inspect.iscoroutinefunction(call):
+            result = self.agent(*arguments)
         else:
-            result = await _in_thread(self._agent, base_url, self.task, self.seed, api_key)
+            result = await _in_thread(self.agent, *arguments)
         if inspect.isawaitable(result):
             result = await result
         return Turn((), done=True, rewards=_named(result))
@@ -83,40 +82,28 @@ async def _in_thread(agent: Agent, *arguments: Any) -> Any:
 
     A thread cannot be stopped. After a time-out it runs on, but the endpoint refuses its calls.
     """
-    outcome = _ThreadOutcome()
+    outcome = _Outcome()
+    outcome.set_running_or_notify_cancel()  # cancelling the waiting task leaves it settable
 
     def work() -> None:
         with outcome:
-            outcome.result = agent(*arguments)
+            outcome.set_result(agent(*arguments))
 
     threading.Thread(target=work, name="agent", daemon=True).start()
-    return await outcome.future
+    return await asyncio.wrap_future(outcome)
 
 
-class _ThreadOutcome:
-    """A context that passes the result or error of a thread to an event loop."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[Any] = self._loop.create_future()
-        self.result: Any = None
+class _Outcome(Future[Any]):
+    """A future that takes an error raised in its context."""
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> bool:
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._resolve, error)
+        if isinstance(error, Exception):
+            self.set_exception(error)
+        elif error:  # SystemExit would end the event loop
+            self.set_exception(EnvError(f"the agent raised {error!r}"))
         return True
-
-    def _resolve(self, error: BaseException | None) -> None:
-        if self.future.done():
-            return
-        if error is None:
-            self.future.set_result(self.result)
-        elif isinstance(error, Exception):
-            self.future.set_exception(error)
-        else:
-            self.future.set_exception(EnvError(f"the agent raised {error!r}"))
 
 
 def _named(result: Any) -> Mapping[str, float]:
@@ -126,4 +113,4 @@ def _named(result: Any) -> Mapping[str, float]:
             raise EnvError(
                 f"an agent returns a number, or numbers by name; got {value!r} as {name}"
             )
-    return MappingProxyType({str(name): float(value) for name, value in rewards.items()})
+    return {str(name): float(value) for name, value in rewards.items()}

@@ -4,25 +4,16 @@ from collections.abc import Mapping
 from random import Random
 from typing import Any
 
-from unstale.envs import NumberedTasks, ToolCall, sandbox
+from unstale.envs import Message, NumberedTasks, sandbox, tool_schema
 from unstale.envs.question import Question
 from unstale.envs.registry import EnvSpec
 from unstale.records import Task
 
-TOOL: Mapping[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "python",
-        "description": "Run a Python program. What it prints is the answer.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "code": {"type": "string", "description": "For example print(2 ** 100)."}
-            },
-            "required": ["code"],
-        },
-    },
-}
+TOOL = tool_schema(
+    "python",
+    "Run a Python program. What it prints is the answer.",
+    {"code": {"type": "string", "description": "For example print(2 ** 100)."}},
+)
 LIMITS = sandbox.Limits(seconds=5.0, memory_mb=256, file_mb=1, processes=4, output_kb=1)
 MAX_CODE = 4000
 WORDS = ("copper", "lantern", "orchard", "pebble", "saddle", "thimble", "walnut", "zephyr")
@@ -44,33 +35,35 @@ class PythonTasks(NumberedTasks):
         base = random.randrange(12, 99)
         power = random.randrange(9, 30)
         words = random.sample(WORDS, 4)
-        questions = (
+        listed = " ".join(words)
+        digits = str(base**power)
+        return random.choice(
             (
-                f"What is the sum of the digits of {base} ** {power}?",
-                sum(map(int, str(base**power))),
-            ),
-            (f"What is the remainder of {base} ** {power} divided by 97?", base**power % 97),
-            (
-                f"Which letters of {' '.join(words)} are left when every third is kept?",
-                "".join(words)[::3],
-            ),
-            (f"What is {' '.join(words)} without spaces, backwards?", "".join(words)[::-1]),
+                (
+                    f"What is the sum of the digits of {base} ** {power}?",
+                    str(sum(map(int, digits))),
+                ),
+                (
+                    f"What is the remainder of {base} ** {power} divided by 97?",
+                    str(base**power % 97),
+                ),
+                (
+                    f"Which letters of {listed} are left when every third is kept?",
+                    "".join(words)[::3],
+                ),
+                (f"What is {listed} without spaces, backwards?", "".join(words)[::-1]),
+            )
         )
-        question, answer = random.choice(questions)
-        return question, str(answer)
 
     def env(self, task: Task, seed: int) -> Question:
         """Ignore `seed`: all randomness comes from the task."""
-        return Question("Work it out with the tool, then answer.", *self.puzzle(task), _tool)
+        question, answer = self.puzzle(task)
+        system = Message("system", "Work it out with the tool, then answer.")
+        return Question((system, Message("user", question)), answer, TOOL, _run)
 
 
-async def _tool(call: ToolCall) -> str:
-    """Return the output of the program. Raises `ValueError` if the call or the program fails."""
-    code = call.arguments.get("code")
-    if call.error:
-        raise ValueError(call.error)
-    if call.name != "python" or not isinstance(code, str) or len(call.arguments) != 1:
-        raise ValueError("the tool is python, and takes code")
+async def _run(code: str) -> str:
+    """Return the output of the program. Raises `ValueError` if the program fails."""
     if len(code) > MAX_CODE:
         raise ValueError(f"a program may have {MAX_CODE} characters")
     done = await sandbox.run(code, limits=LIMITS)

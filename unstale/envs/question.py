@@ -1,45 +1,55 @@
 """An environment with one question, one tool and an answer as text."""
 
-from collections.abc import Awaitable, Callable
-from types import MappingProxyType
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
-from unstale.envs import Message, SingleUse, ToolCall, Turn
+from unstale.envs import Message, ToolCall, Turn
 
 
-class Question(SingleUse):
+class Question:
     """One question. The first reply without a tool call ends the episode.
 
-    The reward is 1 if `answer` is a word of that reply.
+    The reward is 1 if `answer` is a word of that reply. `tool` is the schema of a tool with one
+    argument, a string; `run` returns its result, or raises `ValueError` with an error message.
     """
 
     def __init__(
-        self, system: str, question: str, answer: str, tool: Callable[[ToolCall], Awaitable[str]]
+        self,
+        prompts: tuple[Message, ...],
+        answer: str,
+        tool: Mapping[str, Any],
+        run: Callable[[str], Awaitable[str]],
     ) -> None:
-        """`tool` raises `ValueError` for a call that cannot be made."""
-        self._opening = Turn((Message("system", system), Message("user", question)))
+        self._prompts = prompts
         self._answer = answer
-        self._tool = tool
+        self._name = tool["function"]["name"]
+        (self._argument,) = tool["function"]["parameters"]["required"]
+        self._run = run
         self._errors = 0
 
     async def begin(self) -> Turn:
-        self._open()
-        return self._opening
+        return Turn(self._prompts)
 
     async def step(self, reply: Message) -> Turn:
-        self._check_open()
         answers = tuple([Message("tool", await self._call(call)) for call in reply.tool_calls])
-        facts = MappingProxyType({"tool_errors": float(self._errors)})
+        facts = {"tool_errors": float(self._errors)}
         if answers:
             return Turn(answers, facts=facts)
-        self._state = "over"
         is_right = self._answer in reply.content.rstrip(".").split()
-        return Turn(
-            (), done=True, rewards=MappingProxyType({"success": float(is_right)}), facts=facts
-        )
+        return Turn((), done=True, rewards={"success": float(is_right)}, facts=facts)
 
     async def _call(self, call: ToolCall) -> str:
         try:
-            return await self._tool(call)
+            if call.error:
+                raise ValueError(call.error)
+            if call.name != self._name:
+                raise ValueError(f"unknown tool {call.name!r}; the tool is {self._name}")
+            if set(call.arguments) != {self._argument}:
+                raise ValueError(f"{self._name} takes {self._argument}")
+            argument = call.arguments[self._argument]
+            if not isinstance(argument, str):
+                raise ValueError(f"{self._argument} must be a string")
+            return await self._run(argument)
         except ValueError as error:
             self._errors += 1
             return f"Error: {error}"

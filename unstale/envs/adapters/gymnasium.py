@@ -8,14 +8,13 @@ of `render`, else the observation's numbers. Steps run in the event loop and sho
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any
 
 import gymnasium
 from gymnasium.spaces import Discrete, Text
 
 from unstale.config import ConfigError
-from unstale.envs import Message, NumberedTasks, SingleUse, Turn
+from unstale.envs import Message, NumberedTasks, Turn
 from unstale.records import Task
 
 _INTEGER = re.compile(r"(?<![\w.])-?\d{1,18}(?![\w]|\.\d)", re.ASCII)
@@ -59,7 +58,7 @@ class GymnasiumTasks(NumberedTasks):
         return GymnasiumEnv(self, self.seed_of(task))
 
 
-class GymnasiumEnv(SingleUse):
+class GymnasiumEnv:
     """One episode. Its reward is the sum of the rewards of its steps."""
 
     def __init__(self, tasks: GymnasiumTasks, seed: int) -> None:
@@ -70,36 +69,28 @@ class GymnasiumEnv(SingleUse):
         self._num_invalid = 0
 
     async def begin(self) -> Turn:
-        self._open()
         observation = self._text(self._env.reset(seed=self._seed)[0])
         system = (Message("system", self._instructions),) if self._instructions else ()
         return Turn((*system, Message("user", observation)))
 
     async def step(self, reply: Message) -> Turn:
-        self._check_open()
         action = self._action(reply.content)
         if action is None:
             self._num_invalid += 1
-            return Turn(
-                (Message("user", f"That is no action. {self._instructions}".strip()),),
-                facts=self._facts(),
-            )
-        observation, reward, terminated, truncated, _ = self._env.step(action)
-        self._total += float(reward)
-        if not (terminated or truncated):
-            return Turn((Message("user", self._text(observation)),), facts=self._facts())
-        self._state = "over"
-        self._env.close()
-        return Turn(
-            (), done=True, rewards=MappingProxyType({"return": self._total}), facts=self._facts()
-        )
+            text, done = f"That is no action. {self._instructions}".strip(), False
+        else:
+            observation, reward, terminated, truncated, _ = self._env.step(action)
+            self._total += float(reward)
+            done = terminated or truncated
+            text = "" if done else self._text(observation)
+        facts = {"refused": float(self._num_invalid)}
+        if done:
+            return Turn((), done=True, rewards={"return": self._total}, facts=facts)
+        return Turn((Message("user", text),), facts=facts)
 
     async def close(self) -> None:
-        """Close an episode that was cut short or failed."""
-        if self._state != "over":
-            self._state = "over"
-            with suppress(gymnasium.error.Error, AttributeError, OSError, RuntimeError):
-                self._env.close()
+        with suppress(gymnasium.error.Error, AttributeError, OSError, RuntimeError):
+            self._env.close()
 
     def _action(self, text: str) -> Any:
         """Return the action in a reply, or None."""
@@ -113,9 +104,6 @@ class GymnasiumEnv(SingleUse):
     def _text(self, observation: Any) -> str:
         shown = self._env.render() if self._env.render_mode == "ansi" else observation
         return _COLOURED_TEXT.sub(r"[\1]", str(shown)).strip() or "(nothing)"
-
-    def _facts(self) -> Mapping[str, float]:
-        return MappingProxyType({"refused": float(self._num_invalid)})
 
 
 TASKSET = GymnasiumTasks

@@ -10,12 +10,11 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
 
 from unstale.config import ConfigError, install
-from unstale.envs import EnvError, Message, NumberedTasks, SingleUse, ToolCall, Turn
+from unstale.envs import EnvError, Message, NumberedTasks, ToolCall, Turn
 from unstale.records import Task
 
 ACT = "act"
@@ -131,19 +130,19 @@ def seen(observation: Mapping[str, Any]) -> str:
     return values[0] if len(values) == 1 and isinstance(values[0], str) else json.dumps(fields)
 
 
-class OpenEnv(SingleUse):
+class OpenEnv:
     """One episode. Its reward is the sum of the rewards of its steps."""
 
     def __init__(self, tasks: OpenEnvTasks, seed: int) -> None:
         self._tasks = tasks
         self._seed = seed
         self._total = 0.0
+        self._done = False
         self._session = tasks.session(
             tasks.url, connect_timeout_s=_WAIT_S, message_timeout_s=tasks.timeout_s
         )
 
     async def begin(self) -> Turn:
-        self._open()
         with self._env_errors():
             result = await self._session.reset(seed=self._seed, **self._tasks.options)
         if result.done:
@@ -154,54 +153,46 @@ class OpenEnv(SingleUse):
         return Turn(tuple(opening))
 
     async def step(self, reply: Message) -> Turn:
-        self._check_open()
         if self._tasks.field:
             text = reply.content.rpartition("</think>")[2].strip()
-            done, observation = await self._act({self._tasks.field: text})
-            return self._turn([Message("user", observation)], done)
-        if not reply.tool_calls:
-            return self._turn([Message("user", "Act with a tool call.")], False)
-        answers = []
-        for call in reply.tool_calls:
-            done, observation = await self._call(call)
-            answers.append(Message("tool", observation))
-            if done:
-                return self._turn([], True)
-        return self._turn(answers, False)
+            answers = [Message("user", await self._act({self._tasks.field: text}))]
+        elif reply.tool_calls:
+            answers = [
+                Message("tool", await self._call(call))
+                for call in reply.tool_calls
+                if not self._done
+            ]
+        else:
+            answers = [Message("user", "Act with a tool call.")]
+        if self._done:
+            return Turn((), done=True, rewards={"return": self._total})
+        return Turn(tuple(answers))
 
-    async def _call(self, call: ToolCall) -> tuple[bool, str]:
+    async def _call(self, call: ToolCall) -> str:
         names = [tool["function"]["name"] for tool in self._tasks.tools]
         if call.error:
-            return False, f"Error: {call.error}"
+            return f"Error: {call.error}"
         if call.name not in names:
-            return False, f"Error: there is no tool {call.name}, only {', '.join(names)}"
+            return f"Error: there is no tool {call.name}, only {', '.join(names)}"
         arguments = dict(call.arguments)
         if self._tasks.mcp:
             arguments = {"type": "call_tool", "tool_name": call.name, "arguments": arguments}
         return await self._act(arguments)
 
-    async def _act(self, action: Mapping[str, Any]) -> tuple[bool, str]:
-        """Return if the episode is over, and the observation.
-
-        An invalid action is not an error of the environment: the policy receives a message.
-        """
+    async def _act(self, action: Mapping[str, Any]) -> str:
+        """Return the observation after an action, or an error message for an invalid action."""
         try:
             with self._env_errors():
                 result = await self._session.step(dict(action))
         except EnvError as error:
             if _REFUSED in str(error):
-                return False, f"Error: {error.__cause__}"
+                return f"Error: {error.__cause__}"
             raise
+        self._done = bool(result.done)
         self._total += float(result.reward or 0.0)
         if not math.isfinite(self._total):
             raise EnvError(f"{self._tasks.url} gave {result.reward} as a reward")
-        return bool(result.done), seen(result.observation)
-
-    def _turn(self, messages: list[Message], done: bool) -> Turn:
-        if not done:
-            return Turn(tuple(messages))
-        self._state = "over"
-        return Turn((), done=True, rewards=MappingProxyType({"return": self._total}))
+        return seen(result.observation)
 
     @contextmanager
     def _env_errors(self) -> Iterator[None]:

@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import reasoning_gym
@@ -19,7 +18,7 @@ from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
 
 from unstale.config import ConfigError, nearest
-from unstale.envs import EnvError, Message, NumberedTasks, SingleUse, Turn, sandbox
+from unstale.envs import EnvError, Message, NumberedTasks, Turn, sandbox
 from unstale.records import Task
 
 UNSTEADY = ("isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder")
@@ -88,7 +87,7 @@ class ReasoningGymTasks(NumberedTasks):
         return PuzzleEnv(self, self.seed_of(task))
 
 
-class PuzzleEnv(SingleUse):
+class PuzzleEnv:
     """One question and one reply. The text in the last `<answer>` tags is scored from 0 to 1."""
 
     def __init__(self, tasks: ReasoningGymTasks, seed: int) -> None:
@@ -98,18 +97,15 @@ class PuzzleEnv(SingleUse):
         self._entry = self._dataset[0]
 
     async def begin(self) -> Turn:
-        self._open()
         return Turn(
             (Message("system", SYSTEM_PROMPTS["simple"]), Message("user", self._entry["question"]))
         )
 
     async def step(self, reply: Message) -> Turn:
-        self._check_open()
-        self._state = "over"
         answer = extract_answer(reply.content)
         score = 0.0 if answer is None else await self._score(answer)
-        facts = MappingProxyType({"no_answer": float(answer is None)})
-        return Turn((), done=True, rewards=MappingProxyType({"score": score}), facts=facts)
+        facts = {"no_answer": float(answer is None)}
+        return Turn((), done=True, rewards={"score": score}, facts=facts)
 
     async def _score(self, answer: str) -> float:
         if not self._tasks.evaluates:

@@ -13,11 +13,10 @@ import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from types import MappingProxyType
 from typing import Any
 
 from unstale.config import ConfigError, nearest
-from unstale.envs import ListedTasks, Message, SingleUse, Turn
+from unstale.envs import ListedTasks, Message, Turn
 from unstale.records import Task
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would be downloaded on import
@@ -108,7 +107,7 @@ class Tau2Tasks(ListedTasks):
         return kind(self, self.data_of(task))
 
 
-class Tau2Env(SingleUse):
+class Tau2Env:
     """One conversation: the policy answers the user's messages and the results of its calls."""
 
     def __init__(self, tasks: Tau2Tasks, task: Any) -> None:
@@ -117,11 +116,9 @@ class Tau2Env(SingleUse):
         self._orchestrator: Any = None
 
     async def begin(self) -> Turn:
-        self._open()
         return await self._in_thread(self._begin)
 
     async def step(self, reply: Message) -> Turn:
-        self._check_open()
         return await self._in_thread(self._step, reply)
 
     async def _in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
@@ -166,7 +163,7 @@ class Tau2Env(SingleUse):
             for place, call in enumerate(reply.tool_calls)
         ]
         if not (calls or text):
-            return self._end(facts={"empty_reply": 1.0})
+            return Turn((), done=True, rewards={"state": 0.0}, facts={"empty_reply": 1.0})
         before = len(orchestrator.trajectory) + 1
         orchestrator.agent.reply = AssistantMessage(
             role="assistant", content=text or None, tool_calls=calls or None
@@ -189,19 +186,19 @@ class Tau2Env(SingleUse):
             if is_valid_agent_history_message(message) and not isinstance(message, AssistantMessage)
         )
 
-    def _end(self, facts: Mapping[str, float] = MappingProxyType({})) -> Turn:
+    def _end(self) -> Turn:
         """End with tau2's reward, which is 0 unless the user ended the conversation."""
-        self._state = "over"
         trajectory = self._orchestrator.get_trajectory()
         if self._orchestrator.termination_reason != TerminationReason.USER_STOP:
-            return Turn((), done=True, rewards=MappingProxyType({"state": 0.0}), facts=facts)
+            return Turn((), done=True, rewards={"state": 0.0})
         result = EnvironmentEvaluator.calculate_reward(
             registry.get_env_constructor(self._tasks.domain), self._task, trajectory
         )
+        facts = {}
         if RewardType.COMMUNICATE in self._task.evaluation_criteria.reward_basis:
             communication = CommunicateEvaluator.calculate_reward(self._task, trajectory)
-            facts = {"communicated": communication.reward}
-        return Turn((), done=True, rewards=MappingProxyType({"state": result.reward}), facts=facts)
+            facts["communicated"] = communication.reward
+        return Turn((), done=True, rewards={"state": result.reward}, facts=facts)
 
 
 class LiveEnv(Tau2Env):
@@ -221,7 +218,6 @@ class LiveEnv(Tau2Env):
     async def resume(self, state: str) -> None:
         """Restore the conversation. tau2 repeats the recorded calls."""
         record = json.loads(state)
-        self._state = "open"
         messages = [_KINDS[message["role"]].model_validate(message) for message in record["said"]]
         initial = (self._task.initial_state or InitialState()).model_copy(
             update={"message_history": messages}

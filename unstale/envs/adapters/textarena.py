@@ -7,14 +7,13 @@ concurrent episodes do not affect each other. Moves run in the event loop.
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import textarena
 from textarena.envs.registration import ENV_REGISTRY
 
 from unstale.config import ConfigError, nearest
-from unstale.envs import Message, NumberedTasks, SingleUse, Turn
+from unstale.envs import Message, NumberedTasks, Turn
 from unstale.records import Task
 
 
@@ -50,7 +49,7 @@ class TextArenaTasks(NumberedTasks):
         return GameEnv(self, self.seed_of(task))
 
 
-class GameEnv(SingleUse):
+class GameEnv:
     """One game. Its reward is the game's."""
 
     def __init__(self, tasks: TextArenaTasks, seed: int) -> None:
@@ -68,21 +67,16 @@ class GameEnv(SingleUse):
             return self._observation()
 
     async def begin(self) -> Turn:
-        self._open()
         return Turn((Message("user", self.reset()),))
 
     async def step(self, reply: Message) -> Turn:
-        self._check_open()
         with self._episode_random():
             done, _ = self._game.step(reply.content)
             if not done:
                 return Turn((Message("user", self._observation()),))
             rewards, info = self._game.close()
-        self._state = "over"
-        facts = MappingProxyType({"invalid_move": float(info[0]["invalid_move"])})
-        return Turn(
-            (), done=True, rewards=MappingProxyType({"game": float(rewards[0])}), facts=facts
-        )
+        facts = {"invalid_move": float(info[0]["invalid_move"])}
+        return Turn((), done=True, rewards={"game": float(rewards[0])}, facts=facts)
 
     def _observation(self) -> str:
         _, observation = self._game.get_observation()

@@ -29,17 +29,16 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from random import Random
-from types import MappingProxyType
 from typing import Any, Literal
 
 from unstale.config import TaskConfig
 from unstale.config.checks import NonNegative
-from unstale.envs import Message, SingleUse, ToolCall, Turn
+from unstale.envs import Message, NumberedTasks, ToolCall, Turn
 from unstale.envs.registry import EnvSpec
 from unstale.envs.retail.customer import Customer
-from unstale.envs.retail.database import Desk, DeskError
-from unstale.envs.retail.expert import NO_FAULTS, Faults, expert_replies
-from unstale.envs.retail.tasks import KINDS, Scenario, correct_call, scenario
+from unstale.envs.retail.database import DeskError
+from unstale.envs.retail.rules import goal
+from unstale.envs.retail.tasks import Scenario, scenario
 from unstale.envs.retail.tools import ARGUMENTS, call_tool
 from unstale.envs.retail.wording import BRIEF, IDENTIFY, POLICY, STOCK, TRUST, WINDOW, schema
 from unstale.records import Task
@@ -52,7 +51,7 @@ policy in the prompt. 3: also identification by email, and sometimes a second re
 """
 
 
-class RetailTasks:
+class RetailTasks(NumberedTasks):
     """The tasks of the help desk. Tool calls take `latency_s` on average, log-normal."""
 
     name = "retail"
@@ -72,66 +71,46 @@ class RetailTasks:
         names = [name for name in ARGUMENTS if level > 2 or name != "find_user"]
         self.tools: tuple[Mapping[str, Any], ...] = tuple(schema(name) for name in names)
 
-    def train(self, seed: int) -> Iterator[Task]:
-        """Yield tasks without end; seeds have different tasks."""
-        index = seed * 10**9
-        while True:
-            yield Task(self.name, "train", index)
-            index += 1
-
-    def held_out(self, count: int) -> list[Task]:
-        return [Task(self.name, "held_out", index) for index in range(count)]
-
     def scenario(self, task: Task) -> Scenario:
         """Return the task's facts, for the expert, tests and tables."""
         return scenario(self.level, task.split, task.index)
 
     def env(self, task: Task, seed: int) -> "RetailEnv":
-        delay = Random(f"{task.key}/{seed}/latency") if self.latency_s else None
-        return RetailEnv(self.scenario(task), _Latency(self.latency_s, self.latency_sigma, delay))
+        random = Random(f"{task.key}/{seed}/latency")
+        return RetailEnv(self.scenario(task), _delays(self.latency_s, self.latency_sigma, random))
 
 
-class _Latency:
-    """A log-normal delay with a given mean."""
-
-    def __init__(self, mean_s: float, sigma: float, random: Random | None) -> None:
-        self._mean_s = mean_s
-        self._sigma = sigma
-        self._random = random
-
-    async def wait(self, *, replaying: bool) -> None:
-        if self._random is None:
-            return
-        seconds = self._mean_s * math.exp(self._random.gauss(0, self._sigma) - self._sigma**2 / 2)
-        if not replaying:
-            await asyncio.sleep(seconds)
+def _delays(mean_s: float, sigma: float, random: Random) -> Iterator[float]:
+    """Yield log-normal delays with a given mean."""
+    while mean_s:
+        yield mean_s * math.exp(random.gauss(0, sigma) - sigma**2 / 2)
 
 
-class RetailEnv(SingleUse):
+class RetailEnv:
     """One episode at the desk."""
 
-    def __init__(self, scenario: Scenario, latency: _Latency) -> None:
+    def __init__(self, scenario: Scenario, delays: Iterator[float]) -> None:
         self.replaying = False
         self._scenario = scenario
-        self._latency = latency
+        self._delays = delays
         self._desk = scenario.desk.copy()
         self._customer = Customer(scenario)
         self._counts = {"turns": 0, "tool_calls": 0, "tool_errors": 0}
 
     async def begin(self) -> Turn:
-        self._open()
         system = Message("system", system_text(self._scenario.level))
         return Turn((system, Message("user", self._customer.opening())))
 
     async def step(self, reply: Message) -> Turn:
-        self._check_open()
         self._counts["turns"] += 1
         if not reply.tool_calls:
             text = self._customer.answer(reply.content, writes=len(self._desk.writes))
             return self._turn((Message("user", text),), done=self._customer.gone)
         answers = []
         for call in reply.tool_calls:
-            await self._latency.wait(replaying=self.replaying)
+            delay = next(self._delays, 0.0)
+            if delay and not self.replaying:
+                await asyncio.sleep(delay)
             answers.append(Message("tool", self._carry_out(call)))
         over = bool(self._desk.writes) and self._desk.writes[-1] == "hand_over"
         return self._turn(tuple(answers), done=over)
@@ -147,14 +126,9 @@ class RetailEnv(SingleUse):
             return f"Error: {error}"
 
     def _turn(self, messages: tuple[Message, ...], *, done: bool) -> Turn:
-        facts = MappingProxyType({name: float(count) for name, count in self._counts.items()})
-        if not done:
-            return Turn(messages, facts=facts)
-        self._state = "over"
-        success = float(self._desk.state() == self._scenario.goal())
-        return Turn(
-            messages, done=True, rewards=MappingProxyType({"success": success}), facts=facts
-        )
+        facts = {name: float(count) for name, count in self._counts.items()}
+        rewards = {"success": float(self._desk.orders == goal(self._scenario))} if done else {}
+        return Turn(messages, done=done, rewards=rewards, facts=facts)
 
 
 def system_text(level: int) -> str:
@@ -179,30 +153,8 @@ class RetailConfig(TaskConfig):
 
 def _make(options: RetailConfig) -> RetailTasks:
     return RetailTasks(
-        level=int(options.level),
-        latency_s=options.latency_s,
-        latency_sigma=options.latency_sigma,
+        level=int(options.level), latency_s=options.latency_s, latency_sigma=options.latency_sigma
     )
 
 
 ENV = EnvSpec("retail", _make, RetailConfig)
-
-
-__all__ = [
-    "KINDS",
-    "LEVELS",
-    "NO_FAULTS",
-    "Customer",
-    "Desk",
-    "DeskError",
-    "Faults",
-    "RetailConfig",
-    "RetailEnv",
-    "RetailTasks",
-    "Scenario",
-    "call_tool",
-    "correct_call",
-    "expert_replies",
-    "scenario",
-    "system_text",
-]

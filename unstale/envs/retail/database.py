@@ -62,7 +62,7 @@ class Order:
 
 @dataclass(slots=True)
 class Desk:
-    """The database of one episode. The reward compares `state()` with the goal."""
+    """The database of one episode. The reward compares its orders with the goal."""
 
     users: dict[str, User]
     items: dict[str, Item]
@@ -71,9 +71,6 @@ class Desk:
     """Answer in short lines instead of JSON."""
     writes: list[str] = field(default_factory=list)
     """Names of the calls that changed the database, in order."""
-
-    def state(self) -> dict[str, Order]:
-        return dict(self.orders)
 
     def copy(self) -> "Desk":
         return Desk(self.users, self.items, dict(self.orders), self.terse)

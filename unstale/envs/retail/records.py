@@ -13,7 +13,7 @@ from unstale.envs.retail.database import Desk, Item, Order, User
 def user_record(desk: Desk, user: User) -> str:
     orders = [order.id for order in desk.orders.values() if order.user == user.id]
     if desk.terse:
-        return f"{user.account}; orders: " + ", ".join(f"{order}" for order in orders)
+        return f"{user.account}; orders: " + ", ".join(orders)
     return json.dumps(
         {"name": user.name, "account": user.account, "orders": [int(order) for order in orders]}
     )
@@ -23,7 +23,10 @@ def order_record(desk: Desk, order: Order) -> str:
     user = desk.users[order.user]
     items = [desk.items[item] for item in order.items]
     if desk.terse:
-        goods = ", ".join(f"{_mark(item)}{item.name} {item.id}" for item in items)
+        goods = ", ".join(
+            f"{'' if item.terms == 'regular' else item.terms + ' '}{item.name} {item.id}"
+            for item in items
+        )
         payments = ", ".join(f"{payment.kind} {payment.id}" for payment in user.payments)
         return (
             f"{user.account}, {order.status}; items: {goods}; pay: {payments}; point {order.point}"
@@ -55,7 +58,3 @@ def variants_record(desk: Desk, item: Item) -> str:
         for other in others
     ]
     return json.dumps({"product": item.name, "variants": rows})
-
-
-def _mark(item: Item) -> str:
-    return "" if item.terms == "regular" else f"{item.terms} "

@@ -6,6 +6,7 @@ violation shows in the database instead of in an error.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 from unstale.envs.retail.database import REASONS, Desk, DeskError
@@ -100,10 +101,12 @@ def hand_over(desk: Desk, order_id: str) -> str:
     return "a colleague takes over"
 
 
-TOOLS: dict[str, Callable[..., str]] = {
+READS: dict[str, Callable[..., str]] = {
     "find_user": find_user,
     "get_order": get_order,
     "list_variants": list_variants,
+}
+TOOLS = READS | {
     "cancel_order": cancel_order,
     "return_item": return_item,
     "exchange_item": exchange_item,
@@ -111,17 +114,4 @@ TOOLS: dict[str, Callable[..., str]] = {
     "refuse": refuse,
     "hand_over": hand_over,
 }
-
-READS = frozenset({"find_user", "get_order", "list_variants"})
-
-ARGUMENTS: dict[str, tuple[str, ...]] = {
-    "find_user": ("email",),
-    "get_order": ("order_id",),
-    "list_variants": ("item_id",),
-    "cancel_order": ("order_id",),
-    "return_item": ("order_id", "item_id", "payment_id"),
-    "exchange_item": ("order_id", "item_id", "new_item_id"),
-    "redirect_order": ("order_id", "point_id"),
-    "refuse": ("order_id", "reason"),
-    "hand_over": ("order_id",),
-}
+ARGUMENTS = {name: tuple(signature(tool).parameters)[1:] for name, tool in TOOLS.items()}

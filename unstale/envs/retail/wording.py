@@ -1,9 +1,9 @@
 """The texts of the desk: names, policy, schemas of the tools, words of customers and expert."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
+from unstale.envs import tool_schema
 from unstale.envs.retail.database import REASONS
 from unstale.envs.retail.tools import ARGUMENTS
 
@@ -79,104 +79,80 @@ def schema(name: str) -> Mapping[str, Any]:
         properties[key] = {"type": kind, "description": _MEANING[key]}
         if key == "reason":
             properties[key]["enum"] = list(REASONS)
-    parameters = {"type": "object", "properties": properties, "required": list(ARGUMENTS[name])}
-    return {
-        "type": "function",
-        "function": {"name": name, "description": _PURPOSE[name], "parameters": parameters},
-    }
+    return tool_schema(name, _PURPOSE[name], properties)
 
 
-WISHES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "cancel": ("Please cancel my order.", "I want to cancel an order."),
-        "return": ("I want to return an item.", "Please take an item back."),
-        "exchange": ("I want to exchange an item.", "Please swap an item."),
-        "redirect": ("Please send my order elsewhere.", "I want to redirect my order."),
-    }
-)
-FREE_WISHES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "cancel": (
-            "Hi, I changed my mind about something I ordered and would like the whole order cancelled.",
-            "Hello! Could you call off an order of mine? I found it cheaper elsewhere.",
-            "I don't need what I ordered any more. Please cancel it.",
-        ),
-        "return": (
-            "Hello, something I bought from you isn't what I expected. I'd like to give it back and get my money.",
-            "Hi there. I have one thing here I want to return, please.",
-            "Good morning, I need a refund for one of the things I ordered.",
-        ),
-        "exchange": (
-            "Hi, I like what I got but not its colour. Can I swap it?",
-            "Hello, I'd like to exchange something for the same thing in another colour.",
-            "One of the things I ordered would look better in a different colour. Could we change that?",
-        ),
-        "redirect": (
-            "Hi! I'm travelling and can't get to my usual pickup point. Can the parcel go to another one?",
-            "Could you please have my order sent to a different pickup point?",
-            "I moved. My order should go to another pickup point than the one on file.",
-        ),
-    }
-)
+WISHES: Mapping[str, tuple[str, ...]] = {
+    "cancel": ("Please cancel my order.", "I want to cancel an order."),
+    "return": ("I want to return an item.", "Please take an item back."),
+    "exchange": ("I want to exchange an item.", "Please swap an item."),
+    "redirect": ("Please send my order elsewhere.", "I want to redirect my order."),
+}
+FREE_WISHES: Mapping[str, tuple[str, ...]] = {
+    "cancel": (
+        "Hi, I changed my mind about something I ordered and would like the whole order cancelled.",
+        "Hello! Could you call off an order of mine? I found it cheaper elsewhere.",
+        "I don't need what I ordered any more. Please cancel it.",
+    ),
+    "return": (
+        "Hello, something I bought from you isn't what I expected. I'd like to give it back and get my money.",
+        "Hi there. I have one thing here I want to return, please.",
+        "Good morning, I need a refund for one of the things I ordered.",
+    ),
+    "exchange": (
+        "Hi, I like what I got but not its colour. Can I swap it?",
+        "Hello, I'd like to exchange something for the same thing in another colour.",
+        "One of the things I ordered would look better in a different colour. Could we change that?",
+    ),
+    "redirect": (
+        "Hi! I'm travelling and can't get to my usual pickup point. Can the parcel go to another one?",
+        "Could you please have my order sent to a different pickup point?",
+        "I moved. My order should go to another pickup point than the one on file.",
+    ),
+}
 
-TERSE_ANSWERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "email": ("{}",),
-        "order": ("Order {}.", "It is {}."),
-        "item": ("The {}.", "My {}."),
-        "payment": ("To my {}.", "My {}."),
-        "colour": ("In {}.", "Make it {}."),
-        "point": ("To {}.", "Point {}."),
-    }
-)
-FREE_ANSWERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "email": ("My email is {}.", "Sure, it's {}", "You have me as {}, I think."),
-        "order": (
-            "The order number is {}.",
-            "Let me look... it says {}.",
-            "That's {} on the receipt.",
-        ),
-        "item": ("It's the {}.", "I mean the {}.", "The {}, please. The rest is fine."),
-        "payment": (
-            "Please put it on my {}.",
-            "I'd rather have it on the {}.",
-            "My {}, if that's possible.",
-        ),
-        "colour": ("I'd like it in {}.", "Do you have it in {}?", "{}, please."),
-        "point": (
-            "Pickup point {}, please.",
-            "The one close to my work: {}.",
-            "Could it go to {}?",
-        ),
-    }
-)
-QUESTIONS: Mapping[str, str] = MappingProxyType(
-    {
-        "email": "Your email?",
-        "order": "Which order?",
-        "item": "Which item?",
-        "payment": "Refund to what?",
-        "colour": "Which colour?",
-        "point": "Where to?",
-    }
-)
+TERSE_ANSWERS: Mapping[str, tuple[str, ...]] = {
+    "email": ("{}",),
+    "order": ("Order {}.", "It is {}."),
+    "item": ("The {}.", "My {}."),
+    "payment": ("To my {}.", "My {}."),
+    "colour": ("In {}.", "Make it {}."),
+    "point": ("To {}.", "Point {}."),
+}
+FREE_ANSWERS: Mapping[str, tuple[str, ...]] = {
+    "email": ("My email is {}.", "Sure, it's {}", "You have me as {}, I think."),
+    "order": ("The order number is {}.", "Let me look... it says {}.", "That's {} on the receipt."),
+    "item": ("It's the {}.", "I mean the {}.", "The {}, please. The rest is fine."),
+    "payment": (
+        "Please put it on my {}.",
+        "I'd rather have it on the {}.",
+        "My {}, if that's possible.",
+    ),
+    "colour": ("I'd like it in {}.", "Do you have it in {}?", "{}, please."),
+    "point": ("Pickup point {}, please.", "The one close to my work: {}.", "Could it go to {}?"),
+}
+QUESTIONS: Mapping[str, str] = {
+    "email": "Your email?",
+    "order": "Which order?",
+    "item": "Which item?",
+    "payment": "Refund to what?",
+    "colour": "Which colour?",
+    "point": "Where to?",
+}
 """The questions of the expert."""
 
-HEARD: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "email": ("email", "e-mail", "mail address"),
-        "order": (
-            "which order",
-            "order number",
-            "number of the order",
-            "order id",
-            "number of your order",
-        ),
-        "item": ("which item", "what item", "which product", "which one", "which of"),
-        "payment": ("refund to", "payment", "refunded to", "refund go", "money back to"),
-        "colour": ("colour", "color", "variant"),
-        "point": ("where to", "point", "where should", "address"),
-    }
-)
+HEARD: Mapping[str, tuple[str, ...]] = {
+    "email": ("email", "e-mail", "mail address"),
+    "order": (
+        "which order",
+        "order number",
+        "number of the order",
+        "order id",
+        "number of your order",
+    ),
+    "item": ("which item", "what item", "which product", "which one", "which of"),
+    "payment": ("refund to", "payment", "refunded to", "refund go", "money back to"),
+    "colour": ("colour", "color", "variant"),
+    "point": ("where to", "point", "where should", "address"),
+}
 """Words by which the customer recognises a question. Kinds are tried in this order."""

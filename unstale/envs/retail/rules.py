@@ -1,0 +1,160 @@
+"""The decision that the shop's rules require, and a scripted expert that can ignore rules."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from unstale.envs import Message, ToolCall
+from unstale.envs.retail.database import Order
+from unstale.envs.retail.tasks import CustomerRequest, Scenario
+from unstale.envs.retail.tools import call_tool
+from unstale.envs.retail.wording import QUESTIONS
+
+Call = tuple[str, dict[str, str]]
+"""Name and arguments of a tool call."""
+Step = str | Call
+"""The kind of fact to ask the customer for, or a call."""
+Ignores = Callable[[str], bool]
+"""`(rule)`: returns True if the expert ignores that rule now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """The probabilities, independent of each other, with which the expert ignores a rule."""
+
+    status: float = 0.0
+    """Ignore the order's status."""
+    account: float = 0.0
+    """Ignore the kind of account."""
+    final: float = 0.0
+    """Take back final items."""
+    sale: float = 0.0
+    """Refund sale items to the payment method that the customer names."""
+    item: float = 0.0
+    """Take the first item of the order."""
+    payment: float = 0.0
+    """Refund to the first payment method of the record."""
+    variant: float = 0.0
+    """Take the first variant of the list."""
+    point: float = 0.0
+    """Send the parcel to its present pickup point."""
+    cancel: float = 0.0
+    """Refuse to cancel a pending order."""
+
+
+NO_FAULTS = Faults()
+
+
+def expert_replies(scenario: Scenario, faults: Faults = NO_FAULTS, seed: int = 0) -> list[Message]:
+    """Return the expert's replies. Without faults they reach the goal.
+
+    The expert errs only in its decisions, never in the format of a call.
+    """
+    random = Random(f"{scenario.seed}/{seed}")
+
+    def ignores(rule: str) -> bool:
+        return random.random() < float(getattr(faults, rule))
+
+    steps: list[Step] = []
+    if scenario.level > 2:
+        steps += ["email", ("find_user", {"email": scenario.user.email})]
+    replies = [_reply(step) for step in steps]
+    for request in scenario.requests:
+        steps = ["order", ("get_order", {"order_id": request.order})]
+        steps += decide(scenario, request, ignores)
+        replies += [_reply(step) for step in steps]
+        last_call = steps[-1][0]
+        if last_call != "hand_over":
+            replies.append(Message("assistant", "Sorry." if last_call == "refuse" else "Done."))
+    return replies
+
+
+def _reply(step: Step) -> Message:
+    if isinstance(step, str):
+        return Message("assistant", QUESTIONS[step])
+    name, arguments = step
+    written = {
+        key: int(value) if key.endswith("_id") else value for key, value in arguments.items()
+    }
+    return Message("assistant", "", (ToolCall(name, written),))
+
+
+def goal(scenario: Scenario) -> dict[str, Order]:
+    """Return the orders after the calls that the rules require."""
+    desk = scenario.desk.copy()
+    for request in scenario.requests:
+        name, arguments = correct_call(scenario, request)
+        call_tool(desk, name, arguments)
+    return desk.orders
+
+
+def correct_call(scenario: Scenario, request: CustomerRequest) -> Call:
+    """Return the call that the rules require."""
+    call = decide(scenario, request, lambda rule: False)[-1]
+    assert isinstance(call, tuple)
+    return call
+
+
+def decide(scenario: Scenario, request: CustomerRequest, ignores: Ignores) -> list[Step]:
+    """Return the steps after the order was looked up. The last one is a call that changes it."""
+    order = scenario.desk.orders[request.order]
+    wish = request.wish
+    number = {"order_id": order.id}
+    if scenario.user.account == "business" and not ignores("account"):
+        return [("hand_over", number)]
+    required = "pending" if wish in ("cancel", "redirect") else "delivered"
+    if order.status != required and not ignores("status"):
+        if wish == "redirect" and order.status == "shipped":
+            return [("hand_over", number)]
+        if wish == "return" and order.status == "pending":
+            return [("cancel_order", number)]
+        return [_refuse(order, "status")]
+    if wish == "redirect":
+        point = order.point if ignores("point") else request.point
+        return ["point", ("redirect_order", {**number, "point_id": point})]
+    if wish == "cancel":
+        return [_refuse(order, "status") if ignores("cancel") else ("cancel_order", number)]
+    if scenario.level > 1 and order.days > 30:
+        return [_refuse(order, "window")]
+    item = order.items[0] if ignores("item") else request.item
+    about_item = _exchange if wish == "exchange" else _return
+    return ["item", *about_item(scenario, request, item, ignores)]
+
+
+def _return(
+    scenario: Scenario, request: CustomerRequest, item: str, ignores: Ignores
+) -> list[Step]:
+    order = scenario.desk.orders[request.order]
+    terms = scenario.desk.items[item].terms
+    payments = scenario.user.payments
+    if terms == "final" and not ignores("final"):
+        return [_refuse(order, "final")]
+    questions: list[Step] = []
+    if terms == "sale" and not ignores("sale"):
+        payment = next(p.id for p in payments if p.kind == "gift")
+    else:
+        questions = ["payment"]
+        payment = payments[0].id if ignores("payment") else request.payment
+    arguments = {"order_id": order.id, "item_id": item, "payment_id": payment}
+    return [*questions, ("return_item", arguments)]
+
+
+def _exchange(
+    scenario: Scenario, request: CustomerRequest, item: str, ignores: Ignores
+) -> list[Step]:
+    desk = scenario.desk
+    order = desk.orders[request.order]
+    variants = desk.variants(desk.items[item])
+    colour = desk.items[request.new_item].colour
+    wanted = [other for other in variants if other.colour == colour]
+    chosen = variants[0] if not wanted or ignores("variant") else wanted[0]
+    call = ("exchange_item", {"order_id": order.id, "item_id": item, "new_item_id": chosen.id})
+    return [
+        ("list_variants", {"item_id": item}),
+        "colour",
+        call if chosen.in_stock else _refuse(order, "stock"),
+    ]
+
+
+def _refuse(order: Order, reason: str) -> Call:
+    return "refuse", {"order_id": order.id, "reason": reason}
