@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from unstale.config import RunConfig
@@ -172,9 +172,7 @@ class LiveDisplay:
         self._spinner.update(text=Text(self._phase_text()))
         if not total:
             return self._spinner
-        row = Table.grid(padding=(0, 2), expand=True)
-        row.add_column(no_wrap=True)
-        row.add_column(ratio=1)
+        row = Table.grid(Column(no_wrap=True), Column(ratio=1), padding=(0, 2), expand=True)
         row.add_row(
             self._spinner, ProgressBar(total=total, completed=done, complete_style=GENERATION)
         )
@@ -241,10 +239,8 @@ def _progress(
         if config.minutes:
             seconds = min(seconds, max(0.0, 60 * config.minutes - elapsed))
         left = f" · about {duration(seconds)} left"
-    grid = Table.grid(padding=(0, 2), expand=True)
-    grid.add_column(no_wrap=True)
-    grid.add_column(ratio=1)
-    grid.add_column(no_wrap=True, justify="right")
+    columns = (Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True, justify="right"))
+    grid = Table.grid(*columns, padding=(0, 2), expand=True)
     grid.add_row(
         Text.assemble("step ", (f"{step}", "bold"), f"/{config.steps}"),
         ProgressBar(total=config.steps, completed=step, complete_style=GOOD, finished_style=GOOD),
@@ -262,18 +258,18 @@ def _numbers(
     learning, off_policy = _learning(rows, evals), _off_policy(rows, config)
     if console.width < WIDE:
         return Group(learning, *([Text()] if console.height >= ROOMY else []), off_policy)
-    grid = Table.grid(padding=(0, 3), expand=True)
-    grid.add_column(ratio=1)
-    grid.add_column(ratio=1)
+    grid = Table.grid(Column(ratio=1), Column(ratio=1), padding=(0, 3), expand=True)
     grid.add_row(learning, off_policy)
     return grid
 
 
 def _block(title: str) -> Table:
-    table = Table.grid(padding=(0, 1))
-    table.add_column(no_wrap=True, style=QUIET, min_width=10)
-    table.add_column(no_wrap=True, justify="right", min_width=7, style="bold")
-    table.add_column(no_wrap=True)
+    table = Table.grid(
+        Column(no_wrap=True, style=QUIET, min_width=10),
+        Column(no_wrap=True, justify="right", min_width=7, style="bold"),
+        Column(no_wrap=True),
+        padding=(0, 1),
+    )
     table.add_row(Text(title, style="bold default"), "", "")
     return table
 
@@ -341,11 +337,14 @@ def _small(value: float | None) -> str:
 def _pace(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return the tokens per second and busy shares of engine and trainer, and the bottleneck."""
     wait = waiting(rows[-RECENT - 1 :])
-    grid = Table.grid(padding=(0, 1), expand=True)
-    grid.add_column(no_wrap=True, width=8, style="bold")
-    grid.add_column(no_wrap=True, width=13, justify="right")
-    grid.add_column(ratio=1)
-    grid.add_column(no_wrap=True, width=30)
+    grid = Table.grid(
+        Column(no_wrap=True, width=8, style="bold"),
+        Column(no_wrap=True, width=13, justify="right"),
+        Column(ratio=1),
+        Column(no_wrap=True, width=30),
+        padding=(0, 1),
+        expand=True,
+    )
     sides = (
         ("engine", "engine/sampled_tokens_per_s", wait.engine, GENERATION, "idle"),
         ("trainer", "trainer/tokens_per_s", wait.trainer, TRAINING, "waits for episodes"),

@@ -21,7 +21,7 @@ from unstale.observe.report.plots import (
     thin,
     track_plot,
 )
-from unstale.observe.report.words import NONE, amount, number, percent
+from unstale.observe.report.words import NONE, amount, mapping, number, percent, records
 
 MAX_ROUTES = 40
 TITLE = "Audit of the old log-probabilities"
@@ -63,8 +63,7 @@ COLUMNS = (
 
 def cells(row: Mapping[str, Any]) -> list[str]:
     """Return the table row of a route as text, one entry per column of `COLUMNS`."""
-    stored = row.get("costs")
-    costs = stored if isinstance(stored, Mapping) else {}
+    costs = mapping(row.get("costs"))
     forward_tokens = number(costs.get("forward_tokens"))
     memory_bytes = number(costs.get("memory_bytes"))
     return [
@@ -175,12 +174,11 @@ def _facets(clouds: Sequence[tuple[str, Sequence[Point]]]) -> Markup:
 
 def _after(run: Gathered) -> dict[str, Any]:
     """Return the table and the figures of `unstale audit`."""
-    routes = _rows(run.audit.get("routes"))
+    routes = records(run.audit.get("routes"), MAX_ROUTES)
     tokens, steps, noise = (
         amount(number(run.audit.get(name))) for name in ("tokens", "steps", "noise")
     )
-    not_built = run.audit.get("not_built")
-    reasons = not_built.items() if isinstance(not_built, Mapping) else ()
+    reasons = mapping(run.audit.get("not_built")).items()
     return {
         "about": f"{tokens} action tokens of {steps} recorded batches, scored by each route. "
         f"Numerical noise, measured with different packing: {noise}.",
@@ -188,12 +186,6 @@ def _after(run: Gathered) -> dict[str, Any]:
         "not_built": "; ".join(f"{name}: {why}"[:300] for name, why in reasons),
         "figures": [_clouds(run, routes), _errors_by_lag(routes), _agreements(routes)],
     }
-
-
-def _rows(value: Any) -> list[Row]:
-    if not isinstance(value, list):
-        return []
-    return [row for row in value[:MAX_ROUTES] if isinstance(row, dict)]
 
 
 def _clouds(run: Gathered, routes: Sequence[Row]) -> Markup:
@@ -212,9 +204,7 @@ def _route_name(row: Row) -> str:
 
 
 def _points(columns: Any) -> Iterator[tuple[float, float]]:
-    if not isinstance(columns, Mapping):
-        return
-    pair = [columns.get(name) for name in ("log_d", "log_s")]
+    pair = [mapping(columns).get(name) for name in ("log_d", "log_s")]
     if all(isinstance(column, list) for column in pair):
         for log_d, log_s in zip(*pair, strict=False):
             x, y = number(log_d), number(log_s)
@@ -227,10 +217,9 @@ def _errors_by_lag(routes: Sequence[Row]) -> Markup:
     tracks: list[Track] = []
     lags: set[int] = set()
     for row in routes:
-        stored = row.get("by_lag")
-        pairs = stored.items() if isinstance(stored, Mapping) else ()
         errors = by_lag(
-            (lag, figures.get("error")) for lag, figures in pairs if isinstance(figures, Mapping)
+            (lag, mapping(figures).get("error"))
+            for lag, figures in mapping(row.get("by_lag")).items()
         )
         lags |= errors.keys()
         marks = [

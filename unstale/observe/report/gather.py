@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from unstale.config import ConfigError
 from unstale.config.renamed import RENAMED
 from unstale.durability.run_folder import EVENTS, METRICS, Row, RunFolder
-from unstale.observe.report.words import is_exact, number
+from unstale.observe.report.words import is_exact, mapping, number
 from unstale.observe.statistics import wilson
 
 MAX_POINTS, MAX_SPANS, MAX_FAILURES, MAX_LAG = 20_000, 4_000, 20, 99
@@ -101,7 +101,7 @@ class Gathered:
         """Return an option by its dotted name."""
         value: Any = self.config
         for part in name.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+            value = mapping(value).get(part)
         return default if value is None else value
 
     def series(self, name: str) -> list[tuple[float, float]]:
@@ -249,8 +249,7 @@ def step_of(row: Mapping[str, Any]) -> int:
 
 def histogram(row: Mapping[str, Any]) -> dict[int, float]:
     """Return the number of tokens by lag of one step. Invalid entries are left out."""
-    counts = row.get("schedule/staleness_histogram")
-    return by_lag(counts.items()) if isinstance(counts, Mapping) else {}
+    return by_lag(mapping(row.get("schedule/staleness_histogram")).items())
 
 
 def lag_values(row: Mapping[str, Any], prefix: str) -> dict[int, float]:

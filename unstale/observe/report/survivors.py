@@ -10,7 +10,6 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from unstale.durability.run_folder import Row
 from unstale.observe.report.gather import Gathered
 from unstale.observe.report.markup import figure, gap, render, table
 from unstale.observe.report.plots import Axis, Series, line_plot
@@ -19,8 +18,10 @@ from unstale.observe.report.words import (
     NONE,
     amount,
     censored,
+    mapping,
     number,
     percent,
+    records,
     survivorship,
 )
 
@@ -40,7 +41,7 @@ HEAD = ("", "attempts", "tokens", QUANTILES, "turns", QUANTILES, "success", "rew
 
 def trained_on(run: Gathered) -> Markup:
     """Render the attempts of each environment, by outcome and length."""
-    places = [_place(place) for place in _rows(run.survivors.get("places"))[:MAX_PLACES]]
+    places = [_place(place) for place in records(run.survivors.get("places"), MAX_PLACES)]
     return render("survivors.html", title=TITLE, places=places, missing=_missing(run.survivors))
 
 
@@ -58,7 +59,7 @@ def terminal_table(survivors: Mapping[str, Any]) -> RenderableType:
     for column in TERMINAL:
         shown.add_column(HEAD[column], justify="right" if column else "left", no_wrap=True)
     sentences = []
-    for place in _rows(survivors.get("places")):
+    for place in records(survivors.get("places"), MAX_ROWS):
         shown.add_section()
         shown.add_row(f"[bold]{escape(_name(place))}[/]")
         for row in rows(place):
@@ -68,22 +69,13 @@ def terminal_table(survivors: Mapping[str, Any]) -> RenderableType:
     return Group(shown, *sentences)
 
 
-def _rows(value: Any) -> list[Row]:
-    return (
-        [row for row in value[:MAX_ROWS] if isinstance(row, dict)]
-        if isinstance(value, list | tuple)
-        else []
-    )
-
-
 def _name(place: Mapping[str, Any]) -> str:
     return f"{place.get('env', NONE)}/{place.get('split', NONE)}"[:80]
 
 
 def rows(place: Mapping[str, Any]) -> list[list[str]]:
     """Return the table rows of an environment: all attempts, then one row per outcome."""
-    kinds = place.get("kinds")
-    attempts = kinds if isinstance(kinds, Mapping) else {}
+    attempts = mapping(place.get("kinds"))
     names = {"generated": "generated", **{fate: f"  {words}" for fate, words in FATES.items()}}
     return [
         [words, *_figures(attempts[name])]
@@ -96,8 +88,7 @@ def _figures(kind: Mapping[str, Any]) -> list[str]:
     """Format the count, lengths, success and reward of one kind of attempt."""
     figures = [amount(number(kind.get("count")))]
     for name in ("tokens", "turns"):
-        distribution = kind.get(name)
-        spread = distribution if isinstance(distribution, Mapping) else {}
+        spread = mapping(kind.get(name))
         mean, *quantiles = (
             amount(number(spread.get(each))) for each in ("mean", "low", "middle", "high")
         )
@@ -123,9 +114,7 @@ def _place(place: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _groups(place: Mapping[str, Any]) -> str:
-    groups = place.get("groups")
-    if not isinstance(groups, Mapping):
-        return "0 groups were started: none."
+    groups = mapping(place.get("groups"))
     counts = {name: number(groups.get(name)) or 0.0 for name in GROUPS}
     parts = [f"{count:,.0f} {GROUPS[name]}" for name, count in counts.items() if count]
     return f"{sum(counts.values()):,.0f} groups were started: {', '.join(parts) or 'none'}."
@@ -171,7 +160,7 @@ def _curve_points(curve: Any) -> Iterator[tuple[float, float, float]]:
 def _kept(place: Mapping[str, Any]) -> Markup:
     title = "Outcome by length"
     body = []
-    for bucket in _rows(place.get("buckets")):
+    for bucket in records(place.get("buckets"), MAX_ROWS):
         low, high, ended, trained, waiting = (
             number(bucket.get(name)) or 0.0
             for name in ("low", "high", "ended", "trained", "waiting")

@@ -28,6 +28,17 @@ def number(value: Any) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def mapping(value: Any) -> Mapping[str, Any]:
+    """Return a mapping, or an empty one for anything else."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def records(value: Any, limit: int) -> list[dict[str, Any]]:
+    """Return the dicts among the first `limit` items of a list, and none for anything else."""
+    items = value[:limit] if isinstance(value, list | tuple) else ()
+    return [item for item in items if isinstance(item, dict)]
+
+
 def percent(share: float | None, digits: int = 0) -> str:
     """
     >>> percent(0.4336), percent(0.9964), percent(0.9964, 1), percent(None)
@@ -258,11 +269,9 @@ def survivorship(place: Mapping[str, Any]) -> tuple[str, bool]:
     >>> survivorship({"contrast": means})[0].split(" (")[0]
     'Lost attempts were 2.1 times as long as kept ones'
     """
-    kinds = place.get("kinds")
-    if isinstance(kinds, Mapping) and not LOST & kinds.keys():
+    if isinstance(place.get("kinds"), Mapping) and not LOST & place["kinds"].keys():
         return "No attempt that ended was lost.", False
-    contrast = place.get("contrast")
-    means = contrast if isinstance(contrast, Mapping) else {}
+    means = mapping(place.get("contrast"))
     lost = number(means.get("lost_mean"))
     kept = number(means.get("kept_mean"))
     count = number(means.get("lost"))
@@ -283,9 +292,7 @@ def survivorship(place: Mapping[str, Any]) -> tuple[str, bool]:
 
 def censored(place: Mapping[str, Any]) -> str:
     """Return a note on the open attempts of an environment, empty if there are none."""
-    kinds = place.get("kinds")
-    still_open = kinds.get("open") if isinstance(kinds, Mapping) else None
-    count = number(still_open.get("count")) if isinstance(still_open, Mapping) else None
+    count = number(mapping(mapping(place.get("kinds")).get("open")).get("count"))
     if not count:
         return ""
     return (
