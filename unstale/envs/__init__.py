@@ -1,4 +1,7 @@
-"""Protocols of environments and task sets. They exchange messages; `chat.py` encodes these."""
+"""Protocols of environments, which exchange messages with the policy, and of task sets.
+
+`chat.py` converts messages to tokens.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,7 +12,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from unstale.records import Task
 
 _TASKS_PER_SEED = 10**9
-"""Task numbers reserved for each seed."""
+"""Task numbers reserved for each seed, so that two seeds have no task in common."""
 
 
 def tool_schema(
@@ -48,7 +51,7 @@ class Turn:
     messages: tuple[Message, ...]
     done: bool = False
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """The episode's rewards by name, used if `done`. Summed, unless the task set combines them."""
+    """Rewards by name, if `done`. The episode's reward is their sum, or the result of `combine`."""
     reward: float = 0.0
     """Reward of the last reply alone, used only by the advantage estimator `turn_level`."""
     facts: Mapping[str, float] = field(default_factory=dict)
@@ -75,7 +78,8 @@ class Env(Protocol):
 class Resumable(Protocol):
     """An environment that can save and restore its state.
 
-    All others are resumed by a replay of the recorded replies, and must answer these as before.
+    To resume any other environment, the recorded replies are sent to a new one. It must answer them
+    as the first one did.
     """
 
     def snapshot(self) -> str:
@@ -177,9 +181,9 @@ class RewardCombiner(Protocol):
 
 
 def combine_rewards(taskset: Taskset, turn: Turn) -> Turn:
-    """Combine the rewards of a last turn if the task set does so.
+    """Return the turn with one combined reward, if it is the last and the task set has `combine`.
 
-    The named rewards are then logged as facts `reward/<name>`.
+    The named rewards become facts `reward/<name>`, which are logged.
     """
     if not (turn.done and turn.rewards and isinstance(taskset, RewardCombiner)):
         return turn

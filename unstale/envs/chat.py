@@ -2,8 +2,8 @@
 
 A conversation grows by appending tokens; none is encoded twice. `encode_prompt` renders the prompt
 once. `encode_continuation` renders a placeholder reply and encodes only the text that the template
-writes after it. Placeholders also show the end of a reply and the format of calls, so no model name
-is needed.
+writes after it. Placeholders also reveal how a template ends a reply and writes calls, so the
+module needs no list of models.
 
 Control tokens come only from the template, never from the content of messages. So no tool or user
 can end a turn or write in another role.
@@ -42,7 +42,7 @@ _BARE = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:')
 """The start of a call without a tag."""
 _SEPARATOR = re.compile(r"[\s;,]*")
 _MAX_CACHED = 64
-"""Cached chats with other tools."""
+"""Maximum number of `Chat` objects with other tools that a `Chat` keeps."""
 _SEAM = "\ue000"
 """A private-use character that splits text like a control token. Removed before encoding."""
 
@@ -68,10 +68,10 @@ class Chat:
     def __init__(
         self, tokenizer: Any, tools: Sequence[Mapping[str, Any]], *, ends: Sequence[int] = ()
     ) -> None:
-        """`ends` are additional end tokens, from the model's generation config.
+        """`ends` are further end tokens, from the model's generation config.
 
-        All but control tokens are ignored. Raises `ValueError` for a template with an unknown call
-        format, or with conversations that cannot be continued.
+        Ends that are no control tokens are ignored. Raises `ValueError` if the template writes
+        calls in an unknown format, or if nothing can be appended to a conversation.
         """
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
@@ -118,9 +118,10 @@ class Chat:
         add_generation_prompt: bool = True,
         marked: bool = False,
     ) -> str:
-        """Return the text of `encode_prompt`.
+        """Return the text that `encode_prompt` encodes.
 
-        With `marked`, private-use characters split the content that looks like a control token.
+        With `marked`, the text keeps the private-use characters that `encode_prompt` puts into
+        content that looks like a control token, so that it is not encoded as one.
         """
         text, seam = self._render(messages, add_generation_prompt=add_generation_prompt)
         return text if marked else text.replace(seam, "")
@@ -153,9 +154,9 @@ class Chat:
         )
 
     def parse_text(self, text: str, *, calls: bool = True) -> tuple[str | None, Message]:
-        """Return a reply's finished thoughts, or None, and its message.
+        """Return a reply's thoughts, or None if it has no finished thoughts, and its message.
 
-        Without `calls` the message is plain text. Calls inside thoughts are ignored.
+        With `calls=False` the message keeps tool calls as text. Calls in thoughts are ignored.
         """
         thoughts = None
         if self.thinks and _END_OF_THOUGHT in text:
@@ -167,7 +168,7 @@ class Chat:
         return thoughts, self.parse_content(text) if calls else Message("assistant", text)
 
     def parse_partial(self, text: str, *, calls: bool = True) -> tuple[str, str]:
-        """Return the parts of thoughts and content that no continuation of the text can change."""
+        """Return the thoughts and content of an unfinished reply that later text cannot change."""
         thoughts = ""
         form = self.call_form
         if self.thinks:
@@ -256,7 +257,7 @@ class Chat:
 
     @cached_property
     def longest_token(self) -> int:
-        """The characters of the longest token."""
+        """The length of the longest token, in characters."""
         return max(map(len, self._tokenizer.get_vocab()))
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "Chat":
@@ -315,7 +316,7 @@ class Chat:
     def _render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True
     ) -> tuple[str, str]:
-        """Return the conversation as text, and the seam at which to split it before encoding."""
+        """Return the conversation as text, and the separator put into control tokens of content."""
         record = json.dumps([_as_dict(message) for message in messages], ensure_ascii=False)
         all_text = f"{record}{self._tools_json}{self._template}"
         seam = _SEAM * (1 + max(map(len, re.findall(f"{_SEAM}+", all_text)), default=0))

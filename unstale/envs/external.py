@@ -61,7 +61,7 @@ class ExternalEnv:
     task: Any
     seed: int
     slot: asyncio.Semaphore
-    """Held while the agent runs."""
+    """Held while the agent runs. It limits the number of agents that run at once."""
     timeout_s: float
 
     async def drive(self, base_url: str, api_key: str) -> Turn:

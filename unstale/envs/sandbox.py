@@ -101,7 +101,11 @@ class ProgramResult:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """A method of isolation. `isolated`: namespaces without bubblewrap. `own_user`: not as root."""
+    """A method of isolation.
+
+    `isolated`: in new namespaces of the kernel, without bubblewrap. `own_user`: as a new user
+    instead of root.
+    """
 
     kind: Kind
     isolated: bool = False
@@ -109,12 +113,12 @@ class _Way:
 
     @property
     def counts_processes(self) -> bool:
-        """True if the kernel limits processes. It counts per user and namespace, not for root."""
+        """True if the kernel can limit processes. It counts them per user; root has no limit."""
         return self.own_user or (os.getuid() != 0 and (self.isolated or self.kind == "bubblewrap"))
 
     @property
     def helpers(self) -> int:
-        """Processes of the sandbox that count towards the program's limit."""
+        """Number of the sandbox's own processes, which the kernel counts as the program's."""
         return 2 if self.isolated else int(self.kind == "bubblewrap" and not self.own_user)
 
 
@@ -268,7 +272,10 @@ def _run(way: _Way, job: _Job, stop: threading.Event) -> ProgramResult:
 
 
 def _ends(pid: int, deadline: float, stop: threading.Event) -> bool:
-    """Return True if the process ends before the deadline and before `stop`. Does not reap it."""
+    """Return True if the process ends before the deadline and before `stop`.
+
+    The process is not reaped, so that its id cannot be reused yet.
+    """
     descriptor = os.pidfd_open(pid)
     poll = select.poll()
     try:
@@ -282,9 +289,10 @@ def _ends(pid: int, deadline: float, stop: threading.Event) -> bool:
 
 
 def _bubblewrap(way: _Way, limits: Limits) -> list[str]:
-    """Return the command: a read-only system, one small folder, no network, no other process.
+    """Return the command in front of the program's.
 
-    It dies with its parent.
+    The program sees a read-only system, one small writable folder, no network and no other process.
+    It is killed when this process ends.
     """
     command = ["bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     command += ["--unshare-cgroup-try", "--die-with-parent", "--new-session"]

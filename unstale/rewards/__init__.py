@@ -20,9 +20,9 @@ _PUNCTUATION = " ,;:!?\"'`*\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATI
 
 
 def weighted(**weights: float) -> Callable[[Mapping[str, float]], float]:
-    """Return a function that computes the weighted sum of rewards with these names.
+    """Return a function from named rewards to their weighted sum.
 
-    The function raises ValueError for other names.
+    It raises ValueError unless the rewards have exactly these names.
 
     >>> weighted(answer=1.0, form=0.25)({"answer": 1.0, "form": 1.0})
     1.25

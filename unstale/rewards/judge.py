@@ -44,11 +44,11 @@ _CODE_FENCE = re.compile(r"```(?:json)?\s*(\{.*\})\s*```", re.DOTALL)
 
 
 class JudgeError(EnvError):
-    """The judge gave no verdict."""
+    """An error of a judge that returned no verdict."""
 
 
 class BudgetSpent(JudgeError):
-    """The next call would exceed the judge's budget."""
+    """An error of a call that could exceed the judge's budget. It was not made."""
 
 
 class _Retryable(Exception):
@@ -92,7 +92,7 @@ class JudgeBudget:
 
 @dataclass(frozen=True, slots=True)
 class JudgeVerdict:
-    """A verdict; `score` is between 0 and 1."""
+    """A grade from 0 to 1, and the judge's reason for it."""
 
     score: float
     reason: str
@@ -116,13 +116,13 @@ class LLMJudge:
         self.endpoint = endpoint
         self.budget = budget
         self.spent = JudgeBudget(0, 0)
-        """Pending and failed calls count with the most that they can cost."""
+        """Calls and tokens used. A call without a reported cost counts with the most it can cost."""
         self._instructions = INSTRUCTIONS.format(rubric=rubric.strip(), top=MAX_SCORE)
         self._http = Http(endpoint.url, key=endpoint.key, max_body_bytes=MAX_RESPONSE_BYTES)
         self._threads = ThreadPoolExecutor(endpoint.at_once, thread_name_prefix="judge")
         self._budget_lock = threading.Lock()
         self._question_locks = [threading.Lock() for _ in range(256)]
-        """By the first byte of a question's key, so that equal questions wait for each other."""
+        """One lock for each first byte of a question's key, so that equal questions are sent once."""
         self._cache = sqlite3.connect(
             cache or ":memory:", timeout=30, check_same_thread=False, isolation_level=None
         )

@@ -282,7 +282,7 @@ class ScriptedUser(HalfDuplexUser[None]):
         return UserMessage(role="user", content=text or None, tool_calls=calls or None), None
 
     def _answer(self, message: str) -> tuple[str, list[ToolCall]]:
-        """Return a text or calls."""
+        """Return the user's answer to a message of the policy: a text or calls."""
         if _TRANSFERRED in message:
             return TRANSFER, []
         named = [name.lower().replace(" ", "_") for name in self._named.findall(message)]

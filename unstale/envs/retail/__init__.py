@@ -1,26 +1,7 @@
 """A help desk with tools, a written policy and a simulated customer. The final database is scored.
 
-Fixed strategies score low (`benchmarks/retail_degenerate.py`, 1000 held-out tasks per level). Each
-asks for the order, looks it up, makes its one call and says that it is done:
-
-    policy                                      level 1  level 2  level 3
-    scripted expert                              100.0%   100.0%   100.0%
-    always refuse (status)                         4.7%     4.4%     2.7%
-    always refuse (final)                          6.3%     1.0%     0.8%
-    always refuse (window)                         0.0%     1.5%     1.3%
-    always refuse (stock)                          0.0%     1.7%     1.0%
-    always hand over                               8.8%     9.4%     9.5%
-    always cancel                                 12.2%    12.4%    10.0%
-    return the first item to the first payment     8.1%     6.9%     4.3%
-    return the last item to the last payment       7.9%     7.5%     4.5%
-    return any item to any payment                 7.9%     7.0%     4.2%
-    exchange the first item for its first variant  3.4%     2.7%     2.4%
-    redirect to the last number said              10.4%    11.3%     6.0%
-    copy the last number                           0.0%     0.0%     0.0%
-    any call, any numbers                          2.8%     3.4%     1.7%
-    any call, numbers of the right kind            4.3%     4.0%     2.2%
-    only talk                                      0.0%     0.0%     0.0%
-
+The scripted expert succeeds in every episode. Policies that ask for the order and then always make
+the same call, or a random one, succeed in at most 12.4% (`benchmarks/retail_degenerate.py`).
 Refusals and hand-overs change the database, so they are right only where the rules require them.
 """
 
@@ -46,8 +27,9 @@ from unstale.records import Task
 LEVELS = (1, 2, 3)
 """Levels of difficulty.
 
-1: the demo, with short lines and one request. 2: free wording, JSON records, all rules, and the
-policy in the prompt. 3: also identification by email, and sometimes a second request.
+1: short lines and one request, for the demo. 2: free wording, JSON records, and all rules, which
+the prompt states. 3: as 2, but the agent must identify the customer by email, and some customers
+have a second request.
 """
 
 
@@ -146,9 +128,9 @@ class RetailConfig(TaskConfig):
     level: Literal["1", "2", "3"] = "1"
     """Difficulty. 1 suits a small model, 2 and 3 larger ones."""
     latency_s: NonNegative = 0.0
-    """Mean latency of a tool call in seconds, log-normal; 0 has none."""
+    """Mean duration of a tool call in seconds (log-normal); 0 turns delays off."""
     latency_sigma: NonNegative = 0.5
-    """Standard deviation of the logarithm of that latency."""
+    """Standard deviation of the logarithm of the duration of a tool call."""
 
 
 def _make(options: RetailConfig) -> RetailTasks:

@@ -1,8 +1,8 @@
 """The records that tools return: short lines at level 1, JSON above.
 
 In short lines, names and numbers follow a space, and a number follows its name, as in calls and in
-the customer's answers. So each is always one token. A mark (`sale`, `final`) precedes the name of
-its item.
+the customer's answers. So the tokenizer always makes one token of a name or number, which the
+policy can copy. A mark (`sale`, `final`) precedes the name of its item.
 """
 
 import json

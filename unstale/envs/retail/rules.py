@@ -96,7 +96,10 @@ def correct_call(scenario: Scenario, request: CustomerRequest) -> Call:
 
 
 def decide(scenario: Scenario, request: CustomerRequest, ignores: Ignores) -> list[Step]:
-    """Return the steps after the order was looked up. The last one is a call that changes it."""
+    """Return the steps from the looked-up order to the decision.
+
+    The last step is the call that changes the order. The others ask the customer or read records.
+    """
     order = scenario.desk.orders[request.order]
     wish = request.wish
     number = {"order_id": order.id}

@@ -1,7 +1,7 @@
 """The tools that read and change the shop's database.
 
-They check that the arguments exist and belong together. They do not enforce the shop's rules: a
-violation shows in the database instead of in an error.
+A call raises an error if its arguments do not exist or do not belong together. A call that breaks a
+rule of the shop raises none: it changes the database, and so costs the reward.
 """
 
 from collections.abc import Callable, Mapping
