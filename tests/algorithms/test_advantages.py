@@ -310,7 +310,7 @@ def test_a_decorated_function_is_a_choice_with_its_parameters_as_options() -> No
     for name, function in REGISTERED.items():
         parameters = signature(function).parameters.values()
         keywords = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
-        assert declared[name].options == keywords <= names | PARAMETERS_ONLY
+        assert declared[name] == keywords <= names | PARAMETERS_ONLY
 
 
 @pytest.mark.parametrize("name", sorted(REGISTERED))

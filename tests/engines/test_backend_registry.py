@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from unstale.config import ConfigError, EngineConfig
-from unstale.config.backends import BACKENDS
+from unstale.config.sampling import backends
 from unstale.engines.registry import EngineSpec, engine_spec
 
 REPOSITORY = Path(__file__).parents[2]
@@ -137,7 +137,7 @@ def test_one_file_adds_a_backend(tmp_path: Path) -> None:
     assert done.stdout == "1 5\n", done.stderr
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", backends())
 def test_every_backend_has_a_spec(backend: str) -> None:
     assert isinstance(engine_spec(backend), EngineSpec)
 

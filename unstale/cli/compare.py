@@ -29,13 +29,13 @@ from rich.text import Text
 
 from unstale.cli.recipe_options import configure_recipe, refuse_unknown, split_options
 from unstale.config import ConfigError, RunConfig
+from unstale.config.options import changed_options, stored_config
 from unstale.config.routes import routes
 from unstale.durability.machine import commit, lock_folder, machine, versions
-from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, RunFolder, dumps, plain
+from unstale.durability.run_folder import CONFIG, EVENTS, METRICS, RunFolder, dumps
 from unstale.lint import check
 from unstale.observe.report.compare import LAUNCHES, PLAN, ended, grouped
 from unstale.observe.report.compare_page import write_comparison
-from unstale.observe.report.gather import flatten
 from unstale.observe.report.words import duration, number, percent
 from unstale.weights.child_process import cores
 
@@ -260,12 +260,11 @@ def _holds(run: Planned) -> bool:
     """
     if not (run.folder / CONFIG).is_file():
         return False
-    defaults = flatten(plain(RunConfig(recipe="")))
-    stored = defaults | flatten(RunFolder(run.folder).config())
+    stored = stored_config(RunFolder(run.folder).config(), str(run.folder / CONFIG))
     differences = [
-        f"{name} is {stored.get(name)} and would be {value}"
-        for name, value in flatten(plain(run.config)).items()
-        if name not in ("runs", "name") and stored.get(name) != value
+        f"{name} is {old} and would be {new}"
+        for name, (old, new) in changed_options(stored, run.config).items()
+        if name not in ("runs", "name")
     ]
     if differences:
         raise ConfigError(

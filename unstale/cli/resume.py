@@ -2,11 +2,10 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from unstale.config import ConfigError, RunConfig
-from unstale.config.options import stored_config
-from unstale.durability.run_folder import CONFIG, RunFolder, plain
+from unstale.config.options import changed_options, stored_config
+from unstale.durability.run_folder import CONFIG, RunFolder
 
 FIXED = {
     "policy": "the weights come from the checkpoint",
@@ -51,13 +50,8 @@ def config_changes(before: RunConfig, now: RunConfig) -> list[str]:
     """
     changed = []
     fixed = FIXED | {f"old_logps.{name}": why for name, why in now.old_logps.fixed.items()}
-    old_options = _flatten(plain(before))
-    new_options = _flatten(plain(now))
-    for name in {**old_options, **new_options}:
+    for name, (old, new) in changed_options(before, now).items():
         if name in ("runs", "name", "recipe"):
-            continue
-        old, new = old_options.get(name), new_options.get(name)
-        if old == new:
             continue
         if reason := fixed.get(name) or fixed.get(name.split(".")[0]):
             raise ConfigError(
@@ -68,16 +62,6 @@ def config_changes(before: RunConfig, now: RunConfig) -> list[str]:
     if changed and now.deterministic:
         changed.append("the result will differ from that of the unchanged run")
     return changed
-
-
-def _flatten(options: Any, name: str = "") -> dict[str, Any]:
-    """Return nested options as one mapping with dotted names."""
-    if not isinstance(options, dict):
-        return {name: options}
-    flat: dict[str, Any] = {}
-    for key, value in options.items():
-        flat |= _flatten(value, f"{name}.{key}" if name else key)
-    return flat
 
 
 def load_config(run: Path, *, named_env: str) -> RunConfig:

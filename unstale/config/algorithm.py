@@ -1,21 +1,15 @@
 """Options of advantages, the audit, corrections and objectives."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Annotated, ClassVar, Literal
 
-from unstale.config.checks import (
-    ConfigError,
-    NonNegative,
-    Range,
-    Section,
-    Share,
-)
-from unstale.config.declared import ChoiceOf
+from unstale.config.checks import ConfigError, NonNegative, OneOf, Range, Section, Share
+from unstale.config.declared import choices
 
-ESTIMATORS = ChoiceOf("advantages", "estimator")
-CONTROLS = ChoiceOf("corrections", "control")
-OBJECTIVES = ChoiceOf("objectives", "objective")
+Estimator = Annotated[str, OneOf(partial(choices, "advantages", "estimator"))]
+CorrectionControl = Annotated[str, OneOf(partial(choices, "corrections", "control"))]
+ObjectiveKind = Annotated[str, OneOf(partial(choices, "objectives", "objective"))]
 
 Unit = Literal["token", "turn", "segment", "sequence"]
 Aggregate = Literal["mean", "sum"]
@@ -28,19 +22,21 @@ class AdvantageConfig(Section):
 
     selector: ClassVar[str] = "estimator"
 
-    estimator: Annotated[str, ESTIMATORS] = "grpo"
+    estimator: Estimator = "grpo"
     """The conversion of rewards of the same task to advantages."""
     discount: Share = 1.0
     """`turn_level`: factor on the rewards of each later turn."""
     group_baseline: bool = True
     """`reinforce_batch`: subtract the mean of each group first."""
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
-        self.refuse_unused()
-
-    def readers(self, option: str) -> Sequence[str]:
-        return ESTIMATORS.readers(option)
+    def check_combination(self) -> None:
+        for option in fields(self):
+            if not self.applies(option.name) and getattr(self, option.name) != option.default:
+                raise ConfigError(
+                    f"advantage.{option.name} is an option of "
+                    f"{', '.join(self.readers(option.name))}; "
+                    f"advantage.estimator is {self.estimator}"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +55,7 @@ class CorrectionConfig(Section):
 
     selector: ClassVar[str] = "control"
 
-    control: Annotated[str, CONTROLS] = "mask_weight"
+    control: CorrectionControl = "mask_weight"
     """The use of D: weight or drop tokens, or ignore it."""
     low: Share = 0.5
     """Lower end of the band on D."""
@@ -72,9 +68,6 @@ class CorrectionConfig(Section):
     token_veto_threshold: Share = 0.0
     """Drop a whole sequence if D of any of its tokens is below this; 0 never does."""
 
-    def readers(self, option: str) -> Sequence[str]:
-        return CONTROLS.readers(option)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveConfig(Section):
@@ -82,7 +75,7 @@ class ObjectiveConfig(Section):
 
     selector: ClassVar[str] = "kind"
 
-    kind: Annotated[str, OBJECTIVES] = "ppo_clip"
+    kind: ObjectiveKind = "ppo_clip"
     """The trust region."""
     clip_low: Share = 0.2
     """No gradient for S below 1 - clip_low; `cispo` bounds the weight. `gspo` needs about 3e-4."""
@@ -105,15 +98,11 @@ class ObjectiveConfig(Section):
     entropy_coef: NonNegative = 0.0
     """Coefficient of the entropy bonus."""
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_combination(self) -> None:
         if not self.dual_clip > 1:
             raise ConfigError(
                 f"objective.dual_clip must be > 1 (1 stops fresh tokens too), got {self.dual_clip}"
             )
-
-    def readers(self, option: str) -> Sequence[str]:
-        return OBJECTIVES.readers(option)
 
     def applies(self, option: str) -> bool:
         if option == "constant":

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cache
@@ -33,6 +33,25 @@ class Range:
             raise ConfigError(f"{name} must be {self}, got {value}")
 
 
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """A rule in an option's type: its value is one of the names in a table.
+
+    `table()` maps each name to the other options of the section that only some names read.
+    """
+
+    table: Callable[[], Mapping[str, Collection[str]]]
+
+    def check(self, name: str, value: str) -> None:
+        known = self.table()
+        if value not in known:
+            raise ConfigError(f"{name} cannot be {value!r}{nearest(value, list(known))}")
+
+    def readers(self, option: str) -> list[str]:
+        """Return the names that read an option of the section; empty if all do."""
+        return [name for name, options in self.table().items() if option in options]
+
+
 Count = Annotated[int, Range(0)]
 PositiveInt = Annotated[int, Range(1)]
 NonNegative = Annotated[float, Range(0)]
@@ -42,19 +61,23 @@ Share = Annotated[float, Range(0, 1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A group of options. Making one checks every option by its type.
+    """A group of options. Making one checks each by its type, and then their combination.
 
     The section `advantage` is the class `AdvantageConfig`.
     """
 
     selector: ClassVar[str] = ""
-    """The option that selects a function; `readers` then gives the options of each."""
+    """The option with a `OneOf` rule, if it decides which other options are read."""
 
     def __post_init__(self) -> None:
         cls: Any = type(self)
         section = section_name(cls)
         for name, kind in option_types(cls).items():
             check_value(f"{section}.{name}" if section else name, getattr(self, name), kind)
+        self.check_combination()
+
+    def check_combination(self) -> None:
+        """Raise `ConfigError` for values that are allowed one by one, but not together."""
 
     @classmethod
     def classes(cls) -> "Sequence[type[Section]]":
@@ -65,47 +88,41 @@ class Section:
         """Return the section with other values of some options."""
         return replace(self, **changes)
 
-    def readers(self, option: str) -> Sequence[str]:
+    @classmethod
+    def readers(cls, option: str) -> list[str]:
         """Return the values of the selector that read an option; empty if all do."""
-        return ()
-
-    def selection(self) -> str:
-        """Return the current selection as error messages show it."""
-        return str(getattr(self, self.selector))
+        if not cls.selector:
+            return []
+        (rule,) = option_types(base_of(cls))[cls.selector].__metadata__
+        return list(rule.readers(option))
 
     def applies(self, option: str) -> bool:
-        """Return False if the current selection does not read the option."""
+        """Return True if the section has the option and the selector's value reads it."""
         readers = self.readers(option)
-        return not readers or getattr(self, self.selector) in readers
+        is_read = not readers or getattr(self, self.selector) in readers
+        return is_read and option in {field.name for field in fields(self)}
 
     def selected_options(self) -> dict[str, Any]:
-        """Return the options, by name, that belong to the current selection."""
+        """Return the options, by name, that the selector's value reads and others do not."""
         chosen = getattr(self, self.selector)
         names = [field.name for field in fields(self) if chosen in self.readers(field.name)]
         return {name: getattr(self, name) for name in names}
 
-    def refuse_unused(self) -> None:
-        """Raise `ConfigError` if an option that is not read has another value than its default."""
-        for option in fields(self):
-            if not self.applies(option.name) and getattr(self, option.name) != option.default:
-                section = section_name(type(self))
-                readers = ", ".join(self.readers(option.name))
-                raise ConfigError(
-                    f"{section}.{option.name} is an option of {readers}; "
-                    f"{section}.{self.selector} is {self.selection()}"
-                )
+
+def base_of(section: type[Section]) -> Any:
+    """Return the class that declares the options common to all variants of a section."""
+    lineage = section.__mro__
+    return lineage[lineage.index(Section) - 1]
 
 
-def section_name(section: Any) -> str:
+def section_name(section: type[Section]) -> str:
     """Return the prefix of a section's options; options of the run itself have none.
 
     >>> class OldLogpsConfig(Section): ...
     >>> section_name(OldLogpsConfig)
     'old_logps'
     """
-    lineage = section.__mro__
-    base = lineage[lineage.index(Section) - 1]  # options of an environment are the section `task`
-    words = str(base.__name__).removesuffix("Config")
+    words = base_of(section).__name__.removesuffix("Config")
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", words).lower()
     return "" if name == "run" else name
 
@@ -134,15 +151,3 @@ def nearest(word: str, known: Sequence[str]) -> str:
     """
     close = get_close_matches(word, known, n=2, cutoff=0.5)
     return f"; did you mean {' or '.join(close)}?" if close else f"; there are: {', '.join(known)}"
-
-
-def at_least(section: str, low: float, /, **values: float) -> None:
-    """Raise `ConfigError` for the first value that is below `low`."""
-    for name, value in values.items():
-        Range(low).check(f"{section}.{name}", value)
-
-
-def within(section: str, low: float, high: float, /, **values: float) -> None:
-    """Raise `ConfigError` for the first value that is not between `low` and `high`."""
-    for name, value in values.items():
-        Range(low, high).check(f"{section}.{name}", value)

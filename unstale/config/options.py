@@ -11,10 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from unstale.config import OldLogpsConfig, RunConfig
-from unstale.config.checks import ConfigError, nearest, option_types
+from unstale.config import OldLogpsConfig, RunConfig, TaskConfig
+from unstale.config.checks import ConfigError, OneOf, nearest, option_types
 from unstale.config.renamed import refuse_renamed
-from unstale.config.sampling import make_task, task_classes
+from unstale.config.sampling import make_task
 
 MAX_EXACT_INT = 1 << 53
 """Integers up to this size convert to float without loss."""
@@ -35,47 +35,48 @@ class Option:
         return f"{self.section}.{self.field}" if self.section else self.field
 
     @property
-    def plain_kind(self) -> Any:
-        """The type without its range."""
-        return get_args(self.kind)[0] if get_origin(self.kind) is Annotated else self.kind
+    def kinds(self) -> tuple[Any, ...]:
+        """The types that a value may have."""
+        kind = get_args(self.kind)[0] if get_origin(self.kind) is Annotated else self.kind
+        return (str,) if get_origin(kind) is Literal else get_args(kind) or (kind,)
 
     @property
     def choices(self) -> tuple[str, ...]:
         """The allowed words; empty if there is no fixed list."""
-        if get_origin(self.plain_kind) is Literal:
-            return get_args(self.plain_kind)
+        if get_origin(self.kind) is Literal:
+            return get_args(self.kind)
         rules = getattr(self.kind, "__metadata__", ())
-        return tuple(name for rule in rules if hasattr(rule, "choices") for name in rule.choices())
+        return tuple(name for rule in rules if isinstance(rule, OneOf) for name in rule.table())
 
     @property
     def values(self) -> str:
         """The allowed values as help shows them: choices, or the names of types."""
         if self.choices:
             return "|".join(self.choices)
-        kinds = get_args(self.plain_kind) or (self.plain_kind,)
-        return "|".join("none" if kind is type(None) else kind.__name__.upper() for kind in kinds)
+        names = ("none" if kind is type(None) else kind.__name__.upper() for kind in self.kinds)
+        return "|".join(names)
 
     def of(self, config: RunConfig) -> Any:
-        """Return the option's value in a configuration."""
-        return getattr(getattr(config, self.section) if self.section else config, self.field)
+        """Return the option's value in a configuration; None if its section lacks the option."""
+        section = getattr(config, self.section) if self.section else config
+        return getattr(section, self.field, None)
 
     def parse(self, text: str) -> Any:
         """Return the value of a command-line word. Raises `ConfigError` for another type."""
-        kinds = get_args(self.plain_kind) or (self.plain_kind,)
         if self.choices:
             if text not in self.choices:
                 raise ConfigError(f"--{self.name} cannot be {text!r}{nearest(text, self.choices)}")
             return text
-        if bool in kinds:
+        if bool in self.kinds:
             if text.lower() not in ("true", "false"):
                 raise ConfigError(f"--{self.name} must be true or false, got {text!r}")
             return text.lower() == "true"
-        if type(None) in kinds and text.lower() == "none":
+        if type(None) in self.kinds and text.lower() == "none":
             return None
         try:
-            return kinds[0](text)
+            return self.kinds[0](text)
         except ValueError:
-            expected = "a whole number" if kinds[0] is int else "a number"
+            expected = "a whole number" if self.kinds[0] is int else "a number"
             raise ConfigError(f"--{self.name} must be {expected}, got {text!r}") from None
 
     def read(self, value: Any, where: str) -> Any:
@@ -84,17 +85,14 @@ class Option:
         A path is a string, null is infinity, and 1 is allowed for 1.0. Raises `ConfigError`
         for another type.
         """
-        kinds = {*(get_args(self.plain_kind) or (self.plain_kind,))}
-        if get_origin(self.plain_kind) is Literal:
-            kinds = {str}
-        if kinds == {float} and value is None:
+        if self.kinds == (float,) and value is None:
             return math.inf
-        if Path in kinds and type(value) is str:
+        if Path in self.kinds and type(value) is str:
             return Path(value)
-        is_exact = type(value) is int and float in kinds and abs(value) <= MAX_EXACT_INT
-        if type(value) in kinds or is_exact:
+        is_exact = type(value) is int and float in self.kinds and abs(value) <= MAX_EXACT_INT
+        if type(value) in self.kinds or is_exact:
             return value
-        expected = " or ".join(sorted(kind.__name__ for kind in kinds))
+        expected = " or ".join(sorted(kind.__name__ for kind in self.kinds))
         raise ConfigError(f"{where} cannot be {value!r}: expected {expected}")
 
 
@@ -108,7 +106,7 @@ def sections() -> dict[str, Any]:
 
 def options() -> dict[str, Option]:
     """Return all options by name, in the order of the data flow."""
-    return _options((*OldLogpsConfig.classes(), *task_classes()))
+    return _options((*OldLogpsConfig.classes(), *TaskConfig.classes()))
 
 
 @cache
@@ -116,8 +114,7 @@ def _options(registered: tuple[Any, ...]) -> dict[str, Option]:
     """Return all options while these classes of routes and environments are registered."""
     options: dict[str, Option] = {}
     for section, cls in sections().items():
-        classes: list[Any] = [*task_classes()] if section == "task" else [*cls.classes()]
-        for each in classes:
+        for each in cls.classes():
             for field, kind in option_types(each).items():
                 if not is_dataclass(kind):
                     option = Option(section, field, kind, _owner(each, field))
@@ -195,15 +192,13 @@ def stored_config(row: dict[str, Any], source: str = "config.json") -> RunConfig
     values = read_values(row, source)
     if "recipe" not in values:
         raise ConfigError(f"{source} has no option recipe")
-    changes: dict[str, dict[str, Any]] = {name: {} for name in sections()}
-    for name, value in values.items():
-        option = options()[name]
-        changes[option.section][option.field] = value
-    run_options = changes.pop("")
-    changes["task"] = {"env": "retail", **changes["task"]}
-    makers = {**sections(), "task": make_task}
-    made = {name: makers[name](**fields) for name, fields in changes.items()}
-    return RunConfig(**run_options, **made)
+    return override(RunConfig(recipe=values["recipe"]), values)
+
+
+def changed_options(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the old and new value, by name, of options that differ; None where one has none."""
+    values = {name: (option.of(before), option.of(now)) for name, option in options().items()}
+    return {name: (old, new) for name, (old, new) in values.items() if old != new}
 
 
 @cache

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
-from unstale.config.checks import ConfigError, Section, nearest
+from unstale.config.checks import ConfigError, OneOf, Section, nearest
 
 if TYPE_CHECKING:
     from unstale.config import RunConfig
@@ -77,16 +77,12 @@ class RouteDocs:
     report: str
 
 
-class _RouteNames:
-    """The names of all routes, as a rule in an option's type."""
-
-    def choices(self) -> dict[str, "type[OldLogpsConfig]"]:
-        return routes()
-
-    def check(self, name: str, value: str) -> None:
-        _import_routes()
-        if value not in _registered:
-            raise ConfigError(f"{name} cannot be {value!r}{nearest(value, list(routes()))}")
+def _own_options() -> dict[str, set[str]]:
+    """Return the names of the routes, and the options of each that not all routes have."""
+    common = {"route", "baseline"}
+    return {
+        name: {option.name for option in fields(spec)} - common for name, spec in routes().items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +92,9 @@ class OldLogpsConfig(Section):
     `OldLogpsConfig(route="ewma_prox", beta=0.75)` makes an instance of that route's class.
     """
 
-    route: Annotated[str, _RouteNames()] = "snapshot_old"
+    selector: ClassVar[str] = "route"
+
+    route: Annotated[str, OneOf(_own_options)] = "snapshot_old"
     """Route by name. Exact: `snapshot_old`, `old_logit_model`, `interrupt_sync`."""
     baseline: bool = False
     """Allow settings that the linter refuses because a ratio is always 1, as a baseline."""
@@ -115,19 +113,24 @@ class OldLogpsConfig(Section):
 
     def __new__(cls, route: str = "", **options: Any) -> "OldLogpsConfig":
         """Choose the class of the route. Raises `ConfigError` for an unknown route or option."""
-        class_route = str(getattr(cls, "route", ""))
         if cls is OldLogpsConfig:
-            chosen = route or class_route
-            _RouteNames().check("old_logps.route", chosen)
-            cls = _registered[chosen]
-        elif route and route != class_route:
+            chosen = route or cls.route
+            OneOf(_own_options).check("old_logps.route", chosen)
+            cls = routes()[chosen]
+        elif route and route != cls.route:
             raise ConfigError(
-                f"the route is {class_route}: change it with with_options(route={route!r})"
+                f"the route is {cls.route}: change it with with_options(route={route!r})"
             )
         known = [option.name for option in fields(cls)]
         for name in options:
-            if name not in known:
-                raise ConfigError(_unknown_option(name, cls, known))
+            if name in known:
+                continue
+            if owners := cls.readers(name):
+                raise ConfigError(
+                    f"old_logps.{name} is an option of {', '.join(owners)}; "
+                    f"old_logps.route is {cls.route}"
+                )
+            raise ConfigError(f"unknown option old_logps.{name}{nearest(name, known)}")
         return object.__new__(cls)
 
     @property
@@ -190,16 +193,12 @@ class OldLogpsConfig(Section):
     def classes(cls) -> "Sequence[type[OldLogpsConfig]]":
         return [OldLogpsConfig, *routes().values()]
 
-    def applies(self, option: str) -> bool:
-        return option in {known.name for known in fields(self)}
-
     def changed(self) -> dict[str, Any]:
         """Return the options, by name, that differ from their defaults."""
-        values = {option.name: getattr(self, option.name) for option in fields(self)}
         return {
-            option.name: values[option.name]
+            option.name: getattr(self, option.name)
             for option in fields(self)
-            if option.name != "route" and values[option.name] != option.default
+            if option.name != "route" and getattr(self, option.name) != option.default
         }
 
     def with_options(self, **changes: Any) -> Any:
@@ -294,8 +293,10 @@ def _import_routes() -> None:
 def routes() -> dict[str, type[OldLogpsConfig]]:
     """Return the class of every route by name: exact ones first, then in alphabetical order."""
     _import_routes()
-    names = sorted(_registered, key=lambda name: (not _registered[name]().exact, name))
-    return {name: _registered[name] for name in names}
+    exact = {name for name, spec in _registered.items() if issubclass(spec, ExactSpec)}
+    return {
+        name: _registered[name] for name in [*sorted(exact), *sorted(_registered.keys() - exact)]
+    }
 
 
 def exact_routes() -> list[str]:
@@ -303,34 +304,3 @@ def exact_routes() -> list[str]:
     return [
         name for name, spec in routes().items() if spec().exact and not hasattr(spec, "fallback")
     ]
-
-
-def docs_table() -> str:
-    """Return the table of routes in docs/old-logps.md."""
-    lines = [
-        "| route | pi_old comes from | exact | extra memory | extra time | choose it |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, spec in routes().items():
-        row = spec.docs
-        cells = (f"`{name}`", row.policy, row.exact, row.holds, row.costs, row.choose)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def readers(option: str) -> list[str]:
-    """Return the routes that have an option."""
-    return [
-        name
-        for name, spec in routes().items()
-        if option in {known.name for known in fields(spec)} - {"route", "baseline"}
-    ]
-
-
-def _unknown_option(name: str, spec: type[OldLogpsConfig], known: list[str]) -> str:
-    if routes_with_it := readers(name):
-        return (
-            f"old_logps.{name} is an option of {', '.join(routes_with_it)}; "
-            f"old_logps.route is {spec.route}"
-        )
-    return f"unknown option old_logps.{name}{nearest(name, known)}"

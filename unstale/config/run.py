@@ -68,8 +68,7 @@ class RunConfig(Section):
         """The model folder of the initial policy."""
         return SHIPPED_POLICY if self.policy == "base" else Path(self.policy)
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_combination(self) -> None:
         engine = self.engine
         if self.deterministic and (engine.backend, engine.processes) != ("embedded", 1):
             raise ConfigError(

@@ -2,15 +2,18 @@
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from pkgutil import iter_modules
+from typing import Annotated, Any, ClassVar, Literal
 
-from unstale.config.backends import Backend
 from unstale.config.checks import (
     ConfigError,
     Count,
+    OneOf,
     Positive,
     PositiveInt,
     Range,
@@ -55,14 +58,17 @@ class TaskConfig(Section):
     env: str
     """A shipped environment, `library:name` (docs/libraries.md) or `module:factory`."""
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_combination(self) -> None:
         expected = task_class(self.env)
         if type(self) is not expected:
             raise ConfigError(f"the options of task.env {self.env!r} are a {expected.__name__}")
 
-    def applies(self, option: str) -> bool:
-        return option in {field.name for field in fields(self)}
+    @classmethod
+    def classes(cls) -> "Sequence[type[TaskConfig]]":
+        """Return `TaskConfig` and the classes with options of shipped environments."""
+        registry = import_module("unstale.envs.registry")
+        specs = registry.shipped_envs().values()
+        return list(dict.fromkeys([TaskConfig, *(spec.options for spec in specs)]))
 
 
 def task_class(env: str) -> type[TaskConfig]:
@@ -72,13 +78,6 @@ def task_class(env: str) -> type[TaskConfig]:
     return options
 
 
-def task_classes() -> list[type[TaskConfig]]:
-    """Return `TaskConfig` and the classes with options of shipped environments."""
-    registry = import_module("unstale.envs.registry")
-    specs = registry.shipped_envs().values()
-    return list(dict.fromkeys([TaskConfig, *(spec.options for spec in specs)]))
-
-
 def make_task(env: str = "retail", **values: Any) -> TaskConfig:
     """Return the options of an environment.
 
@@ -86,7 +85,7 @@ def make_task(env: str = "retail", **values: Any) -> TaskConfig:
     """
     cls = task_class(env)
     known = {field.name for field in fields(cls)}
-    for other in task_classes():
+    for other in TaskConfig.classes():
         for field in fields(other):
             if field.name in known or field.name not in values:
                 continue
@@ -96,11 +95,24 @@ def make_task(env: str = "retail", **values: Any) -> TaskConfig:
     return cls(env=env, **values)
 
 
+@cache
+def backends() -> dict[str, Sequence[str]]:
+    """Return the backends and the options that only they read.
+
+    There is one for each file in `engines/servers/`, which is not imported: it needs torch.
+    """
+    folder = Path(__file__).parents[1] / "engines" / "servers"
+    servers = sorted(module.name for module in iter_modules([str(folder)]))
+    return {"embedded": ("processes",), **dict.fromkeys(servers, ("urls",))}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(Section):
     """The engine that samples tokens."""
 
-    backend: Backend = "embedded"
+    selector: ClassVar[str] = "backend"
+
+    backend: Annotated[str, OneOf(backends)] = "embedded"
     """The embedded engine, or a server behind HTTP. See docs/engines.md."""
     urls: str = ""
     """Servers on this host to attach to, separated by spaces; without any, `vllm` starts one."""
@@ -125,8 +137,7 @@ class EngineConfig(Section):
     restarts: Count = 2
     """Restarts of a crashed engine before the run stops; replies continue from their tokens."""
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_combination(self) -> None:
         if self.dtype == "auto":
             # The run folder records the precision that was used.
             object.__setattr__(self, "dtype", fast_dtype())
@@ -147,11 +158,6 @@ class EngineConfig(Section):
                 f"engine.top_p must be 1.0, got {self.top_p}: "
                 "a truncated support could not be replayed"
             )
-
-    def applies(self, option: str) -> bool:
-        if option == "urls":
-            return self.backend != "embedded"
-        return option != "processes" or self.backend == "embedded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,8 +52,7 @@ class TrainerConfig(Section):
     threads: Count = 0
     """CPU threads; 0 takes all cores that engine processes leave."""
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_combination(self) -> None:
         if not self.lora_targets.split():
             raise ConfigError("trainer.lora_targets must name layers, got none")
         if not self.lora_rank and (self.lora_alpha, self.lora_targets) != (32.0, "all-linear"):

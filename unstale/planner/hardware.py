@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields, replace
 
-from unstale.config.checks import within
+from unstale.config.checks import Range
 from unstale.planner.assignments import parse_assignments
 
 
@@ -36,7 +36,7 @@ class Shares:
         for field in fields(self):
             low = 0.0 if field.name == "step_s" else 1e-6
             high = 1e3 if field.name in ("step_s", "cores") else 1
-            within("--shares", low, high, **{field.name: getattr(self, field.name)})
+            Range(low, high).check(f"--shares.{field.name}", getattr(self, field.name))
 
     @classmethod
     def parse(cls, text: str) -> "Shares":

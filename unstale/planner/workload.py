@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from unstale.config.checks import at_least, within
+from unstale.config.checks import Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class Workload:
     """Restarts of a failed episode, as `rollout.retries`."""
 
     def __post_init__(self) -> None:
-        within("workload", 0, 1, prompt_share=self.prompt_share)
+        Range(0, 1).check("workload.prompt_share", self.prompt_share)
 
     def group(self, random: np.random.Generator, size: int) -> list[EpisodeShape]:
         """Draw the episodes of one group."""
@@ -189,10 +189,10 @@ class Fleet:
     """Seconds until a failed engine is back; it loads weights with the next version."""
 
     def __post_init__(self) -> None:
-        positive = ("engines", "max_running", "steps_per_version")
-        at_least("fleet", 1, **{name: getattr(self, name) for name in positive})
-        not_negative = ("restart_s", "cache_tokens", "failures_per_hour")
-        at_least("fleet", 0, **{name: getattr(self, name) for name in not_negative})
+        for name in ("engines", "max_running", "steps_per_version"):
+            Range(1).check(f"fleet.{name}", getattr(self, name))
+        for name in ("restart_s", "cache_tokens", "failures_per_hour"):
+            Range(0).check(f"fleet.{name}", getattr(self, name))
 
 
 def mean_attended(lengths: Collection[float]) -> float:
