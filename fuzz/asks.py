@@ -30,41 +30,40 @@ from unstale.rollout.endpoint.session import AgentSession
 from unstale.rollout.generator import Generator
 
 HANG_S = 20.0
-"""An answer that takes longer is a finding."""
+"""Seconds. An answer that takes longer is a finding."""
 BODY_S, MAX_BODY = 0.2, 1 << 16
-"""The endpoint's limits, made small enough to be met often."""
-TEMPLATES: Sequence[tuple[str, Any]] = (
-    (
-        "/chat/completions",
+"""Limits of the endpoint: seconds and bytes of a body, small so that inputs often exceed them."""
+CHAT_BODY: dict[str, Any] = {
+    "messages": [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "u"}]},
         {
-            "messages": [
-                {"role": "system", "content": "s"},
-                {"role": "user", "content": [{"type": "text", "text": "u"}]},
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
                 {
-                    "role": "assistant",
-                    "content": None,
-                    "tool_calls": [
-                        {
-                            "id": "1",
-                            "type": "function",
-                            "function": {"name": "calculate", "arguments": '{"expression": "1"}'},
-                        }
-                    ],
-                },
-                {"role": "tool", "tool_call_id": "1", "content": "1"},
+                    "id": "1",
+                    "type": "function",
+                    "function": {"name": "calculate", "arguments": '{"expression": "1"}'},
+                }
             ],
-            "tools": [TOOL],
-            "tool_choice": "auto",
-            "n": 2,
-            "stop": ["x"],
-            "max_tokens": 4,
-            "temperature": 1.0,
-            "stream": True,
-            "logprobs": True,
-            "stream_options": {"include_usage": True},
-            "model": "policy",
         },
-    ),
+        {"role": "tool", "tool_call_id": "1", "content": "1"},
+    ],
+    "tools": [TOOL],
+    "tool_choice": "auto",
+    "n": 2,
+    "stop": ["x"],
+    "max_tokens": 4,
+    "temperature": 1.0,
+    "stream": True,
+    "logprobs": True,
+    "stream_options": {"include_usage": True},
+    "model": "policy",
+}
+"""A request with a message of each role and most fields."""
+TEMPLATES: Sequence[tuple[str, Any]] = (
+    ("/chat/completions", CHAT_BODY),
     (
         "/chat/completions",
         {"messages": [{"role": "user", "content": "one"}], "tools": [TOOL], "tool_choice": "none"},
@@ -84,7 +83,7 @@ ONLY_IN_WORDS = (
     "temperature must be the run's",
     "no reply fits",
 )
-"""Refusals of what a schema allows."""
+"""Parts of refusals for reasons that a schema cannot express."""
 KEYS = ("one", "two", "three", "a%20b", "%ff", "-unknown")
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
 METHODS = (b"HEAD", b"OPTIONS", b"PUT", b"DELETE", b"TRACE", b"get", b"\xff", b"A" * 99)
@@ -117,8 +116,7 @@ HEADERS = (
 
 
 class _World:
-    """An endpoint in a thread of its own, for episodes of any name but those that begin with a
-    dash."""
+    """An endpoint in a thread of its own. It refuses names of episodes that begin with a dash."""
 
     def __init__(self) -> None:
         self.address, self.key, self.failed = ("", 0), "", ""
@@ -126,7 +124,7 @@ class _World:
         self.bodies: dict[str, Any] = {}
         self._up = threading.Event()
         server.REQUEST_TIMEOUT_S, server.MAX_BODY_BYTES = BODY_S, MAX_BODY
-        self._thread = threading.Thread(target=self._live, daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         require(self._up.wait(60), f"the endpoint does not open: {self.failed}")
         status, text = self.send(b"GET", "/openapi.json", self.authorized)
@@ -152,7 +150,7 @@ class _World:
         self._loop.call_soon_threadsafe(self._serving.cancel)
         self._thread.join()
 
-    def _live(self) -> None:
+    def _run(self) -> None:
         with suppress(asyncio.CancelledError):
             asyncio.run(self._serve())
 
@@ -191,18 +189,21 @@ class _World:
     def send(
         self, method: bytes, path: str, head: bytes, parts: Sequence[bytes] = (b"",)
     ) -> tuple[int, bytes]:
-        """Status and body of the answer; 0 for a connection closed without one. Without parts the
-        head is cut."""
+        """Send a request, and return the status and body of the answer.
+
+        The status is 0 if the connection was closed without an answer. Without `parts`, only the
+        bytes of `head` are sent, and the request never ends.
+        """
         begin = (
             method + b" " + path.encode("latin-1", "replace") + b" HTTP/1.1\r\nHost: x\r\n" + head
         )
-        with socket.create_connection(self.address, timeout=HANG_S) as line:
+        with socket.create_connection(self.address, timeout=HANG_S) as connection:
             try:
                 for part in (begin + b"\r\n" + parts[0], *parts[1:]) if parts else (begin,):
-                    line.sendall(part)
+                    connection.sendall(part)
             except OSError:
-                pass  # it may answer before it has heard everything
-            answer = HTTPResponse(line, method=method.decode("latin-1"))
+                pass  # it may answer before it has read everything
+            answer = HTTPResponse(connection, method=method.decode("latin-1"))
             try:
                 answer.begin()
                 return answer.status, answer.read()
@@ -213,7 +214,7 @@ class _World:
 
 
 def _say(chat: Chat) -> Any:
-    """A reply that depends on how much was said, and on nothing else."""
+    """Return a policy whose reply depends only on the length of its context."""
     call = '<tool_call>\n{"name": "calculate", "arguments": {}}\n</tool_call>'
     words = ("one two three", call, "<tool_call>{", "é🙂")
     said = [chat._tokenizer.encode(text, add_special_tokens=False) for text in words]
@@ -314,19 +315,22 @@ def endpoint(data: bytes) -> None:
         head += b"X-Episode: " + key.encode() + b"\r\n"
     else:
         key = ""
-    status, told = at.send(method, path, head, parts)
+    status, answer = at.send(method, path, head, parts)
     require(not at.failed, at.failed)
-    _check(status, told, silent=method == b"HEAD" or not whole)
+    _check(status, answer, silent=method == b"HEAD" or not whole)
     if sound and whole and key != "-unknown" and where in at.schemas:
-        _check_sound(at, where, body, (status, told, valid))
+        _check_sound(at, where, body, (status, answer, valid))
 
 
 def _framed(draws: Draws, text: bytes, head: bytes) -> tuple[Sequence[bytes], bytes, bool]:
-    """How a body travels, and whether it arrives as it is."""
+    """Return the parts in which a body is sent, the request's head, and True if it arrives whole.
+
+    Some bodies are cut, too long, or have a wrong length.
+    """
     size = b"Content-Length: %d\r\n"
     match draws.number(60):
         case 1:
-            return (text, b""), head + size % (len(text) + 9), False  # never comes to its end
+            return (text, b""), head + size % (len(text) + 9), False  # the body never ends
         case 2:
             return (text,), head + size % (len(text) // 2), False
         case 3:
@@ -336,7 +340,7 @@ def _framed(draws: Draws, text: bytes, head: bytes) -> tuple[Sequence[bytes], by
         case 5:
             return (b"%x\r\n" % (len(text) + 3) + text + b"\r\n0\r\n\r\n",), head + CHUNKED, False
         case 6:
-            return (), head[: draws.number(len(head) + 1)], False  # never comes to its body
+            return (), head[: draws.number(len(head) + 1)], False  # the head never ends
         case 7 | 8:
             cut = len(text) // 2
             chunks = [
@@ -348,40 +352,40 @@ def _framed(draws: Draws, text: bytes, head: bytes) -> tuple[Sequence[bytes], by
     return (text,), head + size % len(text), True
 
 
-def _check(status: int, told: bytes, *, silent: bool) -> None:
-    """What every answer keeps. Who does not say all may get none."""
-    if silent and (status in (0, 200) or not told):
+def _check(status: int, answer: bytes, *, silent: bool) -> None:
+    """Check what holds for every answer. With `silent` there may be none."""
+    if silent and (status in (0, 200) or not answer):
         return
-    require(status == 200 or 400 <= status < 500, f"status {status}: {told[:300]!r}")
+    require(status == 200 or 400 <= status < 500, f"status {status}: {answer[:300]!r}")
     if status != 200:
-        refused = json.loads(told)
+        refused = json.loads(answer)
         require(
             world().refusal.is_valid(refused) and refused["error"]["message"],
-            f"no words: {told[:300]!r}",
+            f"no words: {answer[:300]!r}",
         )
 
 
-def _check_sound(at: _World, path: str, body: Any, heard: tuple[int, bytes, bool]) -> None:
-    """The description and the endpoint agree."""
-    status, told, valid = heard
+def _check_sound(at: _World, path: str, body: Any, result: tuple[int, bytes, bool]) -> None:
+    """Check that the endpoint answers exactly the requests that its description allows."""
+    status, answer, valid = result
     if not valid or not at.schemas[path].is_valid(body):
         require(
             400 <= status < 500,
             f"{path} answers what its description forbids: {as_json(body)[:600]}",
         )
     elif status != 200:
-        words = json.loads(told)["error"]["message"]
+        words = json.loads(answer)["error"]["message"]
         allowed = any(known in words for known in ONLY_IN_WORDS)
         require(
             allowed, f"{path} refuses what its description allows: {words}: {as_json(body)[:600]}"
         )
     elif body.get("stream"):
         require(
-            told.endswith(b"data: [DONE]\n\n") and b'data: {"error"' not in told,
-            f"a stream that broke: {told!r}",
+            answer.endswith(b"data: [DONE]\n\n") and b'data: {"error"' not in answer,
+            f"a stream that broke: {answer!r}",
         )
     else:
         require(
-            len(json.loads(told)["choices"]) == int(body.get("n") or 1),
-            f"other choices: {told[:300]!r}",
+            len(json.loads(answer)["choices"]) == int(body.get("n") or 1),
+            f"other choices: {answer[:300]!r}",
         )

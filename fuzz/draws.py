@@ -66,11 +66,11 @@ class Draws:
         return self.bytes(self.left)
 
     def text(self, most: int = 24) -> str:
-        """Half surrogate pairs included."""
+        """Return a text, which may contain half surrogate pairs."""
         return self.bytes(self.number(most)).decode("utf-8", "surrogateescape")
 
     def json(self) -> Any:
-        """Any value that JSON or Python can have."""
+        """Return any value that Python can write as JSON."""
         match self.number(4):
             case 0:
                 return self.text()
@@ -80,7 +80,7 @@ class Draws:
                 return self.choice(ODD)
 
     def damaged(self, sound: bytes) -> bytes:
-        """`sound`, changed in a few places: bits, runs, pages, ends."""
+        """Return `sound` with a few changes: flipped bits, cut ends, moved pages, new bytes."""
         held = bytearray(sound)
         for _ in range(1 + self.number(3)):
             at = self.number(len(held) + 1)
@@ -104,7 +104,7 @@ class Draws:
         return bytes(held)
 
     def changed(self, tree: Any) -> Any:
-        """`tree`, a JSON value, with one value in it replaced, added, or gone."""
+        """Return the JSON value `tree` with one value in it replaced, added or removed."""
         if not isinstance(tree, dict | list) or not tree or not self.number(5):
             return self.json()
         if isinstance(tree, list):
@@ -124,11 +124,11 @@ class Draws:
 
 
 def as_json(value: Any) -> str:
-    """Also of what is no JSON: NaN, infinity, half surrogate pairs."""
+    """Return a value as JSON text, also NaN, infinity and half surrogate pairs."""
     return json.dumps(value, ensure_ascii=True)
 
 
 def require(claim: bool, otherwise: object) -> None:
-    """`assert`, which an optimising interpreter leaves out."""
+    """Raise AssertionError unless `claim`. An optimizing interpreter would skip an `assert`."""
     if not claim:
         raise AssertionError(otherwise)

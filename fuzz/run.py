@@ -115,8 +115,8 @@ def _child(name: str, seconds: int) -> int:
         f"-rss_limit_mb={MEMORY_MB}",
         f"-timeout={SLOW_S}",
     ]
-    told = ["-print_final_stats=1", "-verbosity=0", f"-artifact_prefix={FOUND / name}-"]
-    atheris.Setup([sys.argv[0], *limits, *told, "-len_control=0"], TARGETS[name])
+    options = ["-print_final_stats=1", "-verbosity=0", f"-artifact_prefix={FOUND / name}-"]
+    atheris.Setup([sys.argv[0], *limits, *options, "-len_control=0"], TARGETS[name])
     atheris.Fuzz()  # ends the process
     return 0
 

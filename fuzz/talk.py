@@ -38,7 +38,7 @@ NUMBERS = (
 
 
 def _reply(draws: Draws, known: Sequence[str]) -> str:
-    """Text that is nearly a call, or not at all. `known` are numbers that name something."""
+    """Return text that is a tool call, or nearly one. `known` are ids of existing objects."""
     names = [tool["function"]["name"] for tool in _chat("retail")._tools]
     name = draws.choice((*names, "calculate")) if draws.number(9) < 8 else draws.text()
     keys = (
@@ -174,7 +174,10 @@ def chat_text(data: bytes) -> None:
 
 
 def _require_text(chat: Chat, messages: list[Message], tokens: tuple[int, ...]) -> None:
-    """Every word of it is there, and every control token is one that the template wrote."""
+    """Check that the tokens are the messages' text, and that the template wrote each control token.
+
+    Text without control tokens must be encoded as by the tokenizer alone.
+    """
     tokenizer = chat._tokenizer
 
     def render(contents: list[str]) -> str:

@@ -249,9 +249,9 @@ def _sound_journal() -> tuple[bytes, Any]:
         connection.execute(statement, row)
     connection.commit()
     connection.close()
-    wrong, *told = _read_journal(path)
+    wrong, *expected = _read_journal(path)
     require(not wrong, wrong)
-    return path.read_bytes(), told
+    return path.read_bytes(), expected
 
 
 def _read_journal(path: Path) -> list[Any]:
@@ -263,11 +263,19 @@ def _read_journal(path: Path) -> list[Any]:
         trained = [journal.consumed(step) for step in range(3)]
         out = StringIO()
         write_jsonl(export_rows(journal, "tokens", str), out)
-        told = [kept.trajectory.reward for kept in journal.trajectories()]
+        rewards = [kept.trajectory.reward for kept in journal.trajectories()]
         return [
             wrong,
             repr(
-                (handed, groups, pieces, trained, told, journal.requests(), journal.checkpoints())
+                (
+                    handed,
+                    groups,
+                    pieces,
+                    trained,
+                    rewards,
+                    journal.requests(),
+                    journal.checkpoints(),
+                )
             ),
             out.getvalue(),
             repr((journal.events(), journal.versions())),
@@ -277,7 +285,7 @@ def _read_journal(path: Path) -> list[Any]:
 
 def journal(data: bytes) -> None:
     draws = Draws(data)
-    sound, told = _sound_journal()
+    sound, expected = _sound_journal()
     path = scratch() / "journal.sqlite"
     resealed = False
     if draws.number(2):
@@ -293,10 +301,10 @@ def journal(data: bytes) -> None:
         require(path.name in str(error), f"an error without the file: {error}")
         return
     require(
-        bool(wrong) or resealed or found == told,
+        bool(wrong) or resealed or found == expected,
         "changed rows were read and nothing was found wrong",
     )
-    for one, other in zip(found[-1], told[-1], strict=True):
+    for one, other in zip(found[-1], expected[-1], strict=True):
         require(resealed or one == other[: len(one)], "changed pieces were read")
 
 
@@ -533,7 +541,7 @@ class _Part:
 
 def checkpoint(data: bytes) -> None:
     draws = Draws(data)
-    sound, told = _sound_checkpoint()
+    sound, expected = _sound_checkpoint()
     run = scratch() / "damaged"
     shutil.rmtree(run, ignore_errors=True)
     shutil.copytree(sound, run)
@@ -546,7 +554,7 @@ def checkpoint(data: bytes) -> None:
         path.write_bytes(draws.damaged(path.read_bytes()))
     else:
         path.rename(path.with_name(f"other{draws.number(9)}{path.suffix}"))
-    for read, written in zip(_reads(run), told, strict=True):
+    for read, written in zip(_reads(run), expected, strict=True):
         try:
             found = repr(read())
         except (CheckpointError, LookupError) as error:

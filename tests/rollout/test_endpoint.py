@@ -19,6 +19,7 @@ import openai
 import pytest
 from jinja2 import TemplateError
 
+from fuzz.asks import CHAT_BODY
 from tests.envs.test_chat import QWEN
 from tests.rollout.test_external import CALL, CHAT, SUMS, TASK, TOKENIZER, World, says, whole
 from tests.support.templates import DIALECTS, ends_of, tokenizer_of
@@ -531,32 +532,7 @@ def test_nothing_that_is_sent_is_more_than_refused() -> None:
         {"type": "text"},
         [{"role": "tool"}],
     )
-    full = {
-        "messages": [
-            {"role": "system", "content": "s"},
-            {"role": "user", "content": [{"type": "text", "text": "u"}]},
-            {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [
-                    {
-                        "id": "1",
-                        "type": "function",
-                        "function": {"name": "calculate", "arguments": '{"expression": "1"}'},
-                    }
-                ],
-            },
-            {"role": "tool", "tool_call_id": "1", "content": "1"},
-        ],
-        "tools": [TOOL],
-        "n": 1,
-        "stop": ["x"],
-        "max_tokens": 4,
-        "temperature": 1.0,
-        "stream": False,
-        "logprobs": True,
-        "stream_options": {"include_usage": True},
-    }
+    full = {**CHAT_BODY, "n": 1}
 
     def spoil(value: Any, draw: random.Random) -> Any:
         if draw.random() < 0.15 or not isinstance(value, dict | list) or not value:

@@ -269,23 +269,6 @@ def test_a_line_that_is_closed_while_somebody_waits_wakes_them() -> None:
         asyncio.run(main())
 
 
-def test_what_was_never_released_is_said() -> None:
-    async def main() -> None:
-        line = StalenessQueue(max_staleness=0, groups_per_step=1)
-        line.restore(1, [0])
-        async with asyncio.TaskGroup() as tasks:
-            await line.readmit(
-                0, lambda: asyncio.sleep(0, Group(Task("toy", "train", 0), ())), tasks
-            )
-            await line.take()
-            with pytest.raises(
-                QueueExhausted, match="all 1 tickets are out, 1 of them never released"
-            ):
-                await line.take()
-
-    asyncio.run(main())
-
-
 @given(
     budget=st.integers(0, 3),
     groups=st.integers(1, 4),

@@ -1,6 +1,6 @@
-"""The `check-template` command: does a chat template allow conversations to be continued exactly?
+"""The `check-template` command: check that a template's conversations can be continued exactly.
 
-Random conversations are rendered; each that breaks a property is shrunk to a small one.
+It renders random conversations. One that shows a problem is shrunk to a small one.
 """
 
 import json
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,12 @@ Messages = tuple[Message, ...]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A broken property, with the text around the place."""
+    """A property that a conversation breaks, with the text around the place."""
 
     reason: str
     excerpt: str = ""
     harmless: bool = False
-    """Whether sampled text is continued exactly all the same."""
+    """True if conversations are continued exactly in spite of it."""
 
 
 Check = Callable[[Chat, Messages], Problem | None]
@@ -73,7 +74,7 @@ Check = Callable[[Chat, Messages], Problem | None]
 
 @dataclass(slots=True)
 class CheckResult:
-    """The result of one check: conversations that passed, and the smallest that show a problem."""
+    """The result of one check: conversations that passed, and the smallest one for each problem."""
 
     name: str
     num_passed: int = 0
@@ -87,7 +88,7 @@ class CheckResult:
 def check_template(
     folder: Path, *, conversations: int = 1000, console: Console | None = None
 ) -> bool:
-    """Check the tokenizer of a model folder and print the results. Return whether it is usable.
+    """Check the tokenizer of a model folder and print the results. Return True if it is usable.
 
     Raises `ConfigError` for a folder without a tokenizer or a template.
     """
@@ -175,7 +176,7 @@ def _run(check: Check, chat: Chat, messages: Messages) -> Problem | None:
 def shrink(
     check: Check, chat: Chat, messages: Messages, problem: Problem
 ) -> tuple[Problem, Messages]:
-    """Return a smallest conversation with the same problem that leaving things out leads to."""
+    """Shorten a conversation as long as it has the same problem. Return what is left."""
     for smaller in _smaller(messages):
         again = _run(check, chat, smaller)
         if again and again.reason == problem.reason:
@@ -242,7 +243,7 @@ def _renders(chat: Chat, messages: Messages) -> Problem | None:
 
 
 def _refusal(messages: Messages, error: Exception) -> Problem:
-    """An error of the template is harmless if it only concerns some kinds of messages."""
+    """Describe a template's error. It is harmless if it needs more than plain text messages."""
     plain = all(
         message.role in ("user", "assistant") and not message.tool_calls for message in messages
     )
@@ -412,11 +413,7 @@ def _facts(chat: Chat) -> Iterator[tuple[str, str]]:
 
 def _divergence(one: str, other: str) -> str:
     """Return the text at which two strings begin to differ."""
-    at = min(len(one), len(other))
-    for index, (left, right) in enumerate(zip(one, other, strict=False)):
-        if left != right:
-            at = index
-            break
+    at = len(commonprefix([one, other]))  # noqa: RUF071 - by character
     half = _EXCERPT // 2
     before = one[max(0, at - half) : at]
     return f"after {before!r}: {one[at : at + half]!r}, then {other[at : at + half]!r}"

@@ -1,8 +1,8 @@
-"""Episodes of engine and environment as trajectories, and a queue that bounds staleness."""
+"""Rollout: it runs the episodes of engine and environment, and bounds their staleness."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class GroupRollout(Protocol):
-    """The part of `episode.Rollout` that a run calls."""
+    """The part of `episode.Rollout` that the loop uses. The planner simulates it."""
 
     @property
     def wait_times(self) -> Stopwatch:
-        """Seconds that episodes waited, by cause."""
+        """Seconds that episodes waited for replies and for tools."""
         ...
 
     @property
@@ -30,9 +30,7 @@ class GroupRollout(Protocol):
         ...
 
 
-class Evaluation(Protocol):
-    """One episode on each held-out task."""
+Evaluation = Callable[..., Awaitable[list[bool | None]]]
+"""Runs an episode on each held-out task and returns its success, or None for a failed episode.
 
-    async def __call__(self, *, progress: Callable[..., None]) -> list[bool | None]:
-        """Return each task's success, or None if its episode failed."""
-        ...
+The argument `progress` is called with a text and the numbers `done` and `total`."""

@@ -56,7 +56,7 @@ The episode then starts again from its beginning."""
 
 
 class EpisodeFailed(Exception):
-    """A failure of an environment in a named stage. The cause is its `__cause__`."""
+    """An error of an environment: its text names the stage, and `__cause__` is the error."""
 
 
 class TooManyFailures(RuntimeError):
@@ -124,8 +124,8 @@ class Rollout:
     ) -> Group:
         """Run `size` episodes of one task at once, each from its record if it has one.
 
-        They share the environment's seed; their sampling noise differs. `open_writer` also gets
-        the group's number and the episode's index in it.
+        They share the environment's seed; their sampling noise differs. `open_writer` is called
+        with the group's number and the episode's index in the group.
         """
         if request.finished:
             return _group(request, [record.outcome for record in request.past])
@@ -197,7 +197,7 @@ class Rollout:
                 return failure
 
     async def attempt(self, transcript: Transcript, task: Task, env_seed: int) -> Trajectory:
-        """Run one attempt. Raises `EpisodeFailed` or `NotReplayed`."""
+        """Run one attempt and return its trajectory. Raises `EpisodeFailed` or `NotReplayed`."""
         async with AsyncExitStack() as cleanup:
             with stage("begin", self.config.timeout_s):
                 env = self.taskset.env(task, env_seed)

@@ -2,27 +2,21 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from unstale.records import Task, Trajectory
 from unstale.rollout.episode import Rollout
 from unstale.rollout.seeds import derive_seed
 
 
-class ReportProgress(Protocol):
-    """A callback for a display: the current activity, and how much of it is done."""
-
-    def __call__(self, text: str, *, done: int = 0, total: int = 0) -> None: ...
-
-
 async def evaluate(
-    rollout: Rollout, tasks: Sequence[Task], *, seed: int, progress: ReportProgress
+    rollout: Rollout, tasks: Sequence[Task], *, seed: int, progress: Callable[..., None]
 ) -> list[bool | None]:
-    """Run one episode on each task. Return its success, or None if it failed.
+    """Run one episode on each task. Return each episode's success, or None if it failed.
 
-    `seed` varies the replies; the seed of the environment depends on the task alone. A task that is
-    listed n times is attempted n times, each time with other replies.
+    `seed` changes only the replies: the seed of an environment depends on the task alone. A task
+    that is listed twice is attempted twice, with different replies. After each episode `progress`
+    is called with a text and the numbers `done` and `total`.
     """
     num_done = 0
     attempts = Counter[str]()

@@ -27,11 +27,11 @@ class Generator:
         *,
         since: int | None = None,
     ) -> tuple[list[int], bool]:
-        """Sample one reply, also across weight updates, and append it.
+        """Sample one reply and append it to the transcript. Raises `NotReplayed`.
 
-        An interrupted reply continues from its own tokens. `since` is the index of the reply's
-        first piece if an earlier call began it. Return all tokens of the reply and whether it ended
-        with a stop token. Raises `NotReplayed`.
+        Return its tokens, and True if it ended with a stop token. A weight update interrupts the
+        engine; the reply then continues from its own tokens under the new version. `since` is the
+        index of the reply's first piece if an interrupted call already sampled its beginning.
         """
         before = transcript.pieces[since:] if since is not None else ()
         tokens = [token for piece in before for token in piece.tokens]

@@ -64,7 +64,10 @@ def _named_rewards(finished: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _facts(finished: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the mean of each fact. Rewards that a task set combined are facts `reward/<name>`."""
+    """Return the mean of each fact, which is a number that the environment counts.
+
+    A task set that combines named rewards into one reports each of them as a fact `reward/<name>`.
+    """
     names = {name for trajectory in finished for name in trajectory.facts} - {"success"}
     means = {}
     for name in sorted(names):

@@ -1,7 +1,8 @@
-"""Record and replay of one attempt at an episode, with its branches (other contexts of the agent).
+"""Record and replay of one attempt at an episode.
 
-Each new piece of text is written to the journal before other code sees it. After a crash the record
-is replayed first: the environment or agent has to produce the same text again.
+Each piece of text is written to the journal before other code reads it. A run that resumes after a
+crash runs the attempt again with the recorded replies. The environment or agent must produce the
+recorded text again; if it does not, the episode restarts.
 """
 
 import json
@@ -23,11 +24,11 @@ from unstale.rollout.seeds import derive_seed
 
 
 class NotReplayed(Exception):
-    """A mismatch between a resumed attempt and its record."""
+    """A resumed attempt whose environment or agent did not produce the recorded text again."""
 
 
 class EpisodeWriter(Protocol):
-    """A destination for the pieces, snapshots and outcome of one attempt."""
+    """A destination for the record of one attempt, such as the journal."""
 
     def write_piece(self, position: int, piece: Piece) -> None: ...
 
@@ -39,7 +40,9 @@ class EpisodeWriter(Protocol):
 
 
 OpenWriter = Callable[..., EpisodeWriter]
-"""Opens the writer of an attempt. `again` continues a recorded attempt."""
+"""Opens the writer of an attempt from the keywords `episode`, `seed` and `again`.
+
+`again` is True if the attempt is in the journal and continues."""
 
 
 class NullWriter:
@@ -102,7 +105,7 @@ class Transcript:
         self._opens_at_reply = False
 
     def add_branch(self, episode: int, record: EpisodeRecord | None = None) -> "Transcript":
-        """Begin a branch with its own sampling noise, written as an episode of this number."""
+        """Begin a branch with its own sampling noise. It is written as episode number `episode`."""
         branch = Transcript(
             episode,
             derive_seed(self.seed, "branch", len(self.branches) + 1),
@@ -129,9 +132,9 @@ class Transcript:
         return [*self.pieces, *self._recorded]
 
     async def restore_snapshot(self, env: Resumable) -> list[float] | None:
-        """Restore `env` from its recorded snapshot, and replay the pieces before it.
+        """Restore `env` from its recorded snapshot, and replay the pieces before the snapshot.
 
-        Return the turn rewards up to there, or None if there is no snapshot.
+        Return the rewards of the turns before it, or None if there is no snapshot.
         """
         if self._snapshot is None:
             return None

@@ -33,7 +33,7 @@ class AgentRollout(Rollout):
         self.on_event = on_event
 
     async def attempt(self, transcript: Transcript, task: Task, env_seed: int) -> Trajectory:
-        """Run the agent until it returns its reward."""
+        """Run the agent to its end. Return its calls as a trajectory with branches."""
         env = cast(ExternalEnv, self.taskset.env(task, env_seed))
         failed = None
         turn = Turn(())

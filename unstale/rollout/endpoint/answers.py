@@ -1,4 +1,4 @@
-"""Answers of the endpoint: whole or streamed, for chats and for texts."""
+"""The endpoint's answers to chat and text requests, sent whole or streamed."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from unstale.rollout.endpoint.wire import Choice, CompletionRequest
 Fields = dict[str, Any]
 Answer = asyncio.Task[list[Choice] | Refused]
 Texts = asyncio.Queue[tuple[int, str] | None]
-"""The text so far of a choice with its index, each time it grows. None is the end."""
+"""`(index of a choice, its text so far)` each time a text grows, then None."""
 
 
 def json_response(
@@ -41,7 +41,8 @@ class AnswerFormat:
     """The first part of a streamed choice; empty for none."""
     logprobs_of = staticmethod(wire.text_logprobs)
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, chat: Chat) -> None:
+        self._chat = chat
         self._head = {
             "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -55,7 +56,10 @@ class AnswerFormat:
     def choice(
         self, index: int, content: Fields, end: Fields | None = None, *, streamed: bool
     ) -> Fields:
-        """Return a choice with this content, or a part of one. `end` is its `end_of`."""
+        """Return a choice, or the part of a streamed one that adds `content`.
+
+        `end` holds the fields of `end_of`, which the last part of a choice has.
+        """
         return {"index": index, "text": "", **content, **(end or _NO_END)}
 
     def content_of(self, choice: Choice) -> Fields:
@@ -83,10 +87,6 @@ class ChatFormat(AnswerFormat):
     kinds = ("chat.completion", "chat.completion.chunk")
     opening: ClassVar[Fields] = {"role": "assistant", "content": ""}
     logprobs_of = staticmethod(wire.chat_logprobs)
-
-    def __init__(self, model: str, chat: Chat) -> None:
-        super().__init__(model)
-        self._chat = chat
 
     def choice(
         self, index: int, content: Fields, end: Fields | None = None, *, streamed: bool
@@ -236,7 +236,7 @@ def _call_id(choice: Choice, index: int) -> str:
 
 
 def _without_open_end(text: str, request: CompletionRequest) -> str:
-    """Remove an end that may be part of a character or of a stop text."""
+    """Return a text without an end that may turn out to be part of a character or stop text."""
     if any(stop in text for stop in request.stops):
         return ""
     text = text.rstrip("\ufffd")

@@ -76,7 +76,7 @@ async def _check(tasks: ExternalAgent, replies: Sequence[str], seed: int) -> Non
 
 
 async def _scripted_generator(replies: Sequence[str]) -> Generator:
-    """Return a generator that gives the n-th reply of a conversation as its n-th answer."""
+    """Return a generator whose n-th answer in a conversation is `replies[n]`, or the last one."""
     chat = Chat(load_tokenizer(SHIPPED_POLICY), ())
     reply_start = chat.encode(_REPLY_START)
 

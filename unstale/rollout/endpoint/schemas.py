@@ -219,7 +219,7 @@ def _require_fields(value: Mapping[str, Any], schema: Schema, path: str) -> None
 
 
 def _matches(value: Any, schema: Schema) -> bool:
-    """Check the value itself; its content is only checked where there are alternatives."""
+    """Check a value without its items or fields, except against the schemas of `anyOf`."""
     if "anyOf" in schema:
         return any(_matches_deeply(value, each) for each in schema["anyOf"])
     if "enum" in schema:

@@ -12,8 +12,9 @@ import json
 import logging
 import secrets
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Self
 
 import h11
@@ -57,7 +58,7 @@ FindSession = Callable[[str], AgentSession]
 class RecordingEndpoint:
     """An OpenAI-compatible server that records every token. It serves inside `async with`.
 
-    `find` returns the sessions of episodes that were not added with `opened`.
+    `opened` adds the session of an episode. `find` returns the sessions of all other episodes.
     """
 
     def __init__(
@@ -122,9 +123,9 @@ class RecordingEndpoint:
             del self._sessions[key]
 
     def _app(self) -> Starlette:
-        handlers = {
-            "/chat/completions": self._chat,
-            "/completions": self._complete,
+        handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/chat/completions": partial(self._answer, wire.read_chat, ChatFormat),
+            "/completions": partial(self._answer, wire.read_completion, AnswerFormat),
             "/models": self._models,
             "/record": self._record,
         }
@@ -159,16 +160,15 @@ class RecordingEndpoint:
         key = request.path_params.get("episode") or request.headers.get("x-episode", "")
         return self._sessions.get(key) or self._find(key)
 
-    async def _chat(self, request: Request) -> Response:
+    async def _answer(
+        self,
+        read: Callable[..., wire.CompletionRequest],
+        make_format: type[AnswerFormat],
+        request: Request,
+    ) -> Response:
         session, body = await self._receive(request)
-        completion = wire.read_chat(body, temperature=session.temperature)
-        answer_format = ChatFormat(str(body.get("model") or MODEL), session.chat)
-        return AnswerResponse(session, completion, answer_format)
-
-    async def _complete(self, request: Request) -> Response:
-        session, body = await self._receive(request)
-        completion = wire.read_completion(body, temperature=session.temperature)
-        answer_format = AnswerFormat(str(body.get("model") or MODEL))
+        completion = read(body, temperature=session.temperature)
+        answer_format = make_format(str(body.get("model") or MODEL), session.chat)
         return AnswerResponse(session, completion, answer_format)
 
     def _require_token(self, request: Request) -> None:
@@ -199,7 +199,7 @@ class RecordingEndpoint:
 
 
 class _Protocol(H11Protocol):
-    """An HTTP protocol whose errors and time-outs have the format of all refusals."""
+    """uvicorn's HTTP protocol, with a time limit for a request's head, and with errors as JSON."""
 
     _timer: asyncio.TimerHandle | None = None
 

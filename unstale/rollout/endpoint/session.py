@@ -1,4 +1,4 @@
-"""The calls of one agent episode. Each is recorded in one of its branches before it is answered."""
+"""The calls of one agent in one episode. Each is recorded before it is answered."""
 
 import asyncio
 from bisect import bisect_left
@@ -35,10 +35,11 @@ OnText = Callable[[int, str], None]
 
 @dataclass(slots=True)
 class AgentSession:
-    """The calls of one episode whose agent uses the endpoint.
+    """The calls of one agent in one episode.
 
-    Answers run as tasks of `calls`: an error that is not the agent's fault ends its parent.
-    `on_event` is called with `"forked"` and its fields when an edited history begins a branch.
+    Each answer is a task of the group `calls`, so that an error of the engine ends the run, not
+    the episode. `on_event` is called with `"forked"` and the details when an edited history begins
+    a branch.
     """
 
     rollout: Rollout
@@ -46,9 +47,9 @@ class AgentSession:
     calls: asyncio.TaskGroup
     on_event: Callable[..., None] = lambda kind, **_: None
     stop: Stop = "done"
-    """The limit for which a call was refused."""
+    """The limit that refused the last refused call; "done" if there is none."""
     broken: str = ""
-    """The reason why a resumed episode cannot continue."""
+    """The reason why a resumed episode cannot continue; empty if it can."""
     closed: bool = False
     num_replies: int = 0
     _unclaimed: list[Transcript] = field(init=False)
@@ -141,7 +142,10 @@ class AgentSession:
             self.rollout.wait_times.add(waited_for, self._changed_at - began)
 
     def _place_all(self, request: CompletionRequest) -> list[Continuation]:
-        """Find the branches of all choices and add their context. Refuse all of them or none."""
+        """Find or begin a branch for each choice, and append its context.
+
+        If one choice cannot be answered, raise `Refused` and change nothing.
+        """
         call = request.call
         places: list[Continuation] = []
         try:
@@ -153,14 +157,7 @@ class AgentSession:
                     pieces = (*place.branch.pieces, *place.context)
                     self._require_budget(sum(len(piece.tokens) for piece in pieces))
             self._count_replies(sum(not place.resumed for place in places))
-        except (
-            Refused,
-            Unanswerable,
-            TemplateError,
-            ValueError,
-            TypeError,
-            RecursionError,
-        ) as error:
+        except (Refused, TemplateError, ValueError, TypeError, RecursionError) as error:
             for place in reversed(places):
                 self._conversation.retract(place)
             if isinstance(error, Refused):
@@ -179,7 +176,7 @@ class AgentSession:
         return places
 
     def _check_size(self, call: Call) -> None:
-        """Refuse a prompt that no context can hold before tokenizing it, which blocks the loop."""
+        """Refuse a prompt that is certainly too long. Tokenizing it would block the event loop."""
         history = () if isinstance(call.history, str) else call.history
         tokens = [token for token in history if isinstance(token, int)]
         if tokens and not self.chat.are_token_ids(tokens):
@@ -208,7 +205,10 @@ class AgentSession:
         self.num_replies += replies
 
     def _claim(self, place: Continuation) -> Transcript:
-        """Return a new branch's transcript: a recorded one with its beginning, or a new one."""
+        """Return the transcript of a new branch: a recorded one that begins equally, or a new one.
+
+        Only a resumed episode has recorded ones.
+        """
         matching = [t for t in self._unclaimed if _begins_with(t.all_pieces, place.context)]
         if matching:
             transcript = matching[0]
@@ -246,7 +246,7 @@ class AgentSession:
     def _choice(
         self, branch: Branch, request: CompletionRequest, tokens: list[int], *, ended: bool
     ) -> Choice:
-        """Return the answer, and record the form in which the agent may send it back."""
+        """Return the answer, and record the form in which later histories may contain it."""
         chat = self.chat
         call = request.call
         text = chat.text(tokens)
@@ -305,6 +305,6 @@ def generation_options(
 
 
 def _begins_with(pieces: Sequence[Piece], context: Sequence[ContextPiece]) -> bool:
-    """Return True if a record and a new branch's start agree, up to the end of the shorter."""
+    """Return True if recorded pieces and a context agree up to the end of the shorter."""
     known = pieces[: len(context)]
     return list(known) == list(context[: len(known)])
