@@ -21,13 +21,13 @@ class RunRecorder(Protocol):
         ...
 
     def span(self, lane: str, label: str) -> AbstractContextManager[None]:
-        """Record how long the block takes, in one lane of the timeline."""
+        """Record when the block starts and ends, for a lane (row) of the timeline."""
         ...
 
     def learnt(
         self, step: int, *, points: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]
     ) -> None:
-        """Record some tokens of a batch, and the route's events since the last batch."""
+        """Record the ratios of some tokens of a batch, and events of the old_logp route."""
         ...
 
     def close(self) -> None: ...

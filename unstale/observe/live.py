@@ -31,7 +31,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 def sparkline(
     values: Sequence[float], width: int, low: float | None = None, high: float | None = None
 ) -> str:
-    """Return the values as a row of bars, averaged down to `width`.
+    """Return the values as a row of bars. More than `width` values are averaged.
 
     >>> sparkline([0.0, 0.5, 1.0], 8, low=0.0, high=1.0)
     '▁▅█'
@@ -51,9 +51,9 @@ def sparkline(
 
 
 class LiveDisplay:
-    """A live display of a run. Without a terminal it prints plain lines.
+    """A live display of a run: a panel on a terminal, and plain lines elsewhere.
 
-    It prints a line at least every `quiet_s` seconds.
+    Without a terminal it prints a line at least every `quiet_s` seconds.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class LiveDisplay:
 
 
 def _one_line(text: str) -> str:
-    """Remove line ends and control characters, so that text cannot control the terminal."""
+    """Replace line ends by spaces and remove control codes, which could alter the terminal."""
     return "".join(
         " " if char in "\r\n\t" else char for char in text if char.isprintable() or char in "\r\n\t"
     )

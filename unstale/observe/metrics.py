@@ -1,4 +1,4 @@
-"""Destinations of a step's metrics besides the run folder."""
+"""Destinations for the metrics of each step."""
 
 import math
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None:
-        """Flush and close. Nothing is written afterwards."""
+        """Flush and close. The caller writes nothing afterwards."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The log of the training loop: run folder, journal, terminal and TensorBoard."""
+"""The log of the training loop. It writes to run folder, journal, terminal and TensorBoard."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # records import torch, which a report does not need
 
 
 class Watcher(Protocol):
-    """The live display."""
+    """The part of the live display that the recorder calls."""
 
     def update(self, metrics: Mapping[str, Any]) -> None: ...
 
@@ -22,7 +22,7 @@ class Watcher(Protocol):
 
 
 class Recorder:
-    """The log of the training loop. `on_event` receives every event except spans."""
+    """The log of the training loop. The journal gets every event but spans through `on_event`."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Recorder:
         self._watcher.update({"step": step, **row})
 
     def close(self) -> None:
-        """Close the sinks. The run folder is closed by its owner."""
+        """Close the sinks. The caller that opened the run folder closes it."""
         for sink in self._sinks:
             sink.close()
 
@@ -58,7 +58,7 @@ class Recorder:
 
     @contextmanager
     def span(self, lane: str, label: str) -> Iterator[None]:
-        """Record the start and end of the block as a span."""
+        """Record when the block starts and ends, for a lane (row) of the timeline."""
         with self._log.span(lane, label):
             yield
 
@@ -76,14 +76,14 @@ class Recorder:
             self.event(step=step, **event)
 
     def failure(self, episode: int, failure: "Failure", final: bool) -> None:
-        """Log an attempt in which the environment failed. A `final` failure is not retried."""
+        """Log an episode whose environment failed. It is tried again unless `final` is True."""
         self.event("episode_failed", episode=episode, final=final, **_describe(failure))
         self._watcher.note(
             f"episode {episode} of {failure.task.key} failed in {failure.stage}: {failure.error}"
         )
 
     def restarted(self, episode: int, failure: "Failure") -> None:
-        """Log an attempt that restarts because its replay gave a different text."""
+        """Log an episode that restarts, because replaying it after a resume gave another text."""
         self.event("episode_restarted", episode=episode, **_describe(failure))
         self._watcher.note(
             f"episode {episode} of {failure.task.key} was restarted: {failure.error}"
@@ -91,7 +91,7 @@ class Recorder:
 
 
 def _to_columns(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """Turn rows with equal keys into columns of six significant digits, to save space."""
+    """Turn rows with equal keys into columns. Six significant digits save space."""
     if not rows:
         return {}
     return {name: [float(f"{row[name]:.6g}") for row in rows] for name in rows[0]}

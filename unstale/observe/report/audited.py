@@ -1,4 +1,8 @@
-"""Render the audit: errors measured during training, and all routes on the run's tokens."""
+"""Render the audit: how far a route's old_logp is from the true one.
+
+A route is a way to compute old_logp. The true old_logp is scored by a full copy of the version that
+sampled the token.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -62,7 +66,7 @@ COLUMNS = (
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
-    """Return the table row of a route as text, one entry per column of `COLUMNS`."""
+    """Return a row of the table of routes as text, one entry per column of `COLUMNS`."""
     costs = mapping(row.get("costs"))
     forward_tokens = number(costs.get("forward_tokens"))
     memory_bytes = number(costs.get("memory_bytes"))
@@ -93,10 +97,10 @@ def _with_error(row: Mapping[str, Any], name: str, show: Any) -> str:
 
 
 def audit(run: Gathered) -> Markup:
-    """Render the error of the route against full copies of the versions that sampled.
+    """Render the section on the audit.
 
-    `during` is what the run measured for its own route, `after` what `unstale audit` measured for
-    all routes on the same tokens.
+    `during` holds the figures that the run measured for its own route while it trained. `after`
+    holds those of `unstale audit`, which scores the same tokens with all routes.
     """
     during = after = None
     if run.series("audit/tokens"):
@@ -162,7 +166,7 @@ def _last_f1(run: Gathered, threshold: str) -> str:
 
 
 def _facets(clouds: Sequence[tuple[str, Sequence[Point]]]) -> Markup:
-    """Render one density of (log D, log S) per name, on common axes."""
+    """Return one density plot of log D against log S per name, all with the same axes."""
     x, y = density_axes([point for _, cloud in clouds for point in cloud])
     zero = Guides(x=(0,), y=(0,))
     facets = [
@@ -173,7 +177,7 @@ def _facets(clouds: Sequence[tuple[str, Sequence[Point]]]) -> Markup:
 
 
 def _after(run: Gathered) -> dict[str, Any]:
-    """Return the table and the figures of `unstale audit`."""
+    """Return the table and the figures of an audit by `unstale audit`."""
     routes = records(run.audit.get("routes"), MAX_ROUTES)
     tokens, steps, noise = (
         amount(number(run.audit.get(name))) for name in ("tokens", "steps", "noise")

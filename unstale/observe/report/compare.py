@@ -1,6 +1,6 @@
 """Read the runs of a comparison and reduce them to means over seeds with 95% intervals.
 
-Only finished runs count. Training time is the time since the start of the first step without
+An arm is one configuration, trained with several seeds. Only finished runs count. Training time is the time since the start of the first step without
 evaluations. Intervals are over seeds (Student's t), and differences are between runs with the same
 seed. This module does not import torch, so that the page can be written on another machine.
 """
@@ -39,7 +39,7 @@ Unit = Literal["minutes", "tokens"]
 
 @dataclass(frozen=True, slots=True)
 class SeedMean:
-    """A mean over `n` seeds with its 95% interval, which is None for a single seed."""
+    """A mean over `n` seeds with its 95% interval. A single seed has no interval."""
 
     n: int
     mean: float
@@ -52,7 +52,7 @@ class SeedMean:
 
 
 def mean_over_seeds(values: Iterable[float | None]) -> SeedMean | None:
-    """Return the mean and its interval over the values that are not None.
+    """Return the mean of the values that are not None, with its interval.
 
     >>> print(mean_over_seeds([0.5, None, 0.75, 1.0]))
     0.75 (0.129 to 1.371), n = 3
@@ -70,7 +70,10 @@ def mean_over_seeds(values: Iterable[float | None]) -> SeedMean | None:
 
 
 def ended(folder: Path) -> tuple[str, str]:
-    """Return `finished`, `failed`, `unfinished` or `not begun`, and the error's last line."""
+    """Return the state of a run and the last line of its error, which may be empty.
+
+    The state is `finished`, `failed`, `unfinished` or `not begun`.
+    """
     log = folder.with_name(f"{folder.name}.log")
     if not (folder / CONFIG).is_file():
         lines = log.read_text("utf-8", "replace").strip().splitlines() if log.is_file() else []
@@ -93,7 +96,7 @@ class TrainingBudget:
 
 @dataclass(frozen=True, slots=True)
 class TrialEvaluation:
-    """Held-out success after `step` steps, `minutes` of training and `tokens` action tokens."""
+    """An evaluation on held-out tasks, and the amount of training before it."""
 
     step: int
     minutes: float
@@ -112,14 +115,14 @@ class Trial:
     error: str
     config: Row
     minutes: float | None
-    """Training time without evaluations."""
+    """Training time, without evaluations."""
     tokens: float | None
     """Trained action tokens, or None if they were not recorded."""
     evaluations: tuple[TrialEvaluation, ...]
     series: Mapping[str, list[Point]]
-    """`(step, value)` by metric."""
+    """Values of each metric in `SERIES`, as (step, value)."""
     launch: Row
-    """Entry of the run's start in `launches.jsonl`, or empty."""
+    """The line of `launches.jsonl` on the start of this run, or empty."""
 
     @property
     def finished(self) -> bool:
@@ -148,7 +151,7 @@ class Trial:
         return _mean([value for _, value in self.series[name]])
 
     def total(self, unit: Unit) -> float | None:
-        """Return the amount of training of the whole run."""
+        """Return the amount of training of the whole run, or None if it is unknown."""
         return self.minutes if unit == "minutes" else self.tokens
 
     def after(self, budget: TrainingBudget) -> float | None:
@@ -182,7 +185,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def read_trial(folder: Path, arm: str, seed: int, launch: Row) -> Trial:
-    """Read one run, finished or not. Only its small files are read."""
+    """Read the configuration, metrics and events of a run, which may be unfinished."""
     state, error = ended(folder)
     run = RunFolder(folder) if (folder / CONFIG).is_file() else None
     config = run.config() if run else {}
@@ -216,7 +219,7 @@ def read_trial(folder: Path, arm: str, seed: int, launch: Row) -> Trial:
 
 
 def _training_minutes(rows: Sequence[Row], events: Sequence[Row]) -> dict[int, float]:
-    """Return the training minutes up to each step, without evaluations."""
+    """Return the minutes of training up to each step. Evaluations are not counted."""
     timed = [
         (step_of(row), time) for row in rows if (time := number(row.get("time_s"))) is not None
     ]
@@ -250,7 +253,7 @@ def _trained_tokens(rows: Sequence[Row]) -> dict[int, float]:
 
 @dataclass(frozen=True, slots=True)
 class ArmResult:
-    """An arm's runs, in the order of their seeds."""
+    """The runs of one arm, sorted by seed."""
 
     name: str
     trials: tuple[Trial, ...]
@@ -275,7 +278,7 @@ class Comparison:
     arms: tuple[ArmResult, ...]
     commands: tuple[str, ...]
     warnings: Mapping[str, Sequence[str]]
-    """Linter warnings by arm. Arms that were not checked are missing."""
+    """Warnings of the linter by arm. Arms that were not checked are missing."""
 
     @property
     def trials(self) -> list[Trial]:
@@ -290,9 +293,9 @@ class Comparison:
         return next((arm for arm in self.arms if arm.name == EXACT), self.arms[0])
 
     def budget(self, unit: Unit) -> TrainingBudget | None:
-        """Return the largest amount that all finished runs reached, or None.
+        """Return the largest amount of training that all finished runs reached.
 
-        It is None if no run recorded the amount, or if the runs are not comparable by it.
+        The result is None if no run recorded it, or for times that cannot be compared.
         """
         if unit == "minutes" and self.shared_machine:
             return None
@@ -305,7 +308,7 @@ class Comparison:
 
     @property
     def shared_machine(self) -> str:
-        """Return the reason why times are not comparable, or an empty string."""
+        """Return the reason why the times of the runs cannot be compared, or an empty string."""
         jobs = [number(trial.launch.get("jobs")) for trial in self.finished]
         if not jobs:
             return "No run has finished."
@@ -319,11 +322,14 @@ class Comparison:
         return ""
 
     def launched(self, name: str) -> list[str]:
-        """Return the values of one field of `launches.jsonl` over all runs."""
+        """Return the different values of a field of `launches.jsonl`, such as `commit`."""
         return sorted({str(trial.launch[name]) for trial in self.trials if trial.launch.get(name)})
 
     def versus(self, arm: ArmResult, budget: TrainingBudget | None = None) -> SeedMean | None:
-        """Return the held-out success of `arm` minus the reference's, paired by seed."""
+        """Return the mean difference in held-out success between an arm and the reference.
+
+        Runs with the same seed are paired. The reference itself has no difference.
+        """
         if arm is self.reference:
             return None
         reference = {trial.seed: _success(trial, budget) for trial in self.reference.finished}
@@ -335,16 +341,16 @@ class Comparison:
         )
 
     def success(self, arm: ArmResult, budget: TrainingBudget | None = None) -> SeedMean | None:
-        """Return held-out success at the end, or after a budget."""
+        """Return the mean held-out success at the end, or after a budget of training."""
         return mean_over_seeds(_success(trial, budget) for trial in arm.finished)
 
     def settings(self, name: str) -> list[Any]:
-        """Return the values of an option over the runs."""
+        """Return the different values of an option in the runs."""
         values = [flatten(trial.config).get(name) for trial in self.trials if trial.config]
         return list(dict.fromkeys(values))
 
     def differences(self, arm: ArmResult) -> dict[str, Any]:
-        """Return the options that differ between arms, with this arm's values."""
+        """Return the options that are not equal in all runs, with the values of this arm."""
         configs = [flatten(trial.config) for trial in self.trials if trial.config]
         options = next((flatten(trial.config) for trial in arm.trials if trial.config), {})
         return {
@@ -360,7 +366,7 @@ def _success(trial: Trial, budget: TrainingBudget | None) -> float | None:
 
 
 def grouped(warnings: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return each warning once, after the names of its arms.
+    """Return each warning once, with the names of its arms before it.
 
     >>> grouped({"a": ["nothing bounds S"], "b": [], "c": ["nothing bounds S"]})
     ['a, c: nothing bounds S']

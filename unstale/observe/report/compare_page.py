@@ -86,7 +86,7 @@ UNITS: Mapping[Unit, tuple[str, str, Callable[[float], str]]] = {
 
 
 def equal_steps(comparison: Comparison) -> Table:
-    """Return the table of success at the end of training, after equal steps."""
+    """Return the table of success at the end of training. All runs have equal steps."""
     head = ["arm", "runs", "held-out success", f"less {comparison.reference.name}, points", "pairs"]
     head += ["best", "rollouts, last quarter", "collapsed"]
     rows = []
@@ -111,7 +111,10 @@ def equal_steps(comparison: Comparison) -> Table:
 
 
 def equal(comparison: Comparison, unit: Unit) -> Table | None:
-    """Return the table of success after equal training, or None if runs are not comparable."""
+    """Return the table of success after the largest amount of training that all runs reached.
+
+    The result is None if the runs cannot be compared by this unit.
+    """
     budget = comparison.budget(unit)
     if budget is None:
         return None
@@ -128,7 +131,7 @@ def equal(comparison: Comparison, unit: Unit) -> Table | None:
 
 
 def lengths(comparison: Comparison) -> str:
-    """Return a sentence on the range of trained tokens between arms."""
+    """Return a sentence on how the number of trained tokens differs between arms."""
     means = []
     for arm in comparison.arms:
         tokens = mean_over_seeds(trial.tokens for trial in arm.finished)
@@ -144,7 +147,7 @@ def lengths(comparison: Comparison) -> str:
 
 
 def conduct(comparison: Comparison) -> Table:
-    """Return the table of staleness and of kept, clipped and exact tokens per arm."""
+    """Return the table of mean staleness and of kept, clipped and exact tokens per arm."""
     head = ("arm", "staleness", "kept", "clipped", "exact")
     rows = []
     for arm in comparison.arms:
@@ -165,7 +168,7 @@ def _count(mean: SeedMean | None) -> str:
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """Return sentences on the best arm, and on each arm against the reference."""
+    """Return sentences: which arm is best, then how each differs from the reference."""
     ended = [(arm, success) for arm in comparison.arms if (success := comparison.success(arm))]
     if not ended:
         return ["No run has a held-out result."]
@@ -194,7 +197,7 @@ def findings(comparison: Comparison) -> list[str]:
 
 
 def remarks(comparison: Comparison) -> list[str]:
-    """Return the caveats of a comparison: unfinished runs, learning-rate decay and code changes."""
+    """Return reasons for caution: unfinished runs, a decaying learning rate, different code."""
     notes = []
     unfinished = [arm for arm in comparison.arms if len(arm.finished) < len(arm.trials)]
     if unfinished:
@@ -299,7 +302,7 @@ def _result(trial: Trial) -> str:
 
 
 def results(comparison: Comparison) -> Mapping[str, Any]:
-    """Return the runs and all means of a comparison as data."""
+    """Return all runs and means of a comparison, for `compare.json`."""
     tokens, minutes = comparison.budget("tokens"), comparison.budget("minutes")
     arms = [
         {
@@ -370,7 +373,7 @@ def _colours(comparison: Comparison) -> dict[str, str]:
 
 
 def _html(comparison: Comparison, shown: Table) -> Markup:
-    """Return a table with the colour of each arm before its name."""
+    """Return the table as HTML, with the colour of each arm before its name."""
     colours = _colours(comparison)
     swatch = Markup('<i class="swatch {}"></i>{}')
     rows = [(swatch.format(colours[name], name), *rest) for name, *rest in shown.rows]
@@ -378,7 +381,7 @@ def _html(comparison: Comparison, shown: Table) -> Markup:
 
 
 def _by_unit(comparison: Comparison, budget: TrainingBudget) -> Markup:
-    """Plot success over the training up to a budget."""
+    """Return the plot of success over minutes or tokens, up to a budget."""
     words = UNITS[budget.unit][1]
     curves = _curves(comparison, partial(_up_to, budget=budget))
     return _plot(curves, f"Held-out success over the {words}", words)
@@ -387,7 +390,7 @@ def _by_unit(comparison: Comparison, budget: TrainingBudget) -> Markup:
 def _curves(
     comparison: Comparison, means_of: Callable[[ArmResult], Sequence[tuple[float, SeedMean]]]
 ) -> list[Series]:
-    """Return one line per arm, with a band of intervals where all of its points have one."""
+    """Return one line per arm. It has a band of intervals if every point has an interval."""
     lines = []
     for arm, colour in zip(comparison.arms, _colours(comparison).values(), strict=True):
         means = means_of(arm)
@@ -424,9 +427,9 @@ def _by_step(arm: ArmResult) -> list[tuple[float, SeedMean]]:
 
 
 def _up_to(arm: ArmResult, budget: TrainingBudget) -> list[tuple[float, SeedMean]]:
-    """Return the mean success up to a budget.
+    """Return the mean success of an arm at `GRID` amounts of training up to a budget.
 
-    The plot ends there, because a single long run would squeeze all others.
+    The budget is what all runs reached: the longest run would compress the curves of the others.
     """
     at = [TrainingBudget(budget.unit, budget.amount * index / GRID) for index in range(GRID + 1)]
     return [
@@ -439,7 +442,7 @@ def _up_to(arm: ArmResult, budget: TrainingBudget) -> list[tuple[float, SeedMean
 def _plot(
     lines: Sequence[Series], title: str, across: str, *, wide: bool = True, share: bool = True
 ) -> Markup:
-    """Render one line per arm. `share` formats the values as percentages."""
+    """Return a card with these lines. `share` formats their values as percentages."""
     lines = [line for line in lines if line.points]
     if not lines:
         return gap(title, "Nothing was recorded.")
@@ -465,7 +468,7 @@ def _plot(
 
 
 def _way(comparison: Comparison, metric: str, title: str) -> Markup:
-    """Plot the mean of a metric per step over the finished runs of each arm."""
+    """Return the plot of a metric over the steps: the mean over the finished runs of each arm."""
     share = metric != STALENESS
     lines = []
     for arm, colour in zip(comparison.arms, _colours(comparison).values(), strict=True):

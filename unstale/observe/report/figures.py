@@ -1,4 +1,8 @@
-"""Draw the figures of a report on learning, staleness, the two ratios and throughput."""
+"""Draw the figures of a report on learning, staleness, the two ratios and throughput.
+
+The two ratios of a token are D = old_logp / behavior_logp and S = logp / old_logp (as
+probabilities). Its lag is the number of versions published between sampling and training.
+"""
 
 import math
 from collections import Counter
@@ -31,7 +35,7 @@ MAX_COLUMNS = 240
 
 
 def steps_axis(run: Gathered, shift: float = 0) -> Axis:
-    """Return an axis of the optimizer steps of a run, from 0 on, with both ends shifted."""
+    """Return an axis from step 0 to the last optimizer step, with `shift` added to both ends."""
     return Axis(
         label="optimizer step",
         low=shift,
@@ -59,9 +63,10 @@ def over_steps(  # noqa: PLR0913
     missing: str,
     y: Axis | None = None,
 ) -> Markup:
-    """Render a card with lines over the steps, or with the text `missing` if all are empty.
+    """Return a card that plots lines over the optimizer steps.
 
-    The vertical axis `y` begins at 0 and contains all values if it is not given.
+    If no line has points, the card shows the text `missing`. Without `y`, the vertical axis runs
+    from 0 to just above the largest value.
     """
     drawn = [line for line in lines if line.points]
     if not drawn:
@@ -72,7 +77,7 @@ def over_steps(  # noqa: PLR0913
 
 
 def learning(run: Gathered) -> Markup:
-    """Render held-out and rollout success over the steps."""
+    """Return the plot of held-out and rollout success over the steps."""
     title = "Learning curve"
     lines: list[Series] = []
     if rollout := thin(run.series("rollout/success_rate")):
@@ -117,7 +122,7 @@ def learning(run: Gathered) -> Markup:
 
 
 def total_lags(run: Gathered) -> dict[int, float]:
-    """Return the number of trained action tokens by lag, over all steps."""
+    """Return how many action tokens were trained on at each lag, over all steps."""
     lags: Counter[int] = Counter()
     for row in run.rows:
         lags.update(histogram(row))
@@ -125,7 +130,7 @@ def total_lags(run: Gathered) -> dict[int, float]:
 
 
 def staleness_histogram(run: Gathered, lags: dict[int, float]) -> Markup:
-    """Render the shares of the trained tokens by lag."""
+    """Return the bar plot of the share of trained tokens at each lag."""
     title = "Staleness histogram"
     total = sum(lags.values())
     if not total:
@@ -153,7 +158,7 @@ def _last_lag(run: Gathered, lags: dict[int, float]) -> int:
 
 
 def staleness_over_steps(run: Gathered, lags: dict[int, float]) -> Markup:
-    """Render the shares of the trained tokens by lag, for each step."""
+    """Return the plot of the share of trained tokens at each lag, step by step."""
     title = "Staleness over steps"
     if not sum(lags.values()):
         return gap(title, "No staleness histogram was recorded.")
@@ -184,7 +189,7 @@ def _shares(lags: dict[int, float], last: int) -> list[float]:
 
 
 def size_by_lag(run: Gathered, ratio: str) -> Markup:
-    """Render the mean |log D| or |log S| by lag."""
+    """Return the bar plot of mean |log D| or mean |log S| at each lag. `ratio` is D or S."""
     title = f"|log {ratio}| by lag"
     component = {"D": "correction", "S": "objective"}[ratio]
     means = average_lag(run, f"{component}/log_{ratio.lower()}_abs_mean/lag_")
@@ -210,9 +215,9 @@ def size_by_lag(run: Gathered, ratio: str) -> Markup:
 
 
 def average_lag(run: Gathered, prefix: str) -> dict[int, float]:
-    """Return the mean of a metric over the run, by lag.
+    """Return the mean of the metrics `prefix` + lag over all steps, one value per lag.
 
-    Steps are weighted by their number of tokens of that lag, where it is known.
+    A step counts by its number of tokens at that lag. Steps without a histogram count once.
     """
     sums: dict[int, tuple[float, float]] = {}
     for row in run.rows:
@@ -225,7 +230,7 @@ def average_lag(run: Gathered, prefix: str) -> dict[int, float]:
 
 
 def clouds(run: Gathered) -> Markup:
-    """Render the density of (log D, log S) over the sampled tokens, one plot per lag."""
+    """Return density plots of log D against log S of the recorded tokens, one plot per lag."""
     title = "log D against log S, token by token"
     if len(run.points) < 10:
         return gap(title, "No sample of tokens was recorded.")
@@ -250,7 +255,7 @@ def clouds(run: Gathered) -> Markup:
 
 
 def density_axes(points: Sequence[tuple[float, float]]) -> tuple[Axis, Axis]:
-    """Return axes for log D and log S, symmetric about 0, that contain 99.5% of the points."""
+    """Return axes of log D and log S, symmetric about 0, that hold 99.5% of the points."""
     axes = []
     for name, values in zip(("log D", "log S"), zip(*points, strict=True), strict=True):
         sizes = sorted(map(abs, values))
@@ -260,7 +265,7 @@ def density_axes(points: Sequence[tuple[float, float]]) -> tuple[Axis, Axis]:
 
 
 def _band(run: Gathered) -> list[float]:
-    """Return the values of log D at which the correction begins to drop tokens."""
+    """Return the thresholds of log D outside which the correction drops a token."""
     if run.setting("correction.control") not in ("mask", "mask_weight"):
         return []
     ends = [number(run.setting(f"correction.{end}")) for end in ("low", "high")]
@@ -268,7 +273,7 @@ def _band(run: Gathered) -> list[float]:
 
 
 def _clip(run: Gathered) -> list[float]:
-    """Return the values of log S at which the objective begins to clip tokens."""
+    """Return the thresholds of log S outside which the objective clips a token."""
     if run.setting("objective.kind") not in ("ppo_clip", "dual_clip", "gspo", "cispo"):
         return []
     low, high = (number(run.setting(f"objective.clip_{end}")) for end in ("low", "high"))
@@ -292,7 +297,7 @@ def _thresholds(guides: Guides, x: Axis, y: Axis) -> str:
 
 
 def sizes_over_steps(run: Gathered) -> Markup:
-    """Render the mean |log D| and |log S| of each step."""
+    """Return the plot of mean |log D| and mean |log S| over the steps."""
     lines = [
         Series(
             name=f"|log {ratio}|",
@@ -315,7 +320,7 @@ def sizes_over_steps(run: Gathered) -> Markup:
 
 
 def dropped_and_clipped(run: Gathered) -> Markup:
-    """Render the shares of dropped and clipped tokens of each step."""
+    """Return the plot of the shares of dropped and clipped tokens over the steps."""
     kept = thin(run.series("correction/kept_share"))
     dropped = [(step, max(0.0, 1 - share)) for step, share in kept]
     clipped = thin(run.series("objective/clip_share"))
@@ -338,7 +343,7 @@ def dropped_and_clipped(run: Gathered) -> Markup:
 
 
 def throughput(run: Gathered) -> Markup:
-    """Render the tokens per second of engine and trainer."""
+    """Return the plot of the tokens per second of engine and trainer over the steps."""
     lines = [
         Series(
             name=side,

@@ -1,4 +1,4 @@
-"""Read a run folder for its report. Data are bounded in size and not trusted."""
+"""Read a run folder for its report. The folder may come from others, so its data are checked."""
 
 import random
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Held-out success after `step` steps, on `tasks` tasks (0: unknown)."""
+    """Held-out success after `step` steps. `tasks` is their number, or 0 if it is unknown."""
 
     step: int
     success: float
@@ -27,7 +27,7 @@ class Evaluation:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Return the 95% interval of the success rate, of width 0 without a number of tasks."""
+        """Return the 95% interval of the success rate. Without a number of tasks its width is 0."""
         if not self.tasks:
             return self.success, self.success
         return wilson(min(1.0, max(0.0, self.success)), self.tasks)
@@ -45,7 +45,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The log D and log S of one sampled token, and its lag."""
+    """The logarithms of a token's ratios D = old_logp / behavior_logp and S = logp / old_logp.
+
+    `lag` is the number of versions published between sampling and training.
+    """
 
     lag: int
     log_d: float
@@ -54,7 +57,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class AuditedPoint:
-    """The log D and log S of one audited token, by the route and the true ones."""
+    """A token's ratios with the old_logp of the route, and with the true old_logp."""
 
     by_route: Point
     true: Point
@@ -62,7 +65,7 @@ class AuditedPoint:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A conversation for the page, and the reason for its choice."""
+    """A conversation for the page. `why` is the reason for its choice, such as "early success"."""
 
     why: str
     record: Row
@@ -70,12 +73,12 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered:
-    """The readable data of a run."""
+    """The data of a run that its report shows."""
 
     name: str
     config: Row
     rows: list[Row]
-    """Rows of `metrics.jsonl`, in order of steps. A row before the first step is left out."""
+    """Rows of `metrics.jsonl` from step 1 on, sorted by step."""
     begin_s: float
     """Start of the first step, in seconds since the start of the run."""
     evaluations: list[Evaluation]
@@ -248,19 +251,19 @@ def step_of(row: Mapping[str, Any]) -> int:
 
 
 def histogram(row: Mapping[str, Any]) -> dict[int, float]:
-    """Return the number of tokens by lag of one step. Invalid entries are left out."""
+    """Return how many tokens a step trained on at each lag. Invalid entries are left out."""
     return by_lag(mapping(row.get("schedule/staleness_histogram")).items())
 
 
 def lag_values(row: Mapping[str, Any], prefix: str) -> dict[int, float]:
-    """Return the metrics of one step that start with `prefix`, by lag."""
+    """Return the metrics of one step whose name is `prefix` and a lag, by lag."""
     return by_lag(
         (name.removeprefix(prefix), value) for name, value in row.items() if name.startswith(prefix)
     )
 
 
 def by_lag(pairs: Iterable[tuple[Any, Any]]) -> dict[int, float]:
-    """Return the pairs with a lag as key and a number as value. Others are left out.
+    """Return numbers by lag. Pairs without a lag or a number are left out.
 
     >>> by_lag([("0", 3), ("x", 1), ("2", None), (1, 4.5)])
     {0: 3.0, 1: 4.5}
@@ -319,7 +322,7 @@ def _evaluations(rows: Iterable[Row], events: Iterable[Row], tasks: int) -> list
 
 
 def _points(rows: Iterable[Row]) -> tuple[list[Point], list[AuditedPoint], int]:
-    """Return uniform samples of plain and audited points, and the number of plain points."""
+    """Return samples of the tokens without and with a true old_logp, and the number without."""
     rng = random.Random(0)
     kept: list[Point] = []
     audited: list[AuditedPoint] = []
@@ -343,7 +346,7 @@ def _points(rows: Iterable[Row]) -> tuple[list[Point], list[AuditedPoint], int]:
 
 
 def _sample(kept: list[T], item: T, seen: int, rng: random.Random) -> None:
-    """Add an item by reservoir sampling, as the last of `seen` items."""
+    """Keep a uniform sample of all items (reservoir sampling). `seen` counts this one, too."""
     if len(kept) < MAX_POINTS:
         kept.append(item)
     elif (index := rng.randrange(seen)) < MAX_POINTS:
@@ -351,7 +354,7 @@ def _sample(kept: list[T], item: T, seen: int, rng: random.Random) -> None:
 
 
 def succeeded(record: Mapping[str, Any]) -> bool:
-    """Return the record's `success`, or whether its reward is above one half."""
+    """Return `success` of an episode. Without it, a reward above 0.5 is a success."""
     success = record.get("success")
     return bool(success) if success is not None else (number(record.get("reward")) or 0.0) > 0.5
 
@@ -359,7 +362,8 @@ def succeeded(record: Mapping[str, Any]) -> bool:
 def _conversations(rows: Iterable[Row], last: int) -> list[Chosen]:
     """Choose a success and a failure from the first and from the last quarter of the steps.
 
-    Episodes with several versions are preferred, then the earliest (latest) step.
+    Episodes sampled by several versions are preferred. Among them, the first step of the run is
+    preferred for early ones, and the last for late ones.
     """
     best: dict[tuple[bool, bool], tuple[tuple[int, int], Row]] = {}
     quarter = max(1, last // 4)

@@ -1,4 +1,7 @@
-"""Write the report of a run as one HTML page. Missing data are reported, never hidden."""
+"""Write the report of a run as one HTML page. It names the data that are missing.
+
+`templates/run.html` is the page; this module computes the values in it.
+"""
 
 import base64
 import hashlib
@@ -34,15 +37,15 @@ CHOICES = ("early success", "early failure", "late success", "late failure")
 
 
 def write_report(run_folder: Path) -> Path:
-    """Write `report.html` into a run folder, finished or not, complete or not.
+    """Write `report.html` into a run folder and return its path. The run may be unfinished.
 
-    Raises `ConfigError` when the folder holds no run. An older report is replaced as a whole.
+    Raises `ConfigError` if the folder holds no run.
     """
     return _write(run_folder, gather(run_folder))
 
 
 def write_and_summarize(run_folder: Path) -> str:
-    """Write the report and return its path, the bottleneck and the advice, as text."""
+    """Write the report. Return text: its path, the bottleneck of the run and what would help."""
     run = gather(run_folder)
     pace = timeline.pace_of(run)
     return "\n".join(filter(None, (str(_write(run_folder, run)), pace.sentence, pace.advice)))
@@ -93,7 +96,10 @@ def _page(run: Gathered) -> str:
 
 
 def document(template: str, title: str, **values: Any) -> Markup:
-    """Return a page from a template that extends `base.html`."""
+    """Fill a template that extends `base.html`, and return the page.
+
+    The page runs no script but report.js: its content security policy holds the script's hash.
+    """
     script = read_asset("report.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return render(
@@ -119,7 +125,10 @@ def status(run: Gathered) -> tuple[str, str]:
 
 
 def _outcome(run: Gathered) -> Mapping[str, Any] | None:
-    """Return the success before and after training with a note, or None for too few steps."""
+    """Return the success before and after training, with a note on what was measured.
+
+    Without evaluations, rollout success takes their place. Too few steps give None.
+    """
     if run.evaluations:
         first, last = run.evaluations[0], run.evaluations[-1]
         if first is last:
@@ -174,7 +183,7 @@ def _tiles(run: Gathered, tokens: float) -> list[tuple[str, str, str]]:
 
 
 def _meanings(run: Gathered) -> tuple[str, str]:
-    """Return what D and S contain under the run's route."""
+    """Return what the ratios D and S measure with the run's source of old_logp."""
     if run.exact:
         return "discrepancy", "staleness"
     if run.route == "rollout":
@@ -187,7 +196,10 @@ def _size(ratio: str, size: float | None) -> str:
 
 
 def _forks(run: Gathered) -> list[tuple[Any, ...]]:
-    """Return the most frequent reasons of forks, their number, and the first fork of each."""
+    """Return the table of forks: places where an agent changed the recorded messages.
+
+    A row has a reason, its number of forks, and the episode, parent and message of the first one.
+    """
     firsts: dict[str, Row] = {}
     for fork in run.forks:
         firsts.setdefault(str(fork.get("reason"))[:300], fork)
@@ -200,7 +212,7 @@ def _forks(run: Gathered) -> list[tuple[Any, ...]]:
 
 
 def _reproduction(run: Gathered) -> dict[str, Any]:
-    """Return the command of a run, the facts about its start and all its options."""
+    """Return the command that starts such a run, facts about its start, and all its options."""
     command = run.started.get("command")
     known = ("kind", "time", "command")
     defaults = _defaults()
@@ -217,7 +229,7 @@ def _reproduction(run: Gathered) -> dict[str, Any]:
 
 
 def command_of(config: Mapping[str, Any]) -> str:
-    """Return a command that sets every option that is not at its default.
+    """Return a command with every option that differs from its default.
 
     >>> command_of({"recipe": "retail", "seed": 3, "schedule": {"max_staleness": 1}, "name": "a b"})
     'unstale train retail --seed 3 --schedule.max_staleness 1'

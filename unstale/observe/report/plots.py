@@ -21,7 +21,7 @@ Point = tuple[float, float]
 _PLOTS = macros("plots.html")
 
 FULL, MOST, HALF, SOME, NARROW = 990, 560, 452, 370, 340
-"""Widths in CSS pixels: a whole card, parts of a row of two cards, a phone."""
+"""Widths of a plot in CSS pixels, from a card of full page width down to a phone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Axis:
     high: float
     show: Callable[[float], str] = amount
     whole: bool = False
-    """Place ticks only at whole numbers."""
+    """True for ticks at whole numbers only."""
 
     def ticks(self, count: int) -> list[float]:
         """Return about `count` round numbers inside the range.
@@ -56,18 +56,19 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """A series of points, with optional intervals. `dots` marks every point."""
+    """A line of a plot. `dots` draws a circle at every point."""
 
     name: str
     colour: str
     """Colour class of the style sheet. `faint` after it draws a thin pale line."""
     points: Sequence[Point]
     intervals: Sequence[Point] = ()
+    """Confidence interval of each point as (low, high), or empty."""
     dots: bool = False
     band: bool = False
-    """Draw the intervals as an area instead of whiskers."""
+    """True to draw the intervals as an area, False for whiskers."""
     steps: bool = False
-    """Draw each value as constant until the next point."""
+    """True to draw each value as constant until the next point."""
     show: Callable[[float], str] = amount
     key: str = ""
     """Entry in the legend, if it differs from the name."""
@@ -75,7 +76,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The SVG paths of a series in one drawing, and the positions of its dots."""
+    """The SVG paths of a line and the pixel positions of its dots. Unused paths are empty."""
 
     line: str
     band: str
@@ -85,7 +86,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The data area inside a drawing of this size."""
+    """A drawing of `width` by `height` pixels. It converts values of the axes to pixels."""
 
     x: Axis
     y: Axis
@@ -119,11 +120,11 @@ class Frame:
         return self.x.ticks(max(4, int(self.width // 85)))
 
     def hit_width(self, columns: int) -> float:
-        """Return the width of a column that shows its values on hover."""
+        """Return the width of the invisible columns that show the values under the pointer."""
         return min(max((self.right - self.left) / max(columns, 1), 3), 40)
 
     def shape(self, series: Series) -> Shape:
-        """Return the paths of a series."""
+        """Return the paths that draw a line inside this frame."""
         spots = [(self.at_x(x), self.at_y(y)) for x, y in series.points]
         edges = [
             (x, self.at_y(low), self.at_y(high))
@@ -156,12 +157,12 @@ def _staircase(spots: Sequence[Point]) -> str:
 
 
 def _frames(x: Axis, y: Axis, width: float, height: float) -> tuple[Frame, Frame]:
-    """Return the frames of a plot in a card of this width and on a phone."""
+    """Return two frames: one for a card of this width, one for a phone."""
     return Frame(x, y, width, height), Frame(x, y, NARROW, height)
 
 
 def thin(points: Sequence[Point], limit: int = 240) -> list[Point]:
-    """Reduce to at most `limit` points by means of neighbours.
+    """Average neighbouring points until at most `limit` are left.
 
     >>> thin([(0, 1), (1, 3), (2, 5), (3, 7)], limit=2)
     [(0.5, 2.0), (2.5, 6.0)]
@@ -188,13 +189,13 @@ def smooth(points: Sequence[Point], window: int = 5) -> list[Point]:
 def line_plot(
     lines: Sequence[Series], x: Axis, y: Axis, *, label: str, width: float = HALF
 ) -> Markup:
-    """Draw series over a common axis. Hovering over a point shows the values of all series."""
+    """Draw lines over a common axis. The values at a step appear under the pointer."""
     frames = _frames(x, y, width, 320 if width > MOST else 230)
     return _PLOTS.line_plot(frames, lines, _readings(lines, x), label)
 
 
 def _readings(lines: Sequence[Series], axis: Axis) -> list[tuple[float, str]]:
-    """Return the values of all series at each x, as text."""
+    """Return, for each x, the text with the values of all lines there."""
     readings: dict[float, list[str]] = {}
     for line in lines:
         for index, (x, y) in enumerate(line.points):
@@ -209,7 +210,7 @@ def _readings(lines: Sequence[Series], axis: Axis) -> list[tuple[float, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar with its name below and its value above."""
+    """A bar with its name below and the text `written` above."""
 
     name: str
     value: float
@@ -220,7 +221,7 @@ class Bar:
 def bar_plot(
     bars: Sequence[Bar], y: Axis, *, label: str, bound: float | None = None, width: float = HALF
 ) -> Markup:
-    """Draw bars side by side, one per lag, and a line behind the bar of the lag `bound`."""
+    """Draw one bar per lag, and a vertical line after the largest allowed lag, `bound`."""
     x = Axis(label="lag", low=-0.5, high=max(len(bars) - 0.5, 0.5))
     return _PLOTS.bar_plot(_frames(x, y, width, 230), bars, bound, label)
 
@@ -228,7 +229,7 @@ def bar_plot(
 def stack_plot(
     columns: Sequence[tuple[float, Sequence[float]]], x: Axis, *, names: Sequence[str], label: str
 ) -> Markup:
-    """Draw shares that add up to 1 as stacked columns, one per step."""
+    """Draw one stacked column per step. `columns` holds the step and shares that add up to 1."""
     stacks = []
     for step, shares in columns:
         ends = list(accumulate(shares, initial=0.0))
@@ -254,7 +255,7 @@ def stack_plot(
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A value on a track with its text."""
+    """A dot of a track plot. The text `written` appears under the pointer."""
 
     value: float
     colour: str
@@ -263,7 +264,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """A row of a track plot: a name and a dot per mark."""
+    """A row of a track plot: its name and its dots."""
 
     name: str
     marks: Sequence[Mark]
@@ -274,7 +275,7 @@ class Track:
 
 
 def track_plot(tracks: Sequence[Track], x: Axis, *, label: str) -> Markup:
-    """Draw the tracks below each other, on a common axis."""
+    """Draw one row of dots per track, all on one horizontal axis."""
     y = Axis(label="", low=0, high=1)
     height = 36 * len(tracks) + Frame.top + Frame.bottom
     frames = [Frame(x, y, width, height, left=10, margin=10) for width in (HALF, NARROW)]
@@ -283,14 +284,14 @@ def track_plot(tracks: Sequence[Track], x: Axis, *, label: str) -> Markup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guides:
-    """Thresholds to draw: vertical lines at x, horizontal lines at y."""
+    """Values to mark in a density plot: vertical lines at `x`, horizontal lines at `y`."""
 
     x: Sequence[float] = ()
     y: Sequence[float] = ()
 
 
 def hex_plot(points: Sequence[Point], x: Axis, y: Axis, *, label: str, guides: Guides) -> Markup:
-    """Draw the density of points in hexagons, in five shades on a log scale."""
+    """Draw the density of points: hexagons in five shades, on a log scale."""
     frame = Frame(x, y, 330, 260)
     radius = 5.0
     across, down = radius * math.sqrt(3), radius * 1.5

@@ -1,4 +1,8 @@
-"""Compare the generated episodes with those trained on, for the page and the terminal."""
+"""Compare the generated episodes with those trained on, for the page and the terminal.
+
+An attempt is one try at an episode. A lost attempt ended without being trained on: it failed, or a
+resume restarted it. If long attempts are lost more often, training is biased to short ones.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -34,7 +38,7 @@ GROUPS = {
     "failed": "without a finished episode",
 }
 TERMINAL = (0, 1, 2, 3, 4, 6)
-"""Columns shown on a terminal."""
+"""Indices of the columns of `HEAD` that a terminal shows."""
 QUANTILES = "10 · 50 · 90%"
 HEAD = ("", "attempts", "tokens", QUANTILES, "turns", QUANTILES, "success", "reward")
 
@@ -74,7 +78,7 @@ def _name(place: Mapping[str, Any]) -> str:
 
 
 def rows(place: Mapping[str, Any]) -> list[list[str]]:
-    """Return the table rows of an environment: all attempts, then one row per outcome."""
+    """Return the table of an environment: one row for all attempts, then one per outcome."""
     attempts = mapping(place.get("kinds"))
     names = {"generated": "generated", **{fate: f"  {words}" for fate, words in FATES.items()}}
     return [
@@ -85,7 +89,7 @@ def rows(place: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _figures(kind: Mapping[str, Any]) -> list[str]:
-    """Format the count, lengths, success and reward of one kind of attempt."""
+    """Return count, lengths, success and reward of the attempts with one outcome, as text."""
     figures = [amount(number(kind.get("count")))]
     for name in ("tokens", "turns"):
         spread = mapping(kind.get(name))
@@ -146,7 +150,10 @@ def _lengths(place: Mapping[str, Any], name: str) -> Markup:
 
 
 def _curve_points(curve: Any) -> Iterator[tuple[float, float, float]]:
-    """Yield the valid points of a length curve: tokens, share of all, share of the trained."""
+    """Yield points of the curve of lengths: tokens, share of all attempts, share of the trained.
+
+    The shares are of attempts with at most that many tokens. Invalid points are left out.
+    """
     if not isinstance(curve, list | tuple):
         return
     for point in curve[:MAX_ROWS]:

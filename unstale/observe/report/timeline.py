@@ -1,6 +1,7 @@
 """Render the time shares and the timeline of a run.
 
-The timeline is drawn in seconds, so that the page zooms by moving a window over it.
+A span is a recorded activity with start and end. A lane is a row of spans of one kind. The SVG
+uses seconds as its unit, so the page zooms by changing the visible range.
 """
 
 from collections.abc import Sequence
@@ -22,27 +23,27 @@ LANES = (
     ("checkpoint", "checkpoints", "checkpoint"),
     ("eval", "evaluation", "good"),
 )
-"""Lane of a span, its name on the page and its colour."""
+"""Lanes of the timeline: recorded name, name on the page and colour."""
 
 STANDSTILL = "standstill"
-"""Lane of the engine's pauses. They are drawn inside their publication, which is paler then."""
+"""Recorded name of the engine's pauses. They are drawn dark on top of pale publications."""
 
 FIRST_OF_ALL = ("trainer", "old_logps", "eval", "wait", "publish", "checkpoint")
-"""Lanes by priority: where spans overlap, the time counts for the first of them."""
+"""Lanes by priority: time in which spans overlap counts for the first lane of this list."""
 
 VIEW_STEPS = 8
 
 
 def pace_of(run: Gathered) -> Waiting:
-    """Return the waiting shares of the run.
+    """Return the shares of time in which trainer and engine waited.
 
-    With more than two steps, the first is left out, because it waits for the first groups.
+    The first step waits for the first groups, so runs of more than two steps leave it out.
     """
     return waiting(run.rows if len(run.rows) > 2 else [{"time_s": run.begin_s}, *run.rows])
 
 
 def shares(run: Gathered, wait: Waiting) -> Markup:
-    """Render the time shares of trainer and engine."""
+    """Return the bars that show how trainer and engine spent their time."""
     title = "Where the time went"
     bars = []
     if parts := _trainer_shares(run):
@@ -62,7 +63,7 @@ def shares(run: Gathered, wait: Waiting) -> Markup:
 
 
 def _trainer_shares(run: Gathered) -> list[tuple[str, str, float]]:
-    """Return the trainer's activities as (name, colour, share of the time of all steps)."""
+    """Return the trainer's activities as (name, colour, share of the time)."""
     begin = run.begin_s
     end = run.seconds or 0.0
     if run.spans_left_out:
@@ -81,7 +82,9 @@ def _trainer_shares(run: Gathered) -> list[tuple[str, str, float]]:
 
 
 def _alone(spans: Sequence[Span]) -> dict[str, float]:
-    """Return the seconds of each lane of `FIRST_OF_ALL` outside the spans of earlier lanes.
+    """Return the seconds of each lane, without the time that an earlier lane covers.
+
+    The order of the lanes is that of `FIRST_OF_ALL`.
 
     >>> spans = [Span("trainer", 0, 4, ""), Span("publish", 3, 6, ""), Span("publish", 5, 7, "")]
     >>> _alone(spans)["publish"]
@@ -116,7 +119,7 @@ class Lane:
 
 
 def timeline(run: Gathered) -> Markup:
-    """Render the spans of the run by lane. The page shows a window that can be moved."""
+    """Return the timeline: one lane per activity, and controls to zoom and move."""
     title = "Timeline"
     spans = [*run.spans, *_generation(run)]
     lanes: list[Lane] = []
@@ -156,7 +159,10 @@ def timeline(run: Gathered) -> Markup:
 
 
 def _generation(run: Gathered) -> list[Span]:
-    """Return spans for the engine's lane from its busy shares, if the run recorded no spans."""
+    """Return one span per step for an engine without recorded spans.
+
+    Each has the busy share of its step in its label.
+    """
     if any(span.lane == "engine" for span in run.spans):
         return []
     spans = []
@@ -173,7 +179,7 @@ def _generation(run: Gathered) -> list[Span]:
 
 
 def _view(ends: Sequence[float], first: float, last: float) -> tuple[float, float]:
-    """Return the time of the last `VIEW_STEPS` steps."""
+    """Return the range that the page shows first: the last `VIEW_STEPS` steps."""
     if len(ends) <= VIEW_STEPS:
         return first, last
     end = min(last, max(ends))
@@ -181,8 +187,10 @@ def _view(ends: Sequence[float], first: float, last: float) -> tuple[float, floa
 
 
 def _opacity(span: Span, *, paused: bool) -> float | None:
-    """Return the opacity of a span: less for an engine that is partly idle, and for a publication
-    if the engine's pauses are drawn over it."""
+    """Return the opacity of a span, or None for an opaque one.
+
+    A partly idle engine is paler. Publications are pale if the run has `paused` spans to show.
+    """
     if span.lane == "publish":
         return 0.4 if paused else None
     share = span.label.rpartition("busy ")[2].removesuffix("%")
@@ -198,7 +206,7 @@ def _tooltip(span: Span) -> str:
 
 
 def _outline(spans: Sequence[Span], row: int) -> str:
-    """Return the SVG path of the spans in a row of the overview."""
+    """Return the SVG path of the spans in one row of the overview below the lanes."""
     widths = [(span.start, max(span.end - span.start, 0.01)) for span in spans]
     return "".join(
         f"M{start:.2f},{row * 4}h{width:.2f}v3.4h{-width:.2f}z" for start, width in widths

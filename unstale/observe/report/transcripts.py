@@ -1,4 +1,4 @@
-"""Render conversations as HTML, with speakers, calls and sampling versions."""
+"""Render conversations as HTML: who speaks, tool calls, and which version sampled each token."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ _ROLES = {"system": "system", "user": "user", "assistant": "agent", "tool": "too
 
 @dataclass(frozen=True, slots=True)
 class Utterance:
-    """A text from one source. `version` is None for text that no policy sampled."""
+    """Text sampled by one version, or text that no policy sampled (`version` is None)."""
 
     text: str
     version: int | None
@@ -36,6 +36,8 @@ class Utterance:
 
 @dataclass(frozen=True, slots=True)
 class TurnText:
+    """The text of one turn of a conversation."""
+
     role: str
     utterances: tuple[Utterance, ...]
 
@@ -53,13 +55,13 @@ class TurnText:
 
     @property
     def summary(self) -> str:
-        """Return the beginning of a text that is folded, and an empty string for others."""
+        """Return the first words of a long system prompt, which is folded; else an empty string."""
         folded = self.role == "system" and len(self.text) > 300
         return f"{self.text[:120].strip()} …" if folded else ""
 
 
 def conversation(chosen: Chosen, *, opened: bool) -> Markup:
-    """Render one conversation, folded unless `opened`."""
+    """Render one conversation. The reader unfolds it, unless `opened` is True."""
     record = chosen.record
     turns = list(_turns(record.get("turns")))
     versions = sorted(
@@ -87,7 +89,10 @@ def conversation(chosen: Chosen, *, opened: bool) -> Markup:
 
 
 def _turns(turns: Any) -> Iterator[TurnText]:
-    """Return the turns. Template text between two replies is split by speaker."""
+    """Yield the turns of a recorded episode.
+
+    The journal stores the text between two replies as one turn; it is split by speaker.
+    """
     if not isinstance(turns, list):
         return
     for turn in turns:
@@ -116,7 +121,7 @@ def _utterances(turn: Mapping[str, Any]) -> Iterator[Utterance]:
 
 
 def _split_by_speaker(role: str, text: str) -> Iterator[TurnText]:
-    """Split ChatML text by speaker. Empty turns are left out."""
+    """Yield one turn per speaker of a text in ChatML. Empty turns are left out."""
     marks = _SPEAKER.split(text)
     for speaker, words in [(role, marks[0]), *zip(marks[1::2], marks[2::2], strict=True)]:
         words = _END.sub("", words)
@@ -128,13 +133,13 @@ def _split_by_speaker(role: str, text: str) -> Iterator[TurnText]:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """The text of one source in a turn, cut where a call, a thought or a special token begins."""
+    """An utterance, cut where a tool call, a thought or a special token begins or ends."""
 
     utterance: Utterance
     cuts: list[tuple[str, str]]
-    """Text and class of each part."""
+    """Each part of the text with its CSS class."""
     before: int | None
-    """Version that was replaced here in the middle of a completion, or None."""
+    """The version that sampled the text before this, if new weights interrupted the reply here."""
 
 
 def _passages(turn: TurnText) -> Iterator[Passage]:

@@ -1,4 +1,8 @@
-"""Sentences of the report and the terminal: bottlenecks, settings and the two policy ratios."""
+"""Sentences of the report and the terminal: bottlenecks, settings and the two policy ratios.
+
+The two ratios of a token are D = old_logp / behavior_logp and S = logp / old_logp (as
+probabilities). A route is a way to compute old_logp.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -124,7 +128,7 @@ leave of a step.
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Shares of the wall time in which trainer and engine wait.
+    """The shares of the wall time in which trainer and engine wait.
 
     `trainer` is its waiting for finished groups, `engine` its time without requests.
     """
@@ -132,16 +136,16 @@ class Waiting:
     trainer: float | None
     engine: float | None
     work: Mapping[str, float] = field(default_factory=dict)
-    """Share of each activity of the trainer, by bottleneck."""
+    """Share of the time that the trainer spends on each activity."""
     tools: float | None = None
     """Share of the episodes' time spent in tools."""
     finished: float | None = None
-    """Share of the groups in flight that are finished but wait for older ones."""
+    """Share of the groups in flight that are finished but wait until older ones are trained on."""
     synchronous: bool = False
 
     @property
     def bottleneck(self) -> str:
-        """Return the key of `BOTTLENECKS`, or an empty string where there is none.
+        """Return the bottleneck, a key of `BOTTLENECKS`, or an empty string if there is none.
 
         If the trainer waits and the engine is busy, generation is the bottleneck. If the engine is
         idle too, the cause is tools, the staleness budget or the synchronous schedule.
@@ -188,13 +192,15 @@ class Waiting:
 
     @property
     def advice(self) -> str:
-        """Return one sentence of advice, or an empty string where there is no bottleneck."""
+        """Return a sentence on what would help, or an empty string without a bottleneck."""
         remedy = BOTTLENECKS.get(self.bottleneck, "")
         return f"What would help: {remedy}." if remedy and self.trainer is not None else ""
 
 
 def waiting(rows: Sequence[Mapping[str, Any]]) -> Waiting:
-    """Return the waiting shares over consecutive steps. The first row only gives the start time.
+    """Return the shares of waiting over consecutive rows of metrics.
+
+    The first row only gives the start time.
 
     >>> step = {"time_s": 20.0, "schedule/wait_for_batch_s": 4.0, "engine/busy_share": 0.9}
     >>> wait = waiting([{"time_s": 10.0}, step])
@@ -253,11 +259,11 @@ FATES = {
     "restarted": "restarted on resume",
     "open": "open",
 }
-"""Outcomes of an attempt at an episode."""
+"""Outcomes of an attempt at an episode, in words."""
 LOST = frozenset({"failed", "given_up", "restarted"})
 
 LOST_LEAST, LOST_ERRORS = 10, 3
-"""Smallest number of lost attempts, and of standard errors, for which a difference is reported."""
+"""A difference in length is reported from this many lost attempts and standard errors on."""
 
 
 def survivorship(place: Mapping[str, Any]) -> tuple[str, bool]:
@@ -291,7 +297,7 @@ def survivorship(place: Mapping[str, Any]) -> tuple[str, bool]:
 
 
 def censored(place: Mapping[str, Any]) -> str:
-    """Return a note on the open attempts of an environment, empty if there are none."""
+    """Return a note on attempts that have not ended yet, or an empty string."""
     count = number(mapping(mapping(place.get("kinds")).get("open")).get("count"))
     if not count:
         return ""
@@ -302,15 +308,15 @@ def censored(place: Mapping[str, Any]) -> str:
 
 
 def is_exact(setting: Any) -> bool:
-    """Return True if each old_logp comes from the version that sampled the token.
+    """Return True if the route scores each token with the version that sampled it.
 
-    It equals `OldLogpsConfig.exact`, but reads the stored settings of a run.
+    `setting(name)` returns a stored option. Configurations in memory have `OldLogpsConfig.exact`.
     """
     return (setting("old_logps.fallback") or setting("old_logps.route")) in exact_routes()
 
 
 def factor_names(route: str, *, exact: bool) -> tuple[str, str]:
-    """Return the meaning of log D and of log S under a route, one sentence each."""
+    """Return one sentence on the meaning of log D and one on that of log S under a route."""
     if exact:
         return (
             "log D compares engine and trainer with the same weights. It shows differences in "
@@ -331,10 +337,10 @@ def factor_names(route: str, *, exact: bool) -> tuple[str, str]:
 
 
 def semantics(setting: Any, exact_share: float | None) -> list[tuple[str, str]]:
-    """Explain a run's settings, as (heading, sentence).
+    """Return explanations of a run's settings, as (heading, sentence).
 
-    `setting(name)` returns an option. `exact_share` is the measured share of tokens with an exact
-    old_logp.
+    `setting(name)` returns a stored option. `exact_share` is the measured share of tokens whose
+    old_logp comes from the version that sampled them.
     """
     route = str(setting("old_logps.route", "unknown"))
     if setting("schedule.max_staleness") == 0:
@@ -368,7 +374,7 @@ def _route_words(route: str, exact_share: float | None) -> str:
 
 
 def route_about(route: str) -> str:
-    """Return a sentence on the source of old_logp under a route."""
+    """Return a sentence on how a route computes old_logp."""
     if route == "unknown":
         return "Not known: the configuration could not be read."
     if route not in routes():

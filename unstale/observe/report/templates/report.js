@@ -7,19 +7,19 @@ document.getElementById("theme").addEventListener("click", () => {
   root.dataset.theme = dark ? "light" : "dark";
 });
 
-// Readings: what an element says about itself in data-tip, beside the pointer. Set as text, never as markup.
+// Show the attribute data-tip of the element under the pointer. It is set as text, never as markup.
 const tip = document.getElementById("tip");
 for (const title of document.querySelectorAll("[data-tip] > title")) title.remove();
-for (const told of document.querySelectorAll("[data-tip][title]")) told.removeAttribute("title");
+for (const element of document.querySelectorAll("[data-tip][title]")) element.removeAttribute("title");
 document.addEventListener("pointermove", (event) => {
-  const told = event.target.closest ? event.target.closest("[data-tip]") : null;
-  tip.hidden = !told;
-  if (!told) return;
-  tip.textContent = told.dataset.tip;
-  const room = tip.getBoundingClientRect();
-  const left = event.clientX + 14 + room.width > innerWidth ? event.clientX - 14 - room.width : event.clientX + 14;
+  const element = event.target.closest ? event.target.closest("[data-tip]") : null;
+  tip.hidden = !element;
+  if (!element) return;
+  tip.textContent = element.dataset.tip;
+  const box = tip.getBoundingClientRect();
+  const left = event.clientX + 14 + box.width > innerWidth ? event.clientX - 14 - box.width : event.clientX + 14;
   tip.style.left = `${Math.max(4, left)}px`;
-  tip.style.top = `${Math.max(4, event.clientY - room.height - 10)}px`;
+  tip.style.top = `${Math.max(4, event.clientY - box.height - 10)}px`;
 });
 document.addEventListener("pointerleave", () => { tip.hidden = true; });
 document.addEventListener("scroll", () => { tip.hidden = true; }, { passive: true });
