@@ -1,8 +1,9 @@
 """Read the runs of a comparison and reduce them to means over seeds with 95% intervals.
 
-An arm is one configuration, trained with several seeds. Only finished runs count. Training time is the time since the start of the first step without
-evaluations. Intervals are over seeds (Student's t), and differences are between runs with the same
-seed. This module does not import torch, so that the page can be written on another machine.
+An arm is one configuration, trained with several seeds. Only finished runs count. Training time is
+the time since the start of the first step without evaluations. Intervals are over seeds (Student's
+t), and differences are between runs with the same seed. This module does not import torch, so that
+the page can be written on another machine.
 """
 
 import json
