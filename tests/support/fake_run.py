@@ -258,9 +258,7 @@ def fake_place(env: str, *, lost_mean: float = 230.0) -> dict[str, Any]:
 
 
 def _spans(log: RunLog, clock: FakeClock, step: int, metrics: dict[str, Any]) -> None:
-    """Return spans of waiting, scoring, training and publishing in turn, and of the engine beside
-    them."""
-    begin = clock.now
+    """Record spans of waiting, scoring, training and publishing in turn."""
     phases = (
         ("wait", metrics["schedule/wait_for_batch_s"]),
         ("old_logps", metrics["old_logps/prepare_s"]),
@@ -270,10 +268,6 @@ def _spans(log: RunLog, clock: FakeClock, step: int, metrics: dict[str, Any]) ->
     for lane, seconds in phases:
         with log.span(lane, f"step {step}"):
             clock.now += seconds
-    publishing = metrics["publish/duration_s"]
-    log.event(
-        "span", lane="engine", start=begin, end=clock.now - publishing, label=f"version {step - 1}"
-    )
 
 
 def _points(lags: dict[int, int], rng: random.Random) -> list[dict[str, Any]]:

@@ -193,15 +193,6 @@ def size_by_lag(run: Gathered, ratio: str) -> Markup:
     title = f"|log {ratio}| by lag"
     component = {"D": "correction", "S": "objective"}[ratio]
     means = average_lag(run, f"{component}/log_{ratio.lower()}_abs_mean/lag_")
-    source = "mean over all tokens with an advantage"
-    if not means:
-        sizes: dict[int, list[float]] = {}
-        for point in run.points:
-            sizes.setdefault(point.lag, []).append(
-                abs(point.log_d if ratio == "D" else point.log_s)
-            )
-        means = {lag: sum(values) / len(values) for lag, values in sorted(sizes.items())}
-        source = f"mean over {len(run.points):,} sampled tokens"
     if not means:
         return gap(title, "No values by lag were recorded.")
     bars = [
@@ -211,7 +202,8 @@ def size_by_lag(run: Gathered, ratio: str) -> Markup:
     axis = Axis(label="", low=0, high=_top(means.values(), 1e-6))
     values = ", ".join(f"lag {bar.name} {bar.written}" for bar in bars)
     plot = bar_plot(bars, axis, label=f"Mean absolute log {ratio} by lag: {values}")
-    return figure(title, f"The {source}. The two plots have different scales.", plot)
+    about = "The mean over all tokens with an advantage. The two plots have different scales."
+    return figure(title, about, plot)
 
 
 def average_lag(run: Gathered, prefix: str) -> dict[int, float]:

@@ -114,31 +114,35 @@ class Lane:
 
     name: str
     colour: str
-    spans: Sequence[Span]
+    spans: Sequence[tuple[Span, float | None]]
+    """Each span with its opacity, which is None for an opaque one."""
     outline: str
 
 
 def timeline(run: Gathered) -> Markup:
     """Return the timeline: one lane per activity, and controls to zoom and move."""
     title = "Timeline"
-    spans = [*run.spans, *_generation(run)]
+    pauses = [(span, None) for span in run.spans if span.lane == STANDSTILL]
     lanes: list[Lane] = []
     for lane, name, colour in LANES:
-        own = [span for span in spans if span.lane == lane]
-        pauses = [span for span in spans if lane == "publish" and span.lane == STANDSTILL]
-        if own or pauses:
-            lanes.append(Lane(name, colour, [*own, *pauses], _outline(own, len(lanes))))
+        pale = 0.4 if lane == "publish" and pauses else None
+        own = [(span, pale) for span in run.spans if span.lane == lane]
+        if lane == "engine":
+            own = _generation(run)
+        drawn = [*own, *pauses] if lane == "publish" else own
+        if drawn:
+            outline = _outline([span for span, _ in own], len(lanes))
+            lanes.append(Lane(name, colour, drawn, outline))
     if not lanes:
         return gap(title, "No spans were recorded, so there is no timeline.")
-    first = min(span.start for lane in lanes for span in lane.spans)
-    last = max(first + 1e-3, *(span.end for lane in lanes for span in lane.spans))
+    spans = [span for lane in lanes for span, _ in lane.spans]
+    first = min(span.start for span in spans)
+    last = max(first + 1e-3, *(span.end for span in spans))
     about = "Seconds since the start of the run; thin lines mark the ends of steps. The last "
-    about += f"{VIEW_STEPS} steps are shown first."
-    paused = any(span.lane == STANDSTILL for span in spans)
-    if paused:
+    about += f"{VIEW_STEPS} steps are shown first. Generation is drawn from the engine's busy "
+    about += "share of each step; pale is idle."
+    if pauses:
         about += " The dark part of a publication is the engine's pause."
-    if not any(span.lane == "engine" for span in run.spans):
-        about += " Generation is drawn from the engine's busy share of each step; pale is idle."
     if run.spans_left_out:
         about += f" The first {run.spans_left_out:,} spans are left out."
     ends = [time for row in run.rows if (time := number(row.get("time_s"))) is not None]
@@ -152,20 +156,14 @@ def timeline(run: Gathered) -> Markup:
         start=start,
         end=end,
         ticks=Axis(label="", low=start, high=end).ticks(6),
-        opacity=lambda span: _opacity(span, paused=paused),
         tooltip=_tooltip,
     )
     return figure(title, about, plot, class_="full")
 
 
-def _generation(run: Gathered) -> list[Span]:
-    """Return one span per step for an engine without recorded spans.
-
-    Each has the busy share of its step in its label.
-    """
-    if any(span.lane == "engine" for span in run.spans):
-        return []
-    spans = []
+def _generation(run: Gathered) -> list[tuple[Span, float | None]]:
+    """Return one span per step for the engine. Its opacity shows the engine's busy share."""
+    spans: list[tuple[Span, float | None]] = []
     start = run.begin_s
     for row in run.rows:
         end = number(row.get("time_s"))
@@ -173,7 +171,9 @@ def _generation(run: Gathered) -> list[Span]:
         if end is None:
             continue
         if busy is not None and end > start:
-            spans.append(Span("engine", start, end, f"step {step_of(row)}: busy {percent(busy)}"))
+            label = f"step {step_of(row)}: busy {percent(busy)}"
+            opacity = round(0.15 + 0.85 * min(1.0, max(0.0, busy)), 3)
+            spans.append((Span("engine", start, end, label), opacity))
         start = end
     return spans
 
@@ -184,19 +184,6 @@ def _view(ends: Sequence[float], first: float, last: float) -> tuple[float, floa
         return first, last
     end = min(last, max(ends))
     return max(first, ends[-VIEW_STEPS - 1]), end if end > first else last
-
-
-def _opacity(span: Span, *, paused: bool) -> float | None:
-    """Return the opacity of a span, or None for an opaque one.
-
-    A partly idle engine is paler. Publications are pale if the run has `paused` spans to show.
-    """
-    if span.lane == "publish":
-        return 0.4 if paused else None
-    share = span.label.rpartition("busy ")[2].removesuffix("%")
-    if span.lane != "engine" or not share.replace(".", "", 1).isdigit():
-        return None
-    return round(0.15 + 0.85 * min(1.0, float(share) / 100), 3)
 
 
 def _tooltip(span: Span) -> str:
