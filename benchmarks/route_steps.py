@@ -118,7 +118,7 @@ def run(config: RunConfig) -> Ran:
     folder = config.runs / config.name
     log = RunLog.create(folder, config)
     with LiveDisplay(config, console=Console(quiet=True)) as display:
-        RunSession(config, log, machine).next(display)
+        RunSession(config, log, machine).run_segment(display)
     log.close()
     lines = clock.lines[WARM - 1 :]
     steps_s = tuple(after - before for (before, _), (after, _) in pairwise(lines))

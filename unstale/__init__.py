@@ -37,25 +37,16 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    "unstale.config": ("ConfigError", "RunConfig"),
-    "unstale.envs.external": ("ExternalAgent",),
-    "unstale.cli.evaluate": ("evaluate",),
-    "unstale.cli.failures": ("RunFailed",),
-    "unstale.cli.session": ("Run", "train"),
-    "unstale.model.policy": ("Policy",),
-    "unstale.recipes": ("recipes",),
-    "unstale.records": (
-        "Batch",
-        "ContextPiece",
-        "Group",
-        "Provenance",
-        "Sampled",
-        "ScoredTrajectory",
-        "Task",
-        "Trajectory",
-        "collate",
-    ),
+    "ConfigError": "unstale.config",
+    "ExternalAgent": "unstale.envs.external",
+    "Policy": "unstale.model.policy",
+    "Run": "unstale.cli.session",
+    "RunConfig": "unstale.config",
+    "RunFailed": "unstale.cli.failures",
+    "evaluate": "unstale.cli.evaluate",
+    "train": "unstale.cli.session",
 }
+"""Public name -> module. Names that are not listed are in `unstale.records`."""
 
 __all__ = [
     "Batch",
@@ -80,7 +71,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = next((home for home, names in _HOMES.items() if name in names), None)
-    if home is None:
+    if name not in __all__:
         raise AttributeError(f"module 'unstale' has no attribute {name!r}")
-    return import_module(home) if name == "recipes" else getattr(import_module(home), name)
+    if name == "recipes":
+        return import_module("unstale.recipes")
+    return getattr(import_module(_HOMES.get(name, "unstale.records")), name)

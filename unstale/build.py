@@ -154,6 +154,7 @@ def build(
         _Listeners(old, pending, piece_arrived, recorder),
         life,
     )
+    store = machine.scorer.store
     held_out = taskset.held_out(config.eval.tasks)
     evaluation = None
     if held_out:
@@ -178,7 +179,7 @@ def build(
         publisher=DirectPublisher(
             engine,
             dtype=policy.travel_dtype(DTYPES[config.engine.dtype]),
-            store=_store(machine.scorer) if shares_deltas(config) else None,
+            store=store if isinstance(store, VersionStore) and shares_deltas(config) else None,
             put=checkpoints.write_version,
         ),
         journal=journal,
@@ -296,11 +297,6 @@ def shares_deltas(config: RunConfig) -> bool:
     """Return True if the deltas that the route keeps are those that an engine loads."""
     same_precision = config.engine.dtype == config.trainer.dtype
     return config.old_logps.shares_deltas and (same_precision or config.trainer.lora_rank > 0)
-
-
-def _store(scorer: LocalScorer) -> VersionStore | None:
-    """Return the route's version store, whose deltas can be published."""
-    return scorer.store if isinstance(scorer.store, VersionStore) else None
 
 
 def build_generator(

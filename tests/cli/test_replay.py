@@ -20,12 +20,13 @@ from unstale.build import Components, build_machine
 from unstale.cli.failures import RunFailed
 from unstale.cli.main import main
 from unstale.cli.replay import replay
-from unstale.cli.session import save_failed_batch, train
+from unstale.cli.session import train
 from unstale.config import ConfigError, EvalConfig, OldLogpsConfig, RunConfig
 from unstale.durability.run_folder import RunLog
 from unstale.old_logps.snapshot_old import SnapshotOld
 from unstale.records import Batch, Group, ScoredTrajectory, collate
 from unstale.testing import episode
+from unstale.trainer.failed_batch import save_failed_batch
 from unstale.trainer.records import NOT_FINITE
 from unstale.weights.recording import WENT_WRONG, WentWrong
 

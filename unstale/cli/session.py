@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from safetensors import SafetensorError
 
 from unstale import loop
 from unstale.build import Components, build, build_checkpoints, build_machine
@@ -32,10 +31,9 @@ from unstale.model.policy import Policy
 from unstale.observe.live import LiveDisplay
 from unstale.observe.report.page import write_report
 from unstale.rollout.timeouts import first_error
-from unstale.trainer.local import LocalTrainer
+from unstale.trainer.failed_batch import save_failed_batch
 from unstale.trainer.records import NOT_FINITE
 from unstale.weights.child_process import cores
-from unstale.weights.recording import WENT_WRONG, WentWrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,33 +228,6 @@ class RunSession:
         """Close the engine, which is still open after a failure between two segments."""
         if self.machine and self.config.deterministic:
             asyncio.run(self.machine.generator.engine.close())
-
-
-def save_failed_batch(trainer: LocalTrainer, folder: Path) -> str:
-    """Save the batch that the trainer failed on. Returns a message for the terminal."""
-    failed = trainer.failed_batch
-    if failed is None:
-        return "no batch was saved: the trainer had none yet"
-    minibatch = failed.minibatch
-    columns = {
-        "old_logp": minibatch.old_logp,
-        "factor": minibatch.factor,
-        "norm": minibatch.norm,
-        "lag": minibatch.lag,
-        "reference_logp": minibatch.reference_logp,
-    }
-    about = {
-        "stage": failed.stage,
-        "steps": str(trainer.steps),
-        "version": str(trainer.policy.version),
-        "base": str(trainer.policy.base),
-    }
-    record = WentWrong(minibatch.batch, columns, trainer.policy.weights(), about)
-    try:
-        record.save(folder / WENT_WRONG)
-    except (OSError, SafetensorError) as error:
-        return f"the batch could not be saved: {error}"
-    return f"the batch was saved; to compute it again: unstale replay {folder}"
 
 
 async def _supervise(parts: RunComponents) -> bool:

@@ -49,7 +49,7 @@ def main(descriptor: int, options: str) -> None:
         try:
             merging = wanted["merging"] and Merging(**wanted["merging"])
             base = Base(Path(wanted["model_folder"]), merging) if merging else None
-            worker = _Worker(
+            worker = _EngineWorker(
                 connection, make, deltas=wanted["deltas"], lockstep=wanted["lockstep"], base=base
             )
         except (ValueError, OSError) as error:
@@ -78,7 +78,7 @@ def build_runner(
     )
 
 
-class _Worker:
+class _EngineWorker:
     def __init__(
         self,
         connection: socket.socket,

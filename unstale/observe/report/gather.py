@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class HeldOutSuccess:
     """Held-out success after `step` steps. `tasks` is their number, or 0 if it is unknown."""
 
     step: int
@@ -81,7 +81,7 @@ class Gathered:
     """Rows of `metrics.jsonl` from step 1 on, sorted by step."""
     begin_s: float
     """Start of the first step, in seconds since the start of the run."""
-    evaluations: list[Evaluation]
+    evaluations: list[HeldOutSuccess]
     spans: list[Span]
     spans_left_out: int
     points: list[Point]
@@ -306,16 +306,16 @@ class _Events:
                     self.stopped = event
 
 
-def _evaluations(rows: Iterable[Row], events: Iterable[Row], tasks: int) -> list[Evaluation]:
-    evaluations: dict[int, Evaluation] = {}
+def _evaluations(rows: Iterable[Row], events: Iterable[Row], tasks: int) -> list[HeldOutSuccess]:
+    evaluations: dict[int, HeldOutSuccess] = {}
     for row in rows:
         success = number(row.get("eval/success_rate"))
         if success is not None:
-            evaluations[step_of(row)] = Evaluation(step_of(row), success, tasks)
+            evaluations[step_of(row)] = HeldOutSuccess(step_of(row), success, tasks)
     for event in events:
         success = number(event.get("success"))
         if success is not None:
-            evaluations[step_of(event)] = Evaluation(
+            evaluations[step_of(event)] = HeldOutSuccess(
                 step_of(event), success, int(number(event.get("tasks")) or tasks)
             )
     return [evaluations[step] for step in sorted(evaluations)]

@@ -18,7 +18,7 @@ from unstale.config.routes import exact_routes
 from unstale.durability.run_folder import REPORT, Row, plain, write_whole
 from unstale.observe.report import figures, timeline
 from unstale.observe.report.audited import audit
-from unstale.observe.report.gather import Evaluation, Gathered, flatten, gather
+from unstale.observe.report.gather import Gathered, HeldOutSuccess, flatten, gather
 from unstale.observe.report.markup import read_asset, render
 from unstale.observe.report.survivors import trained_on
 from unstale.observe.report.transcripts import conversation
@@ -147,7 +147,7 @@ def _outcome(run: Gathered) -> Mapping[str, Any] | None:
     return {"shares": [(percent(mean, 1), "") for mean in means], "note": note}
 
 
-def _share(evaluation: Evaluation) -> tuple[str, str]:
+def _share(evaluation: HeldOutSuccess) -> tuple[str, str]:
     low, high = evaluation.interval
     interval = f"95% interval {percent(low, 1)} to {percent(high, 1)}" if evaluation.tasks else ""
     return percent(evaluation.success, 1), interval

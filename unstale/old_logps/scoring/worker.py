@@ -29,10 +29,10 @@ def main(descriptor: int, options: str) -> None:
     # Never closed: the socket then ends with the process, when its exit code exists.
     os.dup(descriptor)
     with socket.socket(fileno=descriptor) as connection:
-        _Worker(connection, LocalScorer.load(json.loads(options))).serve()
+        _ScoringWorker(connection, LocalScorer.load(json.loads(options))).serve()
 
 
-class _Worker:
+class _ScoringWorker:
     def __init__(self, connection: socket.socket, scorer: LocalScorer) -> None:
         connection.setblocking(False)
         self._connection = connection

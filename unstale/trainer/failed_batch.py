@@ -1,0 +1,34 @@
+"""Save the batch at which a trainer stopped, so that `unstale replay` can repeat the failure."""
+
+from dataclasses import fields
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from unstale.trainer.local import LocalTrainer
+from unstale.weights.recording import WENT_WRONG, WentWrong
+
+
+def save_failed_batch(trainer: LocalTrainer, folder: Path) -> str:
+    """Save the trainer's last batch and its weights. Return a message for the terminal."""
+    failed = trainer.failed_batch
+    if failed is None:
+        return "no batch was saved: the trainer had none yet"
+    minibatch = failed.minibatch
+    columns = {
+        field.name: getattr(minibatch, field.name)
+        for field in fields(minibatch)
+        if field.name != "batch"
+    }
+    about = {
+        "stage": failed.stage,
+        "steps": str(trainer.steps),
+        "version": str(trainer.policy.version),
+        "base": str(trainer.policy.base),
+    }
+    record = WentWrong(minibatch.batch, columns, trainer.policy.weights(), about)
+    try:
+        record.save(folder / WENT_WRONG)
+    except (OSError, SafetensorError) as error:
+        return f"the batch could not be saved: {error}"
+    return f"the batch was saved; to compute it again: unstale replay {folder}"
