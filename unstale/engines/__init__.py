@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeVar
 
 from unstale.records import Sampled
+from unstale.weights.store import Delta
 from unstale.weights.store import Update as Update
 
+NOT_STARTED = "the engine has not been started: await start() first"
 _T = TypeVar("_T")
 
 
@@ -72,6 +74,28 @@ def check_request(
             f"token ids from {min(ids)} to {max(ids)}, but the model has 0 to {vocab_size - 1}; "
             "does the tokenizer fit the model?"
         )
+
+
+def check_load(update: Update, version: int, current: int, *, sampling: bool, deltas: bool) -> None:
+    """Raise the errors of `Engine.load` that do not depend on names and shapes.
+
+    `current` is the version that the engine holds, -1 before the first. `sampling` and `deltas` are
+    true if it samples, and if it accepts a `Delta`.
+    """
+    if version < 0:
+        raise ValueError(f"version must be >= 0, got {version}")
+    if sampling:
+        raise RuntimeError("load while sampling would mix two versions: interrupt first")
+    if isinstance(update, Delta):
+        if not deltas:
+            raise ValueError("this engine takes full weights: make it with deltas=True")
+        update.check_way(current, version)
+
+
+def check_resume(current: int) -> None:
+    """Raise RuntimeError for an engine without weights, whose version `current` is -1."""
+    if current < 0:
+        raise RuntimeError("resume before the first load: there are no weights to sample from")
 
 
 @dataclass(frozen=True, slots=True)

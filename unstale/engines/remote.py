@@ -19,7 +19,17 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from unstale.config import Dtype
-from unstale.engines import EngineDied, Reply, ReplyStop, SamplingParams, Update, check_request
+from unstale.engines import (
+    NOT_STARTED,
+    EngineDied,
+    Reply,
+    ReplyStop,
+    SamplingParams,
+    Update,
+    check_load,
+    check_request,
+    check_resume,
+)
 from unstale.engines.embedded.reference import ReferenceModel
 from unstale.engines.embedded.runner import DTYPES
 from unstale.engines.embedded.shared_weights import SharedWeights
@@ -213,12 +223,10 @@ class RemoteEngine(ABC):
 
     async def load(self, update: Update, version: int) -> None:
         session = self._live_session()
-        if version < 0:
-            raise ValueError(f"version must be >= 0, got {version}")
-        if session.open.is_set():
-            raise RuntimeError("load while sampling would mix two versions: interrupt first")
+        sampling = session.open.is_set()
+        check_load(update, version, self._version, sampling=sampling, deltas=self.takes_deltas)
         try:
-            await asyncio.to_thread(self._write_weights, update, version)
+            await asyncio.to_thread(self._write_weights, update)
             await self._pause(keep_cache=self._keep_cache)
             await self._load_weights(self._weights.folder, version)
             probe_error = await self._probe(session, version)
@@ -228,20 +236,16 @@ class RemoteEngine(ABC):
         self._version = version
         session.usage.loaded(probe_error)
 
-    def _write_weights(self, update: Update, version: int) -> None:
+    def _write_weights(self, update: Update) -> None:
         """Write the weights for the server, or update those written before."""
-        if not isinstance(update, Delta):
-            self._weights.write(self._reference.cast(update))
-        elif not self.takes_deltas:
-            raise ValueError("this engine takes full weights: make it with deltas=True")
-        else:
-            update.check_way(self._version, version)
+        if isinstance(update, Delta):
             self._weights.advance(update)
+        else:
+            self._weights.write(self._reference.cast(update))
 
     async def resume(self) -> None:
         session = self._live_session()
-        if self._version < 0:
-            raise RuntimeError("resume before the first load: there are no weights to sample from")
+        check_resume(self._version)
         await self._unpause()
         session.open.set()
 
@@ -411,7 +415,7 @@ class RemoteEngine(ABC):
 
     def _live_session(self) -> "_Session":
         if self._session is None:
-            raise RuntimeError("the engine has not been started: await start() first")
+            raise RuntimeError(NOT_STARTED)
         if self._session.error:
             raise EngineDied(self._session.error)
         return self._session

@@ -10,12 +10,15 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from torch import Tensor
 
 from unstale.engines import (
+    NOT_STARTED,
     REQUIRED_COUNTERS,
     EngineDied,
     Reply,
     ReplyStop,
     SamplingParams,
     Update,
+    check_load,
+    check_resume,
     require_full_support,
 )
 from unstale.engines.embedded.runner import check_update
@@ -146,13 +149,8 @@ class ScriptedEngine:
 
     async def load(self, update: Update, version: int) -> None:
         self._check_alive()
-        if isinstance(update, Delta):
-            raise ValueError("this engine takes full weights, not deltas")
-        if version < 0:
-            raise ValueError(f"version must be >= 0, got {version}")
-        if self._open.is_set():
-            raise RuntimeError("load while sampling would mix two versions: interrupt first")
-        if self._parameters is not None:
+        check_load(update, version, self.version, sampling=self._open.is_set(), deltas=False)
+        if self._parameters is not None and not isinstance(update, Delta):
             check_update(
                 update, {name: tensor.shape for name, tensor in self._parameters.items()}, {}
             )
@@ -160,8 +158,7 @@ class ScriptedEngine:
 
     async def resume(self) -> None:
         self._check_alive()
-        if self.version < 0:
-            raise RuntimeError("resume before the first load: there are no weights to sample from")
+        check_resume(self.version)
         self._open.set()
 
     async def close(self) -> None:
@@ -189,4 +186,4 @@ class ScriptedEngine:
         if self._error:
             raise EngineDied(self._error)
         if not self._started:
-            raise RuntimeError("the engine has not been started: await start() first")
+            raise RuntimeError(NOT_STARTED)

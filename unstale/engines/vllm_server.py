@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from unstale.engines import NOT_STARTED
 from unstale.engines.embedded.leftovers import lock_folder, remove_leftovers
 
 EXTENSION = "unstale.engines.vllm_worker.Extension"
@@ -58,7 +59,7 @@ class VllmServer:
     @property
     def pid(self) -> int:
         if self._process is None:
-            raise RuntimeError("the engine has not been started: await start() first")
+            raise RuntimeError(NOT_STARTED)
         return self._process.pid
 
     def start(self) -> None:

@@ -6,7 +6,7 @@ another slot has cached. Slots are reused oldest first.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter, process_time
 
@@ -32,9 +32,9 @@ class SampleRequest:
     """A call of `sample`."""
 
     id: int
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     max_tokens: int
-    stop_tokens: tuple[int, ...]
+    stop_tokens: Sequence[int]
     temperature: float
     seed: int
 

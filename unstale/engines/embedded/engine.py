@@ -15,7 +15,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from unstale.engines import EngineDied, Reply, SamplingParams, Update, check_request
+from unstale.engines import (
+    NOT_STARTED,
+    EngineDied,
+    Reply,
+    SamplingParams,
+    Update,
+    check_load,
+    check_request,
+    check_resume,
+)
 from unstale.engines.registry import EngineOptions, EngineSpec
 from unstale.model.lora import Merging
 from unstale.records import Sampled
@@ -26,7 +35,8 @@ from unstale.weights.store import Delta
 STEP_S = 0.02
 """Seconds between steps in lockstep, on the event loop's clock."""
 _READ_BYTES = 1 << 20
-_NOT_STARTED = "the engine has not been started: await start() first"
+_READY = -1
+"""The number of the answer that a new process sends by itself."""
 _COUNTERS = (
     "sampled_tokens",
     "prefill_tokens",
@@ -90,13 +100,12 @@ class EmbeddedEngine:
         self.vocab_size = 0
         self._numbers = itertools.count()
         self._replies: dict[int, asyncio.Future[Reply]] = {}
-        self._answers: dict[int, asyncio.Future[None]] = {}
+        self._answers: dict[int, asyncio.Future[Header]] = {}
         self._counters = dict.fromkeys(_COUNTERS, 0.0)
         self._error = ""
         """The reason why the engine died; empty while it works."""
+        self._version = -1
         self._running = False
-        self._warning = ""
-        """Why the process decodes slowly; empty if it does not."""
         self._child: _Child | None = None
         self._next_poll: asyncio.TimerHandle | None = None
 
@@ -108,7 +117,7 @@ class EmbeddedEngine:
         alive = self._child is not None and not self._error
         self._end("the engine was started again")
         self._error = ""
-        self._running = False
+        self._version = -1
         if alive:
             await self._command({"op": "reset"})
         else:
@@ -145,15 +154,15 @@ class EmbeddedEngine:
 
         The tensors must not change before this returns.
         """
-        if version < 0:
-            raise ValueError(f"version must be >= 0, got {version}")
-        delta = isinstance(update, Delta)
-        if delta and not self.takes_deltas:
-            raise ValueError("this engine takes full weights: make it with deltas=True")
+        check_load(update, version, self._version, sampling=self._running, deltas=self.takes_deltas)
         body = await asyncio.to_thread(_pack_update, update)
+        delta = isinstance(update, Delta)
         await self._command({"op": "load", "version": version, "delta": delta}, body)
+        self._version = version
 
     async def resume(self) -> None:
+        self._live_child()
+        check_resume(self._version)
         await self._command({"op": "resume"})
         self._running = True
         self._schedule_poll()
@@ -183,7 +192,7 @@ class EmbeddedEngine:
     def pid(self) -> int:
         """The id of the engine process."""
         if self._child is None:
-            raise RuntimeError(_NOT_STARTED)
+            raise RuntimeError(NOT_STARTED)
         return self._child.pid
 
     async def _start_process(self) -> None:
@@ -196,15 +205,17 @@ class EmbeddedEngine:
         ready = self._expect(self._answers, _READY)
         await self._child.connect()
         self._child.listen(_READY)
-        await ready
-        if self._warning:
-            warnings.warn(self._warning, RuntimeWarning, stacklevel=3)
+        model = await ready
+        self.runner = model["runner"]
+        self.vocab_size = model["vocab_size"]
+        if model["warning"]:
+            warnings.warn(model["warning"], RuntimeWarning, stacklevel=3)
 
     def _live_child(self) -> "_Child":
         if self._error:
             raise EngineDied(self._error)
         if self._child is None:
-            raise RuntimeError(_NOT_STARTED)
+            raise RuntimeError(NOT_STARTED)
         return self._child
 
     async def _command(self, header: Header, body: Sequence[Bytes] = ()) -> None:
@@ -249,14 +260,8 @@ class EmbeddedEngine:
                     piece = Sampled(tuple(tokens), tuple(behavior_logp), header["version"], clean)
                     _resolve(self._replies.pop(number, None), Reply(piece, stop))
             case "done":
-                _resolve(self._answers.pop(header["id"], None), None, error=_error_of(header))
-            case "ready":
-                self.runner = header["runner"]
-                self.vocab_size = header["vocab_size"]
-                self._warning = header["warning"]
-                _resolve(self._answers.pop(_READY, None), None)
-            case "refused":
-                _resolve(self._answers.pop(_READY, None), None, error=ValueError(header["error"]))
+                error = ValueError(header["error"]) if header["error"] else None
+                _resolve(self._answers.pop(header["id"], None), header, error=error)
 
     def _on_lost(self, child: "_Child", error: str) -> None:
         """Note the end of the process. Without `error`, its log has the reason."""
@@ -266,6 +271,7 @@ class EmbeddedEngine:
     def _end(self, error: str) -> None:
         """Fail everything that is pending with `EngineDied`."""
         self._error = self._error or error
+        self._running = False
         if self._next_poll is not None:
             self._next_poll.cancel()
             self._next_poll = None
@@ -275,11 +281,11 @@ class EmbeddedEngine:
             futures.clear()
 
 
-_READY = -1
-
-
 def _resolve(
-    future: "asyncio.Future[Any] | None", result: Reply | None, *, error: Exception | None = None
+    future: "asyncio.Future[Any] | None",
+    result: Reply | Header | None,
+    *,
+    error: Exception | None = None,
 ) -> None:
     """Set a future's result or error, unless it was cancelled."""
     if future is None or future.done():
@@ -288,15 +294,6 @@ def _resolve(
         future.set_exception(error)
     else:
         future.set_result(result)
-
-
-def _error_of(header: Header) -> Exception | None:
-    match header["fault"]:
-        case "":
-            return None
-        case "weights":
-            return ValueError(header["error"])
-    return RuntimeError(header["error"])
 
 
 class _Child(Child, asyncio.Protocol):

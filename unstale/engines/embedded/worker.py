@@ -8,7 +8,7 @@ import json
 import os
 import select
 import socket
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -23,13 +23,8 @@ from unstale.engines.embedded.runner import DTYPES, Runner
 from unstale.model.lora import Base, Merging
 from unstale.weights.child_process import Frames, Header, pack
 from unstale.weights.codec import advance, loads
-from unstale.weights.store import Delta
 
 _READ_BYTES = 1 << 20
-
-Refusal = tuple[str, str]
-"""The kind of error (`order` or `weights`) and its message; both are empty without an error."""
-ACCEPTED: Refusal = ("", "")
 
 
 def main(descriptor: int, options: str) -> None:
@@ -37,23 +32,13 @@ def main(descriptor: int, options: str) -> None:
     wanted = json.loads(options)
     torch.set_num_threads(wanted["threads"])
     torch.set_num_interop_threads(1)
-    limits = {"max_slots": wanted["max_slots"], "max_context": wanted["max_context"]}
     # Never closed, so that the other end sees the end of this process only after its exit.
     os.dup(descriptor)
     with socket.socket(fileno=descriptor) as connection, torch.inference_mode():
-
-        def make() -> Batcher:
-            runner = build_runner(Path(wanted["model_folder"]), dtype=wanted["dtype"], **limits)
-            return Batcher(runner, **limits, keep_cache=wanted["keep_cache"])
-
         try:
-            merging = wanted["merging"] and Merging(**wanted["merging"])
-            base = Base(Path(wanted["model_folder"]), merging) if merging else None
-            worker = _EngineWorker(
-                connection, make, deltas=wanted["deltas"], lockstep=wanted["lockstep"], base=base
-            )
+            worker = _Worker(connection, wanted)
         except (ValueError, OSError) as error:
-            connection.sendall(pack({"op": "refused", "error": str(error)}))
+            connection.sendall(pack({"op": "done", "id": -1, "error": str(error)}))
             return
         worker.serve()
 
@@ -78,28 +63,23 @@ def build_runner(
     )
 
 
-class _EngineWorker:
-    def __init__(
-        self,
-        connection: socket.socket,
-        make: Callable[[], Batcher],
-        *,
-        deltas: bool,
-        lockstep: bool,
-        base: Base | None,
-    ) -> None:
-        """With `base`, updates are adapters that are merged into it."""
+class _Worker:
+    def __init__(self, connection: socket.socket, options: Mapping[str, Any]) -> None:
         self._connection = connection
-        self._base = base
-        self._make = make
-        self._deltas = deltas
-        self._lockstep = lockstep
+        self._options = options
+        merging = options["merging"]
+        self._base = Base(Path(options["model_folder"]), Merging(**merging)) if merging else None
+        """With a base, updates are adapters to be merged into it."""
+        self._lockstep = options["lockstep"]
         self._frames = Frames()
         self._reset()
 
     def _reset(self) -> None:
         """Return to the state of a new process. Messages that are not yet read stay."""
-        self._batcher = self._make()
+        options = self._options
+        limits = {"max_slots": options["max_slots"], "max_context": options["max_context"]}
+        runner = build_runner(Path(options["model_folder"]), dtype=options["dtype"], **limits)
+        self._batcher = Batcher(runner, **limits, keep_cache=options["keep_cache"])
         self._full_weights: dict[str, Tensor] = {}
         """The weights of this version as they were sent, for deltas to change."""
         self._version = -1
@@ -117,7 +97,7 @@ class _EngineWorker:
         """
         runner = self._batcher.runner
         model = {"runner": runner.name, "vocab_size": runner.vocab_size, "warning": runner.warning}
-        self.send({"op": "ready", **model})
+        self.send({"op": "done", "id": -1, "error": "", **model})
         while True:
             must_step = self._working and not self._lockstep
             start = perf_counter()
@@ -157,7 +137,7 @@ class _EngineWorker:
     def _handle(self, header: Header, body: bytes) -> bool:
         match header["op"]:
             case "sample":
-                self._batcher.submit(_request(header["request"]))
+                self._batcher.submit(SampleRequest(*header["request"]))
                 return True
             case "cancel":
                 self._batcher.cancel(header["id"])
@@ -174,44 +154,29 @@ class _EngineWorker:
                 self._running = False
                 return self._reply(finished) and self._acknowledge(header)
             case "load":
-                return self._acknowledge(header, *self._load(header, body))
+                return self._acknowledge(header, self._load(header, body))
             case "resume":
-                return self._acknowledge(header, *self._resume())
+                self._running = True
+                return self._acknowledge(header)
         raise ValueError(f"unknown message {header['op']!r}")
 
-    def _load(self, header: Header, body: bytes) -> Refusal:
-        if self._running:
-            return (
-                "order",
-                "load while sampling: interrupt first, so that no reply mixes two versions",
-            )
+    def _load(self, header: Header, body: bytes) -> str:
+        """Load full weights, or the weights to which a delta leads. Return an error, or ""."""
         try:
-            update = (
-                self._apply_delta(loads(body), header["version"])
-                if header["delta"]
-                else unpack_tensors(body)
-            )
+            if header["delta"]:
+                advance(self._full_weights, loads(body))
+                update = self._full_weights
+            else:
+                update = unpack_tensors(body)
             self._batcher.load(self._base.merged(update) if self._base else update)
         except ValueError as error:
-            return "weights", str(error)
-        self._full_weights = update if self._deltas else {}
+            return str(error)
+        self._full_weights = update if self._options["deltas"] else {}
         self._version = header["version"]
-        return ACCEPTED
+        return ""
 
-    def _apply_delta(self, delta: Delta, version: int) -> dict[str, Tensor]:
-        """Apply a delta to the full weights in place, and return them."""
-        delta.check_way(self._version, version)
-        advance(self._full_weights, delta)
-        return self._full_weights
-
-    def _resume(self) -> Refusal:
-        if self._version < 0:
-            return "order", "resume before the first load: there are no weights to sample from"
-        self._running = True
-        return ACCEPTED
-
-    def _acknowledge(self, header: Header, fault: str = "", error: str = "") -> bool:
-        return self.send({"op": "done", "id": header["id"], "fault": fault, "error": error})
+    def _acknowledge(self, header: Header, error: str = "") -> bool:
+        return self.send({"op": "done", "id": header["id"], "error": error})
 
     def _reply(self, finished: list[FinishedReply]) -> bool:
         if not finished:
@@ -221,8 +186,3 @@ class _EngineWorker:
             for reply in finished
         ]
         return self.send({"op": "replies", "version": self._version, "replies": replies})
-
-
-def _request(fields: list[Any]) -> SampleRequest:
-    number, tokens, max_tokens, stop_tokens, temperature, seed = fields
-    return SampleRequest(number, tuple(tokens), max_tokens, tuple(stop_tokens), temperature, seed)
