@@ -53,12 +53,19 @@ class Ours:
     def __init__(self, folder: Path, dtype: Any, threads: int) -> None:
         from unstale.engines.embedded.engine import EmbeddedEngine
         from unstale.engines.pool import EnginePool
+        from unstale.engines.registry import EngineOptions
 
         self._loop = asyncio.new_event_loop()
         processes = threads if self.divided else 1
         slots = -(-(MAX_LIVE + MAX_LIVE // 8) // processes)
-        limits = {"max_slots": slots, "max_context": MAX_CONTEXT, "threads": threads // processes}
-        each = [EmbeddedEngine(folder, dtype=dtype, **limits) for _ in range(processes)]
+        options = EngineOptions(
+            folder,
+            dtype=dtype,
+            threads=threads // processes,
+            max_running=slots,
+            max_context=MAX_CONTEXT,
+        )
+        each = [EmbeddedEngine(options) for _ in range(processes)]
         self._engine = EnginePool(each, max_running=slots) if processes > 1 else each[0]
         self._version = -1
         self._loop.run_until_complete(self._engine.start())

@@ -41,6 +41,7 @@ from benchmarks.tables import CONSOLE, columns, row, spread, verdict, write
 from unstale.config.routes import routes
 from unstale.engines import SamplingParams
 from unstale.engines.embedded.engine import EmbeddedEngine
+from unstale.engines.registry import EngineOptions
 from unstale.model.loading import DTYPES
 from unstale.model.policy import Policy
 from unstale.old_logps.scoring.scorer import LocalScorer
@@ -211,7 +212,9 @@ def scoring(name: str, size: Big, history: History) -> list[str]:
 
 async def decoding(name: str, size: Big, chip: Chip, rows: Sequence[int]) -> list[str]:
     lines = columns("model", "replies at once", "tokens/s", "memory limit, tokens/s", "share of it")
-    engine = EmbeddedEngine(size.folder, max_slots=max(rows), max_context=2 * (PROMPT + REPLY))
+    engine = EmbeddedEngine(
+        EngineOptions(size.folder, max_running=max(rows), max_context=2 * (PROMPT + REPLY))
+    )
     try:
         await engine.start()
         await engine.load(size.policy().weights(), 0)

@@ -26,6 +26,7 @@ from benchmarks.tables import CONSOLE, columns, picture, ratios, row, spread, wr
 from unstale.durability.checkpoint import Checkpoints
 from unstale.engines import SamplingParams, Update
 from unstale.engines.embedded.engine import EmbeddedEngine
+from unstale.engines.registry import EngineOptions
 from unstale.model.policy import Policy
 from unstale.weights.publish import DirectPublisher
 from unstale.weights.store import VersionStore
@@ -193,7 +194,9 @@ def changed_share(history: History) -> float:
 async def measure(model: str, size: Size, rates: Sequence[float], repeats: int) -> list[Cell]:
     """One model: a pair of engines, and every learning rate."""
     engines = {
-        way: Watched(EmbeddedEngine(size.folder, max_context=256, deltas=way == "delta"))
+        way: Watched(
+            EmbeddedEngine(EngineOptions(size.folder, max_context=256, deltas=way == "delta"))
+        )
         for way in WAYS
     }
     cells = []

@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from unstale.config import (
     ConfigError,
+    Dtype,
     OldLogpsConfig,
     RunConfig,
     ScheduleConfig,
@@ -323,10 +325,13 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
     engines = [
         spec.make(
             EngineOptions(
-                model_folder=config.policy_folder,
-                config=options,
+                config.policy_folder,
                 url=url,
+                dtype=cast(Dtype, options.dtype),
+                threads=options.threads,
                 max_running=max_running,
+                max_context=options.max_context,
+                keep_cache=options.keep_cache,
                 deltas=sends_deltas and shares_deltas(config),
                 merging=merging,
                 lockstep=config.deterministic,

@@ -15,6 +15,7 @@ from torch import Tensor
 from unstale.build import build_old_logps
 from unstale.config import SHIPPED_POLICY, EngineConfig, OldLogpsConfig, RolloutConfig
 from unstale.engines.embedded.engine import EmbeddedEngine
+from unstale.engines.registry import EngineOptions
 from unstale.envs.chat import Chat
 from unstale.envs.retail import RetailTasks
 from unstale.model.loading import DTYPES
@@ -44,7 +45,9 @@ def look(dtype: str) -> Seen:
     tasks = RetailTasks(level=1)
 
     async def play() -> list[Trajectory]:
-        engine = EmbeddedEngine(SHIPPED_POLICY, dtype=dtype, max_slots=8, max_context=512)  # type: ignore[arg-type]
+        engine = EmbeddedEngine(
+            EngineOptions(SHIPPED_POLICY, dtype=dtype, max_running=8, max_context=512)
+        )  # type: ignore[arg-type]
         generator = Generator(engine, Chat(policy.tokenizer, tasks.tools), EngineConfig())
         arrived = asyncio.Event()
         pieces = []

@@ -20,6 +20,7 @@ from transformers import (
 from unstale.engines import Engine, SamplingParams
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.pool import EnginePool, Recovery
+from unstale.engines.registry import EngineOptions
 from unstale.engines.scripted import ScriptedEngine
 from unstale.testing import check_engine
 
@@ -88,7 +89,9 @@ def test_a_pool_of_one_engine_keeps_the_contract() -> None:
 
 def _embedded(folder: Path, *, lockstep: bool = False) -> Engine:
     return EmbeddedEngine(
-        folder, dtype="float32", max_slots=4, max_context=POSITIONS, lockstep=lockstep
+        EngineOptions(
+            folder, dtype="float32", max_running=4, max_context=POSITIONS, lockstep=lockstep
+        )
     )
 
 

@@ -54,9 +54,7 @@ class TinyEngine(RemoteEngine):
         return ServerReply(tokens, logps, ((body["version"], len(tokens)),), "length", 0)
 
 
-SPEC = EngineSpec(
-    lambda options: TinyEngine(options.model_folder, **options.for_server()), needs_urls=True
-)
+SPEC = EngineSpec(TinyEngine, needs_urls=True)
 """
 
 SERVER = """

@@ -44,6 +44,7 @@ from unstale.engines.embedded.pages import Inputs, Pages, plan
 from unstale.engines.embedded.runner import Step
 from unstale.engines.embedded.sampling import draw, uniforms
 from unstale.engines.embedded.worker import build_runner
+from unstale.engines.registry import EngineOptions
 from unstale.records import Sampled
 
 VOCAB = 64
@@ -547,7 +548,9 @@ async def _engine(
     folder: Path, update: Mapping[str, Tensor], **options: Any
 ) -> AsyncIterator[EmbeddedEngine]:
     engine = EmbeddedEngine(
-        folder, **{"dtype": "float32", "max_slots": 4, "max_context": 512, **options}
+        EngineOptions(
+            folder, **{"dtype": "float32", "max_running": 4, "max_context": 512, **options}
+        )
     )
     try:
         await engine.start()
@@ -688,9 +691,10 @@ import asyncio, sys
 from pathlib import Path
 from unstale.engines.embedded.decoder import Qwen3Runner
 from unstale.engines.embedded.engine import EmbeddedEngine
+from unstale.engines.registry import EngineOptions
 
 async def live():
-    engine = EmbeddedEngine(Path(sys.argv[1]), max_slots=2, max_context=64)
+    engine = EmbeddedEngine(EngineOptions(Path(sys.argv[1]), max_running=2, max_context=64))
     await engine.start()
     print(engine.pid, flush=True)
     await asyncio.Event().wait()
@@ -719,23 +723,19 @@ def _alive(pid: int) -> bool:
     return state != "Z"
 
 
-def test_bad_input_is_one_clear_line(folder: Path, tmp_path: Path) -> None:
+def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"not a model folder: it has no config.json"):
-        EmbeddedEngine(tmp_path)
-    with pytest.raises(ValueError, match="dtype must be bfloat16 or float32, got 'int4'"):
-        EmbeddedEngine(folder, dtype="int4")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="threads must be >= 1, got 0"):
-        EmbeddedEngine(folder, threads=0)
+        EmbeddedEngine(EngineOptions(tmp_path))
     _qwen3(max_position_embeddings=100).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="max_context=2048 exceeds the model's 100 positions"):
-        EmbeddedEngine(tmp_path)
+        EmbeddedEngine(EngineOptions(tmp_path))
 
 
 def test_a_model_with_another_kind_of_attention_is_refused_at_the_start(tmp_path: Path) -> None:
     MistralForCausalLM(MistralConfig(**SIZES, sliding_window=16)).save_pretrained(tmp_path)
 
     async def live() -> None:
-        engine = EmbeddedEngine(tmp_path, max_slots=2, max_context=64)
+        engine = EmbeddedEngine(EngineOptions(tmp_path, max_running=2, max_context=64))
         try:
             with pytest.raises(ValueError, match="set max_context to at most 16"):
                 await engine.start()
@@ -747,7 +747,7 @@ def test_a_model_with_another_kind_of_attention_is_refused_at_the_start(tmp_path
 
 def test_before_start_nothing_works_and_close_is_harmless(folder: Path) -> None:
     async def live() -> None:
-        engine = EmbeddedEngine(folder)
+        engine = EmbeddedEngine(EngineOptions(folder))
         with pytest.raises(RuntimeError, match="has not been started"):
             await engine.sample([1], _params(1))
         await engine.close()

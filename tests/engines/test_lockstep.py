@@ -13,6 +13,7 @@ from torch import Tensor
 from unstale.durability import virtual_clock
 from unstale.engines import EngineDied, Reply, SamplingParams
 from unstale.engines.embedded.engine import EmbeddedEngine
+from unstale.engines.registry import EngineOptions
 from unstale.testing import nudge, tiny_policy
 from unstale.weights import child_process
 
@@ -36,7 +37,9 @@ def weights() -> list[Mapping[str, Tensor]]:
 
 
 def _engine(folder: Path) -> EmbeddedEngine:
-    return EmbeddedEngine(folder, dtype="bfloat16", max_slots=4, max_context=256, lockstep=True)
+    return EmbeddedEngine(
+        EngineOptions(folder, dtype="bfloat16", max_running=4, max_context=256, lockstep=True)
+    )
 
 
 class _Scene:

@@ -17,6 +17,7 @@ from torch import Tensor
 from unstale.engines import Engine, EngineDied, SamplingParams, Update
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.pool import EnginePool, Recovery
+from unstale.engines.registry import EngineOptions
 from unstale.engines.scripted import ScriptedEngine
 from unstale.records import Sampled
 from unstale.testing import nudge, tiny_policy
@@ -322,7 +323,9 @@ def weights() -> list[Mapping[str, Tensor]]:
 
 
 def _embedded(folder: Path, *, deltas: bool = False) -> EmbeddedEngine:
-    return EmbeddedEngine(folder, dtype="float32", max_slots=8, max_context=512, deltas=deltas)
+    return EmbeddedEngine(
+        EngineOptions(folder, dtype="float32", max_running=8, max_context=512, deltas=deltas)
+    )
 
 
 async def _undisturbed(

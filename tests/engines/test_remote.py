@@ -23,6 +23,7 @@ from unstale.engines import Engine, EngineDied, Reply, SamplingParams, rates, re
 from unstale.engines.embedded import shared_weights
 from unstale.engines.http import Http
 from unstale.engines.pool import CACHED_TOKENS_PER_REPLY, MAX_EXTRA_REPLIES, EnginePool, Recovery
+from unstale.engines.registry import EngineOptions
 from unstale.engines.remote import ProbeFailed, RemoteEngine
 from unstale.engines.scripted import ScriptedEngine
 from unstale.engines.servers.sglang import SglangEngine
@@ -62,7 +63,9 @@ def attached(
     model: Path, at: FakeServer, *, keep_cache: bool = False, deltas: bool = False
 ) -> RemoteEngine:
     made = VllmEngine if isinstance(at, FakeVllm) else SglangEngine
-    return made(model, dtype="float32", url=at.url, keep_cache=keep_cache, deltas=deltas)
+    return made(
+        EngineOptions(model, dtype="float32", url=at.url, keep_cache=keep_cache, deltas=deltas)
+    )
 
 
 async def hold(engine: Engine, version: int, *, seed: int = 5) -> None:
@@ -367,11 +370,11 @@ def test_servers_that_cannot_be_worked_with(model: Path, tmp_path: Path, kind: K
     with fake(kind, tmp_path, room=64) as short, pytest.raises(ValueError, match="started with 64"):
         asyncio.run(start(attached(model, short)))
     with pytest.raises(EngineDied, match="nobody"):
-        asyncio.run(start(made(model, url=f"unix:{tmp_path}/nobody")))
+        asyncio.run(start(made(EngineOptions(model, url=f"unix:{tmp_path}/nobody"))))
     with pytest.raises(ValueError, match="not a server address"):
-        made(model, url="localhost:8000")
+        made(EngineOptions(model, url="localhost:8000"))
     with pytest.raises(ValueError, match="exceeds the model"):
-        made(model, url="http://localhost:1", max_context=40960)
+        made(EngineOptions(model, url="http://localhost:1", max_context=40960))
 
 
 @pytest.mark.parametrize(

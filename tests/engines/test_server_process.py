@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from unstale.engines.registry import EngineOptions
 from unstale.engines.vllm_server import VllmServer, server_environment
 
 
 def made(folder: Path) -> VllmServer:
-    return VllmServer(folder, {"dtype": "float32"}, threads=1)
+    return VllmServer(EngineOptions(folder))
 
 
 def test_a_server_that_is_never_begun_leaves_nothing(
@@ -33,8 +34,9 @@ def test_a_server_that_is_never_begun_leaves_nothing(
 _RUN = """
 import sys
 from pathlib import Path
+from unstale.engines.registry import EngineOptions
 from unstale.engines.vllm_server import VllmServer
-server = VllmServer(Path(), {"dtype": "float32"}, threads=1)
+server = VllmServer(EngineOptions(Path()))
 server.start()
 print(server.url, flush=True)
 sys.stdin.read()

@@ -28,6 +28,7 @@ from unstale.config import (
     TrainerConfig,
 )
 from unstale.engines import SamplingParams
+from unstale.engines.registry import EngineOptions
 from unstale.engines.servers.sglang import SglangEngine
 from unstale.testing import plain_logps, tiny_policy
 
@@ -48,7 +49,9 @@ def server() -> Iterator[FakeSglang]:
 
 
 def _engine(model: Path, server: FakeSglang, *, keep_cache: bool = False) -> SglangEngine:
-    return SglangEngine(model, dtype="float32", url=server.url, keep_cache=keep_cache)
+    return SglangEngine(
+        EngineOptions(model, dtype="float32", url=server.url, keep_cache=keep_cache)
+    )
 
 
 def test_an_end_that_nobody_asked_for_is_none(model: Path, server: FakeSglang) -> None:

@@ -32,6 +32,7 @@ from unstale.config import (
 from unstale.durability.journal import Journal, check
 from unstale.engines import Reply, SamplingParams
 from unstale.engines.embedded.engine import EmbeddedEngine
+from unstale.engines.registry import EngineOptions
 from unstale.envs import Message
 from unstale.envs.chat import Chat
 from unstale.envs.retail import RetailTasks
@@ -190,7 +191,9 @@ def tokens_of(pieces: Sequence[Piece]) -> tuple[int, ...]:
 
 
 def test_an_episode_is_the_environments_own_token_for_token() -> None:
-    engine = EmbeddedEngine(SHIPPED_POLICY, dtype="float32", max_slots=16, max_context=512)
+    engine = EmbeddedEngine(
+        EngineOptions(SHIPPED_POLICY, dtype="float32", max_running=16, max_context=512)
+    )
     generator = Generator(engine, CHAT, EngineConfig(max_context=512))
 
     async def main() -> list[list[Trajectory]]:

@@ -54,6 +54,7 @@ from unstale.engines import Engine, SamplingParams
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.embedded.runner import Chunk, Step
 from unstale.engines.embedded.worker import build_runner
+from unstale.engines.registry import EngineOptions
 from unstale.engines.servers.sglang import SglangEngine
 from unstale.engines.servers.vllm import VllmEngine
 from unstale.model.lora import Base, Lora
@@ -264,7 +265,14 @@ def test_the_embedded_engine_samples_from_the_merged_weights(folder: Path) -> No
     """This includes deltas. Adapters keep the trainer's precision, whatever the engine's is."""
     policy = Policy.load(folder, lora=LORA)
     engine = EmbeddedEngine(
-        folder, dtype="float32", max_context=128, max_slots=4, deltas=True, merging=policy.merging
+        EngineOptions(
+            folder,
+            dtype="float32",
+            max_context=128,
+            max_running=4,
+            deltas=True,
+            merging=policy.merging,
+        )
     )
     publisher = DirectPublisher(
         engine, dtype=policy.dtype, store=VersionStore(policy.twin().weights())
@@ -328,7 +336,7 @@ def told(engine: Engine, story: Callable[[], Any]) -> None:
 
 def test_an_embedded_engine_refuses_another_base(folder: Path, other: Path) -> None:
     merging = Policy.load(folder, lora=LORA).merging
-    engine = EmbeddedEngine(other, max_context=128, max_slots=4, merging=merging)
+    engine = EmbeddedEngine(EngineOptions(other, max_context=128, max_running=4, merging=merging))
 
     async def story() -> None:
         with pytest.raises(ValueError, match="adapters are trained on weights with checksum"):
@@ -346,7 +354,9 @@ def test_servers_sample_from_the_merged_weights(
     policy.load_weights(moved().weights())
     made = VllmEngine if kind is FakeVllm else SglangEngine
     with FakeVllm(tmp_path) if kind is FakeVllm else FakeSglang() as server:
-        engine = made(folder, dtype="float32", url=server.url, merging=policy.merging)
+        engine = made(
+            EngineOptions(folder, dtype="float32", url=server.url, merging=policy.merging)
+        )
 
         async def story() -> None:
             await engine.start()
@@ -358,7 +368,7 @@ def test_servers_sample_from_the_merged_weights(
 
         told(engine, story)
         with pytest.raises(ValueError, match="adapters are trained on weights with checksum"):
-            made(other, dtype="float32", url=server.url, merging=policy.merging)
+            made(EngineOptions(other, dtype="float32", url=server.url, merging=policy.merging))
 
 
 def configured(base: Path | None = None, **changes: Any) -> RunConfig:

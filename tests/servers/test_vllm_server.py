@@ -44,6 +44,7 @@ from unstale.durability.run_folder import EVENTS, RunFolder
 from unstale.engines import EngineDied, SamplingParams, remote
 from unstale.engines.embedded.runner import Chunk, Runner, Step
 from unstale.engines.embedded.worker import build_runner
+from unstale.engines.registry import EngineOptions
 from unstale.engines.remote import ProbeFailed, ServerReply
 from unstale.engines.servers.vllm import VllmEngine
 from unstale.engines.vllm_server import EXTENSION, VllmServer
@@ -69,7 +70,8 @@ EXACT: tuple[str, ...] = ("snapshot_old", "old_logit_model", "interrupt_sync", "
 
 
 def _engine(dtype: Dtype = "float32", *, url: str = "", extension: str = EXTENSION) -> VllmEngine:
-    return VllmEngine(SHIPPED_POLICY, dtype=dtype, max_running=32, url=url, extension=extension)
+    options = EngineOptions(SHIPPED_POLICY, dtype=dtype, max_running=32, url=url)
+    return VllmEngine(options, extension=extension)
 
 
 def _run(engine: VllmEngine, story: Callable[[], Awaitable[None]]) -> None:
@@ -89,7 +91,7 @@ def url() -> Iterator[str]:
 
     It has so few slots that replies always wait.
     """
-    engine = VllmEngine(SHIPPED_POLICY, dtype="float32", max_running=4)
+    engine = VllmEngine(EngineOptions(SHIPPED_POLICY, dtype="float32", max_running=4))
     asyncio.run(engine.start())
     yield engine.url
     asyncio.run(engine.close())
@@ -135,7 +137,9 @@ def test_adapters_are_merged_for_the_server(url: str) -> None:
         Policy.load(SHIPPED_POLICY),
         Merging(base_checksum(SHIPPED_POLICY), "float32", 4.0),
     )
-    engine = VllmEngine(SHIPPED_POLICY, dtype="float32", max_running=32, url=url, merging=merging)
+    engine = VllmEngine(
+        EngineOptions(SHIPPED_POLICY, dtype="float32", max_running=32, url=url, merging=merging)
+    )
     noise = torch.Generator().manual_seed(0)
     layers = {
         name.removesuffix("weight"): w
@@ -318,7 +322,7 @@ def _embedded_logps(runner: Runner, tokens: torch.Tensor) -> torch.Tensor:
 
 def test_two_servers_and_one_dies_in_mid_run(url: str, tmp_path: Path) -> None:
     """Attached servers are not restarted. Episodes move to the other server with their prefixes."""
-    other = VllmEngine(SHIPPED_POLICY, dtype="float32", max_running=4)
+    other = VllmEngine(EngineOptions(SHIPPED_POLICY, dtype="float32", max_running=4))
     asyncio.run(other.start())
 
     def kill() -> None:
@@ -327,7 +331,8 @@ def test_two_servers_and_one_dies_in_mid_run(url: str, tmp_path: Path) -> None:
             or len(RunFolder(tmp_path / "run").metrics()) < 3
         ):
             time.sleep(0.05)
-        os.killpg(other.pid, signal.SIGKILL)
+        assert other.server is not None
+        os.killpg(other.server.pid, signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -386,11 +391,12 @@ def test_a_server_dies_or_hangs_in_mid_run(
 _PROGRAM = """
 import asyncio
 from pathlib import Path
+from unstale.engines.registry import EngineOptions
 from unstale.engines.servers.vllm import VllmEngine
 async def main():
-    engine = VllmEngine(Path("unstale/recipes/base_policy"), dtype="float32")
+    engine = VllmEngine(EngineOptions(Path("unstale/recipes/base_policy"), dtype="float32"))
     await engine.start()
-    print(engine.pid, flush=True)
+    print(engine.server.pid, flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())
 """

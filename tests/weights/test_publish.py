@@ -17,6 +17,7 @@ from unstale.build import shares_deltas
 from unstale.config import EngineConfig, OldLogpsConfig, RunConfig, TrainerConfig
 from unstale.engines import Engine, Reply, SamplingParams, Update
 from unstale.engines.embedded.engine import EmbeddedEngine
+from unstale.engines.registry import EngineOptions
 from unstale.engines.scripted import ScriptedEngine
 from unstale.model.policy import Policy
 from unstale.old_logps.scoring.scorer import LocalScorer
@@ -157,8 +158,12 @@ def test_an_engine_fed_with_deltas_holds_the_weights_of_one_that_is_loaded_in_fu
     params = SamplingParams(max_tokens=40, stop_tokens=(), seed=3)
 
     async def run() -> list[list[Reply]]:
-        fed = EmbeddedEngine(tmp_path, dtype="bfloat16", max_slots=4, max_context=64, deltas=True)
-        full = EmbeddedEngine(tmp_path, dtype="bfloat16", max_slots=4, max_context=64)
+        fed = EmbeddedEngine(
+            EngineOptions(tmp_path, dtype="bfloat16", max_running=4, max_context=64, deltas=True)
+        )
+        full = EmbeddedEngine(
+            EngineOptions(tmp_path, dtype="bfloat16", max_running=4, max_context=64)
+        )
         publishers = [
             DirectPublisher(fed, dtype=torch.bfloat16, store=fresh(policy)),
             DirectPublisher(full, dtype=torch.bfloat16),
@@ -216,7 +221,11 @@ async def check_refusals(engine: Engine, policy: Policy) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda folder: EmbeddedEngine(folder), lambda folder: ScriptedEngine(lambda *_: [1])]
+    "make",
+    [
+        lambda folder: EmbeddedEngine(EngineOptions(folder)),
+        lambda folder: ScriptedEngine(lambda *_: [1]),
+    ],
 )
 def test_an_engine_that_takes_no_deltas_says_so(
     make: Callable[[Path], Engine], tmp_path: Path

@@ -181,62 +181,50 @@ class EngineDied(RuntimeError):
     """A failure that ended the engine. `start` starts it again, without weights or caches."""
 
 
-class Engine(Protocol):
-    """A sampler: tokens in, tokens out, never re-tokenised.
-
-    Every returned token has one log-probability in nats, of the distribution that was sampled,
-    temperature included. The engine stamps the version under the lock that guards weight changes.
-    """
-
-    takes_deltas: bool
-    """`load` accepts a `Delta` from the current version."""
+class GenerationControl(Protocol):
+    """The part of an `Engine` that the training loop calls."""
 
     async def start(self) -> None:
-        """Start the engine, or start it again. `sample` waits until `load` and `resume`.
+        """Start the engine, or start it again. `sample` then waits for `load` and `resume`.
 
         A second start drops weights, caches and counters, and pending samples raise `EngineDied`.
         """
-        ...
-
-    async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
-        """Continue `tokens`. Waits while the engine is interrupted. Raises `EngineDied`."""
-        ...
 
     async def interrupt(self) -> None:
-        """Make every pending `sample` return its tokens so far, and wait for that.
+        """Make every pending `sample` return its tokens so far, and wait until all have returned.
 
         Later calls of `sample` wait for `resume`.
         """
-        ...
-
-    async def load(self, update: Update, version: int) -> None:
-        """Load the weights of `version`. Only between `interrupt` and `resume`.
-
-        Raises ValueError, changing nothing, for weights that do not fit or a delta of another
-        version.
-        """
-        ...
-
-    async def resume(self) -> None:
-        """Continue to sample."""
-        ...
 
     async def close(self) -> None:
         """Release all resources. Pending samples raise `EngineDied`."""
-        ...
 
     def metrics(self) -> Mapping[str, float]:
         """Return the counters since the last call, at least `REQUIRED_COUNTERS`."""
         ...
 
 
-class GenerationControl(Protocol):
-    """The part of an `Engine` that the loop calls."""
+class Engine(GenerationControl, Protocol):
+    """A sampler: tokens in, tokens out, never re-tokenised.
 
-    async def start(self) -> None: ...
+    Every returned token has one log-probability in nats, of the distribution that was sampled,
+    temperature included. The engine stamps each token with the version of the weights that sampled
+    it, under the lock that guards weight changes.
+    """
 
-    async def interrupt(self) -> None: ...
+    takes_deltas: bool
+    """`load` accepts a `Delta` from the current version."""
 
-    async def close(self) -> None: ...
+    async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
+        """Continue `tokens`. Waits while the engine is interrupted. Raises `EngineDied`."""
+        ...
 
-    def metrics(self) -> Mapping[str, float]: ...
+    async def load(self, update: Update, version: int) -> None:
+        """Load the weights of `version`. Call it only between `interrupt` and `resume`.
+
+        Raises ValueError, changing nothing, for weights that do not fit or a delta of another
+        version.
+        """
+
+    async def resume(self) -> None:
+        """Sample again, with the weights loaded last."""

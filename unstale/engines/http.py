@@ -11,7 +11,6 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 MAX_BODY_BYTES = 1 << 28
-_MAX_HEADERS = 100
 
 
 class HttpError(OSError):
@@ -94,13 +93,13 @@ class Http:
 
 
 async def _read_response(reader: asyncio.StreamReader, max_bytes: int) -> Any:
-    status = int((await reader.readuntil(b"\r\n")).split(b" ", 2)[1])
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    status_line, *lines = head.split("\r\n")
+    status = int(status_line.split(" ", 2)[1])
     headers: dict[str, str] = {}
-    while (line := await reader.readuntil(b"\r\n")) != b"\r\n":
-        name, _, value = line.decode("latin-1").partition(":")
+    for line in lines:
+        name, _, value = line.partition(":")
         headers[name.strip().lower()] = value.strip()
-        if len(headers) > _MAX_HEADERS:
-            raise ValueError(f"more than {_MAX_HEADERS} headers")
     content = await _read_body(reader, headers, max_bytes)
     if status >= 300:
         raise HttpError(status, content.decode(errors="replace"))

@@ -5,49 +5,53 @@ modules defines `SPEC`, an `EngineSpec`. The file's name is the value of `engine
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-from unstale.config import Dtype, EngineConfig
+from unstale.config import Dtype
 from unstale.engines import Engine
 from unstale.model.lora import Merging
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class EngineOptions:
     """The options of one engine."""
 
     model_folder: Path
-    config: EngineConfig
+    _: KW_ONLY
     url: str = ""
     """The server to attach to; empty to start a process."""
-    max_running: int
-    """Replies sampled at once."""
+    dtype: Dtype = "bfloat16"
+    """Precision of generation. Weights are cast when they are loaded."""
+    threads: int = 1
+    """CPU threads of the process."""
+    max_running: int = 128
+    """Replies sampled at once; further ones wait.
+
+    The embedded engine caches as many contexts. With a few more than concurrent episodes, it still
+    has an episode's context at the next turn.
+    """
+    max_context: int = 2048
+    """Tokens of a sequence. A reply ends with "length" when its sequence has them."""
+    keep_cache: bool = False
+    """Keep contexts computed under older weights. Tokens sampled over them are marked unclean."""
     deltas: bool = False
-    """Load weights as deltas."""
+    """Accept deltas. This needs memory for one more copy of the weights."""
     merging: Merging | None = None
-    """The merging of adapters, if updates are adapters."""
+    """If given, updates are adapters, which the engine merges into the model's weights."""
     lockstep: bool = False
-    """Run step by step with the event loop, for deterministic runs. Embedded engine only."""
+    """Embedded engine only: sample one token of each reply every `STEP_S` of the event loop's time.
 
-    @property
-    def dtype(self) -> Dtype:
-        if self.config.dtype == "auto":
-            raise ValueError("engine.dtype is resolved when the configuration is made, got auto")
-        return self.config.dtype
+    Results then depend on nothing but the order of calls, so a run is deterministic.
+    """
 
-    def for_server(self) -> dict[str, Any]:
-        """Return the keyword arguments of a `RemoteEngine`. Servers take no deltas of adapters."""
-        return {
-            "url": self.url,
-            "dtype": self.dtype,
-            "max_context": self.config.max_context,
-            "keep_cache": self.config.keep_cache,
-            "deltas": self.deltas,
-            "merging": self.merging,
-        }
+    def check_context(self, positions: int | None) -> None:
+        """Raise ValueError if `max_context` exceeds the positions of the model."""
+        if positions is not None and self.max_context > positions:
+            raise ValueError(
+                f"max_context={self.max_context} exceeds the model's {positions} positions"
+            )
 
 
 @dataclass(frozen=True, slots=True)

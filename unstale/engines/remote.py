@@ -11,14 +11,13 @@ import itertools
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from unstale.config import Dtype
 from unstale.engines import (
     NOT_STARTED,
     EngineDied,
@@ -34,10 +33,11 @@ from unstale.engines.embedded.reference import ReferenceModel
 from unstale.engines.embedded.runner import DTYPES
 from unstale.engines.embedded.shared_weights import SharedWeights
 from unstale.engines.http import Http, HttpError
+from unstale.engines.registry import EngineOptions
 from unstale.engines.usage import UsageCounters
 from unstale.engines.vllm_server import VllmServer
-from unstale.model.lora import Merging
 from unstale.records import Sampled
+from unstale.weights.codec import advance
 from unstale.weights.store import Delta
 
 CHECK_S = 2.0
@@ -92,43 +92,25 @@ class RemoteEngine(ABC):
     MIN_TEMPERATURE: ClassVar[float]
     """The server replaces lower temperatures than this."""
 
-    def __init__(  # noqa: PLR0913 - the options that all servers have in common
-        self,
-        model_folder: Path,
-        *,
-        url: str = "",
-        dtype: Dtype = "bfloat16",
-        max_context: int = 2048,
-        keep_cache: bool = False,
-        deltas: bool = False,
-        merging: Merging | None = None,
-    ) -> None:
-        if deltas and merging:
+    def __init__(self, options: EngineOptions, server: VllmServer | None = None) -> None:
+        """Attach to the server at `options.url`, or use a `server` that this engine starts."""
+        if options.deltas and options.merging:
             raise ValueError("deltas of adapters do not change merged weights: use full updates")
-        self.takes_deltas = deltas
-        self._reference = ReferenceModel(model_folder, dtype=DTYPES[dtype], merging=merging)
-        positions = self._reference.max_positions
-        if positions is not None and max_context > positions:
-            raise ValueError(f"max_context={max_context} exceeds the model's {positions} positions")
-        self._dtype = dtype
-        self._max_context = max_context
-        self._keep_cache = keep_cache
+        self.options = options
+        self.server = server
+        self.takes_deltas = options.deltas
+        self.url = server.url if server is not None else options.url
+        self._http = Http(self.url)
+        self._reference = ReferenceModel(
+            options.model_folder, dtype=DTYPES[options.dtype], merging=options.merging
+        )
+        options.check_context(self._reference.max_positions)
         self._weights = SharedWeights()
-        self._server: VllmServer | None = None
         self._was_reached = False
         self._request_ids = (f"{secrets.token_hex(4)}-{number}" for number in itertools.count())
         self._session: _Session | None = None
         self._version = -1
         """The version loaded and probed last."""
-        self.url = url
-        if url:
-            self._http = Http(url)
-
-    def _own(self, server: VllmServer) -> None:
-        """Use a server process that this engine starts and ends."""
-        self._server = server
-        self.url = server.url
-        self._http = Http(server.url)
 
     @abstractmethod
     async def _handshake(self) -> int:
@@ -169,24 +151,24 @@ class RemoteEngine(ABC):
         """Start the server or connect to it. Raises ValueError if the server cannot be used."""
         if self._session is not None:
             self._session.end("the engine was started again")
-        session = self._session = _Session(keep_cache=self._keep_cache)
+        session = self._session = _Session(keep_cache=self.options.keep_cache)
         self._version = -1
-        if self._server is not None and not self._server.alive:
-            await asyncio.to_thread(self._server.start)
+        if self.server is not None and not self.server.alive:
+            await asyncio.to_thread(self.server.start)
         await self._wait_until_reachable(session)
         try:
-            async with asyncio.timeout(HANG_S):
+            async with self._deadline(session, HANG_S, "no answer"):
                 max_context = await self._handshake()
         except (HttpError, LookupError, TypeError) as error:
             raise ValueError(
                 f"{self.url} lacks what a run needs (see docs/engines.md): {error!r}"
             ) from error
         except OSError as error:
-            reason = str(error) or f"no answer within {HANG_S:g} s"
-            raise self._fail(session, reason) from error
-        if max_context < self._max_context:
+            raise self._fail(session, str(error)) from error
+        if max_context < self.options.max_context:
             raise ValueError(
-                f"max_context={self._max_context}, but {self.url} was started with {max_context}"
+                f"max_context={self.options.max_context}, but {self.url} was started with "
+                f"{max_context}"
             )
         await self._pause(keep_cache=False)
 
@@ -209,17 +191,13 @@ class RemoteEngine(ABC):
     async def interrupt(self) -> None:
         session = self._live_session()
         session.open.clear()
-        await self._pause(keep_cache=self._keep_cache)
-        try:
-            async with asyncio.timeout(HANG_S):
-                while session.pending:  # requests that reached the server after the pause
-                    await self._abort([*session.pending])
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(0.05):
-                            await session.quiet.wait()
-        except TimeoutError:
-            reason = f"{len(session.pending)} aborted replies did not return within {HANG_S:g} s"
-            raise self._fail(session, reason) from None
+        await self._pause(keep_cache=self.options.keep_cache)
+        async with self._deadline(session, HANG_S, "aborted replies did not return"):
+            while session.pending:  # requests that reached the server after the pause
+                await self._abort([*session.pending])
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.05):
+                        await session.quiet.wait()
 
     async def load(self, update: Update, version: int) -> None:
         session = self._live_session()
@@ -227,7 +205,7 @@ class RemoteEngine(ABC):
         check_load(update, version, self._version, sampling=sampling, deltas=self.takes_deltas)
         try:
             await asyncio.to_thread(self._write_weights, update)
-            await self._pause(keep_cache=self._keep_cache)
+            await self._pause(keep_cache=self.options.keep_cache)
             await self._load_weights(self._weights.folder, version)
             probe_error = await self._probe(session, version)
         finally:
@@ -239,7 +217,7 @@ class RemoteEngine(ABC):
     def _write_weights(self, update: Update) -> None:
         """Write the weights for the server, or update those written before."""
         if isinstance(update, Delta):
-            self._weights.advance(update)
+            advance(self._weights.weights, update)
         else:
             self._weights.write(self._reference.cast(update))
 
@@ -254,26 +232,15 @@ class RemoteEngine(ABC):
         if self._session is not None:
             self._session.end("the engine is closed")
         self._weights.close()
-        if self._server is not None:
-            await asyncio.to_thread(self._server.close)
+        if self.server is not None:
+            await asyncio.to_thread(self.server.close)
 
     def metrics(self) -> Mapping[str, float]:
         return self._session.usage.read() if self._session is not None else {}
 
-    @property
-    def pid(self) -> int:
-        """The process id of the server, and of its process group.
-
-        Raises `RuntimeError` for a server that was started elsewhere.
-        """
-        if self._server is None:
-            raise RuntimeError(f"{self.url} was started elsewhere: its process is unknown")
-        return self._server.pid
-
     def _check_request(self, tokens: Sequence[int], params: SamplingParams) -> None:
-        check_request(
-            tokens, params, max_context=self._max_context, vocab_size=self._reference.vocab_size
-        )
+        limit = self.options.max_context
+        check_request(tokens, params, max_context=limit, vocab_size=self._reference.vocab_size)
         if 0 < params.temperature < self.MIN_TEMPERATURE:
             raise ValueError(
                 f"{self.NAME} needs temperature 0 or >= {self.MIN_TEMPERATURE}, "
@@ -282,7 +249,7 @@ class RemoteEngine(ABC):
 
     def _max_tokens(self, tokens: Sequence[int], params: SamplingParams) -> int:
         """Return how many tokens a reply to `tokens` may have."""
-        return min(params.max_tokens, self._max_context - len(tokens))
+        return min(params.max_tokens, self.options.max_context - len(tokens))
 
     async def generate(
         self, request_id: str, tokens: Sequence[int], params: SamplingParams
@@ -328,11 +295,8 @@ class RemoteEngine(ABC):
         """
         prompt = self._probe_prompt(version)
         request = self.generate(next(self._request_ids), prompt, _PROBE_PARAMS)
-        try:
-            async with asyncio.timeout(LOAD_S):
-                reply = await self._while_alive(session, request)
-        except TimeoutError:
-            raise self._fail(session, f"no reply to the probe within {LOAD_S:g} s") from None
+        async with self._deadline(session, LOAD_S, "no reply to the probe"):
+            reply = await self._while_alive(session, request)
         piece = self._checked_piece(reply, _PROBE_PARAMS, version)
         if not piece.tokens:
             raise self._fail(session, "the reply to the probe has no tokens")
@@ -344,7 +308,7 @@ class RemoteEngine(ABC):
         )
         errors = (expected[len(prompt) - 1 :] - torch.tensor(piece.behavior_logp)).abs()
         mean = float(errors.mean())
-        tolerance = TOLERANCE[self._dtype]
+        tolerance = TOLERANCE[self.options.dtype]
         if not mean <= tolerance:
             reason = (
                 f"after loading version {version}, the log-probabilities of {len(errors)} tokens "
@@ -357,7 +321,7 @@ class RemoteEngine(ABC):
     def _probe_prompt(self, version: int) -> list[int]:
         """Return random tokens, the same for every engine that loads this version."""
         noise = torch.Generator().manual_seed(version)
-        length = min(_PROBE_PROMPT, self._max_context - 1)
+        length = min(_PROBE_PROMPT, self.options.max_context - 1)
         tokens: list[int] = torch.randint(
             self._reference.vocab_size, (length,), generator=noise
         ).tolist()
@@ -368,20 +332,17 @@ class RemoteEngine(ABC):
 
         A server started elsewhere is waited for if it was reached before.
         """
-        timeout_s = LOAD_S if self._server is not None else HANG_S
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not await self._is_reachable(session):  # noqa: ASYNC110 - no event exists
-                    await asyncio.sleep(0.1)
-        except TimeoutError:
-            raise self._fail(session, f"not ready within {timeout_s:g} s") from None
+        timeout_s = LOAD_S if self.server is not None else HANG_S
+        async with self._deadline(session, timeout_s, "not ready"):
+            while not await self._is_reachable(session):  # noqa: ASYNC110 - no event exists
+                await asyncio.sleep(0.1)
         self._was_reached = True
 
     async def _is_reachable(self, session: "_Session") -> bool:
         try:
             await self._http.call("GET", self.HEALTH_PATH)
         except OSError as error:
-            may_come = self._server.alive if self._server is not None else self._was_reached
+            may_come = self.server.alive if self.server is not None else self._was_reached
             if may_come:
                 return False
             raise self._fail(session, str(error)) from error
@@ -395,12 +356,8 @@ class RemoteEngine(ABC):
         A refusal that contains the words `retry_on` is retried until then.
         """
         session = self._live_session()
-        limit_s = HANG_S if timeout_s is None else timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                await self._while_alive(session, self._post_with_retries(path, body, retry_on))
-        except TimeoutError:
-            raise self._fail(session, f"no answer to {path} within {limit_s:g} s") from None
+        async with self._deadline(session, timeout_s or HANG_S, f"no answer to {path}"):
+            await self._while_alive(session, self._post_with_retries(path, body, retry_on))
 
     async def _post_with_retries(self, path: str, body: Any, retry_on: str) -> None:
         while True:
@@ -412,6 +369,17 @@ class RemoteEngine(ABC):
                 await asyncio.sleep(0.05)
             else:
                 return
+
+    @contextlib.asynccontextmanager
+    async def _deadline(
+        self, session: "_Session", seconds: float, failure: str
+    ) -> AsyncIterator[None]:
+        """End the session, with `failure` as the reason, if the block takes too long."""
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except TimeoutError:
+            raise self._fail(session, f"{failure} within {seconds:g} s") from None
 
     def _live_session(self) -> "_Session":
         if self._session is None:
@@ -446,12 +414,9 @@ class RemoteEngine(ABC):
         if time.monotonic() < session.checked_at + CHECK_S:
             return
         session.checked_at = time.monotonic()
-        try:
-            async with asyncio.timeout(HANG_S):
-                with _malformed_as_connection_error():
-                    version = await self._loaded_version()
-        except TimeoutError:
-            raise self._fail(session, f"its engine did not answer within {HANG_S:g} s") from None
+        async with self._deadline(session, HANG_S, "its engine did not answer"):
+            with _malformed_as_connection_error():
+                version = await self._loaded_version()
         if session.pending and version != str(self._version):
             reason = f"it reports version {version}, but {self._version} was loaded"
             raise self._fail(session, reason)
@@ -461,10 +426,10 @@ class RemoteEngine(ABC):
         if session.error:
             return EngineDied(session.error)
         log = ""
-        if self._server is not None:
-            if not self._server.alive:
-                log = f"; {self._server.describe_exit()}"
-            self._server.kill()
+        if self.server is not None:
+            if not self.server.alive:
+                log = f"; {self.server.describe_exit()}"
+            self.server.kill()
         session.end(f"{self.NAME} at {self.url}: {reason}{log}")
         return EngineDied(session.error)
 

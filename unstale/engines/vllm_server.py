@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from unstale.engines import NOT_STARTED
-from unstale.engines.embedded.leftovers import lock_folder, remove_leftovers
+from unstale.engines.embedded.leftovers import hold_lock, remove_leftovers
+from unstale.engines.registry import EngineOptions
 
 EXTENSION = "unstale.engines.vllm_worker.Extension"
 _PREFIX = "unstale-vllm-"
@@ -29,16 +29,15 @@ class VllmServer:
     with random weights, so that a probe detects parameters that the first load does not reach.
     """
 
-    def __init__(self, model_folder: Path, options: Mapping[str, object], *, threads: int) -> None:
-        """`options` are further command-line options of vLLM, without their dashes."""
+    def __init__(self, options: EngineOptions, extension: str = EXTENSION) -> None:
         self._folder = Path(tempfile.gettempdir(), f"{_PREFIX}{secrets.token_hex(6)}")
         self._resources = contextlib.ExitStack()
         self.url = f"unix:{self._folder}/http"
-        self._threads = threads
+        self._threads = options.threads
         self._process: subprocess.Popen[bytes] | None = None
         self._killed = False
         self._arguments = [
-            f"--model={model_folder.resolve()}",
+            f"--model={options.model_folder.resolve()}",
             f"--uds={self._folder}/http",
             "--load-format=dummy",
             "--skip-tokenizer-init",
@@ -47,7 +46,10 @@ class VllmServer:
             "--enable-scale-out",
             "--enable-prompt-tokens-details",
             "--uvicorn-log-level=warning",
-            *(f"--{name}={value}" for name, value in options.items()),
+            f"--dtype={options.dtype}",
+            f"--max-num-seqs={options.max_running}",
+            f"--max-model-len={options.max_context}",
+            f"--worker-extension-cls={extension}",
         ]
         if not torch.cuda.is_available():
             self._arguments.append("--enforce-eager")
@@ -70,7 +72,7 @@ class VllmServer:
         remove_leftovers(self._folder.parent, _PREFIX)
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._resources.callback(shutil.rmtree, self._folder, ignore_errors=True)
-        self._resources.enter_context(lock_folder(self._folder))
+        self._resources.enter_context(hold_lock(self._folder))
         command = [sys.executable, "-P", "-m", "unstale.engines.vllm_worker", *self._arguments]
         with (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(

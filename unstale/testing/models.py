@@ -61,12 +61,15 @@ def plain_logps(policy: Policy, tokens: Sequence[int], *, temperature: float = 1
 
 
 def episode(
-    number: int, plan: Sequence[int | tuple[int, int] | tuple[int, int, bool]], **rest: float
+    number: int,
+    plan: Sequence[int | tuple[int, int] | tuple[int, int, bool]],
+    *,
+    advantage: float = 1.0,
 ) -> ScoredTrajectory:
     """Return a random episode whose pieces follow a plan.
 
     In the plan, `n` is n context tokens, and `(n, version)` or `(n, version, clean)` are n sampled
-    ones. `rest` may set `advantage` (1.0). Tokens and `behavior_logp` depend on `number` alone.
+    ones. Tokens and `behavior_logp` depend on `number` alone.
     """
     noise = torch.Generator().manual_seed(number)
     pieces: list[Piece] = []
@@ -84,7 +87,7 @@ def episode(
     trajectory = Trajectory(
         tuple(pieces), {"reward": 1.0}, "done", task, seed=number, episode=number
     )
-    return ScoredTrajectory(trajectory, (rest.get("advantage", 1.0),))
+    return ScoredTrajectory(trajectory, (advantage,))
 
 
 def nudge(policy: Policy, *, seed: int, size: float = 0.02) -> None:

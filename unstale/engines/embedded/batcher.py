@@ -5,7 +5,7 @@ the episode's next turn computes only its new tokens. A request copies the longe
 another slot has cached. Slots are reused oldest first.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter, process_time
@@ -83,7 +83,8 @@ class Batcher:
         self._reprefill: dict[int, int] = {}
         """For each slot, the end of the context tokens that were cached before the last load."""
         self._steps = 0
-        self.counters: dict[str, float] = {}
+        self.counters: defaultdict[str, float] = defaultdict(float)
+        """Sums since the engine's process last sent them."""
 
     @property
     def has_work(self) -> bool:
@@ -143,18 +144,15 @@ class Batcher:
         self._steps += 1
         self._used[slots] = self._steps
         duration_s = perf_counter() - start
-        self._count("steps", 1)
-        self._count("busy_s", duration_s)
-        self._count("cpu_s", process_time() - cpu_start)
-        self._count("rows", len(slots))
-        self._count("sampled_tokens", int(sampling.sum()))
-        self._count("prefill_tokens", len(step.tokens) - len(step.rows))
-        self._count("reprefill_tokens", reprefilled)
-        self._count("reprefill_s", duration_s * reprefilled / len(step.tokens))
+        self.counters["steps"] += 1
+        self.counters["busy_s"] += duration_s
+        self.counters["cpu_s"] += process_time() - cpu_start
+        self.counters["rows"] += len(slots)
+        self.counters["sampled_tokens"] += int(sampling.sum())
+        self.counters["prefill_tokens"] += len(step.tokens) - len(step.rows)
+        self.counters["reprefill_tokens"] += reprefilled
+        self.counters["reprefill_s"] += duration_s * reprefilled / len(step.tokens)
         return self._ended(slots[sampling])
-
-    def _count(self, name: str, amount: float) -> None:
-        self.counters[name] = self.counters.get(name, 0.0) + amount
 
     def _admit(self) -> None:
         """Give waiting requests a slot, in order.
@@ -222,7 +220,7 @@ class Batcher:
         self._stops[slot] = False
         self._stops[slot, list(request.stop_tokens)] = True
         self._used[slot] = self._steps
-        self._count("cached_tokens", int(self._cached[slot]))
+        self.counters["cached_tokens"] += int(self._cached[slot])
         self._reprefill[slot] = self._stale_prefix(tokens)
 
     def _stale_prefix(self, tokens: NDArray[np.int32]) -> int:

@@ -12,8 +12,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from unstale.engines import (
     NOT_STARTED,
@@ -26,7 +25,6 @@ from unstale.engines import (
     check_resume,
 )
 from unstale.engines.registry import EngineOptions, EngineSpec
-from unstale.model.lora import Merging
 from unstale.records import Sampled
 from unstale.weights.child_process import BEAT_S, Bytes, Child, ChildFrozen, Frames, Header, frame
 from unstale.weights.codec import dumps, file_of
@@ -54,47 +52,17 @@ _COUNTERS = (
 class EmbeddedEngine:
     """An `Engine` in a child process. Start, use and close it on one event loop.
 
-    * `dtype`: precision of the engine; weights are cast when they are loaded.
-    * `max_slots`: replies sampled at once; further ones wait. Idle slots keep the contexts of past
-      turns, so use a few more slots than concurrent episodes.
-    * `max_context`: a reply ends with "length" where its sequence reaches this many tokens.
-    * `keep_cache`: reuse contexts computed under older weights. Tokens sampled over them are not
-      clean.
-    * `deltas`: accept deltas. Takes the memory of one more copy of the weights.
-    * `merging`: updates are adapters, to be merged into the weights of `model_folder`.
-    * `lockstep`: run one step every `STEP_S` while replies are pending, and read the results before
-      anything else happens. Results then depend on nothing but the order of the calls.
+    In lockstep it runs one step every `STEP_S` while replies are pending, and reads the results
+    before anything else happens.
     """
 
-    def __init__(  # noqa: PLR0913 - one for each knob of EngineConfig that the process needs
-        self,
-        model_folder: Path,
-        *,
-        dtype: Literal["bfloat16", "float32"] = "bfloat16",
-        threads: int = 1,
-        max_slots: int = 128,
-        max_context: int = 2048,
-        keep_cache: bool = False,
-        deltas: bool = False,
-        lockstep: bool = False,
-        merging: Merging | None = None,
-    ) -> None:
-        _check_options(
-            model_folder, dtype=dtype, threads=threads, max_slots=max_slots, max_context=max_context
-        )
-        self._options: dict[str, Any] = {
-            "model_folder": str(model_folder.resolve()),
-            "dtype": dtype,
-            "threads": threads,
-            "max_slots": max_slots,
-            "max_context": max_context,
-            "keep_cache": keep_cache,
-            "deltas": deltas,
-            "lockstep": lockstep,
-            "merging": merging and asdict(merging),
-        }
-        self.takes_deltas = deltas
-        self.max_context = max_context
+    def __init__(self, options: EngineOptions) -> None:
+        path = options.model_folder / "config.json"
+        if not path.is_file():
+            raise ValueError(f"{options.model_folder} is not a model folder: it has no config.json")
+        options.check_context(json.loads(path.read_text()).get("max_position_embeddings"))
+        self._options = options
+        self.takes_deltas = options.deltas
         self.runner = ""
         """The program that runs the model; set by `start`."""
         self.vocab_size = 0
@@ -125,7 +93,9 @@ class EmbeddedEngine:
         self._counters = dict.fromkeys(_COUNTERS, 0.0)
 
     async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
-        check_request(tokens, params, max_context=self.max_context, vocab_size=self.vocab_size)
+        check_request(
+            tokens, params, max_context=self._options.max_context, vocab_size=self.vocab_size
+        )
         child = self._live_child()
         number = next(self._numbers)
         future = self._expect(self._replies, number)
@@ -200,7 +170,7 @@ class EmbeddedEngine:
         if self._child is not None:
             self._child.kill()
             self._child.wait()
-        child_class = _LockstepChild if self._options["lockstep"] else _Child
+        child_class = _LockstepChild if self._options.lockstep else _Child
         self._child = child_class(self._options, self._on_message, self._on_lost)
         ready = self._expect(self._answers, _READY)
         await self._child.connect()
@@ -247,7 +217,7 @@ class EmbeddedEngine:
         self._schedule_poll()
 
     def _is_pending(self) -> bool:
-        if self._options["lockstep"]:
+        if self._options.lockstep:
             return self._running and bool(self._replies)
         return bool(self._replies or self._answers)
 
@@ -260,8 +230,8 @@ class EmbeddedEngine:
                     piece = Sampled(tuple(tokens), tuple(behavior_logp), header["version"], clean)
                     _resolve(self._replies.pop(number, None), Reply(piece, stop))
             case "done":
-                error = ValueError(header["error"]) if header["error"] else None
-                _resolve(self._answers.pop(header["id"], None), header, error=error)
+                answer = ValueError(header["error"]) if header["error"] else header
+                _resolve(self._answers.pop(header["id"], None), answer)
 
     def _on_lost(self, child: "_Child", error: str) -> None:
         """Note the end of the process. Without `error`, its log has the reason."""
@@ -277,21 +247,16 @@ class EmbeddedEngine:
             self._next_poll = None
         for futures in (self._replies, self._answers):
             for future in futures.values():
-                _resolve(future, None, error=EngineDied(self._error))
+                _resolve(future, EngineDied(self._error))
             futures.clear()
 
 
-def _resolve(
-    future: "asyncio.Future[Any] | None",
-    result: Reply | Header | None,
-    *,
-    error: Exception | None = None,
-) -> None:
+def _resolve(future: "asyncio.Future[Any] | None", result: Reply | Header | Exception) -> None:
     """Set a future's result or error, unless it was cancelled."""
     if future is None or future.done():
         return
-    if error is not None:
-        future.set_exception(error)
+    if isinstance(result, Exception):
+        future.set_exception(result)
     else:
         future.set_result(result)
 
@@ -303,15 +268,15 @@ class _Child(Child, asyncio.Protocol):
 
     def __init__(
         self,
-        options: Mapping[str, Any],
+        options: EngineOptions,
         on_message: Callable[[Header], None],
         on_lost: Callable[["_Child", str], None],
     ) -> None:
         super().__init__(
             "engine",
             "unstale.engines.embedded.worker",
-            dict(options),
-            threads=int(options["threads"]),
+            asdict(options) | {"model_folder": str(options.model_folder.resolve())},
+            threads=options.threads,
         )
         self._on_message = on_message
         self._on_lost = on_lost
@@ -403,35 +368,4 @@ def _pack_update(update: Update) -> Sequence[Bytes]:
     return [dumps(update)] if isinstance(update, Delta) else file_of(update)
 
 
-def _check_options(model_folder: Path, *, dtype: str, **limits: int) -> None:
-    """Raise ValueError for options that cannot work, before a process is started."""
-    if dtype not in ("bfloat16", "float32"):
-        raise ValueError(f"dtype must be bfloat16 or float32, got {dtype!r}")
-    for name, value in limits.items():
-        if value < 1:
-            raise ValueError(f"{name} must be >= 1, got {value}")
-    path = model_folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{model_folder} is not a model folder: it has no config.json")
-    positions = json.loads(path.read_text()).get("max_position_embeddings")
-    if positions is not None and limits["max_context"] > positions:
-        raise ValueError(
-            f"max_context={limits['max_context']} exceeds the model's {positions} positions"
-        )
-
-
-def _make(options: EngineOptions) -> EmbeddedEngine:
-    return EmbeddedEngine(
-        options.model_folder,
-        dtype=options.dtype,
-        threads=options.config.threads,
-        max_slots=options.max_running,
-        max_context=options.config.max_context,
-        keep_cache=options.config.keep_cache,
-        deltas=options.deltas,
-        lockstep=options.lockstep,
-        merging=options.merging,
-    )
-
-
-SPEC = EngineSpec(_make, adapter_deltas=True)
+SPEC = EngineSpec(EmbeddedEngine, adapter_deltas=True)

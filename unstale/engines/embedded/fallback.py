@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from unstale.engines.embedded.runner import Chunk, Step, check_update, tied_parameters
+from unstale.model.loading import load_model
 
 _PROBE_TOLERANCE = 1e-3
 
@@ -85,13 +85,7 @@ class TransformersRunner:
     def __init__(
         self, folder: Path, *, dtype: torch.dtype, max_slots: int, max_context: int
     ) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-        ).eval()
+        self._model = load_model(folder, torch.float32).eval()
         config = self._model.config
         architecture = type(self._model).__name__
         self.name = f"transformers {architecture}"

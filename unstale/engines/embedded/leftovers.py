@@ -10,7 +10,7 @@ from typing import TextIO
 _LOCK = "lock"
 
 
-def lock_folder(folder: Path) -> TextIO:
+def hold_lock(folder: Path) -> TextIO:
     """Lock a folder until the returned file is closed."""
     lock = (folder / f"{_LOCK}.new").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)

@@ -6,10 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import AutoModelForCausalLM
 
 from unstale.engines.embedded.runner import check_update, tied_parameters
-from unstale.model.loading import no_progress_bars
+from unstale.model.loading import load_model
 from unstale.model.lora import Base, Merging
 
 
@@ -21,16 +20,7 @@ class ReferenceModel:
     """
 
     def __init__(self, folder: Path, *, dtype: torch.dtype, merging: Merging | None = None) -> None:
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"{folder} is not a model folder: it has no config.json")
-        with no_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=dtype,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-            ).eval()
+        model = load_model(folder, dtype).eval()
         config = model.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)

@@ -16,9 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from unstale.engines.embedded.leftovers import lock_folder, remove_leftovers
-from unstale.weights.codec import advance
-from unstale.weights.store import Delta
+from unstale.engines.embedded.leftovers import hold_lock, remove_leftovers
 
 WEIGHTS = "model.safetensors"
 MEMORY = Path("/dev/shm")
@@ -57,13 +55,6 @@ class SharedWeights:
         )
         self.weights = _map_file(path, weights)
 
-    def advance(self, delta: Delta) -> None:
-        """Apply a delta in place.
-
-        Raises ValueError, changing nothing, unless it leads to `delta.version` exactly.
-        """
-        advance(self.weights, delta)
-
     def close(self) -> None:
         self.weights = {}
         self._resources.close()
@@ -82,7 +73,7 @@ class SharedWeights:
             )
         folder = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=fitting[0])
         self.folder = Path(self._resources.enter_context(folder))
-        self._resources.enter_context(lock_folder(self.folder))
+        self._resources.enter_context(hold_lock(self.folder))
 
 
 def _map_file(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -77,7 +77,7 @@ class _Worker:
     def _reset(self) -> None:
         """Return to the state of a new process. Messages that are not yet read stay."""
         options = self._options
-        limits = {"max_slots": options["max_slots"], "max_context": options["max_context"]}
+        limits = {"max_slots": options["max_running"], "max_context": options["max_context"]}
         runner = build_runner(Path(options["model_folder"]), dtype=options["dtype"], **limits)
         self._batcher = Batcher(runner, **limits, keep_cache=options["keep_cache"])
         self._full_weights: dict[str, Tensor] = {}

@@ -33,7 +33,7 @@ class SglangEngine(RemoteEngine):
             raise ValueError(
                 f"{self.url} overrides sampling parameters: start it without {preferred!r}"
             )
-        if self._keep_cache and info["page_size"] % BLOCK:
+        if self.options.keep_cache and info["page_size"] % BLOCK:
             raise ValueError(
                 f"engine.keep_cache needs cache pages of {BLOCK} tokens: start {self.url} with "
                 f"--page-size {BLOCK}, not {info['page_size']}"
@@ -52,7 +52,7 @@ class SglangEngine(RemoteEngine):
             "load_format": "safetensors",
             "weight_version": str(version),
             "abort_all_requests": True,
-            "flush_cache": not self._keep_cache or self._version < 0,
+            "flush_cache": not self.options.keep_cache or self._version < 0,
         }
         # The cache cannot be flushed before the step that was running at the abort is over.
         await self._post(
@@ -131,6 +131,4 @@ class SglangEngine(RemoteEngine):
         )
 
 
-SPEC = EngineSpec(
-    lambda options: SglangEngine(options.model_folder, **options.for_server()), needs_urls=True
-)
+SPEC = EngineSpec(SglangEngine, needs_urls=True)

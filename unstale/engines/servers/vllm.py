@@ -27,29 +27,8 @@ class VllmEngine(RemoteEngine):
     GENERATE_PATH = "/inference/v1/generate"
     MIN_TEMPERATURE = 0.01
 
-    def __init__(
-        self,
-        model_folder: Path,
-        *,
-        threads: int = 1,
-        max_running: int = 128,
-        extension: str = EXTENSION,
-        **options: Any,
-    ) -> None:
-        super().__init__(model_folder, **options)
-        if self.url:
-            return
-        server = VllmServer(
-            model_folder,
-            {
-                "dtype": self._dtype,
-                "max-num-seqs": max_running,
-                "max-model-len": self._max_context,
-                "worker-extension-cls": extension,
-            },
-            threads=threads,
-        )
-        self._own(server)
+    def __init__(self, options: EngineOptions, *, extension: str = EXTENSION) -> None:
+        super().__init__(options, None if options.url else VllmServer(options, extension))
 
     async def _handshake(self) -> int:
         await self._loaded_version()
@@ -103,13 +82,4 @@ class VllmEngine(RemoteEngine):
         )
 
 
-def _make(options: EngineOptions) -> VllmEngine:
-    return VllmEngine(
-        options.model_folder,
-        threads=options.config.threads,
-        max_running=options.max_running,
-        **options.for_server(),
-    )
-
-
-SPEC = EngineSpec(_make)
+SPEC = EngineSpec(VllmEngine)
