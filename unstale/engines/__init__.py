@@ -17,16 +17,16 @@ _T = TypeVar("_T")
 class SamplingParams:
     """The sampling parameters of one reply.
 
-    The noise of a token is keyed by `seed` and the token's absolute position in its sequence. A
-    reply that continues in a second `sample` therefore gets the same tokens as one without
-    interruption.
+    The random number of a token depends only on `seed` and the token's position in its sequence. So
+    a reply that an interruption splits into two calls of `sample` gets the same tokens as a whole
+    one.
     """
 
     max_tokens: int
     stop_tokens: tuple[int, ...]
-    """The reply ends with the first of these, which is part of the reply: the policy sampled it."""
+    """A reply ends with the first of these tokens. It belongs to the reply, as it was sampled."""
     temperature: float = 1.0
-    """0 is greedy: the distribution is a point mass, and every log-probability is 0."""
+    """0 is greedy: the most probable token is certain, so every log-probability is 0."""
     seed: int = 0
     top_p: float = 1.0
     top_k: int = 0
@@ -54,7 +54,7 @@ def require_full_support(params: SamplingParams) -> None:
 def check_request(
     tokens: Sequence[int], params: SamplingParams, *, max_context: int, vocab_size: int
 ) -> None:
-    """Raise ValueError for a request that no engine can serve. `vocab_size` 0 means not known yet.
+    """Raise ValueError for a request that no engine can serve. A `vocab_size` of 0 is unknown.
 
     >>> params = SamplingParams(max_tokens=8, stop_tokens=(9,))
     >>> check_request([5, 6], params, max_context=16, vocab_size=8)
@@ -100,19 +100,19 @@ def check_resume(current: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """The overrides of sampling defaults for one request."""
+    """How one reply is generated, where it differs from the run's defaults."""
 
     max_tokens: int = 1 << 30
     chunk: int = 1 << 30
     """Tokens sampled between two checks for the end of the reply."""
     find_end: Callable[[Sequence[int]], int | None] = lambda tokens: None
-    """Returns the length of the reply if it ends within these tokens, and None if it does not."""
+    """Returns the length of a reply that ends within these tokens, None if it does not end."""
 
     def is_over(self, tokens: Sequence[int]) -> bool:
         return self.find_end(tokens) is not None
 
     def cut(self, before: Sequence[int], piece: Sampled) -> Sampled:
-        """Return the part of a piece that belongs to the reply, after its tokens `before`."""
+        """Cut sampled tokens where the reply ends. `before` are the reply's earlier tokens."""
         length = self.find_end((*before, *piece.tokens))
         if length is None:
             return piece
@@ -127,7 +127,10 @@ ReplyStop = Literal["stop", "length", "interrupted"]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One piece of one version, and the reason why it ended. An interrupted piece may be empty."""
+    """The tokens that one call of `sample` returns, all of one version, and why they ended.
+
+    An interrupted reply may have no tokens.
+    """
 
     piece: Sampled
     stop: ReplyStop
@@ -171,14 +174,14 @@ class Stopwatch:
         self._spent[name] += seconds
 
     def read(self, component: str) -> dict[str, float]:
-        """Return the sums as metrics of a component, and reset them."""
+        """Return the seconds of each activity as metrics `component/name_s`, and reset them."""
         spent = self._spent
         self._spent = dict.fromkeys(spent, 0.0)
         return {f"{component}/{name}_s": seconds for name, seconds in spent.items()}
 
 
 class EngineDied(RuntimeError):
-    """A failure that ended the engine. `start` starts it again, without weights or caches."""
+    """A failure that ended the engine. Its `start` makes it usable again, without weights."""
 
 
 class GenerationControl(Protocol):
@@ -216,7 +219,10 @@ class Engine(GenerationControl, Protocol):
     """`load` accepts a `Delta` from the current version."""
 
     async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
-        """Continue `tokens`. Waits while the engine is interrupted. Raises `EngineDied`."""
+        """Sample tokens after `tokens`. Waits while the engine is interrupted.
+
+        Raises `EngineDied` if the engine ends before the reply does.
+        """
         ...
 
     async def load(self, update: Update, version: int) -> None:

@@ -32,21 +32,21 @@ class _Member:
         self.num_running = 0
         self.up = False
         self.lives = 0
-        """Number of restarts that succeeded."""
+        """Number of restarts that succeeded. It tells calls of a dead engine from later ones."""
         self.restart: asyncio.Task[None] | None = None
         """The restart in progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """The options of restarts of engines that died."""
+    """How a pool restarts engines that died."""
 
     weights: Callable[[int], Mapping[str, Tensor]] = lambda version: {}
-    """Returns the full weights of a version, for every version before its `load`."""
+    """Returns the full weights of a version, also if the pool has not loaded that version yet."""
     restarts: int = 0
-    """Restarts allowed, of all engines together."""
+    """Restarts allowed in a run, all engines counted together."""
     on_event: Callable[..., None] = lambda kind, **_: None
-    """Receives `engine_lost`, `engine_restarted` and `engine_back`, with their fields."""
+    """Called with `engine_lost`, `engine_restarted` or `engine_back` and the event's fields."""
 
 
 NO_RECOVERY = Recovery()
@@ -87,7 +87,7 @@ class EnginePool:
         self._reported_restarts = 0
         self._deaths = 0
         self._error: BaseException = EngineDied("the engines are not started: await start() first")
-        """The reason why no engine is up."""
+        """The error to raise when no engine works and none is being restarted."""
 
     async def start(self) -> None:
         self._starts += 1
@@ -166,10 +166,10 @@ class EnginePool:
                 raise result
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the counters of the running engines, and deaths and restarts since the last call.
+        """Return counters, deaths and restarts of all working engines since the last call.
 
-        Tokens and processor time are summed, other times and means are averaged, errors are the
-        maximum.
+        Tokens and processor time are sums over the engines, other times and means are averages,
+        and an error is the largest one.
         """
         counters = [member.engine.metrics() for member in self._up or self._members]
         totals = {"crashes": float(self._deaths)}
@@ -204,9 +204,9 @@ class EnginePool:
         )
 
     async def _call_all(self, call: Callable[[Engine], Awaitable[None]]) -> None:
-        """Call every engine that is up.
+        """Call every working engine, and restart those that die during the call.
 
-        Errors other than deaths are raised after all engines have answered.
+        The first error of another kind is raised after all engines have answered.
         """
         members = self._up
         lives = [member.lives for member in members]
@@ -230,7 +230,10 @@ class EnginePool:
             await asyncio.wait(restarts, return_when=asyncio.FIRST_COMPLETED)
 
     def _lose(self, member: _Member, lives: int, died: EngineDied) -> None:
-        """Restart an engine that died, unless another caller has noticed the same death."""
+        """Begin to restart an engine that died.
+
+        Do nothing if another caller has reported this death, that of the life number `lives`.
+        """
         if not member.up or member.lives != lives:
             return
         member.up = False
@@ -244,9 +247,10 @@ class EnginePool:
         self._recovery.on_event("engine_lost", engine=self._members.index(member), cause=str(error))
 
     async def _restart(self, member: _Member, died: EngineDied) -> None:
-        """Start an engine until it is in the pool's state. Raises `EngineDied` after the last try.
+        """Restart an engine and load the pool's version, again if it dies meanwhile.
 
-        It runs in a separate task, so that cancelling a request never cancels the restart.
+        Raises `EngineDied` when no restart is left. It runs in a task of its own, so that
+        cancelling a request never cancels the restart.
         """
         while not member.up:
             self._count_restart(member, died)
@@ -278,7 +282,10 @@ class EnginePool:
         )
 
     async def _bring_up_to_date(self, engine: Engine) -> None:
-        """Load and resume like the other engines, again if their state changes meanwhile."""
+        """Bring a new engine to the pool's version, and let it sample if the others do.
+
+        Both can change while it loads; it then loads again.
+        """
         version = -1
         running = False
         while (version, running) != (self._version, self._running):

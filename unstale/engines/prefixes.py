@@ -1,15 +1,15 @@
-"""Prefixes that a server has probably cached, in whole blocks of tokens."""
+"""A record of the token prefixes that a server has probably in its cache."""
 
 from collections.abc import Iterator, Sequence
 
 BLOCK = 16
-"""Tokens. The blocks of a server's cache have this length or a multiple of it."""
+"""Tokens of a block. The blocks of a server's cache have this length or a multiple of it."""
 _MAX_BLOCKS = 1 << 17
-"""Blocks remembered; the oldest are forgotten first."""
+"""Blocks remembered, to bound memory. The oldest are forgotten first."""
 
 
 class CachedPrefixes:
-    """A set of prefixes. The oldest are forgotten when there are too many.
+    """A set of prefixes of sequences, in whole blocks of `BLOCK` tokens.
 
     >>> seen = CachedPrefixes()
     >>> seen.add(range(100))

@@ -27,10 +27,10 @@ class EngineOptions:
     threads: int = 1
     """CPU threads of the process."""
     max_running: int = 128
-    """Replies sampled at once; further ones wait.
+    """Replies sampled at once; further requests wait.
 
-    The embedded engine caches as many contexts. With a few more than concurrent episodes, it still
-    has an episode's context at the next turn.
+    The embedded engine caches as many contexts. With a few more than there are concurrent episodes,
+    an episode's context is still cached at its next turn.
     """
     max_context: int = 2048
     """Tokens of a sequence. A reply ends with "length" when its sequence has them."""
@@ -41,7 +41,7 @@ class EngineOptions:
     merging: Merging | None = None
     """If given, updates are adapters, which the engine merges into the model's weights."""
     lockstep: bool = False
-    """Embedded engine only: sample one token of each reply every `STEP_S` of the event loop's time.
+    """Compute one step every `STEP_S` of the event loop's clock. For the embedded engine only.
 
     Results then depend on nothing but the order of calls, so a run is deterministic.
     """
@@ -56,14 +56,14 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """A backend: how to make its engines, and the options it requires."""
+    """How to make engines of a backend, and what the backend can do."""
 
     make: Callable[[EngineOptions], Engine]
-    """Raises `ValueError` for options that the backend cannot work with."""
+    """Returns an engine. Raises `ValueError` for options that the backend cannot work with."""
     needs_urls: bool = False
-    """The run cannot start the server, so `engine.urls` must name one."""
+    """The run cannot start a server of this kind, so `engine.urls` must name a running one."""
     adapter_deltas: bool = False
-    """The engine merges adapters itself, so their deltas can be sent too."""
+    """The engine accepts deltas of adapters, because it keeps the adapters that it merged."""
 
 
 def engine_spec(backend: str) -> EngineSpec:

@@ -1,8 +1,9 @@
 """The base class of engines behind an HTTP server.
 
-The server stamps every token with the version that sampled it; the stamp must be the version loaded
-last. After every load the engine samples a few tokens and compares their log-probabilities with the
-trainer's model under the same weights. See docs/engines.md.
+Two checks detect a server that does not sample from the weights it was sent. The server returns the
+version that sampled each token, and it must be the version loaded last. After every load, the
+probe: the engine samples a few tokens and compares their log-probabilities with the trainer's model
+under the same weights. See docs/engines.md.
 """
 
 import asyncio
@@ -45,16 +46,16 @@ CHECK_S = 2.0
 HANG_S = 60.0
 """Seconds without an answer after which a server counts as dead."""
 LOAD_S = 600.0
-"""Seconds for a start, a load or a probe, which take longer than a request."""
+"""Seconds after which a start, a load or a probe fails. They take longer than a request."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
-"""Mean absolute error in nats above which a probe fails. Float noise stays below it."""
+"""Mean absolute error in nats above which a probe fails. Rounding errors stay below it."""
 _PROBE_PARAMS = SamplingParams(max_tokens=32, stop_tokens=(), temperature=1.25)
-"""Not temperature 1, where log-probabilities that leave the temperature out would pass."""
+"""At temperature 1 the probe would not notice a server whose log-probabilities ignore it."""
 _PROBE_PROMPT = 32
 _MIN_LOGP = -9999.0
 """The value that vLLM sends for a token without a log-probability."""
 _MAX_LOGP = 1e-3
-"""Log-probabilities up to this far above 0 are float noise."""
+"""Nats above 0 that a log-probability may have by rounding."""
 _STOPS: dict[str, ReplyStop] = {"stop": "stop", "length": "length", "abort": "interrupted"}
 _T = TypeVar("_T")
 
@@ -69,21 +70,20 @@ class ServerReply:
 
     tokens: tuple[int, ...]
     logps: tuple[tuple[int, float], ...]
-    """For each token, a token id and its log-probability; the ids must be those of `tokens`."""
+    """The server's pairs of token id and log-probability. Their ids must equal `tokens`."""
     versions: tuple[tuple[str, int], ...]
-    """Runs of one version: the version, and the index of the token after the run."""
+    """For each part of the reply sampled by one version: the version, and the part's end."""
     finish_reason: str
     cached_tokens: int
-    """Context tokens that were in the server's cache."""
+    """Number of context tokens that the server took from its prefix cache."""
 
 
 class RemoteEngine(ABC):
     """An `Engine` on one server. A subclass describes the server's HTTP API.
 
-    Weights travel through a file in memory, so the server must run on this host. With `deltas` the
-    file is kept and updated in place. With `merging` the updates are adapters, and the server gets
-    merged weights. With `keep_cache` the server keeps its cache when weights change; tokens sampled
-    over older caches are not clean.
+    Weights are passed in a file in memory, so the server must run on this host. With
+    `options.deltas` the file is kept and updated in place. With `options.merging` the updates are
+    adapters, and the server gets merged weights.
     """
 
     NAME: ClassVar[str]
@@ -114,7 +114,7 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     async def _handshake(self) -> int:
-        """Return the longest context in tokens.
+        """Check the server's settings, and return its longest context in tokens.
 
         Raises ValueError for a server that cannot be used.
         """
@@ -125,19 +125,22 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     async def _abort(self, request_ids: Sequence[str]) -> None:
-        """Abort replies whose requests arrived after the pause."""
+        """Abort these requests, which the server received after the pause."""
 
     @abstractmethod
     async def _load_weights(self, folder: Path, version: int) -> None:
-        """Load weights and version, and leave the server ready to sample."""
+        """Make the server load the file in `folder` and its version, and be ready to sample."""
 
     @abstractmethod
     async def _loaded_version(self) -> str:
-        """Return the version that the server's engine reports. A hanging engine must not answer."""
+        """Return the version that the server holds.
+
+        Its engine process must answer this itself, so that a process that hangs is noticed.
+        """
 
     @abstractmethod
     async def _unpause(self) -> None:
-        """Undo a pause after which nothing was loaded."""
+        """End a pause. `_load_weights` ends it too, so often there is none."""
 
     @abstractmethod
     def _request_body(
@@ -215,7 +218,7 @@ class RemoteEngine(ABC):
         session.usage.loaded(probe_error)
 
     def _write_weights(self, update: Update) -> None:
-        """Write the weights for the server, or update those written before."""
+        """Write the weights to the file for the server, or apply a delta to it."""
         if isinstance(update, Delta):
             advance(self._weights.weights, update)
         else:
@@ -228,7 +231,7 @@ class RemoteEngine(ABC):
         session.open.set()
 
     async def close(self) -> None:
-        """Close the engine. A server that it started ends, and is waited for."""
+        """Close the engine. If it started the server, end that and wait for it."""
         if self._session is not None:
             self._session.end("the engine is closed")
         self._weights.close()
@@ -269,9 +272,9 @@ class RemoteEngine(ABC):
         return reply
 
     def _checked_piece(self, reply: ServerReply, params: SamplingParams, version: int) -> Sampled:
-        """Return the reply as a piece.
+        """Return the tokens and log-probabilities of a reply.
 
-        Raises `EngineDied` for wrong versions or log-probabilities.
+        Raises `EngineDied` if they are not of `version`, or lack log-probabilities.
         """
         tokens = reply.tokens
         session = self._live_session()
@@ -328,9 +331,9 @@ class RemoteEngine(ABC):
         return tokens
 
     async def _wait_until_reachable(self, session: "_Session") -> None:
-        """Wait while the server starts.
+        """Wait until the server answers.
 
-        A server started elsewhere is waited for if it was reached before.
+        Raises `EngineDied` at once if the server was started elsewhere and has never answered.
         """
         timeout_s = LOAD_S if self.server is not None else HANG_S
         async with self._deadline(session, timeout_s, "not ready"):
@@ -374,7 +377,7 @@ class RemoteEngine(ABC):
     async def _deadline(
         self, session: "_Session", seconds: float, failure: str
     ) -> AsyncIterator[None]:
-        """End the session, with `failure` as the reason, if the block takes too long."""
+        """Raise `EngineDied` with `failure` as the reason if the block takes too long."""
         try:
             async with asyncio.timeout(seconds):
                 yield
@@ -410,7 +413,7 @@ class RemoteEngine(ABC):
                 task.exception()  # marks it as retrieved
 
     async def _check_health(self, session: "_Session") -> None:
-        """Ask the engine behind the server for its version. A hanging engine does not answer."""
+        """Raise `EngineDied` if the server hangs or holds another version than was loaded."""
         if time.monotonic() < session.checked_at + CHECK_S:
             return
         session.checked_at = time.monotonic()
@@ -422,7 +425,10 @@ class RemoteEngine(ABC):
             raise self._fail(session, reason)
 
     def _fail(self, session: "_Session", reason: str) -> EngineDied:
-        """End the session and kill a server that was started here. Return the error to raise."""
+        """Make all calls until the next start fail, and kill the server if this engine started it.
+
+        Return the error to raise.
+        """
         if session.error:
             return EngineDied(session.error)
         log = ""
@@ -451,7 +457,7 @@ class _Session:
         """The reason why the session ended."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.open = asyncio.Event()
-        """Set while the engine samples."""
+        """Set while the engine may sample, from `resume` to `interrupt`."""
         self.pending: set[str] = set()
         self.quiet = asyncio.Event()
         """Set while no request is pending."""

@@ -1,7 +1,7 @@
-"""A fake engine that returns scripted tokens, for tests of code that uses an engine.
+"""A fake engine that returns given tokens, for tests of code that uses an engine.
 
-It runs in this process, deterministically and without a model. Time passes only in `token_delay`,
-so a test decides with events or a virtual clock which reply is slow and where an interrupt cuts it.
+It runs in this process, deterministically and without a model. Replies take time only in
+`token_delay`, so a test controls which reply is slow and at which token an interrupt ends it.
 """
 
 import asyncio
@@ -26,19 +26,17 @@ from unstale.records import Sampled
 from unstale.weights.store import Delta
 
 Script = Callable[[Sequence[int], SamplingParams], Sequence[int]]
-"""A function of (tokens so far, params) that returns the tokens up to a stop token or
-`params.max_tokens`.
-"""
+"""Returns the reply to a context: up to a stop token, or `max_tokens` tokens."""
 Delay = Callable[[Sequence[int], SamplingParams], Awaitable[None]]
-"""An async function of (tokens so far, params) that the next token waits for."""
+"""Is called with context and reply so far, and awaited before each token."""
 
 
 class ScriptedEngine:
     """An `Engine` that returns scripted tokens.
 
-    `script` returns the tokens after a context; it is called again for a reply that continues.
-    `logp` is the log-probability of every token, or a function of (context, token). `parameters`
-    are the weights that `load` expects, by name; without them it accepts any.
+    `script` returns the reply to a context; an interrupted reply that continues calls it again.
+    `logp` is the log-probability of every token, or a function of (context, token). `load` accepts
+    only weights with the names and shapes of `parameters`, or any if these are not given.
 
     >>> async def hello() -> Reply:
     ...     engine = ScriptedEngine(lambda tokens, params: [5, 6, 7])
@@ -67,10 +65,7 @@ class ScriptedEngine:
         self._parameters = parameters
         self.version = -1
         self._pending: dict[asyncio.Timeout, None] = {}
-        """A timeout for each pending reply.
-
-        When it expires, the reply ends with the tokens it has.
-        """
+        """A timeout for each reply being sampled. When it expires, the reply ends early."""
         self._open = asyncio.Event()
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -177,7 +172,7 @@ class ScriptedEngine:
                 halt.reschedule(0.0)
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the tokens since the last call. The other counters are 0."""
+        """Return the number of sampled tokens since the last call. The other counters are 0."""
         sampled_tokens = float(self._sampled_tokens)
         self._sampled_tokens = 0
         return dict.fromkeys(REQUIRED_COUNTERS, 0.0) | {"sampled_tokens": sampled_tokens}

@@ -1,4 +1,4 @@
-"""Counters of an engine behind a server: tokens, busy time, and cached contexts by version."""
+"""Counters of an engine behind a server, and a record of what the server has cached."""
 
 import time
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ _COUNTERS = (
 class UsageCounters:
     """The counters of one server since its start.
 
-    With `keep_cache`, the server reuses what it cached under older weights, and replies over that
-    are not clean.
+    With `keep_cache`, the server keeps its prefix cache when weights change. A reply is clean if
+    nothing of its context was computed with older weights.
     """
 
     def __init__(self, *, keep_cache: bool) -> None:
         self._keep_cache = keep_cache
         self._current = CachedPrefixes()
-        """Contexts computed under the current weights."""
+        """Contexts computed with the current weights."""
         self._older = CachedPrefixes()
-        """Contexts computed under the weights before; with `keep_cache`, under all before."""
+        """Contexts computed with the weights before; with `keep_cache`, with all earlier ones."""
         self._counters = dict.fromkeys(_COUNTERS, 0.0)
         self._since = time.monotonic()
         self._busy_since: float | None = None
@@ -53,10 +53,10 @@ class UsageCounters:
         self._current = CachedPrefixes()
 
     def count(self, context: Sequence[int], reply: Sequence[int], *, cached: int) -> bool:
-        """Count a reply. The server took `cached` tokens of its context from the prefix cache.
+        """Count a reply, of whose context the server had `cached` tokens in its cache.
 
-        Return True if the reply is clean: none of these tokens was cached under older weights. An
-        empty reply is not counted, because the server may not have begun to compute it.
+        Return True if the reply is clean. An empty reply is not counted, because the server may not
+        have begun to compute it.
         """
         if not reply:
             return True
@@ -75,7 +75,8 @@ class UsageCounters:
     def read(self) -> dict[str, float]:
         """Return the counters since the last call, and reset them.
 
-        Re-prefilling is assumed to take as much of the busy time as it has of the tokens.
+        Computing dropped contexts again is assumed to take as much of the busy time as it has of
+        the tokens.
         """
         if self._busy_since is not None:
             self.end()

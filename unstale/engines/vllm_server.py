@@ -23,10 +23,10 @@ _TERMINATE_S = 10.0
 
 
 class VllmServer:
-    """A vLLM server process.
+    """A vLLM server process and its children, which end with `close` or with this process.
 
-    Its processes form one group, which ends with `close` or with this process. The server starts
-    with random weights, so that a probe detects parameters that the first load does not reach.
+    The server starts with random weights, so that the probe after the first load detects every
+    parameter that the load did not change.
     """
 
     def __init__(self, options: EngineOptions, extension: str = EXTENSION) -> None:
@@ -121,9 +121,9 @@ class VllmServer:
 
 
 def server_environment(folder: Path, *, threads: int) -> dict[str, str]:
-    """Return the environment of a server with its sockets in `folder`.
+    """Return the environment variables of a server with its sockets in `folder`.
 
-    The user's variables override the defaults, but not what a run requires.
+    This process's own variables override the defaults, but not those that a run requires.
     """
     defaults = {
         "VLLM_CPU_KVCACHE_SPACE": "1",

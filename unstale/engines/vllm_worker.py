@@ -24,20 +24,17 @@ class Extension:
     reload_weights: Any
 
     def unstale_load(self, path: str) -> None:
-        """Load all weights from a safetensors file on this host.
-
-        Names are those of the checkpoint.
-        """
+        """Load all weights from a safetensors file, with the names of a checkpoint."""
         self.reload_weights(
             weights_iterator=iter(load_file(path).items()), is_checkpoint_format=True
         )
         self.unstale_repack()
 
     def unstale_repack(self) -> None:
-        """Repack weights for vLLM's CPU build.
+        """Pack weights again, for vLLM's CPU build.
 
-        It packs a tied head when the model is made, and does not notice that another module loads
-        it.
+        The build packs an output head that is tied to the embedding only when it makes the model. A
+        load changes the embedding, but not the packed head.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm

@@ -17,12 +17,11 @@ _LONG_REPLY = 1000
 def check_engine(
     make: Callable[[], Engine], *, update: Mapping[str, Tensor], prompt: Sequence[int] = (1, 2, 3)
 ) -> None:
-    """Check that an engine keeps the contract of `Engine`.
+    """Raise AssertionError, with the likely mistake, if an engine breaks a promise of `Engine`.
 
-    Raises AssertionError with the broken promise and the likely mistake. `make` returns a new
-    engine, `update` is a full set of weights for it. `prompt` is a context after which a thousand
-    more tokens fit. Sampling must take time: a reply of two tokens must end before one of a
-    thousand that started with it.
+    `make` returns a new engine, `update` is a full set of weights for it. `prompt` is a context
+    after which a thousand more tokens fit. A reply of two tokens must end before one of a thousand
+    that started at the same time.
     """
     asyncio.run(_check_engine(make(), update, list(prompt)))
 
@@ -30,7 +29,7 @@ def check_engine(
 async def _check_engine(engine: Engine, update: Mapping[str, Tensor], prompt: list[int]) -> None:
     """Run all checks on one engine, because real ones take seconds to start.
 
-    The check of samples before the first load comes first.
+    `_check_waiting` comes first, because it needs an engine without weights.
     """
     current = "start"
     try:
@@ -175,7 +174,7 @@ async def _check_interrupt(engine: Engine, update: Mapping[str, Tensor], prompt:
 
 
 async def _check_waiting(engine: Engine, update: Mapping[str, Tensor], prompt: list[int]) -> None:
-    """Samples wait before the first resume, and between interrupt and resume."""
+    """Check that samples wait before the first resume, and between interrupt and resume."""
     for version in (0, 1):
         async with asyncio.TaskGroup() as tasks:
             await engine.interrupt()
@@ -194,7 +193,7 @@ async def _check_waiting(engine: Engine, update: Mapping[str, Tensor], prompt: l
 
 
 async def _check_restart(engine: Engine, update: Mapping[str, Tensor], prompt: list[int]) -> None:
-    """Start it again while one reply is being sampled and another waits."""
+    """Start the engine again, once while a reply is sampled and once while a request waits."""
     await _publish(engine, update, 5)
     tokens = (await engine.sample(prompt, _params(6))).piece.tokens
     died = "start must end pending samples"

@@ -18,13 +18,13 @@ NOISE = (
         (ToolCall("no_such_tool", {}), ToolCall("", {}, error="the call is not JSON")),
     ),
 )
-"""Replies that any policy may give. An environment must answer all of them."""
+"""Replies that an untrained policy may give. An environment must answer all of them."""
 
 
 def check_env(taskset: Taskset, *, episodes: int = 20, max_turns: int = 30) -> None:
-    """Raise `AssertionError` if a task set or its environments break their contract.
+    """Raise AssertionError if a task set or its environments break their contract.
 
-    Plays `episodes` episodes of fixed replies twice: the same task, seed and replies must give the
+    Plays up to `episodes` tasks twice with fixed replies. Both times the environment must give the
     same answers.
     """
     held_out = taskset.held_out(8)

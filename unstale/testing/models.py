@@ -22,10 +22,7 @@ from unstale.records import ContextPiece, Piece, Sampled, ScoredTrajectory, Task
 
 
 def tiny_policy(*, seed: int = 0, dtype: str = "float32", lora: Lora | None = None) -> Policy:
-    """Return a random Qwen3 with 64 words on the CPU.
-
-    It is small enough for a test, and its distribution is far from uniform.
-    """
+    """Return a small random Qwen3 with 64 words, on the CPU. It does not sample uniformly."""
     words = {f"w{i}": i for i in range(64)}
     inner = Tokenizer(WordLevel(words, unk_token="w0"))
     inner.pre_tokenizer = Whitespace()
@@ -66,10 +63,11 @@ def episode(
     *,
     advantage: float = 1.0,
 ) -> ScoredTrajectory:
-    """Return a random episode whose pieces follow a plan.
+    """Return an episode of random tokens that a plan divides into context and sampled tokens.
 
-    In the plan, `n` is n context tokens, and `(n, version)` or `(n, version, clean)` are n sampled
-    ones. Tokens and `behavior_logp` depend on `number` alone.
+    In the plan, `n` is n context tokens, and `(n, version)` or `(n, version, clean)` are n tokens
+    sampled by a version; `clean` (default True) means without a KV cache of older weights. Tokens
+    and `behavior_logp` depend on `number` alone.
     """
     noise = torch.Generator().manual_seed(number)
     pieces: list[Piece] = []
@@ -91,7 +89,7 @@ def episode(
 
 
 def nudge(policy: Policy, *, seed: int, size: float = 0.02) -> None:
-    """Change the weights as an optimizer step would, without a new version."""
+    """Add noise of this size to all weights, as an optimizer step would change them."""
     noise = torch.Generator().manual_seed(seed)
     moved = {
         name: tensor + size * torch.randn(tensor.shape, generator=noise).to(tensor)
@@ -101,7 +99,7 @@ def nudge(policy: Policy, *, seed: int, size: float = 0.02) -> None:
 
 
 def checkpoint_round_trip(state: Any) -> Any:
-    """Return a component's state after writing it to a checkpoint and reading it back.
+    """Write a component's state to a checkpoint, and return what is read back.
 
     Raises TypeError for a state that a checkpoint cannot hold.
     """

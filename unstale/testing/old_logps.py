@@ -1,4 +1,4 @@
-"""A conformance suite for old-log-probability routes."""
+"""A conformance suite for routes, the ways to get log-probabilities under sampling weights."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,11 +16,11 @@ from unstale.testing.models import checkpoint_round_trip, episode, nudge, plain_
 
 
 def check_old_logps(make: Callable[[LocalScorer], OldLogps], *, lora: Lora | None = None) -> None:
-    """Raise AssertionError if the routes that `make(scorer)` returns break their contract.
+    """Raise AssertionError if a route made by `make` breaks the contract of `OldLogps`.
 
-    Three versions are published. A batch has tokens of all of them, within and across turns, and
-    some sampled over a kept KV cache. Values may have any error, except where the route marks them
-    exact. Then a run is killed and resumed from its checkpoint, with all pieces sampled since.
+    The route gets a batch with tokens of three versions, some of them sampled with a KV cache of
+    older weights. Its values may have any error, except where the route marks them exact. A second
+    test resumes a killed run from its checkpoint.
     """
     policy = tiny_policy(lora=lora)
     with closing(make(_scorer(policy))) as route, closing(make(_scorer(policy))) as restored:
@@ -29,7 +29,10 @@ def check_old_logps(make: Callable[[LocalScorer], OldLogps], *, lora: Lora | Non
 
 
 def _check_route(route: OldLogps, restored: OldLogps, policy: Policy) -> bool:
-    """Check a route without a crash. Return True if it is exact on every clean action token."""
+    """Check a route without a crash.
+
+    Return True if it is exact for all tokens that were sampled without a cache of older weights.
+    """
     assert isinstance(route.needs, Needs), "needs must be a Needs"
     copies: list[Policy] = []
     for version in range(3):
@@ -66,10 +69,11 @@ def _check_route(route: OldLogps, restored: OldLogps, policy: Policy) -> bool:
 def _check_recovery(
     make: Callable[[LocalScorer], OldLogps], *, always_exact: bool, lora: Lora | None
 ) -> None:
-    """Kill a run and resume it.
+    """Check a route in a run that is killed and resumed.
 
-    The checkpoint has the weights of version 3. Versions 3 and 4 are published after it and before
-    the crash, so the resumed run publishes the same weights as version 5.
+    The checkpoint holds the weights that are then published as version 3. The run is killed after
+    it has published version 4. The resumed run publishes the checkpoint's weights as version 5,
+    because the numbers 3 and 4 are used.
     """
     policy = tiny_policy(lora=lora)
     copies: list[Policy] = []
@@ -119,9 +123,9 @@ def _check_recovery(
 
 
 def _run_to_checkpoint(route: OldLogps, policy: Policy, copies: list[Policy]) -> None:
-    """Publish versions 0 to 2 and train once more.
+    """Publish versions 0 to 2 and train after each, up to the checkpoint.
 
-    Half the pieces of version 2 have not arrived.
+    The route gets only half of what version 2 sampled.
     """
     for version in range(3):
         _publish(route, policy, version, copies)
@@ -165,7 +169,7 @@ _INTERRUPTED: tuple[list[int | tuple[int, int] | tuple[int, int, bool]], ...] = 
 def _pieces_of(
     version: int, plans: Sequence[Sequence[int | tuple[int, int] | tuple[int, int, bool]]]
 ) -> list[PendingPiece]:
-    """Return the pieces of these episodes that `version` sampled, in order of arrival."""
+    """Return what `version` sampled in these episodes, as the route receives it."""
     pieces = []
     for number, plan in enumerate(plans):
         trajectory = episode(number, plan).trajectory

@@ -1,8 +1,8 @@
 """Continuous batching: each step is one forward pass, and requests join or leave between steps.
 
-A slot is a row of the KV cache with the tokens in it. The slot of a finished reply is kept, so that
-the episode's next turn computes only its new tokens. A request copies the longest prefix that
-another slot has cached. Slots are reused oldest first.
+A slot is the part of the KV cache that holds one sequence. After a reply its slot keeps the
+sequence, so that the episode's next turn computes only its new tokens. A new sequence copies the
+longest prefix that another slot has cached. The slots that were unused longest are reused first.
 """
 
 from collections import defaultdict, deque
@@ -20,16 +20,16 @@ from unstale.engines.embedded.runner import Chunk, Runner, Step
 from unstale.engines.embedded.sampling import draw, uniforms
 
 MAX_CHUNK_TOKENS = 512
-"""Context tokens computed in one step. An interrupt waits for at most one such step."""
+"""Context tokens computed in one step at most. An interrupt waits until the step is over."""
 MIN_COPY = 8
-"""Tokens. Shorter common prefixes are computed again, which costs no more than a copy."""
+"""Tokens. Shorter common prefixes are not copied: computing them again costs no more."""
 IDLE_STEPS = 512
 """Steps after which the episode of an unused slot has most likely ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """A call of `sample`."""
+    """The arguments of one call of `Engine.sample`. `id` identifies its reply."""
 
     id: int
     tokens: Sequence[int]
@@ -48,14 +48,14 @@ class FinishedReply:
     behavior_logp: list[float]
     stop: ReplyStop
     clean: bool = True
-    """False if it was sampled over keys and values of an older version."""
+    """False if the context's keys and values were partly computed with older weights."""
 
 
 class Batcher:
-    """The queue, slots and sampling of a `Runner`. Not thread-safe.
+    """A scheduler that decides what a `Runner` computes next, and samples. Not thread-safe.
 
-    With `keep_cache`, cached contexts are used after the weights have changed. Replies over them
-    are not clean.
+    With `keep_cache`, cached contexts are still used after the weights have changed. Replies to
+    such contexts have `clean` False.
     """
 
     def __init__(
@@ -69,19 +69,22 @@ class Batcher:
         self._logp = np.zeros((max_slots, max_context), dtype=np.float32)
         self._length = np.zeros(max_slots, dtype=np.int64)
         self._cached = np.zeros(max_slots, dtype=np.int64)
-        """Tokens of each slot whose keys and values are cached."""
+        """`[slots]`, the number of tokens whose keys and values are cached."""
         self._older = np.zeros(max_slots, dtype=np.int64)
-        """Number of the first cached tokens that were computed under older weights."""
+        """`[slots]`, how many of the cached tokens, from the first, used older weights."""
         self._limit = np.zeros(max_slots, dtype=np.int64)
         self._temperature = np.ones(max_slots, dtype=np.float32)
         self._seed = np.zeros(max_slots, dtype=np.uint64)
         self._used = np.zeros(max_slots, dtype=np.int64)
         self._stops = np.zeros((max_slots, runner.vocab_size), dtype=np.bool_)
         self._stale = np.zeros(max_slots, dtype=np.int64)
-        """Like `_cached`, before the last load dropped the cache of `_stale_tokens`."""
+        """`[slots]`, `_cached` as it was before the last load, for tokens not computed again since.
+
+        The tokens themselves are in `_stale_tokens`.
+        """
         self._stale_tokens = self._tokens[:, :0]
         self._reprefill: dict[int, int] = {}
-        """For each slot, the end of the context tokens that were cached before the last load."""
+        """For each slot, how many of its context tokens were cached before the last load."""
         self._steps = 0
         self.counters: defaultdict[str, float] = defaultdict(float)
         """Sums since the engine's process last sent them."""
@@ -94,24 +97,21 @@ class Batcher:
         self._queue.append(request)
 
     def cancel(self, request_id: int) -> None:
-        """Drop a request. Its slot keeps its cache."""
+        """Drop a request. What its slot has cached can still be reused."""
         self._queue = deque(request for request in self._queue if request.id != request_id)
         for slot, request in list(self._active.items()):
             if request.id == request_id:
                 del self._active[slot]
 
     def interrupt(self) -> list[FinishedReply]:
-        """End every request with the tokens it has."""
+        """End every request, and return replies with the tokens sampled so far."""
         finished = [self._finish(slot, "interrupted") for slot in sorted(self._active)]
         finished += [FinishedReply(request.id, [], [], "interrupted") for request in self._queue]
         self._queue.clear()
         return finished
 
     def load(self, update: Mapping[str, Tensor]) -> None:
-        """Load weights, and drop the cache unless `keep_cache`.
-
-        Contexts are computed again when needed.
-        """
+        """Load weights, and drop the cache unless `keep_cache`."""
         if self._active:
             raise RuntimeError(f"{len(self._active)} replies are being sampled; interrupt first")
         self.runner.load(update)
@@ -155,9 +155,9 @@ class Batcher:
         return self._ended(slots[sampling])
 
     def _admit(self) -> None:
-        """Give waiting requests a slot, in order.
+        """Give waiting requests a slot, in order of arrival.
 
-        A request waits while another computes its prefix.
+        A request stays in the queue while another one computes a prefix that it can copy.
         """
         idle = np.ones(len(self._length), dtype=np.bool_)
         idle[list(self._active)] = False
@@ -173,9 +173,9 @@ class Batcher:
         self._queue.extendleft(reversed(waiting))
 
     def _assign_slot(self, request: SampleRequest, idle: NDArray[np.bool_]) -> int | None:
-        """Prepare the slot with the longest cached prefix.
+        """Prepare a slot for a request, with the longest prefix of its tokens that is cached.
 
-        Return None while another request computes a longer one.
+        Return None if another request is computing a longer prefix, which can be copied later.
         """
         tokens = np.array(request.tokens, dtype=np.int32)
         common = np.minimum(_common_prefix(self._tokens, tokens), len(tokens) - 1)
@@ -200,9 +200,9 @@ class Batcher:
         return slot
 
     def _victim(self, idle: NDArray[np.bool_]) -> int:
-        """Return the idle slot to reuse: the lowest that is empty or long unused, else the oldest.
+        """Return the idle slot to overwrite: one that is empty or long unused, else the oldest.
 
-        Low slots keep the batch small.
+        Of several such slots the lowest is taken, because low slots keep the batch small.
         """
         spare = idle & ((self._cached == 0) | (self._used < self._steps - IDLE_STEPS))
         if spare.any():
@@ -226,7 +226,7 @@ class Batcher:
     def _stale_prefix(self, tokens: NDArray[np.int32]) -> int:
         """Return how many of `tokens` were cached before the last load.
 
-        Each dropped context counts once.
+        A context that the load dropped is counted for one request only.
         """
         if not self._stale.any():
             return 0

@@ -3,10 +3,11 @@
 It uses few, large operations, because overhead dominates for small models: query, key and value are
 one matrix, gate and up another.
 
-On a CPU, `kernels.c` does everything between the matrix products, over cache pages that siblings
-share. On other devices torch does it. Rows of one token are one batched attention: each page
-attends with its row's query, and the pages of a row are summed afterwards. Chunks are one attention
-over their blocks. On CUDA, a step of rows alone replays a graph.
+On a CPU, `kernels.c` does everything between the matrix products. Sequences that start with the
+same tokens share the cache pages of these. On other devices torch does the same with its own
+operations. All sequences that sample one token are one batched attention: each page of the cache is
+attended separately, and the results of a sequence's pages are summed afterwards. Prompts are cut
+into blocks, which are a second batched attention. On CUDA, steps without prompts replay a graph.
 
 At load time the two halves of each head's rotary embedding are interleaved. The rotation is then
 one complex multiplication, and inner products do not change.
@@ -31,9 +32,9 @@ from unstale.engines.embedded.runner import Step, check_update
 from unstale.model import linear
 
 RUN = 8
-"""Tokens of a chunk whose attention is computed in one run."""
+"""Successive tokens of a chunk for which `kernels.c` reads the cache once."""
 ROWS_A_THREAD = 16
-"""Runs per thread below which another thread does not pay."""
+"""Runs (see `RUN`) that a further thread needs to be worth its start."""
 _USUAL_ROWS = 64
 """The number of rows that the weights' layout is best for. Other numbers are a little slower."""
 _FIRST_PAGES = 64
@@ -133,16 +134,13 @@ class _Masks:
     """The masks that are added to attention scores: 0 for visible tokens, -inf for others."""
 
     rows: Tensor
-    """`[pages, 1, PAGE]`"""
+    """`[pages, 1, PAGE]`, for sequences that sample one token."""
     blocks: Tensor
-    """`[blocks, 1, rep * BLOCK, reach * PAGE]`"""
+    """`[blocks, 1, rep * BLOCK, reach * PAGE]`, for chunks; `rep` is query heads per key head."""
 
 
 class Qwen3Runner:
-    """A `Runner` for Qwen3.
-
-    The cache grows with the sequences, up to `max_context` tokens for each slot.
-    """
+    """A `Runner` for Qwen3. Its cache grows with the sequences."""
 
     name = "qwen3 decoder"
 
@@ -259,7 +257,7 @@ class Qwen3Runner:
         return self._copy((self._pages.of[source, :pages], self._pages.of[target, :pages]))
 
     def _copy(self, moved: tuple[Any, Any] | None) -> None:
-        """Copy pages from the first to the second index, if any."""
+        """Copy the contents of pages. `moved` are their old and their new indices, or None."""
         self._reserve(self._pages.span)
         if moved is not None:
             old, new = (torch.as_tensor(pages).to(self._device) for pages in moved)
@@ -326,7 +324,7 @@ class Qwen3Runner:
             other.result()
 
     def _run(self, inputs: Inputs, shape: StepShape) -> Tensor:
-        """Return float32 logits after every row, or after `inputs.ends` if there are chunks."""
+        """Return float32 logits of every row; with chunks, those of the tokens `inputs.ends`."""
         sizes = self.sizes
         rotations = self._rotations[inputs.positions][:, None]
         masks = self._masks(inputs, shape)
@@ -366,7 +364,10 @@ class Qwen3Runner:
         return _Masks(rows[:, None], _hidden(blocks, self._dtype)[:, None])
 
     def _attend(self, index: int, query: Tensor, inputs: Inputs, *, masks: _Masks) -> Tensor:
-        """Return `[T, heads * head_dim]` of one layer. Its cache has this step's tokens already."""
+        """Return the attention `[T, heads * head_dim]` of one layer.
+
+        Keys and values of this step's tokens must be in the cache already.
+        """
         mixed = []
         num_rows = len(inputs.bags) - 1
         if num_rows:
@@ -402,7 +403,7 @@ class Qwen3Runner:
         return pool[: len(inputs.page_rows) * kv_heads]
 
     def _attend_blocks(self, index: int, query: Tensor, inputs: Inputs, *, mask: Tensor) -> Tensor:
-        """Attend with each block of a chunk over the gathered pages of its sequence so far."""
+        """Attend with the tokens of chunks, block by block, over their sequences' pages."""
         sizes = self.sizes
         blocks = len(inputs.lanes)
         heads = torch.arange(sizes.kv_heads, device=self._device)[:, None]
@@ -420,9 +421,9 @@ class Qwen3Runner:
 def _linear_for(
     device: torch.device, dtype: torch.dtype
 ) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """Return the product with a weight `[out, in]`, and a function that packs a weight for it.
+    """Return a function that multiplies by a weight `[out, in]`, and one that packs the weight.
 
-    On a CPU the product is oneDNN's; see `linear.py`.
+    On a CPU oneDNN multiplies, with packed weights; `model/linear.py` has the reason.
     """
     if device.type != "cpu" or not linear.supported(dtype):
         return F.linear, lambda weight: weight
@@ -461,7 +462,7 @@ def _kernels_for(
 
 
 def _per_row(values: Tensor, inputs: Inputs, *, mode: str) -> Tensor:
-    """Reduce `[pages, n]` to `[rows, n]`."""
+    """Reduce values of pages `[pages, n]` to those of the rows that attend them, `[rows, n]`."""
     return F.embedding_bag(inputs.order, values, inputs.bags, mode=mode)[:-1]
 
 

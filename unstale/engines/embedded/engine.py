@@ -31,10 +31,10 @@ from unstale.weights.codec import dumps, file_of
 from unstale.weights.store import Delta
 
 STEP_S = 0.02
-"""Seconds between steps in lockstep, on the event loop's clock."""
+"""Seconds of the event loop's clock between two steps of an engine with `lockstep`."""
 _READ_BYTES = 1 << 20
 _READY = -1
-"""The number of the answer that a new process sends by itself."""
+"""The number of the message that a new process sends when it is ready for commands."""
 _COUNTERS = (
     "sampled_tokens",
     "prefill_tokens",
@@ -52,8 +52,8 @@ _COUNTERS = (
 class EmbeddedEngine:
     """An `Engine` in a child process. Start, use and close it on one event loop.
 
-    In lockstep it runs one step every `STEP_S` while replies are pending, and reads the results
-    before anything else happens.
+    With `options.lockstep` the process computes one step every `STEP_S` while replies are pending,
+    and this process waits for its result before it does anything else.
     """
 
     def __init__(self, options: EngineOptions) -> None:
@@ -120,10 +120,7 @@ class EmbeddedEngine:
         await self._command({"op": "interrupt"})
 
     async def load(self, update: Update, version: int) -> None:
-        """Load weights as described by `Engine`.
-
-        The tensors must not change before this returns.
-        """
+        """Load weights, as in `Engine.load`. The tensors must not change before this returns."""
         check_load(update, version, self._version, sampling=self._running, deltas=self.takes_deltas)
         body = await asyncio.to_thread(_pack_update, update)
         delta = isinstance(update, Delta)
@@ -150,7 +147,8 @@ class EmbeddedEngine:
     def metrics(self) -> Mapping[str, float]:
         """Return the counters since the last call.
 
-        Re-prefilling gets its token share of a step's time.
+        Computing dropped contexts again is assumed to take as much of a step's time as it has of
+        the step's tokens.
         """
         counters = self._counters
         self._counters = dict.fromkeys(_COUNTERS, 0.0)
@@ -205,7 +203,7 @@ class EmbeddedEngine:
         return future
 
     def _schedule_poll(self) -> None:
-        """Poll the process while something is pending."""
+        """Schedule the next check of the process if any call waits for it."""
         if self._next_poll is None and self._child is not None and self._is_pending():
             self._next_poll = asyncio.get_running_loop().call_later(
                 self._child.poll_s, self._poll, self._child
@@ -234,12 +232,12 @@ class EmbeddedEngine:
                 _resolve(self._answers.pop(header["id"], None), answer)
 
     def _on_lost(self, child: "_Child", error: str) -> None:
-        """Note the end of the process. Without `error`, its log has the reason."""
+        """Fail all calls after the process ended. If `error` is empty, its log has the reason."""
         if child is self._child and not self._error:
             self._end(error or child.last_words())
 
     def _end(self, error: str) -> None:
-        """Fail everything that is pending with `EngineDied`."""
+        """Make all calls that wait for the process raise `EngineDied`, and all later ones."""
         self._error = self._error or error
         self._running = False
         if self._next_poll is not None:
@@ -262,7 +260,7 @@ def _resolve(future: "asyncio.Future[Any] | None", result: Reply | Header | Exce
 
 
 class _Child(Child, asyncio.Protocol):
-    """The engine process. Frames from its socket go to `on_message`, its end to `on_lost`."""
+    """The engine process. Calls `on_message` for each of its messages, `on_lost` at its end."""
 
     poll_s = BEAT_S
 
@@ -289,7 +287,7 @@ class _Child(Child, asyncio.Protocol):
         )
 
     def send(self, header: Header, body: Sequence[Bytes] = ()) -> None:
-        """Send one frame. The end of the process is noticed where messages are received."""
+        """Send one message. If the process has ended, `on_lost` is called later, not here."""
         parts = [memoryview(part) for part in frame(header, body)]
         if self._transport is not None:
             for part in parts:
@@ -303,10 +301,10 @@ class _Child(Child, asyncio.Protocol):
             self._on_lost(self, str(frozen))
 
     def listen(self, number: int) -> None:
-        """Expect the answer of this number. The event loop receives it."""
+        """Do nothing: the event loop receives the answer with this number."""
 
     def poll(self, number: int) -> None:
-        """Check that the process still works."""
+        """Call `on_lost` if the process has sent no heartbeat for too long."""
         try:
             self.check()
         except ChildFrozen as frozen:
@@ -330,7 +328,7 @@ class _Child(Child, asyncio.Protocol):
 
 
 class _LockstepChild(_Child):
-    """The engine process in lockstep, with a blocking socket."""
+    """An engine process whose answers are read with blocking calls."""
 
     poll_s = STEP_S
     _answered = _READY - 1
@@ -339,7 +337,7 @@ class _LockstepChild(_Child):
         """Do nothing: the socket is connected."""
 
     def listen(self, number: int) -> None:
-        """Receive up to this answer, after the callbacks that are already scheduled."""
+        """Block until this answer arrives, once the callbacks scheduled before have run."""
         asyncio.get_running_loop().call_soon(self._receive_until, number)
 
     def poll(self, number: int) -> None:
@@ -347,7 +345,7 @@ class _LockstepChild(_Child):
         self._receive_until(number)
 
     def _receive_until(self, number: int) -> None:
-        """Process messages up to the answer of this number, and none after it."""
+        """Process messages up to the answer with this number, and none after it."""
         data = b""
         while self._answered < number and self.socket.fileno() >= 0:
             for header, _ in self._frames.feed(data):

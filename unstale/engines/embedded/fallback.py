@@ -1,8 +1,8 @@
-"""A runner on the forward pass of any causal model of transformers with full attention.
+"""A slower `Runner` for models that the decoder does not support. transformers computes them.
 
-It is slower than the decoder. Models with other state (sliding windows shorter than the context,
-recurrent layers) are refused when the engine starts: by their configuration, or by a comparison
-with the uncached forward pass.
+It needs full attention. At the start it refuses models with a sliding window shorter than the
+context or with recurrent layers, if their configuration says so or if a forward pass with the cache
+differs from one without.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _PROBE_TOLERANCE = 1e-3
 
 
 class _Slots:
-    """The part of every layer's cache that the current forward pass reads and writes."""
+    """The slots and positions that the current forward pass uses, in the caches of all layers."""
 
     def __init__(self, max_slots: int, max_context: int) -> None:
         self.shape = (max_slots, max_context)
@@ -30,7 +30,10 @@ class _Slots:
 
 
 class _SlotLayer(CacheLayerMixin):
-    """A layer's cache `[slots, heads, max_context, width]`, allocated by the first pass."""
+    """One layer's keys and values, each `[slots, heads, max_context, width]`.
+
+    They are allocated by the first forward pass, which shows their sizes.
+    """
 
     keys: Tensor
     values: Tensor
@@ -52,7 +55,10 @@ class _SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Cache `[rows, heads, n, width]` at this step's positions. Return the full contexts."""
+        """Cache the keys and values `[rows, heads, n, width]` of this forward pass.
+
+        Return those of the whole sequences.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         slots = self._slots
@@ -77,9 +83,9 @@ class _SlotLayer(CacheLayerMixin):
 
 
 class TransformersRunner:
-    """A `Runner` on the forward pass of a model in transformers.
+    """A `Runner` that calls a model of transformers.
 
-    Rows of one token run together, chunks one by one.
+    Sequences that sample one token are one batch; chunks of prompts are computed one by one.
     """
 
     def __init__(
@@ -118,7 +124,7 @@ class TransformersRunner:
                 parameter.copy_(update[name])
 
     def keep(self, slot: int, count: int) -> None:
-        """Do nothing: every slot has fixed memory."""
+        """Do nothing: the memory of a slot is never released."""
 
     def copy_prefix(self, source: int, target: int, count: int) -> None:
         for layer in self._layers:

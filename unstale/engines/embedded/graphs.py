@@ -10,7 +10,7 @@ from torch import Tensor
 from unstale.engines.embedded.pages import Inputs, StepShape
 
 _MAX_GRAPHS = 256
-"""Each graph holds device memory. Beyond this number, the least recently used one is dropped."""
+"""Graphs kept, because each one holds device memory. The least recently used is dropped first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,10 @@ class _Captured:
 
 
 class Graphs:
-    """A cache of CUDA graphs by shape.
+    """A cache of CUDA graphs by the shape of their step.
 
-    The first step of a shape calls `run`; later ones replay its graph.
-    Other devices always call `run`.
+    The first step of a shape calls `run`, and later steps replay the graph of that call. Without
+    CUDA, every step calls `run`.
     """
 
     def __init__(self, device: torch.device, run: Callable[[Inputs, StepShape], Tensor]) -> None:

@@ -1,6 +1,6 @@
-"""`kernels.c`, compiled once per machine and model shape.
+"""The functions of `kernels.c`, which is compiled once per machine and model shape.
 
-Four calls replace twenty of torch in each layer.
+In each layer, four of its functions replace twenty operations of torch.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ class Kernels:
     """
 
     def __init__(self, **shape: int) -> None:
-        """`shape` are macros for the compiler. Raises OSError with its first error."""
+        """Compile with these macros. Raises OSError with the compiler's first error."""
         self._library = _loaded(tuple(f"-D{name}={value}" for name, value in shape.items()))
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -61,10 +61,10 @@ class Kernels:
 
 @cache
 def _loaded(shape: tuple[str, ...]) -> ctypes.CDLL:
-    """Load the library from the user's cache, or compile it.
+    """Load the compiled library from the user's cache folder, or compile it.
 
-    Its name in the cache is a hash of the source, the compiler's macros for this CPU, and the
-    flags.
+    Its file name is a hash of the source, the flags, and the macros that the compiler defines for
+    this CPU.
     """
     compiler = (
         shlex.split(os.environ.get("CC", ""))

@@ -1,4 +1,7 @@
-"""Locked folders, so that a later process of the same user can remove those of a killed process."""
+"""Locks on temporary folders.
+
+A killed process leaves its folder behind, without a lock. A later process removes it.
+"""
 
 import fcntl
 import os
@@ -19,7 +22,7 @@ def hold_lock(folder: Path) -> TextIO:
 
 
 def remove_leftovers(parent: Path, prefix: str) -> None:
-    """Remove this user's folders that no process has locked."""
+    """Remove this user's folders with such a name that no running process has locked."""
     for folder in parent.glob(f"{prefix}*"):
         with suppress(OSError):
             if folder.lstat().st_uid != os.getuid():

@@ -1,8 +1,9 @@
-"""The paged KV cache: the pages of each slot, and the index arrays of a step's attention.
+"""The paged KV cache: which pages each sequence has, and the index arrays of a step's attention.
 
-The cache is a pool of pages of `PAGE` tokens. One batched product over all pages attends all rows
-at once, so a long sequence does not make the others slower. Everything here runs on the host, in
-numpy; a step needs one flat array on the device.
+The cache is a pool of pages. A page holds the keys and values of `PAGE` successive tokens of one
+sequence. The attention is one batched product over all pages, so a long sequence does not make the
+others slower. Everything here runs on the host, in numpy; a step sends one flat array to the
+device.
 """
 
 import heapq
@@ -21,14 +22,13 @@ PAGE = 64
 BLOCK = 32
 """Tokens of a chunk per attention block."""
 TILE = 8
-"""Sizes are rounded up to a multiple of this, because every new shape needs new kernels and graphs.
-"""
+"""Numbers of tokens are padded to a multiple of this, because each shape needs its own graph."""
 
 Ints = NDArray[np.int64]
 
 
 class Pages:
-    """The page table of all slots.
+    """The page table of all slots. A slot is the part of the cache that holds one sequence.
 
     Slots can share full pages, but never the page that they write to next. Padding is written to
     page 0, which belongs to no slot. Low pages are taken first, so that the used ones lie together.
@@ -56,8 +56,8 @@ class Pages:
     def hold(self, slot: int, length: int) -> tuple[int, int] | None:
         """Assign to `slot` exactly the pages that `length` tokens need.
 
-        A shared last page that is partly filled must be copied: the result is (source page, new
-        page).
+        If the last page is shared and not full, the slot gets another page. Return (old page, new
+        page) then; the caller must copy the contents.
         """
         wanted = -(-length // PAGE)
         had = int(self.count[slot])
@@ -77,7 +77,8 @@ class Pages:
     def share(self, source: int, target: int, length: int) -> tuple[int, int] | None:
         """Make the first `length` tokens of `source` the start of `target`. Full pages are shared.
 
-        A partly filled last page must be copied: the result is (source page, target page).
+        If the last page is not full, return (source page, target page); the caller must copy the
+        contents.
         """
         if source == target:
             return self.hold(target, length)
@@ -105,19 +106,19 @@ class Pages:
 
 
 class StepShape(NamedTuple):
-    """The sizes that vary from step to step."""
+    """The sizes of a step's index arrays. A row is a sequence that samples one token."""
 
     rows: int
     pages: int
     gathered: bool
     """Copy the attended pages together first, because they are few of those in use."""
     tokens: int = 0
-    """Tokens in chunks."""
+    """Tokens of prompts, in chunks."""
     blocks: int = 0
     reach: int = 0
-    """Pages of the longest sequence that has a chunk."""
+    """Pages of the longest sequence that has a chunk in this step."""
     ends: int = 0
-    """Number of rows and chunks; 0 without chunks, where every row is an end."""
+    """Number of tokens that get logits; 0 without chunks, because then all do."""
 
     def fields(self) -> dict[str, tuple[int, ...]]:
         width = self.rows + self.tokens
@@ -141,28 +142,28 @@ class Inputs(NamedTuple):
     """The index arrays of a step: views of one flat `int64` tensor on the device."""
 
     tokens: Tensor
-    """`[rows + chunk tokens]`, like `positions` and `cells`."""
+    """`[rows + chunk tokens]`. `positions` and `cells` have the same shape."""
     positions: Tensor
     cells: Tensor
     """The place of each token's key and value in the pool: page * PAGE + offset."""
     page_ids: Tensor
-    """The attended pages, if they are copied together first; else empty."""
+    """The indices of the attended pages, if the step copies these together first; else empty."""
     page_rows: Tensor
     """`[pages]`, the row whose query attends each page; arbitrary where `visible` is 0."""
     visible: Tensor
     """`[pages]`, the number of attended tokens of each page."""
     order: Tensor
-    """`[pages]`, sorted by row."""
+    """`[pages]`, the indices of the pages, sorted by the row that attends them."""
     bags: Tensor
-    """`[rows + 1]`, the start of each row in `order`, then that of the pages of no row."""
+    """`[rows + 1]`, where each row's pages begin in `order`; last, where those of no row begin."""
     lanes: Tensor
-    """`[blocks, BLOCK]`, the indices in `tokens` of the queries."""
+    """`[blocks, BLOCK]`, the indices in `tokens` of each block's queries. Blocks divide chunks."""
     reached: Tensor
-    """`[blocks, reach]`, the pages that they attend."""
+    """`[blocks, reach]`, the pages that each block attends."""
     spots: Tensor
-    """`[chunk tokens]`, the index of each token in the flattened `lanes`."""
+    """`[chunk tokens]`, the place of each chunk token in the flattened `lanes`."""
     ends: Tensor
-    """The indices in `tokens` that get logits."""
+    """The indices in `tokens` of the tokens that get logits: the last of each row and chunk."""
 
     @classmethod
     def of(cls, flat: Tensor, shape: StepShape) -> "Inputs":
@@ -177,7 +178,7 @@ class Inputs(NamedTuple):
 
 
 def placed(step: Step, pages: Pages) -> Ints:
-    """Take the pages that a step needs. Return the cell of every token."""
+    """Assign the pages that a step needs. Return each token's place in the pool, see `cells`."""
     rows = step.rows.numpy()
     at = step.positions.numpy()
     for chunk in step.chunks:
@@ -192,11 +193,11 @@ def placed(step: Step, pages: Pages) -> Ints:
 
 
 def runs(step: Step, pages: Pages, most: int) -> Tensor:
-    """Return `[4, runs]`: rows, and chunks cut into runs of up to `most` tokens.
+    """Cut a step into runs of up to `most` successive tokens of one sequence.
 
-    For each run: its start in `tokens`, its length, its slot, and its start in the sequence. Runs
-    whose sequences share their first page follow each other, so that the page stays in the CPU's
-    cache.
+    Return `[4, runs]`: for each run its start in `step.tokens`, its length, its slot, and its start
+    in the sequence. Runs whose sequences share their first page follow each other, so that the page
+    stays in the CPU's cache.
     """
     num_rows = len(step.rows)
     parts = [
@@ -228,10 +229,7 @@ def runs(step: Step, pages: Pages, most: int) -> Tensor:
 
 
 def plan(step: Step, pages: Pages) -> tuple[StepShape, Tensor]:
-    """Take the pages that a step needs.
-
-    Return its sizes and its index arrays as one flat tensor.
-    """
+    """Assign the pages that a step needs. Return the step's sizes, and all `Inputs` in a row."""
     cells = placed(step, pages)
     rows = step.rows.numpy()
     at = step.positions.numpy()
@@ -260,7 +258,7 @@ def _pad_rows_and_chunks(values: Ints, num_rows: int, wide: int) -> Ints:
 
 
 def _attended(rows: Ints, at: Ints, pages: Pages) -> tuple[dict[str, Ints], bool]:
-    """Return the index arrays of the pages that rows attend, and if these are to be copied."""
+    """Return the index arrays of the pages that rows attend, and `StepShape.gathered`."""
     if not len(rows):
         none = np.zeros(0, dtype=np.int64)
         return {
@@ -342,7 +340,7 @@ def tiled(size: int) -> int:
 
 
 def _rounded_size(size: int) -> int:
-    """Round up to one of sixteen sizes per octave, so that there are few different sizes.
+    """Round up to one of sixteen sizes between two powers of two, so that few shapes occur.
 
     >>> _rounded_size(100), _rounded_size(1000)
     (104, 1024)

@@ -1,4 +1,4 @@
-"""The trainer's forward pass as a function of weights, to check log-probabilities of engines."""
+"""A forward pass as the trainer's, to check the log-probabilities that a server returns."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,10 +13,10 @@ from unstale.model.lora import Base, Merging
 
 
 class ReferenceModel:
-    """A causal language model without weights: each call receives them.
+    """A causal language model that keeps no weights: `logps` receives them with each call.
 
-    `max_positions` is the longest sequence by its configuration, `vocab_size` the size of its
-    vocabulary. With `merging`, `cast` takes adapters and merges them.
+    `max_positions` is the longest sequence that the model's configuration allows. With `merging`,
+    `cast` takes adapters and merges them into the weights of `folder`.
     """
 
     def __init__(self, folder: Path, *, dtype: torch.dtype, merging: Merging | None = None) -> None:
@@ -35,9 +35,9 @@ class ReferenceModel:
         self._model = _without_memory(model)
 
     def cast(self, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return full weights in the engine's precision, without aliases.
+        """Return full weights in the engine's precision. Of tied weights only one is in them.
 
-        Raises ValueError if they do not fit.
+        Raises ValueError for an update that does not fit the model.
         """
         if self._base:
             update = self._base.merged(update, dtype=self._dtype)
@@ -62,7 +62,7 @@ class ReferenceModel:
 
 
 def _without_memory(model: nn.Module) -> nn.Module:
-    """Return the model with parameters on the meta device. Tied parameters stay tied."""
+    """Free the memory of the model's parameters, in place, and return the model."""
     empty: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

@@ -12,7 +12,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The tokens `start:end` of the sequence in `slot`. All before `start` are cached."""
+    """A part of a prompt: tokens `start` to `end` of the sequence in `slot`.
+
+    All tokens before `start` are cached.
+    """
 
     slot: int
     start: int
@@ -21,7 +24,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The input of one forward pass: R rows of one token each, then C chunks, T tokens in all."""
+    """The input of one forward pass: R rows, then C chunks, T tokens in all.
+
+    A row is the last token of a sequence that is being sampled. A chunk is a part of a prompt.
+    """
 
     rows: Tensor
     """`[R]`, the slot of each row."""
@@ -37,7 +43,7 @@ class Step:
         return int(self.positions[: len(self.rows)].max()) + 1 if len(self.rows) else 0
 
     def spans(self) -> list[tuple[Chunk, slice]]:
-        """Return each chunk with its range in `tokens`."""
+        """Return each chunk and its range in `tokens`."""
         spans = []
         start = len(self.rows)
         for chunk in self.chunks:
@@ -48,18 +54,18 @@ class Step:
 
 
 class Runner(Protocol):
-    """A model with a KV cache of `max_slots` sequences."""
+    """A model with a KV cache. A slot is the part of the cache that holds one sequence."""
 
     name: str
-    """The program that runs the model."""
+    """The program that computes the model, for messages."""
     warning: str
-    """A message for the user about that program; usually empty."""
+    """Why decoding is slow, for the user; empty if it is not."""
     vocab_size: int
 
     def forward(self, step: Step) -> Tensor:
         """Return float32 logits `[R + C, V]` after the last token of each row and chunk.
 
-        All tokens are cached.
+        Keys and values of all tokens are added to the cache.
         """
         ...
 
@@ -72,12 +78,12 @@ class Runner(Protocol):
         ...
 
     def load(self, update: Mapping[str, Tensor]) -> None:
-        """Load these weights. Raises ValueError, loading none, if they do not fit the model."""
+        """Load these weights. Raises ValueError if they do not fit, and then loads none."""
         ...
 
 
 def tied_parameters(model: nn.Module) -> dict[str, str]:
-    """Return the aliases in a model's state, each with the parameter that it repeats."""
+    """Return the names in a model's state that repeat a parameter, each with that parameter."""
     parameters = dict(model.named_parameters())
     names = {parameter.data_ptr(): name for name, parameter in parameters.items()}
     return {

@@ -1,4 +1,4 @@
-"""Sampling of tokens and log-probabilities, with noise that depends on seed and position."""
+"""Sampling of tokens. The random number of a token depends only on seed and position."""
 
 import numpy as np
 import torch
@@ -14,9 +14,9 @@ _BITS = 48
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return `[B]` uniform numbers in (0, 1), one for each seed and position.
 
-    The generator is counter-based, so order and batch do not matter. The counter is hashed twice
-    with the splitmix64 finaliser. With 48 bits the result stays below 1 even after multiplication
-    by a sum of probabilities.
+    Each number is a hash of its seed and position (twice the splitmix64 finaliser), so it does not
+    depend on order or batch. It has 48 bits: more could be rounded to 1 when it is multiplied by a
+    sum of probabilities.
     """
     with np.errstate(over="ignore"):
         stream = _mix(seeds + _GOLDEN)

@@ -1,7 +1,6 @@
 """Weights for servers on this host: a safetensors file in memory.
 
-It is written whole or updated in place. The file is in `/dev/shm`, or in the folder for temporary
-files if there is too little space.
+The file is in `/dev/shm`, or in the folder for temporary files if there is too little space.
 """
 
 import json
@@ -24,15 +23,15 @@ _PREFIX = "unstale-weights-"
 _MAX_HEADER_BYTES = 1 << 20
 """Names and shapes take less."""
 _HEADER_SIZE_BYTES = 8
-"""The header's length is the file's first number."""
+"""The file starts with the length of its header, as a number of this many bytes."""
 
 
 class SharedWeights:
     """A folder with one weight file that is mapped into memory.
 
-    `weights` are the tensors of the mapping, so a delta applied to them changes the file. One copy
-    of the weights is held until `close`. Folders of killed processes are removed by the next
-    process of the same user.
+    `weights` are tensors in that memory, so changing them in place changes the file. The file
+    exists until `close`. If a process is killed, the next process of the same user removes its
+    folder.
     """
 
     def __init__(self) -> None:
@@ -77,9 +76,9 @@ class SharedWeights:
 
 
 def _map_file(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, sharing the file's memory.
+    """Return the tensors of a safetensors file as views of the file's memory.
 
-    Shapes and dtypes are those of `like`.
+    `like` has tensors of the same names, shapes and dtypes.
     """
     with path.open("r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)

@@ -69,7 +69,7 @@ class _Worker:
         self._options = options
         merging = options["merging"]
         self._base = Base(Path(options["model_folder"]), Merging(**merging)) if merging else None
-        """With a base, updates are adapters to be merged into it."""
+        """The weights that adapters are merged into; None if updates are whole weights."""
         self._lockstep = options["lockstep"]
         self._frames = Frames()
         self._reset()
@@ -81,7 +81,7 @@ class _Worker:
         runner = build_runner(Path(options["model_folder"]), dtype=options["dtype"], **limits)
         self._batcher = Batcher(runner, **limits, keep_cache=options["keep_cache"])
         self._full_weights: dict[str, Tensor] = {}
-        """The weights of this version as they were sent, for deltas to change."""
+        """This version's weights as they were sent, if the next update may be a delta to them."""
         self._version = -1
         self._running = False
         self._idle_s = 0.0
@@ -91,9 +91,9 @@ class _Worker:
         return self._running and self._batcher.has_work
 
     def serve(self) -> None:
-        """Process messages, then run one step, until the connection ends.
+        """Process messages and run decoding steps in turn, until the connection ends.
 
-        In lockstep, messages request steps.
+        In lockstep, a step is run only when a message requests it.
         """
         runner = self._batcher.runner
         model = {"runner": runner.name, "vocab_size": runner.vocab_size, "warning": runner.warning}
@@ -110,7 +110,7 @@ class _Worker:
                 return
 
     def send(self, header: Header) -> bool:
-        """Send a message with the counters since the last one.
+        """Send a message, and with it the counters since the last message.
 
         Return False if the connection has ended.
         """
@@ -161,7 +161,7 @@ class _Worker:
         raise ValueError(f"unknown message {header['op']!r}")
 
     def _load(self, header: Header, body: bytes) -> str:
-        """Load full weights, or the weights to which a delta leads. Return an error, or ""."""
+        """Load full weights or a delta. Return the error message, empty if there is none."""
         try:
             if header["delta"]:
                 advance(self._full_weights, loads(body))

@@ -14,8 +14,8 @@ from unstale.engines.remote import LOAD_S, RemoteEngine, ServerReply
 class SglangEngine(RemoteEngine):
     """An `Engine` on one SGLang server.
 
-    Noise is keyed by seed and position, as in `SamplingParams`, if the server was started with
-    `--enable-deterministic-inference`. Otherwise SGLang ignores seeds.
+    If the server was started with `--enable-deterministic-inference`, the random number of a token
+    depends only on seed and position, as `SamplingParams` requires. Otherwise SGLang ignores seeds.
 
     SGLang's pause takes a second while replies are pending, and misses requests that arrive later.
     This engine does not use it: while interrupted it sends no requests, and aborts until all

@@ -14,12 +14,12 @@ from unstale.engines.vllm_server import EXTENSION, VllmServer
 class VllmEngine(RemoteEngine):
     """An `Engine` on one vLLM server.
 
-    Without a `url` the server is a process of this engine and ends with it; `extension` is mixed
-    into its workers. docs/engines.md shows how to start a server for use with a `url`.
+    Without `options.url` this engine starts the server and ends it; `extension` names the class
+    that is mixed into its workers. docs/engines.md shows how to start a server to attach to.
 
-    vLLM's noise is not keyed by position. A reply that continues after an interruption is another
-    draw from the same policy. Its seed combines `seed` with the context's length, so that no noise
-    is used twice.
+    vLLM's random numbers do not depend on a token's position, so an interrupted reply does not
+    continue with those of a whole one. It is another sample of the same policy. A request's seed
+    combines `seed` with the context's length, so that no random numbers are used twice.
     """
 
     NAME = "vLLM"
