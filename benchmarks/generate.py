@@ -1,9 +1,9 @@
-"""Question 1: sampled tokens per second of the embedded engine beside transformers and vLLM, `make
-bench-generate`.
+"""Compare the sampled tokens per second of the embedded engine, transformers and vLLM.
 
-All play the same episodes of several turns: the same lengths of replies, at temperature 1, and the
-same tool results, which cost no time. An episode that ends is replaced by the next until a quarter
-more have begun than are live. Each contestant is a process that is stopped while another plays.
+`make bench-generate` runs it. All engines play the same episodes of several turns at temperature 1:
+the same lengths of replies, and the same tool results, which cost no time. A number of episodes is
+played at the same time, and one that ends is replaced by the next. Each engine is a process that is
+stopped while another one is measured.
 """
 
 import argparse
@@ -69,7 +69,7 @@ PYTHONS = {
     "eager": ".venv-engines",
 }
 LIVE = dict.fromkeys(LABELS, (64,)) | {"ours": (64, 16, 256), "continuous": (16,)}
-"""Episodes at once by default. Continuous batching takes a minute for a play of 64."""
+"""Concurrent episodes by default. Continuous batching takes a minute for 64."""
 GOALS = {
     "generate": 2.0,
     "generate-divided": 2.0,
@@ -79,21 +79,19 @@ GOALS = {
     "eager": 1.5,
 }
 WIDER = 1.5
-"""At 256 episodes over 64."""
+"""Goal for our tokens per second with 256 concurrent episodes, over those with 64."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
-"""Mean difference of log-probabilities from the plain forward pass in float32, beyond which it is
-another model.
-"""
+"""Nats: a larger mean difference from a plain float32 forward pass means another model."""
 
 
 TURNS, REPLY, RESULT, OPENING = (2, 4), (5, 80), (5, 60), (60, 140)
-"""The least and the most: of turns, and of tokens."""
+"""The smallest and largest number of turns, and of tokens of a reply, tool result or prompt."""
 Figures = dict[str, dict[str, list[float]]]
-"""Tokens a second by model, and by contestant and episodes live."""
+"""Tokens per second of each round, by model, then by contestant and concurrent episodes."""
 
 
 def workload(live: int, vocab: int, seed: int) -> list[Episode]:
-    """A quarter more episodes than are live at once.
+    """Return random episodes, a quarter more than are played at the same time (`live`).
 
     >>> episodes = workload(4, 100, seed=0)
     >>> opening, turns = episodes[0]
@@ -144,7 +142,7 @@ def make_model(size: str, folder: Path) -> None:
 
 
 class Player:
-    """A contestant's processes, stopped whenever it has nothing to play."""
+    """The processes of one contestant. They are stopped while another contestant is measured."""
 
     def __init__(
         self, kind: str, folder: Path, *, arguments: argparse.Namespace, dtype: str
@@ -193,8 +191,10 @@ class Player:
     def play(
         self, episodes: Sequence[Episode], live: int, *, warm: bool = False
     ) -> tuple[float, Probe] | None:
-        """Sampled tokens per second and one reply, or None if it cannot, for the reason in
-        `error`."""
+        """Return sampled tokens per second and one reply.
+
+        If the contestant fails, return None and set `error`.
+        """
         if self.error or self._process is None or self._process.stdin is None:
             return None
         self._signal(signal.SIGCONT)
@@ -221,7 +221,7 @@ class Player:
         self._words.close()
 
     def _read(self) -> Any:
-        """The next line, or None with the reason in `error`."""
+        """Return the contestant's next line. If there is none, return None and set `error`."""
         assert self._process is not None and self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], self._limit_s)[0]:
             self.error = f"no answer within {self._limit_s:g} s"
@@ -254,9 +254,9 @@ def players(arguments: argparse.Namespace, folder: Path, dtype: str) -> Iterator
 
 
 def check(player: Player, probe: Probe, folder: Path, dtype: str) -> float:
-    """Mean difference of a reply's log-probabilities from the plain forward pass.
+    """Return the mean difference of a reply's log-probabilities from a plain forward pass.
 
-    A contestant far off is left out.
+    A contestant with too large a difference is not measured.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -280,9 +280,9 @@ def check(player: Player, probe: Probe, folder: Path, dtype: str) -> float:
 def measure(
     arguments: argparse.Namespace, what: tuple[str, str], folder: Path
 ) -> tuple[list[str], dict[str, Any]]:
-    """Rows of the table for one model, and the figures by contestant and episodes live.
+    """Return the table's rows for one model, and its tokens per second by contestant.
 
-    Ends where ours fails.
+    Raises SystemExit if our engine fails.
     """
     size, dtype = what
     vocab = SIZES[size][4]
@@ -321,7 +321,7 @@ def _must_play(kind: str, player: Player) -> None:
 
 
 def _seeds(live: int, vocab: int) -> Callable[[], list[Episode]]:
-    """Another workload in every round, the same for each contestant."""
+    """Return a function whose n-th call returns the n-th round's workload."""
     seeds = iter(range(10**6))
     return lambda: workload(live, vocab, next(seeds))
 
@@ -354,7 +354,7 @@ def _line(
 
 
 def own_growth(figures: Figures) -> list[str]:
-    """What four times as many episodes give, round by round."""
+    """Return a table of our tokens per second with 256 concurrent episodes, over those with 64."""
     lines = ["", *columns("model", "ours with 256 live over ours with 64", f"goal {WIDER:g}")]
     for name, found in figures.items():
         if {"ours 64", "ours 256"} <= found.keys():
@@ -364,7 +364,7 @@ def own_growth(figures: Figures) -> list[str]:
 
 
 def draw(figures: Figures) -> None:
-    """A panel for each model, bars for each contestant by episodes live."""
+    """Draw a panel for each model, with a bar for each contestant and number of episodes."""
     with picture(
         "generate", width=4.2 * len(figures) + 0.6, height=3.9, panels=len(figures)
     ) as axes:

@@ -1,10 +1,9 @@
-"""Contestants of `benchmarks.generate`: each plays workloads in a process of its own, in the
-environment that has it.
+"""The engines that `benchmarks.generate` compares, each in a process of its own.
 
-A line of JSON comes in (`{"episodes": [[opening, [[reply length, tool result], ...]], ...], "live":
-64, ...}`), a line goes out: seconds, sampled tokens, and of one reply its context, tokens and
-log-probabilities, which show whether all run one model. The first line out names the processes that
-are not of this one's group.
+A process reads lines of JSON (`{"episodes": [[opening, [[reply length, tool result], ...]], ...],
+"live": 64, ...}`). For each it writes a line: seconds, sampled tokens, and one reply with its
+context and log-probabilities, which show that all engines compute the same model. Its first line
+has the ids of its processes that are not in its process group.
 """
 
 import asyncio
@@ -21,20 +20,20 @@ from typing import Any, TextIO
 Turn = tuple[int, list[int]]
 Episode = tuple[list[int], list[Turn]]
 Playing = tuple[list[int], list[Turn]]
-"""The context so far, and the turns left."""
+"""An episode being played: its context so far, and the remaining turns."""
 Probe = tuple[list[int], list[int], list[float]]
 MAX_CONTEXT = 1024
 MAX_LIVE = 256
 GROUP = 8
-"""Episodes that share an opening."""
+"""Number of episodes with the same prompt."""
 
 
 SHORT = 16
-"""No reply is longer when a contestant warms up."""
+"""Tokens of the longest reply while a contestant warms up."""
 
 
 def shortened(episodes: Sequence[Episode]) -> list[Episode]:
-    """The first two turns of each, and no long replies.
+    """Return the first two turns of each episode, with replies of at most `SHORT` tokens.
 
     >>> shortened([([2], [(80, [3]), (5, [4]), (30, [5])])])
     [([2], [(16, [3]), (5, [4])])]
@@ -75,7 +74,7 @@ class Ours:
         self.pids = [engine.pid for engine in each]
 
     def forget(self) -> None:
-        """New weights, as far as it knows."""
+        """Drop caches, by loading the same weights as a new version."""
         self._version += 1
         if self._version:
             self._loop.run_until_complete(self._engine.interrupt())
@@ -107,13 +106,13 @@ class Ours:
 
 
 class OneProcess(Ours):
-    """The same in one process with all threads."""
+    """The embedded engine in one process with all threads."""
 
     divided = False
 
 
 class Divided:
-    """A contestant of single-threaded processes that divide the groups of episodes."""
+    """A contestant that divides the episodes among processes of one thread."""
 
     kind = ""
 
@@ -136,10 +135,10 @@ class Divided:
             _heard(child)
 
     def forget(self) -> None:
-        """Each forgets before it plays."""
+        """Do nothing: each process drops its caches before it plays."""
 
     def close(self) -> None:
-        """They end with their input."""
+        """Close the input of the processes, which ends them."""
         for child in self._each:
             child.communicate()
 
@@ -166,11 +165,11 @@ def _heard(child: "subprocess.Popen[str]") -> Any:
 
 
 class Generate:
-    """`generate` of transformers: in every round all live episodes take a turn, in 1, 2 or 4
-    batches by reply length.
+    """The `generate` function of transformers.
 
-    Each turn is computed from its first token: a cache of the turns before would have holes, and
-    was not tried. `choose` tries which number of batches is best.
+    In every round each live episode takes a turn, in 1, 2 or 4 batches by reply length; `choose`
+    finds the fastest number. A turn is computed from its first token, because the padding of a
+    batch would leave holes in a cache of earlier turns.
     """
 
     def __init__(self, folder: Path, dtype: str, threads: int) -> None:
@@ -178,7 +177,7 @@ class Generate:
         self._batches: dict[int, int] = {}
 
     def forget(self) -> None:
-        """It remembers nothing."""
+        """Do nothing: there is no cache between plays."""
 
     def play(self, episodes: Sequence[Episode], live: int) -> tuple[int, Probe]:
         waiting = _begun(episodes)
@@ -206,7 +205,7 @@ class Generate:
         return sampled, probe
 
     def choose(self, episodes: Sequence[Episode], live: int) -> None:
-        """By one turn of as many episodes as are live."""
+        """Measure one turn of `live` episodes with each number of batches; keep the fastest."""
         short = [(opening, turns[:1]) for opening, turns in episodes[:live]]
         self._batch([opening for opening, _ in short], 2, scored=False)
         took = {}
@@ -248,7 +247,7 @@ class Generate:
 
 
 class _Queue:
-    """An engine that takes requests as they come and gives replies as they end."""
+    """An engine with continuous batching: requests join and leave its batch at any step."""
 
     def add(self, number: int, context: list[int], length: int) -> None:
         raise NotImplementedError
@@ -257,7 +256,7 @@ class _Queue:
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Nothing is remembered."""
+        """Do nothing: there is no cache between plays."""
 
     def play(self, episodes: Sequence[Episode], live: int) -> tuple[int, Probe]:
         waiting = enumerate(_begun(episodes))
@@ -391,7 +390,7 @@ class VllmDivided(Divided):
 
 
 def _begun(episodes: Sequence[Episode]) -> Iterator[Playing]:
-    """Episodes to play, which change as they are played."""
+    """Return copies of the episodes, which change as they are played."""
     return ((list(opening), list(turns)) for opening, turns in episodes)
 
 

@@ -50,15 +50,13 @@ from unstale.testing import tiny_policy
 
 RATE = 1e-6
 GOAL = 0.45
-"""Share of the measured matrix rate that training is to reach."""
+"""Goal for the FLOPs per second of training, as a share of large matrix products."""
 SHAPES = {"0.6B": (28, 1024, 3072), "1.7B": (28, 2048, 6144)}
-"""Layers, width and inner width; all have 16 heads of 128, 8 of them for keys and values, and tied
-embeddings.
-"""
+"""Layers, width and inner width. All have 16 query heads, 8 key heads and tied embeddings."""
 VOCABULARIES = (1024, 32_768, 151_936)
 PARTS = ("train", "routes", "publish", "decode", "memory")
 PROMPT, REPLY = 32, 256
-"""Tokens, where decoding is timed."""
+"""Tokens of prompt and reply for the decoding speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +114,10 @@ class Big(Size):
 
 
 def train_flops(size: Big, lengths: Sequence[int], sampled: int) -> float:
-    """Return the FLOPs of a forward and backward pass: matrices twice a weight and token, causal
-    attention, thrice for the gradient.
+    """Return the FLOPs of a forward and backward pass over sequences of these lengths.
 
-    Logits count for `sampled` tokens only. Recomputation to save memory does not count.
+    Per token they are 6 times the weights, plus causal attention. Logits count for `sampled` tokens
+    only. Recomputation to save memory does not count.
     """
     matrices = 6 * (size.body * sum(lengths) + size.head * sampled)
     return matrices + 6 * size.layers * size.heads * size.head_dim * sum(
@@ -128,8 +126,9 @@ def train_flops(size: Big, lengths: Sequence[int], sampled: int) -> float:
 
 
 def decode_bytes(size: Big, rows: int) -> float:
-    """Read from memory for one token of each row, half of the reply behind it: weights once, each
-    row's own keys.
+    """Return the bytes read from memory to sample one token of `rows` sequences.
+
+    These are all weights once, and each sequence's keys and values, half of its reply long.
     """
     context = PROMPT + REPLY / 2
     return (
@@ -143,9 +142,9 @@ class Chip:
     """Measured limits of the device."""
 
     flops: float
-    """Products of large bfloat16 matrices, a second."""
+    """FLOPs per second of products of large bfloat16 matrices."""
     bandwidth: float
-    """Bytes a second of a large copy, read and written."""
+    """Bytes read and written per second by a large copy."""
 
     @classmethod
     def measure(cls, device: str) -> "Chip":
@@ -186,7 +185,7 @@ def training(name: str, size: Big, chip: Chip, history: History) -> list[str]:
 
 
 def scoring(name: str, size: Big, history: History) -> list[str]:
-    """Every route's extra time, over a training step."""
+    """Return a table of the time that each old-log-probability route adds to a training step."""
     lines = columns(
         "model", "route", "extra time a step", "idle time", "resident copies", "movable models"
     )
@@ -242,8 +241,9 @@ async def _decoded(engine: EmbeddedEngine, count: int, vocab: int) -> float:
 
 
 def memory(name: str, size: Big) -> list[str]:
-    """Peaks above what is held: weights, float32 masters and Adam's state; of training, gradients
-    taken off too.
+    """Return a table of the memory peaks of scoring and training.
+
+    Memory that is always held does not count: weights, float32 copies, Adam's state and gradients.
     """
     if size.device == "cpu":
         return ["Not run: needs CUDA, whose allocator says what its peak was."]
@@ -274,14 +274,14 @@ def memory(name: str, size: Big) -> list[str]:
 
 
 def collect() -> None:
-    """Give the device back what nobody holds."""
+    """Free the memory of objects that nothing refers to."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def measure(name: str, size: Big, chip: Chip, chosen: argparse.Namespace) -> list[str]:
-    """One model, its parts in order; what is there already is kept if one of them fails."""
+    """Return the report of one model. If a part fails, the report has the parts before it."""
     lines = ["", f"## {name}", ""]
     try:
         if {"train", "routes"} & set(chosen.parts):

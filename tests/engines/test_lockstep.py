@@ -14,26 +14,10 @@ from unstale.durability import virtual_clock
 from unstale.engines import EngineDied, Reply, SamplingParams
 from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.registry import EngineOptions
-from unstale.testing import nudge, tiny_policy
 from unstale.weights import child_process
 
 Event = tuple[str, int, float, Any]
 """What happened, to which episode, at which virtual time, with which reply."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    tiny_policy().save(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def weights() -> list[Mapping[str, Tensor]]:
-    """Return the weights of two versions."""
-    policy, other = tiny_policy(), tiny_policy()
-    nudge(other, seed=1, size=0.05)
-    return [policy.weights(), other.weights()]
 
 
 def _engine(folder: Path) -> EmbeddedEngine:

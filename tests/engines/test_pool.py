@@ -20,7 +20,6 @@ from unstale.engines.pool import EnginePool, Recovery
 from unstale.engines.registry import EngineOptions
 from unstale.engines.scripted import ScriptedEngine
 from unstale.records import Sampled
-from unstale.testing import nudge, tiny_policy
 from unstale.weights import child_process
 from unstale.weights.store import VersionStore
 
@@ -305,21 +304,6 @@ def test_an_engine_that_may_not_be_restarted_is_not(closes: bool) -> None:
         assert fake.told == []
 
     asyncio.run(live())
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    tiny_policy().save(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def weights() -> list[Mapping[str, Tensor]]:
-    """Return the weights of two versions."""
-    policy, other = tiny_policy(), tiny_policy()
-    nudge(other, seed=1, size=0.05)
-    return [policy.weights(), other.weights()]
 
 
 def _embedded(folder: Path, *, deltas: bool = False) -> EmbeddedEngine:

@@ -35,13 +35,6 @@ from unstale.engines.pool import Recovery, supervise
 from unstale.testing import nudge, tiny_policy
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    tiny_policy().save(path)
-    return path
-
-
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
