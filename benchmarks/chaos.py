@@ -41,15 +41,15 @@ CHILD = Path(__file__).parent / "chaos_child.py"
 RESULTS = Path(__file__).parent / "results"
 CONSOLE = Console(soft_wrap=True, highlight=False)
 STEPS = 9
-"""Of the runs that are killed; places of death are drawn for so many."""
+"""Steps of each run that is killed. The calls at which it is killed are drawn from this number."""
 SPAN_S = 12.0
-"""A life that is killed at any moment dies before this."""
+"""Longest time in seconds before a kill at a random time."""
 
 SMALL = shlex.split(
     "--minutes 0 --schedule.groups_per_step 3 --schedule.group_size 3 --eval.tasks 3 "
     "--checkpoint.every 3 --trainer.warmup_steps 0 --task.latency_s 0.3"
 )
-"""The retail recipe, small; an episode still outlives versions."""
+"""Options that make the retail recipe small. Episodes still last longer than a version."""
 
 
 @dataclass(slots=True)
@@ -59,11 +59,10 @@ class Kill:
     target: str
     run: int
     resumed: bool = False
-    """The next life came up: it went on, or where there was no checkpoint yet, the run was begun
-    anew."""
+    """True if the run came up again: from its checkpoint, or from the beginning if it had none."""
     anew: bool = False
     back_s: float | None = None
-    """Seconds from `--resume` to the first trained step, if the next life lived to see it."""
+    """Seconds from `--resume` to the first trained step, or None if no step was trained."""
     orphans: int = 0
 
 
@@ -75,12 +74,12 @@ class Ended:
     lost: int = 0
     twice: int = 0
     renumbered: list[int] = field(default_factory=list)
-    """Versions whose training was lost, of every resume that had to number on."""
+    """Versions whose training was lost, of every resume that had to skip version numbers."""
 
 
 @dataclass(slots=True)
 class Series:
-    """The deaths of one kind of run, and its ends by number of the run."""
+    """The kills of one kind of run, and the results of its runs by number."""
 
     title: str
     kills: list[Kill] = field(default_factory=list)
@@ -105,7 +104,7 @@ class Series:
 
 
 class Nursery:
-    """The process that forks the runs."""
+    """A process that has imported the package and forks the runs."""
 
     def __init__(self) -> None:
         quiet = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -120,7 +119,7 @@ class Nursery:
     def live(
         self, arguments: Sequence[str], beside: Path, life: int, **order: Any
     ) -> dict[str, Any]:
-        """One life of a run. What it says, and what it was seen to do, lies beside its folder."""
+        """Run until the end or a kill. The output and the events lie beside the run's folder."""
         assert self._process.stdin and self._process.stdout
         beside.mkdir(parents=True, exist_ok=True)
         paths = {"log": str(beside / f"{life:03d}.log"), "told": str(beside / f"{life:03d}.jsonl")}
@@ -145,13 +144,14 @@ def _told(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Witness:
-    """What the journal of a run has held, and what its versions have meant. What was once so has to
-    stay so."""
+    """A record of what a run's journal contained and of what its versions meant.
+
+    Later looks at the journal must find the same.
+    """
 
     def __init__(self, keeps: bool) -> None:
         self._keeps = keeps
-        """Whether pieces that are newer than the checkpoint stay. A deterministic run makes them
-        again."""
+        """True if pieces newer than the checkpoint must survive. Deterministic runs remake them."""
         self._pieces: dict[tuple[int, int], tuple[Any, ...]] = {}
         self._consumed: dict[int, tuple[Any, ...]] = {}
         self._meanings: dict[int, int] = {}
@@ -168,8 +168,7 @@ class Witness:
                 self.end.renumbered.append(line["lost"])
 
     def look(self, folder: Path) -> bool:
-        """At the journal as a death left it, in a copy. Whether there is a checkpoint to go on
-        from."""
+        """Check a copy of the journal after a kill. Return True if the run has a checkpoint."""
         if not (folder / JOURNAL).exists():
             return False
         with tempfile.TemporaryDirectory() as aside:
@@ -215,8 +214,7 @@ class Witness:
         self._consumed = consumed
 
     def finish(self, folder: Path, steps: int) -> Ended:
-        """The run has ended: its journal and its files say the same, and every step is there
-        once."""
+        """Check a run that has ended: its journal and files agree and hold every step once."""
         self.look(folder)
         with Journal.read(folder) as journal:
             self.end.wrong += check(journal)
@@ -243,7 +241,7 @@ class Witness:
 
 
 def orders(seed: int, steps: int, clock: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where to die next: all targets by turns, in any order, each time somewhere else in it."""
+    """Yield the places of the next kills: all targets in turn, in random order, at random calls."""
     draw = random.Random(seed)
     turn = 0
     while True:
@@ -260,18 +258,20 @@ def orders(seed: int, steps: int, clock: bool) -> Iterator[tuple[str, dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class Deadly:
-    """A series of runs that are killed, each again and again until it ends."""
+    """A series of runs, each killed and resumed until it ends."""
 
     nursery: Nursery
     runs: Path
     arguments: tuple[str, ...]
     steps: int
     reference: Path | None = None
-    """What each has to be equal to, of a deterministic run."""
+    """Folder of the undisturbed run that deterministic runs must equal."""
 
     def kill(self, series: Series, wanted: int, seed: int) -> None:
-        """Until so many kills were made, and the last run has ended. A life that its kill misses
-        ends its run."""
+        """Start runs until `wanted` kills were made and the last run has ended.
+
+        A run that ends before its next kill ends normally.
+        """
         places, run = orders(seed, self.steps, clock=self.reference is None), 0
         while len(series.kills) < wanted:
             run += 1
@@ -340,7 +340,7 @@ class Deadly:
 
 
 def hunt(nursery: Nursery, runs: Path, wanted: int, seed: int) -> Series:
-    """Ordinary runs whose engine is killed at random moments, until so many kills hit."""
+    """Kill the engines of ordinary runs at random times until `wanted` kills hit."""
     series, run = Series("Engine killed"), 0
     shares: Counter[str] = Counter()
     while len(series.kills) < wanted and not series.failures:
@@ -389,15 +389,16 @@ def hunt(nursery: Nursery, runs: Path, wanted: int, seed: int) -> Series:
 
 
 def _last_advance(folder: Path) -> float:
-    """When the last row of metrics asked the engine for its counters: after its trainer's last
-    span."""
+    """Return the end of the trainer's last span, when the engine's counters were last read."""
     spans = (row for row in RunFolder(folder).rows("events.jsonl") if row.get("lane") == "trainer")
     return max(row["end"] for row in spans)
 
 
 def several_versions(folder: Path) -> str:
-    """How much there is to get wrong: what share of trajectories holds several versions, and of
-    tokens which lag."""
+    """Return how much mixed data there was to get wrong.
+
+    These are the share of trajectories with several versions, and the share of stale tokens.
+    """
     with Journal.read(folder) as journal:
         rows = list(trained_episodes(journal))
     mixed = sum(len(row["versions"]) > 1 for row in rows) / len(rows)
@@ -415,7 +416,7 @@ def tell(text: str) -> None:
 
 
 def table(series: Series, equal: str) -> list[str]:
-    """By target. A run's verdict counts for every kill that it survived."""
+    """Return the table by target. A run's result counts for each kill that it survived."""
     rows = defaultdict(list)
     for kill in series.kills:
         rows[kill.target].append(kill)
@@ -450,10 +451,12 @@ def table(series: Series, equal: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kills", type=int, default=100, help="of the deterministic run")
-    parser.add_argument("--ordinary", type=int, help="kills of the ordinary run. Now: half as many")
-    parser.add_argument("--engine", type=int, help="kills of the engine. Now: half as many")
-    parser.add_argument("--steps", type=int, default=STEPS, help="of each run that is killed")
+    parser.add_argument("--kills", type=int, default=100, help="kills of the deterministic run")
+    parser.add_argument(
+        "--ordinary", type=int, help="kills of the ordinary run (default: half of --kills)"
+    )
+    parser.add_argument("--engine", type=int, help="kills of the engine (default: half of --kills)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of each run that is killed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", type=Path, default=Path("runs") / f"chaos-{date.today()}")
     parser.add_argument("--out", type=Path, default=RESULTS / f"{date.today()}-chaos.md")

@@ -36,11 +36,11 @@ from unstale.weights.codec import checksum
 from unstale.weights.publish import DirectPublisher
 
 ORPHAN_S = 10.0
-"""How long a dead run's processes may take to end."""
+"""Seconds within which the processes of a killed run must end."""
 HUNG_S = 300.0
-"""A life that takes longer hangs."""
+"""Seconds after which a run counts as hung."""
 _CHILD_SUBREAPER = 36
-"""prctl: processes whose parent died become this one's."""
+"""Option of prctl: this process becomes the parent of processes whose parent died."""
 
 Order = dict[str, Any]
 
@@ -64,15 +64,14 @@ class Place:
     owner: Any
     name: str
     calls: int
-    """The call at which it dies is drawn from the first so many."""
+    """The run is killed at one of the first `calls` calls, drawn at random."""
     span_s: float = 0.0
-    """It dies this much after the call at the latest, drawn evenly; 0 is before anything is
-    done."""
+    """Longest delay in seconds from the call to the kill, drawn evenly; 0 kills before the call."""
     inside: bool = False
-    """Of `Journal._commit`: between the statements of the transaction."""
+    """For `Journal._commit`: kill between the statements of the transaction."""
 
     def arm(self, call: int, moment: float) -> None:
-        """Die at call number `call`, at this fraction of its duration."""
+        """Prepare the kill at call number `call`, after the fraction `moment` of `span_s`."""
         function, calls = getattr(self.owner, self.name), 0
 
         def doomed(*arguments: Any, **named: Any) -> Any:
@@ -95,7 +94,7 @@ class Place:
 
 @dataclass
 class _Doomed:
-    """A connection that dies before one of its statements: BEGIN is 0, COMMIT the last."""
+    """A connection that kills its process before one statement: BEGIN is 0, COMMIT the last."""
 
     connection: Any
     left: int
@@ -153,7 +152,7 @@ TARGETS: dict[str, tuple[Place, ...]] = {
         Place(session, "write_survivors", 1),
     ),
 }
-"""Where runs are killed, by the room that is at work there."""
+"""The functions at which runs are killed, by the component that they belong to."""
 
 
 @dataclass
@@ -196,8 +195,10 @@ class Hunter:
 
 
 class Witness:
-    """Writes down what the run does, for the comparison: a line at once, so that it is there after
-    a kill."""
+    """A writer of a run's events, for the comparison.
+
+    It writes each line at once, so that the line survives a kill.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a")
@@ -210,8 +211,7 @@ class Witness:
         self._file.flush()
 
     def watch(self) -> None:
-        """Every version that is given to an engine, every new number, and the first step that is
-        trained."""
+        """Record each version that an engine loads, each version number, and the first step."""
         prepare, assign_new_version, step, told = (
             DirectPublisher.prepare,
             Policy.assign_new_version,
@@ -240,7 +240,7 @@ class Witness:
 
 
 def live(order: Order) -> None:
-    """One life of a run, in the fork. Leaves by SystemExit, if it leaves."""
+    """Run or resume in this fork. Raises `SystemExit` if it returns."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -257,7 +257,7 @@ def live(order: Order) -> None:
 
 
 def bury(pid: int, began: float) -> Order:
-    """Wait for the end of a life, and of all that it started."""
+    """Wait for the end of a run and of all processes that it started."""
     while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
         time.sleep(0.01)
         if time.monotonic() - began > HUNG_S:
@@ -274,7 +274,7 @@ def bury(pid: int, began: float) -> Order:
 
 
 def _end_orphans() -> int:
-    """How many processes were left behind, which are no more."""
+    """End the processes that were left behind, and return their number."""
     left = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):

@@ -1,6 +1,6 @@
 """Compare the demo's RL run with supervised training for the same time, seed by seed.
 
-    python benchmarks/demo.py --seeds 0 1 2          # about 20 minutes a seed on two quiet cores
+    python -m benchmarks.demo --seeds 0 1 2          # about 20 minutes a seed on two quiet cores
 
 Each seed runs the retail recipe in a process, as `make demo` does. The control continues supervised
 training on the same kind of demonstrations for the run's wall-clock time. Both are evaluated on the
@@ -39,7 +39,7 @@ CONSOLE = Console()
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One seed: the run, and the control that had the same time (None while it was not run)."""
+    """The results of one seed: of the RL run, and of the control (None before it has run)."""
 
     seed: int
     base: float
@@ -53,7 +53,7 @@ class Outcome:
 
 
 def rl(seed: int, folder: Path) -> None:
-    """The recipe, from the command line."""
+    """Run the recipe from the command line."""
     command = [sys.executable, "-m", "unstale", "train", "retail", "--seed", str(seed)]
     subprocess.run([*command, "--runs", str(folder.parent), "--name", folder.name], check=True)
 
@@ -66,11 +66,11 @@ def continue_training(
     learning_rate: float = 3e-4,
     start: int = 10**6,
 ) -> list[float]:
-    """More supervised training on the same faulty demonstrations, for so long: the control that RL
-    is compared with.
+    """Continue supervised training for the given time, as the control for RL.
 
     The demonstrations are new ones (numbered from `start`) with the same faults; the learning rate
-    is constant."""
+    is constant.
+    """
     optimizer = optimizer_for(model, learning_rate)
     source = batches(
         (practice.demonstration("faulty", index, FAULTS) for index in count(start)), 2048
@@ -82,8 +82,10 @@ def continue_training(
 
 
 def control(seed: int, folder: Path) -> None:
-    """As many seconds of more supervised training from the same base policy, on demonstrations that
-    differ by seed."""
+    """Train the control of a seed for as many seconds, from the same base policy.
+
+    Each seed has its own demonstrations.
+    """
     torch.set_num_threads(cores())
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED_POLICY)
     model = AutoModelForCausalLM.from_pretrained(SHIPPED_POLICY, dtype=torch.float32)

@@ -33,12 +33,14 @@ PASSES = (
 )
 
 FLAT = 1.5
-"""Most over least that counts as flat, beside tables of the embedding's size; all logits grow by
-tens of times."""
+"""Highest ratio of peaks that counts as constant memory, without tables of the embedding's size.
+
+With all logits in memory, the ratio is in the tens.
+"""
 
 
 def grown_mb(what: str, vocabulary: int, tokens: int) -> float:
-    """What one pass adds to this process at its peak, beside what a trainer holds in any case."""
+    """Return the peak growth of the process by one pass, above what a trainer holds in any case."""
     torch.set_num_threads(1)
     config = Qwen3Config(
         vocab_size=vocabulary,
@@ -100,7 +102,7 @@ def _peak_mb() -> float:
 
 
 def _reset_peak() -> None:
-    """So that what was needed to get here is forgotten."""
+    """Reset the peak, so that it does not include the preparation."""
     Path("/proc/self/clear_refs").write_text("5")
     if _peak_mb() > 1.05 * _now_mb():
         raise RuntimeError(
@@ -109,7 +111,7 @@ def _reset_peak() -> None:
 
 
 def table_mb(vocabulary: int) -> float:
-    """One tensor of the size of the embedding.
+    """Return the MB of one tensor of the embedding's size.
 
     >>> round(table_mb(2**20))
     1024

@@ -1,11 +1,12 @@
-"""What do the journal and the checkpoints cost, and how soon does a killed run train again?
+"""Measure the cost of the journal and of checkpoints, and the time to resume a killed run.
 
     python benchmarks/resume.py          # minutes; the demo's own configuration
 
-Of some steps of the demo: the time that the journal takes from a step, what a sampled token takes
-on the disk, and what checkpoints and versions take. Of the demo killed in its middle: the seconds
-from `unstale train --resume` to the first trained step. And the same deterministic steps with and
-without anything written to the journal. Writes a dated table under benchmarks/results/."""
+In some steps of the demo: the journal's time per step, the disk space per sampled token, and the
+cost of checkpoints and versions. For the demo killed in its middle: the seconds from `unstale train
+--resume` to the first trained step. Also the same deterministic steps with and without a journal.
+Writes a dated table under benchmarks/results/.
+"""
 
 import argparse
 import json
@@ -38,18 +39,20 @@ from unstale.trainer.local import LocalTrainer
 RESULTS = Path(__file__).parent / "results"
 CONSOLE = Console(soft_wrap=True, highlight=False)
 CHILD = "child"
-"""The first word to this file when it is to be one of the runs that are measured."""
+"""First argument of this program in a child process that is measured."""
 WARM = 2
-"""Steps before the first that counts: nothing waits for anything yet."""
+"""Steps that are not measured, because nothing waits for anything yet."""
 KILLED_AT = 7
-"""Step of the demo at which it is killed: two after a checkpoint."""
+"""Step after which the demo is killed: two after a checkpoint."""
 
 Measured = dict[str, Any]
 
 
 class Meter:
-    """Counts, in the process that trains, what the journal and the checkpoints take; a line a
-    step."""
+    """A meter of the journal and the checkpoints in the training process.
+
+    It writes a line for each step.
+    """
 
     def __init__(self, out: Path) -> None:
         self._out = out
@@ -123,7 +126,7 @@ class Meter:
 
 
 def after_steps(count: int, act: Callable[[], object]) -> None:
-    """Act once the process has trained so many steps."""
+    """Call `act` when the process has trained `count` steps."""
     step, done = LocalTrainer.step, 0
 
     def stepped(trainer: LocalTrainer) -> None:
@@ -137,7 +140,7 @@ def after_steps(count: int, act: Callable[[], object]) -> None:
 
 
 def without_journal() -> None:
-    """Nothing is written any more once the run has begun."""
+    """Make the journal write nothing after the start of the run."""
     enter, opened = Journal.__enter__, 0
 
     def deaf(journal: Journal) -> Journal:
@@ -152,7 +155,7 @@ def without_journal() -> None:
 
 
 def child(mode: str, out: Path, arguments: list[str]) -> None:
-    """One run, in a process of its own."""
+    """Run once in this process."""
     began = time.monotonic()
 
     def tell_and_leave() -> None:
@@ -189,7 +192,7 @@ def child(mode: str, out: Path, arguments: list[str]) -> None:
 
 
 AB_STEPS = 3
-"""Deterministic steps, after the first, that are timed with and without a journal."""
+"""Number of deterministic steps, after the first, timed with and without a journal."""
 
 
 def _cpu_s() -> float:
@@ -198,7 +201,7 @@ def _cpu_s() -> float:
 
 
 def spawn(mode: str, out: Path, *arguments: str) -> float:
-    """Run a child to its end. The time, in seconds since 1970, at which it was started."""
+    """Run a child to its end. Return its start, in seconds since 1970."""
     out.parent.mkdir(parents=True, exist_ok=True)
     began = time.time()
     command = [sys.executable, __file__, CHILD, mode, str(out), *arguments]
@@ -210,7 +213,7 @@ def spawn(mode: str, out: Path, *arguments: str) -> float:
 
 
 def steps(runs: Path, count: int) -> Measured:
-    """So many steps of the demo, metered."""
+    """Return measurements of `count` steps of the demo."""
     spawn("meter", runs / "demo.jsonl", *_demo(runs, "demo"), "--steps", str(count))
     lines = [json.loads(line) for line in (runs / "demo.jsonl").read_text().splitlines()]
     gone = [
@@ -246,7 +249,7 @@ def steps(runs: Path, count: int) -> Measured:
 
 
 def _sizes(journal: Any) -> Iterator[tuple[str, int]]:
-    """Bytes of pages, by table, its indexes included."""
+    """Yield the bytes of each table's pages, those of its indexes included."""
     yield from journal.rows(
         """SELECT coalesce(tbl_name, 'schema'), sum(pgsize)
         FROM dbstat LEFT JOIN sqlite_master USING (name)
@@ -255,7 +258,7 @@ def _sizes(journal: Any) -> Iterator[tuple[str, int]]:
 
 
 def resumes(runs: Path, repeats: int) -> list[float]:
-    """Seconds from the command to the first trained step of the demo, killed in its middle."""
+    """Return the seconds from the command to the first trained step after kills in mid-run."""
     spawn("kill", runs / "killed.json", *_demo(runs, "killed"))
     found = []
     for number in range(repeats):
@@ -268,7 +271,7 @@ def resumes(runs: Path, repeats: int) -> list[float]:
 
 
 def apart(runs: Path, repeats: int) -> dict[str, list[Measured]]:
-    """The same deterministic steps, with a journal and without, by turns."""
+    """Time the same deterministic steps in turn with a journal and without."""
     found: dict[str, list[Measured]] = {"with": [], "without": []}
     for number in range(repeats):
         for mode, rows in found.items():
@@ -365,7 +368,7 @@ def _spread(rows: list[Measured], name: str) -> str:
 
 @contextmanager
 def folder(runs: Path) -> Iterator[Path]:
-    """An empty one, which is gone afterwards unless something failed."""
+    """Return a context with an empty folder, which is deleted unless something failed."""
     shutil.rmtree(runs, ignore_errors=True)
     yield runs
     shutil.rmtree(runs)

@@ -1,11 +1,11 @@
-"""What each old-logit route takes of a real step, end to end: short runs of the real loop, in which
-only it differs.
+"""Measure the time that each route takes in a real step, in short runs that differ in nothing else.
 
-A part of the question `routes` (`python -m benchmarks.routes`). The retail recipe with its embedded
-engine, tokens up to two versions old and partial rollouts, which mix versions within an episode.
-Timed in the trainer's thread: what the route and the loop's preparation of a batch take, the work
-that fills time it would wait, the scoring while generation is paused, and what publication brings
-along."""
+This is a part of `python -m benchmarks.routes`. The runs use the retail recipe with its embedded
+engine, tokens up to two versions old, and partial rollouts, which mix versions within an episode.
+In the trainer's thread, they time the route and the loop's preparation of a batch, the work done in
+time that would be spent waiting, the scoring while generation is paused, and the route's part of
+publication.
+"""
 
 import time
 from collections import Counter
@@ -29,8 +29,7 @@ from unstale.observe.live import LiveDisplay
 from unstale.recipes.routes import RECIPES as ROUTES
 
 WARM = 2
-"""Steps of a run before the first that counts: the pipeline fills, and routes get what they
-need."""
+"""Steps that are not measured, in which the pipeline fills and routes get the history they need."""
 SCORING, CLOSING, PUBLISHING, IDLE = "scoring", "closing", "publishing", "idle"
 PARTS = {
     "publishing": PUBLISHING,
@@ -39,12 +38,18 @@ PARTS = {
     "closing": CLOSING,
     "idle": IDLE,
 }
-"""The route's methods, and what they count as. `trained` is an average's update after a step."""
+"""The route's methods, and the part of a step that each counts as.
+
+`trained` is the update of an average after a step.
+"""
 
 
 @dataclass(slots=True)
 class Clock:
-    """What the trainer's thread has given the route; a line whenever a batch is done."""
+    """A clock of the time that the trainer's thread spends in the route.
+
+    It writes a line after each batch.
+    """
 
     spent: Counter[str] = field(default_factory=Counter)
     lines: list[tuple[float, Counter[str]]] = field(default_factory=list)
@@ -76,12 +81,12 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """One run: seconds of its steps, and of the mean one the route's, by part."""
+    """The seconds of each step of a run, and the route's seconds in a mean step, by part."""
 
     steps_s: tuple[float, ...]
     parts: Mapping[str, float]
     exact: float
-    """Share of the action tokens that were exact."""
+    """Share of the action tokens with exact log-probabilities."""
     mixed: float
     """Share of the episodes with tokens of several versions."""
 
@@ -91,12 +96,12 @@ class Ran:
 
     @property
     def route_s(self) -> float:
-        """Of the trainer's time; what fills time that it would wait is not."""
+        """The route's seconds of the trainer's time, without work done while it would wait."""
         return sum(self.parts[part] for part in (SCORING, CLOSING, PUBLISHING))
 
 
 def config_of(name: str, *, steps: int, groups: int, seed: int, runs: Path) -> RunConfig:
-    """The recipe of a route, as short and as stale as all of them."""
+    """Return the recipe with a route. Its length and staleness are those of all routes."""
     recipe = next(recipe for recipe in ROUTES if recipe.__name__ == f"route_{name}")
     return recipe(
         runs=runs,
@@ -111,7 +116,7 @@ def config_of(name: str, *, steps: int, groups: int, seed: int, runs: Path) -> R
 
 
 def run(config: RunConfig) -> Ran:
-    """A run as `unstale train` does it, but for what is kept afterwards."""
+    """Run as `unstale train` does, but keep nothing."""
     limit_threads()
     machine, clock = build_machine(config), Clock()
     clock.watch(machine)
@@ -136,8 +141,7 @@ def run(config: RunConfig) -> Ran:
 
 
 def measure(names: Sequence[str], repeats: int, *, steps: int, groups: int) -> dict[str, list[Ran]]:
-    """`repeats` rounds of a run of every route, which take turns in coming first; a round has a
-    seed."""
+    """Run every route `repeats` times, each time with another seed and another route first."""
     found: dict[str, list[Ran]] = {name: [] for name in names}
     for turn in range(repeats):
         for name in rotated(names, turn * len(names) // repeats):
@@ -150,7 +154,7 @@ def measure(names: Sequence[str], repeats: int, *, steps: int, groups: int) -> d
 
 
 def share(rans: Sequence[Ran]) -> float:
-    """Of a step, the route's part of the trainer's time."""
+    """Return the route's share of the trainer's time in a step."""
     return median(ran.route_s / ran.step_s for ran in rans)
 
 
@@ -194,7 +198,7 @@ def table(found: Mapping[str, Sequence[Ran]]) -> list[str]:
 
 
 def section(found: Mapping[str, Sequence[Ran]], *, steps: int, groups: int) -> list[str]:
-    """The table under its title, and how to read it."""
+    """Return the table with its title and an explanation."""
     if not any(found.values()):
         return ["", "Runs of the real loop: not run."]
     rounds = len(next(iter(found.values())))

@@ -1,14 +1,14 @@
-"""What does each old-logit route cost, and how wrong is it? And does exactness cost more than the
-best average?
+"""Measure the cost and the error of each route to log-probabilities under the sampling weights.
 
     python -m benchmarks.routes          # under 8 minutes on two cores; `--help` for smaller sizes
 
 A random Qwen3 is trained by the project's own trainer: bfloat16 forward weights, float32 masters,
-AdamW. Its versions are kept as full copies, which are the truth; they are then published to one
-route after the other, with trajectories of several versions. Three tables: what the version store
-holds by learning rate, `snapshot_old` beside `ewma_prox` in alternating repeats, and every route. A
-fourth is of real runs of the real loop (`benchmarks/route_steps.py`): what each route takes of a
-step, end to end."""
+AdamW. Full copies of its versions give the true values. The versions are then published to one
+route after the other, with trajectories of several versions. There are four tables: the size of the
+version store by learning rate; `snapshot_old` (exact) against `ewma_prox` (the best average) in
+alternating repeats; every route; and the time that each route takes in steps of the real loop
+(`benchmarks/route_steps.py`).
+"""
 
 import argparse
 import tempfile
@@ -56,10 +56,10 @@ from unstale.weights.store import VersionStore
 
 LIVE = 5
 WARM = 3
-"""Versions before the first that is measured: routes have what they need by then."""
+"""Versions that are not measured, after which every route has the history that it needs."""
 RATES = (1e-6, 3e-6, 1e-5, 1e-4)
 RL_RATE = 1e-5
-"""The highest rate that reinforcement learning of all weights is usually run at."""
+"""The highest usual learning rate for RL of all weights."""
 STORE = (
     "lr",
     "words changed a step",
@@ -78,10 +78,12 @@ ROUTE = (
     "exact share",
 )
 Goal = tuple[str, float, float]
-"""What it is of, what was found, and what it may be at most."""
+"""`(name, measured value, highest allowed value)`."""
 Plan = Sequence[tuple[float, int | None]]
-"""(share of a trajectory's tokens, versions before the newest that sampled them; None: they were
-given)."""
+"""`(share of a trajectory's tokens, versions before the newest that sampled them)`.
+
+None stands for tokens that the environment gave.
+"""
 MIXED: Plan = ((0.2, None), (0.3, 2), (0.1, None), (0.2, 1), (0.2, 0))
 CUT: Plan = ((0.1, None), (0.1, 2), (0.8, 1))
 EVEN: Plan = ((0.1, None), (0.4, 2), (0.5, 1))
@@ -91,10 +93,10 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of the model and of a batch."""
+    """The sizes of the model and of a batch."""
 
     folder: Path
-    """Where the model is, once `make` has made it."""
+    """Folder of the model, once `make` has written it."""
     layers: int
     hidden: int
     vocab: int
@@ -103,7 +105,7 @@ class Size:
     warm_steps: int
 
     def make(self) -> None:
-        """Random weights, the same each time."""
+        """Write a model with random weights, the same each time."""
         config = Qwen3Config(
             vocab_size=self.vocab,
             hidden_size=self.hidden,
@@ -125,7 +127,7 @@ class Size:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Further knobs of the trainer."""
+        """Return further options of the trainer."""
         return {}
 
 
@@ -139,8 +141,7 @@ class History:
 
 
 def make_trainer(size: Size, rate: float, num_steps: int) -> LocalTrainer:
-    """The project's own, with nothing beside the loss: float32 masters behind bfloat16 forward
-    weights."""
+    """Return the project's trainer, with a plain loss and float32 masters of bfloat16 weights."""
     rules = Rules(
         correction=build_correction(CorrectionConfig(control="none")),
         objective=build_objective(ObjectiveConfig(kind="none")),
@@ -155,8 +156,10 @@ def make_trainer(size: Size, rate: float, num_steps: int) -> LocalTrainer:
 
 
 def train(size: Size, rate: float, versions: int) -> History:
-    """One optimizer step per version, on random text with random advantages, after a few for Adam
-    to settle."""
+    """Train one step per version on random text with random advantages.
+
+    A few steps before the first version let Adam's averages settle.
+    """
     trainer = make_trainer(size, rate, size.warm_steps + versions)
     policy = trainer.policy
     scorer = size.scorer(policy)
@@ -178,8 +181,10 @@ def train(size: Size, rate: float, versions: int) -> History:
 
 
 def episodes(size: Size, plan: Plan, *, version: int, first: int) -> list[ScoredTrajectory]:
-    """Random trajectories of a batch that is trained on at `version`; siblings have opposite
-    advantages."""
+    """Return random trajectories of a batch that is trained on at `version`.
+
+    Siblings have opposite advantages.
+    """
     made = []
     for number in range(first, first + size.sequences):
         noise = torch.Generator().manual_seed(number)
@@ -209,7 +214,7 @@ def episodes(size: Size, plan: Plan, *, version: int, first: int) -> list[Scored
 def pieces_of(
     batches: Sequence[Sequence[ScoredTrajectory]], version: int
 ) -> Iterator[PendingPiece]:
-    """Everything that `version` samples, as it would arrive."""
+    """Return all pieces that `version` samples, as a route receives them."""
     for credited in (credited for batch in batches for credited in batch):
         trajectory = credited.trajectory
         for start, piece, _ in walk(trajectory.pieces):
@@ -230,8 +235,11 @@ def same(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> bool:
 
 
 def store_row(history: History) -> tuple[str, float]:
-    """The store with five live versions: what differs, what it takes, and whether it is exact; and
-    its copies."""
+    """Return the version store's row of the table, and how many full copies it is as large as.
+
+    The store holds five live versions. The row has the share of changed weights, the size, and
+    whether they are restored exactly.
+    """
     store, copies = VersionStore(), history.copies[:LIVE]
     for version, weights in enumerate(copies):
         store.put(version, weights)
@@ -259,7 +267,7 @@ def store_row(history: History) -> tuple[str, float]:
 
 @dataclass(slots=True)
 class Played:
-    """What a route took, version by version, and what it said of the last batch."""
+    """A route's costs for each version, and its values for the last batch."""
 
     published_s: list[float] = field(default_factory=list)
     logps_s: list[float] = field(default_factory=list)
@@ -286,13 +294,13 @@ def timed(into: list[float]) -> Iterator[None]:
 
 
 def settle() -> None:
-    """Whatever a GPU was told to do is done."""
+    """Wait until the GPU has done all its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def advance(policy: Policy, history: History, version: int) -> None:
-    """The policy is at a version, as after the step that led there."""
+    """Give the policy the weights of a version."""
     policy.load_weights(history.copies[version])
     policy.version = version
 
@@ -304,8 +312,7 @@ def live(version: int) -> range:
 def play(
     name: str, size: Size, history: History, batches: Sequence[Sequence[ScoredTrajectory]]
 ) -> Played:
-    """Every version through a route, as the loop would bring it; one batch is asked about at
-    each."""
+    """Publish every version to a route, as the loop does, and request one batch at each."""
     policy, played = size.policy(), Played()
     advance(policy, history, 0)
     scorer = size.scorer(policy)
@@ -342,7 +349,10 @@ def play(
 
 
 def beside(size: Size, history: History, plan: Plan) -> dict[str, list[float]]:
-    """`snapshot_old` over `ewma_prox`, version by version, whichever comes first taking turns."""
+    """Return the cost of `snapshot_old` over that of `ewma_prox` for each version.
+
+    The two take turns in running first.
+    """
     policy = size.policy()
     advance(policy, history, 0)
     names: tuple[str, str] = ("snapshot_old", "ewma_prox")
@@ -381,8 +391,10 @@ def beside(size: Size, history: History, plan: Plan) -> dict[str, list[float]]:
 
 @torch.no_grad()
 def score_alone(size: Size, history: History, batch: Batch, dtype: str) -> Tensor:
-    """`[T]`: each token at the full copy of its own version, in a forward pass of its sequence
-    alone."""
+    """Return `[T]`: each token's log-probability under its own version's full copy.
+
+    Each sequence has a forward pass to itself.
+    """
     model = size.policy(dtype)
     values = torch.zeros_like(batch.behavior_logp)
     for version in batch.version[batch.sampled].unique().tolist():
@@ -395,8 +407,10 @@ def score_alone(size: Size, history: History, batch: Batch, dtype: str) -> Tenso
 
 
 def spoken(size: Size, history: History) -> list[list[ScoredTrajectory]]:
-    """A batch per version; the last as a float32 engine with the versions' weights would have said
-    it."""
+    """Return a batch for each version.
+
+    The last batch has the log-probabilities that a float32 engine with these weights would return.
+    """
     last = len(history.copies) - 1
     batches = [episodes(size, MIXED, version=v, first=v * size.sequences) for v in range(last + 1)]
     batch = collate(batches[last])
@@ -415,18 +429,20 @@ def spoken(size: Size, history: History) -> list[list[ScoredTrajectory]]:
 
 @dataclass(slots=True)
 class Line:
-    """What the table of all routes says of one; seconds and bytes from the first history, the error
-    from each."""
+    """A route's row in the table of all routes.
+
+    Seconds and bytes are from the first history, the error is from each.
+    """
 
     cells: list[str] = field(default_factory=list)
     extra: float = 0.0
-    """Of the trainer's time, over a step."""
+    """Additional time of the trainer, as a share of a step."""
     exact: bool = False
     errors: list[float] = field(default_factory=list)
 
 
 def route_lines(size: Size, histories: Sequence[History]) -> dict[str, Line]:
-    """Every route."""
+    """Measure every route."""
     lines: dict[str, Line] = {name: Line() for name in list(routes())}
     for number, history in enumerate(histories):
         batches = spoken(size, history)
@@ -569,7 +585,7 @@ def measure(size: Size, rates: Sequence[float], repeats: int) -> tuple[list[str]
 def draw(
     lines: Mapping[str, Line], rate: float, found: Mapping[str, Sequence[route_steps.Ran]]
 ) -> None:
-    """Cost against error; and of real steps, what is the route's."""
+    """Draw the cost against the error, and the routes' shares of real steps."""
     with picture("routes", panels=2, width=11.0, height=4.2) as (left, right):
         for number, (name, line) in enumerate(
             sorted(lines.items(), key=lambda item: item[1].errors[-1])
@@ -615,12 +631,14 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
-    parser.add_argument("--threads", type=int, default=1, help="of the tables that need no engine")
     parser.add_argument(
-        "--rounds", type=int, default=2, help="of a real run of every route; 0 has none"
+        "--threads", type=int, default=1, help="threads for the tables without an engine"
     )
-    parser.add_argument("--steps", type=int, default=5, help="of each real run, that count")
-    parser.add_argument("--groups", type=int, default=6, help="a step of a real run")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="real runs of every route; 0 turns them off"
+    )
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of each real run")
+    parser.add_argument("--groups", type=int, default=6, help="groups per step of a real run")
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
     began = time.monotonic()

@@ -1,13 +1,14 @@
-"""How fast does the trainer learn from ragged multi-turn batches, and how fast is the whole step,
-beside TRL's?
+"""Measure the speed of training on ragged batches and of whole steps, against TRL.
 
     python -m benchmarks.train          # 8 minutes on two cores; `--help` for smaller sizes
 
-The same model, batch, loss and precision, each contestant in a process of its own: groups of 8
-siblings with one prompt, several turns, ragged replies and tool results, given advantages. TRL's
-own `train()` runs, with the batch where it would generate. Both gradients are compared first. Then
-whole steps: 16 prompts x 8 completions of 32 tokens, from prompts to new weights, by TRL and by
-`unstale.train`. Needs TRL in an environment of its own (`--peers`)."""
+Both use the same model, batch, loss and precision, each in a separate process. A batch has groups
+of 8 siblings with one prompt, several turns, ragged replies and tool results, and given advantages.
+TRL's own `train()` runs, and receives the batch where it would generate. The gradients of both are
+compared first. Then whole steps are timed: 16 prompts x 8 completions of 32 tokens, from prompts to
+new weights, by TRL and by `unstale.train`. TRL must be installed in a separate environment
+(`--peers`).
+"""
 
 import argparse
 import json
@@ -72,7 +73,7 @@ from unstale.trainer.rules import build_correction, build_objective
 ROOT = Path(__file__).parent.parent
 SIBLINGS = 8
 WARM = 3
-"""Steps of a whole run before the first that counts."""
+"""Steps of a whole run that are not measured."""
 
 
 class Shape(NamedTuple):
@@ -87,8 +88,10 @@ Row = dict[str, Any]
 
 
 def make_model(folder: Path, shape: Shape) -> None:
-    """Random weights, the same each time, and a tokenizer of as many words. It never says
-    `<eos>`."""
+    """Write a model with random weights, the same each time, and a tokenizer with as many words.
+
+    The model never samples `<eos>`.
+    """
     words = ["w0", "<eos>", "<pad>", *(f"w{i}" for i in range(3, shape.vocab))]
     inner = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
     inner.pre_tokenizer = WhitespaceSplit()
@@ -123,8 +126,7 @@ def make_model(folder: Path, shape: Shape) -> None:
 
 
 def ragged(groups: int, vocab: int, seed: int = 0) -> list[Row]:
-    """What TRL would be handed for each completion: replies are 1, tool results 0 in
-    `tool_mask`."""
+    """Return TRL's input for each completion: in `tool_mask`, replies are 1 and tool results 0."""
     dice = random.Random(seed)
     rows: list[Row] = []
 
@@ -156,7 +158,7 @@ def ragged(groups: int, vocab: int, seed: int = 0) -> list[Row]:
 
 
 def credited(rows: list[Row]) -> list[ScoredTrajectory]:
-    """The same as judged trajectories."""
+    """Return the same batch as trajectories with advantages."""
     made = []
     for number, each in enumerate(rows):
         pieces: list[ContextPiece | Sampled] = [ContextPiece(tuple(each["prompt_ids"]))]
@@ -178,7 +180,7 @@ def credited(rows: list[Row]) -> list[ScoredTrajectory]:
 
 
 def ours(chosen: argparse.Namespace) -> None:
-    """The child that trains on the batch by our trainer, a step whenever a line arrives."""
+    """Train on the batch with this package's trainer, one step per line of standard input."""
     torch.set_num_threads(chosen.threads)
     options = TrainerConfig(
         dtype=chosen.dtype,
@@ -231,7 +233,7 @@ def ours(chosen: argparse.Namespace) -> None:
 
 
 class Words:
-    """One reply to eight words, worth the share of its words that are odd."""
+    """An environment with one reply to eight words. The reward is the share of odd words in it."""
 
     name, tools = "words", ()
 
@@ -266,7 +268,7 @@ def worth(text: str) -> float:
 
 
 def whole(chosen: argparse.Namespace) -> None:
-    """The child that makes whole steps by `unstale.train`."""
+    """Run whole steps by `unstale.train` in this process."""
     ends: list[float] = []
     advance = loop.advance
 
@@ -320,7 +322,7 @@ def whole(chosen: argparse.Namespace) -> None:
 
 
 class Child:
-    """A contestant in a process of its own: it takes a step when told to."""
+    """A process of one of the two trainers. It takes a step on request."""
 
     def __init__(self, *command: object, waiting: Mapping[str, str]) -> None:
         self.process = subprocess.Popen(
@@ -351,7 +353,7 @@ class Child:
 
 
 class Bench:
-    """What all parts of the benchmark share."""
+    """Settings and measurements shared by all parts of the benchmark."""
 
     def __init__(self, chosen: argparse.Namespace, folder: Path) -> None:
         self.chosen, self.folder = chosen, folder
@@ -384,7 +386,7 @@ class Bench:
         return Child(*command, waiting=OURS)
 
     def best_micro(self, micros: Iterable[int], model: Path, *options: object) -> int:
-        """The micro-batch with which TRL is fastest, of two steps each after one to warm up."""
+        """Return TRL's fastest micro-batch, by two steps of each after a warm-up step."""
         took = {}
         for micro in micros:
             with self.theirs(model, "--micro", micro, *options) as turn:
@@ -396,7 +398,7 @@ class Bench:
     def trained(
         self, name: str, dtype: str = "float32"
     ) -> tuple[list[str], list[float], dict[str, list[float]]]:
-        """Rows of the first table; our time over theirs, and seconds, round by round."""
+        """Return the first table's rows, our time over TRL's, and the seconds of each round."""
         model, batch = self.made(name), self.folder / f"{name}.json"
         rows = ragged(self.chosen.groups, MODELS[name].vocab)
         batch.write_text(json.dumps(rows))
@@ -463,7 +465,7 @@ class Bench:
         return lines, ratios(took, "TRL", over="ours, `rollout`"), took
 
     def stepped(self) -> tuple[list[str], dict[str, list[float]]]:
-        """Rows of the second table, and steps/s round by round."""
+        """Return the rows of the second table, and the steps per second of each round."""
         chosen, name = self.chosen, self.chosen.models[0]
         model = self.made(name)
         size = ("--prompts", chosen.prompts, "--tokens", chosen.tokens)
@@ -510,7 +512,7 @@ class Bench:
 
 
 def cosine(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Between two gradients, whatever their lengths: one of them may be clipped."""
+    """Return the cosine of two gradients. Their lengths may differ, because one may be clipped."""
     names = sorted(one.keys() & other.keys())
     a, b = (torch.cat([side[name].flatten().double() for name in names]) for side in (one, other))
     return float(torch.nn.functional.cosine_similarity(a, b, dim=0))
@@ -586,18 +588,22 @@ def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", default=["1M", "5M"], choices=list(MODELS))
     parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
-    parser.add_argument("--groups", type=int, default=4, help=f"of {SIBLINGS} siblings in a batch")
+    parser.add_argument(
+        "--groups", type=int, default=4, help=f"groups in a batch, each of {SIBLINGS} siblings"
+    )
     parser.add_argument(
         "--micros",
         type=int,
         nargs="+",
         default=[4, 8, 16, 32],
-        help="micro-batches that TRL may choose from",
+        help="sizes of TRL's micro-batch; the fastest is used",
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--prompts", type=int, default=16, help="of a whole step")
-    parser.add_argument("--tokens", type=int, default=32, help="of a completion in a whole step")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts of a whole step")
+    parser.add_argument(
+        "--tokens", type=int, default=32, help="tokens of a completion in a whole step"
+    )
     parser.add_argument("--steps", type=int, default=8, help="whole steps of a round")
     parser.add_argument(
         "--peers", type=Path, default=ROOT / ".venv-peers/bin/python", help="a python that has trl"

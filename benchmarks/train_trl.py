@@ -1,9 +1,9 @@
-"""TRL's `GRPOTrainer` as a contestant of `benchmarks/train.py`, in an environment that has trl and
-not this package.
+"""Run TRL's `GRPOTrainer` for `benchmarks/train.py`, in an environment without this package.
 
-Its own `train()` runs. Where it would generate, it is handed the batch, padded as it pads its own;
-or it generates. A step is taken whenever a line arrives on standard input; its seconds are a line
-on standard output."""
+TRL's own `train()` runs. Where it would generate, it either does so or receives the batch, padded
+as TRL pads its own. It takes a step for each line on standard input, and writes the seconds of the
+step as a line on standard output.
+"""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ from trl.trainer.utils import pad  # noqa: TID253
 
 
 class Handed(GRPOTrainer):
-    """What `_generate_and_score_completions` would return for these sequences."""
+    """A trainer that receives sequences instead of generating them."""
 
     rows: list[dict[str, Any]]
 
@@ -53,7 +53,7 @@ class Handed(GRPOTrainer):
 
 
 class Turns(TrainerCallback):
-    """Waits for its turn before a step, and tells what the step took."""
+    """A callback that waits for a line before each step, and prints the step's seconds."""
 
     def __init__(self, gradient: Path | None) -> None:
         self.began, self.gradient = 0.0, gradient
@@ -80,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument(
-        "--batch", type=Path, help="JSON of the sequences; without it, it generates"
+        "--batch", type=Path, help="JSON file of the sequences; without it, TRL generates"
     )
     parser.add_argument("--micro", type=int, default=8)
     parser.add_argument("--bf16", action="store_true")
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument(
         "--gradient",
         type=Path,
-        help="where the gradient of the first step goes, before it is clipped",
+        help="file for the gradient of the first step, before it is clipped",
     )
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument(

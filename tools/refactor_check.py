@@ -1,5 +1,4 @@
-"""Compare deterministic runs of two checkouts: weights and journal bit for bit, metrics up to
-renames.
+"""Compare deterministic runs of two checkouts bit for bit, except for renamed metrics.
 
 Usage: python -m tools.refactor_check --before ../before --module unstale.cli
 
@@ -58,8 +57,7 @@ MEASURED = re.compile(r"(_s|/seconds|/busy_share|_per_s)$")
 """Metrics that a real clock measured; they differ between any two runs."""
 
 AUDIT_TOLERANCE = 1e-9
-"""Relative tolerance of audit statistics: least squares of the last bits depend on memory
-alignment."""
+"""Relative tolerance of audit statistics, whose last bits depend on memory alignment."""
 
 
 def run_all(checkout: Path, module: str, folder: Path, options: Mapping[str, str]) -> None:

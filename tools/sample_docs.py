@@ -14,8 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def docstrings(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield `(qualified name, docstring)` of a module, its classes, functions and documented
-    fields."""
+    """Yield the qualified name and docstring of a module and its classes, functions and fields."""
     module = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
     stack: list[tuple[str, ast.AST]] = [(module, ast.parse(path.read_text()))]
     while stack:
