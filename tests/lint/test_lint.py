@@ -349,8 +349,9 @@ def test_bounds_and_versions_are_told_with_their_numbers() -> None:
         "dual_clip: no gradient for moving further outside [0.8, 1.28], per token; where A < 0"
     )
     assert verdict.facts["versions"] == (
-        "a token is at most 5 old when its batch is taken (max_staleness 3, and 2 for a window of "
-        "20); an episode may hold tokens of 6; counted in optimizer steps a token is at most 11 old"
+        "a token is at most 5 versions old when its batch is taken (max_staleness 3, and 2 for a "
+        "window of 20); an episode may have tokens of 6 versions; in optimizer steps, a token is "
+        "at most 11 old"
     )
     assert verdict.facts["unbounded"] == "nothing"
 
@@ -358,7 +359,7 @@ def test_bounds_and_versions_are_told_with_their_numbers() -> None:
 @pytest.mark.parametrize(
     "knobs, loose",
     [
-        ("--correction.control none", "D; S upwards where A < 0"),
+        ("--correction.control none", "D; S from above where A < 0"),
         ("--objective.kind none", "S"),
         ("--objective.kind kl_penalty", "S is pulled back, not cut"),
         ("--objective.kind cispo", "nothing"),

@@ -268,7 +268,7 @@ def test_a_version_travels_whole_or_as_a_delta_whichever_is_quicker() -> None:
     far = replace(alone, placement=Placement(8, 8, 1))
     assert far.load_s() == pytest.approx(loaded + 8.044936192e9 / 50e9)
     quick = replace(far, setup=replace(setup, shares=Shares(link=1, cores=64)))
-    applied = deltas.walk_s(model.parameters, 1e-6) / 64
+    applied = deltas.apply_s(model.parameters, 1e-6) / 64
     travelled = deltas.delta_bytes(model.parameters, 1e-6) / 50e9
     assert (
         quick.load_s() == pytest.approx(loaded + applied + travelled)
@@ -490,7 +490,7 @@ def test_the_command_answers_programs_and_people(capsys: pytest.CaptureFixture[s
         "50",
         "--prompt",
         "100",
-        "--said",
+        "--answer",
         "20",
         "--route",
         "snapshot_old",
@@ -506,7 +506,7 @@ def test_the_command_answers_programs_and_people(capsys: pytest.CaptureFixture[s
         (["--route", "snapsht_old"], "did you mean snapshot_old"),
         (["--gpus", "1"], ">= 2"),
         (["--reply", "x"], "--reply"),
-        (["--rounds", "1"], "--rounds must be >= 2"),
+        (["--rounds", "1"], "--rounds: must be >= 2, got 1"),
         (["--window", "2"], "needs --lag 2"),
     ):
         with pytest.raises(SystemExit) as left:

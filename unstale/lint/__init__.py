@@ -1,9 +1,10 @@
-"""The linter: the meaning of a run's ratios, and settings that cannot have an effect.
+"""The linter: it explains a configuration, and refuses settings that cannot have an effect.
 
     pi / mu  =  D * S,    D = prox / mu,    S = pi / prox
 
-`prox` is the route's old log-probability. `check` states the meaning of D and S, and refuses wrong
-combinations with a reason and a fix.
+`pi` is the policy that is trained, `mu` the engine's distribution that sampled the token, and
+`prox` the policy whose log-probability the route returns as the old one. `check` states what D and
+S mean under a configuration, and finds wrong combinations of options, with a reason and a fix.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,12 +23,15 @@ __all__ = ["Factor", "Finding", "Verdict", "check", "page"]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The linter's result for a run. `facts` are names and sentences, in reading order."""
+    """The linter's result for a configuration."""
 
     recipe: str
     factors: tuple[Factor, Factor]
+    """The ratios D and S."""
     facts: Mapping[str, str]
+    """Sentences on the configuration, by name, in reading order."""
     refusals: tuple[Finding, ...]
+    """Findings with which a run does not start."""
     warnings: tuple[Finding, ...]
 
     def require(self) -> None:
@@ -37,7 +41,7 @@ class Verdict:
 
 
 def check(config: RunConfig) -> Verdict:
-    """Check the configuration of a run.
+    """Explain the configuration of a run, and find what is wrong with it.
 
     >>> [factor.denominator for factor in check(RunConfig(recipe="mine")).factors]
     ['mu', 'pi_v']
@@ -79,7 +83,10 @@ def page(verdict: Verdict) -> RenderableType:
 
 
 def _rows(rows: Iterable[tuple[Text, str]]) -> Table:
-    """Return names and sentences in two columns. Brackets are text, not markup."""
+    """Return names and sentences in two columns.
+
+    The sentences are `Text`, because rich would read their brackets as markup.
+    """
     grid = Table.grid(padding=(0, 2))
     for name, words in rows:
         grid.add_row(name, Text(words))

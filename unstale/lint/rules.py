@@ -1,21 +1,31 @@
-"""The linter's rules, one function each. A finding has a reason and a fix."""
+"""The linter's rules. Each is a function that returns a finding, or None if nothing is wrong.
 
-import json
+D = prox / mu and S = pi / prox are the ratios that `unstale.lint` defines.
+"""
+
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from safetensors import safe_open
 
 from unstale.config import RunConfig
 from unstale.config.routes import age_of_average, live_versions
 from unstale.lint.semantics import bounds_s, d_is_one, over, s_is_one
 
 NOISE = 0.02
-"""Typical difference in log-probability of two bfloat16 passes that are packed differently."""
+"""Typical difference between the log-probabilities of two forward passes in bfloat16.
+
+The passes have equal weights, but pack the sequences differently.
+"""
 GSPO_CLIP = 0.02
-"""The widest useful clip of `gspo`: mean ratios hardly leave it. Its paper has 3e-4 and 4e-4."""
+"""Widest useful clip range of `gspo`, because mean ratios hardly leave it.
+
+The paper of GSPO uses 3e-4 and 4e-4.
+"""
 LORA_RATE = 1e-5
-"""A usual learning rate of all weights. Adapters need about ten times as much.
+"""A usual learning rate for training all weights. LoRA adapters need about ten times as much.
 
 Source: Schulman, LoRA Without Regret, 2025.
 """
@@ -25,11 +35,12 @@ _MIXED_CACHE = "tokens sampled with keys and values of older weights belong to n
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A setting without effect or with a wrong one. `fix` has options for the command line."""
+    """A setting that has no effect, or a wrong one."""
 
     wrong: str
     why: str
     fix: str
+    """Options for the command line that remove the finding. Alternatives follow `, or`."""
 
     def __str__(self) -> str:
         return f"{self.wrong}: {self.why}. Fix: {self.fix}"
@@ -101,8 +112,11 @@ def _kept_cache(config: RunConfig) -> Finding | None:
     return Finding(f"{config.old_logps.route} is exact, and the engine keeps its cache", why, fix)
 
 
-def _outrun(config: RunConfig) -> Finding | None:
-    """Check the memory of full copies, known before the run. The store checks that of deltas."""
+def _too_few_copies(config: RunConfig) -> Finding | None:
+    """Compare the memory limit with the copies of the weights that the route keeps.
+
+    Only full copies have a size that is known before the run. The store checks that of deltas.
+    """
     old = config.old_logps
     limit_gb = old.copies_limit_gb
     if not limit_gb:
@@ -111,7 +125,7 @@ def _outrun(config: RunConfig) -> Finding | None:
         return None  # adapters are small, and their size is unknown before the model is loaded
     bytes_per_weight = 2 if config.trainer.dtype == "bfloat16" else 4
     copy_gb = num_weights(config.policy_folder) * bytes_per_weight / 1e9
-    needed = max(2, live_versions(config))  # the newest stays until the next one is stored
+    needed = max(2, live_versions(config))  # the newest is kept until the next one is stored
     if needed * copy_gb <= limit_gb:
         return None
     why = (
@@ -127,11 +141,9 @@ def num_weights(folder: Path) -> int:
     """Return the number of weights in a model folder's safetensors files, from their headers."""
     total = 0
     for path in folder.glob("*.safetensors"):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        total += sum(
-            math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"
-        )
+        with safe_open(path, framework="np") as file:
+            names = file.keys()
+            total += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
     return total
 
 
@@ -201,21 +213,23 @@ def _wrong_age(config: RunConfig) -> Finding | None:
     age = age_of_average(old, config)
     if bound / 2 <= age <= bound:
         return None
-    wanted = max(1, 3 * bound / 4) * old.updates_per_version(config)  # near a full queue's mean lag
+    wanted = max(1, 3 * bound / 4) * old.updates_per_version(
+        config
+    )  # about the mean staleness with a full queue
     why = "D gets the difference in age, with a negative sign where the average is older"
     beta = wanted / (wanted + 1)
     fix = f"--old_logps.beta {beta:.3g}, or --old_logps.route ppo_ewma_async, or {_EXACT_ROUTE}"
     return Finding(f"the average is {age:.2g} versions old, the tokens 0 to {bound}", why, fix)
 
 
-def _dirty_tokens(config: RunConfig) -> Finding | None:
+def _mixed_cache(config: RunConfig) -> Finding | None:
     if not config.engine.keep_cache or _kept_cache(config):
         return None
     why = f"{_MIXED_CACHE}, and D includes the difference"
     return Finding("the engine keeps its cache", why, "--engine.keep_cache false")
 
 
-def _under_noise(config: RunConfig) -> Finding | None:
+def _narrow_threshold(config: RunConfig) -> Finding | None:
     trainer = config.trainer.dtype == "bfloat16"
     engine = config.engine.dtype == "bfloat16"
     is_mean = config.correction.unit != "token" and config.correction.aggregate != "sum"
@@ -242,7 +256,7 @@ def _under_noise(config: RunConfig) -> Finding | None:
 
 
 def _thresholds(config: RunConfig) -> Iterator[tuple[str, float]]:
-    """Yield the factor and the log-ratio of every threshold."""
+    """Yield "D" or "S", and the size of the log ratio, for every threshold of the configuration."""
     d = config.correction
     s = config.objective
     if d.control != "none" and not d_is_one(config):
@@ -281,7 +295,7 @@ REFUSALS: Sequence[Rule] = (
     _double_count,
     _missing_half,
     _kept_cache,
-    _outrun,
+    _too_few_copies,
     _idle_window,
     _inline_kept,
     _idle_reset,
@@ -292,7 +306,7 @@ WARNINGS: Sequence[Rule] = (
     _wide_gspo,
     _free_staleness,
     _wrong_age,
-    _dirty_tokens,
-    _under_noise,
+    _mixed_cache,
+    _narrow_threshold,
     _slow_adapters,
 )

@@ -1,4 +1,4 @@
-"""The meaning of a configuration in plain words: the ratios, their bounds and the costs."""
+"""Explain a configuration: the ratios D and S of `unstale.lint`, their bounds and the costs."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,15 @@ from unstale.config.routes import live_versions
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """One of the two ratios whose product is pi / mu."""
+    """One of the two ratios, D or S, whose product is pi / mu."""
 
     name: str
     numerator: str
     denominator: str
     meaning: str
+    """The differences between numerator and denominator: numerics, staleness or learning."""
     bound: str
+    """How the loss limits the ratio."""
 
 
 def factors(config: RunConfig) -> tuple[Factor, Factor]:
@@ -27,7 +29,7 @@ def factors(config: RunConfig) -> tuple[Factor, Factor]:
 
 
 def facts(config: RunConfig) -> dict[str, str]:
-    """Return the policies in the ratios and other facts by name, in reading order."""
+    """Return sentences on the policies in the ratios, and on other facts, in reading order."""
     proxy = config.old_logps.meaning(config)
     engine = config.engine
     trainer = config.trainer
@@ -46,14 +48,15 @@ def facts(config: RunConfig) -> dict[str, str]:
 
 
 def d_is_one(config: RunConfig) -> bool:
-    """Return True if D is 1 by construction."""
+    """Return True if D is 1 by construction: the route returns the engine's log-probability."""
     return config.old_logps.weight_of_now(config) == 0
 
 
 def s_is_one(config: RunConfig) -> bool:
-    """Return True if S is 1 by construction.
+    """Return True if S is 1 by construction: the route returns the current log-probability.
 
-    An inline proxy moves with the policy. Others keep their values of the first optimizer step.
+    An inline route computes it in every training pass. Any other computes it once per batch, and
+    the policy moves away from it after the first minibatch.
     """
     old = config.old_logps
     moves_away = not old.needs.inline and config.trainer.minibatches_per_batch > 1
@@ -67,7 +70,7 @@ def bounds_s(config: RunConfig) -> bool:
 
 
 def over(unit: Unit, aggregate: str) -> str:
-    """Return the tokens that a ratio is aggregated over, in words.
+    """Return in words how a ratio is aggregated, and over which tokens.
 
     >>> over("turn", "sum")
     'product over a turn'
@@ -120,8 +123,8 @@ def _unbounded(config: RunConfig) -> str:
             loose.append("S is pulled back, not cut")
         elif config.objective.kind in ("ppo_clip", "gspo"):
             loose.append(
-                "S upwards where A < 0: a bad token that became likelier counts in full "
-                "(dual_clip bounds it)"
+                "S from above where A < 0: the loss of a token that became likelier has no limit "
+                "(dual_clip sets one)"
             )
     return "; ".join(loose) or "nothing"
 
@@ -130,15 +133,15 @@ def _versions(config: RunConfig) -> str:
     schedule = config.schedule
     bound = schedule.staleness_bound
     words = (
-        f"a token is at most {bound} old when its batch is taken "
+        f"a token is at most {bound} versions old when its batch is taken "
         f"(max_staleness {schedule.max_staleness}"
     )
     if schedule.lookahead_window > 1:
         extra = bound - schedule.max_staleness
         words += f", and {extra} for a window of {schedule.lookahead_window}"
-    words += f"); an episode may hold tokens of {bound + 1}"
+    words += f"); an episode may have tokens of {bound + 1} versions"
     if (steps := config.trainer.minibatches_per_batch) > 1:
-        words += f"; counted in optimizer steps a token is at most {(bound + 1) * steps - 1} old"
+        words += f"; in optimizer steps, a token is at most {(bound + 1) * steps - 1} old"
     return words
 
 
@@ -153,7 +156,10 @@ def _exactness(config: RunConfig) -> str:
         return config.old_logps.exactness
     bfloat16 = config.trainer.dtype == "bfloat16"
     noise = "the packing noise of bfloat16" if bfloat16 else "float32 rounding"
-    return f"yes, for every clean token, to {noise} (audit/logp_noise_rms)"
+    return (
+        f"yes, to {noise} (audit/logp_noise_rms), for every token whose keys and values have the "
+        "same version"
+    )
 
 
 def _denominator(config: RunConfig) -> str:

@@ -1,7 +1,8 @@
-"""Costs and memory of a configuration, computed from sizes, data sheets and assumed shares.
+"""Time and memory of a configuration, computed from a model's sizes and a device's data sheet.
 
-Parallel work is assumed to divide evenly: a sharded trainer, engines with tensor parallelism, a
-delta encoded by the ranks that hold its shards. Training and the network are assumed to overlap.
+Two assumptions: work on several devices divides evenly (a sharded trainer, engines with tensor
+parallelism, deltas that each rank encodes for its shard), and the trainer's communication overlaps
+with its computation.
 """
 
 from dataclasses import dataclass
@@ -17,22 +18,27 @@ TRAINED_BYTES = 18
 _STEPPED_BYTES = 30
 """Bytes that AdamW moves per parameter and step.
 
-Master, gradient and two moments are read; all but the gradient and the bfloat16 weight are written.
+It reads the float32 weight, the gradient and two moments (16), and writes the float32 weight, both
+moments and the bfloat16 weight (14).
 """
 REDUCE_S = 8e-6
 """Seconds of a small all-reduce within a node. Assumed: NCCL over NVLink takes 5 to 10 us."""
 TRANSFER_S = 0.034 / 40_387_200
-"""Core seconds per byte of weights handed to another process through main memory.
+"""Core seconds per byte of weights that are copied to another process through main memory.
 
-`old_logit_model` took 3.4% of a step of 1.00 s (benchmarks/results/2026-11-21-routes.md).
+Measured: in the route `old_logit_model`, 40 MB took 3.4% of a step of 1.00 s
+(benchmarks/results/2026-11-21-routes.md).
 """
 PASS_TOKENS = 4096
-"""Tokens of a training pass: the default of `trainer.max_tokens_per_microbatch`, or one episode."""
+"""Tokens of a microbatch: the default of `trainer.max_tokens_per_microbatch`.
+
+A longer episode is a microbatch of its own.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSetup:
-    """A model, the device it runs on, and the means of its episodes."""
+    """A model, the device that it is trained on, and the means of its episodes."""
 
     model: Model
     device: Device
@@ -40,7 +46,6 @@ class TrainingSetup:
     lr: float
     episodes: EpisodeStats
     gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass."""
 
     @property
     def flops(self) -> float:
@@ -60,21 +65,22 @@ class TrainingSetup:
     def trainer_bytes(self, devices: int, route: RouteCost) -> float:
         """Return the bytes on each of the trainer's devices.
 
-        Weights, optimizer and route are sharded; the activations of a pass are not.
+        The weights, the optimizer's state and the route's models are sharded. The activations of a
+        microbatch are not.
         """
         sharded = TRAINED_BYTES * self.model.parameters + route.device_bytes(self.model)
-        return sharded / devices + self.pass_bytes
+        return sharded / devices + self.activation_bytes
 
     def fits(self, devices: int, route: RouteCost) -> bool:
         return self.trainer_bytes(devices, route) <= self.memory
 
     @property
-    def pass_bytes(self) -> float:
-        """Bytes of the activations of one training pass.
+    def activation_bytes(self) -> float:
+        """Bytes of the activations of one microbatch.
 
         A layer keeps its input, the norms' inputs, queries, keys, values, attention output, and
-        four times the MLP's width. With gradient checkpointing only one layer keeps all of these,
-        and the others keep their input.
+        four times the MLP's width. With gradient checkpointing one layer at a time keeps all of
+        these, and the others keep their input.
         """
         model = self.model
         width = model.active * model.expert_ffn if model.experts else model.ffn
@@ -87,9 +93,10 @@ class TrainingSetup:
         return token * max(PASS_TOKENS, self.episodes.longest)
 
     def context_tokens(self, tp: int) -> float:
-        """Return the tokens of context in the memory of an engine of `tp` devices.
+        """Return the tokens of context that fit the memory of an engine of `tp` devices.
 
-        Negative if the weights do not fit. Key-value heads are replicated if `tp` exceeds them.
+        It is negative if the weights do not fit. Each device holds at least one key-value head, so
+        heads are replicated if `tp` is larger than their number.
         """
         free = tp * self.device.memory * self.shares.memory - self.model.copy_bytes
         return free / (self.model.kv_bytes * max(1.0, tp / self.model.kv_heads))
@@ -104,9 +111,12 @@ class Placement:
     tp: int
     """Devices of each engine."""
     scorers: int = 0
-    """Devices of a route that scores in another process."""
+    """Devices for a route that scores in another process."""
     colocated: bool = False
-    """Engines and trainer share devices in turns. Freeing an engine's memory takes no time."""
+    """Engines and trainer use the same devices in turns.
+
+    Switching is assumed to take no time.
+    """
 
     @property
     def devices(self) -> int:
@@ -134,12 +144,12 @@ class AnalyticCosts:
     batch: float
     """Mean tokens of a batch."""
     live: int
-    """Versions that are needed at once."""
+    """Versions whose tokens can be waiting at the same time."""
 
     def step_s(self, replies: int, context: int) -> float:
         """Return the seconds of one decoding step.
 
-        The larger of the memory time (weights, keys, values) and the compute time, plus overheads.
+        It takes the longer of reading memory (weights, keys, values) and computing, and overheads.
         """
         setup = self.setup
         model = setup.model
@@ -151,21 +161,24 @@ class AnalyticCosts:
         return parallel_s + self._all_reduce_s(replies) + setup.shares.step_s
 
     def prefill_s(self, tokens: int) -> float:
-        """Return the time of the computation alone: decoding steps already read the weights."""
+        """Return the seconds of computation. The reading of weights counts in `step_s`."""
         computed = tokens * self.setup.model.forward_flops(self.setup.episodes.attended)
         return computed / (self.placement.tp * self.setup.flops) + self._all_reduce_s(tokens)
 
     def train_s(self, tokens: int) -> float:
-        """Count a backward pass as two forward passes, three with gradient checkpointing."""
+        """Return the seconds of a forward pass, a backward pass and the optimizer step.
+
+        A backward pass takes as long as two forward passes, or three with gradient checkpointing.
+        """
         passes = 4 if self.setup.gradient_checkpointing else 3
         return passes * self.forward_s(tokens) + self.optimizer_s
 
     def old_logps_s(self, tokens: int, versions: float) -> float:
-        """Return the trainer's time for the route.
+        """Return the seconds that the route adds to the trainer's step.
 
-        A route with separate devices delays training by the time it takes longer than a step, and
-        by the transfer of weights. A version store applies one delta for each version in the batch,
-        and at most all that are kept, because it starts at the nearer end.
+        A route with its own devices works in parallel. It adds the transfer of the weights, and the
+        seconds by which it is slower than training. A route that restores versions from deltas
+        applies one delta for each version in the batch, and at most all that it keeps.
         """
         route = self.route
         trainers = self.placement.trainers
@@ -178,19 +191,20 @@ class AnalyticCosts:
             cores = trainers * self.setup.shares.cores
             transfer = TRANSFER_S * self.setup.model.copy_bytes / cores
             return max(0.0, apart - self.train_s(tokens)) + transfer
-        restoring = min(self.live - 1, versions) * self.walk_s * route.needs.snapshots
+        restoring = min(self.live - 1, versions) * self.apply_s * route.needs.snapshots
         traffic = route.traffic_bytes(self.setup.model) / (self.setup.bandwidth * trainers)
         return scoring + restoring + traffic
 
     def publish_s(self) -> float:
-        """Return the time to copy the weights to main memory and, with a version store, encode."""
+        """Return the seconds to copy the weights to main memory and to encode the delta, if any."""
         link = self.setup.device.host_link * self.setup.shares.link
         return self.setup.model.copy_bytes / (self.placement.trainers * link) + self.encode_s
 
     def load_s(self) -> float:
-        """Return the time to transfer and load a version, whole or as a delta if that is faster.
+        """Return the seconds to transfer and load a version.
 
-        Engines forward a version to each other, so the time does not depend on their number.
+        Between nodes it is sent as a delta if that is faster than the whole. Engines forward a
+        version to each other, so the time does not depend on their number.
         """
         setup = self.setup
         tp = self.placement.tp
@@ -201,25 +215,25 @@ class AnalyticCosts:
         whole = setup.model.copy_bytes / link
         if not self.route.needs.snapshots:
             return load + whole
-        apply = self.walk_s * self.placement.trainers / tp
+        apply = self.apply_s * self.placement.trainers / tp
         delta = deltas.delta_bytes(setup.model.parameters, setup.lr) / link + apply
         return load + min(whole, delta)
 
     @property
     def encode_s(self) -> float:
-        """Seconds in which the trainer's ranks encode the delta of their shards."""
+        """Seconds in which the trainer's ranks encode the deltas of their shards; 0 without."""
         cores = self.placement.trainers * self.setup.shares.cores
         encode = deltas.encode_s(self.setup.model.parameters, self.setup.lr)
         return encode / cores * self.route.needs.snapshots
 
     @property
-    def walk_s(self) -> float:
-        """Seconds in which the trainer's ranks apply a delta."""
-        alone = deltas.walk_s(self.setup.model.parameters, self.setup.lr)
+    def apply_s(self) -> float:
+        """Seconds in which the trainer's ranks apply the deltas of their shards."""
+        alone = deltas.apply_s(self.setup.model.parameters, self.setup.lr)
         return alone / (self.placement.trainers * self.setup.shares.cores)
 
     def forward_s(self, tokens: float) -> float:
-        """Return the trainer's time for one forward pass over so many tokens."""
+        """Return the trainer's seconds for a forward pass over `tokens` tokens."""
         flops = tokens * self.setup.model.forward_flops(self.setup.episodes.attended)
         return flops / (self.placement.trainers * self.setup.flops)
 
@@ -229,9 +243,9 @@ class AnalyticCosts:
         return moved / (self.placement.trainers * self.setup.bandwidth)
 
     def _all_reduce_s(self, tokens: int) -> float:
-        """Return the time of two ring all-reduces per layer of tensor parallelism.
+        """Return the seconds of the two ring all-reduces per layer of tensor parallelism.
 
-        Each sends 2 (tp - 1) / tp of the activations, and takes at least `REDUCE_S`.
+        Each sends 2 (tp - 1) / tp times the activations, and has a latency of `REDUCE_S`.
         """
         tp = self.placement.tp
         model = self.setup.model

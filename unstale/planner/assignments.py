@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import fields
+from typing import Any, get_type_hints
 
 from unstale.config.checks import ConfigError, nearest
 from unstale.planner.workload import Constant, Distribution, LogNormal
@@ -14,10 +15,18 @@ _EXPECTED = {
 }
 
 
+def value_kinds(cls: Any) -> dict[str, Any]:
+    """Return the types of a dataclass's fields by name, without their ranges."""
+    types = get_type_hints(cls)
+    return {field.name: types[field.name] for field in fields(cls)}
+
+
 def parse_assignments(
     option: str, words: Iterable[str], kinds: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the values by name, each of its kind. Raises `ConfigError`, which names `option`.
+    """Return the values of NAME=VALUE words by name, each of the type that `kinds` gives.
+
+    Raises `ConfigError`, which names the command-line option `option`.
 
     >>> kinds = {"decode": float, "tool_s": Distribution}
     >>> parse_assignments("--set", ["decode=0.01", "tool_s=5~1.2"], kinds)

@@ -1,7 +1,8 @@
 """A queue of simulated events on the virtual clock of the event loop.
 
-Engines have many more events than tasks await. Events are handled in order, outside the event loop,
-until one resolves a future. Then the loop's clock advances to it, and the awaiting task continues.
+Waking a task of the event loop is slow, and only few events of the engines need it. So one callback
+handles event after event, in order of time, until an event resolves a future. Then the event loop
+advances its clock to that time and continues the task that awaits the future.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ T = TypeVar("T")
 
 
 class SimulatedClock:
-    """A queue of events in order of time. `now` is the time of the latest one in seconds."""
+    """A queue of events in order of time. `now` is the time in seconds of the last one handled."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -24,12 +25,12 @@ class SimulatedClock:
         self._unresolved = 0
 
     def at(self, time: float, action: Callable[[], None]) -> None:
-        """Schedule an action."""
+        """Call `action` at that time."""
         heapq.heappush(self._events, (time, next(self._numbers), action))
         self._set_timer()
 
     def resolve(self, future: "asyncio.Future[T]", result: T) -> None:
-        """Resolve a future at `now`; no later event is handled before that."""
+        """Resolve a future at `now`. Later events wait until it is resolved."""
         self._unresolved += 1
         asyncio.get_running_loop().call_at(self.now, self._set_result, future, result)
 

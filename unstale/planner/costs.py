@@ -1,45 +1,57 @@
-"""The time that each part of a run takes, and a linear model of it. Imports no torch."""
+"""The durations of a run's parts, and a linear model of them. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Protocol
 
 
 class Costs(Protocol):
-    """The durations, in seconds, of the work of one engine and of the whole trainer."""
+    """The seconds that one engine and the whole trainer take for their work."""
 
     def step_s(self, replies: int, context: int) -> float:
-        """Return the time of a decoding step of `replies` replies, with `context` tokens in sum."""
+        """Return the seconds of one decoding step.
+
+        `context` is the sum of the context tokens of all `replies` running replies.
+        """
 
     def prefill_s(self, tokens: int) -> float:
-        """Return the time to compute that many tokens of context."""
+        """Return the seconds in which an engine computes `tokens` tokens of context."""
 
     def train_s(self, tokens: int) -> float:
-        """Return the time to train on a batch, `optimizer_s` included."""
+        """Return the seconds of training on a batch of `tokens` tokens, with `optimizer_s`."""
 
     @property
     def optimizer_s(self) -> float:
-        """The part of `train_s` that starts after the engines have loaded the previous version."""
+        """The seconds of the optimizer step.
+
+        It is the part of `train_s` that waits until the engines have loaded the previous version.
+        """
 
     def old_logps_s(self, tokens: int, versions: float) -> float:
-        """Return the route's time for a batch with `versions` versions per sequence on average."""
+        """Return the seconds in which the route computes the old log-probabilities of a batch.
+
+        `versions` is the mean number of versions that sampled a sequence.
+        """
 
     def publish_s(self) -> float:
-        """Return the trainer's time to prepare a version, while engines sample."""
+        """Return the seconds in which the trainer prepares a version, while engines sample."""
 
     def load_s(self) -> float:
-        """Return the time that engines pause to load a version."""
+        """Return the seconds that engines pause to load a version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearCosts:
-    """The `Costs` as sums of constants in seconds, fitted to a run (`measured.from_run`) or set."""
+    """The `Costs` as linear functions with coefficients in seconds.
+
+    `measured.from_run` fits the coefficients to a run.
+    """
 
     decode: float = 0.0
     """One decoding step of an engine."""
     decode_reply: float = 0.0
     """Added to a decoding step by each running reply."""
     decode_context: float = 0.0
-    """Added to a decoding step by each token of context."""
+    """Added to a decoding step by each token of context of a running reply."""
     prefill_token: float = 0.0
     """Computing one token of context."""
     train: float = 0.0
@@ -47,17 +59,17 @@ class LinearCosts:
     train_token: float = 0.0
     """Added to `train` by each token of the batch."""
     optimizer_s: float = 0.0
-    """Part of `train` that starts after the engines have loaded the previous version."""
+    """The optimizer step, a part of `train`."""
     old: float = 0.0
-    """Old log-probabilities of one batch."""
+    """Computing the old log-probabilities of one batch of any size."""
     old_token: float = 0.0
     """Added to `old` by each token of the batch."""
     old_version_token: float = 0.0
-    """Added to `old` by each token, for each version of its sequence beyond the first."""
+    """Added to `old` by each token, for each version beyond the first that sampled its sequence."""
     publish: float = 0.0
-    """The trainer's time to prepare a version."""
+    """Preparing a version in the trainer."""
     load: float = 0.0
-    """Time that engines pause to load a version."""
+    """Pause of the engines to load a version."""
 
     def step_s(self, replies: int, context: int) -> float:
         return self.decode + self.decode_reply * replies + self.decode_context * context

@@ -1,9 +1,9 @@
-"""Simulated engines. Each decoding step of an engine adds a token to all of its running replies.
+"""Simulated engines. A decoding step of an engine adds a token to each of its running replies.
 
-A step takes `Costs.step_s` of the replies and their context. Between two arrivals or departures the
-number of replies is constant and the context grows linearly. The time of many steps is then their
-number times that of the middle step, which is exact if the time is linear in the context. New
-contexts are computed between two steps and delay all replies by `Costs.prefill_s`.
+A step takes `Costs.step_s`. While no reply starts or ends, their number is constant and their
+context grows linearly. Many steps are then simulated at once: they take their number times the
+seconds of the middle step, which is exact if `step_s` is linear in the context. Contexts that are
+not cached are computed between two steps, which delays all replies by `Costs.prefill_s`.
 """
 
 import heapq
@@ -45,14 +45,15 @@ class SimulatedReply:
 
 
 _SPARE = 0.01
-"""Share of the memory kept free when a reply starts, so that it is not evicted at once."""
+"""Share of the memory that stays free when a reply starts, so that it is not evicted at once."""
 
 
 class SimulatedEngine:
     """A simulated engine. Replies beyond its capacity wait in order.
 
-    Contexts of episodes in tool calls are evicted first, the oldest first. If running contexts
-    exceed the memory, the newest reply is evicted too, and computed again later.
+    It also keeps the contexts of complete replies, for the next turn of their episodes. If memory
+    is short it evicts these first, in the order of completion, and then the newest running reply,
+    which waits again and whose context is computed again.
     """
 
     def __init__(self, clock: SimulatedClock, costs: Costs, fleet: Fleet, number: int) -> None:
@@ -64,7 +65,7 @@ class SimulatedEngine:
         self.restarted_at = 0.0
         self.paused = True
         self.prompts: set[int] = set()
-        """Groups with a computed prompt."""
+        """Groups whose prompt this engine has computed."""
         self.busy_s = 0.0
         self.sampled = 0
         self.lost = 0
@@ -86,9 +87,9 @@ class SimulatedEngine:
         self._steps = 0
         self._next_step_at = 0.0
         self._last_step_ended = 0.0
-        """Earlier than `_next_step_at` while contexts are computed."""
+        """Earlier than `_next_step_at` if contexts are computed between two steps."""
         self._timer = 0
-        """Number of the valid completion event; earlier ones are ignored."""
+        """Number of the latest completion event. Earlier ones are ignored when they occur."""
 
     def take(self, reply: SimulatedReply) -> None:
         """Start a reply, or queue it while the engine is paused or full."""
@@ -105,7 +106,7 @@ class SimulatedEngine:
             self._schedule()
 
     def interrupt(self) -> float:
-        """Pause after the current step and deliver all tokens. Returns the time of the pause."""
+        """Pause after the current step and deliver all tokens. Return the time of the pause."""
         if self.paused:
             return self._clock.now
         self._pause()
@@ -125,7 +126,7 @@ class SimulatedEngine:
         return self._next_step_at
 
     def resume(self, *, keep_cache: bool) -> None:
-        """Continue to sample. Older contexts are computed again unless `keep_cache`."""
+        """Continue to sample. Cached contexts are discarded unless `keep_cache` is true."""
         if not self.paused:
             return
         self.paused = False
@@ -140,7 +141,7 @@ class SimulatedEngine:
         self._schedule()
 
     def fail(self) -> list[SimulatedReply]:
-        """Lose all state. Returns the replies, which continue on other engines."""
+        """Lose all state. Return the unfinished replies, which continue on other engines."""
         self._advance(self._clock.now)
         self._pause()
         self.busy_s -= max(0.0, self._next_step_at - self._clock.now)
@@ -161,7 +162,7 @@ class SimulatedEngine:
         return replies
 
     def forget(self, episode: int) -> None:
-        """Drop the kept context of an episode that is over or runs again."""
+        """Discard the kept context of an episode that has ended or runs again."""
         if episode in self._kept:
             self._kept_tokens -= self._kept.pop(episode)[1]
 
@@ -245,7 +246,7 @@ class SimulatedEngine:
             reply.cached = 0
 
     def _advance(self, now: float) -> None:
-        """Do the steps that have begun by `now`, the last of them to its end."""
+        """Do the steps that begin before `now`."""
         if not self._running or self._next_step_at >= now:
             self._next_step_at = max(self._next_step_at, now)
             if not self._running:
@@ -261,7 +262,7 @@ class SimulatedEngine:
         self._do(steps)
 
     def _mean_step_s(self, steps: int) -> float:
-        """Return the mean time of the next steps: that of the middle one."""
+        """Return the mean seconds of the next steps, which are those of the middle one."""
         replies = len(self._running)
         half, odd = divmod(replies * (steps - 1), 2)
         seconds = self._costs.step_s(replies, self._context + half)
@@ -278,7 +279,7 @@ class SimulatedEngine:
         self._context += steps * len(self._running)
 
     def _schedule(self) -> None:
-        """Set the timer to the next completion, or to when the memory is full."""
+        """Schedule an event for when the next reply is complete or the memory is full."""
         self._timer += 1
         if self._running:
             steps = self._steps_ahead()
@@ -306,7 +307,7 @@ class SimulatedEngine:
         self._schedule()
 
     def _stop(self, reply: SimulatedReply) -> int:
-        """Account for the tokens of a reply that no longer runs, and return their number."""
+        """Count the tokens of a reply that no longer runs. Return their number."""
         tokens = self._steps - reply.since
         self.sampled += tokens
         reply.left -= tokens
@@ -317,9 +318,10 @@ class SimulatedEngine:
 
 
 class SimulatedEnginePool:
-    """A pool of engines with one version. Replies prefer a cached context, then an idle engine.
+    """A pool of engines that sample from the same version.
 
-    The rule is that of `engines.EnginePool`.
+    Like `engines.EnginePool`, it sends a reply to the engine that holds its context, unless the
+    least busy engine has far fewer replies.
     """
 
     def __init__(self, clock: SimulatedClock, costs: Costs, fleet: Fleet) -> None:
@@ -334,7 +336,7 @@ class SimulatedEnginePool:
         self._paused = True
         self._unplaced: list[SimulatedReply] = []
         self._by_busy: list[tuple[int, int]] = []
-        """A heap of (busy, number); entries that are no longer true are skipped."""
+        """A heap of (replies, number of the engine). Outdated entries are skipped."""
         for engine in self.members:
             engine.on_busy_change = self._rank
             self._rank(engine)
@@ -375,7 +377,7 @@ class SimulatedEnginePool:
         return max([self._clock.now, *(engine.interrupt() for engine in self.members if engine.up)])
 
     def resume(self, version: int) -> None:
-        """Sample with this version, also on engines that have restarted by now."""
+        """Sample with this version, also on failed engines that have restarted by now."""
         self.version = version
         self._paused = False
         for engine in self.members:
@@ -391,7 +393,7 @@ class SimulatedEnginePool:
             self.sample(reply)
 
     def fail(self, random: np.random.Generator, per_hour: float) -> None:
-        """Let each engine fail at a rate, from now on."""
+        """Let each engine fail `per_hour` times an hour on average, from now on."""
 
         def schedule(engine: SimulatedEngine) -> None:
             delay = random.exponential(3600 / per_hour)

@@ -1,6 +1,7 @@
-"""Simulated episodes, in place of `rollout.Rollout`: no coroutine and no journal row for each.
+"""Simulated episodes. They replace `rollout.Rollout`, without a coroutine for each episode.
 
-In the records for the loop, each piece has a single token. The real counts are kept here.
+In the records that the loop receives, each piece has a single token. The simulated numbers of
+tokens are kept here.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ from unstale.rollout.transcript import OpenWriter
 
 
 class SimulatedEpisode:
-    """An episode that alternates between an engine and its environment."""
+    """An episode that alternates between replies of an engine and tool calls."""
 
     def __init__(
         self,
@@ -135,9 +136,9 @@ class SimulatedRollout:
         self.wait_times = Stopwatch()
         self.resources: AbstractAsyncContextManager[Any] = nullcontext()
         self.totals: dict[str, float] = defaultdict(float)
-        """Sums over ended episodes, and over failed attempts."""
+        """Counts and seconds, summed over all episodes."""
         self.episodes: dict[int, SimulatedEpisode] = {}
-        """By number, until they are trained on or fail."""
+        """Episodes by number, until they are trained on or fail."""
         self._pending = pending
         self._seed = seed
         self._samples: dict[int, Sampled] = {}
@@ -163,7 +164,7 @@ class SimulatedRollout:
         return Group(request.task, trajectories, failures, request.number)
 
     def tool_s(self, calls: int) -> float:
-        """Draw the seconds of so many tool calls."""
+        """Return the random duration of `calls` tool calls in sum."""
         total = 0.0
         for _ in range(calls):
             if not self._tool_s:

@@ -1,48 +1,45 @@
-"""Devices by their data sheets, and the assumed shares of these figures that programs reach."""
+"""Data sheets of accelerators, and the shares of their figures that programs reach."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from typing import Annotated
 
-from unstale.config.checks import Range
-from unstale.planner.assignments import parse_assignments
+from unstale.config.checks import Range, Section
+from unstale.planner.assignments import parse_assignments, value_kinds
+
+_Reached = Annotated[float, Range(1e-6, 1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
-    """The shares of a device's figures that programs reach: assumptions, or measurements.
+class Shares(Section):
+    """The shares of a data sheet's figures that programs reach. The defaults are assumptions.
 
     >>> Shares.parse("matmul=0.5,step_s=0.002").step_s
     0.002
     """
 
-    matmul: float = 0.40
+    matmul: _Reached = 0.40
     """Share of peak FLOP/s in training, scoring and prefill.
 
     Llama 3 was trained at 38% to 43% (arXiv 2407.21783, table 4).
     """
-    decode: float = 0.40
-    """Share of peak FLOP/s in decoding of large batches. Assumed equal to `matmul`."""
-    bandwidth: float = 0.70
+    decode: _Reached = 0.40
+    """Share of peak FLOP/s in decoding with large batches. Assumed to be that of `matmul`."""
+    bandwidth: _Reached = 0.70
     """Share of the memory bandwidth, in decoding and other reads of weights. Assumed."""
-    link: float = 0.80
+    link: _Reached = 0.80
     """Share of the bandwidth of every link. Assumed."""
-    memory: float = 0.90
-    """Share of the memory: vLLM's default `gpu_memory_utilization`."""
-    step_s: float = 0.001
-    """Seconds of overhead of a decoding step: launches, sampling, scheduling. Assumed."""
-    cores: float = 1
-    """Processor cores per device that encode and apply deltas. The version store uses one."""
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            low = 0.0 if field.name == "step_s" else 1e-6
-            high = 1e3 if field.name in ("step_s", "cores") else 1
-            Range(low, high).check(f"--shares.{field.name}", getattr(self, field.name))
+    memory: _Reached = 0.90
+    """Share of the memory that may be used: vLLM's default `gpu_memory_utilization`."""
+    step_s: Annotated[float, Range(0, 1e3)] = 0.001
+    """Overhead of a decoding step in seconds: launches, sampling, scheduling. Assumed."""
+    cores: Annotated[float, Range(1e-6, 1e3)] = 1
+    """Processor cores per device that encode and apply deltas. The version store uses one core."""
 
     @classmethod
     def parse(cls, text: str) -> "Shares":
-        """Return the assumptions with those in `name=value,...` replaced."""
+        """Return the defaults with the values of `name=value,...` in their place."""
         words = filter(None, text.split(","))
-        return replace(cls(), **parse_assignments("--shares", words, cls.__annotations__))
+        return replace(cls(), **parse_assignments("--shares", words, value_kinds(cls)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +64,7 @@ class Device:
 
     @property
     def is_core(self) -> bool:
-        """True for a core of this machine (`measured.core_of_run`)."""
+        """True for a processor core, as `measured.core_of_run` returns it."""
         return self.name.startswith("core")
 
 

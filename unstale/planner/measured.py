@@ -1,4 +1,4 @@
-"""The workload and costs of a recorded run, for `unstale simulate --like`."""
+"""The workload and the costs of a recorded run, for `unstale simulate --like`."""
 
 import os
 import time
@@ -35,12 +35,12 @@ from unstale.planner.workload import (
 from unstale.records import Sampled, Trajectory
 
 MIN_STEPS = 4
-"""Steps that a fit needs."""
+"""Smallest number of steps that a fit needs."""
 _CONTEXT_PIECES = (
     "SELECT count(t.episode), count(*) FROM pieces p LEFT JOIN trajectories t USING (episode)"
 )
 RESULTS = f"{_CONTEXT_PIECES} WHERE p.version IS NULL AND p.position > 0"
-"""Query that counts the answers of tools and users, in finished episodes and in all."""
+"""Query that counts the answers of tools and users in finished episodes, and in all episodes."""
 Row = Mapping[str, Any]
 
 
@@ -58,10 +58,11 @@ class SimulationSetup:
 def from_run(run: Path) -> SimulationSetup:
     """Return the setup of a run: its episodes as recorded, and its costs as fitted.
 
-    The engine's busy time is fitted to its steps, the replies in them and the context tokens it
-    computed; training and scoring to the tokens of a batch. No coefficient is negative. A tool
-    call takes the mean of all calls, with the spread of `task.latency_sigma`. Raises `ConfigError`
-    for a run that is too short, or whose route pauses generation for an unrecorded time.
+    The engine's busy time is fitted to its decoding steps, the replies in them and the context
+    tokens that it computed. Training and scoring are fitted to the tokens of a batch. No
+    coefficient is negative. A tool call takes the mean of all calls, with the spread of
+    `task.latency_sigma`. Raises `ConfigError` for a run that is too short, that has renamed
+    options, or whose route pauses generation for a time that is not recorded.
     """
     folder = RunFolder(run)
     config = stored_config(folder.config(), f"{run}/config.json")
@@ -96,7 +97,10 @@ def fit_costs(
     versions: Mapping[int, float],
     engines: int,
 ) -> LinearCosts:
-    """Fit the costs. The first step, in which programs warm up, is not among `rows`."""
+    """Return the costs that fit the metrics in `rows` best.
+
+    `seconds` are the spans of each step, `versions` the mean versions of its trajectories.
+    """
     names = ("engine/busy_s", "engine/steps", "engine/batch_size_mean", "engine/prefill_tokens")
     busy_s, steps, replies, prefill = (np.array([row[name] for row in rows]) for name in names)
     decode, decode_reply, prefill_token = fit(engines * busy_s, [steps, steps * replies, prefill])
@@ -130,7 +134,7 @@ def fit_costs(
 def fit(values: np.ndarray, terms: Sequence[np.ndarray]) -> list[float]:
     """Return the non-negative coefficients of `terms` that fit `values` by least squares.
 
-    Terms are scaled to norm 1 for the solver.
+    Terms are scaled to norm 1 for the solver, because they differ by orders of magnitude.
 
     >>> fit(np.array([2.0, 4.0, 6.0]), [np.array([1.0, 2.0, 3.0]), np.array([1.0, 1.0, 1.0])])
     [2.0, 0.0]
@@ -142,9 +146,10 @@ def fit(values: np.ndarray, terms: Sequence[np.ndarray]) -> list[float]:
 
 
 def span_seconds(folder: RunFolder) -> dict[int, dict[str, float]]:
-    """Return by step the seconds of scoring, training, the optimizer, publishing and loading.
+    """Return the seconds of scoring, training, the optimizer, publishing and loading, by step.
 
-    The time in which the trainer's thread still publishes the previous version is left out.
+    A span of scoring or training begins when the work is queued. So the time in which the trainer's
+    thread still publishes the previous version is subtracted.
     """
     spans: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for event in folder.rows("events.jsonl"):
@@ -178,7 +183,7 @@ def span_seconds(folder: RunFolder) -> dict[int, dict[str, float]]:
 
 
 def _versions(run: Path) -> dict[int, float]:
-    """Return the mean number of versions in a trajectory, by step."""
+    """Return the mean number of versions that sampled a trajectory, by step."""
     counts: dict[int, list[int]] = defaultdict(list)
     with Journal.read(run) as journal:
         for row in trained_episodes(journal):
@@ -214,7 +219,8 @@ def recorded_workload(run: Path, config: RunConfig, rows: Sequence[Row]) -> Work
 def episode_shape(trajectory: Trajectory) -> EpisodeShape:
     """Return the tokens of a trajectory by turn.
 
-    Tool calls are spread evenly over the turns. Without a recorded count, each turn has one.
+    The recorded number of tool calls is spread evenly over the turns. Without one, each turn has
+    one call.
     """
     runs = [
         (is_reply, sum(len(piece.tokens) for piece in pieces))
@@ -233,9 +239,9 @@ def episode_shape(trajectory: Trajectory) -> EpisodeShape:
 
 
 def core_of_run(run: Path, model: Model) -> tuple[Device, Shares]:
-    """Return a core of this machine as a device, with the speed it reached in a run.
+    """Return a processor core of this machine as a device, with the speed it reached in a run.
 
-    The rate of main memory, through which processes exchange data, is measured here. Raises
+    The bandwidth of main memory, through which processes exchange data, is measured here. Raises
     `ConfigError` if the run cannot be used.
     """
     setup = from_run(run)
@@ -272,7 +278,7 @@ def core_of_run(run: Path, model: Model) -> tuple[Device, Shares]:
 
 
 def _copy_rate() -> float:
-    """Return bytes a second, read and written: the best of three copies after a warm-up."""
+    """Return the bytes that a copy reads and writes per second: the best of three."""
     source = torch.zeros(1 << 27, dtype=torch.uint8)
     target = torch.empty_like(source)
     seconds = []

@@ -1,4 +1,4 @@
-"""The sizes of a model and the costs of a token, from its config.json or the command line."""
+"""Parameters, memory and operations per token of a model, computed from its sizes."""
 
 import json
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 from unstale.config import SHIPPED_POLICY
 from unstale.config.checks import ConfigError, nearest
-from unstale.planner.assignments import parse_assignments
+from unstale.planner.assignments import parse_assignments, value_kinds
 
 WORD = 2
 """Bytes of a weight, an activation, a key or a value in bfloat16."""
@@ -25,7 +25,7 @@ _REQUIRED = ("layers", "hidden", "ffn", "heads", "kv_heads")
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The sizes of a decoder with grouped-query attention and gated MLPs, dense or experts.
+    """The sizes of a decoder with grouped-query attention and gated MLPs or experts.
 
     >>> model = Model.parse("4B")
     >>> model.parameters, model.kv_bytes
@@ -66,7 +66,7 @@ class Model:
 
     @property
     def matrices(self) -> dict[str, int]:
-        """Parameters by kind of matrix. A tied head has none."""
+        """Number of parameters by kind of matrix. A tied head has none of its own."""
         queries = self.heads * self.head_dim
         keys = self.kv_heads * self.head_dim
         sparse = self.layers - self.dense if self.experts else 0
@@ -88,7 +88,7 @@ class Model:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that a token is multiplied by: no embedding, no inactive experts."""
+        """Parameters that a token is multiplied by: all but the embedding and inactive experts."""
         idle = 0
         if self.experts:
             idle = self.matrices["experts"] // self.experts * (self.experts - self.active)
@@ -105,17 +105,19 @@ class Model:
         return WORD * 2 * self.layers * self.kv_heads * self.head_dim
 
     def forward_flops(self, context: float) -> float:
-        """Return the operations for one token that attends to `context` others.
+        """Return the operations of a forward pass for one token that attends to `context` others.
 
-        A multiply-add counts as 2. Attention computes scores and weighted values in each layer.
+        A multiply-add counts as 2 operations. Attention takes 4 per layer, head, dimension and
+        attended token: 2 for the score and 2 for the weighted value.
         """
         attention = 4.0 * self.layers * self.heads * self.head_dim * context
         return 2.0 * self.active_parameters + attention
 
     def read_bytes(self, tokens: float) -> float:
-        """Return the expected bytes of weights that a pass over `tokens` tokens reads.
+        """Return the expected bytes of weights that a forward pass over `tokens` tokens reads.
 
-        Each token is assumed to choose its experts uniformly and independently.
+        Experts that no token chooses are not read. Each token is assumed to choose its experts
+        uniformly and independently.
         """
         unread = 0.0
         if self.experts:
@@ -124,14 +126,15 @@ class Model:
 
     @property
     def _lookup_parameters(self) -> int:
-        """Parameters of an embedding that is only looked up."""
+        """Parameters of the embedding if it is only looked up, not also used as the head."""
         return 0 if self.tied else self.matrices["embedding"]
 
     @classmethod
     def parse(cls, text: str) -> "Model":
-        """Return the model of a folder, `base`, a preset, or sizes (`layers=36,hidden=2560,...`).
+        """Return the model that a command-line word names.
 
-        Raises `ConfigError` for anything else.
+        It is a preset, a model folder, sizes (`layers=36,hidden=2560,...`), or `base` for the
+        policy of this package. Raises `ConfigError` for anything else.
         """
         if text == "base":
             return cls.from_folder(SHIPPED_POLICY)
@@ -148,7 +151,10 @@ class Model:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Model":
-        """Raises `ConfigError` for an architecture whose parameters cannot be counted."""
+        """Return the model of a folder's config.json.
+
+        Raises `ConfigError` for an architecture whose parameters cannot be counted.
+        """
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         family = config.get("model_type")
         has_other_biases = config.get("mlp_bias") or (
@@ -177,7 +183,7 @@ class Model:
 
     @classmethod
     def _from_sizes(cls, text: str) -> "Model":
-        sizes = parse_assignments("--model", text.split(","), cls.__annotations__)
+        sizes = parse_assignments("--model", text.split(","), value_kinds(cls))
         if missing := [name for name in _REQUIRED if name not in sizes]:
             raise ConfigError(f"--model {text} lacks {', '.join(missing)}")
         return cls(**{"name": text, **sizes})

@@ -1,4 +1,4 @@
-"""A suggestion as text, a table and JSON."""
+"""Present a suggestion as text, as a table and as JSON."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,11 +20,12 @@ from unstale.planner.suggest import (
 
 _GB = 1e9
 _NOTES = (
-    "exact: old logits are those of the policy that sampled. GPU GB: memory that a route adds to "
-    "the training GPUs (or to its own), in all; main GB: to main memory. extra s: seconds that it "
-    "adds to the trainer's step; stop s: seconds that sampling pauses for a new version. "
-    "*: simulated; others are scaled from the suggestion by the formula. eager scores while the "
-    "trainer waits, and is never slower than snapshot_old."
+    "exact: the route gives each token its log-probability under the version that sampled it. "
+    "GPU GB: memory that the route needs on all training GPUs together (or on its own GPUs); "
+    "main GB: in main memory. extra s: seconds that it adds to the trainer's step. stop s: seconds "
+    "that sampling pauses for a new version. tokens/s: simulated if marked by *, otherwise the "
+    "suggestion's, scaled by a formula. eager uses the time in which the trainer waits, so it is "
+    "never slower than snapshot_old."
 )
 Row = dict[str, float | int | str]
 
@@ -41,8 +42,8 @@ def page(suggestion: Suggestion) -> Group:
         *(f"  - {each}" for each in missing(best)),
         "",
     ]
-    title = "Routes to old logits (old_logps.route), on the same schedule"
-    return Group(*(Text(line) for line in lines), _table(title, routes(suggestion)))
+    title = "Routes to old log-probabilities (old_logps.route), with the same schedule"
+    return Group(*(Text(line) for line in lines), _table(title, route_rows(suggestion)))
 
 
 def describe(rated: SimulatedCandidate) -> str:
@@ -53,13 +54,13 @@ def describe(rated: SimulatedCandidate) -> str:
     setup = candidate.costs.setup
     window = ""
     if schedule.lookahead_window > 1:
-        window = f", taken from the {schedule.lookahead_window} oldest in the queue"
+        window = f", taken from the {schedule.lookahead_window} oldest of the queue"
     unsupported = ""
     if placement.trainers > 1 and not setup.device.is_core:
-        unsupported = " with a trainer on several GPUs (today's uses one, and trains fewer)"
-    checkpointing = "; activations are computed again" if setup.gradient_checkpointing else ""
+        unsupported = " with a trainer on several GPUs (the present one uses one, and is slower)"
+    checkpointing = "; gradient checkpointing" if setup.gradient_checkpointing else ""
     return (
-        f"{placement}{checkpointing}; old logits by {candidate.name}; "
+        f"{placement}{checkpointing}; route {candidate.name}; "
         f"{schedule.groups_per_step} groups of {schedule.group_size} a step{window}, at most "
         f"{schedule.staleness_bound} versions old. {rated.rate:,.0f} trained tokens/s{unsupported} "
         f"(+-{rated.spread:.0%}), a step in {rated.result.mean_step_s:.3g} s"
@@ -87,7 +88,7 @@ def reasons(suggestion: Suggestion) -> Iterator[str]:
     yield (
         f"Tokens are {result.staleness_mean:.2f} versions old on average. Synchronous training, "
         f"with all GPUs sampling and training in turns, gives {synchronous.rate:,.0f} tokens/s "
-        f"(+-{synchronous.spread:.0%}): the suggestion is {best.rate / synchronous.rate:.2f} times "
+        f"(+-{synchronous.spread:.0%}). The suggestion is {best.rate / synchronous.rate:.2f} times "
         "as fast"
     )
     for choice in suggestion.choices:
@@ -95,10 +96,10 @@ def reasons(suggestion: Suggestion) -> Iterator[str]:
         if schedule != best.candidate.schedule:
             yield (
                 f"{describe_schedule(schedule)} (at most {schedule.staleness_bound} versions old): "
-                f"{choice.rate / best.rate - 1:+.0%}; less than {1 / NEAR - 1:.0%} more is not "
-                "worth older tokens or larger batches"
+                f"{choice.rate / best.rate - 1:+.0%} throughput. Less than {1 / NEAR - 1:.0%} more "
+                "does not justify older tokens or larger batches"
             )
-    yield from _price_of_exactness(suggestion)
+    yield from _cost_of_exactness(suggestion)
     if costs.load_s() > 0.5 * KEEPS_PACE * result.mean_step_s:
         yield (
             f"Engines pause {costs.load_s():.3g} s to load a version, and then compute their "
@@ -118,8 +119,8 @@ def _engine_memory(candidate: Candidate) -> str:
     )
 
 
-def _price_of_exactness(suggestion: Suggestion) -> Iterator[str]:
-    """Yield the costs of the suggested exact route compared with those of `AVERAGE`."""
+def _cost_of_exactness(suggestion: Suggestion) -> Iterator[str]:
+    """Compare the memory and time of the suggested exact route with those of `AVERAGE`."""
     best = suggestion.best.candidate
     average = suggestion.simulated.get(AVERAGE)
     if average is None or not best.costs.route.exact:
@@ -128,20 +129,20 @@ def _price_of_exactness(suggestion: Suggestion) -> Iterator[str]:
     average_row = _route_row(suggestion, average.candidate)
     average_s = average.candidate.route_s
     ratio = suggestion.best.rate / average.rate
-    times = f"{best.route_s / average_s:.2f} times its time" if average_s else "no time of its"
-    throughput = f"{ratio - 1:+.0%} throughput"
+    times = f"takes {best.route_s / average_s:.2f} times as long, and " if average_s else ""
+    throughput = f"changes the throughput by {ratio - 1:+.0%}"
     if abs(ratio - 1) < 1 - NEAR:
-        throughput = "the same throughput within 5%"
+        throughput = "leaves the throughput the same within 5%"
     yield (
         f"{best.name} is exact: {exact_row['main GB']:.3g} GB of deltas and "
         f"{exact_row['GPU GB']:.3g} GB on GPUs, {best.route_s:.3g} s a step. {AVERAGE}, the best "
-        f"average, keeps {average_row['GPU GB']:.3g} GB and takes {average_s:.3g} s, and is not "
-        f"exact: exactness has {times} and {throughput}"
+        f"approximation by an average, needs {average_row['GPU GB']:.3g} GB on GPUs and "
+        f"{average_s:.3g} s a step. Exactness {times}{throughput}"
     )
 
 
 def command(candidate: Candidate) -> str:
-    """Return the command that runs a candidate; the recipe `retail` is a placeholder."""
+    """Return the command that trains with a candidate. Its recipe `retail` is a placeholder."""
     schedule = candidate.schedule
     setup = candidate.costs.setup
     options: Row = {
@@ -162,7 +163,7 @@ def command(candidate: Candidate) -> str:
 
 
 def missing(candidate: Candidate) -> Iterator[str]:
-    """Yield what the user has to add to `command`."""
+    """Yield the steps that the user must add to `command`."""
     placement = candidate.placement
     setup = candidate.costs.setup
     yield f"replace retail by your recipe, and add --policy with the folder of {setup.model.name}"
@@ -170,12 +171,12 @@ def missing(candidate: Candidate) -> Iterator[str]:
         servers = "1 server" if placement.engines == 1 else f"{placement.engines} servers"
         yield (
             f"start {servers} with tensor parallelism {placement.tp}, and name them by "
-            '--engine.backend vllm --engine.urls "URL ..." (docs/engines.md); otherwise a small '
-            "engine samples"
+            '--engine.backend vllm --engine.urls "URL ..." (docs/engines.md). Otherwise the small '
+            "embedded engine samples"
         )
 
 
-def routes(suggestion: Suggestion) -> list[Row]:
+def route_rows(suggestion: Suggestion) -> list[Row]:
     return [_route_row(suggestion, candidate) for candidate in suggestion.routes]
 
 
@@ -246,7 +247,7 @@ def as_json(suggestion: Suggestion) -> dict[str, Any]:
         "reasons": list(reasons(suggestion)),
         "command": command(best),
         "missing": list(missing(best)),
-        "routes": routes(suggestion),
+        "routes": route_rows(suggestion),
         "choices": [_choice_row(rated) for rated in suggestion.choices],
     }
 

@@ -2,9 +2,10 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -15,28 +16,22 @@ from unstale.planner.hardware import DEVICES, Device, Shares
 from unstale.planner.models import PRESETS, Model
 from unstale.planner.workload import Distribution, EpisodeStats, Workload
 
-_ABOUT = """Predicts memory and time of every old-logit route, the staleness, the split of the
-devices and the throughput, and suggests a configuration with reasons. Splits are estimated by a
-formula, and the best ones are simulated with the real scheduler on a virtual clock.
-docs/planning.md gives the source of each figure."""
+if TYPE_CHECKING:
+    from unstale.planner.suggest import PlanRequest
+
+_ABOUT = """Suggest a configuration, with reasons: the devices that train and that sample, the
+staleness, the batch and the route to old log-probabilities. Prints the predicted throughput, and
+the memory and time of every route. A formula estimates every division of the devices; the best
+ones are simulated with the real scheduler on a virtual clock. docs/planning.md gives the source of
+each figure."""
 _WORKLOAD = {
-    "--prompt": ("prompt_tokens", "2000", "TOKENS", "of the prompt of an episode"),
+    "--prompt": ("prompt_tokens", "2000", "TOKENS", "tokens of the prompt of an episode"),
     "--turns": ("turns", "8~0.4<32", "N", "replies of an episode: MEAN~SIGMA<MAX"),
-    "--reply": ("reply_tokens", "200~0.8<4096", "TOKENS", "of a reply"),
-    "--said": ("tool_tokens", "150", "TOKENS", "of an environment's answer"),
-    "--tool-s": ("tool_s", "1~0.8<60", "SECONDS", "of a tool call"),
+    "--reply": ("reply_tokens", "200~0.8<4096", "TOKENS", "tokens of a reply"),
+    "--answer": ("tool_tokens", "150", "TOKENS", "tokens of the environment's answer to a reply"),
+    "--tool-s": ("tool_s", "1~0.8<60", "SECONDS", "seconds of a tool call"),
 }
 """Option: field of the workload, default, metavar, help."""
-_MINIMUM = {
-    "lag": 0,
-    "groups": 1,
-    "gpus": 2,
-    "rounds": 2,
-    "lr": 1e-12,
-    "group_size": 1,
-    "longest": 1,
-    "window": 1,
-}
 
 
 def add(verbs: Any) -> None:
@@ -54,91 +49,88 @@ def add(verbs: Any) -> None:
             help = f"{help}. Now: {shown}"
         parser.add_argument(name, help=help, **options)
 
-    presets = ", ".join(PRESETS)
+    def number(name: str, help: str, low: float, **options: Any) -> None:
+        option(name, help, type=_at_least(low), **options)
+
+    sizes = (
+        f"a model folder, `base`, Qwen3's {', '.join(PRESETS)}, or layers=36,hidden=2560,ffn=..."
+    )
     shares = ", ".join(f"{name}={value:g}" for name, value in asdict(Shares()).items())
-    sizes = f"a model folder, `base`, Qwen3's {presets}, or layers=36,hidden=2560,..."
+    shares = f"shares that programs reach of the data sheet's figures. Now: {shares}"
+    lag = "largest staleness of a token in versions; of several, the smallest that is fast enough"
+    window = "look-ahead window. Now: strict order, or half a batch if that gives 5%% more"
+    like = "run folder; its measured speed of a core of this machine replaces --device"
     option("--model", sizes, required=True)
-    option("--gpus", "devices in all (cores with --like)", type=int, required=True, metavar="N")
+    number("--gpus", "devices in all (cores with --like)", 2, required=True, metavar="N")
     option("--device", ", ".join(DEVICES), default="H100")
-    option(
-        "--shares",
-        f"shares that are reached of the data sheet's figures. Now: {shares}",
-        default="",
-        metavar="NAME=VALUE,...",
-    )
-    option(
-        "--lag",
-        "largest staleness of a token in versions; of several, the smallest that is fast enough",
-        type=int,
-        nargs="+",
-        default=[1, 2, 4],
-        metavar="S",
-    )
-    option("--groups", "groups a step, or choices", type=int, nargs="+", default=[16], metavar="G")
-    option("--group-size", "episodes of a group", type=int, default=8, metavar="N")
-    window = "look-ahead. Now: strict order, or half a batch if that gives 5%% more"
-    option("--window", window, type=int, metavar="W")
+    option("--shares", shares, default="", metavar="NAME=VALUE,...")
+    number("--lag", lag, 0, nargs="+", default=[1, 2, 4], metavar="S")
+    number("--groups", "groups a step, or choices", 1, nargs="+", default=[16], metavar="G")
+    number("--group-size", "episodes of a group", 1, default=8, metavar="N")
+    number("--window", window, 1, metavar="W")
     option("--route", f"{', '.join(routes())}. Now: the exact one with the highest throughput")
-    option("--lr", "learning rate, which decides the size of deltas", type=float, default=1e-6)
+    number("--lr", "learning rate, which decides the size of deltas", 1e-12, default=1e-6)
     for name, (_, default, metavar, text) in _WORKLOAD.items():
         option(name, text, default=default, metavar=metavar)
-    option("--longest", "tokens of the longest episode", type=int, default=16384, metavar="TOKENS")
-    option(
-        "--rounds",
-        "simulated rounds of lag + 1 steps, after the queue is full",
-        type=int,
-        default=10,
-        metavar="N",
-    )
-    option(
-        "--like",
-        "instead of --device: a core of this machine, as in this run",
-        type=Path,
-        metavar="RUN",
-    )
+    number("--longest", "tokens of the longest episode", 1, default=16384, metavar="TOKENS")
+    rounds = "simulated rounds of lag + 1 steps, after the queue is full"
+    number("--rounds", rounds, 2, default=10, metavar="N")
+    option("--like", like, type=Path, metavar="RUN")
     option("--json", "print JSON", action="store_true")
 
 
-def _plan(chosen: argparse.Namespace) -> int:
-    for name, low in _MINIMUM.items():
-        value = getattr(chosen, name)
-        if isinstance(value, list):
-            value = min(value)
-        if value is not None and not value >= low:
-            raise ConfigError(f"--{name.replace('_', '-')} must be >= {low}, got {value}")
-    if chosen.route is not None and chosen.route not in routes():
-        raise ConfigError(f"unknown route {chosen.route!r}{nearest(chosen.route, list(routes()))}")
-    model = Model.parse(chosen.model)
-    workload = workload_of(chosen)
-    device, shares = _device(chosen, model)
-    from unstale.planner.analytic import TrainingSetup
-    from unstale.planner.page import as_json, page
-    from unstale.planner.suggest import PlanRequest, suggest
+def _at_least(low: float) -> Callable[[str], float]:
+    """Return the parser of a number, which is an integer if `low` is one."""
 
-    progress = Console(stderr=True)
-    episodes = EpisodeStats.of(workload, group_size=chosen.group_size)
-    setup = TrainingSetup(
-        model=model, device=device, shares=shares, lr=chosen.lr, episodes=episodes
-    )
-    suggestion = suggest(
-        PlanRequest(
-            setup=setup,
-            workload=workload,
-            devices=chosen.gpus,
-            lags=tuple(sorted(set(chosen.lag))),
-            groups=tuple(sorted(set(chosen.groups))),
-            group_size=chosen.group_size,
-            windows=(chosen.window,) if chosen.window else (),
-            route=chosen.route,
-            rounds=chosen.rounds,
-            on_progress=lambda text: progress.print(text, style="dim"),
-        )
-    )
+    def number(text: str) -> float:
+        value = type(low)(text)
+        if not value >= low:
+            raise argparse.ArgumentTypeError(f"must be >= {low}, got {text}")
+        return value
+
+    return number
+
+
+def _plan(chosen: argparse.Namespace) -> int:
+    from unstale.planner.page import as_json, page
+    from unstale.planner.suggest import suggest
+
+    suggestion = suggest(_request(chosen))
     if chosen.json:
         Console(soft_wrap=True).print_json(json.dumps(as_json(suggestion)))
     else:
         Console().print(page(suggestion), highlight=False)
     return 0
+
+
+def _request(chosen: argparse.Namespace) -> "PlanRequest":
+    from unstale.planner.analytic import TrainingSetup
+    from unstale.planner.suggest import PlanRequest
+
+    if chosen.route is not None and chosen.route not in routes():
+        raise ConfigError(f"unknown route {chosen.route!r}{nearest(chosen.route, list(routes()))}")
+    model = Model.parse(chosen.model)
+    workload = workload_of(chosen)
+    device, shares = _device(chosen, model)
+    progress = Console(stderr=True)
+    return PlanRequest(
+        setup=TrainingSetup(
+            model=model,
+            device=device,
+            shares=shares,
+            lr=chosen.lr,
+            episodes=EpisodeStats.of(workload, group_size=chosen.group_size),
+        ),
+        workload=workload,
+        devices=chosen.gpus,
+        lags=tuple(sorted(set(chosen.lag))),
+        groups=tuple(sorted(set(chosen.groups))),
+        group_size=chosen.group_size,
+        windows=(chosen.window,) if chosen.window else (),
+        route=chosen.route,
+        rounds=chosen.rounds,
+        on_progress=lambda text: progress.print(text, style="dim"),
+    )
 
 
 def workload_of(chosen: argparse.Namespace) -> Workload:

@@ -11,38 +11,42 @@ class SimulationResult:
     """The result of a simulation. Rates and shares exclude the first `filling` steps."""
 
     steps_s: tuple[float, ...]
-    """Seconds between the loading of each version and the next."""
+    """Seconds of each step, from the loading of one version to that of the next."""
     filling: int
-    """Steps at the start, in which the queue fills up."""
+    """Number of steps at the start in which the queue fills up."""
     groups_per_step: int
     trained_tokens: int
     """Tokens of the batches after filling."""
     trained_sampled: int
-    """Sampled tokens of these batches."""
+    """Sampled tokens of the batches after filling."""
     sampled_tokens: int
     """Tokens that engines sampled in the whole run."""
     lost_tokens: int
-    """Tokens lost with engines that died."""
+    """Sampled tokens that were lost by failures of engines, and sampled again."""
     failed_episodes: int
-    """Attempts that timed out."""
+    """Attempts at episodes that timed out."""
     deaths: int
-    """Engines that died."""
+    """Failures of engines."""
     engine_busy_share: float
-    """Share of the time in which engines were up."""
+    """Mean share of the time in which an engine computes."""
     trainer_busy_share: float
-    """Share of the time spent on training, old log-probabilities and preparing versions."""
+    """Share of the time in which the trainer trains, scores or prepares versions."""
     trainer_wait_share: float
-    """Share of the time spent waiting for groups. The remaining time is loading by engines."""
+    """Share of the time in which the trainer waits for groups.
+
+    In the remaining time it waits until the engines have loaded a version.
+    """
     old_logps_share: float
+    """Share of the time in which the trainer computes old log-probabilities."""
     staleness_histogram: Mapping[int, int]
-    """Trained tokens by staleness in versions, over the whole run."""
+    """Number of trained tokens by staleness in versions, over the whole run."""
     staleness_bound: int
     episode_s: float
     """Mean duration of an episode."""
     engine_share: float
-    """Share of an episode's time at an engine, waiting for a free slot included."""
+    """Share of an episode's time in which it waits for a reply or for a free engine."""
     tool_share: float
-    """Share of an episode's time in tools."""
+    """Share of an episode's time in tool calls."""
     ready_s: float
     """Mean time from the end of an episode to the step that trains on it."""
 
@@ -71,7 +75,7 @@ class SimulationResult:
 
     @property
     def bottleneck(self) -> str:
-        """A sentence that names the bottleneck, and advice if the schedule can help."""
+        """A sentence that names the bottleneck, and advice if options of the schedule can help."""
         waiting = Waiting(
             trainer=self.trainer_wait_share,
             engine=max(0.0, 1 - self.engine_busy_share),

@@ -1,9 +1,8 @@
-"""A simulated run: the real loop on a virtual clock, with components that only take time.
+"""Simulate a run: the real loop on a virtual clock, with components that only take time.
 
-`loop.train` runs with its real staleness queue, batches and staleness check, so a simulation makes
-the same decisions as training. Engines, trainer and publisher take the seconds of `Costs`. The
-rollout is simulated too: a real episode has a coroutine and journal rows, which is too slow for
-hundreds of thousands of episodes.
+`loop.train` runs with the real staleness queue, so a simulation schedules groups as training does.
+Engines, trainer and publisher take the seconds of `Costs`. The rollout is simulated too: a real
+episode has a coroutine and journal rows, which is too slow for hundreds of thousands of episodes.
 """
 
 from collections.abc import Iterator, Sequence

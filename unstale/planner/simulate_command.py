@@ -4,13 +4,13 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from unstale.config import ConfigError, OldLogpsConfig, ScheduleConfig
-from unstale.planner.assignments import parse_assignments
+from unstale.planner.assignments import parse_assignments, value_kinds
 from unstale.planner.costs import LinearCosts
 from unstale.planner.workload import Fleet, Workload
 
@@ -27,10 +27,10 @@ _SECTIONS = {
 
 
 def _value_kinds() -> dict[str, Any]:
-    """Return the types of all values that --set accepts, by name."""
+    """Return the type of every value that --set accepts, by name."""
     kinds = {}
     for section, cls in _SECTIONS.items():
-        for name, kind in get_type_hints(cls).items():
+        for name, kind in value_kinds(cls).items():
             kinds[f"{section}.{name}"] = kind
     del kinds["workload.recorded"]
     return kinds
@@ -66,9 +66,15 @@ def add(verbs: Any) -> None:
         nargs="+",
         default=[],
         metavar="NAME=VALUE",
-        help="values to give or to change; see below",
+        help="values that replace those of the run or the defaults; see below",
     )
-    add("--steps", type=int, default=0, metavar="N", help="Now: 20 after the queue is full")
+    add(
+        "--steps",
+        type=int,
+        default=0,
+        metavar="N",
+        help="simulated steps. Now: 20 after the queue is full",
+    )
     add("--seed", type=int, default=0, metavar="N", help="seed of the random draws. Now: 0")
 
 
@@ -91,7 +97,7 @@ def _simulate(chosen: argparse.Namespace) -> int:
 
 
 def _setup(chosen: argparse.Namespace) -> "SimulationSetup":
-    """Return the setup of a run or of defaults, with the values of --set."""
+    """Return the setup of --like or the defaults, with the values of --set."""
     from unstale.planner.measured import SimulationSetup, from_run
 
     changes: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
@@ -105,7 +111,7 @@ def _setup(chosen: argparse.Namespace) -> "SimulationSetup":
             if not any(name.startswith(required) for name in changes["costs"]):
                 raise ConfigError(
                     f"the costs are missing: give --like RUN, or --set costs.{required}=SECONDS "
-                    "and others"
+                    "and the other costs"
                 )
         needs = OldLogpsConfig().needs
         setup = SimulationSetup(Workload(), Fleet(), ScheduleConfig(), LinearCosts(), needs)

@@ -1,4 +1,4 @@
-"""Simulated components of a run: they take time on the virtual clock and compute nothing.
+"""Simulated components of a run. They take time on the virtual clock and compute nothing.
 
 Each implements the Protocol of the component that it replaces, so that the real loop can call it.
 """
@@ -33,10 +33,11 @@ _EMPTY = torch.empty(0)
 
 
 class SimulatedTrainer:
-    """A `Trainer` that takes `Costs.train_s` and `Costs.old_logps_s`, and counts the staleness.
+    """A `Trainer` that takes the seconds of `Costs`, and counts the staleness of tokens.
 
-    Its methods add to the seconds `owed`, and `SimulatedThread` waits for these. Engines on the
-    same devices pause while it works.
+    A method cannot wait, because the loop calls it in the trainer's thread. It adds its seconds to
+    `owed` instead, and `SimulatedThread` waits for them after the call. Engines on the same devices
+    pause while the trainer works.
     """
 
     def __init__(
@@ -48,15 +49,15 @@ class SimulatedTrainer:
         closing: bool,
     ) -> None:
         self.version = 0
-        """Counts steps."""
+        """Number of steps so far, which are more than the published versions if `every` > 1."""
         self.owed: dict[str, float] = defaultdict(float)
-        """Seconds by activity that the thread has yet to wait."""
+        """Seconds by activity that the thread has not waited for yet."""
         self.spent: dict[str, float] = defaultdict(float)
-        """Seconds by activity that the thread has waited."""
+        """Seconds by activity that the thread has waited for."""
         self.batches: list[tuple[int, int]] = []
-        """Tokens of each batch, and how many of them were sampled."""
+        """Tokens and sampled tokens of each batch."""
         self.ages: Counter[int] = Counter()
-        """Sampled tokens by staleness."""
+        """Number of sampled tokens by staleness in versions."""
         self.rollout = rollout
         self.every = fleet.steps_per_version
         """Steps between two published versions."""
@@ -74,7 +75,7 @@ class SimulatedTrainer:
         return {}
 
     def prepare(self, batch: Batch) -> PreparedBatch:
-        """Count the episodes and staleness of a batch, and owe the time of its scoring."""
+        """Count the tokens and the staleness of a batch, and owe the seconds of scoring it."""
         now = self.rollout.clock.now
         newest = len(self.batches) // self.every
         if self._colocated:
@@ -91,7 +92,7 @@ class SimulatedTrainer:
 
     def _owe_scoring(self, episodes: Sequence[SimulatedEpisode], tokens: int, newest: int) -> None:
         versions = [{version for version, _ in episode.pieces} for episode in episodes]
-        if self._closing:  # pieces of older versions were scored when those were closed
+        if self._closing:  # pieces of older versions were scored before those were replaced
             self.score(
                 episode.shape.tokens
                 for episode, seen in zip(episodes, versions, strict=True)
@@ -102,7 +103,7 @@ class SimulatedTrainer:
             self.owed["old_logps"] += self._costs.old_logps_s(tokens, mean_versions)
 
     def score(self, lengths: Iterable[int]) -> None:
-        """Owe the time of scoring sequences of these lengths at one version."""
+        """Owe the seconds of scoring sequences of these lengths at one version."""
         if tokens := sum(lengths):
             self.owed["old_logps"] += self._costs.old_logps_s(tokens, 1.0)
 
@@ -125,7 +126,7 @@ class SimulatedTrainer:
 
 
 class SimulatedThread:
-    """The trainer's thread. Each call takes the seconds that the trainer owes after it."""
+    """The trainer's thread. A call takes the seconds that the trainer owes when it returns."""
 
     def __init__(self, clock: SimulatedClock, trainer: SimulatedTrainer) -> None:
         self._clock = clock
@@ -155,7 +156,10 @@ class InstantThread:
 
 
 class SimulatedQueue(StalenessQueue):
-    """A staleness queue that releases the tickets of `every` steps together, with a version."""
+    """A staleness queue for runs that publish a version only after every `every` steps.
+
+    It releases the tickets of these steps together.
+    """
 
     def __init__(self, schedule: ScheduleConfig, every: int) -> None:
         super().__init__(
@@ -174,14 +178,14 @@ class SimulatedQueue(StalenessQueue):
 
 
 class SimulatedRoute(Passive):
-    """A route that takes `Costs.old_logps_s`, and pauses generation according to its `needs`."""
+    """A route whose values are never used. Scoring takes `Costs.old_logps_s`."""
 
     def __init__(self, needs: Needs, trainer: SimulatedTrainer) -> None:
         self.needs = needs
         self._trainer = trainer
 
     def closing(self, unscored: Sequence[PendingPiece]) -> None:
-        """Owe the time of scoring the version's unfinished episodes up to their present length."""
+        """Owe the seconds of scoring the unfinished episodes up to their present length."""
         episodes = {piece.episode for piece in unscored}
         self._trainer.score(self._trainer.rollout.length(number) for number in episodes)
 
@@ -191,7 +195,7 @@ class SimulatedRoute(Passive):
 
 
 class SimulatedPublisher:
-    """The publisher and the engines, which stop, load a version and continue."""
+    """The publisher and the engines. To load a version, all engines pause and then continue."""
 
     bytes = 0
 
@@ -283,7 +287,7 @@ class NullAudit:
 
 
 class SimulatedRecorder:
-    """A recorder of the end of each step, and of the busy seconds of each component until then."""
+    """A log that records the time at the end of each step, and the busy seconds until then."""
 
     def __init__(
         self, clock: SimulatedClock, engines: SimulatedEnginePool, trainer: SimulatedTrainer
@@ -309,7 +313,10 @@ class SimulatedRecorder:
         self._seconds.append({**self._trainer.spent, "wait": self._waited, "engines": busy})
 
     def share(self, lane: str, since: int) -> float:
-        """Return the share of the time after step `since` that `lane` was busy."""
+        """Return the share of the time after step `since` in which `lane` was busy.
+
+        Of engines it is the sum of their shares.
+        """
         spent = self._seconds[-1].get(lane, 0.0) - self._seconds[since].get(lane, 0.0)
         return spent / (self.ends[-1] - self.ends[since])
 

@@ -1,6 +1,7 @@
-"""A suggested configuration for a number of devices.
+"""Suggest a configuration for a number of devices.
 
-Every placement is estimated by a formula, and the best ones are simulated.
+A formula estimates the throughput of every division of the devices (`Placement`). The best ones are
+simulated.
 """
 
 import math
@@ -21,50 +22,61 @@ from unstale.planner.workload import EpisodeStats
 NEAR = 0.95
 """Candidates with at least this share of the best throughput count as equally fast.
 
-Among them the lowest staleness is chosen, then the smallest batch, then the smallest window."""
+Among them the lowest staleness is chosen, then the smallest batch, then the smallest window. The
+standard error of a simulated throughput is as large (docs/planning.md has examples).
+"""
 REACH = 0.75
-"""Share of the best estimate that a candidate must reach to be simulated."""
+"""Share of the best estimate that a candidate must reach to be simulated.
+
+It is well below 1, because the formula is not exact.
+"""
 MAX_CHOICES = 6
-"""Schedules that are simulated."""
+"""Largest number of schedules that are simulated."""
 MAX_SPLITS = 3
-"""Placements that are simulated."""
+"""Largest number of placements that are simulated."""
 AVERAGE: str = "ppo_ewma_async"
-"""The most exact of the approximate routes that average weights (docs/old-logps.md)."""
+"""The most exact of the routes that average weights (docs/old-logps.md), for comparison."""
 MIN_EPISODES = 8
-"""Mean episodes in an engine's memory; tensor parallelism is increased to reach it."""
+"""Episodes of mean length that an engine's memory holds at least.
+
+Tensor parallelism is increased to reach this number.
+"""
 MAX_RUNNING = 256
 """Running replies of an engine: vLLM's default `max_num_seqs`."""
 _TP = (1, 2, 4, 8)
+"""Numbers of devices that an engine may have."""
 _SPLITS = 16
-"""Placements are tried in steps of the devices divided by this."""
+"""Numbers of training devices that are tried: multiples of the devices divided by this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """The inputs of a suggestion. Several lags, groups or windows are choices."""
+    """The inputs of a suggestion. Of several lags, groups or windows, the best is chosen."""
 
     setup: TrainingSetup
     workload: Workload
     devices: int
     lags: tuple[int, ...] = (1, 2, 4)
+    """Largest staleness of a token, in versions."""
     groups: tuple[int, ...] = (16,)
     group_size: int = 8
     windows: tuple[int, ...] = ()
-    """Empty: strict order, and half a batch if the trainer waits."""
+    """Look-ahead windows. Empty tries strict order, and half a batch if the trainer waits."""
     route: str | None = None
-    """None: the exact route with the highest throughput."""
+    """None chooses the exact route with the highest throughput."""
     rounds: int = 10
-    """Simulated rounds of lag + 1 steps, after the one that fills the queue."""
+    """Simulated rounds of lag + 1 steps, after a first one in which the queue fills up."""
     on_progress: Callable[[str], None] = lambda text: None
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration and its estimate."""
+    """A configuration, with the throughput that the formula estimates."""
 
     request: PlanRequest
     costs: AnalyticCosts
     name: str
+    """The route."""
     schedule: ScheduleConfig
 
     @property
@@ -91,7 +103,7 @@ class Candidate:
 
     @cached_property
     def max_running(self) -> int:
-        """Running replies of an engine, limited by memory and by the episodes in flight."""
+        """Largest number of running replies of an engine, by its memory and the queue."""
         live = math.ceil(self._live_per_engine)
         in_memory = self.costs.setup.context_tokens(self.placement.tp) // self.episodes.tokens
         return max(1, min(live, MAX_RUNNING, int(in_memory)))
@@ -107,9 +119,11 @@ class Candidate:
 
     @cached_property
     def estimate(self) -> "ThroughputEstimate":
-        """Estimate the throughput from means, as if engines and trainer only waited for each other.
+        """Estimate the throughput from mean durations.
 
-        The step time and the versions of an episode depend on each other; four rounds converge.
+        A step takes as long as the slower of generation and training, which overlap, or their sum
+        in synchronous training. The step time depends on the versions that sample an episode, and
+        these on the step time: four iterations converge.
         """
         costs = self.costs
         batch = round(costs.batch)
@@ -133,12 +147,14 @@ class Candidate:
         return estimate
 
     def _share_engine(self, live: float, crossed: float) -> tuple[float, float]:
-        """Return the replies that an engine runs, and its seconds of work for an episode.
+        """Return the mean number of replies that an engine runs, and its seconds for an episode.
 
-        `live` are the episodes in flight per engine, `crossed` the versions that an episode
-        crosses. A running reply waits for the contexts of all others. An episode in a tool call
-        frees its slot: live episodes are those that run and those that wait (Little's law). A
-        context is computed again after a version, or if there are more episodes than slots.
+        `live` is the number of episodes in flight per engine, `crossed` the number of new versions
+        that are loaded during an episode. By Little's law, the share of the live episodes that run
+        is the share of their time that they spend at the engine, not in tool calls. This share
+        depends on the number of running replies, so it is found by bisection. A running reply waits
+        while the contexts of others are computed. A context is computed again after each new
+        version, and if it was evicted because there are more episodes than `max_running`.
         """
         costs = self.costs
         means = self.episodes
@@ -166,17 +182,18 @@ class Candidate:
 
 
 class ThroughputEstimate(NamedTuple):
-    """The result of the formula."""
+    """The durations that the formula estimates."""
 
     step_s: float
     episode_s: float
     versions: float
-    """Versions that sample an episode."""
+    """Mean number of versions that sample an episode."""
 
     def alive(self, tail: float) -> float:
-        """Return the share of the time in which a group in the queue has running episodes.
+        """Return the share of an episode's time in the queue in which it is not finished.
 
-        A finished episode waits for its siblings, and half a step for its batch.
+        A finished episode waits for the longest one of its group, which takes `tail` times the
+        mean, and then half a step for the rest of its batch.
         """
         if not self.episode_s:
             return 1.0
@@ -194,14 +211,18 @@ class SimulatedCandidate:
     def rate(self) -> float:
         """Trained tokens a second.
 
-        Groups count with their mean size, because those of a few steps may be unusual.
+        They are the groups a second times the mean tokens of a group in the whole workload, because
+        the groups of a few simulated steps may be unusually long or short.
         """
         episodes_per_s = self.result.groups_per_s * self.candidate.schedule.group_size
         return episodes_per_s * self.candidate.episodes.tokens
 
     @property
     def spread(self) -> float:
-        """Standard error of `rate`, relative to it, over rounds of `max_staleness` + 1 steps."""
+        """Relative standard error of `rate`, from rounds of `max_staleness` + 1 steps.
+
+        The steps of a round share episodes in flight, so they are not independent.
+        """
         steps = self.result.steady_s
         size = self.candidate.schedule.max_staleness + 1
         rounds = [
@@ -216,20 +237,21 @@ class Suggestion:
 
     best: SimulatedCandidate
     synchronous: SimulatedCandidate
-    """The best synchronous candidate: all devices alternate between sampling and training."""
+    """The best synchronous candidate. Its devices alternate between sampling and training."""
     choices: tuple[SimulatedCandidate, ...]
-    """Other schedules."""
+    """The simulated schedules."""
     splits: tuple[SimulatedCandidate, ...]
-    """Other placements with the suggested schedule."""
+    """The simulated placements with the suggested schedule."""
     routes: tuple[Candidate, ...]
-    """Every route with the suggested schedule, each with its best placement."""
+    """Every route with the suggested schedule, and the best placement for that route."""
     simulated: Mapping[str, SimulatedCandidate]
-    """Simulated routes: exact ones near the best, and `AVERAGE`."""
+    """The simulated routes by name: the exact ones near the best, and `AVERAGE`."""
 
     def rate(self, candidate: Candidate) -> float:
         """Return the throughput of one of `routes`.
 
-        Without a simulation it is the suggestion's, scaled by the ratio of the estimates.
+        If the route was not simulated, it is the suggestion's throughput times the ratio of the two
+        estimates.
         """
         if candidate.name in self.simulated:
             return self.simulated[candidate.name].rate
@@ -265,7 +287,7 @@ def suggest(request: PlanRequest) -> Suggestion:
 def _best_schedule(
     request: PlanRequest, name: str, simulated: "_Simulations"
 ) -> tuple[tuple[SimulatedCandidate, ...], SimulatedCandidate]:
-    """Return the simulated schedules, and the smallest one near the best."""
+    """Return the simulated schedules, and the one that `_smallest` chooses."""
     window = request.windows[0] if request.windows else 1
     candidates = []
     for groups in request.groups:
@@ -276,7 +298,7 @@ def _best_schedule(
 
 
 class _Simulations(dict[tuple[AnalyticCosts, ScheduleConfig], SimulationResult]):
-    """A cache of simulations by costs and schedule, because some routes have equal costs."""
+    """Simulates candidates. Candidates with equal costs and schedules are simulated once."""
 
     def __call__(self, candidate: Candidate) -> SimulatedCandidate:
         costs = candidate.costs
@@ -320,7 +342,7 @@ def describe_schedule(schedule: ScheduleConfig) -> str:
 def _schedule(request: PlanRequest, lag: int, groups: int, window: int) -> ScheduleConfig:
     """Return the schedule in which no token is older than `lag` versions.
 
-    `max_staleness` is lower than `lag` by the versions that a window can add.
+    A window can add versions to the staleness, so `max_staleness` is lower by their number.
     """
     smallest = staleness_bound(1, groups, window)
     if 0 < lag < smallest:
@@ -340,7 +362,7 @@ def _schedule(request: PlanRequest, lag: int, groups: int, window: int) -> Sched
 def candidates(
     request: PlanRequest, name: str, schedule: ScheduleConfig, *, colocated: bool = False
 ) -> Iterator[Candidate]:
-    """Yield every placement that fits, with and without gradient checkpointing."""
+    """Yield a candidate for every placement that fits, with and without gradient checkpointing."""
     batch = schedule.groups_per_step * schedule.group_size * request.setup.episodes.tokens
     live = schedule.staleness_bound + 1
     for checkpointing in (False, True):
@@ -367,7 +389,7 @@ def _colocated(setup: TrainingSetup, name: str, *, devices: int) -> Iterator[Pla
 def placements(
     setup: TrainingSetup, name: str, schedule: ScheduleConfig, *, devices: int
 ) -> Iterator[Placement]:
-    """Yield splits of the devices. Devices left over from engines train."""
+    """Yield the divisions of the devices that fit. Devices that fill no engine train."""
     stride = max(1, devices // _SPLITS)
     for tp in engine_sizes(setup):
         for trainers in range(1, devices, stride):
@@ -379,7 +401,10 @@ def placements(
 
 
 def engine_sizes(setup: TrainingSetup) -> tuple[int, ...]:
-    """Return the numbers of devices that hold the model and `MIN_EPISODES` mean episodes."""
+    """Return the numbers of devices that are enough for an engine.
+
+    They hold the model and the contexts of `MIN_EPISODES` mean episodes, or of the longest one.
+    """
     needed = max(MIN_EPISODES * setup.episodes.tokens, setup.episodes.longest)
     return tuple(
         tp for tp in _TP if setup.model.heads % tp == 0 and setup.context_tokens(tp) >= needed
@@ -387,9 +412,10 @@ def engine_sizes(setup: TrainingSetup) -> tuple[int, ...]:
 
 
 def _scorers(setup: TrainingSetup, name: str, schedule: ScheduleConfig, trainers: int) -> int:
-    """Return the devices that hold the model and score as fast as `trainers` train.
+    """Return the devices that the route needs in addition to `trainers` training devices.
 
-    A trajectory is assumed to have two versions.
+    They hold the model, and score as fast as the others train. Training is three forward passes. A
+    trajectory is assumed to be sampled by two versions.
     """
     route = route_cost(name)
     if not route.needs.own_process:
@@ -415,7 +441,7 @@ def _best_or_none(request: PlanRequest, name: str, schedule: ScheduleConfig) -> 
 def _too_few(request: PlanRequest, name: str, schedule: ScheduleConfig) -> str:
     setup = replace(request.setup, gradient_checkpointing=True)
     gb = 1e9
-    activations = setup.pass_bytes
+    activations = setup.activation_bytes
     sharded = setup.trainer_bytes(1, route_cost(name)) - activations
     trainers = math.ceil(sharded / max(1.0, setup.memory - activations))
     if activations >= setup.memory:
@@ -438,14 +464,14 @@ def _too_few(request: PlanRequest, name: str, schedule: ScheduleConfig) -> str:
 def _simulate_best(
     candidates: Sequence[Candidate], simulated: _Simulations, *, limit: int
 ) -> tuple[SimulatedCandidate, ...]:
-    """Simulate the candidates with the best estimates."""
+    """Simulate the candidates with the best estimates, at most `limit`."""
     ranked = sorted(candidates, key=lambda candidate: -candidate.rate)[:limit]
     near = [candidate for candidate in ranked if candidate.rate >= REACH * ranked[0].rate]
     return tuple(simulated(candidate) for candidate in near)
 
 
 def _splits(candidate: Candidate) -> list[Candidate]:
-    """Return a candidate per placement, with the faster choice of gradient checkpointing."""
+    """Return a candidate for each placement, with gradient checkpointing if that is faster."""
     ranked = sorted(
         candidates(candidate.request, candidate.name, candidate.schedule),
         key=lambda each: each.rate,
@@ -454,7 +480,7 @@ def _splits(candidate: Candidate) -> list[Candidate]:
 
 
 def _with_route(candidate: Candidate, name: str) -> Candidate | None:
-    """Return a candidate with another route, on the same placement if it fits."""
+    """Return the candidate with another route, on the same placement if that route fits there."""
     route = route_cost(name)
     placement = candidate.placement
     setup = candidate.costs.setup
@@ -467,14 +493,20 @@ def _with_route(candidate: Candidate, name: str) -> Candidate | None:
 
 
 def _synchronous(request: PlanRequest, schedule: ScheduleConfig) -> Candidate:
-    """Return the best synchronous candidate. It scores with the weights that it trains."""
+    """Return the best synchronous candidate.
+
+    Its route is `current_recompute`, which is exact there: the current weights sampled all tokens.
+    """
     in_turns = replace(schedule, max_staleness=0, lookahead_window=1)
     options = candidates(request, "current_recompute", in_turns, colocated=True)
     return max(options, key=lambda candidate: candidate.rate)
 
 
 def _smallest(rated: Sequence[SimulatedCandidate]) -> SimulatedCandidate:
-    """Return the one near the best with the lowest staleness, then batch, then window."""
+    """Return the smallest of the candidates whose throughput is near the best.
+
+    It has the lowest staleness, and among equals the smallest batch, then the smallest window.
+    """
     best = max(each.rate for each in rated)
     near = [each for each in rated if each.rate >= NEAR * best]
 

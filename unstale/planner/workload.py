@@ -3,13 +3,14 @@
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from statistics import NormalDist, fmean
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unstale.config.checks import Range
+from unstale.config.checks import Count, NonNegative, PositiveInt, Section, Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,9 @@ class Constant:
 
     value: float
 
-    def draw(self, random: np.random.Generator, count: int) -> NDArray[np.float64]:
+    def draw(
+        self, random: np.random.Generator, count: int, *, common: float = 0.0
+    ) -> NDArray[np.float64]:
         return np.full(count, float(self.value))
 
 
@@ -26,7 +29,7 @@ class Constant:
 class LogNormal:
     """A log-normal distribution whose values above `max` are set to `max`.
 
-    `mean` is the mean before this; `LogNormal.capped` takes the mean after it.
+    `mean` is the mean before that. `LogNormal.capped` takes the mean after it instead.
     """
 
     mean: float
@@ -37,7 +40,11 @@ class LogNormal:
     def draw(
         self, random: np.random.Generator, count: int, *, common: float = 0.0
     ) -> NDArray[np.float64]:
-        """Return `[count]` values. `common` is the share of the log variance that they share."""
+        """Return `count` values.
+
+        `common` is the share of the variance of their logarithms that comes from one random number
+        for all of them. The rest is independent.
+        """
         if not self.mean:
             return np.zeros(count)
         noise = (
@@ -81,7 +88,7 @@ Distribution = Constant | LogNormal
 
 
 class TurnShape(NamedTuple):
-    """The size of one turn: tokens of the reply and of the environment's answer, and tool calls."""
+    """The size of a turn: tokens of the reply and of the environment's answer, and tool calls."""
 
     reply: int
     answer: int
@@ -104,7 +111,7 @@ class EpisodeShape(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class Workload(Section):
     """The distribution of episodes, or recorded groups of episodes to draw from."""
 
     prompt_tokens: Distribution = Constant(512)
@@ -113,23 +120,24 @@ class Workload:
     """Replies of an episode."""
     reply_tokens: Distribution = field(default_factory=lambda: LogNormal(1024.0, 0.8))
     """Tokens of a reply."""
-    prompt_share: float = 0.5
-    """Share of the log variance of reply lengths between groups, not within them. Assumed."""
+    prompt_share: Share = 0.5
+    """Share of the variance of log reply lengths that is between groups, not within them.
+
+    Episodes of a group have similar lengths because they have the same prompt. The default is an
+    assumption.
+    """
     tool_tokens: Distribution = Constant(0)
     """Tokens of the environment's answer to a reply."""
     tool_s: Distribution = Constant(0)
-    """Seconds of the environment for a tool call."""
+    """Seconds that a tool call takes."""
     recorded: tuple[tuple[EpisodeShape, ...], ...] = ()
-    """Recorded groups, which replace all distributions but `tool_s`."""
+    """Recorded groups to draw from, instead of all distributions except `tool_s`."""
     max_tokens: int = 1 << 30
     """Maximum tokens of an episode."""
     timeout_s: float = math.inf
     """Seconds after which a tool call fails, as `rollout.timeout_s`."""
     retries: int = 1
     """Restarts of a failed episode, as `rollout.retries`."""
-
-    def __post_init__(self) -> None:
-        Range(0, 1).check("workload.prompt_share", self.prompt_share)
 
     def group(self, random: np.random.Generator, size: int) -> list[EpisodeShape]:
         """Draw the episodes of one group."""
@@ -140,20 +148,16 @@ class Workload:
             return [siblings[int(index)] for index in random.integers(len(siblings), size=size)]
         prompt = _integers(self.prompt_tokens.draw(random, 1), 1)[0]
         turns = _integers(self.turns.draw(random, size), 1)
-        common = {"common": self.prompt_share} if isinstance(self.reply_tokens, LogNormal) else {}
-        replies = _integers(self.reply_tokens.draw(random, sum(turns), **common), 1)
-        answers = _integers(self.tool_tokens.draw(random, sum(turns)), 0)
-        shapes = []
-        first = 0
-        for count in turns:
-            last = first + count
-            drawn = zip(replies[first:last], answers[first:last], strict=True)
-            shapes.append(self._truncated(prompt, [TurnShape(*turn) for turn in drawn]))
-            first = last
-        return shapes
+        replies = self.reply_tokens.draw(random, sum(turns), common=self.prompt_share)
+        answers = self.tool_tokens.draw(random, sum(turns))
+        sizes = zip(_integers(replies, 1), _integers(answers, 0), strict=True)
+        return [
+            self._truncated(prompt, [TurnShape(*size) for size in islice(sizes, count)])
+            for count in turns
+        ]
 
     def _truncated(self, prompt: int, turns: Sequence[TurnShape]) -> EpisodeShape:
-        """Return the episode up to `max_tokens`."""
+        """Return the episode, cut off at `max_tokens`."""
         left = self.max_tokens - prompt
         kept: list[TurnShape] = []
         for turn in turns:
@@ -169,30 +173,27 @@ def _integers(values: NDArray[np.float64], low: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
+class Fleet(Section):
     """The engines of a simulation."""
 
-    engines: int = 1
-    max_running: int = 128
+    engines: PositiveInt = 1
+    max_running: PositiveInt = 128
     """Replies that one engine samples at the same time."""
-    cache_tokens: int = 0
+    cache_tokens: Count = 0
     """Tokens of context in an engine's memory; 0 for no limit."""
     keep_cache: bool = False
     """Keep contexts when a version is loaded, as `engine.keep_cache`."""
     colocated: bool = False
-    """Engines use the trainer's devices, and pause from scoring until the new version."""
-    steps_per_version: int = 1
-    """Steps between versions (verl's `trigger_parameter_sync_step`)."""
-    failures_per_hour: float = 0.0
-    """Failures of one engine. Its replies continue elsewhere from their recorded tokens."""
-    restart_s: float = 120.0
-    """Seconds until a failed engine is back; it loads weights with the next version."""
+    """Engines run on the trainer's devices.
 
-    def __post_init__(self) -> None:
-        for name in ("engines", "max_running", "steps_per_version"):
-            Range(1).check(f"fleet.{name}", getattr(self, name))
-        for name in ("restart_s", "cache_tokens", "failures_per_hour"):
-            Range(0).check(f"fleet.{name}", getattr(self, name))
+    They pause from the scoring of a batch until they have loaded the new version.
+    """
+    steps_per_version: PositiveInt = 1
+    """Steps from one published version to the next (verl's `trigger_parameter_sync_step`)."""
+    failures_per_hour: NonNegative = 0.0
+    """Failures of each engine. Its replies continue on other engines from their recorded tokens."""
+    restart_s: NonNegative = 120.0
+    """Seconds until a failed engine has restarted. It then loads the next version."""
 
 
 def mean_attended(lengths: Collection[float]) -> float:
@@ -205,11 +206,11 @@ def mean_attended(lengths: Collection[float]) -> float:
 
 
 class EpisodeStats(NamedTuple):
-    """The means over the episodes of a workload."""
+    """Means over the episodes of a workload."""
 
     tokens: float
     attended: float
-    """Tokens that a token attends to (`mean_attended`)."""
+    """Tokens that a token attends to, as in `mean_attended`."""
     longest: float
     """Tokens of the longest episode."""
     prompt: float
@@ -218,7 +219,7 @@ class EpisodeStats(NamedTuple):
     tool_s: float = 0.0
     """Seconds of all tool calls of an episode."""
     tail: float = 1.0
-    """Sampled tokens of a group's longest episode, relative to the mean."""
+    """Sampled tokens of a group's longest episode, divided by the mean of all episodes."""
 
     @property
     def prompt_fraction(self) -> float:
@@ -226,7 +227,7 @@ class EpisodeStats(NamedTuple):
 
     @classmethod
     def of(cls, workload: Workload, *, group_size: int) -> "EpisodeStats":
-        """Estimate the means from 64 groups."""
+        """Estimate the means from 64 random groups."""
         random = np.random.default_rng(0)
         groups = [workload.group(random, group_size) for _ in range(64)]
         episodes = [shape for group in groups for shape in group]
