@@ -1,12 +1,13 @@
-"""Records: an episode is a sequence of pieces, from which all per-token values are derived.
+"""Records of episodes and batches.
 
     ContextPiece, Sampled -> Trajectory -> Group -> ScoredTrajectory -> Batch
 
-Each stage returns a wider record; nothing is filled in later.
+An episode is a sequence of pieces: runs of tokens from one source and of one version. Each stage of
+the data path returns a wider record, and no field is filled in later.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
@@ -16,24 +17,24 @@ if TYPE_CHECKING:  # environments and the command line import this module withou
 
 
 class Provenance(IntEnum):
-    """The origin of a token, which decides whether it enters an importance ratio."""
+    """The origin of a token. Only some origins have a probability for an importance ratio."""
 
     ENVIRONMENT = 0
     """Prompt, tool or user text."""
     SAMPLED = 1
     """Sampled by the engine in exactly this context."""
     FORCED = 2
-    """Inserted, not sampled: a hint, a branch seed, a spliced prefix."""
+    """Inserted into the policy's text, not sampled: a hint, for example."""
     REWRITTEN = 3
     """Sampled, but its context was edited afterwards."""
     FOREIGN = 4
     """Another policy's text."""
     REPLAYED = 5
-    """`SAMPLED`, used again in a later step."""
+    """Sampled, and used again in a later step."""
 
 
 HAS_BEHAVIOR = frozenset({Provenance.SAMPLED, Provenance.REPLAYED})
-"""Origins that have a behaviour probability. Others need an objective of their own."""
+"""Origins of tokens that an engine sampled in the context they have now."""
 
 NO_VERSION = -1
 """`version` of a token that no engine sampled."""
@@ -59,12 +60,12 @@ class ContextPiece:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A run of tokens from one engine and one version.
+    """Tokens that one version of the weights sampled in a row.
 
     `behavior_logp` is the log-probability of each token under the distribution it was sampled from.
-    `clean` is False when weights changed under a kept KV cache: such tokens come from no version's
-    policy. An interrupted reply is a piece that ends early; the next piece carries the next
-    version.
+    `clean` is False if the engine changed its weights and kept the KV cache of older ones: then no
+    single version sampled the tokens. A reply that a change of weights interrupts has a piece for
+    each version.
 
     >>> Sampled((7, 9), (-0.1, -0.7), version=3).version
     3
@@ -90,7 +91,7 @@ Piece = ContextPiece | Sampled
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The key of a task, small enough for the journal. The environment builds the task from it.
+    """A task by its key, from which the environment makes the task.
 
     >>> Task("retail", "train", 17).key
     'retail/train/17'
@@ -107,7 +108,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A finished episode with its named rewards.
+    """A finished episode with its rewards by name.
 
     `turn_rewards` is empty or has one number per turn.
     """
@@ -118,12 +119,15 @@ class Trajectory:
     task: Task
     seed: int
     episode: int = 0
-    """The order in which episodes started, unique in a run."""
+    """The episode's number in the run, in the order of starting."""
     turn_rewards: tuple[float, ...] = ()
     facts: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    """Counts by the environment, such as tool errors. They become metrics, never reward."""
+    """Numbers from the environment, such as tool errors, for metrics and not for the reward."""
     branches: tuple["Trajectory", ...] = ()
-    """Conversations of the episode with other contexts. They share its reward and advantage."""
+    """Further conversations of the episode, such as those of subagents.
+
+    They have the episode's reward and advantage.
+    """
 
     @property
     def reward(self) -> float:
@@ -135,10 +139,7 @@ class Trajectory:
         return self.facts.get("success", self.reward) >= 1
 
     def led(self) -> "Trajectory":
-        """Return the trajectory. If it has no sampled tokens, return its first branch instead.
-
-        The other branches stay branches.
-        """
+        """Return the trajectory, or its first branch with the others if it has no sampled token."""
         if self.sampled or not self.branches:
             return self
         return replace(self.branches[0], branches=self.branches[1:])
@@ -192,13 +193,13 @@ def walk(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece, int]]:
 
 
 def count_turns(pieces: Sequence[Piece]) -> int:
-    """Count the replies. A reply may have several pieces."""
+    """Return the number of replies. An interrupted reply has several pieces and counts once."""
     return max((turn for _, _, turn in walk(pieces)), default=-1) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An episode that failed in its environment. It is data, not a crash."""
+    """An episode that failed in its environment. The run continues."""
 
     task: Task
     stage: str
@@ -215,7 +216,7 @@ class Group:
     trajectories: tuple[Trajectory, ...]
     failures: tuple[Failure, ...] = ()
     number: int = 0
-    """The order in which groups were admitted, unique in a run."""
+    """The group's number in the run, in the order of starting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,14 +236,14 @@ class ScoredTrajectory:
 
 @dataclass(frozen=True, slots=True)
 class PendingPiece:
-    """A sampled piece with the tokens before it, to be scored.
+    """A sampled piece that no batch has contained, with the tokens before it in its episode.
 
-    Its own tokens are `tokens[start:]`.
+    `tokens[start:]` are the tokens of the piece.
     """
 
     episode: int
     text: Sequence[int]
-    """The episode's tokens up to the piece's end or beyond. Pieces of an episode may share it."""
+    """The episode's tokens, at least to the end of the piece. Pieces may share this list."""
     start: int
     piece: Sampled
 
@@ -253,24 +254,24 @@ class PendingPiece:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRecord:
-    """An episode recorded before a resume: its last attempt, and the number of failed ones."""
+    """An episode as the journal has it at a resume: its last attempt, and how many failed."""
 
     episode: int
     pieces: tuple[Piece, ...]
     outcome: Trajectory | Failure | None
-    """None if it is not finished."""
+    """None if the episode is not finished."""
     failures: int = 0
     snapshot: tuple[int, str] | None = None
-    """The number of pieces at a snapshot of the environment, and the snapshot."""
+    """The environment's last snapshot, after the number of pieces at which it was taken."""
     branches: tuple["EpisodeRecord", ...] = ()
-    """Conversations of the attempt with other contexts."""
+    """Further conversations of the attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """A task that becomes group `number` of the run.
+    """A request to run the episodes of one group.
 
-    `place` is its position among the training tasks.
+    `number` is the group's number in the run, `place` the task's position among the training tasks.
     """
 
     number: int
@@ -278,13 +279,13 @@ class GroupRequest:
     seed: int
     place: int
     begun: bool = False
-    """True if it was started before a resume."""
+    """True if the group was started before a resume."""
     past: tuple[EpisodeRecord, ...] = ()
-    """The records of its episodes that were started, by sibling."""
+    """The episodes that were started before a resume, in the order of siblings."""
     finished: bool = False
 
     def opens(self) -> Iterator[PendingPiece]:
-        """Yield every sampled piece of its episodes that did not fail."""
+        """Yield all sampled pieces of the group's earlier episodes, without failed ones."""
         for past in self.past:
             if isinstance(past.outcome, Failure):
                 continue
@@ -343,25 +344,14 @@ class Batch:
         offsets = [0]
         for i in sequences:
             offsets.append(offsets[-1] + spans[i][1] - spans[i][0])
-        rows = {name: getattr(self, name)[index] for name in _PER_TOKEN}
+        tensors = [field.name for field in fields(self) if field.type == "Tensor"]
+        rows = {name: getattr(self, name)[index] for name in tensors}
         episodes = tuple(self.episodes[i] for i in sequences)
         return Batch(offsets=tuple(offsets), episodes=episodes, **rows), index
 
 
-_PER_TOKEN = (
-    "tokens",
-    "sampled",
-    "behavior_logp",
-    "version",
-    "turn",
-    "provenance",
-    "clean",
-    "advantage",
-)
-
-
 def collate(credited: Sequence[ScoredTrajectory]) -> Batch:
-    """Pack trajectories with advantages into one batch, without padding."""
+    """Concatenate trajectories with advantages into one batch, without padding."""
     import torch
 
     if not credited:

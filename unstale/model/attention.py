@@ -1,4 +1,7 @@
-"""Attention along the paths of a prefix tree, registered with transformers as `ATTENTION`."""
+"""Attention for prefix trees: each token attends to the tokens before it in its own sequences.
+
+transformers calls it for models with the attention implementation `ATTENTION`.
+"""
 
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -20,10 +23,7 @@ ATTENTION = "unstale_packed"
 """Name of the attention function that a packed model uses."""
 
 BLOCK = 128
-"""Queries of one causal block on a CPU.
-
-Half of a block's products are above the diagonal and wasted.
-"""
+"""Queries of one causal block on a CPU. Half of a block's products are masked and wasted."""
 
 running: ContextVar[PrefixTree | None] = ContextVar("the tree of the current pass", default=None)
 
@@ -37,7 +37,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend along the paths of the current tree. Outside a packed pass use transformers' SDPA."""
+    """Attend within the sequences of the current prefix tree. Without a tree call SDPA."""
     run = running.get()
     if run is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -88,15 +88,15 @@ class AttentionCall:
 
 @lru_cache(maxsize=4)
 def attention_calls(segments: tuple[Segment, ...], batched: bool) -> list[AttentionCall]:
-    """Return the calls whose sum is causal attention along every path.
+    """Return calls of flash attention that together are causal attention in every sequence.
 
-    Each token attends to (1) its own block causally, (2) its segment before the block, and (3)
-    every segment on its path. (1) comes first, as it covers every token and the others add to it.
+    Each token attends to (1) its own block causally, (2) its segment before the block, and (3) all
+    earlier segments of its sequence. (1) comes first: it covers every token, and the results of (2)
+    and (3) are added to it.
 
-    With `batched`, blocks of one length are one call. Calls (2) and (3) are never batched: adding
-    their result rounds differently at the end of a tensor, and a query must get the same result
-    whatever it is packed with. With one head (not `batched`) each block is a call of its own, for
-    the same reason: a single block would be divided among threads, and round differently.
+    With `batched`, all blocks of one length are one call. This must not change how a result rounds,
+    because a token's value may not depend on what it is packed with. So calls (2) and (3) are never
+    batched, and with a single attention head `batched` is False.
     """
     own_blocks: dict[int, list[int]] = {}
     """Starts of the blocks by length."""

@@ -1,4 +1,4 @@
-"""A forward pass over a prefix tree, and how it is run."""
+"""A forward pass over a prefix tree, and its options."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from unstale.model.prefix_tree import PrefixTree
 
 @dataclass(frozen=True, slots=True)
 class ForwardOptions:
-    """Options of a forward pass. None changes its result, beyond the rounding of sums."""
+    """Options of a forward pass. They change its result only by the rounding of sums."""
 
     share_prompts: bool = True
-    """Run a beginning that several sequences share once."""
+    """Run a prefix that several sequences share only once."""
     gradient_checkpointing: bool = False
-    """Keep only the layers' inputs for the backward pass, and run the layers again for it."""
+    """Keep only the layers' inputs in memory, and run the layers again in the backward pass."""
     compile: bool = False
     """Use torch.compile."""
 
@@ -33,7 +33,7 @@ class ForwardOptions:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Log-probabilities `[T]` on the CPU, 0 where none was wanted, and the tokens run forward."""
+    """Log-probabilities `[T]` on the CPU, 0 for tokens not asked for; and the tokens run."""
 
     logp: Tensor
     forward_tokens: int
@@ -42,7 +42,8 @@ class Scored:
 def run_model(body: Callable[..., Any], run: PrefixTree, rows: Tensor, plain_head: bool) -> Tensor:
     """Return the final hidden states `[rows, H]` of some tokens of the tree.
 
-    Without `plain_head` they are logits `[rows, V]`: the model's head is more than one linear map.
+    If `plain_head` is False, the model's head is more than one linear map, and the result is logits
+    `[rows, V]`.
     """
     token = running.set(run)
     try:
@@ -57,10 +58,7 @@ def run_model(body: Callable[..., Any], run: PrefixTree, rows: Tensor, plain_hea
 
 
 def checkpoint_layers(model: nn.Module) -> None:
-    """Turn on gradient checkpointing.
-
-    ConfigError if transformers marks no layer of the model for it.
-    """
+    """Turn on gradient checkpointing. ConfigError if transformers does not support it here."""
     layers: list[Any] = [
         module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
     ]

@@ -17,13 +17,13 @@ TILE = {"cpu": 2**11, "cuda": 2**15}
 """Vocabulary tokens of one tile, by device."""
 
 MAX_LOGITS = {"cpu": 2**20, "cuda": 2**26}
-"""Float32 logits in memory at once (4 and 256 MiB), by device. A tile has at least `WHOLE` rows."""
+"""Most float32 logits in memory at once (4 and 256 MiB), by device."""
 
 MAX_ROWS = 512
 """Rows of one tile on a CPU. Larger tiles leave its caches and are no faster."""
 
 LEAST = -1e30
-"""Stands for a log-probability of minus infinity. Times its probability, 0, it is 0 and not NaN."""
+"""Replaces a log-probability of minus infinity, which times its probability 0 would be NaN."""
 
 
 def token_logps(
@@ -73,8 +73,8 @@ def _all_logits(
 class _Head(torch.autograd.Function):
     """Log-probability and entropy with an online softmax (arXiv 1805.02867).
 
-    A row's sums are rescaled from tile to tile. Saved for the gradient are the hidden states and
-    two numbers a row; the gradient forms the logits a second time.
+    A row's sums are rescaled from tile to tile. The backward pass computes the logits again, so
+    only the hidden states and two numbers for each row are saved for it.
     """
 
     @staticmethod

@@ -26,10 +26,7 @@ _A, _B, _ADAPTER = ".lora_A.weight", ".lora_B.weight", "default"
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """The size and the target layers of the adapters.
-
-    B starts at 0: the model is unchanged at first.
-    """
+    """The size and the target layers of the adapters. B starts at 0, so the model is unchanged."""
 
     rank: int
     alpha: float = 32.0
@@ -78,10 +75,8 @@ class Base:
         layers = self._layers_of(adapters)
         trainer_dtype = getattr(torch, self._merging.dtype)
         weights = {}
-        for (
-            name,
-            base,
-        ) in self._tensors.items():  # one by one: a float32 copy of all is twice the model
+        # One by one: a float32 copy of all is twice the model.
+        for name, base in self._tensors.items():
             weight = base.to(trainer_dtype) if base.is_floating_point() else base
             layer = name.removesuffix(".weight")
             if layer in layers:
@@ -94,10 +89,7 @@ class Base:
         return weights
 
     def _layers_of(self, adapters: Mapping[str, Tensor]) -> set[str]:
-        """Return the names of the layers with an adapter.
-
-        ValueError if one does not fit the base.
-        """
+        """Return the layers with an adapter. ValueError if one does not fit the base."""
         layers = {name.removesuffix(_A) for name in adapters if name.endswith(_A)}
         if adapters.keys() != {layer + end for layer in layers for end in (_A, _B)}:
             raise ValueError(
@@ -121,10 +113,7 @@ def base_checksum(folder: Path) -> int:
 
 
 def inject(model: nn.Module, lora: Lora) -> None:
-    """Freeze the model and add adapters to its layers.
-
-    ConfigError for a layer that cannot have one.
-    """
+    """Freeze the model and add adapters. ConfigError for a layer that cannot have one."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as error:

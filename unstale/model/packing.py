@@ -1,4 +1,4 @@
-"""Packing: which sequences each forward pass runs."""
+"""Packing: choose the sequences of each forward pass."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -37,11 +37,12 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def pack_shared(packed: Packed, budget: int, wanted: Sequence[int]) -> list[list[int]]:
-    """Pack sequences that share beginnings. A shared token counts once; siblings stay together.
+    """Group positions like `pack`, for sequences that share prefixes with their siblings.
 
-    None of the sequences is empty. `wanted` counts the log-probabilities each one needs. A tree
-    larger than the budget, or with more than `HEAD_ROWS * budget` wanted, is cut between two
-    sequences; both sides then run the trunk.
+    A shared token counts once, so siblings stay together. `wanted` is the number of
+    log-probabilities that each sequence needs. Siblings that exceed the budget, or need more than
+    `HEAD_ROWS * budget` log-probabilities, are split; then each part runs the shared prefix. No
+    sequence may be empty.
     """
     if not len(packed.tokens):
         return []
@@ -73,12 +74,12 @@ def pack_shared(packed: Packed, budget: int, wanted: Sequence[int]) -> list[list
 
 
 def _cost(tokens: int, rows: int) -> int:
-    """Return the share of the budget that a unit uses, in tokens."""
+    """Return the part of the budget that sequences use, in tokens."""
     return max(tokens, -(-rows // HEAD_ROWS))
 
 
 def wanted_spans(spans: Sequence[tuple[int, int]], where: Tensor) -> list[tuple[int, int]]:
-    """Return the spans with a wanted token (`where` `[T]` bool), each cut after its last one."""
+    """Return the spans that contain a token of `where` (`[T]` bool), each up to its last one."""
     cut_spans = []
     for start, end in spans:
         wanted = where[start:end].nonzero()
@@ -88,7 +89,7 @@ def wanted_spans(spans: Sequence[tuple[int, int]], where: Tensor) -> list[tuple[
 
 
 def cut(tokens: Tensor, spans: Sequence[tuple[int, int]]) -> tuple[Packed, Tensor]:
-    """Return these spans as packed sequences, and the index of their tokens."""
+    """Return these spans of `tokens` as packed sequences, and the positions of their tokens."""
     index = torch.cat([torch.empty(0, dtype=torch.long), *(torch.arange(*span) for span in spans)])
     offsets = accumulate((end - start for start, end in spans), initial=0)
     return Packed(tokens[index], tuple(offsets)), index

@@ -1,7 +1,7 @@
-"""A check that a model keeps packed sequences apart.
+"""A check that packed sequences do not affect each other in a model.
 
-Not every architecture uses the attention function it is given, or reads `position_ids`. One that
-does not would let packed sequences see each other, so this is measured and not assumed.
+An architecture that ignores the attention function it is given, or `position_ids`, would let one
+sequence attend to another.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,10 @@ def check_packing(model: PreTrainedModel) -> bool:
 
 
 def _probes(vocabulary: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Return two short sequences and two siblings, and the same with the first and last changed."""
+    """Return four short sequences, and the same four with the first and the last one changed.
+
+    The last two share a prefix.
+    """
     trunk = torch.arange(MIN_SHARED) % vocabulary
     first = trunk[:3]
     second = (5 - trunk[:5]) % vocabulary

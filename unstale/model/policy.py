@@ -6,6 +6,7 @@ Sequences are packed end to end without padding; shared beginnings are run once 
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -32,10 +33,10 @@ from unstale.records import Batch
 class Policy:
     """A causal language model with its tokenizer and version number.
 
-    `version` counts published weights. `at_version` is True from the publication of `version` to
-    the next optimizer step: only then does a forward pass give log-probabilities of that version.
-    The model is in eval mode, so a log-probability depends on weights and tokens alone. With `lora`
-    the weights are the adapters; `base` is the checksum of the frozen model under them.
+    `version` counts published weights. `at_version` is True until an optimizer step changes the
+    weights of `version`: only then does a forward pass return log-probabilities of that version.
+    The model is in eval mode, so a log-probability depends only on weights and tokens. With `lora`
+    the weights are those of the adapters, and `base` is the checksum of the frozen model.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Policy:
     ) -> Self:
         """Load a Hugging Face causal-LM folder, from disk only.
 
-        `device` None is a GPU if there is one.
+        With `device` None it is loaded to a GPU, or to the CPU if there is none.
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -101,13 +102,13 @@ class Policy:
 
     @property
     def _whole(self) -> Any:
-        """The model without its head. The whole model if the head is not one linear map."""
+        """The model without its head, or with it if the head is not one linear map."""
         return self.model.base_model if self._plain_head else self.model
 
     def set_forward_options(self, passes: ForwardOptions) -> None:
-        """Set the options for this policy and its later twins.
+        """Set the options of this policy and of copies that `twin` makes later.
 
-        ConfigError if the model cannot do it.
+        ConfigError if the model does not support gradient checkpointing.
         """
         if passes == self.passes:
             return
@@ -122,7 +123,7 @@ class Policy:
 
     @property
     def merging(self) -> Merging | None:
-        """The facts for an engine to merge the adapters into its base. None without adapters."""
+        """What an engine needs to merge the adapters into its base. None without adapters."""
         if self.lora is None:
             return None
         return Merging(
@@ -130,7 +131,7 @@ class Policy:
         )
 
     def require_base(self, base: int) -> None:
-        """Raise ConfigError unless `base` is the checksum of the weights under the adapters."""
+        """Raise ConfigError if the adapters belong to a base with another checksum than `base`."""
         if base != self.base:
             raise ConfigError(
                 f"policy: the adapters were trained on other weights than those in "
@@ -143,7 +144,7 @@ class Policy:
 
     @version.setter
     def version(self, version: int) -> None:
-        """Give the current weights this number, when they are published."""
+        """Set the number of the current weights, and `at_version`."""
         self._version = version
         self.at_version = True
 
@@ -162,7 +163,7 @@ class Policy:
         self._version = version
 
     def lag(self, version: Tensor | int) -> Tensor:
-        """Return the staleness of `version`, in batches, for the policy's version (`lag_of`)."""
+        """Return how many batches the policy is ahead of each version (`lag_of`)."""
         return lag_of(torch.as_tensor(version), at=self._version, version_gaps=self.version_gaps)
 
     @property
@@ -184,7 +185,7 @@ class Policy:
         return tuple(named) if isinstance(named, list) else () if named is None else (int(named),)
 
     def twin(self) -> "Policy":
-        """Return a frozen copy with its own weights, for other versions (`load_weights`)."""
+        """Return a frozen copy with weights of its own, into which other versions are loaded."""
         twin = copy.copy(self)
         model = adapters.twin(self.model) if self.lora else copy.deepcopy(self.model)
         twin.model = cast(PreTrainedModel, model.requires_grad_(False))
@@ -192,7 +193,7 @@ class Policy:
         return twin
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the forward weights by name, tied ones once. They are the live tensors."""
+        """Return the weights of the forward pass by name, tied ones once, without copying them."""
         if self.lora:
             return {name: weight.detach() for name, weight in adapters.adapters(self.model).items()}
         weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
@@ -223,8 +224,8 @@ class Policy:
     def save(self, folder: Path | str, *, base: bool = False) -> None:
         """Save a Hugging Face model folder with tokenizer and chat template.
 
-        Adapters are merged, and also saved in `adapter` in PEFT's format. With `base` they are left
-        out.
+        Adapters are merged, and also saved in the subfolder `adapter` in PEFT's format. With `base`
+        the model is saved without adapters.
         """
         whole = self.model
         if self.merging:
@@ -244,8 +245,10 @@ class Policy:
         gradients are enabled. The value is 0 at each sequence's first token and off `where` (`[T]`
         bool).
         """
-        run = self.prefix_tree(batch)
-        return self._forward(run, where, temperature, with_entropy=False)[0]
+        logp, _ = self.logps_and_entropy(
+            batch, temperature=temperature, where=where, with_entropy=False
+        )
+        return logp
 
     def logps_and_entropy(
         self,
@@ -253,16 +256,39 @@ class Policy:
         *,
         temperature: float,
         where: Tensor | None = None,
+        with_entropy: bool = True,
         entropy_sample: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return `logps`, and the entropy `[T]` in nats of each token's distribution.
 
         With `entropy_sample` (`[T]` bool, within `where`) the entropy is of these tokens only and
-        has no gradient, which costs little: it is for a metric.
+        has no gradient, which costs little: it is for a metric. Where it is not computed it is 0.
         """
         run = self.prefix_tree(batch)
-        sample = entropy_sample
-        return self._forward(run, where, temperature, with_entropy=sample is None, sample=sample)
+        wanted = run.follows if where is None else run.follows & where.cpu()
+        index = wanted.nonzero().squeeze(1)
+        logp = torch.zeros(len(run.place), dtype=wide(self.dtype), device=self.device)
+        entropy = torch.zeros_like(logp)
+        if not len(index):
+            return logp, entropy
+        hidden = run_model(self._body, run, run.place[index - 1].to(self.device), self._plain_head)
+        targets = run.tokens[run.place[index]].to(self.device)
+        positions = index.to(self.device)
+        head = self.model.get_output_embeddings() if self._plain_head else nn.Identity()
+        head_logps = partial(token_logps, head, temperature=temperature)
+        with_gradient = with_entropy and entropy_sample is None
+        values, entropies = head_logps(hidden, targets, with_entropy=with_gradient)
+        logp = logp.index_put((positions,), values)
+        if with_gradient:
+            entropy = entropy.index_put((positions,), entropies)
+        elif entropy_sample is not None and entropy_sample.any():
+            chosen = entropy_sample[index].to(self.device)
+            with torch.no_grad():
+                _, entropies = head_logps(
+                    hidden.detach()[chosen], targets[chosen], with_entropy=True
+                )
+            entropy = entropy.index_put((positions[chosen],), entropies)
+        return logp, entropy
 
     @torch.no_grad()
     def score(
@@ -273,19 +299,18 @@ class Policy:
         temperature: float,
         max_tokens_per_microbatch: int,
     ) -> Scored:
-        """Return `logps` at `where`, without gradient, in several passes.
+        """Return log-probabilities of the tokens `where` (`[T]` bool), without gradient.
 
-        A pass has at most `max_tokens_per_microbatch` tokens.
-
-        Only sequences with a wanted token run, each up to its last one. A longer sequence runs
-        alone.
+        A pass has at most `max_tokens_per_microbatch` tokens, unless one sequence alone is longer.
+        Each sequence is run only up to its last token of `where`.
         """
         logp = torch.zeros(len(batch.tokens), dtype=wide(self.dtype))
-        spans, forwarded = wanted_spans(batch.spans(), where), 0
+        spans = wanted_spans(batch.spans(), where)
+        forwarded = 0
         for members in self.pack(batch, spans, max_tokens_per_microbatch, where=where):
             packed, index = cut(batch.tokens, [spans[i] for i in members])
             run = self.prefix_tree(packed)
-            logp[index] = self._forward(run, where[index], temperature, with_entropy=False)[0].cpu()
+            logp[index] = self.logps(run, temperature=temperature, where=where[index]).cpu()
             forwarded += run.num_tokens
         return Scored(logp, forwarded)
 
@@ -297,7 +322,7 @@ class Policy:
         *,
         where: Tensor,
     ) -> list[list[int]]:
-        """Return the spans that each pass runs, as positions in `spans`.
+        """Return, for each pass, the positions in `spans` of the spans that it runs.
 
         A pass has at most `max_tokens_per_microbatch` tokens, unless one span alone is longer.
         `where` (`[T]` bool) are the tokens whose log-probability is needed.
@@ -308,49 +333,9 @@ class Policy:
         return pack([end - start for start, end in spans], max_tokens_per_microbatch)
 
     def prefix_tree(self, batch: Batch | Packed | PrefixTree) -> PrefixTree:
-        """Return the pass that runs these sequences."""
+        """Return the prefix tree of packed sequences. A prefix tree is returned as it is."""
         if isinstance(batch, PrefixTree):
             return batch
         return build_prefix_tree(
             Packed(batch.tokens, batch.offsets), share=self.passes.share_prompts
-        )
-
-    def _forward(
-        self,
-        run: PrefixTree,
-        where: Tensor | None,
-        temperature: float,
-        *,
-        with_entropy: bool,
-        sample: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies `[T]`; see `logps_and_entropy`."""
-        wanted = run.follows if where is None else run.follows & where.cpu()
-        index = wanted.nonzero().squeeze(1)
-        logp = torch.zeros(len(run.place), dtype=wide(self.dtype), device=self.device)
-        entropy = torch.zeros_like(logp)
-        if not len(index):
-            return logp, entropy
-        hidden = run_model(self._body, run, run.place[index - 1].to(self.device), self._plain_head)
-        targets = run.tokens[run.place[index]].to(self.device)
-        positions = index.to(self.device)
-        values, entropies = self._head(hidden, targets, temperature, with_entropy=with_entropy)
-        logp = logp.index_put((positions,), values)
-        if with_entropy:
-            entropy = entropy.index_put((positions,), entropies)
-        elif sample is not None and sample.any():
-            chosen = sample[index].to(self.device)
-            with torch.no_grad():
-                _, entropies = self._head(
-                    hidden.detach()[chosen], targets[chosen], temperature, with_entropy=True
-                )
-            entropy = entropy.index_put((positions[chosen],), entropies)
-        return logp, entropy
-
-    def _head(
-        self, hidden: Tensor, targets: Tensor, temperature: float, *, with_entropy: bool
-    ) -> tuple[Tensor, Tensor]:
-        head = self.model.get_output_embeddings() if self._plain_head else nn.Identity()
-        return token_logps(
-            head, hidden, targets, temperature=temperature, with_entropy=with_entropy
         )

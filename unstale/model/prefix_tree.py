@@ -1,8 +1,8 @@
-"""Prefix trees: packed sequences in which a beginning that siblings share is run once.
+"""Prefix trees: packed sequences in which a prefix that siblings share is run once.
 
-A tree's nodes are segments of tokens. A sequence is a path from a root to the end of a segment.
-Segments are stored depth first, so everything that continues a segment follows it in one contiguous
-span, which attends to it in one call.
+A tree's nodes are segments of tokens, and a sequence is a path from a root to a node. Segments are
+stored depth first, so all continuations of a segment follow it in one contiguous span, which
+attends to the segment in one call.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 MIN_SHARED = 16
-"""Tokens that siblings must share. Sharing fewer costs more than running them twice."""
+"""Fewest tokens that are shared. Sharing fewer costs more time than running them twice."""
 
 ROUND = 32
-"""Tokens that the length of a pass is a multiple of, so that shapes repeat."""
+"""The length of a pass is a multiple of this, so that shapes repeat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """One forward pass: `[N]` tokens, their positions, and where `[T]` packed tokens are in it.
+    """The `[N]` tokens of one forward pass, for `[T]` packed tokens.
 
     `N` is a multiple of `ROUND`. The last segment may be padding that belongs to no sequence.
     """
@@ -59,7 +59,7 @@ class PrefixTree:
     tokens: Tensor
     positions: Tensor
     place: Tensor
-    """`[T]`: packed token `t` is run at `place[t]`."""
+    """`[T]`: packed token `t` is `tokens[place[t]]`."""
     follows: Tensor
     """`[T]` bool: False on the first token of each sequence."""
     segments: tuple[Segment, ...]
@@ -79,10 +79,7 @@ class PrefixTree:
 
 
 def build_prefix_tree(packed: Packed, *, share: bool) -> PrefixTree:
-    """Return the pass that runs these sequences, in their order.
-
-    Without `share` no beginning is shared.
-    """
+    """Return the prefix tree of packed sequences. Without `share` it shares no prefix."""
     tokens = packed.tokens.cpu()
     place = torch.arange(len(tokens))
     follows = torch.ones(len(place), dtype=torch.bool)
@@ -111,10 +108,7 @@ def build_prefix_tree(packed: Packed, *, share: bool) -> PrefixTree:
 
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """Sequences that are equal up to `depth` and continue alike.
-
-    Together they start a new segment.
-    """
+    """Sequences that are equal up to `depth` and share at least the start of a next segment."""
 
     members: list[int]
     path: tuple[tuple[int, int], ...]
@@ -122,7 +116,7 @@ class _Branch:
 
 
 class _Builder:
-    """A depth-first walk that makes the segments, and writes each token's place into `places`."""
+    """A depth-first walk that makes the segments, and sets the place of each packed token."""
 
     def __init__(self, sequences: Sequence[Tensor], places: Sequence[Tensor]) -> None:
         self._sequences = sequences
@@ -133,8 +127,8 @@ class _Builder:
         self._size = 0
 
     def build(self) -> None:
-        # An explicit stack: branches may nest deeper than Python's recursion allows. A number on it
-        # is a segment whose continuations are complete when the walk returns to it.
+        # A stack, because branches may nest deeper than Python's recursion limit. A number on it is
+        # a segment. When the walk returns to it, all its continuations are stored.
         stack: list[_Branch | int] = []
         stack += self._branches(range(len(self._sequences)), (), 0)
         while stack:
@@ -150,7 +144,7 @@ class _Builder:
                 stack += self._branches(item.members, path, depth)
 
     def _add_segment(self, branch: _Branch) -> Segment:
-        """Append the longest run of tokens that all members of the branch share."""
+        """Store the longest prefix that all members of the branch share as a segment."""
         begin = branch.depth
         end = begin + self._shared_length(branch)
         segment = Segment(
@@ -166,10 +160,9 @@ class _Builder:
     def _branches(
         self, members: Iterable[int], path: tuple[tuple[int, int], ...], depth: int
     ) -> list[_Branch]:
-        """Group sequences by their next `MIN_SHARED` tokens.
+        """Group sequences that have more than `depth` tokens by their next `MIN_SHARED` tokens.
 
-        The last comes first: a stack reverses them.
-        A sequence with fewer tokens left is a branch of its own; one that ends here is none.
+        A sequence with fewer tokens left is alone. The order is reversed, for a stack.
         """
         groups: dict[object, list[int]] = {}
         for member in members:
@@ -181,7 +174,7 @@ class _Builder:
         return [_Branch(group, path, depth) for group in reversed(groups.values())]
 
     def _shared_length(self, branch: _Branch) -> int:
-        """Count the tokens from `depth` on that all members have in common."""
+        """Return how many tokens from `depth` on all members have in common."""
         first, *others = (self._sequences[member][branch.depth :] for member in branch.members)
         length = len(first)
         for other in others:

@@ -8,13 +8,12 @@ VersionGaps = tuple[tuple[int, int], ...]
 
 
 def lag_of(version: Tensor, *, at: int, version_gaps: VersionGaps) -> Tensor:
-    """Return the staleness of `version`, in batches, for a policy at version `at`.
+    """Return how many batches a policy at version `at` is ahead of each version in `version`.
 
-    Every batch makes one version, so without gaps it is `at - version`; below 0 for a newer
-    version. A resume may give the weights of version 4 the number 7, because 5 and 6 were published
-    before the crash. In the schedule 7 then counts as 4. A lost version keeps its own place, and
-    has lag 0 until the policy reaches it. Exact routes still answer with the weights that sampled
-    its tokens.
+    Every batch makes one version, so without gaps this is `at - version`, negative for a newer
+    version. A resume may give the weights of version 4 the new number 7, because versions 5 and 6
+    were published before a crash. Then 7 counts as 4, the next version 8 as 5, and so on. The lost
+    versions still count as 5 and 6, and have lag 0 until the policy has trained as many batches.
 
     >>> lag_of(torch.tensor([3, 4, 5, 6, 7, 8]), at=9, version_gaps=((7, 3),)).tolist()
     [3, 2, 1, 0, 2, 1]
