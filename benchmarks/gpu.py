@@ -44,7 +44,7 @@ from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.registry import EngineOptions
 from unstale.model.loading import DTYPES
 from unstale.model.policy import Policy
-from unstale.old_logps.scoring.scorer import LocalScorer
+from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import collate
 from unstale.testing import tiny_policy
 
@@ -94,8 +94,8 @@ class Big(Size):
             model = AutoModelForCausalLM.from_config(self.config, dtype=DTYPES[dtype])
         return Policy(model, tiny_policy().tokenizer)
 
-    def scorer(self, policy: Policy) -> LocalScorer:
-        return LocalScorer(policy, 1.0, self.max_tokens_per_microbatch)
+    def scorer(self, policy: Policy) -> Scorer:
+        return Scorer(policy, 1.0, self.max_tokens_per_microbatch)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def memory(name: str, size: Big) -> list[str]:
         trainer = make_trainer(own, RATE, 2)
         batch = collate(batches_of(own, 1)[0])
         for counted in (False, True):  # the first makes the optimizer's state
-            part = trainer.prepare(batch).minibatches[0]
+            part = trainer.prepare(batch)[0]
             held = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             trainer.backward(part)

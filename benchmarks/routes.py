@@ -29,12 +29,18 @@ from benchmarks import route_steps
 from benchmarks.tables import CONSOLE, columns, picture, row, spread, write
 from unstale.algorithms import audit
 from unstale.build import build_old_logps
-from unstale.config import CorrectionConfig, ObjectiveConfig, OldLogpsConfig, TrainerConfig
+from unstale.config import (
+    CorrectionConfig,
+    ObjectiveConfig,
+    OldLogpsConfig,
+    RunConfig,
+    TrainerConfig,
+)
 from unstale.config.routes import routes
 from unstale.model.policy import Policy
 from unstale.model.prefix_tree import Packed
 from unstale.old_logps.rollout import RolloutRoute
-from unstale.old_logps.scoring.scorer import LocalScorer
+from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import (
     Batch,
     ContextPiece,
@@ -49,8 +55,6 @@ from unstale.records import (
 )
 from unstale.testing import tiny_policy
 from unstale.trainer.local import LocalTrainer
-from unstale.trainer.records import Rules
-from unstale.trainer.rules import build_correction, build_objective
 from unstale.weights.codec import words
 from unstale.weights.store import VersionStore
 
@@ -122,8 +126,8 @@ class Size:
     def policy(self, dtype: str = "bfloat16") -> Policy:
         return Policy.load(self.folder, dtype=dtype)
 
-    def scorer(self, policy: Policy) -> LocalScorer:
-        return LocalScorer(policy, 1.0, TrainerConfig().max_tokens_per_microbatch)
+    def scorer(self, policy: Policy) -> Scorer:
+        return Scorer(policy, 1.0, TrainerConfig().max_tokens_per_microbatch)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -142,17 +146,14 @@ class History:
 
 def make_trainer(size: Size, rate: float, num_steps: int) -> LocalTrainer:
     """Return the project's trainer, with a plain loss and float32 masters of bfloat16 weights."""
-    rules = Rules(
-        correction=build_correction(CorrectionConfig(control="none")),
-        objective=build_objective(ObjectiveConfig(kind="none")),
-        temperature=1.0,
+    config = RunConfig(
+        recipe="",
+        steps=num_steps,
+        correction=CorrectionConfig(control="none"),
+        objective=ObjectiveConfig(kind="none"),
+        trainer=TrainerConfig(dtype="bfloat16", lr=rate, **size.options),
     )
-    config = TrainerConfig(
-        dtype="bfloat16",
-        lr=rate,
-        **size.options,
-    )
-    return LocalTrainer(size.policy(), config, rules, RolloutRoute(), num_steps=num_steps)
+    return LocalTrainer(size.policy(), config, RolloutRoute())
 
 
 def train(size: Size, rate: float, versions: int) -> History:
@@ -174,7 +175,7 @@ def train(size: Size, rate: float, versions: int) -> History:
         )
         batch.behavior_logp.copy_(scorer.score(batch, batch.sampled).logp)
         with timed(history.step_s):
-            trainer.backward(trainer.prepare(batch).minibatches[0])
+            trainer.backward(trainer.prepare(batch)[0])
             trainer.step()
         policy.version += 1
     return history

@@ -36,7 +36,7 @@ from unstale.engines.pool import EnginePool
 from unstale.engines.scripted import ScriptedEngine
 from unstale.envs import Message, Turn
 from unstale.loop import RunComponents, produce, take_groups
-from unstale.old_logps import Passive
+from unstale.old_logps import OldLogps
 from unstale.records import Group, GroupRequest, Task
 from unstale.rollout.episode import Rollout
 from unstale.rollout.generator import Generator
@@ -188,7 +188,7 @@ class Scene:
                 queue=StalenessQueue(max_staleness=STALENESS, groups_per_step=groups),
                 pending=self.pending,
                 piece_arrived=asyncio.Event(),
-                old_logps=Passive(),
+                old_logps=OldLogps(),
                 rollout=Rollout(
                     generator, cast(Any, self.world), RolloutConfig(), on_piece=self.pending.add
                 ),

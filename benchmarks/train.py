@@ -64,11 +64,9 @@ from unstale.config import (
 )
 from unstale.envs import Message, Turn
 from unstale.model.policy import Policy
-from unstale.old_logps.scoring.scorer import LocalScorer
+from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import ContextPiece, Sampled, ScoredTrajectory, Task, Trajectory, collate
 from unstale.trainer.local import LocalTrainer
-from unstale.trainer.records import Rules
-from unstale.trainer.rules import build_correction, build_objective
 
 ROOT = Path(__file__).parent.parent
 SIBLINGS = 8
@@ -190,16 +188,16 @@ def ours(chosen: argparse.Namespace) -> None:
         max_tokens_per_microbatch=chosen.micro,
     )
     policy = Policy.load(chosen.model, dtype=chosen.dtype)
-    scorer = LocalScorer(policy, 1.0, options.max_tokens_per_microbatch)
+    scorer = Scorer(policy, 1.0, options.max_tokens_per_microbatch)
     old = build_old_logps(OldLogpsConfig(route=chosen.route), scorer)
-    rules = Rules(
-        correction=build_correction(CorrectionConfig(control="none")),
-        objective=build_objective(
-            ObjectiveConfig(kind="none" if chosen.route == "rollout" else "ppo_clip")
-        ),
-        temperature=1.0,
+    config = RunConfig(
+        recipe="",
+        steps=100_000,
+        correction=CorrectionConfig(control="none"),
+        objective=ObjectiveConfig(kind="none" if chosen.route == "rollout" else "ppo_clip"),
+        trainer=options,
     )
-    trainer = LocalTrainer(policy, options, rules, old, num_steps=100_000)
+    trainer = LocalTrainer(policy, config, old)
     given = credited(json.loads(chosen.batch.read_text()))
     if (
         chosen.route == "rollout"
@@ -219,7 +217,7 @@ def ours(chosen: argparse.Namespace) -> None:
         else:  # all of it is of the newest version
             batch.version.masked_fill_(batch.sampled, policy.version)
             old.published(live={policy.version})
-        (part,) = trainer.prepare(batch).minibatches
+        (part,) = trainer.prepare(batch)
         trainer.backward(part)
         if chosen.gradient and not trainer.steps:
             torch.save(

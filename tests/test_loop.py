@@ -41,18 +41,16 @@ from unstale.engines import SamplingParams
 from unstale.engines.scripted import Delay, ScriptedEngine
 from unstale.envs import Message, Taskset, Turn
 from unstale.loop import RunComponents
-from unstale.old_logps import Needs, OldLogps, Passive
-from unstale.old_logps.scoring.scorer import LocalScorer
+from unstale.old_logps import Needs, OldLogps
+from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import Batch, PendingPiece, Task
 from unstale.rollout.generator import Generator
 from unstale.rollout.timeouts import first_error
 from unstale.testing import tiny_policy
-from unstale.trainer.auditor import Auditor, Thresholds
-from unstale.trainer.local import LocalTrainer
-from unstale.trainer.records import Rules
-from unstale.trainer.rules import build_correction, build_objective
+from unstale.trainer.auditor import Auditor
+from unstale.trainer.local import LocalTrainer, Rules
 
-Route = Callable[[LocalScorer, ScriptedEngine], OldLogps]
+Route = Callable[[Scorer, ScriptedEngine], OldLogps]
 
 REPLY = 6
 """Tokens of every reply; the last is the stop token 1."""
@@ -131,12 +129,12 @@ class Log:
         return nullcontext()
 
 
-class ScoresAtClosing(Passive):
+class ScoresAtClosing(OldLogps):
     """A route that scores each piece at `closing` and answers from those scores alone."""
 
     needs = Needs(closing=True)
 
-    def __init__(self, scorer: LocalScorer, engine: ScriptedEngine) -> None:
+    def __init__(self, scorer: Scorer, engine: ScriptedEngine) -> None:
         self.scorer = scorer
         self.engine = engine
         self.closed: dict[int, set[tuple[int, int]]] = {}
@@ -202,13 +200,11 @@ def toy_machine(
         return [*noise[spoken:], 1]
 
     policy, engine = tiny_policy(), ScriptedEngine(say, token_delay=delay)
-    scorer = LocalScorer(policy, 1.0, 4096)
+    scorer = Scorer(policy, 1.0, 4096)
     old = (route or ScoresAtClosing)(scorer, engine)
-    correction, objective = build_correction(config.correction), build_objective(config.objective)
-    judge = Thresholds(correction, objective.surrogate)
-    auditor = Auditor(LocalScorer(policy, 1.0, 4096), old, judge, share=config.audit.share)
-    rules = Rules(correction=correction, objective=objective, temperature=1.0, audit=auditor.look)
-    trainer = LocalTrainer(policy, config.trainer, rules, old, num_steps=config.steps)
+    rules = Rules(config.correction, config.objective)
+    auditor = Auditor(Scorer(policy, 1.0, 4096), old, rules, share=config.audit.share)
+    trainer = LocalTrainer(policy, config, old, auditor.look)
     generator = Generator(engine, NumberChat(), config.engine)  # type: ignore[arg-type]
     return Components(policy, taskset, generator, scorer, old, auditor, trainer)
 
@@ -301,7 +297,7 @@ def test_a_route_hears_of_a_version_before_any_engine_has_it_and_when_all_do(
     ]
 
 
-class Keeps(Passive):
+class Keeps(OldLogps):
     """A route that answers at once for any version."""
 
     def __init__(self, *, snapshots: bool) -> None:

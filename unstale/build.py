@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +12,9 @@ from typing import cast
 
 import torch
 
+from unstale.algorithms.advantages import ESTIMATORS
 from unstale.config import (
+    AdvantageConfig,
     ConfigError,
     Dtype,
     OldLogpsConfig,
@@ -39,16 +41,14 @@ from unstale.model.policy import Policy
 from unstale.observe.metrics import Sink, TensorBoardSink, require_tensorboard
 from unstale.observe.recorder import Recorder, Watcher
 from unstale.old_logps import OldLogps
-from unstale.old_logps.scoring.scorer import LocalScorer, Scorer
-from unstale.records import Failure, GroupRequest, PendingPiece
+from unstale.old_logps.scoring.scorer import Scorer
+from unstale.records import Failure, Group, GroupRequest, PendingPiece, ScoredTrajectory
 from unstale.rollout.episode import Rollout
 from unstale.rollout.evaluation import evaluate
 from unstale.rollout.generator import Generator
 from unstale.rollout.staleness_queue import PendingPieces, StalenessQueue
-from unstale.trainer.auditor import Auditor, Thresholds
-from unstale.trainer.local import LocalTrainer
-from unstale.trainer.records import Rules
-from unstale.trainer.rules import build_advantage, build_correction, build_objective
+from unstale.trainer.auditor import Auditor
+from unstale.trainer.local import LocalTrainer, Rules
 from unstale.trainer.threads import LocalThread
 from unstale.weights.child_process import cores
 from unstale.weights.publish import DirectPublisher
@@ -66,7 +66,7 @@ class Components:
     policy: Policy
     taskset: Taskset
     generator: Generator
-    scorer: LocalScorer
+    scorer: Scorer
     """The scorer of the route."""
     old: OldLogps
     auditor: Auditor
@@ -97,27 +97,23 @@ def build_sampler(
 
 
 def build_trainer(
-    config: RunConfig, policy: Policy, scorer: LocalScorer
+    config: RunConfig, policy: Policy, scorer: Scorer
 ) -> tuple[LocalTrainer, Auditor]:
     """Return the trainer and its audit. The caller must close the trainer's route."""
     old = build_old_logps(config.old_logps, scorer, lockstep=config.deterministic)
-    correction = build_correction(config.correction)
-    objective = build_objective(config.objective)
-    thresholds = Thresholds(correction, objective.surrogate)
-    auditor = Auditor(build_scorer(config, policy), old, thresholds, share=config.audit.share)
-    rules = Rules(
-        correction=correction,
-        objective=objective,
-        temperature=config.engine.temperature,
-        audit=auditor.look,
-    )
-    num_steps = config.steps * config.trainer.minibatches_per_batch
-    return LocalTrainer(policy, config.trainer, rules, old, num_steps=num_steps), auditor
+    rules = Rules(config.correction, config.objective)
+    auditor = Auditor(build_scorer(config, policy), old, rules, share=config.audit.share)
+    return LocalTrainer(policy, config, old, auditor.look), auditor
 
 
-def build_scorer(config: RunConfig, policy: Policy) -> LocalScorer:
+def build_advantage(config: AdvantageConfig) -> Callable[[Sequence[Group]], list[ScoredTrajectory]]:
+    """Return the advantage estimator, a function of the groups of one batch."""
+    return partial(ESTIMATORS[config.estimator], **config.selected_options())
+
+
+def build_scorer(config: RunConfig, policy: Policy) -> Scorer:
     """Return a scorer. Each consumer needs its own."""
-    return LocalScorer(policy, config.engine.temperature, config.trainer.max_tokens_per_microbatch)
+    return Scorer(policy, config.engine.temperature, config.trainer.max_tokens_per_microbatch)
 
 
 def load_policy(config: RunConfig) -> Policy:

@@ -4,12 +4,12 @@
 
 Three activities overlap:
 
-    produce()      starts groups              waits for a free ticket in the staleness queue
-    take_steps()   trains on finished groups  waits for the oldest groups
-    Publication    loads a version everywhere, then frees tickets and writes checkpoint and metrics
+    produce()      start groups of episodes, each when the staleness queue has a free ticket
+    take_steps()   train on finished groups, the oldest first
+    Publication    load new weights into all engines, free tickets, write checkpoint and metrics
 
 No optimizer step runs before the current version is published. An error in any component ends the
-run. A failed episode does not: it is data.
+run, but a failed episode does not.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class RunComponents:
     progress: Progress
     """Where the run starts: new, or at a checkpoint."""
     resumed_requests: Sequence[GroupRequest]
-    """Groups that were started before a resume and not trained on, in order."""
+    """Groups that were started before a resume and not trained on, in order of starting."""
     requests: Iterator[GroupRequest]
     """The groups to start next."""
     engine: GenerationControl
@@ -54,7 +54,7 @@ class RunComponents:
     """Runs the held-out tasks. None if there are none."""
     queue: StalenessQueue
     pending: PendingPieces
-    """Sampled pieces that no batch has consumed."""
+    """Sampled pieces that no batch has contained."""
     advantage: Callable[[Sequence[Group]], list[ScoredTrajectory]]
     old_logps: OldLogps
     auditor: AuditObserver
@@ -65,7 +65,7 @@ class RunComponents:
     log: RunRecorder
     trainer_thread: WorkerThread
     io_thread: WorkerThread
-    """Writes checkpoints. Environments may occupy every thread of asyncio's own pool."""
+    """Writes checkpoints. The threads of asyncio's own pool may all be busy with environments."""
     piece_arrived: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when an engine returns a piece. `take_groups` clears it."""
 
@@ -78,7 +78,7 @@ class RunComponents:
 async def train(run: RunComponents) -> bool:
     """Train to the last step, or in deterministic mode to the next checkpoint.
 
-    Return True if the run is complete. If not, the caller loads the checkpoint and calls again.
+    Return True if the run is complete. If not, the caller must load the checkpoint and call again.
     """
     await run.engine.start()
     complete = run.progress.step >= run.config.steps
@@ -100,7 +100,7 @@ async def train(run: RunComponents) -> bool:
 
 
 async def produce(run: RunComponents) -> None:
-    """Start the rollout of group after group, each when the staleness queue has a free ticket."""
+    """Start groups without end, each when the staleness queue has a free ticket."""
     async with asyncio.TaskGroup() as in_flight:
         for request in run.resumed_requests:
             await run.queue.readmit(request.number, partial(roll, run, request), in_flight)
@@ -113,7 +113,7 @@ async def produce(run: RunComponents) -> None:
 
 
 async def roll(run: RunComponents, request: GroupRequest) -> Group:
-    """Run the episodes of one group, and write the finished group to the journal."""
+    """Run the episodes of one group. Write its start and its end to the journal."""
     if not request.begun:
         run.journal.add_request(request)
     size = run.config.schedule.group_size
@@ -124,9 +124,9 @@ async def roll(run: RunComponents, request: GroupRequest) -> Group:
 
 
 async def take_steps(run: RunComponents, publication: "Publication") -> Progress:
-    """Train on batch after batch until the run ends. Return the progress after the last step.
+    """Train on one batch after the other. Return the progress after the last step.
 
-    In deterministic mode also end when a checkpoint is due, with the last version not published.
+    In deterministic mode return when a checkpoint is due, before the new version is published.
     """
     config = run.config
     progress = run.progress
@@ -147,7 +147,7 @@ async def take_steps(run: RunComponents, publication: "Publication") -> Progress
 
 
 async def take_step(run: RunComponents, step: int, publication: "Publication") -> Progress:
-    """Train on one batch. Its weights become a version that is not published yet."""
+    """Train on one batch. The new weights get a version number but are not published yet."""
     if run.config.schedule.max_staleness == 0:
         await publication.finished()  # its tickets are what the groups of this step wait for
     began = time.monotonic()
@@ -177,7 +177,7 @@ async def take_step(run: RunComponents, step: int, publication: "Publication") -
 
 
 async def take_groups(run: RunComponents) -> Sequence[Group]:
-    """Wait for the groups of the next batch. A route may score pieces meanwhile."""
+    """Wait for the groups of the next batch. The route may score pieces in the meantime."""
     async with asyncio.TaskGroup() as tasks:
         taking = tasks.create_task(run.queue.take())
         taking.add_done_callback(lambda _: run.piece_arrived.set())
@@ -193,15 +193,15 @@ async def learn(
 ) -> Mapping[str, Any]:
     """Take the optimizer steps of one batch. Return the trainer's metrics.
 
-    A route that closes versions scores the pieces of the current one before the weights move.
+    A route with `needs.closing` scores all pieces of the current version before the first step.
     """
     trainer = run.trainer
     needs = run.old_logps.needs
     if not needs.snapshots or trainer.version in batch.version:
         await publication.scorers_notified.wait()
     with run.log.span("old_logps", f"step {step}"):
-        prepared = await run.trainer_thread.run(trainer.prepare, batch)
-    for number, minibatch in enumerate(prepared.minibatches):
+        minibatches = await run.trainer_thread.run(trainer.prepare, batch)
+    for number, minibatch in enumerate(minibatches):
         with run.log.span("trainer", f"step {step}"):
             await run.trainer_thread.run(trainer.backward, minibatch)
         await publication.finished()
@@ -217,13 +217,13 @@ async def learn(
 
 
 class Publication:
-    """The publication of one version: loading it into the engines, and the steps that follow.
+    """The publication of one version, which runs while the next batch is prepared.
 
-    It starts when it is created and runs while the next batch is prepared:
+    It starts when it is created:
 
         stage    in the trainer's thread: write the version to disk, copy what a checkpoint needs
         load     interrupt the engines, load the weights, resume
-        then     notify the scorers, free the batch's tickets, write checkpoint and metrics
+        then     notify route and auditor, free the batch's tickets, write checkpoint and metrics
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class Publication:
         checkpoint: bool = False,
         last: bool = False,
     ) -> None:
-        """`create_task` chooses the task's parent. `last` is True after the run's last step."""
+        """`create_task` starts the task, and so decides where its error is raised."""
         self._run = run
         self._progress = progress
         self._checkpoint_due = checkpoint
@@ -243,18 +243,18 @@ class Publication:
         evaluation_due = last or progress.step % every == 0
         self._evaluation = run.evaluation if evaluation_due else None
         self.scorers_notified = asyncio.Event()
-        """Set when the route and the auditor can answer for this version."""
+        """Set when the route and the auditor can score tokens of this version."""
         self._task = create_task(self._publish())
 
     async def finished(self) -> None:
-        """Wait until everything is done and the weights may move. Raise the publication's error."""
+        """Wait until all is done, so that weights may change. Raise the publication's error."""
         await self._task
 
     @asynccontextmanager
     async def finish_before_errors(self) -> AsyncIterator[None]:
         """Wait for this publication before an error leaves the context.
 
-        So a batch that fails cannot lose the step before it.
+        So a batch that fails cannot prevent the publication of the step before it.
         """
         try:
             yield
@@ -277,9 +277,9 @@ class Publication:
                 run.log.write(self._progress.step, row)
 
     async def _load_engines(self) -> tuple[Checkpoint | None, dict[str, float]]:
-        """Bring the version to disk and to every engine.
+        """Write the version to disk and load it into every engine.
 
-        Return a due checkpoint and the metrics.
+        Return the data of a checkpoint, if one is due, and metrics.
         """
         run = self._run
         version = run.trainer.version
@@ -296,9 +296,9 @@ class Publication:
         }
 
     def _stage(self, live: Collection[int]) -> tuple[Checkpoint | None, float]:
-        """Do all that needs the trainer's thread, before the next batch uses it.
+        """Do the work that needs the trainer's thread, before the next batch uses it.
 
-        Return the seconds.
+        Return the data of a checkpoint, if one is due, and the seconds.
         """
         run = self._run
         began = time.monotonic()
@@ -317,7 +317,7 @@ class Publication:
 
 
 async def save_checkpoint(run: RunComponents, snapshot: Checkpoint) -> dict[str, float]:
-    """Write a checkpoint. In the same transaction the journal marks its groups as consumed."""
+    """Write a checkpoint. The journal then marks the groups that it trained on as consumed."""
     began = time.monotonic()
     step = snapshot.progress.step
     with run.log.span("checkpoint", f"step {step}"):
@@ -328,7 +328,7 @@ async def save_checkpoint(run: RunComponents, snapshot: Checkpoint) -> dict[str,
 
 
 async def evaluate(run: RunComponents, evaluation: Evaluation, step: int) -> dict[str, float]:
-    """Measure success on the held-out tasks. Training episodes continue, the next step waits."""
+    """Measure success on the held-out tasks. Training episodes continue; the next step waits."""
     began = time.monotonic()
     version = run.trainer.version
     with run.log.span("eval", f"step {step}"):

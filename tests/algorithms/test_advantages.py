@@ -36,6 +36,7 @@ from unstale.algorithms.advantages import (
     rloo_advantage,
     turn_level,
 )
+from unstale.build import build_advantage
 from unstale.config import AdvantageConfig, ConfigError
 from unstale.config.declared import choices
 from unstale.records import (
@@ -48,7 +49,6 @@ from unstale.records import (
     Trajectory,
     collate,
 )
-from unstale.trainer.rules import build_advantage
 
 Estimator = Callable[[Sequence[Group]], list[ScoredTrajectory]]
 

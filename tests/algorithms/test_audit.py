@@ -41,20 +41,17 @@ from unstale.config import (
 from unstale.config.options import stored_config
 from unstale.durability.run_folder import plain
 from unstale.model.policy import Policy
-from unstale.old_logps import Needs, OldLogps, Passive
-from unstale.old_logps.scoring.scorer import LocalScorer
+from unstale.old_logps import Needs, OldLogps
+from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import Batch, PendingPiece, collate
 from unstale.testing import episode, nudge, plain_logps, tiny_policy
-from unstale.trainer.auditor import Auditor, Thresholds, Truth, packing_noise, score_truth
-from unstale.trainer.rules import build_correction, build_objective
+from unstale.trainer.auditor import Auditor, Truth, packing_noise, score_truth
+from unstale.trainer.local import Rules
 from unstale.weights.recording import Recorded, Recording, TrainedOn
 
 NOISE = 1e-5
 SCORING = (1.0, 4096)
-JUDGE = Thresholds(
-    build_correction(CorrectionConfig(low=0.9, high=1.1)),
-    build_objective(ObjectiveConfig()).surrogate,
-)
+RULES = Rules(CorrectionConfig(low=0.9, high=1.1), ObjectiveConfig())
 
 
 def tokens(
@@ -183,7 +180,6 @@ def test_agreement_is_about_the_tokens_that_a_threshold_acts_on() -> None:
     assert audit.agreement(no, no, sampled=everywhere) is None
     assert audit.agreement(yes, no, sampled=~yes) is None
     assert audit.agreement(yes, yes.roll(1), sampled=everywhere) == pytest.approx(2 / 3)
-    assert audit.exact_fraction(yes, sampled=everywhere) == pytest.approx(0.03)
 
 
 def sampled_batch(policy: Policy, number: int, copies: dict[int, Policy], *, far: float) -> Batch:
@@ -216,8 +212,8 @@ def audited(
 ) -> tuple[list[dict[str, float]], Auditor]:
     """Train tiny policies for `steps` with the audit on. Return the audited batches by step."""
     policy = tiny_policy()
-    old = build_old_logps(OldLogpsConfig(route=route), LocalScorer(policy, *SCORING))  # type: ignore[arg-type]
-    auditor = Auditor(LocalScorer(policy, *SCORING), old, JUDGE, share=share)
+    old = build_old_logps(OldLogpsConfig(route=route), Scorer(policy, *SCORING))  # type: ignore[arg-type]
+    auditor = Auditor(Scorer(policy, *SCORING), old, RULES, share=share)
     rows, copies = [], dict[int, Policy]()
     for version in range(steps):
         if version:
@@ -239,7 +235,7 @@ def answer(old: OldLogps, policy: Policy, batch: Batch) -> Tensor:
     if old.needs.inline:
         return torch.empty(0)
     now = (
-        LocalScorer(policy, *SCORING).score(batch, batch.sampled).logp
+        Scorer(policy, *SCORING).score(batch, batch.sampled).logp
         if old.needs.now
         else torch.empty(0)
     )
@@ -297,10 +293,8 @@ def test_the_auditor_looks_at_its_share_only_and_keeps_what_is_live() -> None:
 
 def test_an_auditor_without_the_version_says_so_and_a_restored_one_has_it() -> None:
     policy = tiny_policy()
-    old = build_old_logps(OldLogpsConfig(route="rollout"), LocalScorer(policy, *SCORING))
-    first, second = (
-        Auditor(LocalScorer(policy, *SCORING), old, JUDGE, share=1.0) for _ in range(2)
-    )
+    old = build_old_logps(OldLogpsConfig(route="rollout"), Scorer(policy, *SCORING))
+    first, second = (Auditor(Scorer(policy, *SCORING), old, RULES, share=1.0) for _ in range(2))
     batch = collate([episode(1, [3, (9, 0)]), episode(2, [3, (9, 0)])])
     with pytest.raises(LookupError, match="version 0"):
         first.look(batch, batch.behavior_logp)
@@ -313,10 +307,10 @@ def test_an_auditor_without_the_version_says_so_and_a_restored_one_has_it() -> N
 def test_noise_is_the_root_mean_square_between_two_packings() -> None:
     policy = tiny_policy()
     batch = collate([episode(i, [4, (30 + i, 0)]) for i in range(6)])
-    logp = LocalScorer(policy, *SCORING).score(batch, batch.sampled).logp
-    assert packing_noise(LocalScorer(policy, *SCORING), batch, logp) < 1e-5
+    logp = Scorer(policy, *SCORING).score(batch, batch.sampled).logp
+    assert packing_noise(Scorer(policy, *SCORING), batch, logp) < 1e-5
     spread = 0.02 * (-1.0) ** torch.arange(len(logp))
-    assert packing_noise(LocalScorer(policy, *SCORING), batch, logp + spread) == pytest.approx(
+    assert packing_noise(Scorer(policy, *SCORING), batch, logp + spread) == pytest.approx(
         0.02, rel=1e-3
     )
 
@@ -324,11 +318,11 @@ def test_noise_is_the_root_mean_square_between_two_packings() -> None:
 def test_tokens_of_no_versions_policy_have_no_truth() -> None:
     policy = tiny_policy()
     batch = collate([episode(1, [3, (9, 0), 2, (5, 0, False)])])
-    scorer = LocalScorer(policy, *SCORING)
+    scorer = Scorer(policy, *SCORING)
     with scorer.reading(lambda _: policy.weights()):
         true = score_truth(scorer, batch)
     assert (true.logp != 0).sum() == 9
-    found = Truth(batch, 0, true.logp, true.logp).compare(batch.behavior_logp, JUDGE)
+    found = Truth(batch, 0, true.logp, true.logp).compare(batch.behavior_logp, RULES)
     assert len(found.tokens) == 9 and found.dropped.shape == (2, 9)
 
 
@@ -476,12 +470,12 @@ def test_a_recorded_run_is_audited_on_every_route(recorded_run: Path) -> None:
     assert "Audit of the old log-probabilities" in (recorded_run / "report.html").read_text()
 
 
-class Listens(Passive):
+class Listens(OldLogps):
     """A route that records its calls in order."""
 
     needs = Needs(closing=True, idle=True)
 
-    scorer: LocalScorer
+    scorer: Scorer
 
     def __init__(self) -> None:
         self.heard: list[tuple[object, ...]] = []
@@ -521,7 +515,7 @@ def test_a_replayed_route_hears_what_it_would_have_heard(
 ) -> None:
     route, recorded = Listens(), Recorded(recorded_run / "recorded")
 
-    def build(config: OldLogpsConfig, scorer: LocalScorer) -> Listens:
+    def build(config: OldLogpsConfig, scorer: Scorer) -> Listens:
         route.scorer = scorer
         return route
 
@@ -589,10 +583,8 @@ def test_a_token_without_a_truth_does_not_spoil_the_verdict_on_its_neighbours() 
     as 0."""
     batch = collate([episode(0, [3, (4, 0), (2, 0, False)])])
     exact = batch.behavior_logp + 0.01 * batch.sampled
-    judge = Thresholds(
-        build_correction(CorrectionConfig(control="mask", low=0.9, high=1.1, unit="sequence")),
-        build_objective(ObjectiveConfig()).surrogate,
-    )
+    correction = CorrectionConfig(control="mask", low=0.9, high=1.1, unit="sequence")
+    rules = Rules(correction, ObjectiveConfig())
     truth = torch.where(batch.clean & batch.sampled, exact, 0.0)
-    audited = Truth(batch, 1, truth, exact).compare(exact, judge)
+    audited = Truth(batch, 1, truth, exact).compare(exact, rules)
     assert audited.dropped.shape == (2, 4) and not audited.dropped.any()

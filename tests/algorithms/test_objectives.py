@@ -35,7 +35,6 @@ from unstale.algorithms.objectives import (
     Surrogate,
     cispo,
     dual_clip,
-    entropy,
     gspo,
     kl_penalty,
     none,
@@ -205,6 +204,21 @@ def test_gradients_reach_nothing_but_logp(name: str, unit: Any) -> None:
     assert old_logp.grad is None and behavior_logp.grad is None and reference_logp.grad is None
 
 
+@pytest.mark.parametrize("name", ["ppo_clip", "dual_clip", "cispo"])
+def test_a_clip_is_counted_on_its_side(name: str) -> None:
+    """S = 1/2 and 2 with a good and a bad token; the last has S = 5, beyond dual_clip."""
+    ratio = torch.tensor([0.5, 0.5, 2.0, 2.0, 5.0])
+    found = OBJECTIVES[name](ratio.log(), torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0]))
+    low = {"cispo": [True, True, False, False, False]}
+    high = {
+        "ppo_clip": [False, False, True, False, False],
+        "dual_clip": [False, False, True, False, True],
+        "cispo": [False, False, True, True, True],
+    }
+    assert found.clipped_low.tolist() == low.get(name, [False, True, False, False, False])
+    assert found.clipped_high.tolist() == high[name]
+
+
 def test_a_clip_on_a_unit_takes_the_gradient_of_all_its_tokens() -> None:
     now = tensor([-1.0, -1.0, -1.0], requires_grad=True)
     old = tensor([-1.6, -1.0, -1.0])  # mean log S over the first two: 0.3, above log 1.28
@@ -355,17 +369,12 @@ def test_expected_gradient_of_the_sampled_entropy_is_that_of_the_entropy() -> No
     logp = torch.log_softmax(logits, -1)
     estimate = sampled_entropy(logp, sampled=torch.ones(5, dtype=torch.bool))
     mean = (logp.detach().exp() * estimate).sum()
-    exact = entropy(logits)
+    exact = torch.distributions.Categorical(logits=logits).entropy()
     assert mean.item() == pytest.approx(exact.item(), rel=1e-12)
     ours, truth = (
         torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (mean, exact)
     )
     torch.testing.assert_close(ours, truth, rtol=1e-10, atol=1e-13)
-
-
-def test_entropy_of_a_fair_coin() -> None:
-    assert entropy(torch.zeros(3, 2)).tolist() == pytest.approx([math.log(2)] * 3)
-    assert entropy(torch.zeros(2, dtype=torch.bfloat16)).dtype == torch.float32
 
 
 def test_regularisers_ignore_what_is_off_the_mask() -> None:

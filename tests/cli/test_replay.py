@@ -46,7 +46,7 @@ def goes_wrong(machine: Components, batch: Batch) -> str:
     """Return the trainer's error message."""
     machine.old.published(live={0})
     with pytest.raises(NOT_FINITE) as error:
-        for part in machine.trainer.prepare(batch).minibatches:
+        for part in machine.trainer.prepare(batch):
             machine.trainer.backward(part)
             machine.trainer.step()
     return str(error.value)

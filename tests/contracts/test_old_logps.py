@@ -17,12 +17,12 @@ from unstale.config.routes import routes
 from unstale.old_logps import OldLogps
 from unstale.old_logps.current_recompute import CurrentRecompute
 from unstale.old_logps.rollout import RolloutRoute
-from unstale.old_logps.scoring.scorer import LocalScorer
+from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import Batch
 from unstale.testing import check_old_logps, tiny_policy
 
 
-def maker(route: str) -> Callable[[LocalScorer], OldLogps]:
+def maker(route: str) -> Callable[[Scorer], OldLogps]:
     return lambda scorer: build_old_logps(OldLogpsConfig(route=route), scorer)
 
 
@@ -34,7 +34,7 @@ def test_a_route_keeps_the_contract(route: str) -> None:
 @pytest.mark.parametrize("name", routes())
 def test_a_route_declares_what_it_needs(name: str) -> None:
     config = OldLogpsConfig(route=name)
-    with closing(config.make(LocalScorer(tiny_policy(), 1.0, 32), lockstep=False)) as route:
+    with closing(config.make(Scorer(tiny_policy(), 1.0, 32), lockstep=False)) as route:
         assert route.needs == config.needs
 
 
@@ -73,7 +73,7 @@ class Forgetful(RolloutRoute):
     ],
 )
 def test_the_suite_finds_a_route_that_breaks_it(
-    broken: Callable[[LocalScorer], OldLogps], what: str
+    broken: Callable[[Scorer], OldLogps], what: str
 ) -> None:
     with pytest.raises(AssertionError, match=what):
         check_old_logps(broken)

@@ -38,7 +38,7 @@ from unstale.engines import SamplingParams
 from unstale.engines.scripted import ScriptedEngine
 from unstale.envs import EnvError, Message, Turn
 from unstale.old_logps import OldLogps
-from unstale.old_logps.scoring.scorer import LocalScorer
+from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import Task
 from unstale.rollout.timeouts import first_error
 from unstale.trainer.local import LocalTrainer
@@ -59,7 +59,7 @@ class Toy:
     machines: list[Components] = field(default_factory=list)
 
     def machine(self, config: RunConfig, engine: object = None) -> Components:
-        def route(scorer: LocalScorer, engine: ScriptedEngine) -> OldLogps:
+        def route(scorer: Scorer, engine: ScriptedEngine) -> OldLogps:
             return build_old_logps(config.old_logps, scorer, lockstep=config.deterministic)
 
         self.machines.append(toy_machine(config, self.taskset(), delay=slowly, route=route))

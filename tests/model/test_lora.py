@@ -60,17 +60,14 @@ from unstale.engines.servers.vllm import VllmEngine
 from unstale.model.lora import Base, Lora
 from unstale.model.policy import Policy
 from unstale.old_logps.rollout import RolloutRoute
-from unstale.old_logps.scoring.scorer import LocalScorer
+from unstale.old_logps.scoring.scorer import Scorer
 from unstale.testing import check_old_logps, checkpoint_round_trip, nudge, plain_logps, tiny_policy
 from unstale.trainer.local import LocalTrainer
-from unstale.trainer.records import Rules
-from unstale.trainer.rules import build_correction, build_objective
 from unstale.weights.publish import DirectPublisher
 from unstale.weights.store import VersionStore
 
 LORA = Lora(rank=4, seed=5)
-KL = build_objective(ObjectiveConfig(kl_coef=0.1))
-RULES = Rules(correction=build_correction(WIDE), objective=KL, temperature=1.0)
+WITH_KL = RunConfig(recipe="", steps=2, correction=WIDE, objective=ObjectiveConfig(kl_coef=0.1))
 TOKENS = list(range(2, 40))
 
 
@@ -142,7 +139,7 @@ def test_an_exact_route_keeps_its_contract_on_adapters(route: str) -> None:
 def test_the_old_logit_process_has_the_base_and_follows_the_adapters() -> None:
     policy = tiny_policy(lora=LORA)
     with closing(
-        build_old_logps(OldLogpsConfig(route="old_logit_model"), LocalScorer(policy, 1.0, 48))
+        build_old_logps(OldLogpsConfig(route="old_logit_model"), Scorer(policy, 1.0, 48))
     ) as route:
         copies = play(route, policy)
         values, exact = route.logps(BATCH, torch.empty(0))
@@ -175,10 +172,7 @@ def test_the_optimizer_moves_the_adapters_and_nothing_else(dtype: str) -> None:
 
 def test_the_reference_is_the_base_also_when_a_run_goes_on() -> None:
     policy, again = tiny_policy(lora=LORA), tiny_policy(lora=LORA)
-    trainer, after = (
-        LocalTrainer(each, TrainerConfig(), RULES, RolloutRoute(), num_steps=2)
-        for each in (policy, again)
-    )
+    trainer, after = (LocalTrainer(each, WITH_KL, RolloutRoute()) for each in (policy, again))
     nudge(policy, seed=1)
     after.restore(trainer.state())
     assert after._reference is not None and torch.equal(

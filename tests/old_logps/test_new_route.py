@@ -25,10 +25,10 @@ from typing import ClassVar
 
 from unstale.config.checks import Share
 from unstale.config.routes import Meaning, Needs, OldLogpsConfig, RouteDocs, register_route
-from unstale.old_logps import Passive
+from unstale.old_logps import OldLogps
 
 
-class Shifted(Passive):
+class Shifted(OldLogps):
     def __init__(self, shift):
         self.shift = shift
 

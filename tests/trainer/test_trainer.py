@@ -8,7 +8,6 @@ bfloat16 training keeps float32 weights. A restored trainer continues exactly.
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,11 +21,12 @@ from unstale.config import (
     CorrectionConfig,
     ObjectiveConfig,
     OldLogpsConfig,
+    RunConfig,
     TrainerConfig,
 )
 from unstale.model.forward import ForwardOptions
 from unstale.model.policy import Policy
-from unstale.old_logps.scoring.scorer import LocalScorer
+from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import (
     Batch,
     ContextPiece,
@@ -39,8 +39,6 @@ from unstale.records import (
 from unstale.testing import checkpoint_round_trip, episode, nudge, plain_logps, tiny_policy
 from unstale.trainer.local import LocalTrainer
 from unstale.trainer.optimizer import lr_factor, make_optimizer
-from unstale.trainer.records import Rules
-from unstale.trainer.rules import build_correction, build_objective
 
 WIDE = CorrectionConfig(control="truncate", high=1e6)
 PLANS: tuple[tuple[list, float], ...] = (
@@ -68,18 +66,19 @@ def make(
     **trainer: Any,
 ) -> LocalTrainer:
     """Return a trainer at version 1 whose route has versions 0 and 1."""
-    config = TrainerConfig(**{"optimizer": "SGD", "lr": 1.0, "grad_clip": 1e9} | trainer)
-    old = build_old_logps(OldLogpsConfig(route=route), LocalScorer(policy, 1.0, 64))
-    rules = Rules(
-        correction=build_correction(correction),
-        objective=build_objective(objective or ObjectiveConfig()),
-        temperature=1.0,
+    config = RunConfig(
+        recipe="",
+        steps=10,
+        correction=correction,
+        objective=objective or ObjectiveConfig(),
+        trainer=TrainerConfig(**{"optimizer": "SGD", "lr": 1.0, "grad_clip": 1e9} | trainer),
     )
+    old = build_old_logps(OldLogpsConfig(route=route), Scorer(policy, 1.0, 64))
     old.published(live={0})
     nudge(policy, seed=1)
     policy.version = 1
     old.published(live={0, 1})
-    return LocalTrainer(policy, config, rules, old, num_steps=10)
+    return LocalTrainer(policy, config, old)
 
 
 def gradient(trainer: LocalTrainer) -> Tensor:
@@ -91,7 +90,7 @@ def weights(policy: Policy) -> Tensor:
 
 
 def learn(trainer: LocalTrainer, batch: Batch) -> Mapping[str, float]:
-    for part in trainer.prepare(batch).minibatches:
+    for part in trainer.prepare(batch):
         trainer.backward(part)
         trainer.step()
     return trainer.metrics()
@@ -114,7 +113,7 @@ def test_the_gradient_does_not_depend_on_the_cut_into_micro_batches(
             minibatches_per_batch=minibatches_per_batch,
         )
         gradients = []
-        for part in trainer.prepare(a_batch()).minibatches:
+        for part in trainer.prepare(a_batch()):
             trainer.backward(part)
             gradients.append(gradient(trainer).clone())
             trainer.optimizer.zero_grad()
@@ -154,7 +153,7 @@ def test_the_loss_is_the_formula() -> None:
             clipped += (advantage > 0 and s > 1.28) or (advantage < 0 and s < 0.8)
             busy += advantage != 0
             kept += inside and advantage != 0
-    (part,) = trainer.prepare(batch).minibatches
+    (part,) = trainer.prepare(batch)
     trainer.backward(part)
     metrics = trainer.metrics()
     assert (
@@ -170,7 +169,7 @@ def test_siblings_are_spread_over_the_optimizer_steps_and_each_has_its_own_denom
     trainer = make(
         tiny_policy(), minibatches_per_batch=2, objective=ObjectiveConfig(kind="kl_penalty")
     )
-    parts = trainer.prepare(a_batch()).minibatches
+    parts = trainer.prepare(a_batch())
     assert [part.batch.episodes for part in parts] == [(0, 2, 5), (1, 3)]  # 4 has no action token
     assert [part.norm.sum().item() for part in parts] == pytest.approx([1.0, 1.0])
 
@@ -187,21 +186,18 @@ def test_sequences_without_gradient_are_not_run_and_that_changes_nothing() -> No
     found = []
     for run_all in (False, True):
         trainer = make(tiny_policy(dtype="float64"))
-        assert trainer.rules.objective.idle_at_zero
+        assert trainer.skips_zero_advantage
         if run_all:
-            objective = replace(trainer.rules.objective, idle_at_zero=False)
-            trainer.rules = replace(trainer.rules, objective=objective)
-        (part,) = trainer.prepare(a_batch()).minibatches
+            trainer.skips_zero_advantage = False
+        (part,) = trainer.prepare(a_batch())
         trainer.backward(part)
         found.append((gradient(trainer), trainer.metrics()["trainer/sequence_tokens"]))
     torch.testing.assert_close(found[0][0], found[1][0], atol=1e-12, rtol=1e-9)
     assert found[1][1] - found[0][1] == 11  # the third sequence, whose advantage is 0
     assert not make(
         tiny_policy(), objective=ObjectiveConfig(kind="kl_penalty")
-    ).rules.objective.idle_at_zero
-    assert not make(
-        tiny_policy(), objective=ObjectiveConfig(entropy_coef=0.1)
-    ).rules.objective.idle_at_zero
+    ).skips_zero_advantage
+    assert not make(tiny_policy(), objective=ObjectiveConfig(entropy_coef=0.1)).skips_zero_advantage
 
 
 def test_a_batch_without_any_gradient_still_takes_its_optimizer_step() -> None:
@@ -231,7 +227,7 @@ def test_the_gradient_is_clipped_to_its_norm() -> None:
 
 def test_after_a_step_the_policy_is_no_longer_at_its_version() -> None:
     trainer = make(tiny_policy())
-    (part,) = trainer.prepare(a_batch()).minibatches
+    (part,) = trainer.prepare(a_batch())
     trainer.backward(part)
     assert trainer.policy.at_version
     trainer.step()
@@ -265,7 +261,7 @@ def engine_made(policy: Policy, number: int) -> ScoredTrajectory:
 def test_an_entropy_bonus_follows_the_gradient_of_entropy() -> None:
     policy, batch = tiny_policy(dtype="float64"), collate([episode(0, [3, (8, 1)], advantage=0.0)])
     trainer = make(policy, objective=ObjectiveConfig(entropy_coef=0.5))
-    (part,) = trainer.prepare(batch).minibatches
+    (part,) = trainer.prepare(batch)
     trainer.backward(part)
     found = gradient(trainer).clone()
     policy.model.zero_grad()
@@ -296,7 +292,7 @@ def test_a_log_probability_that_is_not_finite_is_named(
 
 def test_a_model_that_breaks_is_named_and_no_step_is_taken() -> None:
     trainer = make(tiny_policy())
-    (part,) = trainer.prepare(a_batch()).minibatches
+    (part,) = trainer.prepare(a_batch())
     with torch.no_grad():
         next(trainer.policy.model.parameters())[:] = math.nan
     with pytest.raises(NonFinite, match="logp is nan at token"):
@@ -307,10 +303,10 @@ def test_a_model_that_breaks_is_named_and_no_step_is_taken() -> None:
 def test_a_loss_or_gradient_that_is_not_finite_stops_before_the_step() -> None:
     trainer = make(tiny_policy())
     before = weights(trainer.policy)
-    (part,) = trainer.prepare(collate([episode(0, [3, (4, 1)], advantage=math.inf)])).minibatches
+    (part,) = trainer.prepare(collate([episode(0, [3, (4, 1)], advantage=math.inf)]))
     with pytest.raises(FloatingPointError, match="the loss of optimizer step 1 is -inf"):
         trainer.backward(part)
-    (part,) = trainer.prepare(a_batch()).minibatches
+    (part,) = trainer.prepare(a_batch())
     trainer.backward(part)
     next(trainer.policy.model.parameters()).grad[0, 0] = math.inf
     with pytest.raises(
@@ -427,7 +423,7 @@ def test_bfloat16_gradients_are_summed_in_float32() -> None:
         trainer = make(
             tiny_policy(dtype="bfloat16"), max_tokens_per_microbatch=max_tokens_per_microbatch
         )
-        (part,) = trainer.prepare(a_batch()).minibatches
+        (part,) = trainer.prepare(a_batch())
         trainer.backward(part)
         assert all(parameter.grad is None for parameter in trainer.policy.model.parameters())
         found.append(torch.cat([master.grad.flatten() for master in trainer._master.values()]))
@@ -471,7 +467,7 @@ def test_lag_is_counted_in_batches_after_a_resume() -> None:
     trainer.policy.assign_new_version(4)
     assert trainer.policy.version == 4
     batch = collate([episode(0, [3, (4, 0), (2, 1), (1, 3), (1, 4)])])
-    (part,) = trainer.prepare(batch).minibatches
+    (part,) = trainer.prepare(batch)
     assert part.lag.tolist() == [-1] * 3 + [1] * 4 + [0] * 4
 
 
@@ -510,9 +506,9 @@ def test_an_inline_route_is_asked_in_every_pass_with_that_pass_s_own_values(
 def test_an_inline_proxy_of_weight_one_gives_the_gradient_of_recomputing_it() -> None:
     recomputed, inline = (make(tiny_policy(), route="current_recompute") for _ in range(2))
     whole = OldLogpsConfig(route="interp_prox_loglinear", alpha=1.0)
-    inline.old = build_old_logps(whole, LocalScorer(inline.policy, 1.0, 64))
+    inline.old = build_old_logps(whole, Scorer(inline.policy, 1.0, 64))
     for trainer in (recomputed, inline):
-        trainer.backward(trainer.prepare(a_batch()).minibatches[0])
+        trainer.backward(trainer.prepare(a_batch())[0])
     torch.testing.assert_close(gradient(recomputed), gradient(inline), atol=1e-6, rtol=1e-5)
 
 
@@ -536,12 +532,7 @@ def test_the_audit_sees_the_batch_before_anything_moves() -> None:
         seen.append((batch, old_logp))
         return {"audit/seen": 1.0}
 
-    trainer.rules = Rules(
-        correction=trainer.rules.correction,
-        objective=trainer.rules.objective,
-        temperature=1.0,
-        audit=audit,
-    )
+    trainer.audit = audit
     assert learn(trainer, a_batch())["audit/seen"] == 1
     ((batch, old_logp),) = seen
     assert old_logp.shape == batch.sampled.shape

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from unstale.algorithms.corrections import Control
+from unstale.algorithms.objectives import Surrogate
 from unstale.records import Batch, collate
 from unstale.testing import episode
 from unstale.trainer.metrics import (
@@ -23,6 +24,8 @@ STANDARD = {
     "correction/kl_k3",
     "correction/d_ess_share",
     "objective/clip_share",
+    "objective/clip_low_share",
+    "objective/clip_high_share",
     "objective/kl_k1",
     "objective/kl_k3",
     "objective/s_ess_share",
@@ -55,7 +58,7 @@ def test_effective_sample_size_is_the_formula() -> None:
 
 
 def filled() -> StepMetrics:
-    """Return three action tokens with D = 2, 1, 1/2 and S = 1, 1, 4; the last is clipped."""
+    """Return three action tokens with D = 2, 1, 1/2 and S = 1, 1, 4; two are clipped."""
     batch = collate([episode(0, [2, (3, 0)])])
     log_d = torch.tensor([math.log(2), 0.0, math.log(0.5)])
     log_s = torch.tensor([0.0, 0.0, math.log(4)])
@@ -65,8 +68,10 @@ def filled() -> StepMetrics:
     lag = torch.where(batch.sampled, 1, -1)
     control = Control(torch.ones(len(batch.tokens)), batch.sampled)
     metrics.add_correction(batch, old_logp, control, exact=batch.sampled, lag=lag)
-    clipped = at_sampled(batch, torch.tensor([0.0, 0.0, 1.0])).bool()
-    metrics.add_forward(batch, logp, old_logp, lag=lag, clipped=clipped)
+    low = at_sampled(batch, torch.tensor([1.0, 0.0, 0.0])).bool()
+    high = at_sampled(batch, torch.tensor([0.0, 0.0, 1.0])).bool()
+    surrogate = Surrogate(logp, clipped_low=low, clipped_high=high)
+    metrics.add_forward(batch, logp, old_logp, lag=lag, surrogate=surrogate)
     metrics.add_entropy(torch.tensor([1.0, 3.0]))
     return metrics
 
@@ -91,7 +96,9 @@ def test_a_batch_gives_the_figures_worked_out_by_hand() -> None:
         "objective/kl_k3": (3 - 2 * log2) / 3,
         "objective/s_ess_share": 6**2 / (3 * 18),
         "objective/log_s_abs_p99": 2 * log2,
-        "objective/clip_share": 1 / 3,
+        "objective/clip_share": 2 / 3,
+        "objective/clip_low_share": 1 / 3,
+        "objective/clip_high_share": 1 / 3,
         "policy/kl_behavior_k1": -2 * log2 / 3,
         "policy/kl_behavior_k3": ((1 - log2) + 0 + (1 - log2)) / 3,
         "policy/ds_ess_share": 5**2 / (3 * 9),

@@ -1,14 +1,14 @@
-"""Advantage estimators: how much better a trajectory, or one of its turns, is than comparable ones.
+"""Advantage estimators: compare the reward of a trajectory, or of its turns, with that of others.
 
-A function with `@estimator` is a value of the option `advantage.estimator`. It maps the groups of
-one batch to scored trajectories in their order; its keyword-only parameters are options of that
-section. Each is based on a function of tensors without records: `rewards [n]` and `group [n]` (any
-integers).
+A function with `@estimator`, here or in a file of the user that has been imported, is a value of
+the option `advantage.estimator`. It maps the groups of one batch to scored trajectories in their
+order; its keyword-only parameters are options of that section. Each is based on a function of
+tensors without records: `rewards [n]` and `group [n]` (any integers).
 
-For every estimator that compares siblings, a trajectory without siblings has advantage 0, and so
-has a group of equal rewards; never NaN. Failed episodes have no reward and are left out. Rewards
-are summed over their channels, in float64. An episode counts once, however many branches it has;
-each branch has the advantage of its episode.
+With an estimator that compares siblings, a trajectory without siblings has advantage 0, and so has
+each trajectory of a group with equal rewards. Failed episodes have no reward and are left out. An
+episode's reward is the sum of its named rewards, in float64. An episode counts once, however many
+branches (further conversations) it has, and each branch gets the advantage of its episode.
 """
 
 import math
@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from unstale.config.declared import add_choice
 from unstale.records import Group, ScoredTrajectory, Trajectory
 
 EPSILON = 1e-6
@@ -31,8 +32,15 @@ ESTIMATORS: dict[str, Estimator] = {}
 
 
 def estimator(function: Function) -> Function:
-    """Register a function as a value of `advantage.estimator`."""
-    ESTIMATORS[function.__name__] = function
+    """Register a function as a value of `advantage.estimator`.
+
+    ValueError if an estimator from another file has its name.
+    """
+    name = function.__name__
+    if ESTIMATORS.setdefault(name, function).__module__ != function.__module__:
+        raise ValueError(f"estimator {name} is registered already")
+    ESTIMATORS[name] = function
+    add_choice("advantages", "estimator", function)
     return function
 
 
@@ -242,7 +250,7 @@ def _score(groups: Sequence[Group], advantage: Tensor) -> list[ScoredTrajectory]
 
 
 def _members(group: Tensor) -> tuple[Tensor, Tensor]:
-    """Return group ids renumbered 0, 1, ... and the number of members of each group."""
+    """Return the groups renumbered 0, 1, ..., and the number of members of each group."""
     _, index, count = group.unique(return_inverse=True, return_counts=True)
     return index, count
 
@@ -257,7 +265,7 @@ def _centre(values: Tensor, index: Tensor, share: Tensor) -> Tensor:
 
 
 def _differs(values: Tensor, index: Tensor) -> Tensor:
-    """Return True where a group's values differ, so that rounding never becomes an advantage."""
+    """Return True where a group's values differ. Else rounding would become an advantage."""
     size = int(index.max()) + 1 if len(index) else 0
     top = values.new_full((size,), -math.inf).scatter_reduce(0, index, values, "amax")
     bottom = values.new_full((size,), math.inf).scatter_reduce(0, index, values, "amin")

@@ -1,10 +1,11 @@
 """Errors of approximate old log-probabilities against the true ones (docs/old-logps.md).
 
-    log D_hat = prox - behavior_logp,    log S_hat = logp - prox,    error = prox - old_logp
+    true values:            log D     = old_logp - behavior_logp,    log S     = logp - old_logp
+    with `prox` instead:    log D_hat = prox - behavior_logp,        log S_hat = logp - prox
 
 All tensors have one shape: packed `[T]`, or padded `[B, T]` with a mask. A value that the data do
-not determine is None, never 0. Standard errors take sequences as clusters, because errors of tokens
-of one sequence are correlated.
+not determine is None. Standard errors treat sequences as clusters, because the errors of tokens of
+one sequence are correlated.
 """
 
 from collections.abc import Sequence
@@ -17,12 +18,9 @@ from torch import Tensor
 MIN_TOKENS = 100
 """Fewest tokens for a fit of the leaks."""
 SIGNAL = 10.0
-"""Least standard deviation of a log-ratio, in multiples of the noise.
-
-Below, it counts as constant.
-"""
+"""A log-ratio counts as constant if its standard deviation is below this multiple of the noise."""
 ALIKE = 0.9999
-"""Highest correlation of two regressors. Above, a fit cannot separate them."""
+"""Highest correlation of two regressors for a fit, which could not separate them above it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +46,6 @@ class Tokens:
         return Tokens(
             *(column.double() if column.is_floating_point() else column for column in columns)
         )
-
-    def older_than(self, lag: int) -> "Tokens":
-        """Return the action tokens with a lag above `lag`, `[N]`."""
-        flat = self.flat()
-        where = flat.lag > lag
-        return Tokens(*(getattr(flat, field.name)[where] for field in fields(flat)))
 
     @property
     def error(self) -> Tensor:
@@ -95,9 +87,9 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Leaks:
-    """The shares of the true staleness and discrepancy that `prox` puts into the other factor.
+    """The share of log S that log D_hat contains, and the share of log D that log S_hat contains.
 
-    None where the data do not determine them.
+    A share is None if the data do not determine it.
     """
 
     staleness: Estimate | None
@@ -139,9 +131,9 @@ def error_ratio(one: Tokens, other: Tokens) -> Estimate | None:
 
 
 def leaks(tokens: Tokens, *, noise: float = 0.0) -> Leaks:
-    """Return the staleness leak s and the discrepancy leak d of tokens of lag 1 or more.
+    """Fit the staleness leak s and the discrepancy leak d on the tokens of lag 1 or more.
 
-    They are fitted together, by least squares with an intercept:
+    The fit is by least squares with an intercept:
 
         prox - old_logp = s * log S - d * log D
 
@@ -150,7 +142,7 @@ def leaks(tokens: Tokens, *, noise: float = 0.0) -> Leaks:
     `old_logp` between two packings. A factor that varies by less than `SIGNAL * noise` is left out,
     and its leak is None. With fewer than `MIN_TOKENS` tokens both are None.
     """
-    old = tokens.older_than(0)
+    old = replace(tokens, sampled=tokens.sampled & (tokens.lag > 0)).flat()
     columns = {"staleness": old.log_s, "discrepancy": -old.log_d}
     columns = {name: column for name, column in columns.items() if not _constant(column, noise)}
     if len(old) < MIN_TOKENS or not columns or abs(_correlation(*columns.values())) > ALIKE:
@@ -200,13 +192,6 @@ def agreement(
     by_truth = with_truth & sampled
     total = int(by_prox.sum()) + int(by_truth.sum())
     return 2 * int((by_prox & by_truth).sum()) / total if total else None
-
-
-def exact_fraction(
-    exact: Bool[Tensor, "*shape"], *, sampled: Bool[Tensor, "*shape"]
-) -> float | None:
-    """Return the share of action tokens whose `old_logp` the route marks as exact, or None."""
-    return exact[sampled].double().mean().item() if sampled.any() else None
 
 
 def join(parts: Sequence[Tokens]) -> Tokens:

@@ -16,20 +16,17 @@ of the option `correction.control`, and its keyword-only parameters are options 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from unstale.config.algorithm import Aggregate, Unit
+from unstale.records import HAS_BEHAVIOR
+
 LOG_LIMIT = 20.0
 """Bound on |log-ratio| before `exp`: e^20 = 4.9e8 is finite and far outside any useful band."""
-
-WITH_BEHAVIOR = (1, 5)
-"""`records.HAS_BEHAVIOR` as integers (sampled, replayed); a test compares the two."""
-
-Unit = Literal["token", "turn", "segment", "sequence"]
-How = Literal["mean", "sum"]
 
 
 class NonFinite(ValueError):
@@ -44,14 +41,12 @@ class NonFinite(ValueError):
 
 
 def has_behavior(provenance: Int[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
-    """Return True for tokens that have a behaviour log-probability in their context.
+    """Return True for tokens that an engine sampled in the context they have now.
 
     >>> has_behavior(torch.tensor([0, 1, 2, 3, 4, 5])).int().tolist()
     [0, 1, 0, 0, 0, 1]
     """
-    return torch.isin(
-        provenance, torch.tensor(WITH_BEHAVIOR, dtype=provenance.dtype, device=provenance.device)
-    )
+    return torch.isin(provenance, provenance.new_tensor(sorted(HAS_BEHAVIOR)))
 
 
 def check_finite(
@@ -122,7 +117,7 @@ def aggregate(
     unit: Int[Tensor, "*shape"],
     *,
     sampled: Bool[Tensor, "*shape"],
-    how: How = "mean",
+    how: Aggregate = "mean",
 ) -> Float[Tensor, "*shape"]:
     """Return the log-ratio of each token's unit; 0 for tokens that are not action tokens.
 
@@ -132,7 +127,7 @@ def aggregate(
     if how not in ("mean", "sum"):
         raise ValueError(f"how must be mean or sum, got {how!r}")
     index = torch.where(sampled, unit, 0).flatten()
-    values = torch.where(sampled, _widen(log_ratio), 0.0).flatten()
+    values = torch.where(sampled, widen(log_ratio), 0.0).flatten()
     total = values.new_zeros(int(index.max()) + 1 if len(index) else 0)
     result = total.index_add(0, index, values)
     if how == "mean":
@@ -147,7 +142,7 @@ def log_discrepancy(
     sampled: Bool[Tensor, "*shape"],
 ) -> Float[Tensor, "*shape"]:
     """Return log D per token, detached, not clamped, in float32 or float64; 0 for others."""
-    return torch.where(sampled, _widen(old_logp.detach()) - _widen(behavior_logp.detach()), 0.0)
+    return torch.where(sampled, widen(old_logp.detach()) - widen(behavior_logp.detach()), 0.0)
 
 
 def log_staleness(
@@ -156,7 +151,7 @@ def log_staleness(
     *,
     unit: Int[Tensor, "*shape"],
     sampled: Bool[Tensor, "*shape"],
-    how: How = "mean",
+    how: Aggregate = "mean",
 ) -> Float[Tensor, "*shape"]:
     """Return log S of each token's unit. Its gradient is 1 for the token's own `logp`.
 
@@ -164,8 +159,8 @@ def log_staleness(
     multiply the gradient by n (GSPO-token, arXiv 2507.18071, eq. 14). 0 for other tokens; not
     clamped.
     """
-    now = _widen(logp)
-    held = aggregate(now.detach() - _widen(old_logp.detach()), unit, sampled=sampled, how=how)
+    now = widen(logp)
+    held = aggregate(now.detach() - widen(old_logp.detach()), unit, sampled=sampled, how=how)
     return held + torch.where(sampled, now - now.detach(), 0.0)
 
 
@@ -183,7 +178,7 @@ class Control:
     keep: Bool[Tensor, "*shape"]
     """False for dropped tokens and for tokens that are not action tokens."""
     weighted: bool = False
-    """True once `weight` contains D; a second control would count D twice and is refused."""
+    """True if `weight` contains D. A second weight would count D twice, and is a ValueError."""
 
     @property
     def factor(self) -> Tensor:
@@ -203,13 +198,13 @@ def control(function: Function) -> Function:
 
 
 def keep_all(sampled: Bool[Tensor, "*shape"]) -> Control:
-    """Return the first control: every action token kept with weight 1."""
+    """Return the control to begin with: it keeps every action token with weight 1."""
     return Control(weight=torch.ones(sampled.shape, device=sampled.device), keep=sampled)
 
 
 @control
 def none(log_discrepancy: Float[Tensor, "*shape"], before: Control) -> Control:
-    """Change nothing. Sound if the objective is anchored on mu, or if D is known to be 1."""
+    """Change nothing: right if D is known to be 1, as with `old_logp = behavior_logp`."""
     return before
 
 
@@ -339,7 +334,8 @@ def divergence(
     }
 
 
-def _widen(values: Tensor) -> Tensor:
+def widen(values: Tensor) -> Tensor:
+    """Return `values` in float64 if they are, else in float32."""
     return values if values.dtype == torch.float64 else values.float()
 
 

@@ -20,17 +20,22 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-LOG_LIMIT = 20.0
-"""Bound on |log S| before `exp`: e^20 = 4.9e8 is finite and far outside any useful range."""
-
-LossAggregation = Literal["action_tokens", "kept", "sequence_mean", "constant"]
+from unstale.algorithms.corrections import bounded_exp, widen
+from unstale.config.algorithm import LossAggregation
 
 
 class Surrogate(NamedTuple):
-    """The loss per token, without weights; `clipped` is True outside the trust region."""
+    """The loss of each token, without weights, and where the trust region limits it."""
 
     loss: Tensor
-    clipped: Tensor
+    clipped_low: Tensor
+    """True where S is below the trust region and the loss no longer follows it."""
+    clipped_high: Tensor
+    """True where S is above the trust region and the loss no longer follows it."""
+
+    @property
+    def clipped(self) -> Tensor:
+        return self.clipped_low | self.clipped_high
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,7 @@ class ObjectiveSpec:
     per_sequence: bool = False
     """S must be the geometric mean over the sequence."""
     trains_zero_advantage: bool = False
-    """Tokens with advantage 0 have a gradient, too."""
+    """A token with advantage 0 can have a gradient."""
 
 
 OBJECTIVES: dict[str, ObjectiveSpec] = {}
@@ -74,13 +79,13 @@ def ppo_clip(
     arXiv 1707.06347, eq. 7; unequal bounds are from arXiv 2503.14476. Clipped tokens have no
     gradient.
     """
-    ratio = _ratio(log_staleness)
+    ratio = bounded_exp(log_staleness)
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -torch.minimum(ratio * advantage, bounded * advantage)
     held = ratio.detach()
-    too_high = (advantage > 0) & (held > 1 + clip_high)
     too_low = (advantage < 0) & (held < 1 - clip_low)
-    return Surrogate(loss, too_high | too_low)
+    too_high = (advantage > 0) & (held > 1 + clip_high)
+    return Surrogate(loss, too_low, too_high)
 
 
 @objective()
@@ -99,10 +104,12 @@ def dual_clip(
     """
     if not dual_clip > 1:
         raise ValueError(f"dual_clip must be > 1 (1 stops fresh tokens too), got {dual_clip}")
-    clipped = ppo_clip(log_staleness, advantage, clip_low=clip_low, clip_high=clip_high)
+    loss, too_low, too_high = ppo_clip(
+        log_staleness, advantage, clip_low=clip_low, clip_high=clip_high
+    )
     bound = -dual_clip * advantage
-    above = (advantage < 0) & (clipped.loss > bound)
-    return Surrogate(torch.where(above, bound, clipped.loss), clipped.clipped | above)
+    above = (advantage < 0) & (loss > bound)
+    return Surrogate(torch.where(above, bound, loss), too_low, too_high | above)
 
 
 @objective(per_sequence=True)
@@ -135,9 +142,9 @@ def cispo(
     the gradient is the same, and the loss is 0 on fresh tokens. The paper has `clip_low = 1`, which
     is no lower bound.
     """
-    ratio = _ratio(log_staleness.detach())
+    ratio = bounded_exp(log_staleness.detach())
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return Surrogate(-weight * advantage * log_staleness, weight != ratio)
+    return Surrogate(-weight * advantage * log_staleness, ratio < weight, ratio > weight)
 
 
 @objective(trains_zero_advantage=True)
@@ -151,15 +158,19 @@ def kl_penalty(
 
     arXiv 1707.06347, section 4, with the k2 estimator of the KL.
     """
-    loss = kl_penalty / 2 * log_staleness.square() - _ratio(log_staleness) * advantage
-    return Surrogate(loss, torch.zeros_like(advantage, dtype=torch.bool))
+    gain = bounded_exp(log_staleness) * advantage
+    return _unclipped(kl_penalty / 2 * log_staleness.square() - gain)
 
 
 @objective()
 def none(log_staleness: Float[Tensor, "*shape"], advantage: Float[Tensor, "*shape"]) -> Surrogate:
     """Importance-weighted REINFORCE without a trust region: -S A."""
-    loss = -_ratio(log_staleness) * advantage
-    return Surrogate(loss, torch.zeros_like(advantage, dtype=torch.bool))
+    return _unclipped(-bounded_exp(log_staleness) * advantage)
+
+
+def _unclipped(loss: Tensor) -> Surrogate:
+    nowhere = torch.zeros_like(loss, dtype=torch.bool)
+    return Surrogate(loss, nowhere, nowhere)
 
 
 def token_norm(
@@ -216,7 +227,7 @@ def reference_kl(
     0 in the mean, and that of k3 belongs to KL(reference || pi) (arXiv 2506.09477). On stale tokens
     multiply by sg(D * S). The effect of a token on later contexts is not included.
     """
-    gap = torch.where(sampled, _widen(logp) - _widen(reference_logp.detach()), 0.0)
+    gap = torch.where(sampled, widen(logp) - widen(reference_logp.detach()), 0.0)
     k2 = gap.square() / 2
     held = gap.detach()
     match estimator:
@@ -225,19 +236,10 @@ def reference_kl(
         case "k2":
             return k2
         case "k3":
-            value = _ratio(-held) - 1 + held
+            value = bounded_exp(-held) - 1 + held
         case _:
             raise ValueError(f"estimator must be k1, k2 or k3, got {estimator!r}")
     return value + (k2 - k2.detach())
-
-
-def entropy(logits: Float[Tensor, "*shape vocabulary"]) -> Float[Tensor, "*shape"]:
-    """Return the exact entropy, in nats, of next-token distributions; subtract it from the loss.
-
-    `logits` are already divided by the sampling temperature.
-    """
-    logps = torch.log_softmax(_widen(logits), dim=-1)
-    return -(logps.exp() * logps).sum(-1)
 
 
 def sampled_entropy(
@@ -249,14 +251,6 @@ def sampled_entropy(
     mean over tokens drawn from pi is the gradient of the entropy. On stale tokens multiply by sg(D
     * S).
     """
-    values = torch.where(sampled, _widen(logp), 0.0)
+    values = torch.where(sampled, widen(logp), 0.0)
     half_square = values.square() / 2
     return -values.detach() - (half_square - half_square.detach())
-
-
-def _ratio(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-LOG_LIMIT, LOG_LIMIT).exp()
-
-
-def _widen(values: Tensor) -> Tensor:
-    return values if values.dtype == torch.float64 else values.float()

@@ -63,7 +63,7 @@ def linear(
 
 
 def averaged(weight: float, age: float, *, beta: float) -> tuple[float, float]:
-    """Return `(weight, age)` of a bias-corrected average after one more update (arXiv 2110.00641).
+    """Return weight and age of a moving average after one more update (arXiv 2110.00641).
 
         w_k = beta w_{k-1} + 1 ;   a_k = beta w_{k-1} (a_{k-1} + 1) / w_k
 

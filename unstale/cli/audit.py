@@ -36,11 +36,10 @@ from unstale.model.policy import Policy
 from unstale.observe.report.audited import COLUMNS, cells
 from unstale.observe.report.page import write_report
 from unstale.old_logps import OldLogps, has_clean_behavior
-from unstale.old_logps.scoring.scorer import LocalScorer
+from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import Batch, PendingPiece, Provenance, Sampled
 from unstale.trainer.auditor import (
     Audited,
-    Thresholds,
     Truth,
     figures,
     join,
@@ -49,7 +48,7 @@ from unstale.trainer.auditor import (
     spread,
     with_error,
 )
-from unstale.trainer.rules import build_correction, build_objective
+from unstale.trainer.local import Rules
 from unstale.weights.recording import RECORDED, Recorded
 
 POINTS = 400
@@ -74,9 +73,7 @@ def audit(
         recorded = Recorded(run / RECORDED)
     except FileNotFoundError as error:
         raise ConfigError(str(error)) from error
-    judge = Thresholds(
-        build_correction(config.correction), build_objective(config.objective).surrogate
-    )
+    rules = Rules(config.correction, config.objective)
     options = variants(config.old_logps, routes, alphas)
     rows: list[Row] = []
     refused: dict[str, str] = {}
@@ -87,7 +84,7 @@ def audit(
         policy = load_policy(config)
         policy.require_base(recorded.base)
         scorer = build_scorer(config, policy)
-        replay = Replay.of(recorded, scorer, judge=judge, advance=advance)
+        replay = Replay.of(recorded, scorer, rules=rules, advance=advance)
         for option in options:
             progress.update(bar, description=str(option))
             try:
@@ -177,7 +174,7 @@ class Replay:
 
     recorded: Recorded
     policy: Policy
-    judge: Thresholds
+    rules: Rules
     truths: dict[int, list[Truth]]
     """The batches by the version that they were trained at."""
     now: dict[int, tuple[float, int]]
@@ -189,9 +186,9 @@ class Replay:
     def of(
         cls,
         recorded: Recorded,
-        scorer: LocalScorer,
+        scorer: Scorer,
         *,
-        judge: Thresholds,
+        rules: Rules,
         advance: Callable[[], None],
     ) -> "Replay":
         """Score the true values once, for all routes."""
@@ -221,7 +218,7 @@ class Replay:
             for piece in segments(batch):
                 pieces[piece.piece.version].append(piece)
             advance()
-        return cls(recorded, policy, judge, dict(truths), dict(now), dict(pieces), noise)
+        return cls(recorded, policy, rules, dict(truths), dict(now), dict(pieces), noise)
 
     @property
     def in_order(self) -> list[Truth]:
@@ -244,9 +241,9 @@ class Replay:
                 kept = 1.0
                 for truth in self.truths.get(version, ()):
                     values, exact = self._ask(old, truth, spent)
-                    audited.append(truth.compare(values, self.judge))
+                    audited.append(truth.compare(values, self.rules))
                     claims.append(exact)
-                    keep = self.judge.correction(values, truth.batch).keep
+                    keep = self.rules.correct(values, truth.batch).keep
                     kept = keep[truth.batch.sampled].double().mean().item()
                     advance()
                 spent.add(old)
@@ -313,7 +310,7 @@ class Replay:
             **with_error(
                 "error_ratio", pure.error_ratio(tokens, replace(tokens, prox=tokens.logp))
             ),
-            "exact_fraction": pure.exact_fraction(claimed, sampled=torch.ones_like(claimed)),
+            "exact_fraction": claimed.double().mean().item(),
             "claimed_error_max": wrong.max().item() if len(wrong) else None,
             "seconds": spent.seconds,
             "costs": {**spent.summed, **spent.held},
@@ -324,7 +321,7 @@ class Replay:
     def facts(self) -> Row:
         """Return the facts that hold for every route."""
         truths = self.in_order
-        tokens = join([truth.compare(truth.old_logp, self.judge) for truth in truths]).tokens
+        tokens = join([truth.compare(truth.old_logp, self.rules) for truth in truths]).tokens
         chosen = spread(len(tokens), POINTS, turn=0.0)
         return {
             "steps": len(truths),

@@ -2,10 +2,12 @@
 
 A decorated function of `unstale/algorithms` is a choice: `@estimator` in advantages.py, `@control`
 in corrections.py, `@objective` in objectives.py. Its name is the value of the option, and its
-keyword-only parameters are options of the same section.
+keyword-only parameters are options of the same section. `add_choice` adds functions of other files.
 """
 
 import ast
+import inspect
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -25,6 +27,12 @@ def choices(module: str, decorator: str) -> dict[str, frozenset[str]]:
         for node in tree.body
         if isinstance(node, ast.FunctionDef) and _carries(node, decorator)
     }
+
+
+def add_choice(module: str, decorator: str, function: Callable[..., object]) -> None:
+    """Make a function of any file a choice of an option."""
+    options = frozenset(inspect.getfullargspec(function).kwonlyargs)
+    choices(module, decorator)[function.__name__] = options
 
 
 def _carries(function: ast.FunctionDef, decorator: str) -> bool:

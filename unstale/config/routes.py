@@ -99,6 +99,8 @@ class OldLogpsConfig(Section):
     baseline: bool = False
     """Allow settings that the linter refuses because a ratio is always 1, as a baseline."""
 
+    makes: ClassVar[Any]
+    """The class of the route, made from a scorer."""
     docs: ClassVar[RouteDocs]
     requires: ClassVar[Mapping[str, Any]] = {}
     """Other options, by full name, that a run with this route needs."""
@@ -135,7 +137,8 @@ class OldLogpsConfig(Section):
 
     @property
     def needs(self) -> Needs:
-        raise NotImplementedError
+        needs: Needs = self.makes.needs
+        return needs
 
     @property
     def exact(self) -> bool:
@@ -187,7 +190,7 @@ class OldLogpsConfig(Section):
 
     def make(self, scorer: Any, *, lockstep: bool) -> Any:
         """Make the route. With `lockstep` nothing depends on the speed of another process."""
-        raise NotImplementedError
+        return self.makes(scorer)
 
     @classmethod
     def classes(cls) -> "Sequence[type[OldLogpsConfig]]":

@@ -1,14 +1,14 @@
-"""Old log-probabilities: for each token, the trainer's own under the version that sampled it.
+"""Routes: ways to compute a token's old log-probability.
 
-One file per route. Exact routes recover it; the others put a stand-in in its place and say so with
-`exact`. Every module here is a route and imports no torch before the route is made; what routes
-share is in `scoring`.
+That is its log-probability in the trainer's forward pass, under the weights that sampled the token.
+Exact routes compute it. The others return an approximation. Every module here holds a route and
+imports no torch before the route is made. Code that routes share is in `scoring`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from unstale.config.routes import Needs as Needs
 
@@ -20,127 +20,92 @@ if TYPE_CHECKING:
 
 
 def has_clean_behavior(batch: Batch) -> Tensor:
-    """Return the action tokens (`[T]` bool) that one version's policy sampled.
+    """Return the tokens (`[T]` bool) that can have an exact old log-probability.
 
-    Only these can have an exact old log-probability.
+    These were sampled in the context they have now, and not from a KV cache of older weights.
     """
     from unstale.algorithms.corrections import has_behavior
 
     return batch.sampled & batch.clean & has_behavior(batch.provenance)
 
 
-class OldLogps(Protocol):
-    """A route: old log-probabilities for every action token of a batch.
+class OldLogps:
+    """A route that keeps nothing and costs nothing. Routes override `logps` and what they need.
 
-    `arrived` is called on the event loop, at any time. All else is called one at a time: in the
-    trainer's thread, or on the event loop while that thread is idle (`costs`, `events`, `close`).
+    `arrived` is called on the event loop, at any time. All other methods are called one at a time:
+    `costs`, `events` and `close` on the event loop while the trainer's thread is idle, the rest in
+    that thread.
     """
-
-    needs: Needs
-
-    def publishing(self) -> None:
-        """Run before any engine gets the current version. May wait for work on earlier versions."""
-        ...
-
-    def published(self, live: Collection[int]) -> None:
-        """Run once every engine holds the current version and all earlier pieces have arrived.
-
-        `live` are all versions that some token, queue or engine still needs.
-        """
-        ...
-
-    def arrived(self, piece: PendingPiece) -> None:
-        """Take a piece that an engine returned. Called on the event loop: must not block."""
-        ...
-
-    def idle(self) -> bool:
-        """Do at most about one forward pass of work. Return False if there is none."""
-        ...
-
-    def closing(self, unscored: Sequence[PendingPiece]) -> None:
-        """Score pieces of the current version before the weights leave it.
-
-        `unscored` are all of its pieces that no batch has had: partial, finished and queued.
-        """
-        ...
-
-    def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `(values [T] float32, exact [T] bool)` on the CPU; 0 and False off the mask.
-
-        `exact` claims that the value is the trainer's own log-probability at the weights of
-        `version[t]`. `now` `[T]` is the current policy's log-probability, detached, empty unless
-        `needs.now`. Called before the first optimizer step on a batch, or with `needs.inline` in
-        every training pass on some of its sequences. LookupError if a version that the route needs
-        was not kept.
-        """
-        ...
-
-    def trained(self, kept: float) -> None:
-        """Run after an optimizer step. `kept` is the share of tokens that the correction kept."""
-        ...
-
-    def costs(self) -> Mapping[str, float]:
-        """Return what was spent since the last call (`forward_tokens`, `restore_s`) and bytes held.
-
-        Names without a slash are reported as `old_logps/<name>`.
-        """
-        ...
-
-    def events(self) -> list[dict[str, Any]]:
-        """Return the events since the last call, each with `kind` and the reason."""
-        ...
-
-    def state(self) -> Mapping[str, Any]:
-        """Return what `restore` needs: dicts (by str or int), lists, tensors and plain values.
-
-        Only an optimizer step may change its tensors afterwards. May wait for work on the versions
-        published so far.
-        """
-        ...
-
-    def restore(self, state: Mapping[str, Any]) -> None: ...
-
-    def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Complete a restored state: `past` are the unconsumed pieces by version.
-
-        Pieces of the current version are not among them: they are given to `arrived` again.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release processes and files. The last call."""
-        ...
-
-
-class Passive:
-    """A route that keeps nothing and costs nothing. Routes override what they do differently."""
 
     needs = Needs()
 
-    def publishing(self) -> None: ...
+    def publishing(self) -> None:
+        """Prepare for a publication: no engine has the current version yet.
 
-    def published(self, live: Collection[int]) -> None: ...
+        May wait for work on earlier versions.
+        """
 
-    def arrived(self, piece: PendingPiece) -> None: ...
+    def published(self, live: Collection[int]) -> None:
+        """Handle that every engine holds the current version.
+
+        All pieces that earlier versions sampled have arrived. `live` are the versions that sampled
+        a token which is still to be trained on.
+        """
+
+    def arrived(self, piece: PendingPiece) -> None:
+        """Receive a piece that an engine returned. Called on the event loop: must not block."""
 
     def idle(self) -> bool:
+        """Do at most about one forward pass of work. Return False if there was no work."""
         return False
 
-    def closing(self, unscored: Sequence[PendingPiece]) -> None: ...
+    def closing(self, unscored: Sequence[PendingPiece]) -> None:
+        """Score pieces of the current version, before the optimizer step that changes the weights.
 
-    def trained(self, kept: float) -> None: ...
+        `unscored` are all pieces that this version sampled and no batch has contained.
+        """
+
+    def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
+        """Return old log-probabilities `[T]` float32, and where they are exact, `[T]` bool.
+
+        Both are on the CPU, and 0 and False for tokens that were not sampled. `now` `[T]` are the
+        current policy's log-probabilities, without gradient; empty unless `needs.now` or
+        `needs.inline`. Called before the first optimizer step on a batch. A route with
+        `needs.inline` is called in every training pass instead, on the sequences of that pass.
+        LookupError if the weights that sampled a token were not kept.
+        """
+        raise NotImplementedError
+
+    def trained(self, kept: float) -> None:
+        """Handle an optimizer step. `kept` is the share of tokens that the correction kept."""
 
     def costs(self) -> Mapping[str, float]:
+        """Return the metrics `old_logps/<name>` by name.
+
+        Tokens and seconds count from the last call; bytes are those held now.
+        """
         return {}
 
     def events(self) -> list[dict[str, Any]]:
+        """Return the events since the last call as columns of the event log, with a `kind`."""
         return []
 
     def state(self) -> Mapping[str, Any]:
+        """Return a state for a checkpoint: dicts, lists, tensors and plain values.
+
+        Its tensors stay unchanged until the next optimizer step. May wait for unfinished work.
+        """
         return {}
 
-    def restore(self, state: Mapping[str, Any]) -> None: ...
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state()`."""
 
-    def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None: ...
+    def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
+        """Complete a restored state with pieces that were sampled after the checkpoint.
 
-    def close(self) -> None: ...
+        `past` holds, by version, all pieces of earlier versions that no batch has contained.
+        `weights` reads a version from disk. Pieces of the current version go to `arrived` again.
+        """
+
+    def close(self) -> None:
+        """Release processes and files."""

@@ -1,4 +1,4 @@
-"""`current_recompute`: the trainer's forward pass at the start of the step is the old log-prob."""
+"""`current_recompute`: take the log-probability at the start of the step as the old one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unstale.config.routes import (
     RouteDocs,
     register_route,
 )
-from unstale.old_logps import Passive, has_clean_behavior
+from unstale.old_logps import OldLogps, has_clean_behavior
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from unstale.records import Batch
 
 
-class CurrentRecompute(Passive):
-    """The current policy as the old one: `prox = log pi_now` (algorithm.md, section 3).
+class CurrentRecompute(OldLogps):
+    """The current policy in place of the old one (algorithm.md, section 3).
 
-    All staleness is part of D, and S only holds this step's own movement. Tokens of the current
-    version get their true old log-probability and are counted as exact.
+    D = old_logp / behavior_logp then contains all staleness, and S = logp / old_logp only the
+    changes within the step. Tokens that the current version sampled are exact.
     """
 
     needs = Needs(now=True, forwards="one")
@@ -53,6 +53,7 @@ class CurrentRecomputeSpec(OldLogpsConfig):
     """The trainer's weights at the start of the batch."""
 
     route: str = "current_recompute"
+    makes: ClassVar[type[OldLogps]] = CurrentRecompute
 
     exactness: ClassVar = "for tokens of lag 0"
     requires: ClassVar = {"old_logps.baseline": True}  # at one step per batch S is always 1
@@ -68,10 +69,6 @@ class CurrentRecomputeSpec(OldLogpsConfig):
         "this step's own movement.",
     )
 
-    @property
-    def needs(self) -> Needs:
-        return CurrentRecompute.needs
-
     def weight_of_now(self, run: RunConfig) -> float:
         return 1.0
 
@@ -84,6 +81,3 @@ class CurrentRecomputeSpec(OldLogpsConfig):
             s="learning, but only by this batch's own optimizer steps" if moves else ALWAYS_ONE,
             cost="one more forward pass a batch",
         )
-
-    def make(self, scorer: Scorer, *, lockstep: bool) -> CurrentRecompute:
-        return CurrentRecompute(scorer)

@@ -1,4 +1,4 @@
-"""`eager`: tokens are scored while their version is current, in time spent waiting for data."""
+"""`eager`: score tokens while the trainer waits for data and still has the weights that sampled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from unstale.config.checks import ConfigError
 from unstale.config.routes import Meaning, Needs, OldLogpsConfig, RouteDocs, register_route
-from unstale.old_logps import OldLogps, Passive, has_clean_behavior
+from unstale.old_logps import OldLogps, has_clean_behavior
 from unstale.old_logps.ewma_prox import EwmaProxSpec
 from unstale.old_logps.scoring.queue import ScoreQueue, key_of
 from unstale.old_logps.snapshot_old import SnapshotOldSpec
@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from unstale.records import Batch, PendingPiece
 
 
-class Eager(Passive):
-    """Exact for pieces that came in time and for the current version; `fallback` scores the rest.
+class Eager(OldLogps):
+    """Exact for the tokens that it scores before the trainer changes the weights that sampled them.
 
-    Finished turns stream in. Tokens sampled after the first optimizer step of a batch are never in
-    time. The share of tokens that were is reported. A trainer that never waits covers the tokens of
-    lag 0, which it scores on request, and few others.
+    Replies are scored as they arrive, while the trainer waits for episodes. The route `fallback`
+    scores the other tokens: all that are sampled after the first optimizer step of a batch, and
+    nearly all of earlier versions if the trainer never waits. The metric
+    `old_logps/scored_in_time_share` is the exact share.
     """
 
     def __init__(self, scorer: Scorer, *, fallback: OldLogps) -> None:
@@ -112,7 +113,7 @@ class Eager(Passive):
         self.fallback.restore(state["fallback"])
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Give the fallback what was not scored, as when a version is closed."""
+        """Give the fallback the pieces that were not scored before the checkpoint."""
         missing = {version: self._cache.missing(pieces) for version, pieces in past.items()}
         self.fallback.recover(
             {version: pieces for version, pieces in missing.items() if pieces}, weights
@@ -122,7 +123,7 @@ class Eager(Passive):
         self.fallback.close()
 
     def _sort(self) -> None:
-        """Sort the pieces that the event loop handed over by version."""
+        """Move arrived pieces to the queue of their version."""
         while self._arrived:
             piece = self._arrived.popleft()
             self._waiting.setdefault(piece.piece.version, ScoreQueue()).put(
@@ -133,9 +134,10 @@ class Eager(Passive):
 @register_route
 @dataclass(frozen=True, kw_only=True)
 class EagerSpec(SnapshotOldSpec, EwmaProxSpec):
-    """The trainer's own weights while it waits for data, and a fallback with its options."""
+    """The trainer's own weights while it waits for data, and a fallback route for other tokens."""
 
     route: str = "eager"
+    makes: ClassVar[type[OldLogps]] = Eager
     fallback: Literal["snapshot_old", "interrupt_sync", "ewma_prox"] = "snapshot_old"
     """`eager`: the route of tokens that were not scored while their version was current."""
 
@@ -219,7 +221,7 @@ class EagerSpec(SnapshotOldSpec, EwmaProxSpec):
             d="numerics where scored in time; elsewhere staleness too, as far as the average "
             "misses the token's age",
             s="learning where scored in time; elsewhere since the average",
-            cost="the trainer's idle time; an average, one movable copy and a forward pass for the "
+            cost="the trainer's idle time; an average, one scoring copy and a forward pass for the "
             "rest",
         )
 

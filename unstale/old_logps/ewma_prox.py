@@ -1,4 +1,4 @@
-"""`ewma_prox`: a moving average of the weights, with fixed decay, is taken for the old policy."""
+"""`ewma_prox`: take a moving average of the weights, with fixed decay, as the old policy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unstale.config.routes import (
     meaning_of_average,
     register_route,
 )
-from unstale.old_logps import Passive
+from unstale.old_logps import OldLogps
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,8 +29,11 @@ DEFAULT_DECAY = 0.5
 """Decay for a mean age of one version."""
 
 
-class EwmaProx(Passive):
-    """An average of every published version, or of the weights after every step. Never exact."""
+class EwmaProx(OldLogps):
+    """Log-probabilities under an average of all published versions. Never exact.
+
+    With `every_step`, the average is of the weights after every optimizer step.
+    """
 
     needs = Needs(resident_models=1, averages=1, forwards="one")
 
@@ -82,6 +85,7 @@ class EwmaProxSpec(OldLogpsConfig):
     """A moving average of the weights with fixed decay."""
 
     route: str = "ewma_prox"
+    makes: ClassVar[type[OldLogps]] = EwmaProx
     beta: Annotated[float | None, Range(0, 0.9999)] = None
     """Decay of the average. None: 0.5 (`ewma_prox`), or set by the staleness (`ppo_ewma_async`)."""
     update_every: Literal["version", "step"] = "version"
@@ -91,16 +95,12 @@ class EwmaProxSpec(OldLogpsConfig):
     docs: ClassVar = RouteDocs(
         policy="an average of the weights with fixed decay",
         exact="no",
-        holds="one float32 copy, one movable copy",
+        holds="one float32 copy, one scoring copy",
         costs="one forward pass",
         choose="to compare with the literature",
         report="Approximate. A moving average of the weights is taken for those that sampled, so "
         "old_logp - behavior_logp mixes numerics with whatever staleness the average misses.",
     )
-
-    @property
-    def needs(self) -> Needs:
-        return EwmaProx.needs
 
     @property
     def decay(self) -> float:

@@ -1,4 +1,7 @@
-"""`interrupt_sync`: the trainer scores what its weights sampled, with generation paused. Exact."""
+"""`interrupt_sync`: pause generation and score all tokens of a version before the weights change.
+
+This route is exact.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from unstale.config.routes import ExactSpec, Needs, RouteDocs, register_route
-from unstale.old_logps import Passive, has_clean_behavior
+from unstale.old_logps import OldLogps, has_clean_behavior
 from unstale.old_logps.scoring.queue import by_key
 
 if TYPE_CHECKING:
@@ -19,13 +22,12 @@ if TYPE_CHECKING:
     from unstale.records import Batch, PendingPiece
 
 
-class InterruptSync(Passive):
-    """Scores tokens with the trained weights before an optimizer step changes them.
+class InterruptSync(OldLogps):
+    """Exact scores by the trained weights, before an optimizer step changes them.
 
-    Costs no memory but pauses generation. `stall_s` runs from `closing`, through all optimizer
-    steps of the batch, until generation resumes with the next version. It is known when that is
-    published,
-    and so is reported with the batch after.
+    It needs no memory but pauses generation. `stall_s` is the length of a pause: from `closing`
+    through all optimizer steps of the batch until the next version is published. It is therefore
+    reported with the batch after.
     """
 
     needs = Needs(closing=True, forwards="versions")
@@ -51,7 +53,7 @@ class InterruptSync(Passive):
         self._closing_s += time.perf_counter() - began
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        """LookupError if a token's piece was not among the unscored when its version was closed."""
+        """LookupError if a token was not given to `closing` while its version was current."""
         why = "their pieces were missing when their version was closed"
         return self.cache.require(batch, why=why), has_clean_behavior(batch)
 
@@ -81,6 +83,7 @@ class InterruptSyncSpec(ExactSpec):
     """The trainer's own weights, with generation paused."""
 
     route: str = "interrupt_sync"
+    makes: ClassVar[type[OldLogps]] = InterruptSync
 
     docs: ClassVar = RouteDocs(
         policy="the trainer, before the step that changes the version",
@@ -89,17 +92,10 @@ class InterruptSyncSpec(ExactSpec):
         costs="generation is paused during a step",
         choose="if no memory is left, and steps are short compared with rollouts",
         report="Exact. Before a step leaves a version, generation pauses and the trainer's own "
-        "weights score all that it sampled. The two factors are cleanly apart.",
+        "weights score all that it sampled. D contains only numerics, and S only learning.",
     )
-
-    @property
-    def needs(self) -> Needs:
-        return InterruptSync.needs
 
     def cost(self, run: RunConfig) -> str:
         return (
             "generation stands still from before a batch's first optimizer step to the publication"
         )
-
-    def make(self, scorer: Scorer, *, lockstep: bool) -> InterruptSync:
-        return InterruptSync(scorer)

@@ -1,4 +1,4 @@
-"""`old_logit_model`: a second model in its own process follows the engine's version. Exact."""
+"""`old_logit_model`: score tokens by a second model, which follows the engine's version. Exact."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from socket import MSG_DONTWAIT
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from unstale.config.routes import ExactSpec, Needs, RouteDocs, register_route
-from unstale.old_logps import Passive, has_clean_behavior
+from unstale.old_logps import OldLogps, has_clean_behavior
 from unstale.old_logps.scoring.queue import PieceKey, Pieces, key_of
 from unstale.weights.child_process import Bytes, Child, ChildFrozen, Frames, Header, frame
 
@@ -27,23 +27,23 @@ _READ_BYTES = 1 << 20
 
 
 class OldLogitModelDied(RuntimeError):
-    """The scoring process is gone or frozen. The message has its last lines of output."""
+    """The process of the second model has ended or hangs. The message has its last output."""
 
 
-class OldLogitModel(Passive):
-    """Scores all tokens of a version before it loads the next (algorithm.md, section 2).
+class OldLogitModel(OldLogps):
+    """A second model in its own process, which scores all tokens of a version, then loads the next.
 
-    It needs the memory of one model. In the trainer's thread it packs the weights of each version,
-    and scores tokens of the current version that the process has not reached when their batch is
-    taken. `publish_wait_s` is the time that publication waited for the version before to be loaded,
-    `score_wait_s` the time that batches waited for scores.
+    It needs the memory of one model. The trainer's thread sends it the weights of each version. If
+    a batch contains tokens of the current version that the process has not scored yet, the trainer
+    scores these itself. `publish_wait_s` is the time that publications waited until the process had
+    loaded the previous version, and `score_wait_s` the time that batches waited for scores.
 
-    All messages to the process go through one writer thread, in order, so that sending never
-    blocks. Its replies are read when the trainer's thread calls. The process starts at the first
-    publication.
+    One writer thread sends all messages in order, so that sending never blocks. The trainer's
+    thread reads the replies. The process starts at the first publication.
 
-    With `lockstep` nothing depends on the speed of the process: pieces are held until their version
-    is left or a batch needs them, are sent together in a fixed order, and all scores are awaited.
+    With `lockstep` no result depends on the speed of the process: pieces are sent together, in a
+    fixed order, when the next version is published or a batch needs them, and all scores are
+    awaited.
     """
 
     needs = Needs(resident_models=1, own_process=True, forwards="versions")
@@ -78,9 +78,9 @@ class OldLogitModel(Passive):
         return self._child.pid
 
     def publishing(self) -> None:
-        """Wait until the version published last is loaded, and so all before it are scored.
+        """Wait until the process has loaded the version published last.
 
-        This needs no publication: the pieces of a version have arrived when the next is published.
+        Then it has scored all pieces of earlier versions, because it does so before it loads.
         """
         self._wait_s += self._read_until(lambda: self.loaded == self._sent)
 
@@ -171,11 +171,11 @@ class OldLogitModel(Passive):
         return self._read_until(lambda: not self._is_due(lambda key: True))
 
     def _send(self, header: Header, body: Sequence[Bytes] = ()) -> None:
-        """Queue a message. `body` is copied before this returns."""
+        """Queue a message for the writer thread. `body` is copied before this returns."""
         self._writer.submit(self._write, b"".join(frame(header, body)))
 
     def _write(self, message: bytes) -> None:
-        """Write in the writer thread. A broken pipe is reported where replies are read."""
+        """Write a message in the writer thread. `_read` reports a broken connection."""
         self._started.wait()
         if self._child is not None:
             self._child.socket.sendall(message)
@@ -219,6 +219,7 @@ class OldLogitModelSpec(ExactSpec):
     """A second model in its own process."""
 
     route: str = "old_logit_model"
+    makes: ClassVar[type[OldLogps]] = OldLogitModel
 
     docs: ClassVar = RouteDocs(
         policy="a second model in its own process, at the version that samples",
@@ -227,12 +228,8 @@ class OldLogitModelSpec(ExactSpec):
         costs="almost no trainer time; may delay publication",
         choose="if a CPU or GPU is free",
         report="Exact. A second model follows the sampling version and scores every turn before it "
-        "moves on. The two factors are cleanly apart.",
+        "moves on. D contains only numerics, and S only learning.",
     )
-
-    @property
-    def needs(self) -> Needs:
-        return OldLogitModel.needs
 
     def cost(self, run: RunConfig) -> str:
         return (

@@ -16,7 +16,7 @@ from unstale.config.routes import (
     meaning_of_average,
     register_route,
 )
-from unstale.old_logps import Passive
+from unstale.old_logps import OldLogps
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,50 +29,31 @@ BETA_MAX = 0.95
 """The largest decay: no average gets older than 19 versions."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reset:
-    """A condition to reset the averages: `patience` batches with a kept share under `below`.
+class PpoEwmaAsync(OldLogps):
+    """Moving averages of the weights, about as old as the tokens of the batch (arXiv 2605.12070).
 
-    At most once in `cooldown` batches. With `below` 0 there is no reset.
-    """
+    Never exact. The weights of a version are added when its first batch is scored, with the decay
+    that brings the average's age closest to the mean lag of the batch's tokens. With several
+    averages the tokens are sorted by lag and cut into equal shares: each average follows the mean
+    lag of one share, and a token uses the average nearest to its own lag. The option `beta` fixes
+    the decay instead.
 
-    below: float = 0.0
-    patience: int = 3
-    cooldown: int = 10
-
-
-class PpoEwmaAsync(Passive):
-    """Moving averages of the weights whose age follows the staleness of the batch.
-
-    See arXiv 2605.12070.
-
-    The weights of a version are added once, when its first batch is scored. The decay leaves the
-    average as old as the batch's action tokens with an advantage are in the mean. With several
-    averages these tokens are ranked by lag and cut into equal shares: each average follows the mean
-    of one share, and a token takes the average nearest to its own lag. `beta` fixes the decay of a
-    single average instead. Never exact.
+    The averages start anew from the current weights if the correction keeps too few tokens of
+    several batches in a row (`reset_below`, `reset_patience`, `reset_cooldown`).
     """
 
     needs = Needs(resident_models=1, averages=1, forwards="one")
 
-    def __init__(
-        self,
-        scorer: Scorer,
-        *,
-        averages: int = 1,
-        beta: float | None = None,
-        reset: Reset | None = None,
-    ) -> None:
-        self.averages = [scorer.make_average() for _ in range(averages)]
+    def __init__(self, scorer: Scorer, options: PpoEwmaAsyncSpec) -> None:
+        self.averages = [scorer.make_average() for _ in range(options.averages)]
         self._scorer = scorer
-        self._beta = beta
-        self._reset = reset or Reset()
+        self._options = options
         self._version: int | None = None
         self._judged: int | None = None
         """The version whose batch was counted last."""
         self._low: list[float] = []
         """Kept shares under the limit, in a row."""
-        self._since_reset = self._reset.cooldown
+        self._since_reset = options.reset_cooldown
         self._due = ""
         """The reason of a reset that is due."""
         self._events: list[dict[str, Any]] = []
@@ -95,7 +76,7 @@ class PpoEwmaAsync(Passive):
         return values, batch.sampled & False
 
     def _update(self, batch: Batch) -> None:
-        """Add the trained weights, which still are those of the current version."""
+        """Add the current version's weights to the averages, before a step changes them."""
         from unstale.algorithms.proximal import beta_for_age
 
         if not self._scorer.at_version:
@@ -111,7 +92,7 @@ class PpoEwmaAsync(Passive):
             if self._due or not average.weight:
                 average.update(None)
                 continue
-            beta = self._beta
+            beta = self._options.beta
             if beta is None:
                 beta = beta_for_age(average.weight, average.age, target=target, beta_max=BETA_MAX)
             average.update(beta)
@@ -128,12 +109,11 @@ class PpoEwmaAsync(Passive):
             return
         self._judged = self._version
         self._since_reset += 1
-        self._low = [*self._low, kept] if kept < self._reset.below else []
-        if len(self._low) >= self._reset.patience and self._since_reset >= self._reset.cooldown:
-            shares = ", ".join(f"{share:.3f}" for share in self._low[-self._reset.patience :])
-            self._due = (
-                f"the discrepancy control kept {shares} of the tokens, under {self._reset.below:g}"
-            )
+        below, patience = self._options.reset_below, self._options.reset_patience
+        self._low = [*self._low, kept] if kept < below else []
+        if len(self._low) >= patience and self._since_reset >= self._options.reset_cooldown:
+            shares = ", ".join(f"{share:.3f}" for share in self._low[-patience:])
+            self._due = f"the discrepancy control kept {shares} of the tokens, under {below:g}"
             self._low = []
 
     def costs(self) -> Mapping[str, float]:
@@ -193,6 +173,7 @@ class PpoEwmaAsyncSpec(OldLogpsConfig):
     """Moving averages of the weights whose age follows the staleness of the data."""
 
     route: str = "ppo_ewma_async"
+    makes: ClassVar[type[OldLogps]] = PpoEwmaAsync
     beta: Annotated[float | None, Range(0, 0.9999)] = None
     """Decay of the average. None: 0.5 (`ewma_prox`), or set by the staleness (`ppo_ewma_async`)."""
     averages: PositiveInt = 1
@@ -208,7 +189,7 @@ class PpoEwmaAsyncSpec(OldLogpsConfig):
     docs: ClassVar = RouteDocs(
         policy="averages of the weights, about as old as the data",
         exact="no",
-        holds="one float32 copy per average, one movable copy",
+        holds="one float32 copy per average, one scoring copy",
         costs="one forward pass; more with several averages",
         choose="if a copy of the weights is affordable and versions are not",
         report="Approximate. A moving average of the weights, kept about as old as the data, is "
@@ -223,10 +204,6 @@ class PpoEwmaAsyncSpec(OldLogpsConfig):
                 "old_logps.averages must be 1 with a fixed old_logps.beta: "
                 "all averages would have the same age"
             )
-
-    @property
-    def needs(self) -> Needs:
-        return PpoEwmaAsync.needs
 
     @property
     def decay(self) -> float | None:
@@ -246,5 +223,4 @@ class PpoEwmaAsyncSpec(OldLogpsConfig):
         return [type(self)(averages=2)]
 
     def make(self, scorer: Scorer, *, lockstep: bool) -> PpoEwmaAsync:
-        reset = Reset(self.reset_below, self.reset_patience, self.reset_cooldown)
-        return PpoEwmaAsync(scorer, averages=self.averages, beta=self.beta, reset=reset)
+        return PpoEwmaAsync(scorer, self)

@@ -1,4 +1,4 @@
-"""`rollout`: `old_logp` is the engine's `behavior_logp`, so D is 1 and S is pi / mu."""
+"""`rollout`: take the engine's log-probability as the old one, so D is 1 and S is pi / mu."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from unstale.config.routes import (
     ALWAYS_ONE,
     WHOLE_RATIO,
     Meaning,
-    Needs,
     OldLogpsConfig,
     RouteDocs,
     register_route,
 )
-from unstale.old_logps import Passive
+from unstale.old_logps import OldLogps
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,10 +22,11 @@ if TYPE_CHECKING:
     from unstale.records import Batch
 
 
-class RolloutRoute(Passive):
-    """The engine's log-probability as the old one (algorithm.md, section 3).
+class RolloutRoute(OldLogps):
+    """The engine's log-probability in place of the old one (algorithm.md, section 3). Never exact.
 
-    The discrepancy is part of S, so a clip on S also acts on numerics. Never exact.
+    S then contains the numerical differences between engine and trainer, and a clip on S acts on
+    them too.
     """
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,6 +39,7 @@ class RolloutSpec(OldLogpsConfig):
     """The engine's own log-probability."""
 
     route: str = "rollout"
+    makes: ClassVar = RolloutRoute
 
     requires: ClassVar = {"correction.control": "none"}  # D is 1 by construction
     docs: ClassVar = RouteDocs(
@@ -50,10 +51,6 @@ class RolloutSpec(OldLogpsConfig):
         report="Approximate. The engine's own number is taken as old_logp, so log D is 0 by "
         "construction and log S holds numerics and staleness together.",
     )
-
-    @property
-    def needs(self) -> Needs:
-        return RolloutRoute.needs
 
     def weight_of_now(self, run: RunConfig) -> float:
         return 0.0

@@ -1,4 +1,4 @@
-"""`snapshot_old`: kept weights of every version that a token still needs score it. Exact."""
+"""`snapshot_old`: score each token by kept weights of the version that sampled it. Exact."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from unstale.config.checks import NonNegative
 from unstale.config.routes import ExactSpec, Needs, RouteDocs, live_versions, register_route
-from unstale.old_logps import Passive, has_clean_behavior
+from unstale.old_logps import OldLogps, has_clean_behavior
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,14 +21,13 @@ if TYPE_CHECKING:
     from unstale.records import Batch, PendingPiece
 
 
-class SnapshotOld(Passive):
-    """Scores each token by the weights of the version that sampled it (algorithm.md, section 2).
+class SnapshotOld(OldLogps):
+    """Scores by the weights of the version that sampled each token (algorithm.md, section 2).
 
-    One movable model is moved from version to version. Only the differences between neighbouring
-    versions are kept beside it. For a version it runs the sequences that hold it, each cut after
-    its last token of that version. The current version is scored by the trained weights while they
-    still
-    are that version.
+    It keeps one copy of the model, and the differences between consecutive versions to load the
+    copy with each version in turn. For each version it runs the sequences with tokens of that
+    version, each up to the last such token. The trainer's model scores the current version until
+    an optimizer step changes it.
     """
 
     needs = Needs(snapshots=True, resident_models=1, forwards="versions")
@@ -44,7 +43,7 @@ class SnapshotOld(Passive):
         self.scorer.keep(live)
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        """LookupError if a version of the batch was in no `live` since it was published."""
+        """LookupError if the weights of a version in the batch were dropped."""
         scored = self.scorer.score_versions(batch, batch.sampled, use_trained=True)
         self._forward_tokens += scored.forward_tokens
         return scored.logp, has_clean_behavior(batch)
@@ -72,6 +71,7 @@ class SnapshotOldSpec(ExactSpec):
     """The weights of every live version."""
 
     route: str = "snapshot_old"
+    makes: ClassVar[type[OldLogps]] = SnapshotOld
     storage: Literal["delta", "full"] = "delta"
     """Version store: lossless differences between versions, or a full copy of each."""
     memory_gb: NonNegative = 0.0
@@ -83,16 +83,13 @@ class SnapshotOldSpec(ExactSpec):
     docs: ClassVar = RouteDocs(
         policy="the kept weights of the version that sampled the token",
         exact="yes",
-        holds="one movable copy and the deltas between versions",
+        holds="one scoring copy and the deltas between versions",
         costs="one forward pass of each trajectory per version in it",
         choose="by default",
         report="Exact. The weights of every version that a token still needs are kept, and each "
-        "token is scored by the version that sampled it. The two factors are cleanly apart.",
+        "token is scored by the version that sampled it. D contains only numerics, and S only "
+        "learning.",
     )
-
-    @property
-    def needs(self) -> Needs:
-        return SnapshotOld.needs
 
     @property
     def copies_limit_gb(self) -> float:
@@ -107,7 +104,7 @@ class SnapshotOldSpec(ExactSpec):
         place = "files" if self.spill else "memory"
         return (
             f"the weights of up to {live_versions(run)} versions ({kind}, in {place}) and one "
-            "movable copy; a forward pass over each trajectory for every version in it"
+            "scoring copy; a forward pass over each trajectory for every version in it"
         )
 
     def make(self, scorer: Scorer, *, lockstep: bool) -> SnapshotOld:

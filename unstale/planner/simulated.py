@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unstale.config import ScheduleConfig
 from unstale.durability.checkpoint import Checkpoint, Progress
-from unstale.old_logps import Needs, Passive
+from unstale.old_logps import Needs, OldLogps
 from unstale.planner.clock import SimulatedClock
 from unstale.planner.costs import Costs
 from unstale.planner.engines import SimulatedEnginePool
@@ -24,7 +24,7 @@ from unstale.planner.workload import Fleet
 from unstale.records import Batch, Group, GroupRequest, PendingPiece
 from unstale.rollout.staleness_queue import StalenessQueue
 from unstale.rollout.transcript import NullWriter
-from unstale.trainer.records import Minibatch, PreparedBatch
+from unstale.trainer.records import Minibatch
 from unstale.weights.publish import VersionedWeights
 
 _T = TypeVar("_T")
@@ -74,7 +74,7 @@ class SimulatedTrainer:
     def weights(self) -> Mapping[str, Tensor]:
         return {}
 
-    def prepare(self, batch: Batch) -> PreparedBatch:
+    def prepare(self, batch: Batch) -> Sequence[Minibatch]:
         """Count the tokens and the staleness of a batch, and owe the seconds of scoring it."""
         now = self.rollout.clock.now
         newest = len(self.batches) // self.every
@@ -88,7 +88,7 @@ class SimulatedTrainer:
         tokens = sum(episode.shape.tokens for episode in episodes)
         self.batches.append((tokens, sum(episode.shape.sampled for episode in episodes)))
         self._owe_scoring(episodes, tokens, newest)
-        return PreparedBatch((Minibatch(batch, *[_EMPTY] * 5),))
+        return [Minibatch(batch, *[_EMPTY] * 5)]
 
     def _owe_scoring(self, episodes: Sequence[SimulatedEpisode], tokens: int, newest: int) -> None:
         versions = [{version for version, _ in episode.pieces} for episode in episodes]
@@ -177,7 +177,7 @@ class SimulatedQueue(StalenessQueue):
                 super().release()
 
 
-class SimulatedRoute(Passive):
+class SimulatedRoute(OldLogps):
     """A route whose values are never used. Scoring takes `Costs.old_logps_s`."""
 
     def __init__(self, needs: Needs, trainer: SimulatedTrainer) -> None:

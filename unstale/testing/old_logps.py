@@ -10,12 +10,12 @@ from torch import Tensor
 from unstale.model.lora import Lora
 from unstale.model.policy import Policy
 from unstale.old_logps import Needs, OldLogps, has_clean_behavior
-from unstale.old_logps.scoring.scorer import LocalScorer
+from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import Batch, PendingPiece, Sampled, collate, walk
 from unstale.testing.models import checkpoint_round_trip, episode, nudge, plain_logps, tiny_policy
 
 
-def check_old_logps(make: Callable[[LocalScorer], OldLogps], *, lora: Lora | None = None) -> None:
+def check_old_logps(make: Callable[[Scorer], OldLogps], *, lora: Lora | None = None) -> None:
     """Raise AssertionError if a route made by `make` breaks the contract of `OldLogps`.
 
     The route gets a batch with tokens of three versions, some of them sampled with a KV cache of
@@ -67,7 +67,7 @@ def _check_route(route: OldLogps, restored: OldLogps, policy: Policy) -> bool:
 
 
 def _check_recovery(
-    make: Callable[[LocalScorer], OldLogps], *, always_exact: bool, lora: Lora | None
+    make: Callable[[Scorer], OldLogps], *, always_exact: bool, lora: Lora | None
 ) -> None:
     """Check a route in a run that is killed and resumed.
 
@@ -139,8 +139,8 @@ def _run_to_checkpoint(route: OldLogps, policy: Policy, copies: list[Policy]) ->
         route.trained(kept=1.0)
 
 
-def _scorer(policy: Policy) -> LocalScorer:
-    return LocalScorer(policy, temperature=1.0, max_tokens=32)
+def _scorer(policy: Policy) -> Scorer:
+    return Scorer(policy, temperature=1.0, max_tokens=32)
 
 
 def _publish(route: OldLogps, policy: Policy, version: int, copies: list[Policy]) -> None:

@@ -6,26 +6,26 @@ this process; a trainer of several ranks implements the same Protocol.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from unstale.records import Batch
-    from unstale.trainer.records import Minibatch, PreparedBatch
+    from unstale.trainer.records import Minibatch
 
 
 class Trainer(Protocol):
-    """Trains one policy and counts its published versions.
+    """A trainer of one policy, which also counts the policy's published versions.
 
-    `prepare`, `backward`, `step` and `state` run in the trainer's thread, one at a time. The loop
-    calls the rest while that thread is idle, or reads only what no step changes.
+    `prepare`, `backward`, `step` and `state` run in the trainer's thread, one at a time. The other
+    methods are called while that thread is idle, or read only values that no step changes.
     """
 
     @property
     def version(self) -> int:
-        """The newest version: the number of the weights that are, or will next be, published."""
+        """The newest version number. Its weights are published, or will be published next."""
         ...
 
     def start_version(self) -> None:
@@ -33,41 +33,35 @@ class Trainer(Protocol):
         ...
 
     def lag(self, version: Tensor) -> Tensor:
-        """Return the staleness of each version in `version`, in batches, for the newest version."""
+        """Return how many batches the newest version is ahead of each version in `version`."""
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the forward weights by name. They are the live tensors: a step changes them."""
+        """Return the weights of the forward pass by name. The next step changes these tensors."""
         ...
 
-    def prepare(self, batch: Batch) -> PreparedBatch:
-        """Divide a batch into optimizer steps, and compute all that is fixed before the first."""
+    def prepare(self, batch: Batch) -> Sequence[Minibatch]:
+        """Divide a batch into optimizer steps, with old log-probabilities and corrections."""
         ...
 
     def backward(self, minibatch: Minibatch) -> None:
-        """Add the gradient of the minibatch's loss.
-
-        FloatingPointError if the loss is not finite.
-        """
+        """Add the gradient of a minibatch's loss. FloatingPointError if the loss is not finite."""
         ...
 
     def step(self) -> None:
-        """Take one optimizer step on the gradients since the last.
-
-        FloatingPointError if not finite.
-        """
+        """Take an optimizer step. FloatingPointError, before it, if the gradient is not finite."""
         ...
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the metrics of the batch prepared last, after all its steps."""
+        """Return the metrics of the last batch, after all its steps."""
         ...
 
     def points(self) -> list[dict[str, float]]:
-        """Return `log_d`, `log_s` and `lag` of some action tokens of that batch, for plots."""
+        """Return `log_d`, `log_s` and `lag` of some action tokens of the last batch, for plots."""
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """Return all that `restore` needs. Its tensors are the live ones."""
+        """Return a state for a checkpoint. The next step changes its tensors."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -81,7 +75,7 @@ class AuditObserver(Protocol):
     def published(self, live: Collection[int]) -> None:
         """Handle that every engine holds the newest version.
 
-        `live` are the versions still needed.
+        `live` are the versions that sampled a token which is still to be trained on.
         """
         ...
 

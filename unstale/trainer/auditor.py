@@ -1,11 +1,12 @@
-"""The audit inside training: a share of every batch is scored again by full copies of its versions.
+"""The audit of a route during training: how wrong are its old log-probabilities?
 
-The copies are the auditor's own, so that an error of the route cannot hide itself.
+The auditor scores a share of every batch again, with full copies of the weights that sampled it. It
+keeps these copies itself, so that an error in the route's copies is found.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -14,17 +15,16 @@ from torch import Tensor
 
 from unstale.algorithms import audit
 from unstale.algorithms.audit import Estimate, Tokens
-from unstale.algorithms.corrections import Control
-from unstale.algorithms.objectives import Surrogate
 from unstale.model.forward import Scored
 from unstale.model.versions import VersionGaps, lag_of
 from unstale.old_logps import OldLogps, has_clean_behavior
 from unstale.old_logps.scoring.scorer import Scorer, Weights
 from unstale.records import Batch, PendingPiece
+from unstale.trainer.local import Rules
 from unstale.weights.recording import Recording, TrainedOn
 
 WINDOW = 4096
-"""Audited tokens for leaks, correlation and agreement: one step has too few."""
+"""Audited tokens, of several steps, for those figures that need more tokens than one step has."""
 MAX_POINTS = 64
 """Most (log D, log S) points kept of one step for plots, evenly spaced over its audited tokens.
 
@@ -36,25 +36,22 @@ TURN = 0.6180339887
 
 
 @dataclass(frozen=True, slots=True)
-class Thresholds:
-    """The run's correction and trust region, to compare their decisions on two old policies."""
-
-    correction: Callable[[Tensor, Batch], Control]
-    surrogate: Callable[[Tensor, Tensor, Batch], Surrogate]
-
-
-@dataclass(frozen=True, slots=True)
 class Audited:
-    """`N` audited action tokens and the decisions on them, `[2, N]`: by `prox`, by true values."""
+    """`N` audited action tokens, and two decisions on each."""
 
     tokens: Tokens
     dropped: Tensor
+    """`[2, N]` bool: whether the correction drops the token, by the route's and by true values."""
     clipped: Tensor
+    """`[2, N]` bool: whether the objective clips the token, by the route's and by true values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """A batch with its true old log-probabilities, and the policy's before the first update."""
+    """A batch with its true old log-probabilities.
+
+    `version` and `logp` are the policy's before the first optimizer step on the batch.
+    """
 
     batch: Batch
     version: int
@@ -62,16 +59,16 @@ class Truth:
     logp: Tensor
     version_gaps: VersionGaps = ()
 
-    def compare(self, prox: Tensor, judge: Thresholds) -> Audited:
-        """Compare with a route's values `[T]`.
+    def compare(self, prox: Tensor, rules: Rules) -> Audited:
+        """Compare a route's old log-probabilities `prox` `[T]` with the true ones.
 
-        Tokens of no version's policy have no truth and are left out. Where they share a unit with
-        others, the decision on the unit uses the route's values for them both times.
+        Tokens without a true value (`has_clean_behavior`) are left out. Where a ratio is aggregated
+        over them and others, both decisions use the route's values for them.
         """
         batch, where = self.batch, has_clean_behavior(self.batch)
         both = (prox, torch.where(where, self.old_logp, prox))
-        dropped = [~judge.correction(old_logp, batch).keep for old_logp in both]
-        clipped = [judge.surrogate(self.logp, old_logp, batch).clipped for old_logp in both]
+        dropped = [~rules.correct(old_logp, batch).keep for old_logp in both]
+        clipped = [rules.surrogate(self.logp, old_logp, batch).clipped for old_logp in both]
         lag = lag_of(batch.version, at=self.version, version_gaps=self.version_gaps)
         tokens = Tokens(
             prox, self.old_logp, self.logp, batch.behavior_logp, lag, batch.sequence, where
@@ -91,9 +88,9 @@ def join(parts: Sequence[Audited]) -> Audited:
 
 
 def figures(audited: Audited, noise: float) -> dict[str, float | None]:
-    """Return the measures of algorithm.md, section 5, with standard errors, by name.
+    """Return the error measures of algorithm.md, section 5, with standard errors, by name.
 
-    A value is None where the data do not determine it.
+    A value is None if there are too few tokens, or the tokens vary too little, to determine it.
     """
     tokens = audited.tokens
     leaks = audit.leaks(tokens, noise=noise)
@@ -121,10 +118,10 @@ def score_truth(scorer: Scorer, batch: Batch) -> Scored:
 
 
 def packing_noise(scorer: Scorer, batch: Batch, logp: Tensor, version: int | None = None) -> float:
-    """Return the root mean square by which log-probabilities depend on packing and cutting.
+    """Return the root mean square change of log-probabilities in another packing.
 
-    `logp` `[T]` is the scorer's own for this batch and version. Some sequences are scored again,
-    each alone and cut in the middle. Never less than the resolution of the numbers.
+    `logp` `[T]` are the scorer's for this batch and version. Some sequences are scored again, each
+    alone and only up to its middle. The result is at least the rounding error of the dtype.
     """
     errors = []
     for number in spread(batch.num_sequences, NOISE_SEQUENCES, turn=0.0):
@@ -150,19 +147,19 @@ def spread(count: int, wanted: int, *, turn: float) -> list[int]:
 
 
 class Auditor:
-    """A measurement of the route on `share` of every batch's sequences.
+    """Measures the route's error on a share of every batch's sequences.
 
-    It also writes the `recording`, if there is one.
+    If `recording` is set, it also writes every version and batch to disk for `unstale audit`.
     """
 
-    def __init__(self, scorer: Scorer, old: OldLogps, judge: Thresholds, *, share: float) -> None:
-        """`scorer` is the auditor's own: no route keeps versions in it."""
+    def __init__(self, scorer: Scorer, old: OldLogps, rules: Rules, *, share: float) -> None:
+        """`scorer` must not be the route's."""
         if share:
             scorer.keep_versions(Copies)
         self.recording: Recording | None = None
         self._scorer = scorer
         self._old = old
-        self._judge = judge
+        self._rules = rules
         self._share = share
         self._window: deque[Audited] = deque()
         self._steps = 0
@@ -179,10 +176,10 @@ class Auditor:
             self._seconds += time.perf_counter() - began
 
     def look(self, batch: Batch, old_logp: Tensor) -> dict[str, float]:
-        """Return metrics of the error of `old_logp` `[T]`, which is empty for an inline route.
+        """Return metrics of the error of the route's `old_logp` `[T]`.
 
-        Called before the first optimizer step on a batch. Values that the data do not determine are
-        left out.
+        Called before the first optimizer step on a batch. For an inline route `old_logp` is empty,
+        and the route is asked here. Figures that the data do not determine are left out.
         """
         self._steps += 1
         scorer = self._scorer
@@ -198,7 +195,7 @@ class Auditor:
         noise = packing_noise(scorer, some, now.logp)
         prox = old_logp[index] if len(old_logp) else self._old.logps(some, now.logp)[0]
         truth = Truth(some, scorer.version, true.logp, now.logp, scorer.version_gaps)
-        audited = truth.compare(prox, self._judge)
+        audited = truth.compare(prox, self._rules)
         found = self._figures(audited, noise)
         costs = scorer.costs()
         seconds, self._seconds = self._seconds + time.perf_counter() - began, 0.0
@@ -211,7 +208,7 @@ class Auditor:
         }
 
     def points(self) -> list[dict[str, float]]:
-        """Return `lag` and the route's and true `log_d` and `log_s` of some tokens, for plots."""
+        """Return `lag`, and `log_d` and `log_s` by the route and by true values, for plots."""
         if not self._window:
             return []
         tokens = self._window[-1].tokens
@@ -242,12 +239,12 @@ class Auditor:
         )
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Read from disk the versions that unconsumed pieces need and the state lacks."""
+        """Read versions from disk that sampled pieces need and the restored state lacks."""
         if self._share:
             self._scorer.recover(past, weights)
 
     def _figures(self, audited: Audited, noise: float) -> dict[str, float]:
-        """Return the error of this step's tokens, and the other measures over the window."""
+        """Return the mean error of this step's tokens, and all other figures over the window."""
         self._window.append(audited)
         while (
             sum(len(part.tokens) for part in self._window) - len(self._window[0].tokens) >= WINDOW
@@ -268,7 +265,7 @@ class Auditor:
 
 
 class Copies:
-    """A full copy of each version's weights. The audit must not rely on the version store."""
+    """Full copies of versions. The audit must find errors of the version store, so it has this."""
 
     encode_s = 0.0
 

@@ -1,57 +1,136 @@
 """The trainer of one process.
 
-    prepare(batch)       old log-probabilities, correction and denominators, before the weights move
-    backward(minibatch)  the gradient of one optimizer step, in microbatches
-    step()               gradient clipping, learning rate, optimizer
+    prepare(batch)       compute old log-probabilities, corrections and denominators
+    backward(minibatch)  compute the gradient of one optimizer step, in microbatches
+    step()               clip the gradient, set the learning rate, change the weights
 
-All of it is synchronous and runs in the trainer's thread. The model runs on its device. Losses are
-formed on the CPU from log-probabilities `[T]`.
+The methods are synchronous and run in the trainer's thread. The loss is computed on the CPU from
+log-probabilities `[T]`, which the model computes on its device.
 """
 
 import copy
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unstale.algorithms.corrections import Control, bounded_exp, check_finite, keep_all
-from unstale.algorithms.objectives import reference_kl
-from unstale.config import TrainerConfig
+from unstale.algorithms import corrections, objectives
+from unstale.algorithms.corrections import Control, bounded_exp
+from unstale.algorithms.objectives import Surrogate
+from unstale.config import CorrectionConfig, ObjectiveConfig, RunConfig, Unit
 from unstale.model.forward import ForwardOptions, Scored
 from unstale.model.policy import Policy
 from unstale.old_logps import OldLogps
 from unstale.records import Batch
 from unstale.trainer.metrics import StepMetrics
 from unstale.trainer.optimizer import lr_factor, make_optimizer
-from unstale.trainer.records import FailedBatch, Minibatch, PreparedBatch, Rules
+from unstale.trainer.records import FailedBatch, Minibatch
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The configured correction of D and objective on S, as functions of log-probabilities `[T]`.
+
+    D = old_logp / behavior_logp and S = logp / old_logp, as ratios of probabilities.
+    """
+
+    correction: CorrectionConfig
+    objective: ObjectiveConfig
+
+    def correct(self, old_logp: Tensor, batch: Batch) -> Control:
+        """Return weights and masks: first the token veto, then the control on each unit's D."""
+        config = self.correction
+        log_d = corrections.log_discrepancy(old_logp, batch.behavior_logp, sampled=batch.sampled)
+        control = corrections.keep_all(batch.sampled)
+        if config.token_veto_threshold:
+            control = corrections.veto(
+                log_d, control, sequence=batch.sequence, below=config.token_veto_threshold
+            )
+        unit_log_d = corrections.aggregate(
+            log_d, _unit_ids(config.unit, batch), sampled=batch.sampled, how=config.aggregate
+        )
+        apply_control = corrections.CONTROLS[config.control]
+        return apply_control(unit_log_d, control, **config.selected_options())
+
+    def surrogate(self, logp: Tensor, old_logp: Tensor, batch: Batch) -> Surrogate:
+        """Return the loss of each token from S of its unit, without weights."""
+        config = self.objective
+        spec = objectives.OBJECTIVES[config.kind]
+        log_s = corrections.log_staleness(
+            logp,
+            old_logp,
+            unit=_unit_ids("sequence" if spec.per_sequence else config.unit, batch),
+            sampled=batch.sampled,
+            how="mean" if spec.per_sequence else config.aggregate,
+        )
+        return spec.surrogate(log_s, batch.advantage, **config.selected_options())
+
+    def norm(self, batch: Batch, keep: Tensor) -> Tensor:
+        """Return 1 / denominator of each token's loss, for the sequences of one optimizer step."""
+        return objectives.token_norm(
+            batch.sampled,
+            keep,
+            sequence=batch.sequence,
+            how=self.objective.loss_aggregation,
+            constant=self.objective.constant,
+        )
+
+    @property
+    def trains_zero_advantage(self) -> bool:
+        """True if a token with advantage 0 can have a gradient."""
+        config = self.objective
+        return (
+            objectives.OBJECTIVES[config.kind].trains_zero_advantage
+            or config.loss_aggregation == "kept"
+            or config.kl_coef > 0
+            or config.entropy_coef > 0
+        )
+
+
+def _unit_ids(unit: Unit, batch: Batch) -> Tensor:
+    return corrections.unit_ids(
+        unit, sequence=batch.sequence, turn=batch.turn, version=batch.version, sampled=batch.sampled
+    )
+
+
+Audit = Callable[[Batch, Tensor], Mapping[str, float]]
+"""Returns metrics of the error of the route's `old_logp` `[T]`, which is empty if it is inline."""
 
 
 class LocalTrainer:
     """A `Trainer` whose model, optimizer and float32 weights are in this process.
 
-    A float32 policy is optimized directly. A bfloat16 policy holds a copy of the float32 weights,
-    cast after every step, so that the forward pass uses what is published. Gradients are summed in
-    float32.
+    A float32 policy is optimized directly. For a bfloat16 policy the optimizer has float32 weights,
+    and every step casts them into the policy. Gradients are summed in float32.
     """
 
     def __init__(
-        self, policy: Policy, config: TrainerConfig, rules: Rules, old: OldLogps, *, num_steps: int
+        self,
+        policy: Policy,
+        config: RunConfig,
+        old: OldLogps,
+        audit: Audit = lambda batch, old_logp: {},
     ) -> None:
-        """Set up the optimizer. `num_steps` is the run's total, for the learning-rate schedule."""
+        """Set up the optimizer. `audit` is called before the first optimizer step on a batch."""
         self.policy = policy
-        self.config = config
-        self.rules = rules
+        self.config = config.trainer
+        self.rules = Rules(config.correction, config.objective)
         self.old = old
-        self.num_steps = num_steps
-        policy.set_forward_options(ForwardOptions.of(config))
+        self.audit = audit
+        self.num_steps = config.steps * config.trainer.minibatches_per_batch
+        self.skips_zero_advantage = not self.rules.trains_zero_advantage
+        """True if passes over sequences in which every advantage is 0 are skipped."""
+        self._temperature = config.engine.temperature
+        policy.set_forward_options(ForwardOptions.of(config.trainer))
         self.steps = 0
         self._forward = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
         self._master = {name: _master(parameter) for name, parameter in self._forward.items()}
-        self.optimizer = make_optimizer(config, list(self._master.values()))
-        self._reference = policy.twin() if rules.objective.kl_coef else None
+        self.optimizer = make_optimizer(self.config, list(self._master.values()))
+        self._reference = policy.twin() if config.objective.kl_coef else None
         self._metrics = StepMetrics()
         self._cpu_s = time.process_time()
         self.failed_batch: FailedBatch | None = None
@@ -70,10 +149,10 @@ class LocalTrainer:
     def weights(self) -> Mapping[str, Tensor]:
         return self.policy.weights()
 
-    def prepare(self, batch: Batch) -> PreparedBatch:
+    def prepare(self, batch: Batch) -> Sequence[Minibatch]:
         """Score a batch and divide it into optimizer steps. ValueError if it has no action token.
 
-        A sequence without gradient counts in the denominators, and is neither scored nor run.
+        Sequences that cannot have a gradient count in the denominators but need no forward pass.
         """
         began = time.perf_counter()
         steps = _divide(batch, self.config.minibatches_per_batch)
@@ -82,7 +161,7 @@ class LocalTrainer:
             action_tokens=int(batch.sampled.sum()),
             tokens_with_gradient=int(batch.select(with_gradient)[0].sampled.sum()),
         )
-        # Without any gradient everything is scored: the route still reports how exact it is.
+        # If no sequence has a gradient, score all: the metrics of the route need some tokens.
         members = with_gradient or list(range(batch.num_sequences))
         scored, index = batch.select(members)
         lag = torch.where(scored.sampled, self.policy.lag(scored.version), -1)
@@ -106,14 +185,11 @@ class LocalTrainer:
                 )
             )
         self._metrics.prepare_s = time.perf_counter() - began
-        self._metrics.extra |= self.rules.audit(scored, old_logp)
-        return PreparedBatch(tuple(minibatches))
+        self._metrics.extra |= self.audit(scored, old_logp)
+        return minibatches
 
     def backward(self, minibatch: Minibatch) -> None:
-        """Add the gradient of the minibatch's loss.
-
-        It does not depend on the microbatches' size.
-        """
+        """Add the gradient of a minibatch's loss, which the microbatches' size does not affect."""
         began = time.perf_counter()
         metrics = self._metrics
         self.failed_batch = FailedBatch("step", minibatch)
@@ -208,9 +284,12 @@ class LocalTrainer:
         self.policy.version_gaps = tuple((first, skipped) for first, skipped in state["jumps"])
 
     def _score_old(self, batch: Batch, lag: Tensor) -> tuple[Tensor, Control]:
-        """Return old log-probabilities and correction. Empty and neutral for an inline route."""
+        """Return old log-probabilities and the correction.
+
+        For an inline route, which is asked in every training pass, they are empty and neutral.
+        """
         if self.old.needs.inline:
-            return torch.empty(0), keep_all(batch.sampled)
+            return torch.empty(0), corrections.keep_all(batch.sampled)
         logp = torch.empty(0)
         if self.old.needs.now:
             scored = self._score(self.policy, batch)
@@ -219,9 +298,10 @@ class LocalTrainer:
         return self._correct(batch, logp, lag)
 
     def _correct(self, batch: Batch, logp: Tensor, lag: Tensor) -> tuple[Tensor, Control]:
-        """Return the route's old log-probabilities and the correction. NonFinite for a bad value.
+        """Return the route's old log-probabilities and the correction.
 
-        `logp` are the current log-probabilities, empty if the route does not need them.
+        `logp` are the current log-probabilities, empty if the route does not need them. NonFinite
+        if a log-probability is NaN or infinite.
         """
         old_logp, exact = self.old.logps(batch, logp)
         if not self.old.needs.inline:
@@ -229,7 +309,7 @@ class LocalTrainer:
             minibatch = Minibatch(batch, old_logp, ones, ones, torch.empty(0), lag)
             self.failed_batch = FailedBatch("old_logps", minibatch)
         _require_finite(batch, behavior_logp=batch.behavior_logp, old_logp=old_logp)
-        control = self.rules.correction(old_logp, batch)
+        control = self.rules.correct(old_logp, batch)
         self._metrics.add_correction(batch, old_logp, control, exact=exact, lag=lag)
         return old_logp, control
 
@@ -242,17 +322,17 @@ class LocalTrainer:
         return policy.score(
             batch,
             batch.sampled,
-            temperature=self.rules.temperature,
+            temperature=self._temperature,
             max_tokens_per_microbatch=self.config.max_tokens_per_microbatch,
         )
 
     def _norm(self, batch: Batch, steps: list[list[int]], keep: Tensor) -> Tensor:
-        """Return 1 / denominator of each token's optimizer step, `[T]` for the whole batch."""
+        """Return one over the denominator of the step that each token belongs to, `[T]`."""
         indices = []
         norms = []
         for sequences in steps:
             part, index = batch.select(sequences)
-            norms.append(self.rules.objective.norm(part.sampled, keep[index], part.sequence))
+            norms.append(self.rules.norm(part, keep[index]))
             indices.append(index)
         norm = torch.cat(norms)
         return norm.new_zeros(len(batch.tokens)).index_put((torch.cat(indices),), norm)
@@ -263,7 +343,7 @@ class LocalTrainer:
         `factor` `[T]` multiplies each token's loss.
         """
         tokens = batch.sampled
-        if self.rules.objective.idle_at_zero:
+        if self.skips_zero_advantage:
             tokens = tokens & (factor != 0) & (batch.advantage != 0)
         return [i for i, (start, end) in enumerate(batch.spans()) if tokens[start:end].any()]
 
@@ -280,21 +360,19 @@ class LocalTrainer:
             factor = control.factor
         else:
             old_logp, factor = minibatch.old_logp[index], minibatch.factor[index]
-        surrogate = objective.surrogate(logp, old_logp, microbatch)
+        surrogate = self.rules.surrogate(logp, old_logp, microbatch)
         loss = (factor * norm * surrogate.loss).sum()
         if objective.kl_coef:
             reference_logp = minibatch.reference_logp[index]
             self._metrics.add_reference((reference_logp - current_logp)[microbatch.sampled])
-            # Tokens are drawn from mu, the KL is of pi: weight by D * S, whatever the correction
-            # drops.
+            # The tokens are drawn from the engine's policy and the KL is of the current one: weight
+            # each token by the ratio of the two, also a token that the correction drops.
             ratio = bounded_exp(current_logp - microbatch.behavior_logp)
-            divergence = reference_kl(logp, reference_logp, sampled=microbatch.sampled)
+            divergence = objectives.reference_kl(logp, reference_logp, sampled=microbatch.sampled)
             loss = loss + objective.kl_coef * (norm * ratio * divergence).sum()
         if objective.entropy_coef:
             loss = loss - objective.entropy_coef * (norm * entropy).sum()
-        self._metrics.add_forward(
-            microbatch, current_logp, old_logp, lag=lag, clipped=surrogate.clipped
-        )
+        self._metrics.add_forward(microbatch, current_logp, old_logp, lag=lag, surrogate=surrogate)
         self._metrics.loss += loss.item()
         return loss
 
@@ -311,7 +389,7 @@ class LocalTrainer:
             measured = self._metrics.entropy_sample(batch.sampled)
         logp, entropy = self.policy.logps_and_entropy(
             run,
-            temperature=self.rules.temperature,
+            temperature=self._temperature,
             where=batch.sampled,
             entropy_sample=None if self.rules.objective.entropy_coef else measured,
         )
@@ -338,7 +416,7 @@ class LocalTrainer:
 
 
 def _select(values: Tensor, index: Tensor) -> Tensor:
-    """Return `values[index]`, or the empty tensor that stands for values that are not known."""
+    """Return `values[index]`, or `values` if it is the empty tensor for unknown values."""
     return values[index] if len(values) else values
 
 
@@ -352,11 +430,11 @@ def _master(parameter: nn.Parameter) -> Tensor:
 def _require_finite(batch: Batch, **logps: Tensor) -> None:
     """Raise NonFinite, with the episode and token, if an action token's value is not finite."""
     episode = torch.tensor(batch.episodes)[batch.sequence]
-    check_finite(logps, batch.sampled, sequence=episode, version=batch.version)
+    corrections.check_finite(logps, batch.sampled, sequence=episode, version=batch.version)
 
 
 def _divide(batch: Batch, num_steps: int) -> list[list[int]]:
-    """Deal sequences with an action token to optimizer steps in turn, which spreads siblings."""
+    """Return the sequences of each optimizer step. Siblings go to different steps if possible."""
     sequences = [
         i for i, (start, end) in enumerate(batch.spans()) if batch.sampled[start:end].any()
     ]

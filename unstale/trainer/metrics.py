@@ -1,29 +1,24 @@
 """Metrics of one batch, over its action tokens.
 
-`log_d = old_logp - behavior_logp` is the discrepancy, `log_s = logp - old_logp` the staleness. A
-figure that no token defines is NaN, so that every name is in every row. docs/metrics.md lists all
-names.
+`log_d` is `old_logp - behavior_logp`, and `log_s` is `logp - old_logp`. A metric without a token is
+NaN, so that every row has every name. docs/metrics.md defines them.
 """
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
 
 import torch
 from torch import Tensor
 
 from unstale.algorithms.corrections import LOG_LIMIT, Control, bounded_exp
+from unstale.algorithms.objectives import Surrogate
 from unstale.records import Batch
 
 MAX_POINTS = 256
 """Points `(log_d, log_s, lag)` kept of one batch for plots, evenly spaced over its tokens."""
 
 ENTROPY_SAMPLE = 1024
-"""Most tokens of a batch for which entropy is computed.
-
-It is costly: it needs all logits of a token.
-"""
-
-_NO_TOKENS = torch.empty(0)
+"""Most tokens of a batch for which entropy is computed: it is costly, as it needs all logits."""
 
 
 class StepMetrics:
@@ -39,7 +34,7 @@ class StepMetrics:
         """Tokens of forward passes for a route that needs current log-probabilities."""
         self.sequence_tokens = 0
         self.forward_tokens = 0
-        """Like `sequence_tokens`, but a prompt that siblings share counts once for each pass."""
+        """Tokens run forward. A prompt that siblings in a pass share counts once."""
         self.microbatches = 0
         self.num_steps = 0
         self.prepare_s = 0.0
@@ -47,53 +42,48 @@ class StepMetrics:
         self.lr = 0.0
         self.loss = 0.0
         self.grad_norms: list[float] = []
-        self._corrected: list[dict[str, Tensor]] = []
-        self._trained: list[dict[str, Tensor]] = []
-        self._reference_ratios: list[Tensor] = []
-        self._entropies: list[Tensor] = []
+        self._values: defaultdict[str, list[Tensor]] = defaultdict(list)
+        """Values of action tokens by name, one tensor for each call that recorded some."""
         self._tokens_run = 0
 
     def add_correction(
         self, batch: Batch, old_logp: Tensor, control: Control, *, exact: Tensor, lag: Tensor
     ) -> None:
         """Record old log-probabilities and the correction of every scored action token."""
-        sampled = batch.sampled
-        self._corrected.append(
-            {
-                "log_d": (old_logp - batch.behavior_logp)[sampled],
-                "lag": lag[sampled],
-                "keep": control.keep[sampled].double(),
-                "weight": control.factor[sampled].double(),
-                "exact": exact[sampled].double(),
-            }
+        self._add(
+            batch.sampled,
+            scored_log_d=old_logp - batch.behavior_logp,
+            scored_lag=lag,
+            keep=control.keep.double(),
+            weight=control.factor.double(),
+            exact=exact.double(),
         )
 
     def add_forward(
-        self, batch: Batch, logp: Tensor, old_logp: Tensor, *, lag: Tensor, clipped: Tensor
+        self, batch: Batch, logp: Tensor, old_logp: Tensor, *, lag: Tensor, surrogate: Surrogate
     ) -> None:
         """Record the action tokens of one forward pass of the loss."""
-        sampled = batch.sampled
-        self._trained.append(
-            {
-                "log_d": (old_logp - batch.behavior_logp)[sampled],
-                "log_s": (logp - old_logp)[sampled],
-                "lag": lag[sampled],
-                "clipped": clipped[sampled].double(),
-            }
+        self._add(
+            batch.sampled,
+            log_d=old_logp - batch.behavior_logp,
+            log_s=logp - old_logp,
+            lag=lag,
+            clipped_low=surrogate.clipped_low,
+            clipped_high=surrogate.clipped_high,
         )
 
     def add_reference(self, log_ratio: Tensor) -> None:
         """Record `reference_logp - logp` of action tokens."""
-        self._reference_ratios.append(log_ratio)
+        self._values["reference_log_ratio"].append(log_ratio)
 
     def add_entropy(self, entropy: Tensor) -> None:
         """Record the entropies of some action tokens, in nats."""
-        self._entropies.append(entropy)
+        self._values["entropy"].append(entropy)
 
     def entropy_sample(self, sampled: Tensor) -> Tensor:
-        """Return `[T]` bool: the action tokens of a forward pass whose entropy is computed.
+        """Choose the action tokens of a forward pass whose entropy is computed (`[T]` bool).
 
-        Over a batch these are every n-th of its tokens with a gradient, at most `ENTROPY_SAMPLE`.
+        Over a batch, every n-th token with a gradient is chosen, at most `ENTROPY_SAMPLE`.
         """
         every = max(1, math.ceil(self.tokens_with_gradient / ENTROPY_SAMPLE))
         positions = sampled.nonzero().squeeze(1)
@@ -105,17 +95,19 @@ class StepMetrics:
     @property
     def kept_share(self) -> float:
         """The share of scored action tokens that the correction kept, 1 before the first."""
-        if not self._corrected:
-            return 1.0
-        return torch.cat([columns["keep"] for columns in self._corrected]).mean().item()
+        keep = self._column("keep")
+        return _mean(keep) if len(keep) else 1.0
 
     def metrics(self) -> dict[str, float]:
         """Return all metrics by name."""
         num_steps = max(1, self.num_steps)
-        corrected = _concatenate(self._corrected, ("log_d", "lag", "keep", "weight", "exact"))
-        trained = _concatenate(self._trained, ("log_d", "log_s", "lag", "clipped"))
-        log_d, log_s = trained["log_d"].double(), trained["log_s"].double()
-        clipped = trained["clipped"].sum().item()
+        column = self._column
+        scored_log_d = column("scored_log_d")
+        log_s = column("log_s").double()
+        log_ds = column("log_d").double() + log_s
+        tokens = max(1, self.tokens_with_gradient)
+        clipped_low = column("clipped_low").sum().item()
+        clipped_high = column("clipped_high").sum().item()
         return {
             "trainer/action_tokens": float(self.action_tokens),
             "trainer/tokens_with_gradient": float(self.tokens_with_gradient),
@@ -127,36 +119,41 @@ class StepMetrics:
             "trainer/update_s": self.update_s,
             "trainer/tokens_per_s": self.sequence_tokens / self.update_s if self.update_s else 0.0,
             "old_logps/prepare_s": self.prepare_s,
-            "old_logps/exact_share": _mean(corrected["exact"]),
-            "correction/kept_share": _mean(corrected["keep"]),
-            "correction/weight_mean": _mean(corrected["weight"]),
-            "correction/d_ess_share": effective_sample_size(corrected["log_d"]),
-            **_kl("correction/kl", corrected["log_d"]),
-            **_log_ratio("correction/log_d", corrected["log_d"], corrected["lag"]),
+            "old_logps/exact_share": _mean(column("exact")),
+            "correction/kept_share": _mean(column("keep")),
+            "correction/weight_mean": _mean(column("weight")),
+            "correction/d_ess_share": effective_sample_size(scored_log_d),
+            **_kl("correction/kl", scored_log_d),
+            **_log_ratio("correction/log_d", scored_log_d, column("scored_lag")),
             "objective/loss": self.loss / num_steps,
-            "objective/clip_share": clipped / max(1, self.tokens_with_gradient),
+            "objective/clip_share": (clipped_low + clipped_high) / tokens,
+            "objective/clip_low_share": clipped_low / tokens,
+            "objective/clip_high_share": clipped_high / tokens,
             "objective/s_ess_share": effective_sample_size(log_s),
             **_kl("objective/kl", log_s),
-            **_log_ratio("objective/log_s", trained["log_s"], trained["lag"]),
-            "policy/entropy_mean": _mean(torch.cat([_NO_TOKENS, *self._entropies])),
-            "policy/ds_ess_share": effective_sample_size(log_d + log_s),
-            **_kl("policy/kl_behavior", log_d + log_s),
-            **_kl("policy/kl_reference", torch.cat([_NO_TOKENS, *self._reference_ratios])),
+            **_log_ratio("objective/log_s", log_s, column("lag")),
+            "policy/entropy_mean": _mean(column("entropy")),
+            "policy/ds_ess_share": effective_sample_size(log_ds),
+            **_kl("policy/kl_behavior", log_ds),
+            **_kl("policy/kl_reference", column("reference_log_ratio")),
             **self.extra,
         }
 
     def points(self) -> list[dict[str, float]]:
         """Return `log_d`, `log_s` and `lag` of at most `MAX_POINTS` tokens."""
-        trained = _concatenate(self._trained, ("log_d", "log_s", "lag"))
-        num_tokens = len(trained["lag"])
-        if not num_tokens:
-            return []
+        columns = {name: self._column(name) for name in ("log_d", "log_s", "lag")}
+        num_tokens = len(columns["lag"])
         chosen = torch.linspace(0, num_tokens - 1, min(MAX_POINTS, num_tokens)).long()
-        log_d, log_s, lag = (trained[name][chosen].tolist() for name in ("log_d", "log_s", "lag"))
-        return [
-            {"log_d": d, "log_s": s, "lag": age}
-            for d, s, age in zip(log_d, log_s, lag, strict=True)
-        ]
+        return [{name: column[i].item() for name, column in columns.items()} for i in chosen]
+
+    def _add(self, sampled: Tensor, **values: Tensor) -> None:
+        for name, tensor in values.items():
+            self._values[name].append(tensor[sampled])
+
+    def _column(self, name: str) -> Tensor:
+        """Return all values recorded under a name, end to end."""
+        recorded = self._values.get(name)
+        return torch.cat(recorded) if recorded else torch.empty(0)
 
 
 def kl_estimates(log_ratio: Tensor) -> tuple[float, float]:
@@ -179,12 +176,6 @@ def effective_sample_size(log_ratio: Tensor) -> float:
     x = log_ratio.double().clamp(-LOG_LIMIT, LOG_LIMIT)
     share = (2 * x.logsumexp(0) - (2 * x).logsumexp(0)).exp() / len(x)
     return share.item()
-
-
-def _concatenate(rows: list[dict[str, Tensor]], names: Sequence[str]) -> dict[str, Tensor]:
-    if not rows:
-        return dict.fromkeys(names, _NO_TOKENS)
-    return {name: torch.cat([row[name] for row in rows]) for name in names}
 
 
 def _mean(values: Tensor) -> float:

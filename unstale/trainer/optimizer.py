@@ -62,7 +62,7 @@ def _optimizer_class(name: str) -> Any:
 def _supports_fused(kind: Any, parameter: Tensor) -> bool:
     """Return True if this class has a fused kernel for the parameter's device.
 
-    Only a step shows it.
+    torch does not list these kernels, so one step on one number is tried.
     """
     probe = nn.Parameter(torch.zeros_like(parameter.detach().flatten()[:1]))
     probe.grad = torch.zeros_like(probe)

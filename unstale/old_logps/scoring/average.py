@@ -10,12 +10,12 @@ from unstale.algorithms import proximal
 
 
 class Average:
-    """A bias-corrected moving average of the weights (arXiv 2110.00641).
+    """A moving average of weights that is not biased to its start (arXiv 2110.00641).
 
         w_k = beta * w_{k-1} + 1 ;   ewma_k = ewma_{k-1} + (theta_k - ewma_{k-1}) / w_k
 
-    It is in float32 or float64: in bfloat16 most updates would be rounded away. `age` is the mean
-    age of the averaged weights, in updates, and tends to beta / (1 - beta).
+    It is in float32 or float64, because bfloat16 would round most updates away. `weight` is w_k,
+    and `age` the mean age of the averaged weights, in updates: it tends to beta / (1 - beta).
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Average:
 
     @torch.no_grad()
     def add(self, theta: Mapping[str, Tensor], *, beta: float) -> None:
-        """Add weights with decay `beta`. The first become the average."""
+        """Add weights with decay `beta`. The first weights become the average."""
         if not self.tensors:
             self.reset(theta)
             return

@@ -1,4 +1,4 @@
-"""Log-probabilities of pieces that were scored before their batch was formed."""
+"""A cache for routes that score sampled pieces before their batch is formed."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -16,10 +16,10 @@ from unstale.records import Batch, PendingPiece
 def score_pieces(
     scorer: Scorer, pieces: Pieces, version: int | None = None
 ) -> tuple[dict[PieceKey, Tensor], int]:
-    """Return log-probabilities of pieces at the weights of `version`, and the tokens forwarded.
+    """Score pieces by the weights of `version`. Also return the number of tokens run forward.
 
-    Pieces of one episode share one sequence, because the longest begins with all the others. The
-    packing does not depend on the order in which the pieces came.
+    All pieces of an episode are scored in one sequence, the longest of their texts, because it
+    begins with the others. The order of `pieces` does not affect the values.
     """
     if not pieces:
         return {}, 0
@@ -42,7 +42,7 @@ def score_pieces(
 
 
 class LogpCache:
-    """A cache of the log-probabilities of scored pieces. Not thread-safe."""
+    """Old log-probabilities of pieces, until their batch reads them. Not thread-safe."""
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
@@ -69,7 +69,7 @@ class LogpCache:
         return [piece for piece in pieces if key_of(piece) not in self._logps]
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None:
-        """Score missing pieces of past versions by their weights from disk."""
+        """Score pieces of past versions that are missing here, by weights from disk."""
         missing = {version: self.missing(pieces) for version, pieces in past.items()}
         if not any(missing.values()):
             return
@@ -78,10 +78,10 @@ class LogpCache:
                 self.score(by_key(pieces), version)
 
     def lookup(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities `[T]`, and where they are known (`[T]` bool); 0 elsewhere.
+        """Return log-probabilities `[T]`, 0 where unknown, and where they are known (`[T]` bool).
 
-        Tokens of the current version that were not scored yet are scored now, while the trained
-        weights still are that version.
+        Tokens of the current version that were not scored yet are scored now, if no optimizer step
+        has changed its weights.
         """
         values = torch.zeros(len(batch.tokens), dtype=self._scorer.dtype)
         known = torch.zeros_like(batch.sampled)
@@ -114,7 +114,7 @@ class LogpCache:
         return values
 
     def keep(self, versions: Collection[int]) -> None:
-        """Drop pieces of all other versions."""
+        """Drop the pieces of all versions but these."""
         self._logps = {key: logp for key, logp in self._logps.items() if key.version in versions}
 
     def take_forward_tokens(self) -> int:

@@ -20,7 +20,7 @@ def key_of(piece: "PendingPiece") -> PieceKey:
 
 
 Pieces = dict[PieceKey, Sequence[int]]
-"""Pieces by key, each with all tokens of its episode up to its own end."""
+"""Pieces to score: by key, the tokens of the episode from its start to the end of the piece."""
 
 
 def by_key(pieces: "Iterable[PendingPiece]") -> Pieces:
@@ -28,7 +28,7 @@ def by_key(pieces: "Iterable[PendingPiece]") -> Pieces:
 
 
 class ScoreQueue:
-    """A queue of pieces of one version. All pieces of an episode are scored in one sequence."""
+    """A queue of the pieces of one version that are to be scored."""
 
     def __init__(self) -> None:
         self._episodes: dict[int, Pieces] = {}
@@ -40,7 +40,10 @@ class ScoreQueue:
         self._episodes.setdefault(key.episode, {})[key] = tokens
 
     def take(self, max_tokens: int) -> Pieces:
-        """Remove pieces for about one forward pass: those of the episodes that waited longest."""
+        """Remove and return pieces for one forward pass, from the episodes that waited longest.
+
+        All pieces of an episode are taken together. One episode may exceed `max_tokens`.
+        """
         taken: Pieces = {}
         for episode, pieces in list(self._episodes.items()):
             length = max(map(len, pieces.values()))

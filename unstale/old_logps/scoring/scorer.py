@@ -1,13 +1,13 @@
-"""Scorers: log-probabilities at the weights of one version, wherever those weights are.
+"""The scorer: log-probabilities at the weights of one version.
 
-Old-log-probability routes and the audit hold a `Scorer` and no model. `LocalScorer` is the one over
-a policy of this process.
+Routes and the audit hold a `Scorer` and no model, so that they need not know where weights are.
 """
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -30,7 +30,7 @@ Weights = Callable[[int], Mapping[str, Tensor]]
 
 
 class WeightStore(Protocol):
-    """Weights of several versions, and one set of tensors that is moved from version to version."""
+    """Weights of several versions, and one set of tensors that is loaded with one of them."""
 
     encode_s: float
 
@@ -69,166 +69,34 @@ class WeightStore(Protocol):
 
 
 MakeStore = Callable[[Mapping[str, Tensor]], WeightStore]
-"""Makes a store that moves the given tensors. A sharded scorer calls it once for each shard."""
+"""Makes a store that loads versions into the given tensors."""
 
 
-class WeightAverage(Protocol):
-    """A moving average of the trained weights, and scoring with it (arXiv 2110.00641)."""
-
-    @property
-    def weight(self) -> float:
-        """The sum of the decayed weights; 0 before the first update."""
-        ...
-
-    @property
-    def age(self) -> float:
-        """The mean age, in updates, of the weights in it."""
-        ...
-
-    @property
-    def bytes(self) -> int: ...
-
-    def update(self, beta: float | None) -> None:
-        """Add the trained weights with decay `beta`.
-
-        None, or the first update, starts anew from them.
-        """
-        ...
-
-    def score(self, batch: Batch | Packed, where: Tensor) -> Scored: ...
-
-    def state(self) -> Mapping[str, Any]: ...
-
-    def restore(self, state: Mapping[str, Any]) -> None: ...
-
-
-class Scorer(Protocol):
-    """Log-probabilities at the weights of one version, wherever those weights are.
-
-    The weights may be in this process, on several ranks or in another process. A scorer is for one
-    consumer: what one route keeps, no other consumer sees. Not thread-safe.
-    """
-
-    @property
-    def version(self) -> int:
-        """The current version: the number of the weights published last."""
-        ...
-
-    @property
-    def at_version(self) -> bool:
-        """True until the first optimizer step after the publication of `version`."""
-        ...
-
-    @property
-    def version_gaps(self) -> VersionGaps: ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The precision of log-probabilities: float32, or float64 for a float64 model."""
-        ...
-
-    @property
-    def max_tokens(self) -> int:
-        """Tokens of one forward pass, unless one sequence is longer."""
-        ...
-
-    @property
-    def model_bytes(self) -> int:
-        """Bytes of one copy of the model."""
-        ...
-
-    def lag(self, version: Tensor) -> Tensor:
-        """Return the staleness of `version`, in batches, for the current version."""
-        ...
-
-    def score(self, batch: Batch | Packed, where: Tensor, version: int | None = None) -> Scored:
-        """Return log-probabilities `[T]` at `where` (`[T]` bool), and 0 elsewhere.
-
-        They are by the kept weights of `version`, or by the current weights if `version` is None.
-        LookupError if the weights of `version` are not kept.
-        """
-        ...
-
-    def score_versions(self, batch: Batch, where: Tensor, *, use_trained: bool = False) -> Scored:
-        """Return the log-probability `[T]` of each token at `where` by its own version's weights.
-
-        These are kept weights. With `use_trained`, tokens of the current version are scored by the
-        trained weights until the next optimizer step.
-        """
-        ...
-
-    def keep_versions(self, make_store: MakeStore | None = None) -> None:
-        """Keep weights of past versions from now on. Called once.
-
-        They are kept in a `VersionStore`, or in a store from `make_store`.
-        """
-        ...
-
-    def put(self) -> None:
-        """Keep the trained weights as the current version."""
-        ...
-
-    def keep(self, live: Collection[int]) -> None:
-        """Drop kept versions that are not in `live`. The newest may stay."""
-        ...
-
-    def recover(self, live: Collection[int], weights: Weights) -> None:
-        """Keep the versions `live`: read from disk those that are missing, and drop all others."""
-        ...
-
-    @contextmanager
-    def reading(self, weights: Weights) -> Iterator[None]:
-        """Score versions that are not kept by weights from disk, until the end of the block."""
-        ...
-
-    def make_average(self) -> WeightAverage:
-        """Return an empty average of the trained weights."""
-        ...
-
-    def weights(self) -> Mapping[str, Tensor]:
-        """Return the trained weights by name, to be copied before the next optimizer step."""
-        ...
-
-    def export(self, folder: Path | str) -> dict[str, Any]:
-        """Save the model without adapters.
-
-        Return arguments of `LocalScorer.load`, as JSON types.
-        """
-        ...
-
-    def costs(self) -> Mapping[str, float]:
-        """Return the costs of kept versions: seconds since the last call, and bytes held."""
-        ...
-
-    def state(self) -> Mapping[str, Any]:
-        """Return the kept versions, for a checkpoint."""
-        ...
-
-    def restore(self, state: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class LocalScorer:
-    """A scorer over a policy of this process.
+class Scorer:
+    """Log-probabilities at the weights of the policy, of its past versions or of averages.
 
     Past versions are scored by one further model, and averages by another. They exist only if the
-    consumer asks for them.
+    consumer asks for them. A scorer is for one consumer: what one route keeps, no other consumer
+    sees. Not thread-safe.
     """
 
     def __init__(self, policy: Policy, temperature: float, max_tokens: int) -> None:
-        """`temperature` is the sampling temperature. `max_tokens` bounds one forward pass."""
+        """`temperature` is the sampling temperature.
+
+        A forward pass has at most `max_tokens` tokens, unless one sequence is longer.
+        """
         self.policy = policy
         self.temperature = temperature
         self.max_tokens = max_tokens
         self.store: WeightStore | None = None
         self._stored: Policy | None = None
-        """The model whose weights the store moves."""
+        """The model that the store loads with one version at a time."""
         self._averaged: Policy | None = None
         """The model that scores for averages."""
-        self._loaded: LocalAverage | None = None
+        self._loaded: WeightAverage | None = None
         """The average that `_averaged` holds."""
-        self._read: _Reader | None = None
+        self._read: Callable[[int], Policy] | None = None
+        """Inside `reading`: returns a model with the weights of a version."""
         self._restore_s = 0.0
 
     @classmethod
@@ -243,10 +111,12 @@ class LocalScorer:
 
     @property
     def version(self) -> int:
+        """The current version: the number of the weights published last."""
         return self.policy.version
 
     @property
     def at_version(self) -> bool:
+        """True until the first optimizer step after the publication of `version`."""
         return self.policy.at_version
 
     @property
@@ -255,19 +125,32 @@ class LocalScorer:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The precision of log-probabilities: float32, or float64 for a float64 model."""
         return wide(self.policy.dtype)
 
     @property
     def model_bytes(self) -> int:
+        """Bytes of one copy of the model."""
         return sum(parameter.nbytes for parameter in self.policy.model.parameters())
 
     def lag(self, version: Tensor) -> Tensor:
+        """Return the staleness of `version`, in batches, for the current version."""
         return self.policy.lag(version)
 
     def score(self, batch: Batch | Packed, where: Tensor, version: int | None = None) -> Scored:
+        """Return log-probabilities `[T]` at `where` (`[T]` bool), and 0 elsewhere.
+
+        They are by the kept weights of `version`, or by the current weights if `version` is None.
+        LookupError if the weights of `version` are not kept.
+        """
         return self._score(self._model(version), batch, where)
 
     def score_versions(self, batch: Batch, where: Tensor, *, use_trained: bool = False) -> Scored:
+        """Return the log-probability `[T]` of each token at `where` by its own version's weights.
+
+        These are kept weights. With `use_trained`, tokens of the current version are scored by the
+        trained weights until the next optimizer step.
+        """
         current = self.version if use_trained and self.at_version else None
         logp = torch.zeros(len(batch.tokens), dtype=self.dtype)
         forward_tokens = 0
@@ -281,16 +164,20 @@ class LocalScorer:
         return Scored(logp, forward_tokens)
 
     def keep_versions(self, make_store: MakeStore | None = None) -> None:
+        """Keep weights of past versions from now on, in a `VersionStore` or a given store."""
         self._stored = self.policy.twin()
         self.store = (make_store or VersionStore)(self._stored.weights())
 
     def put(self) -> None:
+        """Keep the trained weights as the current version."""
         self._require_store().put(self.version, self.policy.weights())
 
     def keep(self, live: Collection[int]) -> None:
+        """Drop kept versions that are not in `live`. The newest may stay."""
         self._require_store().keep(live)
 
     def recover(self, live: Collection[int], weights: Weights) -> None:
+        """Keep the versions `live`: read from disk those that are missing, and drop all others."""
         store = self._require_store()
         store.keep(live)  # first: a dropped version must not count against the memory limit
         for version in sorted(set(live) - set(store.versions)):
@@ -298,21 +185,32 @@ class LocalScorer:
 
     @contextmanager
     def reading(self, weights: Weights) -> Iterator[None]:
-        self._read = _Reader(self.policy.twin(), weights)
+        """Score versions that are not kept by weights from disk, until the end of the block."""
+        model = self.policy.twin()
+
+        @lru_cache(maxsize=1)
+        def read(version: int) -> Policy:
+            model.load_weights(weights(version))
+            return model
+
+        self._read = read
         try:
             yield
         finally:
             self._read = None
 
-    def make_average(self) -> "LocalAverage":
+    def make_average(self) -> "WeightAverage":
+        """Return an empty average of the trained weights."""
         if self._averaged is None:
             self._averaged = self.policy.twin()
-        return LocalAverage(self)
+        return WeightAverage(self)
 
     def weights(self) -> Mapping[str, Tensor]:
+        """Return the trained weights by name, to be copied before the next optimizer step."""
         return self.policy.weights()
 
     def export(self, folder: Path | str) -> dict[str, Any]:
+        """Save the model without adapters. Return arguments of `load`, as JSON types."""
         policy = self.policy
         policy.save(folder, base=True)
         return {
@@ -326,6 +224,7 @@ class LocalScorer:
         }
 
     def costs(self) -> Mapping[str, float]:
+        """Return the costs of kept versions: seconds since the last call, and bytes held."""
         store = self._require_store()
         spent = {
             "restore_s": self._restore_s,
@@ -339,6 +238,7 @@ class LocalScorer:
         return spent
 
     def state(self) -> Mapping[str, Any]:
+        """Return the kept versions, for a checkpoint."""
         return self._require_store().state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -349,17 +249,17 @@ class LocalScorer:
             self.store.close()
 
     def score_average(
-        self, average: "LocalAverage", batch: Batch | Packed, where: Tensor
+        self, average: "WeightAverage", batch: Batch | Packed, where: Tensor
     ) -> Scored:
-        """Score with an average of this scorer's own."""
+        """Score with an average that this scorer made."""
         assert self._averaged is not None
         if self._loaded is not average:
             self._averaged.load_weights(average.tensors)
             self._loaded = average
         return self._score(self._averaged, batch, where)
 
-    def unload(self, average: "LocalAverage") -> None:
-        """Forget that `average` is loaded, because it has changed."""
+    def unload(self, average: "WeightAverage") -> None:
+        """Load `average` again before its next use, because it has changed."""
         if self._loaded is average:
             self._loaded = None
 
@@ -373,7 +273,7 @@ class LocalScorer:
         if version is None:
             return self.policy
         if self._read is not None:
-            return self._read.model(version)
+            return self._read(version)
         store = self._require_store()
         assert self._stored is not None
         began = time.perf_counter()
@@ -382,7 +282,10 @@ class LocalScorer:
         return self._stored
 
     def _shortest_path(self, versions: Collection[int]) -> list[int]:
-        """Sort versions from the end that is nearer to the version that the store is at."""
+        """Sort versions up or down, from the end nearer to the version that the store has loaded.
+
+        Loading a version costs one step for each version in between.
+        """
         path = sorted(versions)
         if path and self.store is not None:
             at = self.store.at
@@ -396,14 +299,15 @@ class LocalScorer:
         return self.store
 
 
-class LocalAverage(Average):
-    """An average of a local scorer's weights."""
+class WeightAverage(Average):
+    """A moving average of the trained weights, and scoring with it."""
 
-    def __init__(self, scorer: LocalScorer) -> None:
+    def __init__(self, scorer: Scorer) -> None:
         super().__init__()
         self._scorer = scorer
 
     def update(self, beta: float | None) -> None:
+        """Add the trained weights with decay `beta`, or start anew from them if it is None."""
         weights = self._scorer.policy.weights()
         if beta is None:
             self.reset(weights)
@@ -417,18 +321,3 @@ class LocalAverage(Average):
     def restore(self, state: Mapping[str, Any]) -> None:
         super().restore(state)
         self._scorer.unload(self)
-
-
-class _Reader:
-    """A model that holds one version at a time, read from disk."""
-
-    def __init__(self, model: Policy, weights: Weights) -> None:
-        self._model = model
-        self._weights = weights
-        self._version: int | None = None
-
-    def model(self, version: int) -> Policy:
-        if version != self._version:
-            self._model.load_weights(self._weights(version))
-            self._version = version
-        return self._model

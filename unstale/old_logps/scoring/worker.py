@@ -1,8 +1,8 @@
 """The process of `old_logit_model`: a loop that reads messages, scores pieces and loads versions.
 
-A version is loaded only once all pieces of the previous one are scored. Pieces of later versions
-wait. Replies are buffered until they are read, so the loop never blocks on them. The process ends
-when the other side closes the connection.
+It scores all pieces of a version before it loads the next. Replies are buffered until the other
+side reads them, so sending never blocks. The process ends when the other side closes the
+connection.
 """
 
 import json
@@ -16,7 +16,7 @@ from safetensors.torch import load as unpack_tensors
 
 from unstale.old_logps.scoring.cache import score_pieces
 from unstale.old_logps.scoring.queue import PieceKey, ScoreQueue
-from unstale.old_logps.scoring.scorer import LocalScorer
+from unstale.old_logps.scoring.scorer import Scorer
 from unstale.weights.child_process import Frames, Header, pack
 
 _READ_BYTES = 1 << 20
@@ -29,11 +29,11 @@ def main(descriptor: int, options: str) -> None:
     # Never closed: the socket then ends with the process, when its exit code exists.
     os.dup(descriptor)
     with socket.socket(fileno=descriptor) as connection:
-        _ScoringWorker(connection, LocalScorer.load(json.loads(options))).serve()
+        _ScoringWorker(connection, Scorer.load(json.loads(options))).serve()
 
 
 class _ScoringWorker:
-    def __init__(self, connection: socket.socket, scorer: LocalScorer) -> None:
+    def __init__(self, connection: socket.socket, scorer: Scorer) -> None:
         connection.setblocking(False)
         self._connection = connection
         self._scorer = scorer
@@ -46,7 +46,7 @@ class _ScoringWorker:
         self._replies = bytearray()
 
     def serve(self) -> None:
-        """Read messages, then run one pass or load one version, until the connection ends."""
+        """Until the connection ends: read messages, then run one pass or load one version."""
         while True:
             busy = bool(self._pieces.get(self._loaded)) or bool(self._versions)
             writing = [self._connection] if self._replies else []
@@ -82,7 +82,7 @@ class _ScoringWorker:
         return bool(data)
 
     def _score(self, queue: ScoreQueue) -> None:
-        """Run about one pass over pieces of the loaded version."""
+        """Score pieces of the loaded version in about one forward pass."""
         logps, forward_tokens = score_pieces(self._scorer, queue.take(self._scorer.max_tokens))
         rows = [[key, logp.tolist()] for key, logp in logps.items()]
         self._reply({"op": "answers", "answers": rows, "forward_tokens": forward_tokens})

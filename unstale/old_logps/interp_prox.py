@@ -1,4 +1,4 @@
-"""`interp_prox_loglinear`: between mu and pi on a logarithmic scale. Costs nothing."""
+"""`interp_prox_loglinear`, `interp_prox_linear`: a mean of log mu and log pi, or of mu and pi."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unstale.config.routes import (
     RouteDocs,
     register_route,
 )
-from unstale.old_logps import Passive
+from unstale.old_logps import OldLogps
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from unstale.records import Batch
 
 
-class InterpProx(Passive):
-    """A point between the engine's policy and the current one (arXiv 2512.06547). Never exact.
+class InterpProx(OldLogps):
+    """A mean of the engine's log-probability and the current one (arXiv 2512.06547). Never exact.
 
-    It is computed again in every training pass. `alpha` is the weight of the current policy. None
-    follows the lag d, (d - 1) / d, and is `fresh` at lag 0.
+    It is computed again in every training pass. `alpha` is the weight of the current policy. If
+    `alpha` is None the weight is (d - 1) / d for a token of lag d, and `fresh` at lag 0.
     """
 
     needs = Needs(inline=True)
@@ -72,11 +72,10 @@ class InterpProxSpec(OldLogpsConfig):
     fresh: Literal["trainer", "behavior"] = "trainer"
     """`interp_prox_*` at lag 0: the log-probability of the trainer, or that of the engine."""
 
+    makes: ClassVar[type[OldLogps]] = InterpProx
     to_free_s: ClassVar = "--old_logps.alpha 0.5"
-
-    @property
-    def needs(self) -> Needs:
-        return InterpProx.needs
+    scale: ClassVar[str]
+    """The function of `unstale.algorithms.proximal` that forms the mean."""
 
     def weight_of_now(self, run: RunConfig) -> float | None:
         bound = run.schedule.staleness_bound
@@ -102,6 +101,12 @@ class InterpProxSpec(OldLogpsConfig):
             d, s = WHOLE_RATIO, ALWAYS_ONE
         return Meaning(symbol, policy, d, s, "nothing")
 
+    def make(self, scorer: Scorer, *, lockstep: bool) -> InterpProx:
+        from unstale.algorithms import proximal
+
+        mix = getattr(proximal, self.scale)
+        return InterpProx(scorer, mix, alpha=self.alpha, fresh=self._fresh)
+
     def _factors(self, a: str, rest: str) -> tuple[str, str, str]:
         """Return the symbol, and the meanings of D and S, for the weights of pi and mu."""
         raise NotImplementedError
@@ -116,6 +121,7 @@ class InterpProxLoglinearSpec(InterpProxSpec):
     """`prox = log mu + alpha (log pi - log mu)`."""
 
     route: str = "interp_prox_loglinear"
+    scale: ClassVar = "loglinear"
 
     docs: ClassVar = RouteDocs(
         policy="a weighted mean of log mu and log pi",
@@ -124,15 +130,33 @@ class InterpProxLoglinearSpec(InterpProxSpec):
         costs="nothing",
         choose="only if no forward pass is affordable",
         report="Approximate. A point between the engine's log-probability and the current policy's "
-        "is taken as old_logp, so at one lag both factors are powers of one ratio and nothing is "
-        "decoupled.",
+        "is taken as old_logp, so at one lag D and S are powers of one ratio and mix numerics with "
+        "staleness.",
     )
 
     def _factors(self, a: str, rest: str) -> tuple[str, str, str]:
         d = f"(pi / mu)^{a}: a power of the whole ratio, nothing is told apart"
         return f"mu^{rest} pi^{a}", d, f"(pi / mu)^{rest}: the other power"
 
-    def make(self, scorer: Scorer, *, lockstep: bool) -> InterpProx:
-        from unstale.algorithms.proximal import loglinear
 
-        return InterpProx(scorer, loglinear, alpha=self.alpha, fresh=self._fresh)
+@register_route
+@dataclass(frozen=True, kw_only=True)
+class InterpProxLinearSpec(InterpProxSpec):
+    """`prox = log((1 - alpha) mu + alpha pi)`."""
+
+    route: str = "interp_prox_linear"
+    scale: ClassVar = "linear"
+
+    docs: ClassVar = RouteDocs(
+        policy="an average of the probabilities mu and pi",
+        exact="no",
+        holds="nothing",
+        costs="nothing",
+        choose="only if no forward pass is affordable; its error is below the log-linear one's",
+        report="Approximate. A mean of the engine's probability and the current policy's is taken "
+        "for that of the weights that sampled, so both factors follow one ratio.",
+    )
+
+    def _factors(self, a: str, rest: str) -> tuple[str, str, str]:
+        d = "a part of pi / mu: nothing is told apart"
+        return f"{rest} mu + {a} pi", d, "the other part of pi / mu"
