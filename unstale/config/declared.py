@@ -31,7 +31,8 @@ def choices(module: str, decorator: str) -> dict[str, frozenset[str]]:
 
 def add_choice(module: str, decorator: str, function: Callable[..., object]) -> None:
     """Make a function of any file a choice of an option."""
-    options = frozenset(inspect.getfullargspec(function).kwonlyargs)
+    parameters = inspect.signature(function).parameters.values()
+    options = frozenset(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
     choices(module, decorator)[function.__name__] = options
 
 
