@@ -24,6 +24,7 @@ from unstale.engines import (
     check_request,
     check_resume,
 )
+from unstale.engines.embedded.worker import READY
 from unstale.engines.registry import EngineOptions, EngineSpec
 from unstale.records import Sampled
 from unstale.weights.child_process import BEAT_S, Bytes, Child, ChildFrozen, Frames, Header, frame
@@ -33,8 +34,6 @@ from unstale.weights.store import Delta
 STEP_S = 0.02
 """Seconds of the event loop's clock between two steps of an engine with `lockstep`."""
 _READ_BYTES = 1 << 20
-_READY = -1
-"""The number of the message that a new process sends when it is ready for commands."""
 _COUNTERS = (
     "sampled_tokens",
     "prefill_tokens",
@@ -170,9 +169,9 @@ class EmbeddedEngine:
             self._child.wait()
         child_class = _LockstepChild if self._options.lockstep else _Child
         self._child = child_class(self._options, self._on_message, self._on_lost)
-        ready = self._expect(self._answers, _READY)
+        ready = self._expect(self._answers, READY)
         await self._child.connect()
-        self._child.listen(_READY)
+        self._child.listen(READY)
         model = await ready
         self.runner = model["runner"]
         self.vocab_size = model["vocab_size"]
@@ -331,7 +330,7 @@ class _LockstepChild(_Child):
     """An engine process whose answers are read with blocking calls."""
 
     poll_s = STEP_S
-    _answered = _READY - 1
+    _answered = READY - 1
 
     async def connect(self) -> None:
         """Do nothing: the socket is connected."""
@@ -350,7 +349,7 @@ class _LockstepChild(_Child):
         while self._answered < number and self.socket.fileno() >= 0:
             for header, _ in self._frames.feed(data):
                 self._on_message(header)
-                self._answered = max(self._answered, header.get("id", _READY))
+                self._answered = max(self._answered, header.get("id", READY))
                 if self._answered >= number:
                     return
             try:

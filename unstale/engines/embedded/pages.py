@@ -199,30 +199,15 @@ def runs(step: Step, pages: Pages, most: int) -> Tensor:
     in the sequence. Runs whose sequences share their first page follow each other, so that the page
     stays in the CPU's cache.
     """
-    num_rows = len(step.rows)
-    parts = [
-        np.stack(
-            [
-                np.arange(num_rows),
-                np.ones(num_rows),
-                step.rows.numpy(),
-                step.positions.numpy()[:num_rows],
-            ]
-        )
-    ]
+    count = len(step.rows)
+    rows = step.rows.numpy()
+    at = step.positions.numpy()[:count]
+    parts = [np.stack([np.arange(count), np.ones(count), rows, at])]
     for chunk, span in step.spans():
         offsets = np.arange(0, chunk.end - chunk.start, most)
         counts = np.minimum(chunk.end - chunk.start - offsets, most)
-        parts.append(
-            np.stack(
-                [
-                    span.start + offsets,
-                    counts,
-                    np.full(len(counts), chunk.slot),
-                    chunk.start + offsets,
-                ]
-            )
-        )
+        slots = np.full(len(counts), chunk.slot)
+        parts.append(np.stack([span.start + offsets, counts, slots, chunk.start + offsets]))
     table = np.concatenate(parts, axis=1).astype(np.int64)
     order = np.argsort(pages.of[table[2], 0], kind="stable")
     return torch.from_numpy(np.take(table, order, axis=1))
@@ -238,7 +223,9 @@ def plan(step: Step, pages: Pages) -> tuple[StepShape, Tensor]:
     wide = tiled(num_rows)
     num_tokens = len(at) - num_rows
     for name, values in (("tokens", step.tokens.numpy()), ("positions", at), ("cells", cells)):
-        fields[name] = _pad_rows_and_chunks(values, num_rows, wide)
+        of_rows = _padded(values[:num_rows], wide)
+        of_chunks = _padded(values[num_rows:], tiled(num_tokens))
+        fields[name] = np.concatenate([of_rows, of_chunks])
     shape = StepShape(wide, len(fields["visible"]), gathered)
     if step.chunks:
         fields |= _blocks(step, pages, start=wide)
@@ -248,25 +235,8 @@ def plan(step: Step, pages: Pages) -> tuple[StepShape, Tensor]:
     return shape, torch.from_numpy(_flat(shape, fields))
 
 
-def _pad_rows_and_chunks(values: Ints, num_rows: int, wide: int) -> Ints:
-    """Pad the rows to `wide`, and the chunks after them to a multiple of `TILE`."""
-    num_tokens = len(values) - num_rows
-    padded = np.zeros(wide + tiled(num_tokens), dtype=np.int64)
-    padded[:num_rows] = values[:num_rows]
-    padded[wide : wide + num_tokens] = values[num_rows:]
-    return padded
-
-
 def _attended(rows: Ints, at: Ints, pages: Pages) -> tuple[dict[str, Ints], bool]:
     """Return the index arrays of the pages that rows attend, and `StepShape.gathered`."""
-    if not len(rows):
-        none = np.zeros(0, dtype=np.int64)
-        return {
-            "page_rows": none,
-            "visible": none,
-            "order": none,
-            "bags": np.zeros(1, dtype=np.int64),
-        }, False
     span = pages.span
     # One element more than slots: pages without an owner have owner -1, which finds the last one.
     row_of = np.full(len(pages.count) + 1, -1, dtype=np.int64)

@@ -9,6 +9,7 @@ import os
 import select
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -25,6 +26,8 @@ from unstale.weights.child_process import Frames, Header, pack
 from unstale.weights.codec import advance, loads
 
 _READ_BYTES = 1 << 20
+READY = -1
+"""The number of the message that a new process sends when it is ready for commands."""
 
 
 def main(descriptor: int, options: str) -> None:
@@ -36,9 +39,9 @@ def main(descriptor: int, options: str) -> None:
     os.dup(descriptor)
     with socket.socket(fileno=descriptor) as connection, torch.inference_mode():
         try:
-            worker = _Worker(connection, wanted)
+            worker = _EngineWorker(connection, wanted)
         except (ValueError, OSError) as error:
-            connection.sendall(pack({"op": "done", "id": -1, "error": str(error)}))
+            connection.sendall(pack({"op": "done", "id": READY, "error": str(error)}))
             return
         worker.serve()
 
@@ -63,7 +66,7 @@ def build_runner(
     )
 
 
-class _Worker:
+class _EngineWorker:
     def __init__(self, connection: socket.socket, options: Mapping[str, Any]) -> None:
         self._connection = connection
         self._options = options
@@ -97,68 +100,53 @@ class _Worker:
         """
         runner = self._batcher.runner
         model = {"runner": runner.name, "vocab_size": runner.vocab_size, "warning": runner.warning}
-        self.send({"op": "done", "id": -1, "error": "", **model})
-        while True:
-            must_step = self._working and not self._lockstep
-            start = perf_counter()
-            readable, _, _ = select.select([self._connection], [], [], 0 if must_step else None)
-            if not must_step:
-                self._idle_s += perf_counter() - start
-            if readable and not self._receive():
-                return
-            if self._working and not self._lockstep and not self._reply(self._batcher.step()):
-                return
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._send({"op": "done", "id": READY, "error": "", **model})
+            while True:
+                must_step = self._working and not self._lockstep
+                start = perf_counter()
+                readable, _, _ = select.select([self._connection], [], [], 0 if must_step else None)
+                if not must_step:
+                    self._idle_s += perf_counter() - start
+                if readable:
+                    data = self._connection.recv(_READ_BYTES)
+                    if not data:
+                        return
+                    for header, body in self._frames.feed(data):
+                        self._handle(header, body)
+                if self._working and not self._lockstep:
+                    self._reply(self._batcher.step())
 
-    def send(self, header: Header) -> bool:
-        """Send a message, and with it the counters since the last message.
-
-        Return False if the connection has ended.
-        """
+    def _send(self, header: Header) -> None:
+        """Send a message, and with it the counters since the last message."""
         counters = {**self._batcher.counters, "idle_s": self._idle_s}
         self._batcher.counters.clear()
         self._idle_s = 0.0
-        try:
-            self._connection.sendall(pack({**header, "counters": counters}))
-        except (BrokenPipeError, ConnectionResetError):
-            return False
-        return True
+        self._connection.sendall(pack({**header, "counters": counters}))
 
-    def _receive(self) -> bool:
-        """Process the messages that have arrived. Return False if the connection has ended."""
-        try:
-            data = self._connection.recv(_READ_BYTES)
-        except ConnectionResetError:
-            return False
-        alive = bool(data)
-        for header, body in self._frames.feed(data):
-            alive = alive and self._handle(header, body)
-        return alive
-
-    def _handle(self, header: Header, body: bytes) -> bool:
+    def _handle(self, header: Header, body: bytes) -> None:
+        """Carry out a command, and acknowledge it if it is not `sample` or `cancel`."""
+        error = ""
         match header["op"]:
             case "sample":
-                self._batcher.submit(SampleRequest(*header["request"]))
-                return True
+                return self._batcher.submit(SampleRequest(*header["request"]))
             case "cancel":
-                self._batcher.cancel(header["id"])
-                return True
+                return self._batcher.cancel(header["id"])
             case "step":
-                finished = self._batcher.step() if self._working else []
-                return self._reply(finished) and self._acknowledge(header)
+                self._reply(self._batcher.step() if self._working else [])
             case "reset":
                 del self._batcher  # frees its memory for the next one
                 self._reset()
-                return self._acknowledge(header)
             case "interrupt":
-                finished = self._batcher.interrupt() if self._running else []
+                self._reply(self._batcher.interrupt() if self._running else [])
                 self._running = False
-                return self._reply(finished) and self._acknowledge(header)
             case "load":
-                return self._acknowledge(header, self._load(header, body))
+                error = self._load(header, body)
             case "resume":
                 self._running = True
-                return self._acknowledge(header)
-        raise ValueError(f"unknown message {header['op']!r}")
+            case unknown:
+                raise ValueError(f"unknown message {unknown!r}")
+        return self._send({"op": "done", "id": header["id"], "error": error})
 
     def _load(self, header: Header, body: bytes) -> str:
         """Load full weights or a delta. Return the error message, empty if there is none."""
@@ -175,14 +163,11 @@ class _Worker:
         self._version = header["version"]
         return ""
 
-    def _acknowledge(self, header: Header, error: str = "") -> bool:
-        return self.send({"op": "done", "id": header["id"], "error": error})
-
-    def _reply(self, finished: list[FinishedReply]) -> bool:
+    def _reply(self, finished: list[FinishedReply]) -> None:
         if not finished:
-            return True
+            return
         replies = [
             [reply.id, reply.tokens, reply.behavior_logp, reply.stop, reply.clean]
             for reply in finished
         ]
-        return self.send({"op": "replies", "version": self._version, "replies": replies})
+        self._send({"op": "replies", "version": self._version, "replies": replies})
