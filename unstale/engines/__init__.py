@@ -38,21 +38,12 @@ class SamplingParams:
             raise ValueError(f"temperature must be >= 0 (0 is greedy), got {self.temperature}")
 
 
-def require_full_support(params: SamplingParams) -> None:
-    """Raise ValueError for `top_p` and `top_k`, whose log-probabilities the trainer cannot compute.
-
-    >>> require_full_support(SamplingParams(max_tokens=8, stop_tokens=(), temperature=0.7))
-    """
-    if params.top_p < 1 or params.top_k > 0:
-        raise ValueError(
-            f"top_p={params.top_p}, top_k={params.top_k} truncate the support: the trainer's "
-            "softmax has full support, so every importance ratio would be biased. "
-            "Use top_p=1 and top_k=0; any temperature is allowed"
-        )
-
-
 def check_request(
-    tokens: Sequence[int], params: SamplingParams, *, max_context: int, vocab_size: int
+    tokens: Sequence[int],
+    params: SamplingParams,
+    *,
+    max_context: int = 1 << 62,
+    vocab_size: int = 0,
 ) -> None:
     """Raise ValueError for a request that no engine can serve. A `vocab_size` of 0 is unknown.
 
@@ -61,7 +52,12 @@ def check_request(
     Traceback (most recent call last):
     ValueError: token ids from 5 to 9, but the model has 0 to 7; does the tokenizer fit the model?
     """
-    require_full_support(params)
+    if params.top_p < 1 or params.top_k > 0:
+        raise ValueError(
+            f"top_p={params.top_p}, top_k={params.top_k} truncate the support: the trainer's "
+            "softmax has full support, so every importance ratio would be biased. "
+            "Use top_p=1 and top_k=0; any temperature is allowed"
+        )
     if not tokens:
         raise ValueError("the context is empty: sample needs at least one token")
     if len(tokens) >= max_context:
@@ -100,7 +96,7 @@ def check_resume(current: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """How one reply is generated, where it differs from the run's defaults."""
+    """The settings of one reply that differ from the run's defaults."""
 
     max_tokens: int = 1 << 30
     chunk: int = 1 << 30

@@ -39,7 +39,7 @@ class _Member:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """How a pool restarts engines that died."""
+    """The rules by which a pool restarts engines that died."""
 
     weights: Callable[[int], Mapping[str, Tensor]] = lambda version: {}
     """Returns the full weights of a version, also if the pool has not loaded that version yet."""

@@ -56,7 +56,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """How to make engines of a backend, and what the backend can do."""
+    """A backend: the function that makes its engines, and what they can do."""
 
     make: Callable[[EngineOptions], Engine]
     """Returns an engine. Raises `ValueError` for options that the backend cannot work with."""

@@ -18,8 +18,8 @@ from unstale.engines import (
     SamplingParams,
     Update,
     check_load,
+    check_request,
     check_resume,
-    require_full_support,
 )
 from unstale.engines.embedded.runner import check_update
 from unstale.records import Sampled
@@ -84,9 +84,7 @@ class ScriptedEngine:
         self._started = True
 
     async def sample(self, tokens: Sequence[int], params: SamplingParams) -> Reply:
-        require_full_support(params)
-        if not tokens:
-            raise ValueError("the context is empty: sample needs at least one token")
+        check_request(tokens, params)
         self._check_alive()
         while not self._open.is_set():
             await self._open.wait()

@@ -59,7 +59,7 @@ class Runner(Protocol):
     name: str
     """The program that computes the model, for messages."""
     warning: str
-    """Why decoding is slow, for the user; empty if it is not."""
+    """The reason why decoding is slow, for the user; empty if it is not."""
     vocab_size: int
 
     def forward(self, step: Step) -> Tensor:
