@@ -61,9 +61,9 @@ def _processor_s() -> float:
 def learnt(runs: Path, seeds: list[int]) -> list[str]:
     """Return a table of the trained policies, one line per seed."""
     lines = [
-        "| seed | base policy | the agent, trained | the desk's own environment, trained | minutes "
-        "| steps | tokens by lag 0 / 1 / 2 | trajectories of several versions | staleness seen / "
-        "bound | commit |",
+        "| seed | base policy | trained with the agent | trained with the built-in environment "
+        "| minutes | steps | tokens by staleness 0 / 1 / 2 | trajectories of several versions "
+        "| staleness measured / bound | commit |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for seed in seeds:
@@ -85,9 +85,9 @@ def learnt(runs: Path, seeds: list[int]) -> list[str]:
 def recorded(runs: Path, seeds: list[int]) -> list[str]:
     """Return a table of the calls in the journals of the agent's runs."""
     lines = [
-        "| seed | episodes trained on | attempts begun again | calls answered | tokens sampled in "
-        "them | with exact old logits | forks | calls that are none, handed out as text | found "
-        "wrong in the journal |",
+        "| seed | episodes trained on | attempts that failed and were retried | calls answered "
+        "| tokens sampled in them | with exact old logits | branches | malformed tool calls, "
+        "returned as text | problems found in the journal |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for seed in seeds:
@@ -125,7 +125,7 @@ def recorded(runs: Path, seeds: list[int]) -> list[str]:
 def pace(runs: Path, turns: int) -> list[str]:
     """Return a table of medians over the timed runs, from the first step's end to the last's."""
     lines = [
-        "| through | steps a minute | sampled tokens a second | processor seconds a step |",
+        "| environment | steps per minute | sampled tokens per second | CPU seconds per step |",
         "|---|---|---|---|",
     ]
     for name in NAMES.values():
@@ -146,24 +146,23 @@ def pace(runs: Path, turns: int) -> list[str]:
 
 def table(runs: Path, chosen: argparse.Namespace, command: str) -> str:
     lines = [
-        f"# An agent of one's own at the retail desk, {date.today()}",
+        f"# An external agent on the retail tasks, {date.today()}",
         "",
-        f"`{command}` at commit {commit()}, {machine()}, {versions()}. `examples/retail_agent.py`, "
-        "which knows nothing but the OpenAI SDK to speak through, trained by the recipe `retail` "
-        "through the endpoint. Success on 256 held-out tasks, the recipe's own, sampled at "
-        "temperature 1; 95% Wilson intervals.",
+        f"`{command}` at commit {commit()}, {machine()}, {versions()}. The recipe `retail` trains "
+        "`examples/retail_agent.py`, which uses only the OpenAI SDK, through the endpoint. Success "
+        "on the recipe's 256 held-out tasks, sampled at temperature 1; 95% Wilson intervals.",
         "",
         *learnt(runs, chosen.seeds),
         "",
-        "Minutes are those of the agent's run, its two evaluations included. The desk's own "
-        "environment on more seeds: `make bench-demo`.",
+        "The minutes are those of the agent's run with its two evaluations. `make bench-demo` runs "
+        "the built-in environment with more seeds.",
         "",
-        "What the journal holds of the agent's calls:",
+        "The agent's calls, counted from the journal:",
         "",
         *recorded(runs, chosen.seeds),
         "",
-        f"What it costs, {chosen.steps} steps of each by turns, medians of {chosen.turns} (both "
-        "processes counted):",
+        f"The cost: {chosen.steps} steps with each in turn, medians of {chosen.turns} runs, with "
+        "the CPU time of both processes:",
         "",
         *pace(runs, chosen.turns),
     ]

@@ -77,10 +77,10 @@ async def agents() -> None:
 
         async def play(asked: dict[str, Any]) -> None:
             try:
-                told = await episode(client, tokenizer, asked)
+                reply = await episode(client, tokenizer, asked)
             except (AssertionError, httpx.HTTPError, KeyError, ValueError) as error:
-                told = {"error": f"{type(error).__name__}: {error}"[:2000]}
-            sys.stdout.write(json.dumps({"number": asked["number"], **told}) + "\n")
+                reply = {"error": f"{type(error).__name__}: {error}"[:2000]}
+            sys.stdout.write(json.dumps({"number": asked["number"], **reply}) + "\n")
             sys.stdout.flush()
 
         async for line in reader:
@@ -174,7 +174,7 @@ def compare(calls: list[Call], record: list[Any], tokenizer: Any, *, tools: bool
 
 
 @dataclass
-class StepMetrics:
+class CallStats:
     """Counts and times of the calls so far."""
 
     first_s: array = field(default_factory=lambda: array("d"))  # type: ignore[type-arg]
@@ -192,7 +192,7 @@ class StepMetrics:
 class Agents:
     """The process of the agents: base URLs go in, results come out."""
 
-    def __init__(self, tally: StepMetrics) -> None:
+    def __init__(self, tally: CallStats) -> None:
         self.tally = tally
         self.tools = list(RetailTasks(level=1).tools)
         self.tokens: dict[int, list[int]] = {}
@@ -211,10 +211,10 @@ class Agents:
     async def listen(self) -> None:
         assert self._process.stdout is not None
         async for line in self._process.stdout:
-            told = json.loads(line)
-            waiting = self._waiting.pop(told["number"])
+            reply = json.loads(line)
+            waiting = self._waiting.pop(reply["number"])
             if not waiting.done():  # its time ran out, which is counted
-                waiting.set_result(told)
+                waiting.set_result(reply)
 
     async def close(self) -> None:
         assert self._process.stdin is not None
@@ -232,14 +232,14 @@ class Agents:
         asked = {"number": seed, "url": base_url, "key": api_key, "messages": begun, "tools": tools}
         self._waiting[seed] = asyncio.get_running_loop().create_future()
         self._process.stdin.write(json.dumps(asked).encode() + b"\n")
-        told = await self._waiting[seed]
-        if "error" in told:
-            raise ValueError(told["error"])
-        for first, whole, tokens in told["calls"]:
+        reply = await self._waiting[seed]
+        if "error" in reply:
+            raise ValueError(reply["error"])
+        for first, whole, tokens in reply["calls"]:
             self.tally.first_s.append(first)
             self.tally.whole_s.append(whole)
             self.tally.tokens += tokens
-        self.tokens[seed] = told["tokens"]
+        self.tokens[seed] = reply["tokens"]
         return 1.0
 
 
@@ -249,7 +249,7 @@ class Bench:
 
     config: Any
     parts: Any
-    tally: StepMetrics
+    tally: CallStats
     clients: Agents
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
@@ -297,7 +297,7 @@ class Bench:
             await asyncio.sleep(2)
 
 
-async def measured(seconds: float, many: int, every_s: float) -> tuple[StepMetrics, dict[str, int]]:
+async def measured(seconds: float, many: int, every_s: float) -> tuple[CallStats, dict[str, int]]:
     """Return the counts and times, and the resources that are left over."""
     config = recipes.retail()
     config = replace(
@@ -307,7 +307,7 @@ async def measured(seconds: float, many: int, every_s: float) -> tuple[StepMetri
         config, rollout=replace(config.rollout, retries=0, timeout_s=120.0, max_failed_share=1.0)
     )
     limit_threads()
-    parts, tally = build_machine(config), StepMetrics()
+    parts, tally = build_machine(config), CallStats()
     engine, clients = parts.generator.engine, Agents(tally)
     bench = Bench(config, parts, tally, clients)
     publisher = DirectPublisher(engine, dtype=DTYPES[config.engine.dtype])
@@ -369,7 +369,7 @@ def slope(memory: list[tuple[int, float, float]], at: int) -> float:
     return linear_regression([calls for calls, *_ in half], [row[at] for row in half]).slope * 1000
 
 
-def table(tally: StepMetrics, left: dict[str, int], command: str, seconds: float) -> str:
+def table(tally: CallStats, left: dict[str, int], command: str, seconds: float) -> str:
     def spread(values: Any) -> str:
         ordered = sorted(values)
         p99 = ordered[int(0.99 * len(ordered))]

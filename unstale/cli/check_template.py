@@ -150,7 +150,7 @@ def stop_tokens_of(folder: Path) -> tuple[int, ...]:
 
 
 def run_checks(chat: Chat, conversations: int) -> list[CheckResult]:
-    """Run every check on the same random conversations."""
+    """Run every check on the same random conversations. Return one result per check."""
     results = {check: CheckResult(name) for name, check in CHECKS.items()}
     for seed in track(range(conversations), "conversations", transient=True):
         messages = generate(chat, random.Random(seed))
@@ -399,7 +399,7 @@ CHECKS: dict[str, Check] = {
 
 
 def _facts(chat: Chat) -> Iterator[tuple[str, str]]:
-    """Yield properties in which templates differ."""
+    """Yield the name and value of each property that was detected in the template."""
     ends = [chat.text([token], whole=True) for token in chat.stop_tokens]
     yield "end of a reply", " or ".join(ends)
     yield "calls", str(chat.call_form)

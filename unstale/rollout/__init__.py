@@ -1,4 +1,4 @@
-"""Rollout: it runs the episodes of engine and environment, and bounds their staleness."""
+"""Rollout: episodes of an engine and an environment, and a bound on the age of their tokens."""
 
 from __future__ import annotations
 

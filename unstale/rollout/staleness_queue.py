@@ -69,7 +69,7 @@ class StalenessQueue:
         }
 
     def restore(self, admitted: int, open_positions: Sequence[int]) -> None:
-        """Restore a queue that had admitted so many groups. Call `readmit` for each open one."""
+        """Restore a queue that had admitted `admitted` groups. Call `readmit` for each open one."""
         self._num_admitted = admitted
         self._unfinished = OrderedDict.fromkeys(sorted(open_positions))
 
@@ -147,7 +147,10 @@ class StalenessQueue:
             )
 
     def release(self) -> None:
-        """Return the tickets of the oldest batch taken, once all engines hold its weights."""
+        """Return the tickets of the oldest batch taken.
+
+        Call it once every engine holds the weights that were trained on this batch.
+        """
         count = min(self._num_unreleased, self.groups_per_step)
         self._num_live -= count
         self._num_unreleased -= count

@@ -92,7 +92,7 @@ class Transcript:
         self._snapshot = record.snapshot if record else None
         self._has_outcome = record is not None and record.outcome is not None
         self._opens_at_reply = is_branch and record is None
-        """A branch is recorded from its first reply on, so that one without replies is not."""
+        """True for a new branch until its first reply: one without replies is not recorded."""
         if not self._opens_at_reply:
             self._open(again=record is not None)
         for branch in record.branches if record else ():
@@ -176,7 +176,7 @@ class Transcript:
             raise NotReplayed(f"{len(self._recorded)} recorded pieces were not requested")
 
     def append(self, piece: Piece) -> None:
-        """Write a new piece and add it."""
+        """Write a new piece to the journal, then add it."""
         if self._opens_at_reply and isinstance(piece, Sampled):
             self._open(again=False)
         self.writer.write_piece(len(self.pieces), piece)

@@ -1,4 +1,4 @@
-"""The recording endpoint: a client of the OpenAI API becomes an agent with recorded tokens.
+"""The recording endpoint: an OpenAI-compatible server that records the tokens of agents.
 
 `conversation` finds the tokens of a call; `schemas` and `wire` check and read requests; `session`
 holds the calls of one episode; `agents` makes trajectories of them; `answers` and `server` are

@@ -52,7 +52,7 @@ class Call:
 
     @cached_property
     def form(self) -> str:
-        """The tools, or the type of a prompt. Histories with different forms share no tokens."""
+        """A text that names the tools or the type of prompt. A branch has calls of one form."""
         first = self.history[0] if self.history else ""
         return json.dumps(self.tools) if self.is_chat else type(first).__name__
 
@@ -84,14 +84,14 @@ class Exchange:
 
 @dataclass(slots=True)
 class Branch:
-    """A sequence of tokens, and the exchanges that it consists of."""
+    """One conversation of an episode: a sequence of tokens, and its exchanges."""
 
     number: int
     form: str
     exchanges: list[Exchange]
     pieces: list[Piece] = field(default_factory=list)
     pending: bool = False
-    """True while a client waits for its answer."""
+    """True while a client waits for the last answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +113,12 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """The branch that answers a call, and the context to append to it before the answer."""
+    """The branch in which a call is answered, and the context to append before the answer."""
 
     branch: Branch
     context: tuple[ContextPiece, ...]
     fork: Match | None = None
-    """Set if the branch is new and others exist: what it shares with its parent."""
+    """What a new branch shares with the branch that it leaves. None if it leaves none."""
     resumed: bool = False
     """True if this continues an answer whose client disconnected."""
 
@@ -161,7 +161,7 @@ class Conversation:
         return Continuation(branch, (*prefix, *context), fork=match)
 
     def add_answer(self, branch: Branch, answer: History, *, ended: bool) -> None:
-        """Record that the pieces added to the branch since `ask` are this answer."""
+        """Record that the pieces which were added to the branch after `ask` are this answer."""
         exchange = branch.exchanges[-1]
         exchange.answer = answer
         exchange.ended = ended
@@ -229,7 +229,7 @@ class Conversation:
 
 
 def _as_context(pieces: Sequence[Piece]) -> tuple[ContextPiece, ...]:
-    """Turn shared pieces into context: they are trained in the parent branch."""
+    """Return pieces of a parent branch as context. Their tokens are trained in the parent."""
     return tuple(
         ContextPiece(piece.tokens, Provenance.FORCED) if isinstance(piece, Sampled) else piece
         for piece in pieces
@@ -287,9 +287,10 @@ def first_difference(one: History, other: History) -> tuple[int, str] | None:
 
 
 def parse_reply(chat: Chat, text: str, *, tools: bool, plain: bool = False) -> HistoryMessage:
-    """Return a reply as a message. A reply with a malformed call is all content.
+    """Return a reply as a message.
 
-    So is every reply with `plain`, and without `tools` only thoughts are not content.
+    Tool calls are content without `tools`, or if one of them is malformed. With `plain`, everything
+    is content.
     """
     if plain:
         return HistoryMessage(Message("assistant", text))

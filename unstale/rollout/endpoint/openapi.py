@@ -14,7 +14,7 @@ _EPISODES: Mapping[str, Schema] = {
     },
     "/v1": {"name": "X-Episode", "in": "header", "schema": {"type": "string"}},
 }
-"""The parameter that names the episode, by the beginning of the path."""
+"""The parameter that names the episode, for each prefix of a path."""
 
 _ERROR = {
     "type": "object",
@@ -85,7 +85,7 @@ def _name(path: str) -> str:
 
 
 def _nullable(schema: Any) -> Any:
-    """Allow null for every optional field, as `require` does."""
+    """Return a schema that also allows null for optional fields, as `require` does."""
     if isinstance(schema, list):
         return [_nullable(each) for each in schema]
     if not isinstance(schema, dict):

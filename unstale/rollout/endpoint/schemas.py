@@ -12,7 +12,7 @@ MAX_CHOICES = 64
 MAX_STOPS = 16
 
 Schema = Mapping[str, Any]
-"""The part of JSON Schema that `require` checks. A refusal contains the `description`."""
+"""A JSON Schema of keywords that `require` checks. A refusal quotes its `description`."""
 
 _ANY: Schema = {}
 _SUPPORT = "it would truncate the support, and the trainer's softmax cannot follow"
@@ -158,7 +158,7 @@ CHAT = _object(
     max_completion_tokens=_integer(1, 1 << 31),
     **_COMMON,
 )
-"""A body of `/v1/chat/completions`."""
+"""The schema of a body of `/v1/chat/completions`."""
 
 COMPLETION = _object(
     ("prompt",),
@@ -175,7 +175,7 @@ COMPLETION = _object(
     suffix=_only("text can only be continued", ""),
     **_COMMON,
 )
-"""A body of `/v1/completions`."""
+"""The schema of a body of `/v1/completions`."""
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "string": (str,),

@@ -86,7 +86,7 @@ class RecordingEndpoint:
         return len(self._sessions)
 
     async def __aenter__(self) -> Self:
-        """Raises OSError if the port is in use."""
+        """Start to serve. Raises OSError if the port is in use."""
         listening = socket.create_server((HOST, self._port), backlog=512)
         # Connections inherit it; without it, an answer waits 40 ms.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -216,7 +216,7 @@ class _Protocol(H11Protocol):
         self._watch()
 
     def _watch(self) -> None:
-        """Run the timer while the head of a request is incomplete."""
+        """Run a timer while the head of a request is incomplete. When it ends, refuse."""
         waiting = self.conn.their_state is h11.IDLE and not self.transport.is_closing()
         if waiting and self._timer is None:
             self._timer = self.loop.call_later(

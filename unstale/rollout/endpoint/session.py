@@ -205,9 +205,9 @@ class AgentSession:
         self.num_replies += replies
 
     def _claim(self, place: Continuation) -> Transcript:
-        """Return the transcript of a new branch: a recorded one that begins equally, or a new one.
+        """Return the transcript of a new branch.
 
-        Only a resumed episode has recorded ones.
+        In a resumed episode this is a recorded one that begins with the same context, if there is.
         """
         matching = [t for t in self._unclaimed if _begins_with(t.all_pieces, place.context)]
         if matching:
@@ -289,7 +289,7 @@ def generation_options(
         return any(stop in text for stop in request.stops)
 
     def find_end(tokens: Sequence[int]) -> int | None:
-        """Return the number of tokens up to a stop text, or None if there is none yet."""
+        """Return the number of tokens that contain the first stop text, or None without one."""
         text = chat.text(tokens)
         if request.stream:
             on_text(text)

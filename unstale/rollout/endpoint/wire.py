@@ -5,6 +5,7 @@ import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any
 
 from unstale.envs import Message, ToolCall
@@ -56,7 +57,7 @@ def load(data: bytes) -> dict[str, Any]:
 
 
 def read_chat(body: Mapping[str, Any], *, temperature: float) -> CompletionRequest:
-    """Check and read a chat request. `temperature` is the run's. Raises `Refused`."""
+    """Check and read a chat request. Raises `Refused`, also for another temperature."""
     require(body, CHAT, "")
     history = tuple(
         _read_message(record, f"messages[{index}]") for index, record in enumerate(body["messages"])
@@ -73,7 +74,7 @@ def read_chat(body: Mapping[str, Any], *, temperature: float) -> CompletionReque
 
 
 def read_completion(body: Mapping[str, Any], *, temperature: float) -> CompletionRequest:
-    """Check and read a request for the completion of a text. Raises `Refused`."""
+    """Check and read a request to continue a text. Raises `Refused` like `read_chat`."""
     require(body, COMPLETION, "")
     prompt = body["prompt"]
     if isinstance(prompt, list) and isinstance(prompt[0], str | list):
@@ -187,16 +188,12 @@ def chat_logprobs(tokens: Sequence[tuple[str, float]]) -> dict[str, Any]:
 
 def text_logprobs(tokens: Sequence[tuple[str, float]]) -> dict[str, Any]:
     """Return the log-probabilities of a completed text."""
-    offsets = []
-    length = 0
-    for text, _ in tokens:
-        offsets.append(length)
-        length += len(text)
+    texts = [text for text, _ in tokens]
     return {
-        "tokens": [text for text, _ in tokens],
+        "tokens": texts,
         "token_logprobs": [_finite(logp) for _, logp in tokens],
         "top_logprobs": None,
-        "text_offset": offsets,
+        "text_offset": list(accumulate(map(len, texts), initial=0))[:-1],
     }
 
 
