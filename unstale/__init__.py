@@ -1,8 +1,8 @@
-"""Asynchronous RL for language-model agents in which off-policy correction means what it says.
+"""Asynchronous RL for language-model agents, with exact log-probabilities of stale tokens.
 
-`unstale.train(unstale.recipes.retail())` is the short way in; the data path is in
+`unstale.train(unstale.recipes.retail())` trains the demo. The training loop is in
 `unstale/loop.py`. Names are imported when first used, so that `import unstale` and the command
-line's `--help` stay quick.
+line's `--help` are quick.
 """
 
 import os

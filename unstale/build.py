@@ -56,25 +56,25 @@ from unstale.weights.recording import RECORDED, Recording
 from unstale.weights.store import VersionStore
 
 MAX_SKIPPED = 100_000
-"""Number of skipped tasks in a row after which no usable tasks are assumed to be left."""
+"""Tasks skipped in a row after which no usable task is assumed to be left."""
 
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """The parts of a run that sample and train; they need no run folder."""
+    """The components of a run that sample and train. They do not need a run folder."""
 
     policy: Policy
     taskset: Taskset
     generator: Generator
     scorer: Scorer
-    """The scorer of the route."""
+    """The scorer that the route uses."""
     old: OldLogps
     auditor: Auditor
     trainer: LocalTrainer
 
 
 def build_machine(config: RunConfig, engine: Engine | None = None) -> Components:
-    """Return the components of a run; `engine` replaces the configured one.
+    """Return the components of a run. `engine` is used instead of the configured one if given.
 
     Raises `ConfigError` for every mistake that can be found without starting the engine.
     """
@@ -89,7 +89,7 @@ def build_machine(config: RunConfig, engine: Engine | None = None) -> Components
 def build_sampler(
     config: RunConfig, engine: Engine | None = None
 ) -> tuple[Policy, Taskset, Generator]:
-    """Return the parts that sample. Raises `ConfigError` like `build_machine`."""
+    """Return the policy, the task set and the generator. Raises `ConfigError` for wrong options."""
     policy = load_policy(config)
     taskset = build_taskset(config.task)
     build_rollout(config, taskset)  # raises ConfigError if a requirement is missing
@@ -99,7 +99,7 @@ def build_sampler(
 def build_trainer(
     config: RunConfig, policy: Policy, scorer: Scorer
 ) -> tuple[LocalTrainer, Auditor]:
-    """Return the trainer and its audit. The caller must close the trainer's route."""
+    """Return the trainer and its audit. The caller must close the route, `trainer.old`."""
     old = build_old_logps(config.old_logps, scorer, lockstep=config.deterministic)
     rules = Rules(config.correction, config.objective)
     auditor = Auditor(build_scorer(config, policy), old, rules, share=config.audit.share)
@@ -112,7 +112,7 @@ def build_advantage(config: AdvantageConfig) -> Callable[[Sequence[Group]], list
 
 
 def build_scorer(config: RunConfig, policy: Policy) -> Scorer:
-    """Return a scorer. Each consumer needs its own."""
+    """Return a scorer of the policy. It has state: route and audit need one each."""
     return Scorer(policy, config.engine.temperature, config.trainer.max_tokens_per_microbatch)
 
 
@@ -191,7 +191,7 @@ def build(
 
 @dataclass(frozen=True, slots=True)
 class _Listeners:
-    """The objects that are notified of the pieces and failures of episodes."""
+    """The objects that are notified of new tokens and of failed or restarted episodes."""
 
     old: OldLogps
     pending: PendingPieces
@@ -262,7 +262,7 @@ def build_checkpoints(config: RunConfig, machine: Components, run: Path) -> Chec
 
 
 def build_queue(config: ScheduleConfig, life: ResumeState) -> StalenessQueue:
-    """Return the queue, with the groups of a resumed run."""
+    """Return the queue. In a resumed run it holds the groups that were unfinished."""
     queue = StalenessQueue(
         max_staleness=config.max_staleness,
         groups_per_step=config.groups_per_step,
@@ -275,7 +275,9 @@ def build_queue(config: ScheduleConfig, life: ResumeState) -> StalenessQueue:
 def training_requests(
     taskset: Taskset, seed: int, life: ResumeState, *, skipped: Collection[str]
 ) -> Iterator[GroupRequest]:
-    """Yield groups of training tasks from the run's position on, without `skipped` tasks.
+    """Yield requests for groups of episodes, one for each training task that is not `skipped`.
+
+    A resumed run continues where it stopped.
 
     Stops after `MAX_SKIPPED` skipped tasks in a row.
     """
@@ -292,7 +294,7 @@ def training_requests(
 
 
 def shares_deltas(config: RunConfig) -> bool:
-    """Return True if the deltas that the route keeps are those that an engine loads."""
+    """Return True if engines can load the weight deltas that the route keeps for itself."""
     same_precision = config.engine.dtype == config.trainer.dtype
     return config.old_logps.shares_deltas and (same_precision or config.trainer.lora_rank > 0)
 
@@ -310,7 +312,7 @@ def build_generator(
 
 
 def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
-    """Return a pool of the configured engines; with `merging`, they load adapters."""
+    """Return a pool of the configured engines. With `merging`, they load LoRA adapters."""
     options = config.engine
     spec = engine_spec(options.backend)
     if spec.needs_urls and not options.urls.split():
@@ -341,7 +343,7 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
 def build_rollout(
     config: RunConfig, taskset: Taskset, *, on_event: Callable[..., None] = lambda kind, **_: None
 ) -> Callable[..., Rollout]:
-    """Return the class or function that makes rollouts; external agents share one endpoint."""
+    """Return a function that makes rollouts. Those of external agents share one HTTP endpoint."""
     if not isinstance(taskset, ExternalAgent):
         return Rollout
     if config.deterministic:
@@ -358,6 +360,9 @@ def build_rollout(
 
 
 def build_old_logps(config: OldLogpsConfig, scorer: Scorer, *, lockstep: bool = False) -> OldLogps:
-    """Make the route. With `lockstep` nothing depends on the speed of another process."""
+    """Return the route to old log-probabilities.
+
+    `lockstep` waits for the route's own process, so that results do not depend on its speed.
+    """
     route: OldLogps = config.make(scorer, lockstep=lockstep)
     return route

@@ -1,9 +1,9 @@
-"""Audit of all routes on one recorded run, with the same tokens and weights for each.
+"""Measure the error of every route to old log-probabilities on the tokens of one recorded run.
 
-The versions are replayed in order. Each route gets the calls of a run (publication, pieces, idle
-time, closing, optimizer steps) and returns values for the batch trained at that version. The true
-values are scored with the recorded weights. A recording lacks the weights between optimizer steps
-of one batch and the arrival times of pieces, so `eager` gets all the idle time it can use.
+The recorded weight versions are loaded in order. At each version a route gets the calls that a run
+would make, and returns old log-probabilities for the batch trained there. The error is the distance
+to the log-probabilities under the weights that sampled each token, which are recorded. A recording
+does not tell when tokens arrived, so the route `eager` gets all the idle time it can use.
 """
 
 import time
@@ -52,7 +52,7 @@ from unstale.trainer.local import Rules
 from unstale.weights.recording import RECORDED, Recorded
 
 POINTS = 400
-"""(log D, log S) points kept of each route."""
+"""Tokens per route whose ratios are kept for plots, as a pair (log D, log S)."""
 
 
 def audit(
@@ -62,7 +62,9 @@ def audit(
     alphas: Sequence[float] = (0.5,),
     console: Console | None = None,
 ) -> Row:
-    """Audit `routes` (all if empty) on a recorded run. `alphas` add rows with a constant alpha.
+    """Measure `routes`, or all if empty, on a recorded run.
+
+    `alphas` are additional settings of the routes `interp_prox_*`, which mix by a constant alpha.
 
     Writes `audit.json`, `audit.md` and the report, and returns the content of `audit.json`. Raises
     `ConfigError` if the run was not recorded.
@@ -105,10 +107,10 @@ def audit(
 def variants(
     own: OldLogpsConfig, names: Sequence[str], alphas: Sequence[float]
 ) -> list[OldLogpsConfig]:
-    """Return settings to audit of the routes in `names`; empty takes all routes.
+    """Return the settings of the routes to measure; without `names`, of all routes.
 
-    The run's own route has the run's options, and others have their defaults. Some routes add
-    further settings, such as each of `alphas`.
+    The route that the run used keeps the run's options, and other routes have their defaults.
+    Some routes add further settings, such as one for each of `alphas`.
     """
     for name in names:
         if name not in routes():
@@ -122,7 +124,7 @@ def variants(
 
 
 def segments(batch: Batch) -> Iterator[PendingPiece]:
-    """Iterate over the sampled pieces of a batch: maximal runs of one version inside a turn."""
+    """Yield the sampled tokens of a batch in pieces: runs of tokens of one turn and version."""
     keys = torch.stack([batch.turn, batch.version, batch.clean.long(), batch.provenance])
     for episode, (start, end) in zip(batch.episodes, batch.spans(), strict=True):
         episode_keys = keys[:, start:end]
@@ -145,7 +147,7 @@ def segments(batch: Batch) -> Iterator[PendingPiece]:
 
 @dataclass(slots=True)
 class Spent:
-    """The costs of a route: the seconds of its calls, and those that it reports."""
+    """The costs of a route: the seconds of calls to it, and the figures that it reports."""
 
     seconds: float = 0.0
     summed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -169,16 +171,16 @@ class Spent:
 class Replay:
     """A recorded run that is replayed for one route after the other.
 
-    `policy` gets the weights of each version.
+    `policy` holds the weights of the version that the replay has reached.
     """
 
     recorded: Recorded
     policy: Policy
     rules: Rules
     truths: dict[int, list[Truth]]
-    """The batches by the version that they were trained at."""
+    """Version of the policy -> batches that were trained on with it."""
     now: dict[int, tuple[float, int]]
-    """By version: seconds and forward tokens to score its batches with the current weights."""
+    """Version -> seconds and forward tokens to score its batches with the weights of then."""
     pieces: dict[int, list[PendingPiece]]
     noise: float
 
@@ -191,7 +193,7 @@ class Replay:
         rules: Rules,
         advance: Callable[[], None],
     ) -> "Replay":
-        """Score the true values once, for all routes."""
+        """Score every token under the weights that sampled it, once for all routes."""
         policy = scorer.policy
         noise = 0.0
         truths: dict[int, list[Truth]] = defaultdict(list)
@@ -222,16 +224,16 @@ class Replay:
 
     @property
     def in_order(self) -> list[Truth]:
-        """The batches in the order of training."""
+        """All batches in the order of training."""
         return [truth for version in sorted(self.truths) for truth in self.truths[version]]
 
     @property
     def path(self) -> list[int]:
-        """The versions up to the last that a batch was trained at."""
+        """The published versions, up to the last one that a batch was trained with."""
         return [version for version in self.recorded.versions if version <= max(self.truths)]
 
     def play(self, old: OldLogps, *, advance: Callable[[], None]) -> Row:
-        """Return the measures and costs of a route, and close it."""
+        """Replay the run for a route and close it. Return its errors and costs."""
         spent = Spent()
         audited: list[Audited] = []
         claims: list[Tensor] = []
@@ -256,7 +258,7 @@ class Replay:
         return self._row(join(audited), claims, spent)
 
     def _arrive(self, old: OldLogps, version: int, spent: Spent) -> None:
-        """Publish the policy as `version`, and give the route all pieces sampled from it."""
+        """Load a version, and give the route all tokens sampled from it."""
         self.policy.load_weights(self.recorded.weights(version))
         self.policy.version = version
         later = [
@@ -319,7 +321,7 @@ class Replay:
         }
 
     def facts(self) -> Row:
-        """Return the facts that hold for every route."""
+        """Return the figures that do not depend on the route."""
         truths = self.in_order
         tokens = join([truth.compare(truth.old_logp, self.rules) for truth in truths]).tokens
         chosen = spread(len(tokens), POINTS, turn=0.0)
@@ -358,7 +360,7 @@ def _about(result: Row) -> str:
 
 
 def _table(result: Row) -> Table:
-    """Return the main columns for a terminal; `audit.md` has all, with standard errors."""
+    """Return a table of the main columns. `audit.md` has all columns, with standard errors."""
     table = Table(
         title=f"old logits of {result['run']} against full copies", box=SIMPLE, padding=(0, 1, 0, 0)
     )

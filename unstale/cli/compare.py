@@ -48,7 +48,7 @@ SHARED = (
     "schedule.groups_per_step",
     "schedule.group_size",
 )
-"""Options that all arms share, like those of `eval`, so that the runs are comparable."""
+"""Options that an arm cannot change, so that runs are comparable. Options of `eval` cannot too."""
 
 ON_CORES = (
     "import os, sys; os.sched_setaffinity(0, map(int, sys.argv[1].split(','))); "
@@ -57,7 +57,7 @@ ON_CORES = (
 """Program that executes a command on the given cores. A run takes its thread counts from them."""
 
 GRACE_S = 90.0
-"""Seconds that a run has for its last checkpoint after Ctrl-C."""
+"""Seconds that a run has after Ctrl-C to write its last checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Arm:
 
 @contextmanager
 def _naming(arm: str) -> Iterator[None]:
-    """Begin the message of a `ConfigError` with the name of an arm."""
+    """Add the name of an arm to the message of a `ConfigError` that is raised inside."""
     try:
         yield
     except ConfigError as error:
@@ -109,7 +109,7 @@ def _naming(arm: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A planned run of one arm and seed. `values` are the options that give `config`."""
+    """A planned run of one arm and seed. `config` is the recipe with the options in `values`."""
 
     arm: str
     values: Mapping[str, Any]
@@ -125,7 +125,7 @@ class Planned:
 
     @property
     def words(self) -> list[str]:
-        """The arguments of `unstale` that train it."""
+        """The arguments of `unstale` that start this run."""
         options = [f"--{name}={_word(value)}" for name, value in self.values.items()]
         return ["train", self.config.recipe, *options]
 
@@ -149,13 +149,13 @@ class ComparisonPlan:
     folder: Path
     runs: tuple[Planned, ...]
     warnings: Mapping[str, Sequence[str]]
-    """Linter warnings by arm."""
+    """Name of an arm -> warnings of the linter about its configuration."""
 
 
 def plan(
     arms: Sequence[Arm], seeds: int, *, recipe: str, values: Mapping[str, Any]
 ) -> ComparisonPlan:
-    """Plan all runs of a recipe and check their configurations.
+    """Return all runs of a comparison, with configurations that the linter accepts.
 
     All arms have the options in `values` and train the same number of steps, without the recipe's
     limit in minutes. If the recipe evaluates only at start and end, the runs are evaluated eight
@@ -241,7 +241,7 @@ def compare(
 
 
 def _shares(jobs: int) -> list[tuple[int, ...]]:
-    """Return the cores of each job. A single job is not pinned, so its entry is empty."""
+    """Return the CPU cores of each job. One job alone may use all cores: its entry is empty."""
     if jobs == 1:
         return [()]
     if not hasattr(os, "sched_setaffinity"):
@@ -254,7 +254,7 @@ def _shares(jobs: int) -> list[tuple[int, ...]]:
 
 
 def _holds(run: Planned) -> bool:
-    """Return True if the folder holds this run, finished.
+    """Return True if the folder holds this run and it has finished.
 
     Raise ConfigError if it holds a run of another configuration.
     """
@@ -290,7 +290,7 @@ def _remember(plan: ComparisonPlan, command: str) -> None:
 
 
 class _Launcher:
-    """A launcher of runs, one at a time on each share of the cores. It prints the progress."""
+    """A launcher of runs. Each share of the cores has one run at a time. Prints the progress."""
 
     def __init__(
         self, plan: ComparisonPlan, console: Console, *, shares: Sequence[Sequence[int]], lock: int
@@ -390,7 +390,7 @@ class _Launcher:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Interrupt a run so that it writes a checkpoint. Kill its process group after `GRACE_S`."""
+    """Interrupt a run, which then writes a checkpoint. Kill its process group after `GRACE_S`."""
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGINT)
         try:

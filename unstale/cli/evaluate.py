@@ -69,9 +69,9 @@ async def running_generator(
     *,
     on_event: Callable[..., None] = lambda kind, **_: None,
 ) -> AsyncIterator[Generator]:
-    """Start the generator's engine with the policy's weights.
+    """Start the generator's engine with the policy's weights, and close it at the end.
 
-    It restarts when it dies, as in a run.
+    The engine is restarted if it crashes, at most `engine.restarts` times.
     """
     recovery = Recovery(lambda version: policy.weights(), config.engine.restarts, on_event)
     engine = supervise(generator.engine, recovery)
@@ -88,7 +88,7 @@ async def running_generator(
 def run_until_complete(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine and return its result.
 
-    Raises its `ConfigError`, and `RunFailed` for any other error.
+    A `ConfigError` of the coroutine is raised as it is, any other error as `RunFailed`.
     """
 
     async def main() -> T:

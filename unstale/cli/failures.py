@@ -1,4 +1,4 @@
-"""Failures of a command, and how they end the process."""
+"""The failure of a run, and the exit of a command with an error message."""
 
 import sys
 from typing import NoReturn

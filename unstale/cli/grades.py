@@ -1,8 +1,8 @@
 """Compute avg@k and pass@k over several attempts at each held-out task, with 95% intervals.
 
-Attempts at one task are correlated, so intervals are over tasks, each with one value from 0 to 1.
-The interval is Wilson's if all values are 0 or 1, or if all are equal, where a bootstrap would have
-no width. Otherwise it is a bootstrap over tasks.
+Attempts at one task are correlated, so each task counts as one value from 0 to 1. The interval is
+a bootstrap over tasks. It is Wilson's if all values are 0 or 1, or if all are equal, because a
+bootstrap of equal values has no width.
 """
 
 import math
@@ -30,7 +30,7 @@ class TaskMean:
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """The number of successes of each held-out task, and of failed episodes in all."""
+    """The number of successful attempts at each task, and the total of failed episodes."""
 
     successes: tuple[int, ...]
     attempts: int = 1
@@ -38,7 +38,7 @@ class EvalResult:
 
     @classmethod
     def of(cls, graded: Sequence[bool | None], attempts: int) -> "EvalResult":
-        """Count successes. Attempts at one task are adjacent in `graded`."""
+        """Count the successes in `graded`, where `attempts` adjacent values belong to one task."""
         successes = (
             graded[at : at + attempts].count(True) for at in range(0, len(graded), attempts)
         )
@@ -62,7 +62,7 @@ class EvalResult:
 
     @property
     def average(self) -> TaskMean:
-        """Return avg@k over all attempts, the mean success of an attempt."""
+        """Return avg@k, the mean success rate of an attempt."""
         return mean_over_tasks([count / self.attempts for count in self.successes])
 
     def passed(self, k: int) -> TaskMean:
@@ -86,7 +86,7 @@ def pass_at(k: int, *, attempts: int, successes: int) -> float:
 
 
 def mean_over_tasks(values: Sequence[float]) -> TaskMean:
-    """Return the mean of one number per task, each between 0 and 1."""
+    """Return the mean and interval of `values`, one per task and each between 0 and 1."""
     value = sum(values) / len(values)
     if len(set(values)) == 1 or set(values) <= {0.0, 1.0}:
         return TaskMean(value, *wilson(value, len(values)), "Wilson")

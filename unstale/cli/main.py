@@ -30,9 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the verb's arguments; `values` are the recipe's options, `given` all words.
+    """Return the verb and its arguments.
 
-    Raises `ConfigError` for words that are no arguments of the verb.
+    `values` are the options of the recipe by name, and `given` all words of the command. Raises
+    `ConfigError` for a word that the verb does not take.
     """
     parser, verbs = _make_parser()
     words = list(arguments)
@@ -53,7 +54,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argparse parser that raises `ConfigError`."""
+    """An argparse parser that raises `ConfigError` where argparse would exit."""
 
     def __init__(self, **options: Any) -> None:
         defaults = {
@@ -64,7 +65,7 @@ class _Parser(argparse.ArgumentParser):
 
     @property
     def option_strings(self) -> list[str]:
-        """The verb's own options and, if it has a recipe, those of the configuration."""
+        """The options of the verb, with those of the configuration if it takes a recipe."""
         own = [word for action in self._actions for word in action.option_strings]
         of_recipe = [f"--{name}" for name in option_names()]
         return own + of_recipe if self.get_default("takes_options") else own
@@ -74,7 +75,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _make_parser() -> tuple[_Parser, dict[str, _Parser]]:
-    """Return the parser of all verbs, and the parser of each."""
+    """Return the parser of the command line, and the parser of each verb by name."""
     parser = _Parser(
         prog="unstale", description="Asynchronous reinforcement learning for LLM agents."
     )

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 
 SWITCH_INTERVAL_S = 1e-4
-"""Seconds after which a thread yields the interpreter. With Python's default of 5 ms the trainer,
-which needs it after every torch operation, loses a third of its speed beside agents."""
+"""Seconds after which a thread must release Python's global lock. The trainer needs the lock after
+every torch operation: with Python's default of 5 ms it is a third slower while agents run."""
 
 YOUNG_OBJECTS = 100_000
 """Objects allocated between two garbage collections. Python's default of 700 costs a quarter of
@@ -27,7 +27,7 @@ def limit_threads() -> None:
 
 @contextmanager
 def rare_garbage_collection() -> Iterator[None]:
-    """Collect garbage cycles rarely, and never among the objects that exist already.
+    """Collect reference cycles rarely, and never search the objects that exist already.
 
     A collection visits every object of torch and transformers: about 0.25 s with the trainer and
     the event loop stopped. A run creates few cycles: none per episode, 14 small objects per

@@ -17,7 +17,9 @@ def option_names() -> list[str]:
 
 
 def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return the words that are no options of a recipe, and the values of its options by name.
+    """Split a command into the options of its recipe, by name, and all other words.
+
+    Returns the other words first.
 
     >>> split_options(["train", "retail", "--trainer.lr=1e-5", "--steps", "3"])
     (['train', 'retail'], {'trainer.lr': 1e-05, 'steps': 3})
@@ -41,7 +43,7 @@ def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def refuse_unknown(word: str, known: Sequence[str] = ()) -> NoReturn:
-    """Raise `ConfigError` for a word that is no option, with its new name or similar ones."""
+    """Raise `ConfigError` for an unknown word. The message has its new name or similar names."""
     name = word.partition("=")[0]
     refuse_renamed(name.removeprefix("--").replace("-", "_"), "command line")
     known = known or [f"--{each}" for each in option_names()]
@@ -49,7 +51,7 @@ def refuse_unknown(word: str, known: Sequence[str] = ()) -> NoReturn:
 
 
 def file_values(chosen: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of the file and of the command line, which wins, by name."""
+    """Return the options, by name, of the TOML file and the command line. The latter wins."""
     from_file = read_toml(chosen.config) if chosen.config else {}
     return {**from_file, **chosen.values}
 
@@ -73,7 +75,7 @@ def configure_recipe(recipe: str | None, values: Mapping[str, Any]) -> RunConfig
 
 
 def options_help(words: Sequence[str], values: dict[str, Any]) -> str:
-    """Return the help of the options that the recipe reads, with its values, by section."""
+    """Return the help of the options that a recipe reads, by section, with their values now."""
     recipe = next((word for word in words if word in RECIPES), None)
     config = override(RECIPES[recipe]() if recipe else RunConfig(recipe=""), values)
     lines = [f"options of {recipe or 'a recipe'}:"]

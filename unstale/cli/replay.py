@@ -1,4 +1,4 @@
-"""Replay of a failed step: the same weights and the same batch, without the run."""
+"""Repeat the step at which a run failed, from its saved batch and weights."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +17,11 @@ from unstale.weights.recording import WENT_WRONG, WentWrong
 
 
 def replay(run: Path, batch: Path | None = None, *, console: Console | None = None) -> bool:
-    """Replay the step of a run that gave a non-finite number. Return True if it does so again.
+    """Repeat a step that gave a number that is not finite. Return True if it fails again.
 
-    A loss or a gradient is computed again, by the same code from the same weights.
-    Log-probabilities are not computed again; the saved ones are checked. Raises `ConfigError` if
-    the run or the file cannot be read.
+    A loss or a gradient is computed again, by the code that the run used. Log-probabilities are not
+    computed again: the saved ones are checked. Raises `ConfigError` if the run or the saved batch
+    cannot be read.
     """
     console = console or Console(soft_wrap=True)
     path = batch or run / WENT_WRONG

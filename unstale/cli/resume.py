@@ -1,4 +1,4 @@
-"""Check the configuration of a run that is resumed."""
+"""Load the configuration of a run to resume, and check the options that are changed."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,10 +29,7 @@ FIXED = {
     "trainer.lora_targets": "the checkpoint holds adapters of those layers",
     "audit.share": "the checkpoint holds the copies that the audit needs",
 }
-"""Options that cannot change during a run, with the reason.
-
-The name of a section covers all its options.
-"""
+"""Option -> reason why it cannot change when a run is resumed. A section stands for its options."""
 
 EFFECTS = {
     "steps": "the learning-rate schedule now ends there",
@@ -40,13 +37,13 @@ EFFECTS = {
     "trainer.minibatches_per_batch": "the position in the learning-rate schedule moves, because it "
     "counts optimizer steps",
 }
-"""Effects of a change that are not obvious."""
+"""Option -> effect of a change, where it is not obvious."""
 
 
 def config_changes(before: RunConfig, now: RunConfig) -> list[str]:
-    """Describe the options that differ from the run's own.
+    """Return a sentence about each option that differs from the run's configuration.
 
-    Raises `ConfigError` for one that is fixed.
+    Raises `ConfigError` for an option that cannot change.
     """
     changed = []
     fixed = FIXED | {f"old_logps.{name}": why for name, why in now.old_logps.fixed.items()}
@@ -67,8 +64,8 @@ def config_changes(before: RunConfig, now: RunConfig) -> list[str]:
 def load_config(run: Path, *, named_env: str) -> RunConfig:
     """Return the configuration of the run in a folder.
 
-    `named_env` is the task set named on the command line. A task set `module:factory` is code, so
-    it must be named there again.
+    `named_env` is the value of `--task.env` in the resuming command. A task set `module:factory`
+    is code, which a run folder alone must not choose: the command must name it again.
     """
     folder = RunFolder(run)
     if links := sorted(path.name for path in run.iterdir() if path.is_symlink()):

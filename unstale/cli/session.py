@@ -1,4 +1,4 @@
-"""Training of a new or resumed run. The trainer is in this process, and engines are in others."""
+"""Train a new or resumed run. The trainer is in this process, and engines are in others."""
 
 import asyncio
 import time
@@ -45,7 +45,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """One row per step."""
+        """The metrics, one row per step."""
         return RunFolder(self.folder).metrics()
 
     @property
@@ -57,10 +57,10 @@ class Run:
 def train(config: RunConfig, *, console: Console | None = None, command: str = "") -> Run:
     """Run `config` to its end, with progress on the terminal.
 
-    Leaves a run folder with the journal, metrics, the policy as a Hugging Face folder, and the
-    report, which shows `command`. Raises `ConfigError` before anything is trained, and `RunFailed`
-    if a component fails. After Ctrl-C the folder is complete and `KeyboardInterrupt` is raised
-    again. `resume` continues from the last checkpoint, whatever ended the run.
+    Writes a run folder with the journal, metrics, the policy as a Hugging Face folder, and a report
+    that shows `command`. Raises `ConfigError` before anything is trained, and `RunFailed` if a
+    component fails. Ctrl-C raises `KeyboardInterrupt` after the folder is written. `resume`
+    continues the run from its last checkpoint, whatever ended it.
     """
     console = console or Console(soft_wrap=True)
     _check(config, console)
@@ -82,10 +82,10 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
 
 
 def resume(folder: Path, config: RunConfig, *, console: Console | None = None) -> Run:
-    """Continue the run in `folder` from its newest sound checkpoint. Otherwise like `train`.
+    """Continue the run in `folder` from its newest undamaged checkpoint. Otherwise like `train`.
 
-    `config` is the run's own, or differs where `config_changes` allows it. Raises `ConfigError` for
-    a folder without a run, or with a finished one.
+    `config` may differ from the run's configuration in options that can change (`config_changes`).
+    Raises `ConfigError` if the folder has no run, or a finished one.
     """
     console = console or Console(soft_wrap=True)
     changes = config_changes(load_config(folder, named_env=config.task.env), config)
@@ -126,7 +126,7 @@ def _read_progress(folder: Path) -> tuple[list[CheckpointRow], int]:
 
 
 def _is_finished(folder: Path) -> bool:
-    """Return True if the last event says that the run finished, and so the policy was saved."""
+    """Return True if the last event is the end of the run, which follows the saved policy."""
     events = list(RunFolder(folder).rows(EVENTS))
     return bool(events) and events[-1].get("reason") == "finished"
 
@@ -140,7 +140,7 @@ def _check(config: RunConfig, console: Console) -> None:
 
 
 def _run_to_end(session: "RunSession", log: RunLog, console: Console) -> Run:
-    """Run every segment, then save the policy and write the report, also after a failure."""
+    """Run all segments. Then write the report, and save the policy unless the run failed."""
     folder = log.path
     reason = "failed"
     try:
@@ -177,20 +177,20 @@ def _run_to_end(session: "RunSession", log: RunLog, console: Console) -> Run:
 class RunSession:
     """A run in one or more segments.
 
-    An ordinary run is one segment. A deterministic run ends a segment at every checkpoint, and
-    begins the next one from disk, as after a kill. Only the engine's process is kept between
-    segments.
+    An ordinary run is one segment. A deterministic run ends a segment at every checkpoint and loads
+    the next one from disk, as a resumed run does: so both compute the same numbers. Only the
+    engine's process is kept between segments.
     """
 
     def __init__(self, config: RunConfig, log: RunLog, machine: Components | None) -> None:
-        """Begin a new run with `machine`, or resume from disk without one."""
+        """Prepare a new run with the components in `machine`. None resumes the run from disk."""
         self.config = config
         self.machine = machine
         self._log = log
         self._is_new = machine is not None
 
     def run_segment(self, display: LiveDisplay) -> bool:
-        """Run up to the end or, if deterministic, the next checkpoint.
+        """Train up to the end of the run or, if it is deterministic, to the next checkpoint.
 
         Returns True at the end of the run.
         """
@@ -231,9 +231,9 @@ class RunSession:
 
 
 async def _supervise(parts: RunComponents) -> bool:
-    """Run the loop under one task group.
+    """Run the training loop and end its threads. Return True at the end of the run.
 
-    Ends its threads, and closes the engine unless another segment follows.
+    Closes the engine unless another segment follows, which uses it again.
     """
     done = True
     try:

@@ -1,4 +1,4 @@
-"""Derive `survivors.json` from the journal, for reports."""
+"""Write `survivors.json`: which episodes of a run were trained on, and which were lost."""
 
 from pathlib import Path
 
@@ -7,9 +7,8 @@ from unstale.durability.run_folder import SURVIVORS, Row, dumps, write_whole
 
 
 def write_survivors(folder: Path) -> None:
-    """Write `survivors.json` into a run folder, also while the run continues.
+    """Write or replace `survivors.json` of a run folder. The run may still be in progress.
 
-    Replaces an older file.
     If the journal cannot be read, the file holds the reason. Without a journal nothing is written.
     """
     if not (folder / JOURNAL).exists():

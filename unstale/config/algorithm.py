@@ -23,7 +23,7 @@ class AdvantageConfig(Section):
     selector: ClassVar[str] = "estimator"
 
     estimator: Estimator = "grpo"
-    """The conversion of rewards of the same task to advantages."""
+    """The function from the rewards of a task's episodes to advantages."""
     discount: Share = 1.0
     """`turn_level`: factor on the rewards of each later turn."""
     group_baseline: bool = True
@@ -41,10 +41,10 @@ class AdvantageConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditConfig(Section):
-    """The measured error of the route, against full copies of versions. See docs/old-logps.md."""
+    """The measured error of old log-probabilities, found with full copies of the weights."""
 
     share: Share = 0.0
-    """Share of a batch's sequences that are scored again; 0 keeps no copies."""
+    """Share of sequences scored again with the weights that sampled them; 0 keeps no copies."""
     record: bool = False
     """Keep every version and every batch in the run folder, for `unstale audit`."""
 
@@ -56,7 +56,7 @@ class CorrectionConfig(Section):
     selector: ClassVar[str] = "control"
 
     control: CorrectionControl = "mask_weight"
-    """The use of D: weight or drop tokens, or ignore it."""
+    """How D is used: as a weight on tokens, to drop tokens, or not at all."""
     low: Share = 0.5
     """Lower end of the band on D."""
     high: Annotated[float, Range(1)] = 2.0

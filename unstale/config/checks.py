@@ -1,4 +1,4 @@
-"""Check the values of options: the allowed values are part of an option's type."""
+"""Check options. An option's type holds the values that it may have."""
 
 import math
 import re
@@ -10,12 +10,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 
 class ConfigError(ValueError):
-    """An option with a value that is not allowed. The message has option, value and range."""
+    """A mistake of the user. The message has the option, its value and what is allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The values that a number may have, both ends included; `above` excludes its end."""
+    """A rule in an option's type: from `low` to `high`, both included, and greater than `above`."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -48,7 +48,7 @@ class OneOf:
             raise ConfigError(f"{name} cannot be {value!r}{nearest(value, list(known))}")
 
     def readers(self, option: str) -> list[str]:
-        """Return the names that read an option of the section; empty if all do."""
+        """Return the names in the table that read an option of the section; empty if all do."""
         return [name for name, options in self.table().items() if option in options]
 
 
@@ -61,7 +61,7 @@ Share = Annotated[float, Range(0, 1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A group of options. Making one checks each by its type, and then their combination.
+    """A group of options. The constructor checks each by its type, then their combination.
 
     The section `advantage` is the class `AdvantageConfig`.
     """
@@ -90,7 +90,7 @@ class Section:
 
     @classmethod
     def readers(cls, option: str) -> list[str]:
-        """Return the values of the selector that read an option; empty if all do."""
+        """Return the values of the selector that read an option; empty if all values do."""
         if not cls.selector:
             return []
         (rule,) = option_types(base_of(cls))[cls.selector].__metadata__
@@ -103,14 +103,14 @@ class Section:
         return is_read and option in {field.name for field in fields(self)}
 
     def selected_options(self) -> dict[str, Any]:
-        """Return the options, by name, that the selector's value reads and others do not."""
+        """Return the options, by name, that belong to the value of the selector."""
         chosen = getattr(self, self.selector)
         names = [field.name for field in fields(self) if chosen in self.readers(field.name)]
         return {name: getattr(self, name) for name in names}
 
 
 def base_of(section: type[Section]) -> Any:
-    """Return the class that declares the options common to all variants of a section."""
+    """Return the class that a section and its variants, such as routes, derive from."""
     lineage = section.__mro__
     return lineage[lineage.index(Section) - 1]
 
@@ -129,7 +129,7 @@ def section_name(section: type[Section]) -> str:
 
 @cache
 def option_types(section: Any) -> dict[str, Any]:
-    """Return name -> type of a section's options, with ranges and choices."""
+    """Return the types of a section's options by name, with their ranges and choices."""
     types = get_type_hints(section, include_extras=True)
     return {field.name: types[field.name] for field in fields(section)}
 
@@ -144,7 +144,7 @@ def check_value(name: str, value: Any, kind: Any) -> None:
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
-    """Return the known words that resemble `word`, as the end of an error message.
+    """Return the end of an error message: the known words that resemble `word`, or all.
 
     >>> nearest("snapsht_old", ["rollout", "snapshot_old"])
     '; did you mean snapshot_old?'

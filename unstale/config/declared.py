@@ -16,7 +16,7 @@ ALGORITHMS = Path(__file__).parents[1] / "algorithms"
 
 @cache
 def choices(module: str, decorator: str) -> dict[str, frozenset[str]]:
-    """Return the functions of `algorithms/<module>.py` with a decorator, and the options of each.
+    """Return the functions of `algorithms/<module>.py` with a decorator: name -> its options.
 
     >>> sorted(choices("advantages", "estimator")["turn_level"])
     ['discount', 'std']

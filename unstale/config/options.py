@@ -1,4 +1,4 @@
-"""Options by name, as `trainer.lr`: their types and help, and configurations with other values."""
+"""Find options by their names, such as `trainer.lr`. Parse, read and change their values."""
 
 import ast
 import inspect
@@ -17,7 +17,7 @@ from unstale.config.renamed import refuse_renamed
 from unstale.config.sampling import make_task
 
 MAX_EXACT_INT = 1 << 53
-"""Integers up to this size convert to float without loss."""
+"""Integers up to this size are exact as floats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Option:
     field: str
     kind: Any
     owner: type
-    """The class that declares it."""
+    """The class that declares the option. Its source has the help text."""
 
     @property
     def name(self) -> str:
@@ -111,7 +111,7 @@ def options() -> dict[str, Option]:
 
 @cache
 def _options(registered: tuple[Any, ...]) -> dict[str, Option]:
-    """Return all options while these classes of routes and environments are registered."""
+    """Return all options. `registered` only makes the cache forget when a class is added."""
     options: dict[str, Option] = {}
     for section, cls in sections().items():
         for each in cls.classes():
@@ -145,10 +145,10 @@ def override(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
 
 
 def read_values(row: Any, source: str) -> dict[str, Any]:
-    """Return the options of a JSON object or a TOML table with one table per section, by name.
+    """Return the options, by name, of a JSON object or TOML table that has a table per section.
 
-    Raises `ConfigError`, beginning with `source`, for an unknown or renamed option or a value of
-    another type.
+    Raises `ConfigError` for an unknown or renamed option, or a value of another type. Its message
+    begins with `source`.
     """
     values = {}
     for name, value in _leaves(row, source):
@@ -185,7 +185,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def stored_config(row: dict[str, Any], source: str = "config.json") -> RunConfig:
-    """Return the configuration that a run folder holds; options that it lacks have their defaults.
+    """Return the configuration in a run folder. Options that the file lacks have their defaults.
 
     Raises `ConfigError` like `read_values`.
     """
@@ -196,7 +196,7 @@ def stored_config(row: dict[str, Any], source: str = "config.json") -> RunConfig
 
 
 def changed_options(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the old and new value, by name, of options that differ; None where one has none."""
+    """Return the options that differ: name -> old and new value, None for a missing option."""
     values = {name: (option.of(before), option.of(now)) for name, option in options().items()}
     return {name: (old, new) for name, (old, new) in values.items() if old != new}
 

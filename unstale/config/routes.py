@@ -1,8 +1,9 @@
-"""Routes to old log-probabilities: their options, and what each declares about itself.
+"""The options and declarations of routes. Importing it does not import torch.
 
-A route is one file of `unstale.old_logps`. Its class of options is a subclass of `OldLogpsConfig`
-that also declares its needs, costs, meaning and documentation. Help, the linter, the planner, the
-audit, recipes and docs read these declarations. Nothing here imports torch.
+A route is a way to get the trainer's log-probability of each token under the weights that sampled
+it. It is one file of `unstale.old_logps`, with a subclass of `OldLogpsConfig` that declares its
+options, needs, costs and documentation. Help, the linter, the planner, the audit, recipes and docs
+read these declarations.
 """
 
 import importlib
@@ -30,11 +31,11 @@ class Needs:
     """The needs and costs of a route."""
 
     now: bool = False
-    """`logps` reads `now`, which takes a forward pass of the current weights per batch."""
+    """`logps` reads the argument `now`: a forward pass of the current weights per batch."""
     inline: bool = False
-    """`logps` depends on `now` and the batch alone, and is called in every training pass."""
+    """`logps` needs no other weights than the current ones. It is called in every training pass."""
     snapshots: bool = False
-    """It keeps the weights of every live version, as deltas in main memory.
+    """The route keeps the weights of every version that waiting tokens have, as deltas.
 
     A batch without a token of the newest version may then be scored before that is `published`.
     """
@@ -43,18 +44,21 @@ class Needs:
     averages: int = 0
     """Float32 copies of the weights."""
     closing: bool = False
-    """`closing` is called before each optimizer step that ends a version. Generation is paused."""
+    """Before an optimizer step that ends a version, generation is paused for a `closing` call."""
     idle: bool = False
     """`idle` is called while the trainer waits for episodes."""
     own_process: bool = False
-    """Its models and forward passes are in another process."""
+    """The route's models and forward passes are in another process."""
     forwards: Forwards = "none"
-    """Forward passes per batch: none, one, or one per version over the sequences that hold it."""
+    """Forward passes per batch: none, one, or one per version over sequences with its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """The proxy that replaces the old policy, and the resulting meaning of D and S."""
+    """The policy that a route takes for the old policy pi_old, and the meaning of both ratios.
+
+    D is pi_old / mu, where mu sampled the token. S is pi / pi_old, where pi is the policy now.
+    """
 
     symbol: str
     policy: str
@@ -78,7 +82,7 @@ class RouteDocs:
 
 
 def _own_options() -> dict[str, set[str]]:
-    """Return the names of the routes, and the options of each that not all routes have."""
+    """Return each route by name, with the options that only some routes have."""
     common = {"route", "baseline"}
     return {
         name: {option.name for option in fields(spec)} - common for name, spec in routes().items()
@@ -109,12 +113,12 @@ class OldLogpsConfig(Section):
     fixed: ClassVar[Mapping[str, str]] = {}
     """Options of the route that cannot change when a run is resumed, and why."""
     to_free_s: ClassVar[str] = ""
-    """Options that keep S from being always 1, for the linter's fix."""
+    """Options, as command-line words, with which S is not always 1. The linter suggests them."""
     exactness: ClassVar[str] = "no: a stand-in (--audit.share 0.05 measures how wrong)"
-    """The share of tokens with an exact old log-probability, unless it is all."""
+    """Answer to "is it exact?" in the linter's page, if the answer is not a plain yes."""
 
     def __new__(cls, route: str = "", **options: Any) -> "OldLogpsConfig":
-        """Choose the class of the route. Raises `ConfigError` for an unknown route or option."""
+        """Make an instance of the route's class. Raises `ConfigError` for an unknown option."""
         if cls is OldLogpsConfig:
             chosen = route or cls.route
             OneOf(_own_options).check("old_logps.route", chosen)
@@ -142,22 +146,24 @@ class OldLogpsConfig(Section):
 
     @property
     def exact(self) -> bool:
-        """True if every clean token gets the trainer's log-probability at its version."""
+        """True if every token gets the trainer's log-probability under the weights that sampled it.
+
+        Tokens sampled while weights changed are excepted."""
         return False
 
     @property
     def partly_exact(self) -> bool:
-        """True if it aims at exact values, for all tokens or a share of them."""
+        """True if the route gives exact values to all tokens or to a share of them."""
         return self.exact
 
     @property
     def decay(self) -> float | None:
-        """The fixed decay of its average; None without an average or if the decay varies."""
+        """The fixed decay of the route's average. None without an average or if it varies."""
         return None
 
     @property
     def resets(self) -> bool:
-        """True if its average is reset when too few tokens are kept."""
+        """True if the route resets its average when the correction keeps too few tokens."""
         return False
 
     @property
@@ -167,17 +173,17 @@ class OldLogpsConfig(Section):
 
     @property
     def shares_deltas(self) -> bool:
-        """True if the deltas between versions that it keeps can be published."""
+        """True if the route keeps weight deltas that can be published to engines."""
         return False
 
     def updates_per_version(self, run: "RunConfig") -> int:
-        """Return how often its average is updated from one version to the next."""
+        """Return how often the route's average is updated from one version to the next."""
         return 1
 
     def weight_of_now(self, run: "RunConfig") -> float | None:
-        """Return the weight of the current policy in the proxy.
+        """Return the weight of the current policy pi in the route's mixture of pi and mu.
 
-        None if it differs between tokens, or if the proxy is no mixture of mu and pi.
+        None if it differs between tokens, or if the route does not mix the two.
         """
         return None
 
@@ -205,7 +211,7 @@ class OldLogpsConfig(Section):
         }
 
     def with_options(self, **changes: Any) -> Any:
-        """Return these settings with other values, of another route too."""
+        """Return these settings with other values. `route` may change too."""
         return OldLogpsConfig(**{"route": self.route, **self.changed(), **changes})
 
     def __str__(self) -> str:
@@ -220,7 +226,7 @@ class OldLogpsConfig(Section):
 
 
 class ExactSpec(OldLogpsConfig):
-    """A route that gives every clean token its exact old log-probability."""
+    """A route with exact values: log-probabilities under the weights that sampled each token."""
 
     @property
     def exact(self) -> bool:
@@ -242,7 +248,7 @@ class ExactSpec(OldLogpsConfig):
 
 
 def meaning_of_average(run: "RunConfig", *, age: str, averages: int) -> Meaning:
-    """Return the meaning of a moving average of the weights."""
+    """Return the meaning of a route that scores with a moving average of the weights."""
     averaged = "adapters, of A and of B apart" if run.trainer.lora_rank else "weights"
     return Meaning(
         symbol="ewma",
@@ -255,13 +261,13 @@ def meaning_of_average(run: "RunConfig", *, age: str, averages: int) -> Meaning:
 
 
 def age_of_average(spec: OldLogpsConfig, run: "RunConfig") -> float:
-    """Return the age, in versions, that an average of fixed decay tends to."""
+    """Return the age, in versions, that an average with a fixed decay approaches."""
     assert spec.decay is not None, spec
     return spec.decay / (1 - spec.decay) / spec.updates_per_version(run)
 
 
 def live_versions(run: "RunConfig") -> int:
-    """Return the number of versions whose tokens can be waiting at the same time."""
+    """Return the maximum number of versions whose tokens wait for training at the same time."""
     return run.schedule.staleness_bound + 1
 
 
@@ -280,7 +286,7 @@ def register_route(spec: Spec) -> Spec:
 
 
 def unregister_route(name: str) -> None:
-    """Forget a route."""
+    """Undo `register_route`."""
     del _registered[name]
 
 
@@ -303,7 +309,7 @@ def routes() -> dict[str, type[OldLogpsConfig]]:
 
 
 def exact_routes() -> list[str]:
-    """Return the routes that are exact for every clean token, with any options."""
+    """Return the names of the routes that are exact whatever their options."""
     return [
         name for name, spec in routes().items() if spec().exact and not hasattr(spec, "fallback")
     ]
