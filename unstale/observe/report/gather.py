@@ -162,32 +162,35 @@ def gather(path: Path) -> Gathered:
         for row in rows
         if step_of(row) <= 0 and (time := number(row.get("time_s"))) is not None
     ]
-    events = _Events(folder.rows(EVENTS))
+    events: dict[str, list[Row]] = {}
+    for event in folder.rows(EVENTS):
+        events.setdefault(str(event.get("kind")), []).append(event)
+    spans = _spans(events.get("span", ()))
+    failures = [event for event in events.get("episode_failed", ()) if event.get("final", True)]
     last = step_of(trained[-1]) if trained else 0
     samples, conversations = _read_journal(folder, last)
     points, audited, seen = _points(samples)
-    tasks = number(flatten(config).get("eval.tasks"))
     return Gathered(
         name=path.resolve().name,
         config=config,
         rows=trained,
         begin_s=before[-1]
         if before
-        else min((s.start for s in events.spans if s.lane == "wait"), default=0.0),
-        evaluations=_evaluations(rows, events.evaluations, int(tasks or 0)),
-        spans=events.spans[-MAX_SPANS:],
-        spans_left_out=max(0, len(events.spans) - MAX_SPANS),
+        else min((span.start for span in spans if span.lane == "wait"), default=0.0),
+        evaluations=_evaluations(events.get("eval", ())),
+        spans=spans[-MAX_SPANS:],
+        spans_left_out=max(0, len(spans) - MAX_SPANS),
         points=points,
         points_seen=seen,
         audited=audited,
         audit=folder.audit(),
         survivors=folder.survivors(),
         conversations=conversations,
-        failures=events.failures[:MAX_FAILURES],
-        num_failures=len(events.failures),
-        forks=events.forks,
-        started=events.started,
-        stopped=events.stopped,
+        failures=failures[:MAX_FAILURES],
+        num_failures=len(failures),
+        forks=events.get("forked", []),
+        started=events.get("started", [{}])[-1],
+        stopped=events.get("stopped", [{}])[-1],
         error=folder.error(),
         gaps=folder.gaps,
     )
@@ -276,48 +279,23 @@ def by_lag(pairs: Iterable[tuple[Any, Any]]) -> dict[int, float]:
     return dict(sorted(lags.items()))
 
 
-class _Events:
-    """The events of a run, sorted by kind."""
-
-    def __init__(self, events: Iterable[Row]) -> None:
-        self.spans: list[Span] = []
-        self.evaluations: list[Row] = []
-        self.failures: list[Row] = []
-        self.forks: list[Row] = []
-        self.started: Row = {}
-        self.stopped: Row = {}
-        for event in events:
-            match event.get("kind"):
-                case "span":
-                    start, end = number(event.get("start")), number(event.get("end"))
-                    if start is not None and end is not None and 0 <= start <= end:
-                        self.spans.append(
-                            Span(str(event.get("lane")), start, end, str(event.get("label") or ""))
-                        )
-                case "eval":
-                    self.evaluations.append(event)
-                case "episode_failed" if event.get("final", True):
-                    self.failures.append(event)
-                case "forked":
-                    self.forks.append(event)
-                case "started":
-                    self.started = event
-                case "stopped":
-                    self.stopped = event
+def _spans(events: Iterable[Row]) -> list[Span]:
+    spans = []
+    for event in events:
+        start, end = number(event.get("start")), number(event.get("end"))
+        if start is not None and end is not None and 0 <= start <= end:
+            spans.append(Span(str(event.get("lane")), start, end, str(event.get("label") or "")))
+    return spans
 
 
-def _evaluations(rows: Iterable[Row], events: Iterable[Row], tasks: int) -> list[HeldOutSuccess]:
+def _evaluations(events: Iterable[Row]) -> list[HeldOutSuccess]:
+    """Return the evaluations by step. A resumed run may repeat one: the last counts."""
     evaluations: dict[int, HeldOutSuccess] = {}
-    for row in rows:
-        success = number(row.get("eval/success_rate"))
-        if success is not None:
-            evaluations[step_of(row)] = HeldOutSuccess(step_of(row), success, tasks)
     for event in events:
         success = number(event.get("success"))
         if success is not None:
-            evaluations[step_of(event)] = HeldOutSuccess(
-                step_of(event), success, int(number(event.get("tasks")) or tasks)
-            )
+            step, tasks = step_of(event), int(number(event.get("tasks")) or 0)
+            evaluations[step] = HeldOutSuccess(step, success, tasks)
     return [evaluations[step] for step in sorted(evaluations)]
 
 
