@@ -66,25 +66,28 @@ class NumberChat:
         return Message("assistant", "so many")
 
 
-class SomeTurns:
-    """An environment with a fixed number of turns, which it reports to its `World`."""
+class FixedTurns:
+    """An environment with a fixed number of turns. It counts them in its task set."""
 
-    def __init__(self, world: "World", turns: int) -> None:
-        self.world, self.turns = world, turns
+    def __init__(self, tasks: "CountingTasks", turns: int) -> None:
+        self.tasks, self.turns = tasks, turns
 
     async def begin(self) -> Turn:
         return Turn((Message("user", "how many?"),))
 
     async def step(self, reply: Message) -> Turn:
-        self.world.turned()
+        self.tasks.count_turn()
         self.turns -= 1
         if self.turns:
             return Turn((Message("user", "and then?"),))
         return Turn((), done=True, rewards={"r": 1.0})
 
 
-class World:
-    """A task set that counts turns. Consecutive batches of `groups` have three to seven turns."""
+class CountingTasks:
+    """A task set that counts turns.
+
+    Its episodes have three to seven turns: the same number in `groups` successive groups.
+    """
 
     name = "numbers"
     tools = ()
@@ -100,25 +103,25 @@ class World:
             GroupRequest(number, Task(self.name, "train", number), 0, number) for number in count()
         )
 
-    def env(self, task: Task, seed: int) -> SomeTurns:
-        return SomeTurns(self, 3 + task.index // self._groups % 5)
+    def env(self, task: Task, seed: int) -> FixedTurns:
+        return FixedTurns(self, 3 + task.index // self._groups % 5)
 
-    def turned(self) -> None:
+    def count_turn(self) -> None:
         self.turns += 1
         if self.turns == self._due:
             self._reached_s = time.process_time()
             self._reached.set()
 
-    async def until(self, turns: int) -> float:
-        """Wait until `turns` turns were made, and return the processor seconds at that moment."""
+    async def wait_for_turns(self, turns: int) -> float:
+        """Wait until the tasks have counted `turns` turns. Return the processor seconds then."""
         self._due = turns
         self._reached.clear()
         await self._reached.wait()
         return self._reached_s
 
 
-class Counting(ScriptedEngine):
-    """An engine whose completions each wait once, until all other episodes had their turn."""
+class TurnTakingEngine(ScriptedEngine):
+    """An engine whose requests each wait once, so that it serves the episodes in turn."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -141,8 +144,8 @@ class _Now:
 _AT_ONCE = _Now()
 
 
-class Unkept:
-    """A journal that keeps nothing."""
+class NullJournal:
+    """A journal that stores nothing."""
 
     begin = NullWriter
 
@@ -152,13 +155,13 @@ class Unkept:
 
     def consume(self, groups: Sequence[Group], *, step: int, version: int) -> None: ...
 
-    def __enter__(self) -> "Unkept":
+    def __enter__(self) -> "NullJournal":
         return self
 
     def __exit__(self, *_: object) -> None: ...
 
 
-class Scene:
+class ScriptedRun:
     """A run with `live` concurrent episodes, and its measurements."""
 
     def __init__(self, live: int, folder: Path | None) -> None:
@@ -172,9 +175,9 @@ class Scene:
         self.live = live
         self.version = 0
         self.oldest = 0
-        self.world = World(groups)
+        self.tasks = CountingTasks(groups)
         self.pending = PendingPieces()
-        self.scripted = Counting()
+        self.scripted = TurnTakingEngine()
         self.engine = EnginePool([self.scripted])
         generator = Generator(self.engine, cast(Any, NumberChat()), engine_config)
         self.parts = cast(
@@ -184,15 +187,15 @@ class Scene:
                     recipe="numbers", task=TaskConfig(env="benchmarks:numbers"), schedule=schedule
                 ),
                 resumed_requests=(),
-                requests=self.world.tasks(),
+                requests=self.tasks.tasks(),
                 queue=StalenessQueue(max_staleness=STALENESS, groups_per_step=groups),
                 pending=self.pending,
                 piece_arrived=asyncio.Event(),
                 old_logps=OldLogps(),
                 rollout=Rollout(
-                    generator, cast(Any, self.world), RolloutConfig(), on_piece=self.pending.add
+                    generator, cast(Any, self.tasks), RolloutConfig(), on_piece=self.pending.add
                 ),
-                journal=Unkept() if folder is None else Journal(folder / JOURNAL),
+                journal=NullJournal() if folder is None else Journal(folder / JOURNAL),
             ),
         )
 
@@ -226,7 +229,7 @@ class Scene:
             with self.parts.journal:
                 resident, began = _resident(), time.process_time()
                 producer = tasks.create_task(produce(self.parts))
-                await self.world.until(self.live)
+                await self.tasks.wait_for_turns(self.live)
                 excluded = time.process_time()
                 figures["bytes"] = (_resident() - resident) / self.live
                 figures["traced"] = tracemalloc.get_traced_memory()[0] / self.live
@@ -237,15 +240,15 @@ class Scene:
                 interrupting = time.process_time()
                 await self.publish(0)
                 # All episodes send their requests again before the next turn.
-                resumed = await self.world.until(self.world.turns + 1)
+                resumed = await self.tasks.wait_for_turns(self.tasks.turns + 1)
                 figures["interrupt"] = (resumed - interrupting) / pending
                 excluded = resumed - excluded
-                while self.world.turns < turns or not self.version:
+                while self.tasks.turns < turns or not self.version:
                     await self.step()
-                figures["turn"] = (time.process_time() - began - excluded) / self.world.turns
+                figures["turn"] = (time.process_time() - began - excluded) / self.tasks.turns
                 producer.cancel()
         await self.engine.close()
-        figures |= {"turns": self.world.turns, "versions": self.version, "oldest": self.oldest}
+        figures |= {"turns": self.tasks.turns, "versions": self.version, "oldest": self.oldest}
         return figures
 
 
@@ -266,20 +269,20 @@ def _traced() -> Mapping[str, int]:
     return sizes
 
 
-def child(live: int, turns: int, *, journal: bool, trace: bool = False) -> dict[str, float]:
+def measure(live: int, turns: int, *, journal: bool, trace: bool = False) -> dict[str, float]:
     """Run one measurement. The process must be new."""
     if trace:
         tracemalloc.start()
     with tempfile.TemporaryDirectory() as folder, rare_garbage_collection():
-        return asyncio.run(Scene(live, Path(folder) if journal else None).measure(turns))
+        return asyncio.run(ScriptedRun(live, Path(folder) if journal else None).measure(turns))
 
 
-def apart(*arguments: Any, **named: Any) -> dict[str, float]:
+def measure_in_new_process(*arguments: Any, **named: Any) -> dict[str, float]:
     """Run one measurement in a new process, with all modules already imported."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["unstale.cli.session"])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(child, *arguments, **named).result()
+        return pool.submit(measure, *arguments, **named).result()
 
 
 COLUMNS = {"no journal": False, "journal": True}
@@ -303,7 +306,9 @@ def main() -> None:
     rounds: dict[str, list[dict[str, float]]] = {}
 
     def contestant(name: str, live: int, journal: bool) -> float:
-        rounds.setdefault(name, []).append(apart(live, options.turns, journal=journal))
+        rounds.setdefault(name, []).append(
+            measure_in_new_process(live, options.turns, journal=journal)
+        )
         return rounds[name][-1]["turn"]
 
     names = {(live, kept): f"{live:,} live, {kept}" for kept in COLUMNS for live in options.live}
@@ -315,7 +320,7 @@ def main() -> None:
         options.repeats,
     )
     light = min(options.live, key=lambda live: abs(live - 1000))
-    traced = apart(light, 1, journal=False, trace=True)
+    traced = measure_in_new_process(light, 1, journal=False, trace=True)
     lines = tables.columns(
         "live",
         "",

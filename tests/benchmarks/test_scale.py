@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unstale
-from benchmarks.schedule import STALENESS, Scene, child
+from benchmarks.schedule import STALENESS, ScriptedRun, measure
 from unstale.cli.process import YOUNG_OBJECTS, rare_garbage_collection
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.records import Group, PendingPiece, Sampled, Task
@@ -57,7 +57,7 @@ def test_a_turn_runs_as_many_lines_with_ten_times_as_many_live() -> None:
 
         def run() -> None:
             nonlocal turns
-            turns = asyncio.run(Scene(live, None).measure(6 * live))["turns"]
+            turns = asyncio.run(ScriptedRun(live, None).measure(6 * live))["turns"]
 
         return lines_run(run) / turns
 
@@ -127,12 +127,12 @@ def test_pending_pieces_looks_only_at_what_it_answers() -> None:
 
 def test_a_live_episode_stays_under_a_bound_of_memory() -> None:
     """Measured after two turns of 16 tokens, with siblings and a share of the queue's memory."""
-    found = child(2000, 1, journal=False, trace=True)
+    found = measure(2000, 1, journal=False, trace=True)
     assert 4_000 < found["traced"] < 16_000
 
 
 def test_with_thousands_live_in_their_middle_the_staleness_bound_holds_and_is_reached() -> None:
-    found = child(2_500, 22_500, journal=False)
+    found = measure(2_500, 22_500, journal=False)
     assert found["oldest"] == STALENESS and found["versions"] >= 5
 
 
@@ -141,7 +141,7 @@ def left(turns: int) -> int:
     gc.collect()
     gc.disable()
     try:
-        asyncio.run(Scene(20, None).measure(turns))
+        asyncio.run(ScriptedRun(20, None).measure(turns))
         return gc.collect()
     finally:
         gc.enable()
