@@ -223,11 +223,8 @@ class Qwen3Runner:
             return weights[f"{prefix}{name}.weight"]
 
         def interleaved(name: str) -> Tensor:
-            return (
-                weight(name)
-                .view(-1, sizes.head_dim, sizes.hidden)[:, order]
-                .reshape(-1, sizes.hidden)
-            )
+            heads = weight(name).view(-1, sizes.head_dim, sizes.hidden)
+            return heads[:, order].reshape(-1, sizes.hidden)
 
         query_norm = weight("self_attn.q_norm").float()[order] * sizes.head_dim**-0.5
         key_norm = weight("self_attn.k_norm").float()[order]
@@ -396,11 +393,10 @@ class Qwen3Runner:
     def _paged(self, pool: Tensor, inputs: Inputs) -> Tensor:
         """Return the attended pages, `[pages * kv, ...]`."""
         kv_heads = self.sizes.kv_heads
-        if len(inputs.page_ids):
-            return pool.view(self._num_pages, kv_heads, *pool.shape[1:])[inputs.page_ids].flatten(
-                0, 1
-            )
-        return pool[: len(inputs.page_rows) * kv_heads]
+        if not len(inputs.page_ids):
+            return pool[: len(inputs.page_rows) * kv_heads]
+        pages = pool.view(self._num_pages, kv_heads, *pool.shape[1:])
+        return pages[inputs.page_ids].flatten(0, 1)
 
     def _attend_blocks(self, index: int, query: Tensor, inputs: Inputs, *, mask: Tensor) -> Tensor:
         """Attend with the tokens of chunks, block by block, over their sequences' pages."""

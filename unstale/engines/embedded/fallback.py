@@ -197,13 +197,11 @@ def _step(tokens: Tensor, chunk: Chunk) -> Step:
 
 
 def _refuse_other_state(config: Any, max_context: int) -> None:
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    layer_types = getattr(config, "layer_types", None)
+    kinds = set(layer_types or ["full_attention"])
     window = getattr(config, "sliding_window", None)
-    if (
-        (getattr(config, "layer_types", None) is None or "sliding_attention" in kinds)
-        and window
-        and window < max_context
-    ):
+    slides = layer_types is None or "sliding_attention" in kinds
+    if slides and window and window < max_context:
         raise ValueError(
             f"sliding_window={window} is shorter than max_context={max_context}, but the embedded "
             f"engine needs full attention: set max_context to at most {window}"
