@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from unstale.cli.main import main, parse
 from unstale.cli.recipe_options import configure
-from unstale.config import ConfigError, ScheduleConfig
+from unstale.config import ConfigError
 from unstale.config.routes import routes
 from unstale.planner import deltas
-from unstale.planner.analytic import REDUCE_S, AnalyticCosts, Placement, TrainingSetup
+from unstale.planner.analytic import REDUCE_S, AnalyticCosts, Placement, TrainingSetup, placements
 from unstale.planner.costs import LinearCosts
 from unstale.planner.hardware import DEVICES, Device, Shares
 from unstale.planner.measured import core_of_run
@@ -35,7 +35,6 @@ from unstale.planner.suggest import (
     PlanRequest,
     SimulatedCandidate,
     Suggestion,
-    placements,
     suggest,
 )
 from unstale.planner.workload import EpisodeStats
@@ -449,10 +448,11 @@ def test_what_cannot_be_done_says_what_would() -> None:
         suggest(asked(model=PRESETS["30B-A3B"], devices=4))
     needed = int(re.findall(r"--gpus (\d+)", str(told.value))[0])
     assert 9 < needed <= 12
-    schedule = ScheduleConfig(max_staleness=2, groups_per_step=8, group_size=2)
     enough = replace(asked(model=PRESETS["30B-A3B"]).setup, gradient_checkpointing=True)
-    assert list(placements(enough, "snapshot_old", schedule, devices=needed))
-    assert not list(placements(enough, "snapshot_old", schedule, devices=needed - 1))
+    assert list(placements(enough, route_cost("snapshot_old"), max_staleness=2, devices=needed))
+    assert not list(
+        placements(enough, route_cost("snapshot_old"), max_staleness=2, devices=needed - 1)
+    )
     with pytest.raises(ConfigError, match=r"an engine 3920 GB for weights, .* Use larger devices"):
         suggest(asked(model=replace(PRESETS["235B-A22B"], experts=1100), devices=512))
 

@@ -5,6 +5,8 @@ parallelism, deltas that each rank encodes for its shard), and the trainer's com
 with its computation.
 """
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from unstale.planner import deltas
@@ -34,6 +36,16 @@ PASS_TOKENS = 4096
 
 A longer episode is a microbatch of its own.
 """
+
+MIN_EPISODES = 8
+"""Episodes of mean length that an engine's memory holds at least.
+
+Tensor parallelism is increased to reach this number.
+"""
+ENGINE_SIZES = (1, 2, 4, 8)
+"""Numbers of devices that an engine may have."""
+_SPLITS = 16
+"""Numbers of training devices that are tried: multiples of the devices divided by this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +113,19 @@ class TrainingSetup:
         free = tp * self.device.memory * self.shares.memory - self.model.copy_bytes
         return free / (self.model.kv_bytes * max(1.0, tp / self.model.kv_heads))
 
+    @property
+    def engine_sizes(self) -> list[int]:
+        """The numbers of devices that are enough for an engine.
+
+        They hold the model and the contexts of `MIN_EPISODES` mean episodes, or of the longest one.
+        """
+        needed = max(MIN_EPISODES * self.episodes.tokens, self.episodes.longest)
+        return [
+            tp
+            for tp in ENGINE_SIZES
+            if self.model.heads % tp == 0 and self.context_tokens(tp) >= needed
+        ]
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -132,6 +157,45 @@ class Placement:
         return (
             f"{self.trainers} GPUs to train, {self.engines} x {self.tp} to sample{scorers}{turns}"
         )
+
+
+def placements(
+    setup: TrainingSetup, route: RouteCost, *, devices: int, max_staleness: int
+) -> Iterator[Placement]:
+    """Yield the divisions of the devices that fit. Devices that fill no engine train."""
+    stride = max(1, devices // _SPLITS)
+    for tp in setup.engine_sizes:
+        for trainers in range(1, devices, stride):
+            scorers = scoring_devices(setup, route, trainers, max_staleness=max_staleness)
+            engines, left = divmod(devices - trainers - scorers, tp)
+            if engines > 0 and left < stride and setup.fits(trainers + left, route):
+                yield Placement(trainers + left, engines, tp, scorers)
+
+
+def colocated_placements(
+    setup: TrainingSetup, route: RouteCost, *, devices: int
+) -> Iterator[Placement]:
+    """Yield placements in which all devices alternate between training and sampling."""
+    if setup.fits(devices, route):
+        for tp in setup.engine_sizes:
+            if tp <= devices:
+                yield Placement(devices, devices // tp, tp, colocated=True)
+
+
+def scoring_devices(
+    setup: TrainingSetup, route: RouteCost, trainers: int, *, max_staleness: int
+) -> int:
+    """Return the devices that the route needs in addition to `trainers` training devices.
+
+    They hold the model, and score a batch in the time in which `trainers` devices train on it,
+    which is that of three forward passes. A trajectory is assumed to be sampled by two versions.
+    """
+    if not route.needs.own_process:
+        return 0
+    holders = math.ceil(setup.model.copy_bytes / setup.memory)
+    versions = min(2, max_staleness + 1)
+    forwards = route.forward_passes(versions, prompt_fraction=setup.episodes.prompt_fraction)
+    return max(holders, math.ceil(trainers * forwards / 3))
 
 
 @dataclass(frozen=True, kw_only=True)

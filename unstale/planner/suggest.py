@@ -14,7 +14,17 @@ from typing import NamedTuple
 from unstale.config import ConfigError, ScheduleConfig, staleness_bound
 from unstale.config.routes import routes
 from unstale.observe.report.words import KEEPS_PACE
-from unstale.planner.analytic import TRAINED_BYTES, AnalyticCosts, Placement, TrainingSetup
+from unstale.planner.analytic import (
+    ENGINE_SIZES,
+    MIN_EPISODES,
+    TRAINED_BYTES,
+    AnalyticCosts,
+    Placement,
+    TrainingSetup,
+    colocated_placements,
+    placements,
+    scoring_devices,
+)
 from unstale.planner.route_costs import RouteCost, route_cost
 from unstale.planner.simulate import Fleet, SimulationResult, Workload, simulate
 from unstale.planner.workload import EpisodeStats
@@ -36,17 +46,8 @@ MAX_SPLITS = 3
 """Largest number of placements that are simulated."""
 AVERAGE: str = "ppo_ewma_async"
 """The most exact of the routes that average weights (docs/old-logps.md), for comparison."""
-MIN_EPISODES = 8
-"""Episodes of mean length that an engine's memory holds at least.
-
-Tensor parallelism is increased to reach this number.
-"""
 MAX_RUNNING = 256
 """Running replies of an engine: vLLM's default `max_num_seqs`."""
-_TP = (1, 2, 4, 8)
-"""Numbers of devices that an engine may have."""
-_SPLITS = 16
-"""Numbers of training devices that are tried: multiples of the devices divided by this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,65 +366,20 @@ def candidates(
     """Yield a candidate for every placement that fits, with and without gradient checkpointing."""
     batch = schedule.groups_per_step * schedule.group_size * request.setup.episodes.tokens
     live = schedule.staleness_bound + 1
+    route = route_cost(name)
     for checkpointing in (False, True):
         setup = replace(request.setup, gradient_checkpointing=checkpointing)
         if colocated:
-            places = _colocated(setup, name, devices=request.devices)
+            places = colocated_placements(setup, route, devices=request.devices)
         else:
-            places = placements(setup, name, schedule, devices=request.devices)
+            places = placements(
+                setup, route, devices=request.devices, max_staleness=schedule.max_staleness
+            )
         for placement in places:
             costs = AnalyticCosts(
-                setup=setup, placement=placement, route=route_cost(name), batch=batch, live=live
+                setup=setup, placement=placement, route=route, batch=batch, live=live
             )
             yield Candidate(request, costs, name, schedule)
-
-
-def _colocated(setup: TrainingSetup, name: str, *, devices: int) -> Iterator[Placement]:
-    """Yield placements in which all devices alternate between training and sampling."""
-    if setup.fits(devices, route_cost(name)):
-        for tp in engine_sizes(setup):
-            if tp <= devices:
-                yield Placement(devices, devices // tp, tp, colocated=True)
-
-
-def placements(
-    setup: TrainingSetup, name: str, schedule: ScheduleConfig, *, devices: int
-) -> Iterator[Placement]:
-    """Yield the divisions of the devices that fit. Devices that fill no engine train."""
-    stride = max(1, devices // _SPLITS)
-    for tp in engine_sizes(setup):
-        for trainers in range(1, devices, stride):
-            scorers = _scorers(setup, name, schedule, trainers)
-            engines, left = divmod(devices - trainers - scorers, tp)
-            fits = setup.fits(trainers + left, route_cost(name))
-            if engines > 0 and left < stride and fits:
-                yield Placement(trainers + left, engines, tp, scorers)
-
-
-def engine_sizes(setup: TrainingSetup) -> tuple[int, ...]:
-    """Return the numbers of devices that are enough for an engine.
-
-    They hold the model and the contexts of `MIN_EPISODES` mean episodes, or of the longest one.
-    """
-    needed = max(MIN_EPISODES * setup.episodes.tokens, setup.episodes.longest)
-    return tuple(
-        tp for tp in _TP if setup.model.heads % tp == 0 and setup.context_tokens(tp) >= needed
-    )
-
-
-def _scorers(setup: TrainingSetup, name: str, schedule: ScheduleConfig, trainers: int) -> int:
-    """Return the devices that the route needs in addition to `trainers` training devices.
-
-    They hold the model, and score as fast as the others train. Training is three forward passes. A
-    trajectory is assumed to be sampled by two versions.
-    """
-    route = route_cost(name)
-    if not route.needs.own_process:
-        return 0
-    holders = math.ceil(setup.model.copy_bytes / setup.memory)
-    versions = min(2, schedule.max_staleness + 1)
-    forwards = route.forward_passes(versions, prompt_fraction=setup.episodes.prompt_fraction)
-    return max(holders, math.ceil(trainers * forwards / 3))
 
 
 def _best(request: PlanRequest, name: str, schedule: ScheduleConfig) -> Candidate:
@@ -442,15 +398,16 @@ def _too_few(request: PlanRequest, name: str, schedule: ScheduleConfig) -> str:
     setup = replace(request.setup, gradient_checkpointing=True)
     gb = 1e9
     activations = setup.activation_bytes
-    sharded = setup.trainer_bytes(1, route_cost(name)) - activations
+    route = route_cost(name)
+    sharded = setup.trainer_bytes(1, route) - activations
     trainers = math.ceil(sharded / max(1.0, setup.memory - activations))
     if activations >= setup.memory:
         advice = "Use shorter episodes (--longest) or larger devices"
-    elif sizes := engine_sizes(setup):
-        scorers = _scorers(setup, name, schedule, trainers)
+    elif sizes := setup.engine_sizes:
+        scorers = scoring_devices(setup, route, trainers, max_staleness=schedule.max_staleness)
         advice = f"Use --gpus {trainers + scorers + sizes[0]}"
     else:
-        advice = f"Use larger devices: an engine has at most {max(_TP)}"
+        advice = f"Use larger devices: an engine has at most {max(ENGINE_SIZES)}"
     return (
         f"{setup.model.name} with episodes of {setup.episodes.longest:,.0f} tokens does not fit "
         f"{request.devices} {setup.device.name} with {setup.memory / gb:.0f} GB each. Training "
