@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from unstale.envs import Message, ToolCall
+from unstale.envs import Message
 from unstale.envs.retail import RetailTasks, system_text
 from unstale.envs.retail.customer import Customer
 from unstale.envs.retail.database import Order
 from unstale.envs.retail.records import order_record, variants_record
-from unstale.envs.retail.rules import NO_FAULTS, Faults, expert_replies
+from unstale.envs.retail.rules import NO_FAULTS, Faults, call_message, expert_replies
 from unstale.envs.retail.tasks import Scenario, scenario
 from unstale.envs.retail.tools import ARGUMENTS, call_tool
 from unstale.envs.retail.wording import COLOURS, NAMES, PAYMENTS, QUESTIONS, TERSE_ANSWERS, WISHES
@@ -98,14 +98,16 @@ class Practice:
         for _ in range(rounds):
             item = facts.desk.items[random.choice(order.items)]
             messages.append(Message("user", random.choice(TERSE_ANSWERS["item"]).format(item.name)))
-            messages.append(_call("list_variants", item_id=item.id))
+            messages.append(call_message("list_variants", item_id=item.id))
             if random.random() < 0.4:
                 payment = random.choice(payments)
                 messages.append(
                     Message("user", random.choice(TERSE_ANSWERS["payment"]).format(payment.kind))
                 )
                 messages.append(
-                    _call("return_item", order_id=order.id, item_id=item.id, payment_id=payment.id)
+                    call_message(
+                        "return_item", order_id=order.id, item_id=item.id, payment_id=payment.id
+                    )
                 )
         return self.conversation(messages)
 
@@ -176,7 +178,7 @@ def _opening(facts: Scenario, order: Order, random: Random) -> list[Message]:
     return [
         Message("assistant", QUESTIONS["order"]),
         Message("user", answer),
-        _call("get_order", order_id=order.id),
+        call_message("get_order", order_id=order.id),
         Message("tool", order_record(facts.desk, order)),
     ]
 
@@ -192,7 +194,7 @@ def _round(facts: Scenario, order: Order, wish: str, random: Random) -> list[Mes
     payments = desk.users[order.user].payments
     if wish == "redirect":
         point = str(random.randrange(10, 100))
-        call = _call("redirect_order", order_id=order.id, point_id=point)
+        call = call_message("redirect_order", order_id=order.id, point_id=point)
         return [*_question("point", point, random), call, *_closing("ok", "Done.")]
     item = desk.items[random.choice(order.items)]
     opened = _question("item", item.name, random)
@@ -200,10 +202,10 @@ def _round(facts: Scenario, order: Order, wish: str, random: Random) -> list[Mes
         variants = desk.variants(item)
         new = random.choice(variants)
         listed = [
-            _call("list_variants", item_id=item.id),
+            call_message("list_variants", item_id=item.id),
             Message("tool", variants_record(desk, item)),
         ]
-        call = _call("exchange_item", order_id=order.id, item_id=item.id, new_item_id=new.id)
+        call = call_message("exchange_item", order_id=order.id, item_id=item.id, new_item_id=new.id)
         return [
             *opened,
             *listed,
@@ -214,7 +216,7 @@ def _round(facts: Scenario, order: Order, wish: str, random: Random) -> list[Mes
     if item.terms == "final":
         return [
             *opened,
-            _call("refuse", order_id=order.id, reason="final"),
+            call_message("refuse", order_id=order.id, reason="final"),
             *_closing("noted", "Sorry."),
         ]
     payment = random.choice(payments)
@@ -222,19 +224,12 @@ def _round(facts: Scenario, order: Order, wish: str, random: Random) -> list[Mes
         payment = next(other for other in payments if other.kind == "gift")
     else:
         opened += _question("payment", payment.kind, random)
-    call = _call("return_item", order_id=order.id, item_id=item.id, payment_id=payment.id)
+    call = call_message("return_item", order_id=order.id, item_id=item.id, payment_id=payment.id)
     return [*opened, call, *_closing("ok", "Done.")]
 
 
 def _closing(answer: str, last: str) -> list[Message]:
     return [Message("tool", answer), Message("assistant", last)]
-
-
-def _call(name: str, **arguments: str) -> Message:
-    written = {
-        key: int(value) if key.endswith("_id") else value for key, value in arguments.items()
-    }
-    return Message("assistant", "", (ToolCall(name, written),))
 
 
 def _as_dict(message: Message) -> dict[str, Any]:

@@ -140,7 +140,7 @@ class NumberedTasks:
 
     @staticmethod
     def seed_of(task: Task) -> int:
-        """Return 31 bits: odd for training tasks, even for held-out ones."""
+        """Return a random seed of 31 bits: odd for a training task, even for a held-out one."""
         return 2 * Random(task.key).getrandbits(30) + (task.split == "train")
 
 
@@ -151,7 +151,7 @@ class ListedTasks:
     data: Mapping[str, Sequence[Any]]
 
     def train(self, seed: int) -> Iterator[Task]:
-        """Yield all tasks again and again, each time in a new order and with new numbers."""
+        """Yield the list again and again, each time in a new order and with new task numbers."""
         number = len(self.data["train"])
         for begin in range(0, _TASKS_PER_SEED - number, number):
             order = Random(f"{self.name}/{seed}/{begin}").sample(range(number), number)

@@ -44,7 +44,7 @@ _SEPARATOR = re.compile(r"[\s;,]*")
 _MAX_CACHED = 64
 """Maximum number of `Chat` objects with other tools that a `Chat` keeps."""
 _SEAM = "\ue000"
-"""A private-use character that splits text like a control token. Removed before encoding."""
+"""A character put into content that looks like a control token, to encode it in two parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +160,7 @@ class Chat:
         """
         thoughts = None
         if self.thinks and _END_OF_THOUGHT in text:
-            thoughts, _, text = text.partition(_END_OF_THOUGHT)
-            thoughts = thoughts.removeprefix(_THOUGHT).strip("\n")
-            text = text.lstrip("\n")
+            thoughts, text = _split_thoughts(text)
         elif self.thinks and (self._begins_thinking or text.startswith(_THOUGHT)):
             calls = False
         return thoughts, self.parse_content(text) if calls else Message("assistant", text)
@@ -172,11 +170,9 @@ class Chat:
         thoughts = ""
         form = self.call_form
         if self.thinks:
-            thoughts, ended, text = text.partition(_END_OF_THOUGHT)
-            if not ended:  # the thoughts may still turn out to be content
+            if _END_OF_THOUGHT not in text:  # the thoughts may still turn out to be content
                 return "", ""
-            thoughts = thoughts.removeprefix(_THOUGHT).strip("\n")
-            text = text.lstrip("\n")
+            thoughts, text = _split_thoughts(text)
         if not calls:
             return thoughts, text
         if text[:1].isspace():  # removed, unless a malformed call makes the whole text content
@@ -333,8 +329,14 @@ class Chat:
         return str(text), seam
 
     def _encode(self, text: str, seam: str) -> tuple[int, ...]:
-        """Encode the parts between seams, each without its neighbours."""
+        """Encode each part between seams separately, so that no control token spans a seam."""
         return tuple(token for part in text.split(seam) for token in self.encode(part))
+
+
+def _split_thoughts(text: str) -> tuple[str, str]:
+    """Return the thoughts before the tag that ends them, and the text after it."""
+    thoughts, _, rest = text.partition(_END_OF_THOUGHT)
+    return thoughts.removeprefix(_THOUGHT).strip("\n"), rest.lstrip("\n")
 
 
 def _control_texts(tokenizer: Any, template: str) -> list[str]:

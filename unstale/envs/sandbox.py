@@ -64,12 +64,12 @@ _POLL_MS = 50
 
 
 class SandboxError(EnvError):
-    """The sandbox cannot start the program. A program that fails is no error."""
+    """An error of the sandbox, which could not start the program. A failing program raises none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The resources of a program. Inside it, requests for more fail."""
+    """The limits of a program's resources. A request of the program for more fails."""
 
     seconds: float = 5.0
     """Wall-clock seconds, and CPU seconds of each process, before it is killed."""

@@ -84,7 +84,7 @@ class JudgeEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class JudgeBudget:
-    """A limit of calls and of tokens, prompts included. Cached verdicts cost nothing."""
+    """A number of calls and of tokens, prompts included. Cached verdicts cost nothing."""
 
     calls: int
     tokens: int
@@ -172,7 +172,7 @@ class LLMJudge:
         return JudgeVerdict(score / MAX_SCORE, reason)
 
     def _call_with_retries(self, body: Mapping[str, Any]) -> tuple[int, str]:
-        """Return score and reason."""
+        """Return the score, from 0 to `MAX_SCORE`, and the reason."""
         # No token is shorter than one character of this ASCII text.
         max_cost = len(json.dumps(body)) + self.endpoint.max_tokens
         for attempt in range(self.endpoint.retries + 1):

@@ -187,7 +187,7 @@ class Tau2Env:
         )
 
     def _end(self) -> Turn:
-        """End with tau2's reward, which is 0 unless the user ended the conversation."""
+        """Return the last turn with tau2's reward: 0 unless the user ended the conversation."""
         trajectory = self._orchestrator.get_trajectory()
         if self._orchestrator.termination_reason != TerminationReason.USER_STOP:
             return Turn((), done=True, rewards={"state": 0.0})
@@ -202,7 +202,10 @@ class Tau2Env:
 
 
 class LiveEnv(Tau2Env):
-    """A conversation with a model as user. It is restored from its messages, not replayed."""
+    """A conversation with a model as user.
+
+    It is resumed from its messages: asking the model again could give other answers.
+    """
 
     def snapshot(self) -> str:
         fields = {"role", "id", "content", "tool_calls", "requestor", "error"}

@@ -50,7 +50,7 @@ class TextArenaTasks(NumberedTasks):
 
 
 class GameEnv:
-    """One game. Its reward is the game's."""
+    """One game. The episode's reward is the one that the game gives its player."""
 
     def __init__(self, tasks: TextArenaTasks, seed: int) -> None:
         self._tasks = tasks

@@ -11,7 +11,7 @@ REASONS = ("status", "final", "window", "stock")
 
 
 class DeskError(Exception):
-    """A call that cannot be made. The agent receives the text."""
+    """An error of a call that cannot be made. The agent receives its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Desk:
     items: dict[str, Item]
     orders: dict[str, Order]
     terse: bool = True
-    """Answer in short lines instead of JSON."""
+    """True if tools answer in short lines instead of JSON."""
     writes: list[str] = field(default_factory=list)
     """Names of the calls that changed the database, in order."""
 

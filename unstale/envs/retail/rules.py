@@ -46,7 +46,7 @@ NO_FAULTS = Faults()
 
 
 def expert_replies(scenario: Scenario, faults: Faults = NO_FAULTS, seed: int = 0) -> list[Message]:
-    """Return the expert's replies. Without faults they reach the goal.
+    """Return the expert's replies, which reach the goal if it ignores no rule.
 
     The expert errs only in its decisions, never in the format of a call.
     """
@@ -73,6 +73,11 @@ def _reply(step: Step) -> Message:
     if isinstance(step, str):
         return Message("assistant", QUESTIONS[step])
     name, arguments = step
+    return call_message(name, **arguments)
+
+
+def call_message(name: str, **arguments: str) -> Message:
+    """Return a reply that makes one call, with numbers as integers."""
     written = {
         key: int(value) if key.endswith("_id") else value for key, value in arguments.items()
     }
