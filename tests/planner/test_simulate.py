@@ -344,6 +344,13 @@ def test_what_cannot_be_is_told_in_one_line(
         simulate(LENGTHS, Fleet(), SCHEDULE, COSTS, steps=1)
 
 
+def test_a_run_with_a_renamed_option_is_refused_by_its_new_name(tmp_path: Path) -> None:
+    old = {"recipe": "retail", "schedule": {"window": 4}}
+    RunLog.create(tmp_path / "old", old).close()
+    with pytest.raises(ConfigError, match=r"schedule.window is now schedule.lookahead_window"):
+        measured.from_run(tmp_path / "old")
+
+
 def test_the_verb_tells_what_a_setting_comes_to(capsys: pytest.CaptureFixture[str]) -> None:
     words = (
         "simulate --steps 4 --set schedule.groups_per_step=2 workload.tool_s=5~1<20 "
