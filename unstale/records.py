@@ -335,7 +335,7 @@ class Batch:
         return list(zip(self.offsets[:-1], self.offsets[1:], strict=True))
 
     def select(self, sequences: Sequence[int]) -> "tuple[Batch, Tensor]":
-        """Return these sequences as a batch, in this order, and the `[T']` index of its tokens."""
+        """Return some sequences as a batch, and the positions `[T']` of its tokens in this one."""
         import torch
 
         spans = self.spans()

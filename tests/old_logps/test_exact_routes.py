@@ -138,8 +138,9 @@ def test_pieces_of_one_episode_share_one_sequence() -> None:
     policy = tiny_policy()
     pieces = {key_of(piece): piece.tokens for piece in pieces_of(2) if piece.episode == 4}
     assert sorted(place.start for place in pieces) == [12, 18]
-    answers, forward_tokens = score_pieces(Scorer(policy, 1.0, 48), pieces)
-    assert forward_tokens == 19  # to the end of the second piece, once
+    scorer = Scorer(policy, 1.0, 48)
+    answers = score_pieces(scorer, pieces)
+    assert scorer.take_forward_tokens() == 19  # to the end of the second piece, once
     expected = plain_logps(policy, TRAJECTORIES[4].trajectory.tokens).float()
     for place, values in answers.items():
         truth_of_it = expected[place.start : place.start + len(values)]

@@ -391,7 +391,7 @@ def test_optimizers_go_by_their_torch_names() -> None:
         TrainerConfig(optimizer="Adam", weight_decay=0.1), [parameter]
     ).param_groups[0]["decoupled_weight_decay"]
     for config, message in (
-        (TrainerConfig(optimizer="AdamV"), "got 'AdamV'; nearest: .*AdamW"),
+        (TrainerConfig(optimizer="AdamV"), "got 'AdamV'; did you mean Adam"),
         (TrainerConfig(optimizer="Optimizer"), "must be a class of torch.optim"),
         (TrainerConfig(optimizer="lr_scheduler"), "must be a class of torch.optim"),
         (TrainerConfig(optimizer="LBFGS"), "must not be LBFGS"),

@@ -119,7 +119,9 @@ def aggregate(
     sampled: Bool[Tensor, "*shape"],
     how: Aggregate = "mean",
 ) -> Float[Tensor, "*shape"]:
-    """Return the log-ratio of each token's unit; 0 for tokens that are not action tokens.
+    """Aggregate log-ratios over units of tokens (`unit_ids`). Return that of each token's unit.
+
+    It is 0 for tokens that are not action tokens.
 
     `mean` is the log of the geometric-mean ratio, `sum` the log of the product. Synchronizes with
     the device once.

@@ -1,7 +1,8 @@
 """Approximations of old log-probabilities, for when the old weights were not kept.
 
-All tensors have one shape, packed `[T]` or padded `[B, T]`. docs/old-logps.md describes the error
-that each one makes in D = prox / mu and S = pi / prox.
+Below, mu is the engine's policy when it sampled the token, pi the current policy, and prox the
+approximation of the old one. docs/old-logps.md describes the error that each approximation makes in
+D = prox / mu and S = pi / prox. All tensors have one shape, packed `[T]` or padded `[B, T]`.
 """
 
 import torch

@@ -123,7 +123,7 @@ class Policy:
 
     @property
     def merging(self) -> Merging | None:
-        """What an engine needs to merge the adapters into its base. None without adapters."""
+        """The facts that an engine needs to merge adapters into its base. None without adapters."""
         if self.lora is None:
             return None
         return Merging(

@@ -162,7 +162,8 @@ class _Builder:
     ) -> list[_Branch]:
         """Group sequences that have more than `depth` tokens by their next `MIN_SHARED` tokens.
 
-        A sequence with fewer tokens left is alone. The order is reversed, for a stack.
+        A sequence with fewer than `MIN_SHARED` tokens left forms a group of its own. The groups are
+        in reverse order, because the caller puts them on a stack.
         """
         groups: dict[object, list[int]] = {}
         for member in members:

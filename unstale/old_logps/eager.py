@@ -91,13 +91,12 @@ class Eager(OldLogps):
         return values, exact
 
     def costs(self) -> Mapping[str, float]:
-        costs = self.fallback.costs()
-        forward_tokens = costs.get("forward_tokens", 0.0) + self._cache.take_forward_tokens()
+        forward_tokens = float(self._scorer.take_forward_tokens())
         scored_share = self._num_covered / max(1, self._num_tokens)
         self._num_tokens = 0
         self._num_covered = 0
         return {
-            **costs,
+            **self.fallback.costs(),
             "forward_tokens": forward_tokens,
             "scored_in_time_share": scored_share,
         }

@@ -43,7 +43,6 @@ class EwmaProx(OldLogps):
         self._beta = beta
         self._every_step = every_step
         self._version: int | None = None
-        self._forward_tokens = 0
 
     def published(self, live: Collection[int]) -> None:
         if self._scorer.version == self._version:
@@ -59,14 +58,11 @@ class EwmaProx(OldLogps):
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         if not self.average.weight:
             raise LookupError("ewma_prox has no weights to average: no version was published")
-        scored = self.average.score(batch, batch.sampled)
-        self._forward_tokens += scored.forward_tokens
-        return scored.logp, batch.sampled & False
+        return self.average.score(batch, batch.sampled).logp, batch.sampled & False
 
     def costs(self) -> Mapping[str, float]:
-        forward_tokens, self._forward_tokens = self._forward_tokens, 0
         return {
-            "forward_tokens": float(forward_tokens),
+            "forward_tokens": float(self._scorer.take_forward_tokens()),
             "memory_bytes": float(self.average.bytes),
             "ewma_age": self.average.age,
         }

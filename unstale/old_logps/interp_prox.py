@@ -68,7 +68,7 @@ class InterpProxSpec(OldLogpsConfig):
     """An interpolation between the engine's policy and the current one."""
 
     alpha: Annotated[float | None, Range(0, 1)] = None
-    """Weight of the current policy (`interp_prox_*`). None: (d - 1) / d of the token's lag d."""
+    """`interp_prox_*`: weight of the current policy. None: (d - 1) / d for a token of lag d."""
     fresh: Literal["trainer", "behavior"] = "trainer"
     """`interp_prox_*` at lag 0: the log-probability of the trainer, or that of the engine."""
 

@@ -53,13 +53,13 @@ class InterruptSync(OldLogps):
         self._closing_s += time.perf_counter() - began
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        """LookupError if a token was not given to `closing` while its version was current."""
+        """Return cached scores. LookupError if `closing` did not receive a token of the batch."""
         why = "their pieces were missing when their version was closed"
         return self.cache.require(batch, why=why), has_clean_behavior(batch)
 
     def costs(self) -> Mapping[str, float]:
         spent = {
-            "forward_tokens": float(self.cache.take_forward_tokens()),
+            "forward_tokens": float(self._scorer.take_forward_tokens()),
             "closing_s": self._closing_s,
             "stall_s": self._stall_s,
         }

@@ -106,7 +106,7 @@ class OldLogitModel(OldLogps):
             self._send_pieces({key_of(piece): piece.tokens})
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        """LookupError if a token's piece never arrived."""
+        """Wait for the scores of the batch. LookupError if a token's piece never arrived."""
         current = self._scorer.version if self._scorer.at_version else -1
         episodes = set(batch.episodes)
 
@@ -122,7 +122,7 @@ class OldLogitModel(OldLogps):
 
     def costs(self) -> Mapping[str, float]:
         spent = {
-            "forward_tokens": float(self.cache.take_forward_tokens()),
+            "forward_tokens": float(self._scorer.take_forward_tokens()),
             "publish_wait_s": self._wait_s,
             "score_wait_s": self._answer_wait_s,
             "model_bytes": float(self._scorer.model_bytes),
@@ -181,7 +181,10 @@ class OldLogitModel(OldLogps):
             self._child.socket.sendall(message)
 
     def _is_due(self, wanted: Callable[[PieceKey], bool]) -> bool:
-        """Return True if a wanted piece of a version that was sent has no score yet."""
+        """Return True if a piece that `wanted` selects was sent, and its score has not arrived.
+
+        Pieces of versions that the process does not have yet are left out.
+        """
         return any(key.version <= self._sent and wanted(key) for key in self._unscored.copy())
 
     def _read_until(self, done: Callable[[], bool]) -> float:
@@ -192,7 +195,10 @@ class OldLogitModel(OldLogps):
         return time.perf_counter() - began
 
     def _read(self, child: Child, *, wait: bool) -> bool:
-        """Read once. Return False if there was nothing. Raises `OldLogitModelDied`."""
+        """Receive bytes once and handle complete replies. Return False if no byte had arrived.
+
+        Raises `OldLogitModelDied`.
+        """
         try:
             data = child.recv(_READ_BYTES) if wait else child.socket.recv(_READ_BYTES, MSG_DONTWAIT)
         except BlockingIOError:
@@ -207,7 +213,8 @@ class OldLogitModel(OldLogps):
             if header["op"] == "loaded":
                 self.loaded = header["version"]
                 continue
-            self.cache.add_rows(header["answers"], header["forward_tokens"])
+            self.cache.add_rows(header["answers"])
+            self._scorer.forward_tokens += header["forward_tokens"]
             for key, _logps in header["answers"]:
                 del self._unscored[PieceKey(*key)]
         return True

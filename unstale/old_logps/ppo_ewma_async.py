@@ -57,7 +57,6 @@ class PpoEwmaAsync(OldLogps):
         self._due = ""
         """The reason of a reset that is due."""
         self._events: list[dict[str, Any]] = []
-        self._forward_tokens = 0
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
         from unstale.algorithms.proximal import nearest_age
@@ -70,9 +69,7 @@ class PpoEwmaAsync(OldLogps):
         for number, average in enumerate(self.averages):
             where = batch.sampled & (choice == number)
             if where.any():
-                scored = average.score(batch, where)
-                values = scored.logp.where(where, values)
-                self._forward_tokens += scored.forward_tokens
+                values = average.score(batch, where).logp.where(where, values)
         return values, batch.sampled & False
 
     def _update(self, batch: Batch) -> None:
@@ -118,7 +115,7 @@ class PpoEwmaAsync(OldLogps):
 
     def costs(self) -> Mapping[str, float]:
         spent = {
-            "forward_tokens": float(self._forward_tokens),
+            "forward_tokens": float(self._scorer.take_forward_tokens()),
             "memory_bytes": float(sum(average.bytes for average in self.averages)),
             "ewma_age": self.averages[0].age,
         }
@@ -127,7 +124,6 @@ class PpoEwmaAsync(OldLogps):
             for number, average in enumerate(self.averages)
             if number
         }
-        self._forward_tokens = 0
         return spent
 
     def events(self) -> list[dict[str, Any]]:

@@ -35,7 +35,6 @@ class SnapshotOld(OldLogps):
     def __init__(self, scorer: Scorer, *, make_store: MakeStore | None = None) -> None:
         scorer.keep_versions(make_store)
         self.scorer = scorer
-        self._forward_tokens = 0
 
     def published(self, live: Collection[int]) -> None:
         self.scorer.keep(live)  # before `put` too: dropped versions must not count as memory
@@ -43,13 +42,12 @@ class SnapshotOld(OldLogps):
         self.scorer.keep(live)
 
     def logps(self, batch: Batch, now: Tensor) -> tuple[Tensor, Tensor]:
-        """LookupError if the weights of a version in the batch were dropped."""
+        """Score with kept weights. LookupError if those of a version in the batch were dropped."""
         scored = self.scorer.score_versions(batch, batch.sampled, use_trained=True)
-        self._forward_tokens += scored.forward_tokens
         return scored.logp, has_clean_behavior(batch)
 
     def costs(self) -> Mapping[str, float]:
-        forward_tokens, self._forward_tokens = self._forward_tokens, 0
+        forward_tokens = self.scorer.take_forward_tokens()
         return {"forward_tokens": float(forward_tokens), **self.scorer.costs()}
 
     def state(self) -> Mapping[str, Any]:

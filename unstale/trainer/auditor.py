@@ -1,4 +1,4 @@
-"""The audit of a route during training: how wrong are its old log-probabilities?
+"""The audit: measure the error of a route's old log-probabilities during training.
 
 The auditor scores a share of every batch again, with full copies of the weights that sampled it. It
 keeps these copies itself, so that an error in the route's copies is found.
@@ -41,9 +41,9 @@ class Audited:
 
     tokens: Tokens
     dropped: Tensor
-    """`[2, N]` bool: whether the correction drops the token, by the route's and by true values."""
+    """`[2, N]` bool: tokens that the correction drops, by the route's values and by true ones."""
     clipped: Tensor
-    """`[2, N]` bool: whether the objective clips the token, by the route's and by true values."""
+    """`[2, N]` bool: tokens that the objective clips, by the route's values and by true ones."""
 
 
 @dataclass(frozen=True, slots=True)

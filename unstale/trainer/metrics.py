@@ -73,7 +73,7 @@ class StepMetrics:
         )
 
     def add_reference(self, log_ratio: Tensor) -> None:
-        """Record `reference_logp - logp` of action tokens."""
+        """Record `reference_logp - logp` of action tokens, for the KL to the reference policy."""
         self._values["reference_log_ratio"].append(log_ratio)
 
     def add_entropy(self, entropy: Tensor) -> None:

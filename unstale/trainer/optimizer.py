@@ -1,6 +1,5 @@
 """The optimizer and its learning-rate schedule."""
 
-import difflib
 import inspect
 import math
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unstale.config import ConfigError, TrainerConfig
+from unstale.config import ConfigError, TrainerConfig, nearest
 
 
 def make_optimizer(config: TrainerConfig, parameters: list[Tensor]) -> torch.optim.Optimizer:
@@ -47,10 +46,9 @@ def _optimizer_class(name: str) -> Any:
         and kind is not torch.optim.Optimizer
     }
     if name not in classes:
-        nearest = difflib.get_close_matches(name, classes, n=5, cutoff=0.4) or sorted(classes)
         raise ConfigError(
-            f"trainer.optimizer must be a class of torch.optim, got {name!r}; "
-            f"nearest: {', '.join(nearest)}"
+            f"trainer.optimizer must be a class of torch.optim, got {name!r}"
+            f"{nearest(name, sorted(classes))}"
         )
     if name == "LBFGS":
         raise ConfigError(

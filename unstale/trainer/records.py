@@ -34,5 +34,5 @@ class FailedBatch:
     """The data for which a number was not finite, saved for `unstale replay`."""
 
     stage: Literal["old_logps", "step"]
-    """What was being computed: the route's values for a batch, or the gradient of a step."""
+    """The computation that failed: the route's values for a batch, or the gradient of a step."""
     minibatch: Minibatch

@@ -15,14 +15,14 @@ from unstale.records import Batch, PendingPiece
 
 def score_pieces(
     scorer: Scorer, pieces: Pieces, version: int | None = None
-) -> tuple[dict[PieceKey, Tensor], int]:
-    """Score pieces by the weights of `version`. Also return the number of tokens run forward.
+) -> dict[PieceKey, Tensor]:
+    """Score pieces by the weights of `version`, or by the trained weights if it is None.
 
     All pieces of an episode are scored in one sequence, the longest of their texts, because it
     begins with the others. The order of `pieces` does not affect the values.
     """
     if not pieces:
-        return {}, 0
+        return {}
     sequences: dict[int, Sequence[int]] = {}
     for key, tokens in sorted(pieces.items()):
         sequences[key.episode] = max(sequences.get(key.episode, ()), tokens, key=len)
@@ -37,8 +37,7 @@ def score_pieces(
         spans[key] = slice(begin + key.start, begin + len(tokens))
         where[spans[key]] = True
     scored = scorer.score(packed, where, version)
-    logps = {key: scored.logp[span].clone() for key, span in spans.items()}
-    return logps, scored.forward_tokens
+    return {key: scored.logp[span].clone() for key, span in spans.items()}
 
 
 class LogpCache:
@@ -47,22 +46,16 @@ class LogpCache:
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
         self._logps: dict[PieceKey, Tensor] = {}
-        self._forward_tokens = 0
 
-    def add(self, logps: Mapping[PieceKey, Tensor], forward_tokens: int) -> None:
-        self._logps.update(logps)
-        self._forward_tokens += forward_tokens
-
-    def add_rows(self, rows: Iterable[Any], forward_tokens: int) -> None:
+    def add_rows(self, rows: Iterable[Any]) -> None:
         """Add log-probabilities that another process sent, as rows of a key and a list."""
         dtype = self._scorer.dtype
-        logps = {PieceKey(*key): torch.tensor(values, dtype=dtype) for key, values in rows}
-        self.add(logps, forward_tokens)
+        for key, values in rows:
+            self._logps[PieceKey(*key)] = torch.tensor(values, dtype=dtype)
 
     def score(self, pieces: Pieces, version: int | None = None) -> None:
         """Score pieces by the weights of `version`, or by the trained weights if it is None."""
-        logps, forward_tokens = score_pieces(self._scorer, pieces, version)
-        self.add(logps, forward_tokens)
+        self._logps |= score_pieces(self._scorer, pieces, version)
 
     def missing(self, pieces: Iterable[PendingPiece]) -> list[PendingPiece]:
         """Return the pieces that are not scored."""
@@ -99,7 +92,6 @@ class LogpCache:
             scored = self._scorer.score(batch, current)
             values = torch.where(current, scored.logp, values)
             known = known | current
-            self._forward_tokens += scored.forward_tokens
         return torch.where(known, values, 0.0), known
 
     def require(self, batch: Batch, *, why: str) -> Tensor:
@@ -116,11 +108,6 @@ class LogpCache:
     def keep(self, versions: Collection[int]) -> None:
         """Drop the pieces of all versions but these."""
         self._logps = {key: logp for key, logp in self._logps.items() if key.version in versions}
-
-    def take_forward_tokens(self) -> int:
-        """Return the tokens forwarded since the last call."""
-        forward_tokens, self._forward_tokens = self._forward_tokens, 0
-        return forward_tokens
 
     def state(self) -> Mapping[str, Tensor]:
         """Return all log-probabilities end to end, and rows `(version, episode, start, length)`."""

@@ -98,6 +98,8 @@ class Scorer:
         self._read: Callable[[int], Policy] | None = None
         """Inside `reading`: returns a model with the weights of a version."""
         self._restore_s = 0.0
+        self.forward_tokens = 0
+        """Tokens run forward since the last `take_forward_tokens`."""
 
     @classmethod
     def load(cls, exported: Mapping[str, Any]) -> Self:
@@ -223,6 +225,11 @@ class Scorer:
             "max_tokens": self.max_tokens,
         }
 
+    def take_forward_tokens(self) -> int:
+        """Return the tokens run forward since the last call."""
+        forward_tokens, self.forward_tokens = self.forward_tokens, 0
+        return forward_tokens
+
     def costs(self) -> Mapping[str, float]:
         """Return the costs of kept versions: seconds since the last call, and bytes held."""
         store = self._require_store()
@@ -264,9 +271,11 @@ class Scorer:
             self._loaded = None
 
     def _score(self, model: Policy, batch: Batch | Packed, where: Tensor) -> Scored:
-        return model.score(
+        scored = model.score(
             batch, where, temperature=self.temperature, max_tokens_per_microbatch=self.max_tokens
         )
+        self.forward_tokens += scored.forward_tokens
+        return scored
 
     def _model(self, version: int | None) -> Policy:
         """Return a model with the weights of `version`."""

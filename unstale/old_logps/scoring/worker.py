@@ -83,8 +83,9 @@ class _ScoringWorker:
 
     def _score(self, queue: ScoreQueue) -> None:
         """Score pieces of the loaded version in about one forward pass."""
-        logps, forward_tokens = score_pieces(self._scorer, queue.take(self._scorer.max_tokens))
+        logps = score_pieces(self._scorer, queue.take(self._scorer.max_tokens))
         rows = [[key, logp.tolist()] for key, logp in logps.items()]
+        forward_tokens = self._scorer.take_forward_tokens()
         self._reply({"op": "answers", "answers": rows, "forward_tokens": forward_tokens})
 
     def _load(self, version: int, body: bytes) -> None:
