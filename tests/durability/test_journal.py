@@ -200,7 +200,7 @@ def test_a_failed_attempt_is_kept_and_the_last_one_of_each_episode_counts(tmp_pa
         found = read.group(0)
         assert found.trajectories == (told,) and read.groups()[0].num_failures == 3
         assert [failure.error for failure in found.failures] == ["EnvError: ? gone"]
-        assert check(read) == ["version 0 was sampled from and never published"]
+        assert check(read) == ["version 0 was sampled from but never published"]
 
 
 def test_a_barrier_means_that_another_connection_sees_it(
@@ -586,8 +586,14 @@ def test_what_cannot_be_opened_is_told_at_once(tmp_path: Path, kind: str, says: 
 
 
 PLANTED = (
-    ("DELETE FROM finished WHERE number = 0", "group 0 was consumed and never finished"),
-    ("DELETE FROM groups WHERE number = 0", "group 0 was consumed and never handed out"),
+    (
+        "DELETE FROM finished WHERE number = 0",
+        "row 0 of consumed belongs to a row of finished that is missing",
+    ),
+    (
+        "DELETE FROM groups WHERE number = 0",
+        "row 0 of finished belongs to a row of groups that is missing",
+    ),
     (
         "DELETE FROM trajectories WHERE episode = 2",
         "group 1 was finished while its episode 2 was open",
@@ -598,7 +604,7 @@ PLANTED = (
     ),
     (
         "DELETE FROM pieces WHERE episode = 2 AND position = 2",
-        "episode 2 ended with 3 pieces, 2 are there",
+        "episode 2 ended with 3 pieces, but 2 are recorded",
     ),
     (
         "UPDATE pieces SET tokens = x'00' WHERE episode = 1 AND position = 0",
@@ -608,7 +614,7 @@ PLANTED = (
         "UPDATE pieces SET behavior_logp = x'00' WHERE episode = 1 AND position = 1",
         "episode 1, position 1: the length",
     ),
-    ("DELETE FROM versions WHERE version = 0", "version 0 was sampled from and never published"),
+    ("DELETE FROM versions WHERE version = 0", "version 0 was sampled from but never published"),
     (
         "UPDATE versions SET version = 9 WHERE version = 0",
         "version 1 was published after version 9",
@@ -619,7 +625,10 @@ PLANTED = (
         "UPDATE pieces SET version = 2 WHERE episode = 0 AND position = 1",
         "episode 0, position 3: version 1 comes after version 2",
     ),
-    ("DELETE FROM episodes WHERE episode = 3", "pieces of an unknown episode 3"),
+    (
+        "DELETE FROM episodes WHERE episode = 3",
+        "row 3 of trajectories belongs to a row of episodes that is missing",
+    ),
 )
 
 
@@ -756,7 +765,9 @@ def test_the_verb_shows_what_is_in_it(
     ran: tuple[Path, list[tuple[int, list[Group]]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = said(capsys, "journal", str(ran[0]))
-    assert re.search(r"consumed\W+24\b", text) and "0 to 12" in text and "no problems found" in text
+    assert (
+        re.search(r"trained on\W+24\b", text) and "0 to 12" in text and "no problems found" in text
+    )
 
 
 def test_the_verbs_say_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

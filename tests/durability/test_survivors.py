@@ -17,8 +17,8 @@ from rich.console import Console
 
 from unstale.cli import main
 from unstale.cli.survivors import write_survivors
-from unstale.durability.journal import JOURNAL, Journal, Survivors, survivors
-from unstale.durability.journal.survivors import Kind, Spread
+from unstale.durability.journal import JOURNAL, Journal, survivors
+from unstale.durability.run_folder import Row
 from unstale.observe.report.survivors import terminal_table
 from unstale.observe.report.words import survivorship
 from unstale.records import (
@@ -85,7 +85,11 @@ class Run:
             asyncio.run(self.journal.checkpoint("000001", step=1, version=1))
 
 
-def found(folder: Path) -> Survivors:
+def spread(mean: float, low: int, middle: int, high: int) -> Row:
+    return {"mean": mean, "low": low, "middle": middle, "high": high}
+
+
+def found(folder: Path) -> Row:
     with Journal.read(folder) as journal:
         return survivors(journal)
 
@@ -108,33 +112,34 @@ def test_every_group_and_every_attempt_is_counted_by_how_it_ended(tmp_path: Path
         run.attempt(fourth, [ASKED], "failed")
         run.finish(first, fourth)
         run.finish(second, consumed=False)
-    (place,) = found(tmp_path).places
-    assert (place.env, place.split) == ("desk", "train")
-    assert place.groups == {"consumed": 1, "finished": 1, "open": 1, "failed": 1}
-    assert {name: kind.count for name, kind in place.kinds.items()} == {
+    (place,) = found(tmp_path)["places"]
+    assert (place["env"], place["split"]) == ("desk", "train")
+    assert place["groups"] == {"consumed": 1, "finished": 1, "open": 1, "failed": 1}
+    assert {name: kind["count"] for name, kind in place["kinds"].items()} == {
         "generated": 9, "ended": 8, "trained": 2, "waiting": 1,
         "failed": 2, "given_up": 1, "restarted": 2, "open": 1,
     }  # fmt: skip
-    assert place.kinds["trained"] == Kind(
-        2, Spread(4.0, 2, 2, 6), Spread(1.5, 1, 1, 2), success=0.5, reward=1.0
-    )
-    assert place.kinds["failed"] == Kind(
-        2, Spread(10.0, 7, 7, 13), Spread(1.5, 1, 1, 2), success=None, reward=None
-    )
-    assert place.kinds["given_up"].tokens == Spread(0.0, 0, 0, 0)
-    assert place.kinds["restarted"].tokens == Spread(6.5, 5, 5, 8)
-    assert place.kinds["ended"].reward == pytest.approx(2.5 / 3)
+    kinds = place["kinds"]
+    assert kinds["trained"]["tokens"] == spread(4.0, 2, 2, 6)
+    assert kinds["trained"]["turns"] == spread(1.5, 1, 1, 2)
+    assert (kinds["trained"]["success"], kinds["trained"]["reward"]) == (0.5, 1.0)
+    assert kinds["failed"]["tokens"] == spread(10.0, 7, 7, 13)
+    assert kinds["failed"]["turns"] == spread(1.5, 1, 1, 2)
+    assert (kinds["failed"]["success"], kinds["failed"]["reward"]) == (None, None)
+    assert kinds["given_up"]["tokens"] == spread(0.0, 0, 0, 0)
+    assert kinds["restarted"]["tokens"] == spread(6.5, 5, 5, 8)
+    assert kinds["ended"]["reward"] == pytest.approx(2.5 / 3)
     # what ended, by length: 0 2 | 4 5 | 6 7 | 8 13
-    assert [(b.low, b.high, b.ended, b.trained, b.waiting, b.lost) for b in place.buckets] == [
-        (0, 2, 2, 1, 0, 1), (4, 5, 2, 0, 1, 1), (6, 7, 2, 1, 0, 1), (8, 13, 2, 0, 0, 2),
+    assert [tuple(bucket.values()) for bucket in place["buckets"]] == [
+        (0, 2, 2, 1, 0), (4, 5, 2, 0, 1), (6, 7, 2, 1, 0), (8, 13, 2, 0, 0),
     ]  # fmt: skip
-    assert place.curve[1] == (2, 0.25, 0.5) and place.curve[-1] == (13, 1.0, 1.0)
-    assert place.contrast is not None
-    assert (place.contrast.lost, place.contrast.kept) == (5, 3)
-    assert (place.contrast.lost_mean, place.contrast.kept_mean) == (6.6, 4.0)
+    assert place["curve"][1] == [2, 0.25, 0.5] and place["curve"][-1] == [13, 1.0, 1.0]
+    contrast = place["contrast"]
+    assert (contrast["lost"], contrast["kept"]) == (5, 3)
+    assert (contrast["lost_mean"], contrast["kept_mean"]) == (6.6, 4.0)
     # variances 22.3 (7 + 13 + 0 + 8 + 5) and 4 (6 + 2 + 4)
-    assert place.contrast.se == pytest.approx((22.3 / 5 + 4 / 3) ** 0.5)
-    words, alarm = survivorship(found(tmp_path).row()["places"][0])
+    assert contrast["se"] == pytest.approx((22.3 / 5 + 4 / 3) ** 0.5)
+    words, alarm = survivorship(found(tmp_path)["places"][0])
     assert not alarm and words.startswith(
         "Lost and kept attempts do not differ measurably in length"
     )
@@ -153,7 +158,7 @@ def lose(folder: Path, chance: dict[int, float]) -> tuple[str, bool]:
                 lost = rng.random() < chance[count]
                 run.attempt(group, [ASKED, said(count)], "failed" if lost else 1.0, sibling=sibling)
         run.finish(*groups)
-    (place,) = found(folder).row()["places"]
+    (place,) = found(folder)["places"]
     return survivorship(place)
 
 
@@ -189,11 +194,12 @@ def test_open_ones_are_neither_kept_nor_lost(tmp_path: Path) -> None:
             run.attempt(done, [ASKED, said(10)], 1.0, sibling=sibling)
             run.attempt(going_on, [ASKED, said(500)], sibling=sibling)
         run.finish(done)
-    (place,) = found(tmp_path).places
-    assert place.kinds["open"].count == 20 and place.kinds["open"].tokens.mean == 500
-    assert place.contrast is None and place.curve == ((10, 1.0, 1.0),)
-    assert [(bucket.ended, bucket.lost) for bucket in place.buckets] == [(20, 0)]
-    assert survivorship(found(tmp_path).row()["places"][0]) == (
+    (place,) = found(tmp_path)["places"]
+    assert place["kinds"]["open"]["count"] == 20
+    assert place["kinds"]["open"]["tokens"]["mean"] == 500
+    assert place["contrast"] is None and place["curve"] == [[10, 1.0, 1.0]]
+    assert [(bucket["ended"], bucket["trained"]) for bucket in place["buckets"]] == [(20, 20)]
+    assert survivorship(found(tmp_path)["places"][0]) == (
         "No attempt that ended was lost.",
         False,
     )
@@ -204,8 +210,8 @@ def test_environments_are_told_apart(tmp_path: Path) -> None:
         run = Run(journal)
         for env in ("desk", "abacus"):
             run.attempt(run.add_request(Task(env, "train", 0)), [ASKED, said(len(env))], 1.0)
-    places = found(tmp_path).places
-    assert [(place.env, place.kinds["waiting"].tokens.mean) for place in places] == [
+    places = found(tmp_path)["places"]
+    assert [(place["env"], place["kinds"]["waiting"]["tokens"]["mean"]) for place in places] == [
         ("abacus", 6),
         ("desk", 4),
     ]
@@ -214,7 +220,7 @@ def test_environments_are_told_apart(tmp_path: Path) -> None:
 def test_an_empty_journal_has_no_survivors(tmp_path: Path) -> None:
     with Journal(tmp_path / JOURNAL):
         pass
-    assert found(tmp_path).places == ()
+    assert found(tmp_path)["places"] == []
 
 
 def a_run(folder: Path) -> Path:
@@ -268,7 +274,7 @@ def test_the_terminal_shows_the_same(tmp_path: Path, capsys: pytest.CaptureFixtu
     told("journal", str(a_run(tmp_path)))
     assert "desk/train: No attempt that ended was lost." in capsys.readouterr().out
     console = Console(file=StringIO(), width=100)
-    console.print(terminal_table(found(tmp_path).row()))
+    console.print(terminal_table(found(tmp_path)))
     assert isinstance(console.file, StringIO)
     lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
     assert "trained on 1 12 12 · 12 · 12 1 100.0%" in lines

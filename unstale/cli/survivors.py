@@ -16,7 +16,7 @@ def write_survivors(folder: Path) -> None:
     content: Row
     try:
         with Journal.read(folder) as journal:
-            content = survivors(journal).row()
+            content = survivors(journal)
     except (JournalError, OSError) as error:
         content = {"missing": str(error)}
     write_whole(folder / SURVIVORS, dumps(content) + "\n")

@@ -239,7 +239,7 @@ def _journal(chosen: argparse.Namespace) -> int:
     with _open_journal(chosen.run) as journal:
         problems = check(journal)
         Console().print(page(journal, problems), highlight=False)
-        Console().print(terminal_table(survivors(journal).row()), highlight=False)
+        Console().print(terminal_table(survivors(journal)), highlight=False)
     return 1 if problems else 0
 
 

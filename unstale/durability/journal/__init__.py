@@ -14,7 +14,7 @@ from unstale.durability.journal.reader import (
     JournalReader,
     StoredEpisode,
 )
-from unstale.durability.journal.survivors import Survivors, survivors
+from unstale.durability.journal.survivors import survivors
 from unstale.durability.journal.tables import JOURNAL, TOKEN_SAMPLES, JournalError
 from unstale.durability.journal.writer import WINDOW_S, Journal
 
@@ -28,7 +28,6 @@ __all__ = [
     "JournalError",
     "JournalReader",
     "StoredEpisode",
-    "Survivors",
     "check",
     "conversation",
     "export_rows",

@@ -15,30 +15,14 @@ MAX_LISTED = 20
 
 CHECKS = (
     (
-        "group {} was consumed and never handed out",
-        "SELECT number FROM consumed EXCEPT SELECT number FROM groups",
-    ),
-    (
-        "group {} was consumed and never finished",
-        "SELECT number FROM consumed EXCEPT SELECT number FROM finished",
-    ),
-    (
-        "group {} was consumed {} times",
-        "SELECT number, count(*) FROM consumed GROUP BY number HAVING count(*) > 1",
+        "row {1} of {0} belongs to a row of {2} that is missing",
+        'SELECT "table", rowid, parent FROM pragma_foreign_key_check',
     ),
     (
         "group {} was finished while its episode {} was open",
         f"""SELECT number, episode FROM {ATTEMPTS} JOIN finished USING (number)
         WHERE episode NOT IN (SELECT episode FROM trajectories UNION SELECT episode FROM failures
-        UNION SELECT episode FROM restarts)""",
-    ),
-    (
-        "episode {} belongs to no group",
-        "SELECT episode FROM episodes WHERE number NOT IN (SELECT number FROM groups)",
-    ),
-    (
-        "pieces of an unknown episode {}",
-        "SELECT episode FROM pieces EXCEPT SELECT episode FROM episodes",
+            UNION SELECT episode FROM restarts)""",
     ),
     (
         "episode {} has {} pieces, the last at position {}",
@@ -46,26 +30,26 @@ CHECKS = (
         HAVING min(position) != 0 OR max(position) != count(*) - 1""",
     ),
     (
-        "episode {} ended with {} pieces, {} are there",
-        """SELECT episode, num_pieces, count(position) FROM trajectories LEFT JOIN pieces USING
-        (episode)
+        "episode {} ended with {} pieces, but {} are recorded",
+        """SELECT episode, num_pieces, count(position)
+        FROM trajectories LEFT JOIN pieces USING (episode)
         GROUP BY episode HAVING count(position) != num_pieces""",
     ),
     (
         "episode {}, position {}: the length of the piece is not {} tokens",
-        """SELECT episode, position, num_tokens FROM pieces WHERE length(tokens) NOT IN (2 *
-        num_tokens, 4 * num_tokens)
+        """SELECT episode, position, num_tokens FROM pieces
+        WHERE length(tokens) NOT IN (2 * num_tokens, 4 * num_tokens)
         OR version IS NOT NULL AND length(behavior_logp) IS NOT 4 * num_tokens""",
     ),
     (
         "episode {}, position {}: version {} comes after version {}",
-        """SELECT * FROM (SELECT episode, position, version, lag(version) OVER each AS before FROM
-        pieces
-        WHERE version IS NOT NULL WINDOW each AS (PARTITION BY episode ORDER BY position)) WHERE
-        version < before""",
+        """SELECT * FROM (
+            SELECT episode, position, version, lag(version) OVER each AS before FROM pieces
+            WHERE version IS NOT NULL WINDOW each AS (PARTITION BY episode ORDER BY position))
+        WHERE version < before""",
     ),
     (
-        "version {} was sampled from and never published",
+        "version {} was sampled from but never published",
         "SELECT version FROM pieces EXCEPT SELECT version FROM versions",
     ),
     (
@@ -74,11 +58,11 @@ CHECKS = (
         WHERE version <= before""",
     ),
 )
-"""Messages and the queries that find their cases."""
+"""A message for each kind of problem, and the query that finds its cases."""
 
 
 def check(journal: JournalReader) -> list[str]:
-    """Return the problems of a journal. A sound one has none, however the run ended."""
+    """Describe the problems of a journal. An undamaged one has none, however the run ended."""
     try:
         damage = [text for (text,) in journal.rows("PRAGMA integrity_check") if text != "ok"]
         problems = [f"the file is damaged: {text}" for text in damage]
@@ -87,7 +71,7 @@ def check(journal: JournalReader) -> list[str]:
             cases = [case for case in journal.rows(question) if case[0] is not None]
             problems += [message.format(*case) for case in cases[:MAX_LISTED]]
             if len(cases) > MAX_LISTED:
-                problems.append(f"and {len(cases) - MAX_LISTED} more like it")
+                problems.append(f"and {len(cases) - MAX_LISTED} more of this kind")
     except JournalError as error:
         return [str(error)]
     return problems
@@ -104,26 +88,24 @@ def page(journal: JournalReader, problems: Sequence[str]) -> RenderableType:
     ((restarts,),) = journal.rows("SELECT count(*) FROM restarts")
     versions = journal.versions()
     checkpoints = journal.checkpoints()
+    last = f"{len(checkpoints)}, the last at step {checkpoints[-1].step}" if checkpoints else "none"
     rows = {
-        "groups handed out": f"{len(groups):,}",
-        "  consumed": f"{ends['consumed']:,}",
-        "  finished, not consumed": f"{ends['finished']:,}",
+        "groups started": f"{len(groups):,}",
+        "  trained on": f"{ends['consumed']:,}",
+        "  finished, waiting to be trained on": f"{ends['finished']:,}",
         "  open": f"{ends['open']:,}",
         "  failed: no episode finished": f"{ends['failed']:,}",
         "failed attempts at episodes": f"{sum(group.num_failures for group in groups):,}",
-        "attempts that did not replay": f"{restarts:,}",
+        "restarted attempts": f"{restarts:,}",
         "trajectories": f"{sum(group.num_trajectories for group in groups):,}",
         "pieces": f"{pieces:,}",
         "tokens": f"{tokens:,}",
         "  sampled": f"{sampled:,}",
-        "checkpoints": "none",
+        "checkpoints": last,
         "versions": f"{versions[0]} to {versions[-1]}" if versions else "none",
         "bytes on disk": f"{journal.num_bytes:,}",
         "  per sampled token": f"{journal.num_bytes / sampled:.1f}" if sampled else "-",
     }
-    if checkpoints:
-        last = checkpoints[-1]
-        rows["checkpoints"] = f"{len(checkpoints)}, the current one of step {last.step}"
     title = escape(str(journal.path))
     table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
     table.add_column()

@@ -1,12 +1,11 @@
 """Readable conversations from a journal, for reports and exports."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from unstale.durability.journal.reader import JournalReader, StoredEpisode
-from unstale.durability.journal.tables import journal_error
+from unstale.durability.journal.tables import grade
 from unstale.durability.run_folder import TOKENIZER
 from unstale.records import Piece, Sampled, Task
 
@@ -24,10 +23,9 @@ def load_decoder(run: Path) -> Decode:
     path = run / TOKENIZER
     if path.is_symlink() or not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
-    text = path.read_text(encoding="utf-8")
     try:
-        tokenizer = Tokenizer.from_str(text)
-    except Exception as error:
+        tokenizer = Tokenizer.from_buffer(path.read_bytes())
+    except ValueError as error:
         raise ValueError(f"{path} is not a tokenizer: {error}") from error
     return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False))
 
@@ -36,22 +34,19 @@ TRAINED = """
 SELECT episode, step, env, split, groups.task, stop, rewards, facts,
     (SELECT group_concat(DISTINCT version) FROM pieces
      WHERE pieces.episode = episodes.episode AND version IS NOT NULL AND num_tokens > 0)
-FROM consumed JOIN groups USING (number) JOIN episodes USING (number) JOIN trajectories USING
-(episode)
+FROM consumed JOIN groups USING (number) JOIN episodes USING (number)
+JOIN trajectories USING (episode)
 ORDER BY step, consumed.place, sibling, episode"""
 
 
 def trained_episodes(journal: JournalReader) -> Iterator[dict[str, Any]]:
-    """Yield a summary of every trained episode, in training order.
+    """Yield a summary of every trained episode, in training order, without reading its tokens.
 
-    No token is read. Raises `JournalError`.
+    Raises `JournalError`.
     """
     for episode, step, env, split, index, stop, rewards, facts, versions in journal.rows(TRAINED):
-        try:
-            reward = float(sum(json.loads(rewards).values()))
-            success = json.loads(facts).get("success", reward) >= 1
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise journal_error(journal.path, f"episode {episode}: {error}") from error
+        with journal.wrap_errors(f"episode {episode}"):
+            success, reward = grade(rewards, facts)
         yield {
             "step": step,
             "episode": episode,
@@ -80,15 +75,18 @@ def conversation(stored: StoredEpisode, decode: Decode) -> dict[str, Any]:
 
 
 def _turns(pieces: Sequence[Piece], decode: Decode) -> list[dict[str, Any]]:
-    """Join adjacent pieces of one speaker. A reply that spans two versions has two pieces."""
+    """Join adjacent pieces of the policy, or of the environment, into turns.
+
+    A reply that was interrupted by a weight update has one piece for each version.
+    """
     turns: list[dict[str, Any]] = []
     for piece in pieces:
-        is_sampled = isinstance(piece, Sampled)
-        role = "assistant" if is_sampled else "environment"
+        version = piece.version if isinstance(piece, Sampled) else None
+        role = "environment" if version is None else "assistant"
         text = decode(piece.tokens)
         row = {
             "text": text,
-            "version": piece.version if isinstance(piece, Sampled) else None,
+            "version": version,
             "provenance": piece.provenance.name,
             "num_tokens": len(piece.tokens),
         }

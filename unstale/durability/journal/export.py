@@ -1,7 +1,5 @@
 """Export of a journal: trajectories by token, conversations as text, or samples of tokens."""
 
-import json
-import math
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import IO, Any, Literal
 from unstale.config import ConfigError, install
 from unstale.durability.journal.conversations import Decode, conversation
 from unstale.durability.journal.reader import JournalReader, StoredEpisode
+from unstale.durability.run_folder import Row, dumps
 from unstale.records import NO_VERSION, Sampled, walk
 
 ROW_GROUP = 256
@@ -18,8 +17,6 @@ ROW_GROUP = 256
 Content = Literal["tokens", "text", "samples"]
 """`tokens`: one row per trajectory, with lists over its tokens. `text`: one conversation per row.
 `samples`: one row per token of the sample of a step, with its two log-ratios."""
-
-Row = dict[str, Any]
 
 
 def export_rows(journal: JournalReader, content: Content, decode: Decode) -> Iterator[Row]:
@@ -70,26 +67,10 @@ def token_row(episode: StoredEpisode) -> Row:
     }
 
 
-def finite(value: Any) -> Any:
-    """Replace NaN and infinity by None, because JSON lacks them.
-
-    >>> finite({"a": [0.5, float("nan")], "b": "text"})
-    {'a': [0.5, None], 'b': 'text'}
-    """
-    match value:
-        case dict():
-            return {name: finite(item) for name, item in value.items()}
-        case list():
-            return [finite(item) for item in value]
-        case float() if not math.isfinite(value):
-            return None
-    return value
-
-
 def write_jsonl(rows: Iterable[Row], out: IO[str]) -> None:
     """Write one JSON object per line."""
     for row in rows:
-        out.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n")
+        out.write(dumps(row) + "\n")
 
 
 def write_parquet(rows: Iterator[Row], content: Content, out: Path) -> None:
@@ -112,10 +93,7 @@ def _schema(pyarrow: Any, content: Content) -> Any:
     """Return the columns of one kind of row."""
     text, integer, number = pyarrow.string(), pyarrow.int64(), pyarrow.float64()
     versions = pyarrow.list_(pyarrow.int32())
-    if content == "samples":
-        names = ("log_d", "log_s", "true_log_d", "true_log_s")
-        return pyarrow.schema([("step", integer), ("lag", integer), *((n, number) for n in names)])
-    columns = {
+    summary = {
         "task": text,
         "episode": integer,
         "step": integer,
@@ -124,21 +102,26 @@ def _schema(pyarrow: Any, content: Content) -> Any:
         "success": pyarrow.bool_(),
         "stop": text,
     }
-    if content == "text":
-        piece = {"text": text, "version": integer, "provenance": text, "num_tokens": integer}
-        pieces = pyarrow.list_(pyarrow.struct(list(piece.items())))
-        turn = pyarrow.struct([("role", text), ("text", text), ("pieces", pieces)])
-        columns |= {"num_tokens": integer, "turns": pyarrow.list_(turn)}
-    else:
-        columns |= {
-            "group": integer,
-            "seed": integer,
-            "rewards": pyarrow.map_(text, number),
-            "turns": pyarrow.int32(),
-            "token": pyarrow.list_(pyarrow.uint32()),
-            "behavior_logp": pyarrow.list_(pyarrow.float32()),
-            "version": versions,
-            "provenance": pyarrow.list_(text),
-            "turn": versions,
-        }
-    return pyarrow.schema(list(columns.items()))
+    match content:
+        case "samples":
+            columns = {"step": integer, "lag": integer, "log_d": number, "log_s": number}
+            columns |= {"true_log_d": number, "true_log_s": number}
+        case "text":
+            piece = {"text": text, "version": integer, "provenance": text, "num_tokens": integer}
+            pieces = pyarrow.list_(pyarrow.struct(piece))
+            turn = pyarrow.struct({"role": text, "text": text, "pieces": pieces})
+            columns = {**summary, "num_tokens": integer, "turns": pyarrow.list_(turn)}
+        case "tokens":
+            columns = {
+                **summary,
+                "group": integer,
+                "seed": integer,
+                "rewards": pyarrow.map_(text, number),
+                "turns": pyarrow.int32(),
+                "token": pyarrow.list_(pyarrow.uint32()),
+                "behavior_logp": pyarrow.list_(pyarrow.float32()),
+                "version": versions,
+                "provenance": pyarrow.list_(text),
+                "turn": versions,
+            }
+    return pyarrow.schema(columns)

@@ -101,7 +101,7 @@ class JournalReader:
         if not path.is_file():
             raise FileNotFoundError(f"{path.parent} holds no journal: {path.name} is missing")
         with ExitStack() as on_error:
-            with self._wrap_errors():
+            with self.wrap_errors():
                 _roll_back(path)
                 self._connection = sqlite3.connect(
                     f"file:{quote(str(path))}?mode=ro", uri=True, isolation_level=None
@@ -115,7 +115,7 @@ class JournalReader:
                 self._connection.create_function("seal", -1, seal, deterministic=True)
             if version != FORMAT:
                 raise journal_error(path, f"its format is {version}, this release reads {FORMAT}")
-            with self._wrap_errors():
+            with self.wrap_errors():
                 require_tables(path, self._connection)
             on_error.pop_all()
 
@@ -137,7 +137,7 @@ class JournalReader:
 
     def rows(self, statement: str, *parameters: int | str) -> list[tuple[Any, ...]]:
         """Return the result of one SQL statement."""
-        with self._wrap_errors():
+        with self.wrap_errors():
             return self._connection.execute(statement, parameters).fetchall()
 
     def groups(self) -> list[GroupRow]:
@@ -164,7 +164,7 @@ class JournalReader:
     def events(self) -> list[dict[str, Any]]:
         """Return every event, in order. The metrics of a step are an event of kind "step"."""
         rows = self.rows("SELECT at, kind, fields FROM events ORDER BY id")
-        with self._wrap_errors("the events"):
+        with self.wrap_errors("the events"):
             return [{"at": at, "kind": kind, **_parse_object(fields)} for at, kind, fields in rows]
 
     def checkpoints(self) -> list[CheckpointRow]:
@@ -179,7 +179,7 @@ class JournalReader:
     def steps(self) -> list[dict[str, Any]]:
         """Return the metrics of every logged step, as in `metrics.jsonl`."""
         rows = self.rows("SELECT fields FROM events WHERE kind = 'step' ORDER BY id")
-        with self._wrap_errors("the metrics"):
+        with self.wrap_errors("the metrics"):
             return [_parse_object(fields) for (fields,) in rows]
 
     def token_samples(self) -> Iterator[dict[str, Any]]:
@@ -188,7 +188,7 @@ class JournalReader:
         An audited token also has `true_log_d` and `true_log_s`.
         """
         rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", TOKEN_SAMPLES)
-        with self._wrap_errors("the token samples"):
+        with self.wrap_errors("the token samples"):
             for (fields,) in rows:
                 sample = _parse_object(fields)
                 for columns in (sample["tokens"], sample["audited"]):
@@ -295,7 +295,7 @@ class JournalReader:
             episode,
         )
         pieces = self.pieces(episode)
-        with self._wrap_errors(f"episode {episode}"):
+        with self.wrap_errors(f"episode {episode}"):
             if not rows or rows[0][6] != len(pieces):
                 raise ValueError("it is incomplete")
             number, step, env, split, index, seed, _, stop, rewards, turn_rewards, facts = rows[0]
@@ -321,7 +321,7 @@ class JournalReader:
             "ORDER BY position",
             episode,
         )
-        with self._wrap_errors(f"the pieces of episode {episode}"):
+        with self.wrap_errors(f"the pieces of episode {episode}"):
             if [row[1] for row in rows] != list(range(len(rows))):
                 raise ValueError("positions are not contiguous")
             if any(seal("pieces", *row[:-1]) != row[-1] for row in rows):
@@ -390,7 +390,7 @@ class JournalReader:
         return replace(self.episode(episode).trajectory, branches=ended).led()
 
     @contextmanager
-    def _wrap_errors(self, subject: str = "") -> Iterator[None]:
+    def wrap_errors(self, subject: str = "") -> Iterator[None]:
         """Turn any error of the file into a `JournalError` that names it."""
         try:
             yield

@@ -180,6 +180,12 @@ def unpack_logps(blob: bytes, count: int) -> tuple[float, ...]:
     return struct.unpack(f"<{count}f", blob)
 
 
+def grade(rewards: str, facts: str) -> tuple[bool, float]:
+    """Return success and total reward of a row of `trajectories`, as `Trajectory` computes them."""
+    reward = float(sum(json.loads(rewards).values()))
+    return json.loads(facts).get("success", reward) >= 1, reward
+
+
 def _dump_numbers(values: Mapping[str, float]) -> str:
     return json.dumps({name: float(value) for name, value in values.items()})
 
