@@ -21,18 +21,14 @@ from unstale.durability.journal.tables import (
     TOKEN_SAMPLES,
     journal_error,
     seal,
-    unpack_logps,
-    unpack_tokens,
+    to_piece,
 )
 from unstale.records import (
-    ContextPiece,
     EpisodeRecord,
     Failure,
     Group,
     GroupRequest,
     Piece,
-    Provenance,
-    Sampled,
     Stop,
     Task,
     Trajectory,
@@ -143,12 +139,12 @@ class JournalReader:
     def groups(self) -> list[GroupRow]:
         """Return every group, in admission order."""
         rows = self.rows(
-            """WITH ends AS (SELECT number, count(t.episode) AS done, count(f.episode) AS broken
-            FROM episodes
-                LEFT JOIN trajectories t USING (episode) LEFT JOIN failures f USING (episode) GROUP
-                BY number)
-            SELECT g.number, env, split, task, seed, g.at, f.at, step, version, coalesce(done, 0),
-                coalesce(broken, 0), g.place
+            """WITH ends AS (
+                SELECT number, count(t.episode) AS done, count(f.episode) AS broken FROM episodes
+                LEFT JOIN trajectories t USING (episode) LEFT JOIN failures f USING (episode)
+                GROUP BY number)
+            SELECT g.number, env, split, task, seed, g.at, f.at, step, version,
+                coalesce(done, 0), coalesce(broken, 0), g.place
             FROM groups g LEFT JOIN ends USING (number) LEFT JOIN finished f USING (number)
             LEFT JOIN consumed USING (number) ORDER BY g.number"""
         )
@@ -201,12 +197,11 @@ class JournalReader:
         True is a finished episode, False one that was given up.
         """
         rows = self.rows(
-            f"""SELECT trajectories.episode IS NOT NULL FROM (SELECT max(episode) AS episode FROM
-            {ATTEMPTS}
-            GROUP BY number, sibling) LEFT JOIN trajectories USING (episode) LEFT JOIN failures
-            USING (episode)
-            WHERE coalesce(trajectories.episode, failures.episode) IS NOT NULL ORDER BY episode
-            DESC LIMIT ?""",
+            f"""SELECT trajectories.episode IS NOT NULL
+            FROM (SELECT max(episode) AS episode FROM {ATTEMPTS} GROUP BY number, sibling)
+            LEFT JOIN trajectories USING (episode) LEFT JOIN failures USING (episode)
+            WHERE coalesce(trajectories.episode, failures.episode) IS NOT NULL
+            ORDER BY episode DESC LIMIT ?""",
             number,
         )
         return tuple(bool(is_finished) for (is_finished,) in reversed(rows))
@@ -224,17 +219,17 @@ class JournalReader:
     def counts(self) -> tuple[int, int, int]:
         """Return the number of groups, the index of the next task, and the number of episodes."""
         ((groups, place, episodes),) = self.rows(
-            """SELECT (SELECT coalesce(max(number) + 1, 0) FROM groups),
-            (SELECT coalesce(max(place) + 1, 0) FROM groups), (SELECT coalesce(max(episode) + 1, 0)
-            FROM episodes)"""
+            """SELECT coalesce(max(number) + 1, 0), coalesce(max(place) + 1, 0),
+            (SELECT coalesce(max(episode) + 1, 0) FROM episodes) FROM groups"""
         )
         return groups, place, episodes
 
     def given_up(self, retries: int) -> frozenset[str]:
         """Return the keys of tasks with an episode that failed more than `retries` times."""
         rows = self.rows(
-            """SELECT env, split, task FROM groups WHERE number IN (SELECT number FROM episodes
-            JOIN failures USING (episode) GROUP BY number, sibling HAVING count(*) > ?)""",
+            """SELECT env, split, task FROM groups WHERE number IN (
+                SELECT number FROM episodes JOIN failures USING (episode)
+                GROUP BY number, sibling HAVING count(*) > ?)""",
             retries,
         )
         return frozenset(Task(*row).key for row in rows)
@@ -242,11 +237,11 @@ class JournalReader:
     def requests(self) -> list[GroupRequest]:
         """Return groups that no checkpoint has trained on, in admission order, with episodes."""
         rows = self.rows(
-            """SELECT g.number, env, split, task, seed, place, f.number IS NOT NULL FROM groups g
-            LEFT JOIN finished f USING (number) WHERE g.number NOT IN (SELECT number FROM consumed)
-            ORDER BY g.number"""
+            """SELECT g.number, env, split, task, seed, place, f.number IS NOT NULL
+            FROM groups g LEFT JOIN finished f USING (number)
+            WHERE g.number NOT IN (SELECT number FROM consumed) ORDER BY g.number"""
         )
-        requests: list[GroupRequest] = []
+        requests = []
         for number, env, split, index, seed, place, is_finished in rows:
             task = Task(env, split, index)
             past = self._episode_records(number, task)
@@ -273,6 +268,8 @@ class JournalReader:
             number,
         )
         outcomes = [self._outcome(episode, task) for (episode,) in last]
+        if None in outcomes:
+            raise journal_error(self.path, f"group {number} has an episode without an outcome")
         return Group(
             task=task,
             trajectories=tuple(end for end in outcomes if isinstance(end, Trajectory)),
@@ -288,17 +285,20 @@ class JournalReader:
     def episode(self, episode: int) -> StoredEpisode:
         """Return a finished episode. Raises `JournalError` if it is incomplete."""
         rows = self.rows(
-            """SELECT number, step, env, split, task, e.seed, num_pieces, stop, rewards,
-            turn_rewards, facts
+            """SELECT number, step, env, split, task, e.seed,
+                num_pieces, stop, rewards, turn_rewards, facts
             FROM trajectories JOIN episodes e USING (episode) JOIN groups USING (number)
             LEFT JOIN consumed USING (number) WHERE episode = ?""",
             episode,
         )
         pieces = self.pieces(episode)
         with self.wrap_errors(f"episode {episode}"):
-            if not rows or rows[0][6] != len(pieces):
-                raise ValueError("it is incomplete")
-            number, step, env, split, index, seed, _, stop, rewards, turn_rewards, facts = rows[0]
+            if not rows:
+                raise ValueError("it has not finished")
+            number, step, env, split, index, seed, num_pieces, *end = rows[0]
+            stop, rewards, turn_rewards, facts = end
+            if num_pieces != len(pieces):
+                raise ValueError(f"it has {len(pieces)} pieces, but ended with {num_pieces}")
             turns = json.loads(turn_rewards)
             if stop not in get_args(Stop) or not isinstance(turns, list):
                 raise ValueError(f"it ended with {stop!r} and turn rewards {turn_rewards}")
@@ -326,13 +326,13 @@ class JournalReader:
                 raise ValueError("positions are not contiguous")
             if any(seal("pieces", *row[:-1]) != row[-1] for row in rows):
                 raise ValueError("a piece changed after it was written")
-            return tuple(_to_piece(*row[2:-2]) for row in rows)
+            return tuple(to_piece(*row[2:-2]) for row in rows)
 
     def _episode_records(self, number: int, task: Task) -> tuple[EpisodeRecord, ...]:
         """Return the last attempt at each episode of an unconsumed group, by sibling."""
         rows = self.rows(
-            f"""SELECT sibling, max(episode), count(failures.episode) FROM {ATTEMPTS} LEFT JOIN
-            failures USING (episode)
+            f"""SELECT sibling, max(episode), count(failures.episode)
+            FROM {ATTEMPTS} LEFT JOIN failures USING (episode)
             WHERE number = ? GROUP BY sibling ORDER BY sibling""",
             number,
         )
@@ -342,16 +342,9 @@ class JournalReader:
         return tuple(self._last_attempt(episode, task, failures) for _, episode, failures in rows)
 
     def _last_attempt(self, episode: int, task: Task, failures: int) -> EpisodeRecord:
-        ((trajectory, failure, restart),) = self.rows(
-            """SELECT (SELECT count(*) FROM trajectories WHERE episode = ?1),
-            (SELECT count(*) FROM failures WHERE episode = ?1), (SELECT count(*) FROM restarts
-            WHERE episode = ?1)""",
-            episode,
-        )
-        if restart:
-            (reason,) = self.rows(
-                "SELECT reason, turns, sampled_tokens FROM restarts WHERE episode = ?", episode
-            )
+        for reason in self.rows(
+            "SELECT reason, turns, sampled_tokens FROM restarts WHERE episode = ?", episode
+        ):
             return EpisodeRecord(episode, (), Failure(task, "replay", *reason), failures)
         snapshots = self.rows(
             "SELECT num_pieces, state FROM snapshots WHERE episode = ? ORDER BY num_pieces", episode
@@ -363,7 +356,7 @@ class JournalReader:
         return EpisodeRecord(
             episode=episode,
             pieces=self.pieces(episode),
-            outcome=self._outcome(episode, task) if trajectory or failure else None,
+            outcome=self._outcome(episode, task),
             failures=failures,
             snapshot=snapshots[-1] if snapshots else None,
             branches=tuple(branches),
@@ -372,19 +365,21 @@ class JournalReader:
     def _branches(self, episode: int) -> list[tuple[int, bool]]:
         """Return the branches of the last attempt at an episode, and whether each has ended."""
         return self.rows(
-            """SELECT more.episode, t.episode IS NOT NULL FROM episodes JOIN episodes more USING
-            (number, sibling)
+            """SELECT more.episode, t.episode IS NOT NULL
+            FROM episodes JOIN episodes more USING (number, sibling)
             LEFT JOIN trajectories t ON t.episode = more.episode
             WHERE episodes.episode = ? AND more.episode > episodes.episode ORDER BY more.episode""",
             episode,
         )
 
-    def _outcome(self, episode: int, task: Task) -> Trajectory | Failure:
-        failure = self.rows(
+    def _outcome(self, episode: int, task: Task) -> Trajectory | Failure | None:
+        """Return how an attempt ended, with its branches. None if it has not ended."""
+        for row in self.rows(
             "SELECT stage, error, turns, sampled_tokens FROM failures WHERE episode = ?", episode
-        )
-        if failure:
-            return Failure(task, *failure[0])
+        ):
+            return Failure(task, *row)
+        if not self.rows("SELECT 1 FROM trajectories WHERE episode = ?", episode):
+            return None
         branches = self._branches(episode)
         ended = tuple(self.episode(branch).trajectory for branch, done in branches if done)
         return replace(self.episode(episode).trajectory, branches=ended).led()
@@ -440,12 +435,3 @@ def _require_numbers(values: dict[Any, Any]) -> dict[Any, float]:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{name} is {value!r}, not a number")
     return {name: float(value) for name, value in values.items()}
-
-
-def _to_piece(provenance: int, count: int, tokens: bytes, *sampled: Any) -> Piece:
-    version, clean, logps = sampled
-    source = Provenance(provenance)
-    text = unpack_tokens(tokens, count)
-    if version is None:
-        return ContextPiece(text, source)
-    return Sampled(text, unpack_logps(logps, count), version, bool(clean), source)

@@ -2,13 +2,12 @@
 
 import json
 import struct
-import time
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unstale.records import Failure, GroupRequest, Piece, Sampled, Trajectory
+from unstale.records import ContextPiece, Failure, Piece, Provenance, Sampled, Trajectory
 
 JOURNAL = "journal.sqlite"
 
@@ -119,19 +118,32 @@ def seal(table: str, *row: Any) -> int:
     return zlib.crc32(repr((table, row)).encode(errors="surrogatepass"))
 
 
-def group_row(request: GroupRequest, after: int) -> Record:
-    task = request.task
-    row = (request.number, task.env, task.split, int(task.index), request.seed, request.place)
-    return insert("groups", *row, time.time(), after)
-
-
 def piece_row(episode: int, position: int, piece: Piece, after: int) -> Record:
+    """Return the statement that inserts a piece.
+
+    Numbers are packed little-endian. Tokens take two bytes each if all of them fit, otherwise four.
+    Log-probabilities are float32, which loses nothing: engines compute in float32.
+    """
+    count = len(piece.tokens)
+    width = "H" if max(piece.tokens, default=0) < 1 << 16 else "I"
+    tokens = struct.pack(f"<{count}{width}", *piece.tokens)
     sampled: tuple[Any, ...] = (None, None, None)
     if isinstance(piece, Sampled):
-        sampled = (piece.version, piece.clean, pack_logps(piece.behavior_logp))
-    tokens = pack_tokens(piece.tokens)
-    row = (episode, position, int(piece.provenance), len(piece.tokens), tokens)
+        sampled = (piece.version, piece.clean, struct.pack(f"<{count}f", *piece.behavior_logp))
+    row = (episode, position, int(piece.provenance), count, tokens)
     return insert("pieces", *row, *sampled, after)
+
+
+def to_piece(provenance: int, count: int, tokens: bytes, *sampled: Any) -> Piece:
+    """Return the piece of a row that `piece_row` made."""
+    version, clean, logps = sampled
+    width = "H" if len(tokens) == 2 * count else "I"
+    unpacked = struct.unpack(f"<{count}{width}", tokens)
+    source = Provenance(provenance)
+    if version is None:
+        return ContextPiece(unpacked, source)
+    behavior_logp = struct.unpack(f"<{count}f", logps)
+    return Sampled(unpacked, behavior_logp, version, bool(clean), source)
 
 
 def outcome_row(episode: int, outcome: Trajectory | Failure, after: int) -> Record:
@@ -155,29 +167,6 @@ def to_utf8(text: str) -> str:
     'half a pair: ?'
     """
     return text.encode(errors="replace").decode()
-
-
-def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Pack tokens little-endian: two bytes each if all of them fit, otherwise four.
-
-    >>> pack_tokens([1, 65535]), pack_tokens([65536])
-    (b'\\x01\\x00\\xff\\xff', b'\\x00\\x00\\x01\\x00')
-    """
-    width = "H" if max(tokens, default=0) < 1 << 16 else "I"
-    return struct.pack(f"<{len(tokens)}{width}", *tokens)
-
-
-def unpack_tokens(blob: bytes, count: int) -> tuple[int, ...]:
-    return struct.unpack(f"<{count}{'H' if len(blob) == 2 * count else 'I'}", blob)
-
-
-def pack_logps(values: Sequence[float]) -> bytes:
-    """Pack log-probabilities as float32, which is exact: engines compute in float32."""
-    return struct.pack(f"<{len(values)}f", *values)
-
-
-def unpack_logps(blob: bytes, count: int) -> tuple[float, ...]:
-    return struct.unpack(f"<{count}f", blob)
 
 
 def grade(rewards: str, facts: str) -> tuple[bool, float]:

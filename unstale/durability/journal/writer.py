@@ -25,7 +25,6 @@ from unstale.durability.journal.tables import (
     TOKEN_SAMPLES,
     JournalError,
     Record,
-    group_row,
     insert,
     journal_error,
     outcome_row,
@@ -125,7 +124,9 @@ class Journal:
 
     def add_request(self, request: GroupRequest) -> None:
         """Record that a task was admitted as a group."""
-        self.transaction([group_row(request, self._checkpoint)])
+        task = request.task
+        row = (request.number, task.env, task.split, int(task.index), request.seed, request.place)
+        self._insert("groups", *row, time.time())
 
     def begin(
         self, number: int, sibling: int, *, episode: int, seed: int, again: bool = False
