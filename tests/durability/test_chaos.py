@@ -90,12 +90,12 @@ def test_one_bit_of_the_policy_is_told(
     [
         (
             "UPDATE pieces SET behavior_logp = zeroblob(length(behavior_logp)) WHERE rowid = 2",
-            "row 1/behavior_logp",
+            "row/1/behavior_logp",
         ),
-        ("DELETE FROM consumed WHERE number = 3", "consumed of the journal: row 3"),
+        ("DELETE FROM consumed WHERE number = 3", "consumed of the journal: row/3"),
         (
             "UPDATE versions SET version = 99 WHERE version = 4",
-            "versions of the journal: row 4/version is 4 and 99",
+            "versions of the journal: row/4/version is 4 and 99",
         ),
         (
             "UPDATE events SET fields = json_set(fields, '$.trainer/lr', 1.0) WHERE id = 2",

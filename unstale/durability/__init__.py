@@ -1,6 +1,7 @@
 """Durability: the journal, the checkpoints and the virtual clock with which a run can resume.
 
-The loop uses the Protocols here.
+The loop uses these Protocols; `journal.Journal` and `checkpoint.Checkpoints` describe the methods.
+The planner simulates runs with implementations that write nothing.
 """
 
 from __future__ import annotations
@@ -16,61 +17,36 @@ if TYPE_CHECKING:
 
 
 class RunJournal(Protocol):
-    """The part of the journal that a run calls. See `journal.Journal`."""
+    """The part of the journal that a run calls."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object, /) -> None: ...
 
-    async def watch(self) -> None:
-        """Raise the first error of the writing thread."""
-        ...
+    async def watch(self) -> None: ...
 
-    async def barrier(self) -> None:
-        """Wait until everything recorded so far is on disk."""
-        ...
+    async def barrier(self) -> None: ...
 
-    def add_request(self, request: GroupRequest) -> None:
-        """Record that a group starts."""
-        ...
+    def add_request(self, request: GroupRequest) -> None: ...
 
     def begin(
         self, number: int, sibling: int, *, episode: int, seed: int, again: bool = False
-    ) -> EpisodeWriter:
-        """Record that an episode starts. Return the writer of its pieces."""
-        ...
+    ) -> EpisodeWriter: ...
 
-    async def finish(self, group: Group) -> None:
-        """Record that a group is finished. Return when that is on disk."""
-        ...
+    async def finish(self, group: Group) -> None: ...
 
-    async def publishing(self, version: int) -> None:
-        """Record that `version` will be loaded by engines. Return when that is on disk."""
-        ...
+    async def publishing(self, version: int) -> None: ...
 
-    def consume(self, groups: Sequence[Group], *, step: int, version: int) -> None:
-        """Note the groups of a batch. The next checkpoint records them."""
-        ...
+    def consume(self, groups: Sequence[Group], *, step: int, version: int) -> None: ...
 
-    async def checkpoint(self, name: str, *, step: int, version: int) -> None:
-        """Record a checkpoint, and the groups consumed before it, in one transaction."""
-        ...
+    async def checkpoint(self, name: str, *, step: int, version: int) -> None: ...
 
 
 class CheckpointWriter(Protocol):
-    """The part of `checkpoint.Checkpoints` that the loop calls."""
+    """The part of the checkpoints that the loop calls."""
 
-    def snapshot(self, progress: Progress, source: VersionedWeights) -> Checkpoint:
-        """Return the run's state now.
+    def snapshot(self, progress: Progress, source: VersionedWeights) -> Checkpoint: ...
 
-        Its tensors are live: the weights may not move until it is written.
-        """
-        ...
+    def write(self, checkpoint: Checkpoint) -> str: ...
 
-    def write(self, checkpoint: Checkpoint) -> str:
-        """Write a checkpoint to disk and verify it. Return its name."""
-        ...
-
-    def prune(self) -> None:
-        """Remove old checkpoints, and versions that no kept checkpoint needs."""
-        ...
+    def prune(self) -> None: ...

@@ -213,12 +213,8 @@ def wrap_file_errors(path: Path, action: str = "read") -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except OSError as error:
-        is_missing = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
-        if action == "read" and not is_missing:
-            raise
-        raise CheckpointError(f"{path} cannot be {action}: {_describe(error)}") from error
     except (
+        OSError,
         SafetensorError,
         ValueError,
         LookupError,
@@ -227,11 +223,11 @@ def wrap_file_errors(path: Path, action: str = "read") -> Iterator[None]:
         RuntimeError,
         OverflowError,
     ) as error:
-        raise CheckpointError(f"{path} cannot be {action}: {_describe(error)}") from error
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+        is_missing = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+        if isinstance(error, OSError) and action == "read" and not is_missing:
+            raise
+        cause = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{path} cannot be {action}: {cause}") from error
 
 
 def _load_trainer(folder: Path, shapes: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -1,8 +1,7 @@
 """Compare two deterministic runs bit for bit."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from unstale.durability.checkpoint import Checkpoint, Checkpoints
-from unstale.durability.journal import Journal
+from unstale.durability.journal import Journal, JournalReader
 from unstale.durability.journal.tables import COLUMNS
 from unstale.durability.run_folder import METRICS, RunFolder
 from unstale.weights.codec import words
@@ -36,8 +35,7 @@ def differences(one: Path, other: Path) -> list[str]:
     found += _limit(str(_POLICY), _compare(_trained_policy(one), _trained_policy(other)))
     with Journal.read(one) as left, Journal.read(other) as right:
         for table in COLUMNS:
-            question = f"SELECT * FROM {table} ORDER BY rowid"
-            rows = _compare_rows(left.rows(question), right.rows(question), table)
+            rows = _compare(_rows(left, table), _rows(right, table), "row")
             found += _limit(f"{table} of the journal", rows)
     return found + _limit(METRICS, _compare(_metrics(one), _metrics(other)))
 
@@ -47,22 +45,18 @@ def _compare_checkpoints(one: Path, other: Path) -> list[str]:
     names = sorted({*left.names} & {*right.names})
     found = [] if names else ["the checkpoints: none has the same name"]
     for name in names:
-        trees = (_to_tree(left.load(name)), _to_tree(right.load(name)))
-        found += _limit(f"checkpoint {name}", _compare(*trees))
+        contents = _compare(_contents(left.load(name)), _contents(right.load(name)))
+        found += _limit(f"checkpoint {name}", contents)
     for version in sorted({*left.versions} & {*right.versions}):
         weights = _compare(left.weights(version), right.weights(version))
         found += _limit(f"version {version}", weights)
     return found
 
 
-def _to_tree(checkpoint: Checkpoint) -> dict[str, Any]:
-    return {
-        "step": checkpoint.progress.step,
-        "row": checkpoint.progress.row,
-        "version": checkpoint.version,
-        "states": checkpoint.states,
-        "policy": checkpoint.policy,
-    }
+def _contents(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what the name of a checkpoint, its step and version, does not contain."""
+    row = checkpoint.progress.row
+    return {"row": row, "states": checkpoint.states, "policy": checkpoint.policy}
 
 
 def _trained_policy(run: Path) -> dict[str, Tensor]:
@@ -74,22 +68,14 @@ def _metrics(run: Path) -> list[dict[str, Any]]:
     return RunFolder(run).metrics() if (run / METRICS).exists() else []
 
 
-def _compare_rows(
-    one: Sequence[Sequence[Any]], other: Sequence[Sequence[Any]], table: str
-) -> Iterator[str]:
-    """Compare two tables without the times of their rows and the seals, which cover the times."""
-    ids = ("id",) if table in ("versions", "events") else ()
-    columns = (*ids, *COLUMNS[table])
-    for number, rows in enumerate(zip_longest(one, other)):
-        if None in rows:
-            yield f"row {number} is in only one of them"
-            return
-        left, right = (dict(zip(columns, row, strict=False)) for row in rows)
-        for row in (left, right):
-            row.pop("at", None)
-            if "fields" in row:
-                row["fields"] = json.loads(row["fields"])
-        yield from _compare(left, right, f"row {number}")
+def _rows(journal: JournalReader, table: str) -> list[dict[str, Any]]:
+    """Return the rows of a table without their times, and without seals, which cover the times."""
+    columns = [name for name in COLUMNS[table] if name != "at"]
+    values = journal.rows(f"SELECT {', '.join(columns)} FROM {table} ORDER BY rowid")
+    rows = [dict(zip(columns, row, strict=True)) for row in values]
+    if table == "events":
+        rows = [{**row, "fields": json.loads(row["fields"])} for row in rows]
+    return rows
 
 
 def _compare(one: Any, other: Any, name: str = "") -> Iterator[str]:

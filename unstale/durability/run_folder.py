@@ -216,15 +216,7 @@ class RunFolder:
         """Return `config.json`, or an empty dict."""
         if not self.holds(CONFIG):
             self.add_gap(f"{CONFIG} is missing")
-        return self._object(CONFIG)
-
-    def audit(self) -> Row:
-        """Return `audit.json`, or an empty dict."""
-        return self._object(AUDIT)
-
-    def survivors(self) -> Row:
-        """Return `survivors.json`, or an empty dict."""
-        return self._object(SURVIVORS)
+        return self.read_object(CONFIG)
 
     def metrics(self) -> list[Row]:
         """Return the metrics, one row per step."""
@@ -260,7 +252,8 @@ class RunFolder:
         if text not in self.gaps:
             self.gaps.append(text)
 
-    def _object(self, name: str) -> Row:
+    def read_object(self, name: str) -> Row:
+        """Return the object in a JSON file. It is empty if the file is missing or broken."""
         if not self.holds(name):
             return {}
         try:

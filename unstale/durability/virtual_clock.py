@@ -7,7 +7,7 @@ trainer's work, in the same order in every run. Sockets do not work on this loop
 
 import asyncio
 import selectors
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import Any, TypeVar
@@ -35,7 +35,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._now = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="virtual")
-        super().__init__(_Jump(self._jump))
+        super().__init__(_JumpingSelector(self._jump))
 
     def time(self) -> float:
         return self._now
@@ -72,30 +72,18 @@ def _set_result(work: "Future[T]", result: "asyncio.Future[T]") -> None:
         result.set_result(work.result())
 
 
-class _Jump(selectors.BaseSelector):
+class _JumpingSelector(selectors.SelectSelector):
     """A selector that moves the virtual clock forward instead of waiting."""
 
     def __init__(self, jump: Callable[[float | None], None]) -> None:
-        self._selector = selectors.DefaultSelector()
+        super().__init__()
         self._jump = jump
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        ready = self._selector.select(0)
+        ready = super().select(0)
         if not ready and timeout != 0:
             self._jump(timeout)
         return ready
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        return self._selector.register(fileobj, events, data)
-
-    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        return self._selector.unregister(fileobj)
-
-    def close(self) -> None:
-        self._selector.close()
-
-    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        return self._selector.get_map()
 
 
 def run(main: Coroutine[Any, Any, T], *, virtual: bool) -> T:

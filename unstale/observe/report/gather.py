@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from unstale.config import ConfigError
 from unstale.config.renamed import RENAMED
-from unstale.durability.run_folder import EVENTS, METRICS, Row, RunFolder
+from unstale.durability.run_folder import AUDIT, EVENTS, METRICS, SURVIVORS, Row, RunFolder
 from unstale.observe.report.words import is_exact, mapping, number
 from unstale.observe.statistics import wilson
 
@@ -183,8 +183,8 @@ def gather(path: Path) -> Gathered:
         points=points,
         points_seen=seen,
         audited=audited,
-        audit=folder.audit(),
-        survivors=folder.survivors(),
+        audit=folder.read_object(AUDIT),
+        survivors=folder.read_object(SURVIVORS),
         conversations=conversations,
         failures=failures[:MAX_FAILURES],
         num_failures=len(failures),
