@@ -476,7 +476,9 @@ def test_a_stream_that_claims_more_than_belongs_there_is_not_unpacked() -> None:
     claims = Encoded("packed", 100, 2, 100, (lying, lying))
     with pytest.raises(ValueError, match="16777216 bytes, but must have 100 to 100"):
         apply(claims, torch.zeros(100, dtype=torch.int16))
-    with pytest.raises(ValueError, match="100 words of 2 bytes are not 2 bytes"):
+    with pytest.raises(
+        ValueError, match="of 100 words of 2 bytes changed, raw, in 1 streams of 2 bytes"
+    ):
         Encoded("raw", 100, 2, 100, (b"ab",))
     beyond = encode(torch.tensor([0] * 99 + [1], dtype=torch.int16).repeat(9))
     with pytest.raises(ValueError, match="position 899 is outside a tensor of 800"):

@@ -27,6 +27,11 @@ FROZEN_S = 4.0
 """Seconds without a heartbeat after which a child counts as frozen."""
 _START_S = 60.0
 """The same before the first heartbeat: Python may take long to start from a slow disk."""
+_EXIT_S = 1.0
+"""Seconds from the end of its socket until a process that did not end is killed.
+
+The caller may be the event loop, which stands still meanwhile. Ending takes less than 1 ms.
+"""
 
 _PROGRAM = """
 import signal, sys
@@ -54,17 +59,12 @@ class ChildFrozen(RuntimeError):
     """
 
 
-def pack(header: Header, body: bytes = b"") -> bytes:
-    """Return one frame as bytes.
+def frame(header: Header, body: Sequence[Bytes] = ()) -> list[Bytes]:
+    """Return one frame as a list of parts. The parts of the body are not copied.
 
-    >>> list(Frames().feed(pack({"op": "resume"}, b"xy")))
+    >>> list(Frames().feed(b"".join(frame({"op": "resume"}, [b"xy"]))))
     [({'op': 'resume'}, b'xy')]
     """
-    return b"".join(frame(header, [body]))
-
-
-def frame(header: Header, body: Sequence[Bytes]) -> list[Bytes]:
-    """Return one frame as a list of parts. Those of the body are not copied."""
     text = json.dumps(header, separators=(",", ":")).encode()
     return [_LENGTHS.pack(len(text), sum(map(len, body))) + text, *body]
 

@@ -69,23 +69,20 @@ class Encoded:
     streams: tuple[bytes, ...]
 
     def __post_init__(self) -> None:
-        numbers = (self.words, self.width, self.changed)
-        if any(type(number) is not int for number in numbers) or self.width not in _WORDS:
-            raise ValueError(
-                f"invalid difference: {self.words!r} words of {self.width!r} bytes, "
-                f"{self.changed!r} changed"
-            )
         num_streams = {"sparse": 1 + self.width, "packed": self.width, "raw": 1}[self.kind]
-        if not self.changed:
-            num_streams = 0
-        if not 0 <= self.changed <= self.words or len(self.streams) != num_streams:
+        is_valid = (
+            all(type(number) is int for number in (self.words, self.width, self.changed))
+            and self.width in _WORDS
+            and 0 <= self.changed <= self.words
+            and len(self.streams) == (num_streams if self.changed else 0)
+        )
+        if is_valid and self.kind == "raw" and self.changed:
+            is_valid = self.nbytes == self.words * self.width
+        if not is_valid:
             raise ValueError(
-                f"invalid difference: {self.changed} of {self.words} words changed, "
-                f"{self.kind}, in {len(self.streams)} streams"
-            )
-        if self.kind == "raw" and self.changed and self.nbytes != self.words * self.width:
-            raise ValueError(
-                f"{self.words} words of {self.width} bytes are not {self.nbytes} bytes"
+                f"invalid difference: {self.changed!r} of {self.words!r} words of "
+                f"{self.width!r} bytes changed, {self.kind}, in {len(self.streams)} streams of "
+                f"{self.nbytes} bytes"
             )
 
     @property
@@ -166,7 +163,7 @@ def whole(tensor: Tensor) -> Encoded:
 
 def apply(encoded: Encoded, target: Tensor) -> None:
     """XOR the difference into `target`, a tensor's `words`, in place."""
-    check_fit(encoded, target)
+    _check_fit(encoded, target)
     if not encoded.streams:
         return
     flat = target.reshape(-1)
@@ -194,12 +191,8 @@ def advance(tensors: Mapping[str, Tensor], delta: Delta) -> None:
     ValueError if the delta does not fit or the result has another checksum. The tensors are then
     unchanged.
     """
-    if tensors.keys() != delta.tensors.keys():
-        unmatched = sorted(tensors.keys() ^ delta.tensors.keys())
-        raise ValueError(f"the delta is of other weights: {unmatched[:4]} on one side only")
+    require_fit(delta, tensors)
     targets = {name: words(tensor) for name, tensor in tensors.items()}
-    for name, encoded in delta.tensors.items():
-        check_fit(encoded, targets[name])
     applied = []
     try:
         for name, encoded in delta.tensors.items():
@@ -225,13 +218,13 @@ def dumps(delta: Delta) -> bytes:
             (f"{name}/{i}", "U8", (len(stream),), stream)
             for i, stream in enumerate(encoded.streams)
         ]
-        shape = {
+        tensors[name] = {
             "kind": encoded.kind,
             "words": encoded.words,
             "width": encoded.width,
             "changed": encoded.changed,
+            "streams": len(encoded.streams),
         }
-        tensors[name] = {**shape, "streams": len(encoded.streams)}
     about = {
         "base": delta.base,
         "version": delta.version,
@@ -320,8 +313,15 @@ def _seal(about: str, tensors: Mapping[str, Encoded]) -> int:
     return crc
 
 
-def check_fit(encoded: Encoded, target: Tensor) -> None:
-    """Raise ValueError unless the difference has the size and element size of `target`."""
+def require_fit(delta: Delta, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless a delta has the names, sizes and element sizes of the tensors."""
+    if unmatched := sorted(tensors.keys() ^ delta.tensors.keys()):
+        raise ValueError(f"the delta is of other weights: {unmatched[:4]} on one side only")
+    for name, encoded in delta.tensors.items():
+        _check_fit(encoded, words(tensors[name]))
+
+
+def _check_fit(encoded: Encoded, target: Tensor) -> None:
     if (encoded.words, encoded.width) != (target.numel(), target.element_size()):
         raise ValueError(
             f"a difference of {encoded.words} words of {encoded.width} bytes does not fit "

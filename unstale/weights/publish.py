@@ -55,10 +55,6 @@ Put = Callable[[int, Mapping[str, Tensor], Delta | None], None]
 """A function that saves a version's forward weights, and its delta if there is one."""
 
 
-def _nowhere(version: int, weights: Mapping[str, Tensor], delta: Delta | None) -> None:
-    """Save nothing: the run has no folder."""
-
-
 class DirectPublisher:
     """A publisher that passes weights to one engine, in the precision `dtype`.
 
@@ -73,7 +69,7 @@ class DirectPublisher:
         *,
         dtype: torch.dtype,
         store: VersionStore | None = None,
-        put: Put = _nowhere,
+        put: Put | None = None,
     ) -> None:
         self.bytes = 0
         self._engine = engine
@@ -87,7 +83,8 @@ class DirectPublisher:
     def prepare(self, source: VersionedWeights, live: Collection[int] = ()) -> None:
         weights = source.weights()
         delta = self._delta(source.version, weights, live)
-        self._put(source.version, weights, delta)
+        if self._put is not None:
+            self._put(source.version, weights, delta)
         update = delta or _cast(weights, self._dtype)
         self.bytes = update.nbytes if isinstance(update, Delta) else _size(update)
         self._prepared = update, source.version

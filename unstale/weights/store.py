@@ -16,11 +16,11 @@ from torch import Tensor
 from unstale.weights.codec import (
     Delta,
     apply,
-    check_fit,
     checksum,
     dumps,
     encode,
     loads,
+    require_fit,
     whole,
     words,
 )
@@ -285,12 +285,8 @@ class VersionStore:
         if at not in (versions or [-1]):
             raise ValueError(f"the state's copy is of version {at}, which is not in {versions}")
         tensors = {name: state["movable"][name] for name in self._movable}
-        for version, delta in deltas.items():
-            if delta.tensors.keys() != tensors.keys():
-                unmatched = sorted(delta.tensors.keys() ^ tensors.keys())
-                raise ValueError(f"version {version} has other weights: {unmatched[:4]}")
-            for name, encoded in delta.tensors.items():
-                check_fit(encoded, words(tensors[name]))
+        for delta in deltas.values():
+            require_fit(delta, tensors)
 
     def _check_copy(self, written: int) -> None:
         """Raise ValueError unless the movable copy has the bits of its version.

@@ -22,7 +22,7 @@ from unstale.engines.embedded.batcher import Batcher, FinishedReply, SampleReque
 from unstale.engines.embedded.decoder import Qwen3Runner, supports
 from unstale.engines.embedded.runner import DTYPES, Runner
 from unstale.model.lora import Base, Merging
-from unstale.weights.child_process import Frames, Header, pack
+from unstale.weights.child_process import Frames, Header, frame
 from unstale.weights.codec import advance, loads
 
 _READ_BYTES = 1 << 20
@@ -41,7 +41,7 @@ def main(descriptor: int, options: str) -> None:
         try:
             worker = _EngineWorker(connection, wanted)
         except (ValueError, OSError) as error:
-            connection.sendall(pack({"op": "done", "id": READY, "error": str(error)}))
+            connection.sendall(b"".join(frame({"op": "done", "id": READY, "error": str(error)})))
             return
         worker.serve()
 
@@ -122,7 +122,7 @@ class _EngineWorker:
         counters = {**self._batcher.counters, "idle_s": self._idle_s}
         self._batcher.counters.clear()
         self._idle_s = 0.0
-        self._connection.sendall(pack({**header, "counters": counters}))
+        self._connection.sendall(b"".join(frame({**header, "counters": counters})))
 
     def _handle(self, header: Header, body: bytes) -> None:
         """Carry out a command, and acknowledge it if it is not `sample` or `cancel`."""

@@ -17,7 +17,7 @@ from safetensors.torch import load as unpack_tensors
 from unstale.old_logps.scoring.cache import score_pieces
 from unstale.old_logps.scoring.queue import PieceKey, ScoreQueue
 from unstale.old_logps.scoring.scorer import Scorer
-from unstale.weights.child_process import Frames, Header, pack
+from unstale.weights.child_process import Frames, Header, frame
 
 _READ_BYTES = 1 << 20
 
@@ -95,4 +95,4 @@ class _ScoringWorker:
         self._reply({"op": "loaded", "version": version})
 
     def _reply(self, header: Header) -> None:
-        self._replies += pack(header)
+        self._replies += b"".join(frame(header))
