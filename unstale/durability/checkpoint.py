@@ -149,9 +149,8 @@ class Checkpoints:
     ) -> None:
         """Write the forward weights of a version and flush them to disk.
 
-        `delta` is the difference from the version before, if there is one that is smaller than the
-        weights. A checkpoint's own version is written too, because the checkpoint may prove damaged
-        later.
+        `delta` is the difference from the version before. Without it all weights are written. A
+        checkpoint's own version is written too, because the checkpoint may prove damaged later.
         """
         if delta is None:
             tensors = {name: whole(tensor) for name, tensor in weights.items()}
@@ -207,9 +206,9 @@ class Checkpoints:
 
 
 def _advance(weights: dict[str, Tensor], delta: Delta, current: int) -> dict[str, Tensor]:
-    """Apply a delta to the weights of version `current`.
+    """Apply a delta to the weights of version `current`. Return the new weights.
 
-    A base of -1 means that it holds the whole weights.
+    A delta with base -1 holds all weights, as their difference from zeros.
     """
     if delta.base == -1:
         weights = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}

@@ -1,7 +1,6 @@
-"""The files of one checkpoint: written, flushed to disk, read and verified.
+"""Write, flush, read and verify the files of one checkpoint. See `checkpoint` for the layout.
 
-See `checkpoint` for the layout.
-Nothing that is read is ever executed: the formats are JSON and safetensors, not pickle.
+The formats are JSON and safetensors, not pickle, so reading a file never executes it.
 """
 
 import json
@@ -34,11 +33,14 @@ MANIFEST = "manifest.json"
 STATE = "state.safetensors"
 POLICY = "policy.safetensors"
 TRAINER = "trainer"
-"""The part of the state that grows with the model. Written so that other shards can read it."""
+"""The component whose state grows with the model.
+
+A run with another number of shards can read torch's distributed checkpoint format.
+"""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint or version on disk that cannot be read. Names the file and the cause."""
+    """A checkpoint or version that cannot be read or written. Names the file and the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class Progress:
 class Checkpoint:
     """The full state of a run at one moment, except its episodes, which the journal holds.
 
-    The tensors are the live ones, not copies, until the checkpoint is read from disk.
+    A snapshot holds the live tensors, not copies: write it before the next optimizer step.
     """
 
     progress: Progress
@@ -207,7 +209,7 @@ def flush_to_disk(path: Path) -> None:
 def wrap_file_errors(path: Path, action: str = "read") -> Iterator[None]:
     """Turn errors of a file's content into a `CheckpointError` that names the file.
 
-    A failing read call is passed on as it is: the content may still be sound.
+    A failed read of an existing file stays an OSError: its content may be undamaged.
     """
     try:
         yield
@@ -231,7 +233,10 @@ def wrap_file_errors(path: Path, action: str = "read") -> Iterator[None]:
 
 
 def _load_trainer(folder: Path, shapes: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Load the trainer's tensors. Allocates only what the files really hold."""
+    """Load the trainer's tensors.
+
+    Their sizes come from the files, so a damaged manifest cannot exhaust the memory.
+    """
     tensors: dict[str, Tensor] = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:

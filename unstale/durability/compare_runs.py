@@ -16,7 +16,7 @@ from unstale.durability.run_folder import METRICS, RunFolder
 from unstale.weights.codec import words
 
 MEASURED = ("_s", "/busy_share")
-"""Endings of metric names that depend on the clock."""
+"""Endings of the names of metrics whose values depend on the clock."""
 
 MAX_LISTED = 5
 """Differences listed for one file or table."""
@@ -114,7 +114,7 @@ def _is_measured(name: str) -> bool:
 
 
 def _limit(where: str, found: Iterable[str]) -> list[str]:
-    """Return the first differences with their location."""
+    """Return the first `MAX_LISTED` differences with their location, and the number of others."""
     texts = list(found)
     listed = [f"{where}: {text}" for text in texts[:MAX_LISTED]]
     if len(texts) > MAX_LISTED:

@@ -1,4 +1,4 @@
-"""A description of the machine and the code, for tables of results, and a lock of a folder."""
+"""Describe the machine and the code for tables of results, and lock a folder."""
 
 import fcntl
 import platform
@@ -48,7 +48,7 @@ def commit() -> str:
 def lock_folder(folder: Path) -> Iterator[int]:
     """Lock a folder for this process and those that inherit the yielded file descriptor.
 
-    ConfigError if another process has locked it.
+    Raises `ConfigError` if another process has locked it.
     """
     with (folder / ".lock").open("a") as file:
         try:

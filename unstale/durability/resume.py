@@ -17,7 +17,7 @@ from unstale.old_logps.scoring.scorer import Weights
 from unstale.records import GroupRequest, PendingPiece
 
 MAX_OUTCOMES = 1000
-"""Outcomes to restore: more than the window over which `Rollout` limits failures."""
+"""Outcomes of past episodes to restore. `Rollout` limits failures over fewer than these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class ResumeState:
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """The state of a run as read from its folder."""
+    """The state of a run as `load_resume_state` reads it from its folder."""
 
     state: ResumeState
     checkpoint: Checkpoint
@@ -54,7 +54,11 @@ class StoredRun:
 
 
 class Recoverable(Protocol):
-    """A component that keeps weights of versions which unconsumed pieces were sampled with."""
+    """A component that needs the weights of earlier versions.
+
+    `past` are the sampled pieces that no batch has consumed, by version. `weights` returns the
+    weights of a version on disk.
+    """
 
     def recover(self, past: Mapping[int, Sequence[PendingPiece]], weights: Weights) -> None: ...
 
@@ -67,7 +71,9 @@ def load_resume_state(
     *,
     verify: bool = True,
 ) -> StoredRun:
-    """Read the state of a run, and set its journal back to the newest sound checkpoint.
+    """Read the state of a run, and rewind its journal to the newest sound checkpoint.
+
+    A checkpoint is sound if every file has its recorded checksum.
 
     A deterministic run also discards everything newer than that checkpoint, because it is computed
     again. `verify` checks every row of the journal first. Raises `CheckpointError` if no checkpoint
@@ -106,9 +112,10 @@ def restore(
     policy: Policy,
     parts: tuple[OldLogps, Recoverable],
 ) -> ResumeState:
-    """Restore every component, and score the unconsumed pieces of the policy's own version again.
+    """Restore every component from a stored run. Return the state of the run.
 
-    `parts` are the old-logit route and the auditor. The policy gets a new version number if
+    `parts` are the old-logit route and the auditor. They receive the sampled pieces that no batch
+    has consumed, so that the route can score them again. The policy gets a new version number if
     versions after its checkpoint were published: those numbers must not be reused.
     """
     old_logps, auditor = parts

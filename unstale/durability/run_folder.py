@@ -30,9 +30,8 @@ TOKENIZER = "tokenizer.json"
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON has it.
+    """Convert a value to what JSON can express. Non-finite numbers become None.
 
-    Non-finite numbers become None; scalars and dataclasses are converted.
     >>> plain({1: float("nan"), "path": Path("runs"), "ok": (1, 2.5)})
     {'1': None, 'path': 'runs', 'ok': [1, 2.5]}
     """
@@ -63,7 +62,7 @@ def dumps(value: Any, indent: int | None = None) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file at once. A link in its place is replaced, not followed."""
+    """Replace a file atomically. A symbolic link at its path is replaced, not followed."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.unlink(missing_ok=True)
     with partial.open("x", encoding="utf-8", errors="replace", newline="\n") as file:
@@ -72,9 +71,9 @@ def write_whole(path: Path, text: str) -> None:
 
 
 class RunLog:
-    """The metrics, events and configuration of one run, for writing. Also a `Sink`.
+    """The writer of a run's metrics, events and configuration.
 
-    `clock` returns seconds. The time of the run is 0 when the log is created.
+    `clock` returns seconds. The run's time is 0 when the log is created.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -89,7 +88,7 @@ class RunLog:
     ) -> Self:
         """Create the run folder and write the configuration.
 
-        Raises `ConfigError` if it holds a run.
+        Raises `ConfigError` if the folder already holds a run.
         """
         if present := [name for name in (CONFIG, METRICS, EVENTS) if (path / name).exists()]:
             raise ConfigError(
@@ -108,7 +107,10 @@ class RunLog:
     def reopen(
         cls, path: Path, config: Any, *, clock: Callable[[], float] = time.monotonic
     ) -> Self:
-        """Continue the log of a run folder, and the time of its run. Removes a cut last line."""
+        """Continue the log of a run folder, from the time of its last event.
+
+        A last line that a kill cut short is removed.
+        """
         events = list(read_jsonl(path / EVENTS))
         write_whole(path / EVENTS, "".join(dumps(row) + "\n" for row in events))
         write_whole(path / CONFIG, dumps(config, indent=2) + "\n")
@@ -118,7 +120,7 @@ class RunLog:
         return log
 
     def rewind(self, metrics: Iterable[Mapping[str, Any]]) -> None:
-        """Replace the metrics by those of the journal."""
+        """Replace the content of `metrics.jsonl` by these rows of the journal."""
         self.close()
         write_whole(self.path / METRICS, "".join(dumps(row) + "\n" for row in metrics))
 

@@ -26,7 +26,7 @@ BEAT_S = 0.5
 FROZEN_S = 4.0
 """Seconds without a heartbeat after which a child counts as frozen."""
 _START_S = 60.0
-"""The same before the first heartbeat: Python may take long to start from a slow disk."""
+"""Seconds without a first heartbeat. Python may take long to start from a slow disk."""
 _EXIT_S = 1.0
 """Seconds from the end of its socket until a process that did not end is killed.
 

@@ -34,7 +34,7 @@ class VersionedWeights(Protocol):
 
 
 class Publisher(Protocol):
-    """Sends the newest version to every engine, in two steps."""
+    """A component that sends the newest version to every engine, in two steps."""
 
     bytes: int
     """Size of the last prepared update."""
@@ -58,9 +58,9 @@ Put = Callable[[int, Mapping[str, Tensor], Delta | None], None]
 class DirectPublisher:
     """A publisher that passes weights to one engine, in the precision `dtype`.
 
-    Adapters are passed in their own precision, and the engine merges them. With a route's version
-    `store`, its delta is passed instead, if it is smaller, the engine takes deltas, and the engine
-    has the previous version. `put` saves every version to disk before the engine gets it.
+    With the version `store` of the old-logit route, it passes a delta where possible: the engine
+    takes deltas and has the previous version, and the delta is smaller than the weights. `put`
+    saves every version to disk before the engine gets it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A recording of a run's versions and batches, with which every route can be evaluated afterwards.
+"""A recording of a run's versions and batches. `unstale audit` evaluates old-logit routes on it.
 
     recorded/versions/000012.safetensors    the forward weights of version 12
     recorded/batches/000013.safetensors     the sequences that step 13 trained on
@@ -26,7 +26,7 @@ RECORDED = "recorded"
 """The folder of the recording in a run folder."""
 
 WENT_WRONG = "went_wrong.safetensors"
-"""The file in a run folder with the batch that led to a number that is not finite."""
+"""The file in a run folder with the batch that gave a number that is not finite."""
 
 _LISTS = ("offsets", "episodes")
 """Columns of a batch that are tuples, not tensors."""
@@ -107,9 +107,10 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class WentWrong:
-    """The data behind a number that is not finite.
+    """The batch and weights that gave a number that is not finite, to compute the step again.
 
-    `columns` are `[T]` tensors that belong to the batch. `about` describes the failure.
+    `columns` are further `[T]` tensors, one entry per token of the batch. `about` describes the
+    failure.
     """
 
     batch: Batch

@@ -39,12 +39,12 @@ class StoreFull(MemoryError):
 
 
 class VersionStore:
-    """A chain of versions, oldest first, and one movable copy of the weights at one of them.
+    """The weights of several versions, as one full copy and the deltas between adjacent versions.
 
-    `movable` are the tensors of the copy, changed in place (a twin's `weights()`, on any device).
-    By default the store copies the first version. With `storage="full"` every version is kept
-    whole. Versions are kept in memory, at most `memory_gb` of it (0 is no limit), or in files under
-    `folder`.
+    The full copy is movable: `move_to` applies deltas to turn it into any stored version. `movable`
+    are tensors to use as the copy, changed in place, on any device. By default the store makes a
+    copy of the first version. With `storage="full"` every version is kept whole. Versions are kept
+    in memory, at most `memory_gb` of it (0 is no limit), or in files under `folder`.
 
     >>> store = VersionStore()
     >>> for version in range(4):
@@ -325,7 +325,10 @@ class VersionStore:
         return self._movable | {alias: self._movable[name] for alias, name in self._aliases.items()}
 
     def _misfits(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Return names that are on one side only, of another shape or dtype, or no longer tied."""
+        """Return the names of tensors that the store cannot take.
+
+        They are missing, unknown, of another shape or dtype, or tied in the store but not here.
+        """
         current = self._named()
         wrong = current.keys() ^ tensors.keys()
         for name in current.keys() & tensors.keys():

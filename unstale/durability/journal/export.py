@@ -16,7 +16,7 @@ ROW_GROUP = 256
 
 Content = Literal["tokens", "text", "samples"]
 """`tokens`: one row per trajectory, with lists over its tokens. `text`: one conversation per row.
-`samples`: one row per token of the sample of a step, with its two log-ratios."""
+`samples`: one row per token of the sample of a step, as `JournalReader.token_samples`."""
 
 
 def export_rows(journal: JournalReader, content: Content, decode: Decode) -> Iterator[Row]:

@@ -1,6 +1,6 @@
-"""Read the journal of a run: database rows become records again.
+"""Read the journal of a run, and turn its rows into records.
 
-Read-only; no stored content is executed.
+The database is opened read-only, and nothing in it is executed.
 """
 
 import json
@@ -179,9 +179,10 @@ class JournalReader:
             return [_parse_object(fields) for (fields,) in rows]
 
     def token_samples(self) -> Iterator[dict[str, Any]]:
-        """Return a sample of trained tokens, one row each: step, lag, log_d and log_s.
+        """Return a sample of trained tokens: step, lag (in versions), log_d and log_s of each.
 
-        An audited token also has `true_log_d` and `true_log_s`.
+        log_d is old_logp - behavior_logp and log_s is logp - old_logp. An audited token also has
+        `true_log_d` and `true_log_s`, the same with the exact old_logp.
         """
         rows = self.rows("SELECT fields FROM events WHERE kind = ? ORDER BY id", TOKEN_SAMPLES)
         with self.wrap_errors("the token samples"):
@@ -235,7 +236,10 @@ class JournalReader:
         return frozenset(Task(*row).key for row in rows)
 
     def requests(self) -> list[GroupRequest]:
-        """Return groups that no checkpoint has trained on, in admission order, with episodes."""
+        """Return the groups whose training is in no checkpoint, in admission order.
+
+        Each holds what the journal recorded of its episodes.
+        """
         rows = self.rows(
             """SELECT g.number, env, split, task, seed, place, f.number IS NOT NULL
             FROM groups g LEFT JOIN finished f USING (number)
@@ -414,10 +418,7 @@ def require_tables(path: Path, connection: sqlite3.Connection) -> None:
 
 
 def _roll_back(path: Path) -> None:
-    """Undo the unfinished transaction of a writer that was killed.
-
-    A read-only connection cannot.
-    """
+    """Undo the unfinished transaction of a killed writer: a read-only connection cannot."""
     if path.with_name(f"{path.name}-journal").exists():
         with closing(sqlite3.connect(path)) as writer:
             writer.execute("SELECT count(*) FROM sqlite_master")

@@ -83,9 +83,10 @@ ATTEMPTS = """(SELECT episode, number, sibling FROM (SELECT episode, number, sib
     seed = first_value(seed) OVER (PARTITION BY number, sibling ORDER BY episode) AS is_attempt
     FROM episodes)
     WHERE is_attempt)"""
-"""Attempts at episodes.
+"""Query of the attempts at episodes.
 
-All have the seed of their sibling; branches of an attempt have other seeds.
+All attempts at an episode have one seed. The table also holds branches, the further conversations
+of an agent in an attempt. They have other seeds.
 """
 
 TOKEN_SAMPLES = "token_samples"
@@ -100,7 +101,7 @@ class JournalError(RuntimeError):
 
 
 def insert(table: str, *values: Any) -> Record:
-    """Return the statement that inserts a sealed row.
+    """Return the statement that inserts a row with its checksum, the `seal`.
 
     >>> insert("finished", 3, 0.5, 1)[0]
     'INSERT INTO finished (number, at, after, seal) VALUES (?, ?, ?, ?)'
@@ -161,7 +162,7 @@ def outcome_row(episode: int, outcome: Trajectory | Failure, after: int) -> Reco
 
 
 def to_utf8(text: str) -> str:
-    """Replace what UTF-8 cannot encode.
+    """Replace characters that UTF-8 cannot encode, such as half of a surrogate pair.
 
     >>> to_utf8("half a pair: \\ud800")
     'half a pair: ?'

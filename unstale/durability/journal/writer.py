@@ -43,7 +43,7 @@ SQLite waits half as long for another writer's lock.
 """
 
 _Item = list[Record] | Future[None] | None
-"""One transaction, a barrier, or the end."""
+"""An entry of the queue: a transaction, a barrier's future, or None at the end."""
 
 
 class Journal:
@@ -239,9 +239,9 @@ class Journal:
         self.transaction([insert(table, *values, self._checkpoint)])
 
     def _write(self, connection: sqlite3.Connection) -> None:
-        """Commit the queue until it is closed.
+        """Commit queued transactions until the end of the queue. Runs in the thread.
 
-        After a failure, only answer barriers with the error.
+        After a failure, nothing more is committed and every barrier raises the error.
         """
         with closing(connection):
             items: list[_Item] = []
@@ -274,9 +274,9 @@ class Journal:
             self._failure.set_exception(journal_error(self.path, error))
 
     def _gather(self) -> list[_Item]:
-        """Collect the queue for `WINDOW_S`, or until a barrier.
+        """Return what was queued within `WINDOW_S` of the first entry, or until a barrier.
 
-        Waking for each record would cost more.
+        One commit for many transactions costs less than one for each.
         """
         items = [self._queue.get()]
         if isinstance(items[0], list):
