@@ -13,7 +13,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -42,9 +42,9 @@ SHAPES = {
 }
 """Layers, width and vocabulary."""
 SPEAKERS = 8
-"""Replies that are generated at once while a version is prepared."""
+"""Replies that each engine generates at once while a version is prepared."""
 NEWS = 0.95
-"""Median of the ratios below which one way is called quicker than the other: the rest is noise."""
+"""Median ratio below which one way counts as faster. A smaller difference is noise."""
 
 
 @dataclass(slots=True)
@@ -53,24 +53,25 @@ class Spent:
 
     bytes: list[float] = field(default_factory=list)
     prepare_s: list[float] = field(default_factory=list)
-    """In the trainer's thread, beside generation."""
+    """In the trainer's thread, while the engine generates."""
     disk_s: list[float] = field(default_factory=list)
-    """There too, afterwards: until the version is on the disk."""
+    """In the trainer's thread, to write the version to disk. Not part of `prepare_s`."""
     standstill_s: list[float] = field(default_factory=list)
 
     @property
     def all_s(self) -> list[float]:
+        """Preparation and standstill of each version."""
         return [sum(both) for both in zip(self.prepare_s, self.standstill_s, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One model at one learning rate."""
+    """The measurements of one model at one learning rate."""
 
     model: str
     rate: float
     changed: float
-    """Share of the words that differ from one version to the next."""
+    """Share of the weights that differ from one version to the next."""
     spent: Mapping[Way, Spent]
 
     @property
@@ -78,7 +79,7 @@ class Cell:
         return self.model, f"{self.rate:g}"
 
     def over(self, what: str) -> list[float]:
-        """Version by version: what the delta took over what the whole weights took."""
+        """Return the ratio of the delta's cost to that of the whole weights, for each version."""
         return ratios({way: getattr(self.spent[way], what) for way in WAYS}, "delta", over="full")
 
     def spread(self, way: Way, what: str) -> str:
@@ -106,7 +107,7 @@ class Watched:
 
     @asynccontextmanager
     async def speaking(self, vocab: int) -> AsyncIterator[None]:
-        """Sample until the block ends, except when interrupted."""
+        """Keep `SPEAKERS` replies in generation until the block ends."""
 
         async def speak(seed: int) -> None:
             prompt = [(seed * 31 + place) % vocab for place in range(32)]
@@ -143,7 +144,7 @@ class Sender:
         self._disk_s = clock[0]
 
     async def publish(self, policy: Policy, *, count: bool) -> None:
-        async with self._engine.speaking(self._vocab) if policy.version else nothing():
+        async with self._engine.speaking(self._vocab) if policy.version else nullcontext():
             with timed() as clock:
                 await asyncio.to_thread(self._publisher.prepare, policy, (policy.version - 1,))
             await self._publisher.publish()
@@ -154,22 +155,19 @@ class Sender:
             self.spent.standstill_s.append(self._engine.standstill_s)
 
 
-@asynccontextmanager
-async def nothing() -> AsyncIterator[None]:
-    yield
-
-
 @contextmanager
 def timed() -> Iterator[list[float]]:
-    """A list that holds the seconds once it is over."""
+    """Yield a list, to which the end of the block adds its seconds."""
     began, found = time.perf_counter(), []
     yield found
     found.append(time.perf_counter() - began)
 
 
 async def send(model: str, size: Size, history: History, engines: Mapping[Way, Watched]) -> Cell:
-    """Every version both ways, which take turns in coming first. Those before the second are not
-    counted."""
+    """Publish every version in both ways, in alternating order. Return the costs from version 2 on.
+
+    Versions 0 and 1 are a warm-up.
+    """
     policy = size.policy()
     advance(policy, history, 0)
     with tempfile.TemporaryDirectory() as folder:
@@ -192,7 +190,7 @@ def changed_share(history: History) -> float:
 
 
 async def measure(model: str, size: Size, rates: Sequence[float], repeats: int) -> list[Cell]:
-    """One model: a pair of engines, and every learning rate."""
+    """Measure one model at every learning rate, with one engine for each way to publish."""
     engines = {
         way: Watched(
             EmbeddedEngine(EngineOptions(size.folder, max_context=256, deltas=way == "delta"))
@@ -249,7 +247,7 @@ def table(cells: Sequence[Cell]) -> list[str]:
 
 
 def judged(cells: Sequence[Cell]) -> list[str]:
-    """Where a delta is slower, and what it saves, in words."""
+    """Return sentences on where a delta is faster or slower than whole weights."""
     lines = []
     for what, words in (
         ("standstill_s", "Generation stands still"),
