@@ -136,3 +136,20 @@ def test_the_reward_examples_run(model: Model, tmp_path: Path) -> None:
         "1.1\n",
     ]
     assert (tmp_path / "verdicts.sqlite").exists()
+
+
+def test_the_example_data_trains(tmp_path: Path) -> None:
+    (tmp_path / "sums.py").write_text(blocks("docs/your-own-data.md", "python")[0])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for line in blocks("docs/your-own-data.md", "sh")[0].splitlines():
+        program, *arguments = line.split()
+        module = ["-m", "unstale"] if program == "unstale" else []
+        done = subprocess.run(
+            [sys.executable, *module, *arguments],
+            cwd=tmp_path,
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+    assert "step 2/2" in done.stdout

@@ -3,6 +3,7 @@
 - `NAME`: a module in `unstale/envs` that assigns an `EnvSpec` to `ENV`.
 - `LIBRARY:NAME`: `unstale/envs/adapters/LIBRARY.py` assigns a function of NAME to `TASKSET`.
   The extra that installs the library has the library's name.
+- `NAME:SOURCE`: the same for a spec that takes a source, such as `dataset:FILE`.
 - `MODULE:FACTORY`: a function or class of the user's code, called without arguments.
 """
 
@@ -27,6 +28,8 @@ class EnvSpec:
     """Makes the task set from an instance of `options`."""
     options: type[TaskConfig] = TaskConfig
     """The options of section `task`. The docstring under a field is its help text."""
+    takes_source: bool = False
+    """True if `task.env` is `NAME:SOURCE`."""
 
 
 @cache
@@ -47,20 +50,30 @@ def libraries() -> dict[str, str]:
     return {name.replace("_", "-"): f"{adapters.__name__}.{name}" for name in modules}
 
 
+def find_spec(env: str) -> EnvSpec | None:
+    """Return the declaration of a shipped environment, or None for another's."""
+    name, _, source = env.partition(":")
+    spec = shipped_envs().get(name)
+    return spec if spec and spec.takes_source == bool(source) else None
+
+
 def task_options(env: str) -> type[TaskConfig]:
     """Return the options class of an environment. Raises `ConfigError` for an unknown one."""
-    if ":" in env:
+    if spec := find_spec(env):
+        return spec.options
+    if env.partition(":")[2] and env.partition(":")[0] not in shipped_envs():
         return TaskConfig
-    if env not in shipped_envs():
-        known = [*shipped_envs(), *(f"{library}:NAME" for library in libraries()), "MODULE:FACTORY"]
-        raise ConfigError(f"task.env cannot be {env!r}{nearest(env, known)}")
-    return shipped_envs()[env].options
+    shipped = [
+        f"{name}:SOURCE" if spec.takes_source else name for name, spec in shipped_envs().items()
+    ]
+    known = [*shipped, *(f"{library}:NAME" for library in libraries()), "MODULE:FACTORY"]
+    raise ConfigError(f"task.env cannot be {env!r}{nearest(env, known)}")
 
 
 def build_taskset(config: TaskConfig) -> Taskset:
     """Return the task set that `task.env` names. Raises `ConfigError` if it cannot be made."""
     task_options(config.env)  # refuses an unknown name
-    if spec := shipped_envs().get(config.env):
+    if spec := find_spec(config.env):
         return spec.make(config)
     module, _, name = config.env.partition(":")
     adapter = libraries().get(module)

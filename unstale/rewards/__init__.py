@@ -77,6 +77,31 @@ def numeric(text: str, expected: float, *, relative: float = 1e-6, absolute: flo
     return float(math.isclose(last, expected, rel_tol=relative, abs_tol=absolute))
 
 
+def exact_answer(reply: str, row: Mapping[str, Any]) -> float:
+    """Return 1 if the reply equals the row's `answer` after `normalised`, else 0.
+
+    A reward function of the environment `dataset`.
+
+    >>> exact_answer("Oslo.", {"answer": "Oslo"})
+    1.0
+    """
+    return exact_match(reply, str(row["answer"]))
+
+
+def numeric_answer(reply: str, row: Mapping[str, Any]) -> float:
+    """Return 1 if the reply's last number equals the last number of the row's `answer`, else 0.
+
+    A reward function of the environment `dataset`. Raises ValueError if `answer` has no number.
+
+    >>> numeric_answer("It costs $1,350.", {"answer": "9 * 150 = 1350 #### 1350"})
+    1.0
+    """
+    numbers = _NUMBER.findall(str(row["answer"]))
+    if not numbers:
+        raise ValueError(f"the answer has no number: {row['answer']!r}")
+    return numeric(reply, float(numbers[-1].replace(",", "")))
+
+
 def json_schema(text: str, schema: Mapping[str, Any]) -> float:
     """Return 1 if the text is JSON that satisfies the schema, else 0.
 

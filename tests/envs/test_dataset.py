@@ -1,0 +1,162 @@
+"""Test data sets as environments.
+
+Rows of JSONL, JSON and Parquet files, and of data sets of the hub, become tasks. A hash
+of the prompt decides the split. Rewards are the user's function. Every mistake names file and line.
+"""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_run import quiet, small
+from unstale.cli import session
+from unstale.config import ConfigError, make_task
+from unstale.envs import EnvError, Message, Taskset
+from unstale.envs.dataset import load_rows
+from unstale.envs.registry import build_taskset
+from unstale.testing import check_env
+
+ROWS = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(60)]
+NUMERIC = "unstale.rewards:numeric_answer"
+
+
+def write_jsonl(path: Path, rows: list[object]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def taskset(path: Path, **options: object) -> Taskset:
+    return build_taskset(make_task(f"dataset:{path}", **{"reward": NUMERIC, **options}))
+
+
+async def play(tasks: Taskset, *replies: str) -> tuple[list[str], dict[str, float]]:
+    """Return all messages as `role: text`, and the rewards after the last reply."""
+    env = tasks.env(tasks.held_out(1)[0], 0)
+    turn = await env.begin()
+    messages = [f"{message.role}: {message.content}" for message in turn.messages]
+    for reply in replies:
+        assert not turn.done
+        turn = await env.step(Message("assistant", reply))
+        messages += [f"{message.role}: {message.content}" for message in turn.messages]
+    return messages, dict(turn.rewards)
+
+
+def test_rows_keep_the_contract_of_environments(tmp_path: Path) -> None:
+    check_env(taskset(write_jsonl(tmp_path / "sums.jsonl", ROWS)))
+
+
+def test_the_reward_compares_the_reply_with_the_row(tmp_path: Path) -> None:
+    tasks = taskset(write_jsonl(tmp_path / "sums.jsonl", ROWS), system="Add.")
+    messages, _ = asyncio.run(play(tasks))
+    assert messages[0] == "system: Add."
+    number = int(messages[1].split()[3])
+    for reply, expected in ((f"It is {number + 1}.", 1.0), ("It is 0.", 0.0), ("none", 0.0)):
+        assert asyncio.run(play(tasks, reply))[1] == {"reward": expected}
+
+
+def test_the_split_depends_on_the_prompt_alone(tmp_path: Path) -> None:
+    tasks = taskset(write_jsonl(tmp_path / "a.jsonl", ROWS), held_out_share=0.3)
+    shuffled = [*reversed(ROWS), *ROWS]
+    again = taskset(write_jsonl(tmp_path / "b.jsonl", shuffled), held_out_share=0.3)
+    prompts = [
+        {row["prompt"] for row in each.data["held_out"]}  # type: ignore[attr-defined]
+        for each in (tasks, again)
+    ]
+    assert prompts[0] == prompts[1]
+    assert 8 <= len(prompts[0]) <= 28  # 18 expected, standard deviation 3.5
+    train = {row["prompt"] for row in tasks.data["train"]}  # type: ignore[attr-defined]
+    assert not train & prompts[0] and len(train | prompts[0]) == len(ROWS)
+
+
+def test_parquet_json_and_datasets_give_the_same_rows(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    write_jsonl(folder / "train.jsonl", list(ROWS))
+    for source in ("rows.parquet", "rows.json"):
+        assert load_rows(str(tmp_path / source)) == ROWS
+    pytest.importorskip("datasets")
+    assert load_rows(str(folder)) == ROWS
+
+
+def test_conversations_and_follow_ups(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "Count."}
+    rows = [
+        {"talk": [system, {"role": "user", "content": f"{n}"}], "more": ["b", "c"], "answer": "4"}
+        for n in range(40)
+    ]
+    path = write_jsonl(tmp_path / "talk.jsonl", list(rows))
+    tasks = taskset(path, prompt_column="talk", follow_up_column="more")
+    messages, rewards = asyncio.run(play(tasks, "one", "two", "4"))
+    assert messages[0] == "system: Count." and messages[2:] == ["user: b", "user: c"]
+    assert rewards == {"reward": 1.0}
+
+
+def test_own_rewards_may_be_named_async_or_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_reward.py").write_text(
+        "def named(reply, row): return {'right': reply == row['answer'], 'short': 0.5}\n"
+        "async def later(reply, row): return len(reply)\n"
+        "def text(reply, row): return 'good'\n"
+        "def one(reply): return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+
+    def play_with(name: str) -> dict[str, float]:
+        return asyncio.run(play(taskset(path, reward=f"own_reward:{name}"), "ab"))[1]
+
+    assert play_with("named") == {"right": 0.0, "short": 0.5}
+    assert play_with("later") == {"reward": 2.0}
+    with pytest.raises(EnvError, match="returned 'good' as reward, not a finite number"):
+        play_with("text")
+    with pytest.raises(ConfigError, match=r"own_reward:one' cannot be used: too many positional"):
+        taskset(path, reward="own_reward:one")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"prompt": "a"}\n\n{"prompt"\n', r"bad\.jsonl, line 3: not valid JSON"),
+        ('{"prompt": NaN}\n', r"line 1: not valid JSON: NaN"),
+        ('["prompt"]\n', r"line 1: expected an object, got \['prompt'\]"),
+        ('{"question": "a"}\n', r"row 1 .* no column 'prompt' \(task.prompt_column\)"),
+        ('{"prompt": 3}\n', r"prompt must be text, or messages"),
+        ('{"prompt": []}\n', r"prompt must end with a user message"),
+        ('{"prompt": "a"}\n', r"1 rows and none for"),
+        ("", r"0 rows and none for"),
+    ],
+)
+def test_mistakes_name_file_and_line(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "bad.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        taskset(tmp_path / "bad.jsonl")
+
+
+def test_missing_files_and_rewards_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no file .*gone\.jsonl"):
+        taskset(tmp_path / "gone.jsonl")
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    with pytest.raises(ConfigError, match=r"task\.reward must be module:function"):
+        taskset(path, reward="")
+    with pytest.raises(ConfigError, match="No module named 'nowhere'"):
+        taskset(path, reward="nowhere:f")
+    with pytest.raises(ConfigError, match=r"task\.env cannot be 'dataset'"):
+        make_task("dataset")
+    pytest.importorskip("datasets")
+    with pytest.raises(ConfigError, match="the data set nobody/nothing cannot be loaded"):
+        load_rows("nobody/nothing")
+
+
+def test_a_run_trains_on_rows_and_evaluates_on_others(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "sums.jsonl", ROWS)
+    task = make_task(f"dataset:{path}", reward=NUMERIC, held_out_share=0.2)
+    rows = session.train(small(tmp_path, task=task, steps=2), console=quiet()).metrics
+    assert [row["step"] for row in rows] == [0, 1, 2] and "eval/success_rate" in rows[-1]

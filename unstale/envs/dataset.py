@@ -1,0 +1,264 @@
+"""Rows of a data set as tasks: `--task.env dataset:FILE --task.reward MODULE:FUNCTION`.
+
+A row has a prompt and any other columns. The reward is a function of the reply and the row.
+"""
+
+import asyncio
+import hashlib
+import inspect
+import json
+import math
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from itertools import islice
+from numbers import Real
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from unstale.config import ConfigError, TaskConfig, install, nearest
+from unstale.config.checks import Share
+from unstale.envs import EnvError, ListedTasks, Message, SingleUse, Turn
+from unstale.envs.registry import EnvSpec
+from unstale.envs.strict_json import refuse_constant
+from unstale.records import Task
+
+Row = Mapping[str, Any]
+Rewards = float | Mapping[str, float]
+"""A reward, or several by name. Several are summed."""
+RewardFunction = Callable[[str, Row], Awaitable[Rewards] | Rewards]
+"""`(last reply, row)` -> rewards."""
+FILES = (".jsonl", ".json", ".parquet")
+ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetConfig(TaskConfig):
+    """Rows of a file, or of a data set of the Hugging Face hub, as tasks."""
+
+    env: str = "dataset:"
+    """`dataset:FILE` (.jsonl, .json or .parquet), or `dataset:NAME` of a data set on the hub."""
+    reward: str = ""
+    """`module:function`, called with the last reply and the row. It returns one or more rewards."""
+    prompt_column: str = "prompt"
+    """The prompt: text, or a list of messages with `role` and `content`."""
+    follow_up_column: str = ""
+    """A list of further user messages, each sent after a reply. The last reply is rewarded."""
+    system: str = ""
+    """A system message before every prompt."""
+    held_out_share: Share = 0.1
+    """Share of the rows that are held out for evaluation. A hash of the prompt decides."""
+    subset: str = ""
+    """The configuration of a data set on the hub, such as `main`."""
+    split: str = "train"
+    """The split of a data set on the hub."""
+
+
+class DatasetTasks(ListedTasks):
+    """A task set of rows. Equal prompts are all in training or all held out.
+
+    `messages` has the first messages of each row, `rows` the row itself.
+    """
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+    def __init__(self, rows: Sequence[Row], reward: RewardFunction, options: DatasetConfig) -> None:
+        """Raise `ConfigError` if a row has no usable prompt, or if a split is empty."""
+        self.name = options.env
+        self._reward = reward
+        self._options = options
+        data: dict[str, list[Row]] = {"train": [], "held_out": []}
+        for number, row in enumerate(rows, start=1):
+            try:
+                opening = _opening(row, options)
+                _follow_ups(row, options)
+            except ValueError as error:
+                raise ConfigError(f"row {number} of {options.env}: {error}") from None
+            is_held_out = _share_of(opening) < options.held_out_share
+            data["held_out" if is_held_out else "train"].append(row)
+        for split, chosen in data.items():
+            if not chosen and (split == "train" or options.held_out_share):
+                raise ConfigError(
+                    f"{options.env} has {len(rows)} rows and none for {split.replace('_', '-')} "
+                    f"tasks; change task.held_out_share ({options.held_out_share:g})"
+                )
+        self.data = data
+
+    def env(self, task: Task, seed: int) -> "RowEnv":
+        """Ignore `seed`: a row is not random."""
+        row = self.data_of(task)
+        return RowEnv(
+            _opening(row, self._options),
+            _follow_ups(row, self._options),
+            partial(_rewards_of, self._reward, row),
+        )
+
+
+class RowEnv(SingleUse):
+    """One row: its first messages, its further user messages, then the reward."""
+
+    def __init__(
+        self,
+        opening: tuple[Message, ...],
+        follow_ups: Sequence[str],
+        reward: Callable[[str], Awaitable[Mapping[str, float]]],
+    ) -> None:
+        self._opening = opening
+        self._follow_ups = iter(follow_ups)
+        self._reward = reward
+
+    async def begin(self) -> Turn:
+        self._open()
+        return Turn(self._opening)
+
+    async def step(self, reply: Message) -> Turn:
+        self._check_open()
+        for text in self._follow_ups:
+            return Turn((Message("user", text),))
+        self._state = "over"
+        return Turn((), done=True, rewards=await self._reward(reply.content))
+
+
+async def _rewards_of(reward: RewardFunction, row: Row, reply: str) -> Mapping[str, float]:
+    """Call a reward function. Raises `EnvError` if it returns no finite numbers."""
+    if inspect.iscoroutinefunction(reward):
+        result = await reward(reply, row)
+    else:
+        result = await asyncio.to_thread(reward, reply, row)
+    named = result if isinstance(result, Mapping) else {"reward": result}
+    for name, value in named.items():
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise EnvError(f"the reward function returned {value!r} as {name}, not a finite number")
+    return MappingProxyType({str(name): float(value) for name, value in named.items()})
+
+
+def _opening(row: Row, options: DatasetConfig) -> tuple[Message, ...]:
+    """Return the first messages of a row. Raises ValueError for a prompt of another form."""
+    prompt = _column(row, options.prompt_column, "task.prompt_column")
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    messages = [Message("system", options.system)] if options.system else []
+    for message in prompt if isinstance(prompt, Sequence) else [prompt]:
+        match message:
+            case {"role": role, "content": str(content)} if role in ROLES:
+                messages.append(Message(role, content))
+            case _:
+                raise ValueError(
+                    f"{options.prompt_column} must be text, or messages with a role of "
+                    f"{', '.join(ROLES)} and a content, got {str(message)[:80]!r}"
+                )
+    if not messages or messages[-1].role != "user":
+        raise ValueError(f"{options.prompt_column} must end with a user message")
+    return tuple(messages)
+
+
+def _follow_ups(row: Row, options: DatasetConfig) -> Sequence[str]:
+    if not options.follow_up_column:
+        return ()
+    texts = _column(row, options.follow_up_column, "task.follow_up_column")
+    if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{options.follow_up_column} must be a list of texts")
+    return tuple(texts)
+
+
+def _column(row: Row, column: str, option: str) -> Any:
+    """Return a row's value. Raises ValueError naming the option if there is no such column."""
+    if row.get(column) is None:
+        raise ValueError(f"no column {column!r} ({option}){nearest(column, list(row))}")
+    return row[column]
+
+
+def _share_of(opening: tuple[Message, ...]) -> float:
+    """Return a number in [0, 1) that depends on the messages alone."""
+    text = json.dumps([[message.role, message.content] for message in opening])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest()) / 2**48
+
+
+def load_rows(source: str, *, subset: str = "", split: str = "train") -> list[Row]:
+    """Return the rows of a file or of a data set on the hub.
+
+    A name without the suffix of a data file is one of the hub, which needs the extra `datasets`.
+    Raises `ConfigError` if it cannot be read.
+    """
+    path = Path(source)
+    if path.suffix not in FILES:
+        return _hub_rows(source, subset, split)
+    if not path.is_file():
+        raise ConfigError(f"task.env: there is no file {path.absolute()}")
+    if path.suffix == ".parquet":
+        try:
+            from pyarrow import ArrowException, parquet
+        except ImportError:
+            raise ConfigError(f"reading {path} needs pyarrow: {install('parquet')}") from None
+        try:
+            rows: list[Row] = parquet.read_table(path).to_pylist()
+        except (ArrowException, OSError) as error:
+            raise ConfigError(f"{path} is not a Parquet file: {error}") from None
+        return rows
+    if path.suffix == ".json":
+        values = _json(path.read_bytes(), str(path))
+        if not isinstance(values, list):
+            raise ConfigError(f"{path} must be a list of objects; for one object a line use .jsonl")
+        return list(_objects(enumerate(values, start=1), path, "item"))
+    lines = enumerate(path.read_bytes().splitlines(), start=1)
+    values = ((number, _json(line, f"{path}, line {number}")) for number, line in lines if line)
+    return list(_objects(values, path, "line"))
+
+
+def _json(text: bytes, where: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: not valid JSON: {error}") from None
+
+
+def _objects(values: Iterator[tuple[int, Any]], path: Path, unit: str) -> Iterator[Row]:
+    for number, value in values:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{path}, {unit} {number}: expected an object, got {str(value)[:80]}")
+        yield value
+
+
+def _hub_rows(name: str, subset: str, split: str) -> list[Row]:
+    """Load a data set with the library `datasets`, from its cache or by download."""
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(
+            f"{name} is not a file ({', '.join(FILES)}), and a data set of the hub needs "
+            f"the library datasets: {install('datasets')}"
+        ) from None
+    try:
+        return list(datasets.load_dataset(name, subset or None, split=split))
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        first_line = next(islice(str(error).splitlines(), 1), repr(error))
+        raise ConfigError(f"the data set {name} cannot be loaded: {first_line}") from None
+
+
+def load_reward(name: str) -> RewardFunction:
+    """Return the reward function `module:function`. Raises `ConfigError` if there is none."""
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        raise ConfigError(
+            f"task.reward must be module:function, a function of (reply, row), got {name!r}; "
+            "for a column `answer` there are unstale.rewards:exact_answer and :numeric_answer"
+        )
+    try:
+        reward: RewardFunction = getattr(import_module(module), attribute)
+        inspect.signature(reward).bind("reply", {})
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"task.reward {name!r} cannot be used: {error}") from error
+    return reward
+
+
+def make_dataset(options: DatasetConfig) -> DatasetTasks:
+    """Return the task set of `task.env = "dataset:SOURCE"`. Raises `ConfigError`."""
+    reward = load_reward(options.reward)
+    source = options.env.partition(":")[2]
+    rows = load_rows(source, subset=options.subset, split=options.split)
+    return DatasetTasks(rows, reward, options)
+
+
+ENV = EnvSpec("dataset", make_dataset, DatasetConfig, takes_source=True)
