@@ -15,12 +15,11 @@ from importlib import import_module
 from itertools import islice
 from numbers import Real
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from unstale.config import ConfigError, TaskConfig, install, nearest
 from unstale.config.checks import Share
-from unstale.envs import EnvError, ListedTasks, Message, SingleUse, Turn
+from unstale.envs import EnvError, ListedTasks, Message, Turn
 from unstale.envs.registry import EnvSpec
 from unstale.envs.strict_json import refuse_constant
 from unstale.records import Task
@@ -96,7 +95,7 @@ class DatasetTasks(ListedTasks):
         )
 
 
-class RowEnv(SingleUse):
+class RowEnv:
     """One row: its first messages, its further user messages, then the reward."""
 
     def __init__(
@@ -110,14 +109,11 @@ class RowEnv(SingleUse):
         self._reward = reward
 
     async def begin(self) -> Turn:
-        self._open()
         return Turn(self._opening)
 
     async def step(self, reply: Message) -> Turn:
-        self._check_open()
         for text in self._follow_ups:
             return Turn((Message("user", text),))
-        self._state = "over"
         return Turn((), done=True, rewards=await self._reward(reply.content))
 
 
@@ -131,7 +127,7 @@ async def _rewards_of(reward: RewardFunction, row: Row, reply: str) -> Mapping[s
     for name, value in named.items():
         if not isinstance(value, Real) or not math.isfinite(value):
             raise EnvError(f"the reward function returned {value!r} as {name}, not a finite number")
-    return MappingProxyType({str(name): float(value) for name, value in named.items()})
+    return {str(name): float(value) for name, value in named.items()}
 
 
 def _opening(row: Row, options: DatasetConfig) -> tuple[Message, ...]:
