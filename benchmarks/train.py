@@ -268,14 +268,14 @@ def worth(text: str) -> float:
 def whole(chosen: argparse.Namespace) -> None:
     """Run whole steps by `unstale.train` in this process."""
     ends: list[float] = []
-    advance = loop.advance
+    take_step = loop.take_step
 
     async def timed(*given: Any) -> Any:
-        found = await advance(*given)
+        found = await take_step(*given)
         ends.append(time.perf_counter())
         return found
 
-    loop.advance = timed
+    loop.take_step = timed
     apart = chosen.staleness == 0  # engines and trainer take turns: each side may have all cores
     share = max(1, chosen.threads // 2)
     run = unstale.train(
