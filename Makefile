@@ -25,7 +25,7 @@ test: setup
 
 # Test against a real vLLM server, in its own environment (minutes, 3 GB of disk).
 test-engines: .venv-engines/.ready
-	.venv-engines/bin/pytest tests/engines
+	.venv-engines/bin/pytest tests/servers
 
 .venv-engines/.ready: constraints.txt constraints-engines.txt
 	$(PYTHON) -m venv .venv-engines
