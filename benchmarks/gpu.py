@@ -44,7 +44,7 @@ from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.registry import EngineOptions
 from unstale.model.loading import DTYPES
 from unstale.model.policy import Policy
-from unstale.old_logps.scoring.scorer import Scorer
+from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.records import collate
 from unstale.testing import tiny_policy
 
@@ -94,8 +94,8 @@ class Big(Size):
             model = AutoModelForCausalLM.from_config(self.config, dtype=DTYPES[dtype])
         return Policy(model, tiny_policy().tokenizer)
 
-    def scorer(self, policy: Policy) -> Scorer:
-        return Scorer(policy, 1.0, self.max_tokens_per_microbatch)
+    def scorer(self, policy: Policy) -> LocalScorer:
+        return LocalScorer(policy, 1.0, self.max_tokens_per_microbatch)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from unstale.config.routes import routes
 from unstale.model.policy import Policy
 from unstale.model.prefix_tree import Packed
 from unstale.old_logps.rollout import RolloutRoute
-from unstale.old_logps.scoring.scorer import Scorer
+from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.records import (
     Batch,
     ContextPiece,
@@ -126,8 +126,8 @@ class Size:
     def policy(self, dtype: str = "bfloat16") -> Policy:
         return Policy.load(self.folder, dtype=dtype)
 
-    def scorer(self, policy: Policy) -> Scorer:
-        return Scorer(policy, 1.0, TrainerConfig().max_tokens_per_microbatch)
+    def scorer(self, policy: Policy) -> LocalScorer:
+        return LocalScorer(policy, 1.0, TrainerConfig().max_tokens_per_microbatch)
 
     @property
     def options(self) -> dict[str, Any]:

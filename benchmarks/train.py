@@ -64,7 +64,7 @@ from unstale.config import (
 )
 from unstale.envs import Message, Turn
 from unstale.model.policy import Policy
-from unstale.old_logps.scoring.scorer import Scorer
+from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.records import ContextPiece, Sampled, ScoredTrajectory, Task, Trajectory, collate
 from unstale.trainer.local import LocalTrainer
 
@@ -188,7 +188,7 @@ def ours(chosen: argparse.Namespace) -> None:
         max_tokens_per_microbatch=chosen.micro,
     )
     policy = Policy.load(chosen.model, dtype=chosen.dtype)
-    scorer = Scorer(policy, 1.0, options.max_tokens_per_microbatch)
+    scorer = LocalScorer(policy, 1.0, options.max_tokens_per_microbatch)
     old = build_old_logps(OldLogpsConfig(route=chosen.route), scorer)
     config = RunConfig(
         recipe="",

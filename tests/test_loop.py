@@ -42,6 +42,7 @@ from unstale.engines.scripted import Delay, ScriptedEngine
 from unstale.envs import Message, Taskset, Turn
 from unstale.loop import RunComponents
 from unstale.old_logps import Needs, OldLogps
+from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import Batch, PendingPiece, Task
 from unstale.rollout.generator import Generator
@@ -200,10 +201,10 @@ def toy_machine(
         return [*noise[spoken:], 1]
 
     policy, engine = tiny_policy(), ScriptedEngine(say, token_delay=delay)
-    scorer = Scorer(policy, 1.0, 4096)
+    scorer = LocalScorer(policy, 1.0, 4096)
     old = (route or ScoresAtClosing)(scorer, engine)
     rules = Rules(config.correction, config.objective)
-    auditor = Auditor(Scorer(policy, 1.0, 4096), old, rules, share=config.audit.share)
+    auditor = Auditor(LocalScorer(policy, 1.0, 4096), old, rules, share=config.audit.share)
     trainer = LocalTrainer(policy, config, old, auditor.look)
     generator = Generator(engine, NumberChat(), config.engine)  # type: ignore[arg-type]
     return Components(policy, taskset, generator, scorer, old, auditor, trainer)

@@ -41,6 +41,7 @@ from unstale.model.policy import Policy
 from unstale.observe.metrics import Sink, TensorBoardSink, require_tensorboard
 from unstale.observe.recorder import Recorder, Watcher
 from unstale.old_logps import OldLogps
+from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import Failure, Group, GroupRequest, PendingPiece, ScoredTrajectory
 from unstale.rollout.episode import Rollout
@@ -113,7 +114,7 @@ def build_advantage(config: AdvantageConfig) -> Callable[[Sequence[Group]], list
 
 def build_scorer(config: RunConfig, policy: Policy) -> Scorer:
     """Return a scorer of the policy. It has state: route and audit need one each."""
-    return Scorer(policy, config.engine.temperature, config.trainer.max_tokens_per_microbatch)
+    return LocalScorer(policy, config.engine.temperature, config.trainer.max_tokens_per_microbatch)
 
 
 def load_policy(config: RunConfig) -> Policy:

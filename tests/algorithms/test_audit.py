@@ -42,6 +42,7 @@ from unstale.config.options import stored_config
 from unstale.durability.run_folder import plain
 from unstale.model.policy import Policy
 from unstale.old_logps import Needs, OldLogps
+from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import Batch, PendingPiece, collate
 from unstale.testing import episode, nudge, plain_logps, tiny_policy
@@ -180,6 +181,8 @@ def test_agreement_is_about_the_tokens_that_a_threshold_acts_on() -> None:
     assert audit.agreement(no, no, sampled=everywhere) is None
     assert audit.agreement(yes, no, sampled=~yes) is None
     assert audit.agreement(yes, yes.roll(1), sampled=everywhere) == pytest.approx(2 / 3)
+    assert audit.exact_fraction(yes, sampled=everywhere) == pytest.approx(0.03)
+    assert audit.exact_fraction(yes, sampled=no) is None
 
 
 def sampled_batch(policy: Policy, number: int, copies: dict[int, Policy], *, far: float) -> Batch:
@@ -212,8 +215,8 @@ def audited(
 ) -> tuple[list[dict[str, float]], Auditor]:
     """Train tiny policies for `steps` with the audit on. Return the audited batches by step."""
     policy = tiny_policy()
-    old = build_old_logps(OldLogpsConfig(route=route), Scorer(policy, *SCORING))  # type: ignore[arg-type]
-    auditor = Auditor(Scorer(policy, *SCORING), old, RULES, share=share)
+    old = build_old_logps(OldLogpsConfig(route=route), LocalScorer(policy, *SCORING))  # type: ignore[arg-type]
+    auditor = Auditor(LocalScorer(policy, *SCORING), old, RULES, share=share)
     rows, copies = [], dict[int, Policy]()
     for version in range(steps):
         if version:
@@ -235,7 +238,7 @@ def answer(old: OldLogps, policy: Policy, batch: Batch) -> Tensor:
     if old.needs.inline:
         return torch.empty(0)
     now = (
-        Scorer(policy, *SCORING).score(batch, batch.sampled).logp
+        LocalScorer(policy, *SCORING).score(batch, batch.sampled).logp
         if old.needs.now
         else torch.empty(0)
     )
@@ -293,8 +296,10 @@ def test_the_auditor_looks_at_its_share_only_and_keeps_what_is_live() -> None:
 
 def test_an_auditor_without_the_version_says_so_and_a_restored_one_has_it() -> None:
     policy = tiny_policy()
-    old = build_old_logps(OldLogpsConfig(route="rollout"), Scorer(policy, *SCORING))
-    first, second = (Auditor(Scorer(policy, *SCORING), old, RULES, share=1.0) for _ in range(2))
+    old = build_old_logps(OldLogpsConfig(route="rollout"), LocalScorer(policy, *SCORING))
+    first, second = (
+        Auditor(LocalScorer(policy, *SCORING), old, RULES, share=1.0) for _ in range(2)
+    )
     batch = collate([episode(1, [3, (9, 0)]), episode(2, [3, (9, 0)])])
     with pytest.raises(LookupError, match="version 0"):
         first.look(batch, batch.behavior_logp)
@@ -307,10 +312,10 @@ def test_an_auditor_without_the_version_says_so_and_a_restored_one_has_it() -> N
 def test_noise_is_the_root_mean_square_between_two_packings() -> None:
     policy = tiny_policy()
     batch = collate([episode(i, [4, (30 + i, 0)]) for i in range(6)])
-    logp = Scorer(policy, *SCORING).score(batch, batch.sampled).logp
-    assert packing_noise(Scorer(policy, *SCORING), batch, logp) < 1e-5
+    logp = LocalScorer(policy, *SCORING).score(batch, batch.sampled).logp
+    assert packing_noise(LocalScorer(policy, *SCORING), batch, logp) < 1e-5
     spread = 0.02 * (-1.0) ** torch.arange(len(logp))
-    assert packing_noise(Scorer(policy, *SCORING), batch, logp + spread) == pytest.approx(
+    assert packing_noise(LocalScorer(policy, *SCORING), batch, logp + spread) == pytest.approx(
         0.02, rel=1e-3
     )
 
@@ -318,7 +323,7 @@ def test_noise_is_the_root_mean_square_between_two_packings() -> None:
 def test_tokens_of_no_versions_policy_have_no_truth() -> None:
     policy = tiny_policy()
     batch = collate([episode(1, [3, (9, 0), 2, (5, 0, False)])])
-    scorer = Scorer(policy, *SCORING)
+    scorer = LocalScorer(policy, *SCORING)
     with scorer.reading(lambda _: policy.weights()):
         true = score_truth(scorer, batch)
     assert (true.logp != 0).sum() == 9

@@ -20,7 +20,7 @@ from unstale.envs.chat import Chat
 from unstale.envs.retail import RetailTasks
 from unstale.model.loading import DTYPES
 from unstale.model.policy import Policy
-from unstale.old_logps.scoring.scorer import Scorer
+from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.records import Batch, ScoredTrajectory, Trajectory, collate
 from unstale.rollout.episode import Rollout
 from unstale.rollout.generator import Generator
@@ -41,7 +41,7 @@ class Seen:
 
 def look(dtype: str) -> Seen:
     policy = Policy.load(SHIPPED_POLICY)
-    old = build_old_logps(OldLogpsConfig(route="snapshot_old"), Scorer(policy, 1.0, 4096))
+    old = build_old_logps(OldLogpsConfig(route="snapshot_old"), LocalScorer(policy, 1.0, 4096))
     tasks = RetailTasks(level=1)
 
     async def play() -> list[Trajectory]:

@@ -35,6 +35,7 @@ from unstale.algorithms.objectives import (
     Surrogate,
     cispo,
     dual_clip,
+    entropy,
     gspo,
     kl_penalty,
     none,
@@ -369,12 +370,31 @@ def test_expected_gradient_of_the_sampled_entropy_is_that_of_the_entropy() -> No
     logp = torch.log_softmax(logits, -1)
     estimate = sampled_entropy(logp, sampled=torch.ones(5, dtype=torch.bool))
     mean = (logp.detach().exp() * estimate).sum()
-    exact = torch.distributions.Categorical(logits=logits).entropy()
+    exact = entropy(logits)
     assert mean.item() == pytest.approx(exact.item(), rel=1e-12)
     ours, truth = (
         torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (mean, exact)
     )
     torch.testing.assert_close(ours, truth, rtol=1e-10, atol=1e-13)
+
+
+def test_entropy_of_a_fair_coin() -> None:
+    assert entropy(torch.zeros(3, 2)).tolist() == pytest.approx([math.log(2)] * 3)
+    assert entropy(torch.zeros(2, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+def test_entropy_without_the_tokens_that_cannot_be_drawn() -> None:
+    """Their logits are -inf, as of a top-k filter. Value and gradient are those of the others."""
+    logits, _, _ = draws()
+    filtered = torch.full((9,), -math.inf, dtype=torch.float64)
+    filtered[2:7] = logits.detach()
+    filtered.requires_grad_()
+    exact = torch.distributions.Categorical(logits=logits).entropy()
+    assert entropy(filtered).item() == pytest.approx(exact.item(), rel=1e-12)
+    (truth,) = torch.autograd.grad(exact, logits)
+    (ours,) = torch.autograd.grad(entropy(filtered), filtered)
+    torch.testing.assert_close(ours[2:7], truth)
+    assert not ours[:2].any() and not ours[7:].any()
 
 
 def test_regularisers_ignore_what_is_off_the_mask() -> None:

@@ -1,25 +1,30 @@
 """Run `check_old_logps` on every route.
 
-Three faulty routes test the suite itself: one claims exactness, one forgets scores, and one lets a
-gradient through.
+Routes and the audit use no member of a scorer that the Protocol lacks. Three faulty routes test the
+suite itself: one claims exactness, one forgets scores, and one lets a gradient through.
 """
 
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import cast
 
 import pytest
+import torch
 from torch import Tensor
 
 from unstale.build import build_old_logps
-from unstale.config import OldLogpsConfig
+from unstale.config import CorrectionConfig, ObjectiveConfig, OldLogpsConfig
 from unstale.config.routes import routes
 from unstale.old_logps import OldLogps
 from unstale.old_logps.current_recompute import CurrentRecompute
 from unstale.old_logps.rollout import RolloutRoute
+from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.old_logps.scoring.scorer import Scorer
-from unstale.records import Batch
-from unstale.testing import check_old_logps, tiny_policy
+from unstale.records import Batch, collate
+from unstale.testing import check_old_logps, episode, tiny_policy
+from unstale.trainer.auditor import Auditor
+from unstale.trainer.local import Rules
 
 
 def maker(route: str) -> Callable[[Scorer], OldLogps]:
@@ -31,10 +36,46 @@ def test_a_route_keeps_the_contract(route: str) -> None:
     check_old_logps(maker(route))
 
 
+class OnlyTheProtocol:
+    """A scorer with the members of the Protocol and no other, as one over several ranks has."""
+
+    members = frozenset({*vars(Scorer), *Scorer.__annotations__})
+
+    def __init__(self, scorer: Scorer) -> None:
+        vars(self)["inner"] = scorer
+
+    def __getattr__(self, name: str) -> object:
+        if name not in self.members:
+            raise AttributeError(f"{name} is no member of the Protocol Scorer")
+        return getattr(vars(self)["inner"], name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        assert name in Scorer.__annotations__, f"{name} of a Scorer cannot be set"
+        setattr(vars(self)["inner"], name, value)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_a_route_uses_no_more_of_a_scorer_than_its_protocol(route: str) -> None:
+    check_old_logps(lambda scorer: maker(route)(cast(Scorer, OnlyTheProtocol(scorer))))
+
+
+def test_the_audit_uses_no_more_of_a_scorer_than_its_protocol() -> None:
+    policy = tiny_policy()
+    first, second = (OnlyTheProtocol(LocalScorer(policy, 1.0, 64)) for _ in range(2))
+    with closing(maker("snapshot_old")(cast(Scorer, first))) as route:
+        rules = Rules(CorrectionConfig(), ObjectiveConfig())
+        auditor = Auditor(cast(Scorer, second), route, rules, share=1.0)
+        auditor.published(live=())
+        route.published(live=())
+        batch = collate([episode(1, [3, (9, 0)]), episode(2, [3, (9, 0)])])
+        values, _ = route.logps(batch, torch.empty(0))
+        assert auditor.look(batch, values)["audit/tokens"] == 18
+
+
 @pytest.mark.parametrize("name", routes())
 def test_a_route_declares_what_it_needs(name: str) -> None:
     config = OldLogpsConfig(route=name)
-    with closing(config.make(Scorer(tiny_policy(), 1.0, 32), lockstep=False)) as route:
+    with closing(config.make(LocalScorer(tiny_policy(), 1.0, 32), lockstep=False)) as route:
         assert route.needs == config.needs
 
 

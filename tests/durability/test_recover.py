@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.algorithms.test_audit import JUDGE, sampled_batch
+from tests.algorithms.test_audit import RULES, sampled_batch
 from tests.old_logps.test_exact_routes import BATCH, ROUTES, pieces_of, play, truth
 from unstale.build import build_old_logps
 from unstale.config import OldLogpsConfig
@@ -24,6 +24,7 @@ from unstale.old_logps import OldLogps
 from unstale.old_logps.interrupt_sync import InterruptSync
 from unstale.old_logps.old_logit_model import OldLogitModel
 from unstale.old_logps.rollout import RolloutRoute
+from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.old_logps.scoring.scorer import Scorer, Weights
 from unstale.old_logps.snapshot_old import SnapshotOld
 from unstale.records import PendingPiece, collate
@@ -108,7 +109,7 @@ def resumed(
     """Return a new route for the policy of version 2, with versions up to `published` on disk."""
     policy = copies[2].twin()
     policy.version = 2
-    route = build_old_logps(ROUTES[name], Scorer(policy, *SCORING))
+    route = build_old_logps(ROUTES[name], LocalScorer(policy, *SCORING))
     if state is not None:
         route.restore(checkpoint_round_trip(state))
     policy.assign_new_version(published + 1)
@@ -119,7 +120,7 @@ def resumed(
 @pytest.mark.parametrize("name", EXACT)
 def test_killed_twice_after_the_same_checkpoint_and_resumed_from_no_state_at_all(name: str) -> None:
     policy = tiny_policy()
-    with closing(build_old_logps(ROUTES[name], Scorer(policy, *SCORING))) as route:
+    with closing(build_old_logps(ROUTES[name], LocalScorer(policy, *SCORING))) as route:
         copies = play(route, policy, versions=2)
         route.closing(pieces_of(1))
         state = checkpoint_round_trip(route.state())
@@ -143,7 +144,7 @@ def test_killed_twice_after_the_same_checkpoint_and_resumed_from_no_state_at_all
 @pytest.mark.parametrize("name", ["interrupt_sync", "old_logit_model", "eager, interrupt_sync"])
 def test_only_what_lacks_is_scored(name: str) -> None:
     policy = tiny_policy()
-    with closing(build_old_logps(ROUTES[name], Scorer(policy, *SCORING))) as route:
+    with closing(build_old_logps(ROUTES[name], LocalScorer(policy, *SCORING))) as route:
         copies = play(route, policy)
         route.closing(pieces_of(4))
         state = route.state()
@@ -163,7 +164,7 @@ def test_snapshots_read_no_version_twice_and_keep_their_memory_limit() -> None:
     policy = tiny_policy()
     one_copy = sum(tensor.nbytes for tensor in policy.weights().values())
     config = OldLogpsConfig(storage="full", memory_gb=3.5 * one_copy / 1e9)
-    route = build_old_logps(config, Scorer(policy, *SCORING))
+    route = build_old_logps(config, LocalScorer(policy, *SCORING))
     copies = []
     for version in range(3):
         nudge(policy, seed=version)
@@ -171,7 +172,7 @@ def test_snapshots_read_no_version_twice_and_keep_their_memory_limit() -> None:
         copies.append(policy.twin())
         route.published(live=range(3))
     state = checkpoint_round_trip(route.state())
-    route, disk = build_old_logps(config, Scorer(policy, *SCORING)), Disk([*copies, *copies])
+    route, disk = build_old_logps(config, LocalScorer(policy, *SCORING)), Disk([*copies, *copies])
     assert isinstance(route, SnapshotOld)
     route.restore(state)
     route.recover({1: pieces_of(1), 4: pieces_of(4)}, disk)
@@ -190,7 +191,7 @@ def test_weights_that_were_not_kept_are_named() -> None:
         raise LookupError(f"version {version} is not in the run folder")
 
     for name in EXACT:
-        route = build_old_logps(ROUTES[name], Scorer(tiny_policy(), *SCORING))
+        route = build_old_logps(ROUTES[name], LocalScorer(tiny_policy(), *SCORING))
         with closing(route), pytest.raises(LookupError, match="version 3 is not in the run folder"):
             route.recover({3: pieces_of(3)}, weights)
 
@@ -199,7 +200,7 @@ def test_the_audit_goes_on_with_the_same_figures() -> None:
     """Killed after its second batch, when versions 2 and 3 were published and sampled from."""
     policy, old = tiny_policy(), RolloutRoute()
     copies: list[Policy] = []
-    auditor = Auditor(Scorer(policy, 1.0, 64), old, JUDGE, share=0.5)
+    auditor = Auditor(LocalScorer(policy, 1.0, 64), old, RULES, share=0.5)
     for version in range(4):
         nudge(policy, seed=version, size=0.004)
         policy.version = version
@@ -212,7 +213,7 @@ def test_the_audit_goes_on_with_the_same_figures() -> None:
     for jumped in (False, True):
         again = copies[2].twin()
         again.version = 2
-        auditor = Auditor(Scorer(again, 1.0, 64), old, JUDGE, share=0.5)
+        auditor = Auditor(LocalScorer(again, 1.0, 64), old, RULES, share=0.5)
         auditor.restore(checkpoint_round_trip(state) if jumped else state)
         auditor.recover({1: (), 3: ()}, disk := Disk(copies))
         assert disk.read == [3]
@@ -229,7 +230,7 @@ def test_the_audit_goes_on_with_the_same_figures() -> None:
         }  # 4 stands where 2 stood, and 5 where 3 did
     assert rows[0] == rows[1] and rows[0]["audit/logp_error_abs_mean"] > 1e-3
     assert rows[0]["audit/tokens"] == 160
-    fresh = Auditor(Scorer(tiny_policy(), *SCORING), old, JUDGE, share=0.0)
+    fresh = Auditor(LocalScorer(tiny_policy(), *SCORING), old, RULES, share=0.0)
     fresh.recover({3: ()}, Disk([]))
     assert fresh.state()["copies"] == {}
 
@@ -249,5 +250,5 @@ def test_a_recording_knows_where_the_numbers_jumped(tmp_path: Path) -> None:
         batch.behavior_logp,
         trained.version_gaps,
     )
-    lag = truth.compare(batch.behavior_logp, JUDGE).tokens.lag
+    lag = truth.compare(batch.behavior_logp, RULES).tokens.lag
     assert lag.tolist() == [1] * 4 + [0] * 9  # 4 stands where 1 stood, and 3 is not reached

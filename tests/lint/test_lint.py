@@ -18,7 +18,7 @@ from unstale.config import ConfigError, RunConfig
 from unstale.config.routes import routes
 from unstale.lint import check, page
 from unstale.lint.rules import REFUSALS, WARNINGS, num_weights
-from unstale.old_logps.scoring.scorer import Scorer
+from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.recipes import RECIPES
 from unstale.records import collate
 from unstale.testing import episode, tiny_policy
@@ -112,7 +112,7 @@ def test_a_ratio_called_1_by_construction_is_1_in_the_route_itself(knobs: str) -
     policy.version = 5
     lags = range(config.schedule.staleness_bound + 1)
     batch = collate([episode(lag, [3, (4, 5 - lag)]) for lag in lags])
-    scorer = Scorer(policy, 1.0, 64)
+    scorer = LocalScorer(policy, 1.0, 64)
     now = scorer.score(batch, batch.sampled).logp
     old_logp, _ = build_old_logps(config.old_logps, scorer).logps(batch, now)
     told = "".join(

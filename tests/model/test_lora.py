@@ -60,7 +60,7 @@ from unstale.engines.servers.vllm import VllmEngine
 from unstale.model.lora import Base, Lora
 from unstale.model.policy import Policy
 from unstale.old_logps.rollout import RolloutRoute
-from unstale.old_logps.scoring.scorer import Scorer
+from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.testing import check_old_logps, checkpoint_round_trip, nudge, plain_logps, tiny_policy
 from unstale.trainer.local import LocalTrainer
 from unstale.weights.publish import DirectPublisher
@@ -139,7 +139,7 @@ def test_an_exact_route_keeps_its_contract_on_adapters(route: str) -> None:
 def test_the_old_logit_process_has_the_base_and_follows_the_adapters() -> None:
     policy = tiny_policy(lora=LORA)
     with closing(
-        build_old_logps(OldLogpsConfig(route="old_logit_model"), Scorer(policy, 1.0, 48))
+        build_old_logps(OldLogpsConfig(route="old_logit_model"), LocalScorer(policy, 1.0, 48))
     ) as route:
         copies = play(route, policy)
         values, exact = route.logps(BATCH, torch.empty(0))

@@ -40,7 +40,7 @@ from unstale.old_logps.eager import Eager
 from unstale.old_logps.interrupt_sync import InterruptSync
 from unstale.old_logps.old_logit_model import OldLogitModel, OldLogitModelDied
 from unstale.old_logps.scoring.cache import key_of, score_pieces
-from unstale.old_logps.scoring.scorer import Scorer
+from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.records import Batch, PendingPiece, Sampled, collate, walk
 from unstale.rollout.episode import Rollout
 from unstale.testing import checkpoint_round_trip, episode, nudge, plain_logps, tiny_policy
@@ -116,7 +116,7 @@ def truth(batch: Batch, copies: Sequence[Policy], *, temperature: float = 1.0) -
 @contextmanager
 def built(name: str, policy: Policy, *, max_tokens_per_microbatch: int = 48) -> Iterator[OldLogps]:
     with closing(
-        build_old_logps(ROUTES[name], Scorer(policy, 0.7, max_tokens_per_microbatch))
+        build_old_logps(ROUTES[name], LocalScorer(policy, 0.7, max_tokens_per_microbatch))
     ) as route:
         yield route
 
@@ -138,7 +138,7 @@ def test_pieces_of_one_episode_share_one_sequence() -> None:
     policy = tiny_policy()
     pieces = {key_of(piece): piece.tokens for piece in pieces_of(2) if piece.episode == 4}
     assert sorted(place.start for place in pieces) == [12, 18]
-    scorer = Scorer(policy, 1.0, 48)
+    scorer = LocalScorer(policy, 1.0, 48)
     answers = score_pieces(scorer, pieces)
     assert scorer.take_forward_tokens() == 19  # to the end of the second piece, once
     expected = plain_logps(policy, TRAJECTORIES[4].trajectory.tokens).float()
@@ -160,7 +160,7 @@ class Sevens(OldLogps):
 
 def test_eager_is_exact_on_what_it_covers_and_asks_for_nothing_else() -> None:
     policy, fallback = tiny_policy(), Sevens()
-    route = Eager(Scorer(policy, 1.0, 48), fallback=fallback)
+    route = Eager(LocalScorer(policy, 1.0, 48), fallback=fallback)
     copies = play(route, policy)
     values, exact = route.logps(BATCH, torch.empty(0))
     # in time: every other piece of versions 0 to 3, in order of arrival; of version 4 the trainer
@@ -196,7 +196,7 @@ def test_eager_is_exact_on_what_it_covers_and_asks_for_nothing_else() -> None:
 
 def test_eager_scores_nothing_once_the_trainer_has_left_the_version() -> None:
     policy = tiny_policy()
-    route = Eager(Scorer(policy, 1.0, 48), fallback=Sevens())
+    route = Eager(LocalScorer(policy, 1.0, 48), fallback=Sevens())
     policy.version = 2
     route.published(live=())
     for piece in pieces_of(2):
@@ -237,7 +237,7 @@ def _answered(route: OldLogps) -> set[int]:
 
 def test_a_version_closed_without_a_piece_is_missed_with_numbers() -> None:
     policy = tiny_policy()
-    route = InterruptSync(Scorer(policy, 1.0, 48))
+    route = InterruptSync(LocalScorer(policy, 1.0, 48))
     route.published(live=())
     route.closing([])
     policy.version = 1
@@ -250,7 +250,7 @@ def test_the_stall_lasts_from_closing_to_publication(monkeypatch: pytest.MonkeyP
     clock = iter([10.0, 12.5, 19.0])  # closing begins, closing ends, the next version is published
     monkeypatch.setattr(interrupt_sync.time, "perf_counter", lambda: next(clock))
     policy = tiny_policy()
-    route = InterruptSync(Scorer(policy, 1.0, 48))
+    route = InterruptSync(LocalScorer(policy, 1.0, 48))
     policy.version = 3
     route.published(live=())
     part, _ = BATCH.select([0])
@@ -277,7 +277,7 @@ def test_the_stall_lasts_from_closing_to_publication(monkeypatch: pytest.MonkeyP
 
 @contextmanager
 def old_logit_model(policy: Policy) -> Iterator[OldLogitModel]:
-    with closing(OldLogitModel(Scorer(policy, 1.0, 48))) as route:
+    with closing(OldLogitModel(LocalScorer(policy, 1.0, 48))) as route:
         route.published(live=())
         yield route
 
@@ -382,7 +382,7 @@ def test_a_frozen_process_ends_whoever_waits_for_it_within_five_seconds(
 
 def test_closing_does_not_wait_for_a_frozen_process_with_a_full_socket() -> None:
     policy = tiny_policy()
-    route = OldLogitModel(Scorer(policy, 1.0, 48))
+    route = OldLogitModel(LocalScorer(policy, 1.0, 48))
     route.published(live=())
     os.kill(route.pid, signal.SIGSTOP)
     piece, pid = pieces_of(0)[0], route.pid
@@ -399,7 +399,7 @@ def in_lockstep(*, hindered: bool) -> list[Any]:
     """Return a route's values and costs in the middle of every version. `hindered` delays the
     process."""
     policy, copies, found = tiny_policy(), [], []
-    with closing(OldLogitModel(Scorer(policy, 0.7, 24), lockstep=True)) as route:
+    with closing(OldLogitModel(LocalScorer(policy, 0.7, 24), lockstep=True)) as route:
         for version in range(5):
             if version:
                 nudge(policy, seed=version)
@@ -477,10 +477,11 @@ def test_a_piece_that_never_arrived_is_missed_and_not_waited_for() -> None:
 
 def test_the_process_ends_when_its_parent_is_gone() -> None:
     program = (
-        "import os; from unstale.testing import tiny_policy; from unstale.old_logps.scoring.scorer "
-        "import Scorer; from unstale.old_logps.old_logit_model import OldLogitModel; policy = "
-        "tiny_policy(); route = OldLogitModel(Scorer(policy, 1.0, 48)); route.published(()); "
-        "print(route.pid, flush=True); os._exit(0)"
+        "import os; from unstale.testing import tiny_policy; "
+        "from unstale.old_logps.scoring.local_scorer import LocalScorer; "
+        "from unstale.old_logps.old_logit_model import OldLogitModel; "
+        "policy = tiny_policy(); route = OldLogitModel(LocalScorer(policy, 1.0, 48)); "
+        "route.published(()); print(route.pid, flush=True); os._exit(0)"
     )
     root = Path(__file__).parents[2]
     done = subprocess.run(
@@ -543,7 +544,7 @@ def test_no_engine_gets_a_version_before_the_process_has_loaded_the_one_before(
 ) -> None:
     """Without lag no batch waits for scores. The process is paused from the first update on."""
     parts = make(tmp_path, count(), budget=0, steps=4)
-    route = OldLogitModel(Scorer(parts.trainer.policy, 1.0, 256))
+    route = OldLogitModel(LocalScorer(parts.trainer.policy, 1.0, 256))
     load, publishing = parts.engine.load, route.publishing
     happened: list[str] = []
 
@@ -606,7 +607,7 @@ def test_in_an_asynchronous_run_every_token_gets_its_own_versions_logp(
     tmp_path: Path, name: str, minibatches_per_batch: int
 ) -> None:
     parts = make(tmp_path, count(), budget=2, steps=10, delay=pauses())
-    old = build_old_logps(ROUTES[name], Scorer(parts.trainer.policy, 1.0, 256))
+    old = build_old_logps(ROUTES[name], LocalScorer(parts.trainer.policy, 1.0, 256))
     witness = Witness(old, parts.trainer.policy)
     parts = routed(parts, witness, minibatches_per_batch=minibatches_per_batch)
     with closing(witness.route):

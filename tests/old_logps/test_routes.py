@@ -25,7 +25,7 @@ from unstale.old_logps.ewma_prox import EwmaProx
 from unstale.old_logps.ppo_ewma_async import PpoEwmaAsync, PpoEwmaAsyncSpec
 from unstale.old_logps.rollout import RolloutRoute
 from unstale.old_logps.scoring.average import Average
-from unstale.old_logps.scoring.scorer import Scorer
+from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.old_logps.snapshot_old import SnapshotOld
 from unstale.records import Batch, collate
 from unstale.testing import episode, nudge, plain_logps, tiny_policy
@@ -57,7 +57,7 @@ def oracles() -> dict:
 
 
 def build(route: str, policy: Policy, *, temperature: float = 1.0) -> OldLogps:
-    return build_old_logps(OldLogpsConfig(route=route), Scorer(policy, temperature, 48))
+    return build_old_logps(OldLogpsConfig(route=route), LocalScorer(policy, temperature, 48))
 
 
 def ask(route: OldLogps, policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -135,7 +135,7 @@ def test_the_two_factors_multiply_to_the_total_ratio(route: str) -> None:
 @pytest.mark.parametrize("plan", VERSIONS_IN_TURNS.values(), ids=VERSIONS_IN_TURNS.keys())
 def test_snapshots_equal_independent_full_copies(plan: list, dtype: str, tolerance: float) -> None:
     policy = tiny_policy(dtype=dtype)
-    route = SnapshotOld(Scorer(policy, 0.7, 48))
+    route = SnapshotOld(LocalScorer(policy, 0.7, 48))
     copies = publish_five(policy, route)
     batch = collate([episode(0, plan), episode(1, [6, (3, 4)]), episode(2, plan)])
     values, exact = route.logps(batch, torch.empty(0))
@@ -149,7 +149,7 @@ def test_snapshots_equal_independent_full_copies(plan: list, dtype: str, toleran
 
 def test_snapshots_run_each_version_over_its_own_tokens_only() -> None:
     policy = tiny_policy()
-    route = SnapshotOld(Scorer(policy, 1.0, 48))
+    route = SnapshotOld(LocalScorer(policy, 1.0, 48))
     publish_five(policy, route)
     route.costs()
     batch = collate([episode(0, [4, (2, 1), (3, 2), 5]), episode(1, [3, (4, 2)])])
@@ -167,7 +167,7 @@ def test_snapshots_run_each_version_over_its_own_tokens_only() -> None:
 
 def test_the_policy_scores_its_own_version_and_nothing_is_restored_for_it() -> None:
     policy = tiny_policy()
-    route = SnapshotOld(Scorer(policy, 1.0, 48))
+    route = SnapshotOld(LocalScorer(policy, 1.0, 48))
     publish_five(policy, route)
     route.logps(collate([episode(0, [4, (2, 4)])]), torch.empty(0))
     assert route.costs()["restore_s"] == 0
@@ -177,7 +177,7 @@ def test_the_policy_scores_its_own_version_and_nothing_is_restored_for_it() -> N
 
 def test_a_version_that_nobody_declared_live_is_gone_with_numbers() -> None:
     policy = tiny_policy()
-    route = SnapshotOld(Scorer(policy, 1.0, 48))
+    route = SnapshotOld(LocalScorer(policy, 1.0, 48))
     for version, live in ((0, {0}), (1, {0, 1}), (2, {1, 2})):
         policy.version = version
         route.published(live)
@@ -248,14 +248,14 @@ def test_a_thousand_small_updates_are_not_lost(beta: float) -> None:
 
 def test_bfloat16_weights_are_averaged_in_float32() -> None:
     policy = tiny_policy(dtype="bfloat16")
-    route = EwmaProx(Scorer(policy, 1.0, 48), beta=0.5)
+    route = EwmaProx(LocalScorer(policy, 1.0, 48), beta=0.5)
     publish_five(policy, route)
     assert {tensor.dtype for tensor in route.average.tensors.values()} == {torch.float32}
 
 
 def test_the_average_scores_with_the_average_and_counts_each_version_once() -> None:
     policy, batch = tiny_policy(), collate([episode(0, [4, (5, 0), 2, (3, 1)])])
-    route = EwmaProx(Scorer(policy, 1.0, 48), beta=0.5)
+    route = EwmaProx(LocalScorer(policy, 1.0, 48), beta=0.5)
     first = {name: tensor.clone() for name, tensor in policy.weights().items()}
     route.published(live={0})
     at_first, _ = route.logps(batch, torch.empty(0))
@@ -282,7 +282,7 @@ def test_the_average_scores_with_the_average_and_counts_each_version_once() -> N
 
 
 def test_an_average_of_nothing_says_so() -> None:
-    route = EwmaProx(Scorer(tiny_policy(), 1.0, 48), beta=0.5)
+    route = EwmaProx(LocalScorer(tiny_policy(), 1.0, 48), beta=0.5)
     with pytest.raises(LookupError, match="no version was published"):
         route.logps(collate([episode(0, [4, (2, 0)])]), torch.empty(0))
 
@@ -339,7 +339,7 @@ def test_an_average_follows_the_staleness_of_the_data_and_stays_there() -> None:
     """From age 0 the age rises by less than 1 an update to the target of 3, and not beyond."""
     policy = tiny_policy()
     ages = follow(
-        PpoEwmaAsync(Scorer(policy, 1.0, 48), PpoEwmaAsyncSpec()), policy, [0, 1, 2, *[3] * 20]
+        PpoEwmaAsync(LocalScorer(policy, 1.0, 48), PpoEwmaAsyncSpec()), policy, [0, 1, 2, *[3] * 20]
     )
     assert ages[0] == 0
     assert all(0 <= later - earlier < 1 for earlier, later in pairwise(ages))
@@ -349,7 +349,7 @@ def test_an_average_follows_the_staleness_of_the_data_and_stays_there() -> None:
 def test_a_fixed_decay_has_its_own_age() -> None:
     policy = tiny_policy()
     ages = follow(
-        PpoEwmaAsync(Scorer(policy, 1.0, 48), PpoEwmaAsyncSpec(beta=0.5)),
+        PpoEwmaAsync(LocalScorer(policy, 1.0, 48), PpoEwmaAsyncSpec(beta=0.5)),
         policy,
         [0, 1, 2, *[3] * 20],
     )
@@ -358,7 +358,7 @@ def test_a_fixed_decay_has_its_own_age() -> None:
 
 def test_the_weights_of_a_version_count_once_and_before_any_step() -> None:
     policy = tiny_policy()
-    route = PpoEwmaAsync(Scorer(policy, 1.0, 48), PpoEwmaAsyncSpec(beta=0.5))
+    route = PpoEwmaAsync(LocalScorer(policy, 1.0, 48), PpoEwmaAsyncSpec(beta=0.5))
     batch = collate([episode(0, [3, (4, 0)])])
     truth = plain_logps(policy, batch.tokens.tolist()).float()
     values, exact = route.logps(batch, torch.empty(0))
@@ -374,7 +374,7 @@ def test_the_weights_of_a_version_count_once_and_before_any_step() -> None:
 
 def test_each_token_takes_the_average_nearest_to_its_lag() -> None:
     policy = tiny_policy()
-    route = PpoEwmaAsync(Scorer(policy, 1.0, 48), PpoEwmaAsyncSpec(averages=2))
+    route = PpoEwmaAsync(LocalScorer(policy, 1.0, 48), PpoEwmaAsyncSpec(averages=2))
     for version in range(12):
         policy.version = version
         batch = collate([episode(version, [3, (4, max(0, version - 4)), 2, (4, version)])])
@@ -394,7 +394,7 @@ def test_each_token_takes_the_average_nearest_to_its_lag() -> None:
 def test_a_low_kept_share_resets_the_reference_after_patience_and_cooldown() -> None:
     policy = tiny_policy()
     options = PpoEwmaAsyncSpec(beta=0.75, reset_below=0.5, reset_patience=2, reset_cooldown=4)
-    route = PpoEwmaAsync(Scorer(policy, 1.0, 48), options)
+    route = PpoEwmaAsync(LocalScorer(policy, 1.0, 48), options)
     ages, happened = [], []
     for version, kept in enumerate([0.9, 0.4, 0.9, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4, 0.9]):
         policy.version = version
@@ -411,7 +411,7 @@ def test_a_low_kept_share_resets_the_reference_after_patience_and_cooldown() -> 
 
 def test_an_average_of_optimizer_steps_counts_steps() -> None:
     policy = tiny_policy()
-    route = EwmaProx(Scorer(policy, 1.0, 48), beta=0.5, every_step=True)
+    route = EwmaProx(LocalScorer(policy, 1.0, 48), beta=0.5, every_step=True)
     policy.version = 0
     route.published(live={0})
     for step in range(3):
@@ -442,7 +442,7 @@ def test_interpolated_proxies_agree_with_a_public_implementation(method: str) ->
     }
     batch = Batch(**{name: flat.get(name, getattr(blank, name)) for name in Batch.__slots__})
     config = OldLogpsConfig(route=f"interp_prox_{method}", fresh="behavior")  # type: ignore[arg-type]
-    values, exact = build_old_logps(config, Scorer(policy, 1.0, 48)).logps(
+    values, exact = build_old_logps(config, LocalScorer(policy, 1.0, 48)).logps(
         batch, inputs["logp"].flatten()
     )
     expected = torch.tensor(case["values"]).flatten()

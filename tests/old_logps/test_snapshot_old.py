@@ -15,7 +15,7 @@ from torch import Tensor
 from unstale.build import build_old_logps
 from unstale.config import OldLogpsConfig
 from unstale.model.policy import Policy
-from unstale.old_logps.scoring.scorer import Scorer
+from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.old_logps.snapshot_old import SnapshotOld
 from unstale.records import Batch, collate
 from unstale.testing import episode, nudge, plain_logps, tiny_policy
@@ -51,7 +51,7 @@ class Counting(VersionStore):
 
 
 def build(config: OldLogpsConfig, policy: Policy) -> SnapshotOld:
-    route = build_old_logps(config, Scorer(policy, *SCORING))
+    route = build_old_logps(config, LocalScorer(policy, *SCORING))
     assert isinstance(route, SnapshotOld)
     return route
 
@@ -118,7 +118,7 @@ def test_all_ways_to_store_bfloat16_weights_give_the_same_bits() -> None:
 
 def test_the_model_is_moved_along_the_chain_from_its_nearer_end() -> None:
     policy = tiny_policy()
-    route = SnapshotOld(Scorer(policy, *SCORING), make_store=Counting)
+    route = SnapshotOld(LocalScorer(policy, *SCORING), make_store=Counting)
     publish(policy, route)
     store = route.scorer.store
     assert isinstance(store, Counting) and store.at == 4

@@ -52,7 +52,7 @@ from unstale.model.lora import Base, Merging, base_checksum
 from unstale.model.policy import Policy
 from unstale.model.prefix_tree import Packed
 from unstale.old_logps import has_clean_behavior
-from unstale.old_logps.scoring.scorer import Scorer
+from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.records import Sampled
 from unstale.testing import check_engine, nudge
 from unstale.trainer.auditor import score_truth
@@ -295,7 +295,7 @@ def _hold_against_the_embedded_engine(run: Path) -> None:
     apart = []
     for step in recorded.steps[:: max(1, len(recorded.steps) // 4)]:
         batch = recorded.batch(step).batch
-        scorer = Scorer(policy, 1.0, 4096)
+        scorer = LocalScorer(policy, 1.0, 4096)
         with scorer.reading(recorded.weights):
             old_logp = score_truth(scorer, batch).logp
         start, end = batch.spans()[0]

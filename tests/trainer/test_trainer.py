@@ -26,7 +26,7 @@ from unstale.config import (
 )
 from unstale.model.forward import ForwardOptions
 from unstale.model.policy import Policy
-from unstale.old_logps.scoring.scorer import Scorer
+from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.records import (
     Batch,
     ContextPiece,
@@ -73,7 +73,7 @@ def make(
         objective=objective or ObjectiveConfig(),
         trainer=TrainerConfig(**{"optimizer": "SGD", "lr": 1.0, "grad_clip": 1e9} | trainer),
     )
-    old = build_old_logps(OldLogpsConfig(route=route), Scorer(policy, 1.0, 64))
+    old = build_old_logps(OldLogpsConfig(route=route), LocalScorer(policy, 1.0, 64))
     old.published(live={0})
     nudge(policy, seed=1)
     policy.version = 1
@@ -506,7 +506,7 @@ def test_an_inline_route_is_asked_in_every_pass_with_that_pass_s_own_values(
 def test_an_inline_proxy_of_weight_one_gives_the_gradient_of_recomputing_it() -> None:
     recomputed, inline = (make(tiny_policy(), route="current_recompute") for _ in range(2))
     whole = OldLogpsConfig(route="interp_prox_loglinear", alpha=1.0)
-    inline.old = build_old_logps(whole, Scorer(inline.policy, 1.0, 64))
+    inline.old = build_old_logps(whole, LocalScorer(inline.policy, 1.0, 64))
     for trainer in (recomputed, inline):
         trainer.backward(trainer.prepare(a_batch())[0])
     torch.testing.assert_close(gradient(recomputed), gradient(inline), atol=1e-6, rtol=1e-5)

@@ -20,7 +20,7 @@ from unstale.engines.embedded.engine import EmbeddedEngine
 from unstale.engines.registry import EngineOptions
 from unstale.engines.scripted import ScriptedEngine
 from unstale.model.policy import Policy
-from unstale.old_logps.scoring.scorer import Scorer
+from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.old_logps.snapshot_old import SnapshotOld
 from unstale.testing import nudge, tiny_policy
 from unstale.weights.codec import checksum
@@ -80,7 +80,7 @@ async def publish(publisher: DirectPublisher, policy: Policy, live: Collection[i
 
 def test_the_route_and_the_engine_share_one_delta_per_version() -> None:
     policy, engine = tiny_policy(dtype="bfloat16"), Remembering()
-    route = SnapshotOld(Scorer(policy, 1.0, 48), make_store=Counting)
+    route = SnapshotOld(LocalScorer(policy, 1.0, 48), make_store=Counting)
     publisher = DirectPublisher(engine, dtype=torch.bfloat16, store=route.scorer.store)
     sizes = []
 

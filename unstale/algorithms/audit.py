@@ -194,6 +194,13 @@ def agreement(
     return 2 * int((by_prox & by_truth).sum()) / total if total else None
 
 
+def exact_fraction(
+    exact: Bool[Tensor, "*shape"], *, sampled: Bool[Tensor, "*shape"]
+) -> float | None:
+    """Return the share of action tokens whose `old_logp` the route marks as exact, or None."""
+    return exact[sampled].double().mean().item() if sampled.any() else None
+
+
 def join(parts: Sequence[Tokens]) -> Tokens:
     """Return the action tokens `[N]` of several batches, with distinct sequence numbers."""
     flats, first = [], 0

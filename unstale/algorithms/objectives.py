@@ -242,6 +242,16 @@ def reference_kl(
     return value + (k2 - k2.detach())
 
 
+def entropy(logits: Float[Tensor, "*shape vocabulary"]) -> Float[Tensor, "*shape"]:
+    """Return the exact entropy, in nats, of next-token distributions; subtract it from the loss.
+
+    `logits` are already divided by the sampling temperature. A logit of -inf is a token that cannot
+    be drawn: it adds nothing, and its gradient is 0.
+    """
+    logps = torch.log_softmax(widen(logits), dim=-1)
+    return -(logps.exp() * logps.masked_fill(logps.isneginf(), 0.0)).sum(-1)
+
+
 def sampled_entropy(
     logp: Float[Tensor, "*shape"], *, sampled: Bool[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:

@@ -86,7 +86,7 @@ def audit(
         policy = load_policy(config)
         policy.require_base(recorded.base)
         scorer = build_scorer(config, policy)
-        replay = Replay.of(recorded, scorer, rules=rules, advance=advance)
+        replay = Replay.of(recorded, policy, scorer, rules=rules, advance=advance)
         for option in options:
             progress.update(bar, description=str(option))
             try:
@@ -188,13 +188,16 @@ class Replay:
     def of(
         cls,
         recorded: Recorded,
+        policy: Policy,
         scorer: Scorer,
         *,
         rules: Rules,
         advance: Callable[[], None],
     ) -> "Replay":
-        """Score every token under the weights that sampled it, once for all routes."""
-        policy = scorer.policy
+        """Score every token under the weights that sampled it, once for all routes.
+
+        `scorer` is over `policy`.
+        """
         noise = 0.0
         truths: dict[int, list[Truth]] = defaultdict(list)
         now: dict[int, tuple[float, int]] = defaultdict(lambda: (0.0, 0))

@@ -10,6 +10,7 @@ from torch import Tensor
 from unstale.model.lora import Lora
 from unstale.model.policy import Policy
 from unstale.old_logps import Needs, OldLogps, has_clean_behavior
+from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.old_logps.scoring.scorer import Scorer
 from unstale.records import Batch, PendingPiece, Sampled, collate, walk
 from unstale.testing.models import checkpoint_round_trip, episode, nudge, plain_logps, tiny_policy
@@ -140,7 +141,7 @@ def _run_to_checkpoint(route: OldLogps, policy: Policy, copies: list[Policy]) ->
 
 
 def _scorer(policy: Policy) -> Scorer:
-    return Scorer(policy, temperature=1.0, max_tokens=32)
+    return LocalScorer(policy, temperature=1.0, max_tokens=32)
 
 
 def _publish(route: OldLogps, policy: Policy, version: int, copies: list[Policy]) -> None:

@@ -1,29 +1,21 @@
-"""The scorer: log-probabilities at the weights of one version.
+"""Scorers: log-probabilities at the weights of one version, wherever those weights are.
 
-Routes and the audit hold a `Scorer` and no model, so that they need not know where weights are.
+Routes and the audit hold a `Scorer` and no model. `local_scorer.LocalScorer` is the one over a
+policy of this process; a sharded trainer brings its own.
 """
 
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict
-from functools import lru_cache
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from unstale.model.forward import ForwardOptions, Scored
-from unstale.model.head import wide
-from unstale.model.loading import DTYPES
-from unstale.model.lora import Lora
-from unstale.model.policy import Policy
+from unstale.model.forward import Scored
 from unstale.model.prefix_tree import Packed
 from unstale.model.versions import VersionGaps
-from unstale.old_logps.scoring.average import Average
 from unstale.records import Batch
-from unstale.weights.store import VersionStore
 
 Weights = Callable[[int], Mapping[str, Tensor]]
 """Reads the forward weights of a past version from disk. LookupError if they were not kept."""
@@ -69,75 +61,85 @@ class WeightStore(Protocol):
 
 
 MakeStore = Callable[[Mapping[str, Tensor]], WeightStore]
-"""Makes a store that loads versions into the given tensors."""
+"""Makes a store that loads versions into the given tensors. A sharded scorer makes one a shard."""
 
 
-class Scorer:
+class WeightAverage(Protocol):
+    """A moving average of the trained weights, and scoring with it (arXiv 2110.00641)."""
+
+    @property
+    def weight(self) -> float:
+        """The sum of the decayed weights; 0 before the first update."""
+        ...
+
+    @property
+    def age(self) -> float:
+        """The mean age, in updates, of the averaged weights."""
+        ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    def update(self, beta: float | None) -> None:
+        """Add the trained weights with decay `beta`, or start anew from them if it is None."""
+        ...
+
+    def score(self, batch: Batch | Packed, where: Tensor) -> Scored:
+        """Return log-probabilities `[T]` by the average at `where`, and 0 elsewhere."""
+        ...
+
+    def state(self) -> Mapping[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Scorer(Protocol):
     """Log-probabilities at the weights of the policy, of its past versions or of averages.
 
-    Past versions are scored by one further model, and averages by another. They exist only if the
-    consumer asks for them. A scorer is for one consumer: what one route keeps, no other consumer
-    sees. Not thread-safe.
+    The weights may be in this process, on several ranks or in another process. A scorer is for one
+    consumer: what one route keeps, no other consumer sees. Not thread-safe.
     """
 
-    def __init__(self, policy: Policy, temperature: float, max_tokens: int) -> None:
-        """`temperature` is the sampling temperature.
-
-        A forward pass has at most `max_tokens` tokens, unless one sequence is longer.
-        """
-        self.policy = policy
-        self.temperature = temperature
-        self.max_tokens = max_tokens
-        self.store: WeightStore | None = None
-        self._stored: Policy | None = None
-        """The model that the store loads with one version at a time."""
-        self._averaged: Policy | None = None
-        """The model that scores for averages."""
-        self._loaded: WeightAverage | None = None
-        """The average that `_averaged` holds."""
-        self._read: Callable[[int], Policy] | None = None
-        """Inside `reading`: returns a model with the weights of a version."""
-        self._restore_s = 0.0
-        self.forward_tokens = 0
-        """Tokens run forward since the last `take_forward_tokens`."""
-
-    @classmethod
-    def load(cls, exported: Mapping[str, Any]) -> Self:
-        """Make the scorer that `export` described."""
-        lora = exported["lora"] and Lora(**exported["lora"])
-        policy = Policy.load(
-            exported["folder"], dtype=exported["dtype"], device=exported["device"], lora=lora
-        )
-        policy.set_forward_options(ForwardOptions(**exported["forward_options"]))
-        return cls(policy, exported["temperature"], exported["max_tokens"])
+    forward_tokens: int
+    """Tokens run forward since the last `take_forward_tokens`. A route that scores in a process of
+    its own adds those."""
 
     @property
     def version(self) -> int:
         """The current version: the number of the weights published last."""
-        return self.policy.version
+        ...
 
     @property
     def at_version(self) -> bool:
         """True until the first optimizer step after the publication of `version`."""
-        return self.policy.at_version
+        ...
 
     @property
-    def version_gaps(self) -> VersionGaps:
-        return self.policy.version_gaps
+    def version_gaps(self) -> VersionGaps: ...
 
     @property
     def dtype(self) -> torch.dtype:
         """The precision of log-probabilities: float32, or float64 for a float64 model."""
-        return wide(self.policy.dtype)
+        ...
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of one forward pass, unless one sequence is longer."""
+        ...
 
     @property
     def model_bytes(self) -> int:
         """Bytes of one copy of the model."""
-        return sum(parameter.nbytes for parameter in self.policy.model.parameters())
+        ...
+
+    @property
+    def store(self) -> WeightStore | None:
+        """The store of kept versions. None if there is none, or none in this process."""
+        ...
 
     def lag(self, version: Tensor) -> Tensor:
         """Return the staleness of `version`, in batches, for the current version."""
-        return self.policy.lag(version)
+        ...
 
     def score(self, batch: Batch | Packed, where: Tensor, version: int | None = None) -> Scored:
         """Return log-probabilities `[T]` at `where` (`[T]` bool), and 0 elsewhere.
@@ -145,7 +147,7 @@ class Scorer:
         They are by the kept weights of `version`, or by the current weights if `version` is None.
         LookupError if the weights of `version` are not kept.
         """
-        return self._score(self._model(version), batch, where)
+        ...
 
     def score_versions(self, batch: Batch, where: Tensor, *, use_trained: bool = False) -> Scored:
         """Return the log-probability `[T]` of each token at `where` by its own version's weights.
@@ -153,180 +155,58 @@ class Scorer:
         These are kept weights. With `use_trained`, tokens of the current version are scored by the
         trained weights until the next optimizer step.
         """
-        current = self.version if use_trained and self.at_version else None
-        logp = torch.zeros(len(batch.tokens), dtype=self.dtype)
-        forward_tokens = 0
-        versions = set(batch.version[where].tolist())
-        order = self._shortest_path(versions - {current})
-        for version in [*order, *versions.intersection({current})]:
-            of_version = where & (batch.version == version)
-            scored = self.score(batch, of_version, None if version == current else version)
-            logp = torch.where(of_version, scored.logp, logp)
-            forward_tokens += scored.forward_tokens
-        return Scored(logp, forward_tokens)
+        ...
 
     def keep_versions(self, make_store: MakeStore | None = None) -> None:
-        """Keep weights of past versions from now on, in a `VersionStore` or a given store."""
-        self._stored = self.policy.twin()
-        self.store = (make_store or VersionStore)(self._stored.weights())
+        """Keep weights of past versions from now on. Called at most once.
+
+        They are kept in a `VersionStore`, or in a store from `make_store`.
+        """
+        ...
 
     def put(self) -> None:
         """Keep the trained weights as the current version."""
-        self._require_store().put(self.version, self.policy.weights())
+        ...
 
     def keep(self, live: Collection[int]) -> None:
         """Drop kept versions that are not in `live`. The newest may stay."""
-        self._require_store().keep(live)
+        ...
 
     def recover(self, live: Collection[int], weights: Weights) -> None:
         """Keep the versions `live`: read from disk those that are missing, and drop all others."""
-        store = self._require_store()
-        store.keep(live)  # first: a dropped version must not count against the memory limit
-        for version in sorted(set(live) - set(store.versions)):
-            store.put(version, weights(version))
+        ...
 
-    @contextmanager
-    def reading(self, weights: Weights) -> Iterator[None]:
+    def reading(self, weights: Weights) -> AbstractContextManager[None]:
         """Score versions that are not kept by weights from disk, until the end of the block."""
-        model = self.policy.twin()
+        ...
 
-        @lru_cache(maxsize=1)
-        def read(version: int) -> Policy:
-            model.load_weights(weights(version))
-            return model
-
-        self._read = read
-        try:
-            yield
-        finally:
-            self._read = None
-
-    def make_average(self) -> "WeightAverage":
+    def make_average(self) -> WeightAverage:
         """Return an empty average of the trained weights."""
-        if self._averaged is None:
-            self._averaged = self.policy.twin()
-        return WeightAverage(self)
+        ...
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the trained weights by name, to be copied before the next optimizer step."""
-        return self.policy.weights()
+        ...
 
     def export(self, folder: Path | str) -> dict[str, Any]:
-        """Save the model without adapters. Return arguments of `load`, as JSON types."""
-        policy = self.policy
-        policy.save(folder, base=True)
-        return {
-            "folder": str(folder),
-            "dtype": next(name for name, dtype in DTYPES.items() if dtype == policy.dtype),
-            "device": str(policy.device),
-            "lora": policy.lora and asdict(policy.lora),
-            "forward_options": asdict(policy.passes),
-            "temperature": self.temperature,
-            "max_tokens": self.max_tokens,
-        }
+        """Save the model without adapters.
+
+        Return arguments of `LocalScorer.load`, as JSON types.
+        """
+        ...
 
     def take_forward_tokens(self) -> int:
         """Return the tokens run forward since the last call."""
-        forward_tokens, self.forward_tokens = self.forward_tokens, 0
-        return forward_tokens
+        ...
 
     def costs(self) -> Mapping[str, float]:
         """Return the costs of kept versions: seconds since the last call, and bytes held."""
-        store = self._require_store()
-        spent = {
-            "restore_s": self._restore_s,
-            "encode_s": store.encode_s,
-            "memory_bytes": float(store.bytes),
-            "model_bytes": float(store.movable_bytes),
-            "versions": float(len(store.versions)),
-            "bytes_per_version": store.encoded_bytes / max(1, len(store.versions) - 1),
-        }
-        self._restore_s = store.encode_s = 0.0
-        return spent
+        ...
 
     def state(self) -> Mapping[str, Any]:
         """Return the kept versions, for a checkpoint."""
-        return self._require_store().state()
+        ...
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._require_store().restore(state)
+    def restore(self, state: Mapping[str, Any]) -> None: ...
 
-    def close(self) -> None:
-        if self.store is not None:
-            self.store.close()
-
-    def score_average(
-        self, average: "WeightAverage", batch: Batch | Packed, where: Tensor
-    ) -> Scored:
-        """Score with an average that this scorer made."""
-        assert self._averaged is not None
-        if self._loaded is not average:
-            self._averaged.load_weights(average.tensors)
-            self._loaded = average
-        return self._score(self._averaged, batch, where)
-
-    def unload(self, average: "WeightAverage") -> None:
-        """Load `average` again before its next use, because it has changed."""
-        if self._loaded is average:
-            self._loaded = None
-
-    def _score(self, model: Policy, batch: Batch | Packed, where: Tensor) -> Scored:
-        scored = model.score(
-            batch, where, temperature=self.temperature, max_tokens_per_microbatch=self.max_tokens
-        )
-        self.forward_tokens += scored.forward_tokens
-        return scored
-
-    def _model(self, version: int | None) -> Policy:
-        """Return a model with the weights of `version`."""
-        if version is None:
-            return self.policy
-        if self._read is not None:
-            return self._read(version)
-        store = self._require_store()
-        assert self._stored is not None
-        began = time.perf_counter()
-        store.move_to(version)
-        self._restore_s += time.perf_counter() - began
-        return self._stored
-
-    def _shortest_path(self, versions: Collection[int]) -> list[int]:
-        """Sort versions up or down, from the end nearer to the version that the store has loaded.
-
-        Loading a version costs one step for each version in between.
-        """
-        path = sorted(versions)
-        if path and self.store is not None:
-            at = self.store.at
-            if abs(path[-1] - at) < abs(path[0] - at):
-                path.reverse()
-        return path
-
-    def _require_store(self) -> WeightStore:
-        if self.store is None:
-            raise LookupError("this scorer keeps no versions: call keep_versions first")
-        return self.store
-
-
-class WeightAverage(Average):
-    """A moving average of the trained weights, and scoring with it."""
-
-    def __init__(self, scorer: Scorer) -> None:
-        super().__init__()
-        self._scorer = scorer
-
-    def update(self, beta: float | None) -> None:
-        """Add the trained weights with decay `beta`, or start anew from them if it is None."""
-        weights = self._scorer.policy.weights()
-        if beta is None:
-            self.reset(weights)
-        else:
-            self.add(weights, beta=beta)
-        self._scorer.unload(self)
-
-    def score(self, batch: Batch | Packed, where: Tensor) -> Scored:
-        return self._scorer.score_average(self, batch, where)
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        super().restore(state)
-        self._scorer.unload(self)
+    def close(self) -> None: ...

@@ -15,25 +15,28 @@ import torch
 from safetensors.torch import load as unpack_tensors
 
 from unstale.old_logps.scoring.cache import score_pieces
+from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.old_logps.scoring.queue import PieceKey, ScoreQueue
-from unstale.old_logps.scoring.scorer import Scorer
 from unstale.weights.child_process import Frames, Header, frame
 
 _READ_BYTES = 1 << 20
 
 
 def main(descriptor: int, options: str) -> None:
-    """Serve the route at the other end of the socket. `options` is the JSON of `Scorer.export`."""
+    """Serve the route at the other end of the socket.
+
+    `options` is the JSON of `LocalScorer.export`.
+    """
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     # Never closed: the socket then ends with the process, when its exit code exists.
     os.dup(descriptor)
     with socket.socket(fileno=descriptor) as connection:
-        _ScoringWorker(connection, Scorer.load(json.loads(options))).serve()
+        _ScoringWorker(connection, LocalScorer.load(json.loads(options))).serve()
 
 
 class _ScoringWorker:
-    def __init__(self, connection: socket.socket, scorer: Scorer) -> None:
+    def __init__(self, connection: socket.socket, scorer: LocalScorer) -> None:
         connection.setblocking(False)
         self._connection = connection
         self._scorer = scorer

@@ -1,0 +1,256 @@
+"""The scorer over a policy of this process."""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from unstale.model.forward import ForwardOptions, Scored
+from unstale.model.head import wide
+from unstale.model.loading import DTYPES
+from unstale.model.lora import Lora
+from unstale.model.policy import Policy
+from unstale.model.prefix_tree import Packed
+from unstale.model.versions import VersionGaps
+from unstale.old_logps.scoring.average import Average
+from unstale.old_logps.scoring.scorer import MakeStore, Weights, WeightStore
+from unstale.records import Batch
+from unstale.weights.store import VersionStore
+
+
+class LocalScorer:
+    """A `Scorer` over a policy of this process.
+
+    Past versions are scored by one further model, and averages by another. They exist only if the
+    consumer asks for them.
+    """
+
+    def __init__(self, policy: Policy, temperature: float, max_tokens: int) -> None:
+        """`temperature` is the sampling temperature.
+
+        A forward pass has at most `max_tokens` tokens, unless one sequence is longer.
+        """
+        self.policy = policy
+        self.temperature = temperature
+        self.max_tokens = max_tokens
+        self.store: WeightStore | None = None
+        self._stored: Policy | None = None
+        """The model that the store loads with one version at a time."""
+        self._averaged: Policy | None = None
+        """The model that scores for averages."""
+        self._loaded: LocalAverage | None = None
+        """The average that `_averaged` holds."""
+        self._read: Callable[[int], Policy] | None = None
+        """Inside `reading`: returns a model with the weights of a version."""
+        self._restore_s = 0.0
+        self.forward_tokens = 0
+        """Tokens run forward since the last `take_forward_tokens`."""
+
+    @classmethod
+    def load(cls, exported: Mapping[str, Any]) -> Self:
+        """Make the scorer that `export` described."""
+        lora = exported["lora"] and Lora(**exported["lora"])
+        policy = Policy.load(
+            exported["folder"], dtype=exported["dtype"], device=exported["device"], lora=lora
+        )
+        policy.set_forward_options(ForwardOptions(**exported["forward_options"]))
+        return cls(policy, exported["temperature"], exported["max_tokens"])
+
+    @property
+    def version(self) -> int:
+        return self.policy.version
+
+    @property
+    def at_version(self) -> bool:
+        return self.policy.at_version
+
+    @property
+    def version_gaps(self) -> VersionGaps:
+        return self.policy.version_gaps
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return wide(self.policy.dtype)
+
+    @property
+    def model_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.policy.model.parameters())
+
+    def lag(self, version: Tensor) -> Tensor:
+        return self.policy.lag(version)
+
+    def score(self, batch: Batch | Packed, where: Tensor, version: int | None = None) -> Scored:
+        return self._score(self._model(version), batch, where)
+
+    def score_versions(self, batch: Batch, where: Tensor, *, use_trained: bool = False) -> Scored:
+        current = self.version if use_trained and self.at_version else None
+        logp = torch.zeros(len(batch.tokens), dtype=self.dtype)
+        forward_tokens = 0
+        versions = set(batch.version[where].tolist())
+        order = self._shortest_path(versions - {current})
+        for version in [*order, *versions.intersection({current})]:
+            of_version = where & (batch.version == version)
+            scored = self.score(batch, of_version, None if version == current else version)
+            logp = torch.where(of_version, scored.logp, logp)
+            forward_tokens += scored.forward_tokens
+        return Scored(logp, forward_tokens)
+
+    def keep_versions(self, make_store: MakeStore | None = None) -> None:
+        self._stored = self.policy.twin()
+        self.store = (make_store or VersionStore)(self._stored.weights())
+
+    def put(self) -> None:
+        self._require_store().put(self.version, self.policy.weights())
+
+    def keep(self, live: Collection[int]) -> None:
+        self._require_store().keep(live)
+
+    def recover(self, live: Collection[int], weights: Weights) -> None:
+        store = self._require_store()
+        store.keep(live)  # first: a dropped version must not count against the memory limit
+        for version in sorted(set(live) - set(store.versions)):
+            store.put(version, weights(version))
+
+    @contextmanager
+    def reading(self, weights: Weights) -> Iterator[None]:
+        model = self.policy.twin()
+
+        @lru_cache(maxsize=1)
+        def read(version: int) -> Policy:
+            model.load_weights(weights(version))
+            return model
+
+        self._read = read
+        try:
+            yield
+        finally:
+            self._read = None
+
+    def make_average(self) -> "LocalAverage":
+        if self._averaged is None:
+            self._averaged = self.policy.twin()
+        return LocalAverage(self)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.policy.weights()
+
+    def export(self, folder: Path | str) -> dict[str, Any]:
+        policy = self.policy
+        policy.save(folder, base=True)
+        return {
+            "folder": str(folder),
+            "dtype": next(name for name, dtype in DTYPES.items() if dtype == policy.dtype),
+            "device": str(policy.device),
+            "lora": policy.lora and asdict(policy.lora),
+            "forward_options": asdict(policy.passes),
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+        }
+
+    def take_forward_tokens(self) -> int:
+        forward_tokens, self.forward_tokens = self.forward_tokens, 0
+        return forward_tokens
+
+    def costs(self) -> Mapping[str, float]:
+        store = self._require_store()
+        spent = {
+            "restore_s": self._restore_s,
+            "encode_s": store.encode_s,
+            "memory_bytes": float(store.bytes),
+            "model_bytes": float(store.movable_bytes),
+            "versions": float(len(store.versions)),
+            "bytes_per_version": store.encoded_bytes / max(1, len(store.versions) - 1),
+        }
+        self._restore_s = store.encode_s = 0.0
+        return spent
+
+    def state(self) -> Mapping[str, Any]:
+        return self._require_store().state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._require_store().restore(state)
+
+    def close(self) -> None:
+        if self.store is not None:
+            self.store.close()
+
+    def score_average(
+        self, average: "LocalAverage", batch: Batch | Packed, where: Tensor
+    ) -> Scored:
+        """Score with an average that this scorer made."""
+        assert self._averaged is not None
+        if self._loaded is not average:
+            self._averaged.load_weights(average.tensors)
+            self._loaded = average
+        return self._score(self._averaged, batch, where)
+
+    def unload(self, average: "LocalAverage") -> None:
+        """Load `average` again before its next use, because it has changed."""
+        if self._loaded is average:
+            self._loaded = None
+
+    def _score(self, model: Policy, batch: Batch | Packed, where: Tensor) -> Scored:
+        scored = model.score(
+            batch, where, temperature=self.temperature, max_tokens_per_microbatch=self.max_tokens
+        )
+        self.forward_tokens += scored.forward_tokens
+        return scored
+
+    def _model(self, version: int | None) -> Policy:
+        """Return a model with the weights of `version`."""
+        if version is None:
+            return self.policy
+        if self._read is not None:
+            return self._read(version)
+        store = self._require_store()
+        assert self._stored is not None
+        began = time.perf_counter()
+        store.move_to(version)
+        self._restore_s += time.perf_counter() - began
+        return self._stored
+
+    def _shortest_path(self, versions: Collection[int]) -> list[int]:
+        """Sort versions up or down, from the end nearer to the version that the store has loaded.
+
+        Loading a version costs one step for each version in between.
+        """
+        path = sorted(versions)
+        if path and self.store is not None:
+            at = self.store.at
+            if abs(path[-1] - at) < abs(path[0] - at):
+                path.reverse()
+        return path
+
+    def _require_store(self) -> WeightStore:
+        if self.store is None:
+            raise LookupError("this scorer keeps no versions: call keep_versions first")
+        return self.store
+
+
+class LocalAverage(Average):
+    """An average of the weights of a `LocalScorer`."""
+
+    def __init__(self, scorer: LocalScorer) -> None:
+        super().__init__()
+        self._scorer = scorer
+
+    def update(self, beta: float | None) -> None:
+        weights = self._scorer.policy.weights()
+        if beta is None:
+            self.reset(weights)
+        else:
+            self.add(weights, beta=beta)
+        self._scorer.unload(self)
+
+    def score(self, batch: Batch | Packed, where: Tensor) -> Scored:
+        return self._scorer.score_average(self, batch, where)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        super().restore(state)
+        self._scorer.unload(self)
