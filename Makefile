@@ -6,7 +6,7 @@ export GOMP_SPINCOUNT := 10000
 
 .PHONY: setup demo test test-engines test-adapters conversations check base-policy bench bench-agent bench-demo bench-retail bench-compare \
 	bench-audit bench-resume bench-endpoint bench-peers bench-generate bench-train bench-memory bench-schedule bench-async \
-	bench-async-learning bench-routes bench-publish bench-simulate bench-gpu chaos report fuzz sizes
+	bench-async-learning bench-routes bench-publish bench-simulate bench-gpu chaos report fuzz sizes wheel
 
 setup: .venv/.ready
 
@@ -172,6 +172,10 @@ chaos: setup
 fuzz: setup
 	-$(BIN)/python -c 'import atheris' || $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt atheris
 	$(BIN)/python -m fuzz.run $(ARGS)
+
+# Build wheel and sdist into dist/. tests/test_wheel.py runs the demo from a wheel.
+wheel: setup
+	$(BIN)/python -c 'from setuptools import build_meta; build_meta.build_sdist("dist"); build_meta.build_wheel("dist")'
 
 report: setup
 	$(BIN)/unstale report $(RUN)

@@ -1,5 +1,6 @@
 """Run the examples of the docs as they are printed, and check commands, links and install hints."""
 
+import json
 import math
 import os
 import re
@@ -140,7 +141,9 @@ def test_the_reward_examples_run(model: Model, tmp_path: Path) -> None:
 
 def test_the_example_data_trains(tmp_path: Path) -> None:
     (tmp_path / "sums.py").write_text(blocks("docs/your-own-data.md", "python")[0])
+    (tmp_path / "run.toml").write_text(blocks("docs/your-own-data.md", "toml")[0])
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    printed = []
     for line in blocks("docs/your-own-data.md", "sh")[0].splitlines():
         program, *arguments = line.split()
         module = ["-m", "unstale"] if program == "unstale" else []
@@ -152,4 +155,6 @@ def test_the_example_data_trains(tmp_path: Path) -> None:
             capture_output=True,
             text=True,
         )
-    assert "step 2/2" in done.stdout
+        printed.append(done.stdout)
+    _, trained, evaluated = printed
+    assert "step 2/2" in trained and json.loads(evaluated)["task"] == "dataset:sums.jsonl"

@@ -9,6 +9,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
 # Set before torch loads. OpenMP threads that spin while they wait slow the threads of another
 # process down 15 to 30 times, and by default they spin longer than most products take.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

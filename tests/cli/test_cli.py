@@ -7,15 +7,28 @@ the bottleneck.
 
 import json
 import re
+import shutil
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import unstale
 from tests.support.fake_run import fake_run
-from unstale.cli import main, recipe_options
-from unstale.config import EngineConfig, RunConfig, fast_dtype
+from unstale.cli import evaluate, main, recipe_options
+from unstale.cli.grades import EvalResult
+from unstale.config import (
+    EngineConfig,
+    OldLogpsConfig,
+    RunConfig,
+    TaskConfig,
+    TrainerConfig,
+    fast_dtype,
+)
 from unstale.config.options import field_docs, options
+from unstale.durability.run_folder import RunLog
 from unstale.recipes import RECIPES
 
 
@@ -62,7 +75,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             "a weight on D (mask_weight) beside a loss that is anchored on mu",
         ),
         (("lint", "retial"), "unknown recipe 'retial'; did you mean retail?"),
-        (("train",), "train needs a recipe (calculator, retail"),
+        (("train",), "train needs a recipe (calculator, llm, retail"),
         (("trian", "retail"), "unknown verb 'trian'; did you mean train?"),
         (
             ("train", "retail", "--schedule.window", "3"),
@@ -199,6 +212,226 @@ def test_an_error_in_a_file_names_file_and_option(
     (tmp_path / "run.toml").write_text(text)
     line = complaint(capsys, "train", "retail", "--config", str(tmp_path / "run.toml"))
     assert says in line
+
+
+def test_a_file_may_stand_in_the_place_of_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('recipe = "retail"\nsteps = 3\n[trainer]\nlr = 1\n')
+    (tmp_path / "run.json").write_text('{"recipe": "retail", "steps": 3, "trainer": {"lr": 1}}')
+    for name in ("run.toml", "run.json"):
+        config = parse("train", str(tmp_path / name), "--trainer.lr", "1e-6")
+        assert (config.recipe, config.steps, config.trainer.lr) == ("retail", 3, 1e-6)
+        assert config.task == RECIPES["retail"]().task
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        RECIPES["llm"](),
+        RunConfig(
+            recipe="of_a_script",
+            task=TaskConfig(env="desk:Tasks"),
+            old_logps=OldLogpsConfig(route="ewma_prox", beta=0.5),
+            trainer=TrainerConfig(grad_clip=float("inf")),
+        ),
+    ],
+)
+def test_the_configuration_of_a_run_can_be_given_back(tmp_path: Path, config: RunConfig) -> None:
+    RunLog.create(tmp_path / "run", config).close()
+    again = parse("train", str(tmp_path / "run" / "config.json"), "--seed=3")
+    assert again == replace(config, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("run.json", '{"recipe": "of_a_script", "steps": 3}', "unknown recipe 'of_a_script'"),
+        ("run.json", '{"steps": ', "run.json is not valid JSON"),
+        ("run.json", '{"trainer": {"lr": "x"}}', "run.json, trainer.lr cannot be 'x'"),
+        ("run.json", "[]", "run.json is not a table of options"),
+        ("run.toml", "steps = 3", "no recipe is given"),
+        ("other.toml", None, "cannot read"),
+    ],
+)
+def test_a_wrong_file_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str | None, says: str
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert says in complaint(capsys, "train", str(tmp_path / name))
+
+
+def test_one_file_of_options_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    line = complaint(capsys, "train", "a.toml", "--config", "b.toml")
+    assert "give one file of options, a.toml or --config b.toml" in line
+
+
+OWN_RECIPES = """
+from unstale.recipes import retail
+
+def short(**changes):
+    return retail(steps=2, **changes)
+
+def nothing():
+    return 3
+
+def wrong():
+    return retail(steps=0)
+"""
+
+
+def test_a_recipe_of_ones_own_is_named_by_its_module(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recipes_of_mine.py").write_text(OWN_RECIPES)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = parse("train", "recipes_of_mine:short", "--seed", "3")
+    assert (config.recipe, config.steps, config.seed) == ("recipes_of_mine:short", 2, 3)
+    for function, says in (
+        ("none", "has no attribute 'none'"),
+        ("nothing", "'recipes_of_mine:nothing' returned a int, no RunConfig"),
+        ("wrong", "'recipes_of_mine:wrong' cannot be used: steps must be >= 1, got 0"),
+    ):
+        assert says in complaint(capsys, "train", f"recipes_of_mine:{function}")
+
+
+def test_reward_is_a_short_name(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (("--reward", "sums:mine"), ("--reward=sums:mine",), ("--task.reward=sums:mine",)):
+        config = parse("train", "llm", "--task.env", "dataset:sums.jsonl", *words)
+        assert config.task.reward == "sums:mine"  # type: ignore[attr-defined]
+    line = complaint(capsys, "train", "retail", "--reward", "sums:mine")
+    assert "task.reward is an option of dataset:" in line
+    with pytest.raises(SystemExit):
+        main.main(["train", "llm", "--help"])
+    assert "--task.reward, --reward STR" in capsys.readouterr().out
+
+
+def test_the_neutral_recipe_suits_a_model_of_ones_own() -> None:
+    config = RECIPES["llm"]()
+    assert (config.trainer.lr, config.trainer.dtype, config.engine.dtype) == (
+        1e-6,
+        "bfloat16",
+        "bfloat16",
+    )
+    assert config.minutes == 0 and config.engine.max_completion_tokens >= 2048
+    assert config.policy != "base"
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main.main(["--version"])
+    assert not end.value.code
+    assert capsys.readouterr().out == f"unstale {unstale.__version__}\n"
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="asks bash")
+def test_a_shell_completes_verbs_recipes_options_and_their_values(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["completion", "bash"])
+    script = capsys.readouterr().out
+    for words, expected in (
+        ("unstale tr", {"train"}),
+        ("unstale train reta", {"retail"}),
+        ("unstale train retail --trainer.l", {"--trainer.lr", "--trainer.lr_schedule"}),
+        ("unstale train retail --rew", {"--reward"}),
+        ("unstale train retail --trainer.dtype bf", {"bfloat16"}),
+        ("unstale eval runs/x --js", {"--json"}),
+    ):
+        asked = (
+            f"{script}\nCOMP_WORDS=({words}); COMP_CWORD=$(({len(words.split())} - 1))\n"
+            '_shtab_unstale unstale; echo "${COMPREPLY[@]}"'
+        )
+        done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True)
+        assert expected <= set(done.stdout.split()), (words, done.stdout, done.stderr)
+
+
+def of_run(config: RunConfig) -> Path:
+    """Return the folder of a trained run with this configuration."""
+    RunLog.create(config.runs / "run", config).close()
+    (config.runs / "run" / "policy").mkdir()
+    return config.runs / "run"
+
+
+@pytest.fixture
+def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
+    """Return the configurations that are evaluated, without evaluating them."""
+    configs: list[RunConfig] = []
+
+    def record(trained: Path, config: RunConfig, **options: object) -> EvalResult:
+        configs.append(config)
+        return EvalResult((1, 0, 0, 0))
+
+    monkeypatch.setattr(evaluate, "evaluate", record)
+    return configs
+
+
+def done(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as end:
+        main.main(arguments)
+    assert not end.value.code
+
+
+def test_eval_reads_the_configuration_of_the_run(
+    tmp_path: Path, evaluated: list[RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = RECIPES["retail"](runs=tmp_path, engine=EngineConfig(temperature=0.7))
+    done("eval", str(of_run(trained)), "--eval.tasks", "8", "--json")
+    told = json.loads(capsys.readouterr().out)
+    assert told["avg@1"]["value"] == 0.25 and told["task"] == "retail"
+    (config,) = evaluated
+    assert (config.engine, config.task, config.eval.tasks) == (trained.engine, trained.task, 8)
+
+
+def test_eval_refuses_another_task_unless_told(
+    tmp_path: Path, evaluated: list[RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(of_run(RECIPES["retail"](runs=tmp_path)))
+    line = complaint(capsys, "eval", run, "calculator")
+    assert "was trained with task.env retail, and calculator has calculator" in line
+    assert "add --task.env calculator" in line
+    (tmp_path / "level.toml").write_text('recipe = "retail"\n[task]\nlevel = "2"\n')
+    line = complaint(capsys, "eval", run, str(tmp_path / "level.toml"))
+    assert "was trained with task.level 1, and retail has 2" in line and not evaluated
+    done("eval", run, "retail")
+    done("eval", run, "--task.level", "2")
+    done("eval", run, "calculator", "--task.env", "calculator")
+    done("eval", run, "--task.env", "calculator")
+    assert [config.task.env for config in evaluated] == [*["retail"] * 2, *["calculator"] * 2]
+
+
+def test_eval_imports_code_that_a_run_names_only_if_it_is_named_again(
+    tmp_path: Path, evaluated: list[RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = RECIPES["llm"]().task
+    own = replace(task, env="dataset:x.jsonl", reward="harm:mine")  # type: ignore[call-arg]
+    run = str(of_run(RECIPES["llm"](runs=tmp_path, task=own)))
+    assert "names your own code. To run it, add --task.reward harm:mine" in complaint(
+        capsys, "eval", run
+    )
+    done("eval", run, "--reward", "harm:mine")
+    assert evaluated[0].task == own
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("lint", "retail"), "refusals"),
+        (("report", "RUN"), "report"),
+        (("journal", "RUN"), "content"),
+        (
+            ("simulate", "--set", "costs.decode=0.01", "costs.train_token=1e-4", "--steps", "4"),
+            "mean_step_s",
+        ),
+    ],
+)
+def test_figures_are_printed_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], name: str
+) -> None:
+    run = str(fake_run(tmp_path / "run", steps=3)) if "RUN" in words else ""
+    with pytest.raises(SystemExit) as end:  # the fake journal has gaps: exit code 1
+        main.main([run if word == "RUN" else word for word in words] + ["--json"])
+    assert end.value.code != 2 and name in json.loads(capsys.readouterr().out)
 
 
 def test_every_option_has_a_docstring() -> None:

@@ -227,10 +227,11 @@ def test_a_dead_engine_ends_the_run_within_seconds(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def test_ctrl_c_saves_and_says_where_to_look(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_save_and_say_where_to_look(tmp_path: Path, by: signal.Signals) -> None:
     with started(tmp_path, steps=100_000) as process:
         wait_for_steps(tmp_path, 2, process)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(by)
         output, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
@@ -253,3 +254,15 @@ def test_the_loop_runs_beside_a_loop_of_the_callers(tmp_path: Path) -> None:
         return await asyncio.to_thread(session.train, small(tmp_path, steps=1), console=quiet())
 
     assert asyncio.run(main()).metrics[-1]["step"] == 1
+
+
+def test_training_works_inside_a_running_loop_as_in_a_notebook(tmp_path: Path) -> None:
+    async def cell() -> tuple[unstale.Run, float]:
+        run = session.train(small(tmp_path, steps=1), console=quiet())
+        success = evaluate(run.folder, small(tmp_path), console=quiet()).success
+        await asyncio.sleep(0)  # the notebook's loop goes on
+        assert asyncio.get_running_loop() is asyncio.get_event_loop()
+        return run, success
+
+    run, success = asyncio.run(cell())
+    assert run.metrics[-1]["step"] == 1 and 0 <= success <= 1

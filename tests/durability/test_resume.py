@@ -684,11 +684,11 @@ def test_code_that_a_run_folder_names_is_not_imported_unless_it_is_named_again(
     monkeypatch.setitem(sys.modules, "harm", None)  # an import of it raises
     RunLog.create(tmp_path / "run", small(tmp_path, task=TaskConfig(env="harm:Tasks"))).close()
     said = complaint(capsys, "train", "--resume", str(tmp_path / "run"))
-    assert "names your own code as its task set. To resume, add --task.env harm:Tasks" in said
+    assert "names your own code. To run it, add --task.env harm:Tasks" in said
     said = complaint(
         capsys, "train", "--resume", str(tmp_path / "run"), "--task.env", "other:Tasks"
     )
-    assert "add --task.env harm:Tasks" in said
+    assert "task.env cannot change from harm:Tasks to other:Tasks" in said
     said = complaint(capsys, "train", "--resume", str(tmp_path / "run"), "--task.env", "harm:Tasks")
     assert "task.env 'harm:Tasks' cannot be made: import of harm halted" in said
 
@@ -741,7 +741,7 @@ def test_a_run_killed_with_sigkill_and_resumed_is_the_run_that_was_not(tmp_path:
             assert process.poll() is None, process.communicate()
             time.sleep(0.01)
         process.kill()
-    made = load_config(tmp_path / "killed", named_env="retail")
+    made = load_config(tmp_path / "killed", named={})
     resumed = session.resume(tmp_path / "killed", made, console=Console(file=StringIO()))
     assert [row["step"] for row in resumed.metrics] == [1, 2, 3]
     assert compare_runs.differences(whole.folder, resumed.folder) == []

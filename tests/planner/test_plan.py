@@ -425,6 +425,7 @@ def test_what_a_plan_says_has_its_numbers_and_can_be_run(plan: Suggestion) -> No
     assert plan.best.result.bottleneck in told["reasons"]
     ratio = plan.best.rate / plan.synchronous.rate
     assert any(f"is {ratio:.2f} times as fast" in reason for reason in told["reasons"])
+    assert told["command"].startswith("unstale train llm --policy FOLDER ")
     config = configure(parse(told["command"].split()[1:]))
     assert (config.schedule, config.old_logps.route) == (plan.best.candidate.schedule, name)
     assert (

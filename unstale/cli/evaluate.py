@@ -12,8 +12,9 @@ from rich.console import Console
 from unstale.build import build_rollout, build_sampler
 from unstale.cli.failures import RunFailed
 from unstale.cli.grades import EvalResult
-from unstale.cli.process import limit_threads
+from unstale.cli.process import limit_threads, sigterm_as_ctrl_c
 from unstale.config import ConfigError, RunConfig
+from unstale.durability import virtual_clock
 from unstale.engines.pool import Recovery, supervise
 from unstale.model.loading import DTYPES
 from unstale.model.policy import Policy
@@ -29,6 +30,11 @@ POLICY = "policy"
 T = TypeVar("T")
 
 
+def is_run(trained: Path) -> bool:
+    """Return True for a run folder with a trained policy, False for a model folder."""
+    return (trained / POLICY).is_dir()
+
+
 def evaluate(
     trained: Path, config: RunConfig, *, attempts: int = 1, console: Console | None = None
 ) -> EvalResult:
@@ -41,7 +47,7 @@ def evaluate(
         raise ConfigError(f"eval.tasks must be >= 1 to evaluate, got {config.eval.tasks}")
     if attempts < 1:
         raise ConfigError(f"attempts must be >= 1, got {attempts}")
-    folder = trained / POLICY if (trained / POLICY).is_dir() else trained
+    folder = trained / POLICY if is_run(trained) else trained
     config = replace(config, policy=str(folder))
     limit_threads()
     policy, taskset, sampler = build_sampler(config)
@@ -97,7 +103,8 @@ def run_until_complete(work: Coroutine[Any, Any, T]) -> T:
         return task.result()
 
     try:
-        return asyncio.run(main())
+        with sigterm_as_ctrl_c():
+            return virtual_clock.run(main())
     except ExceptionGroup as failures:
         error = first_error(failures)
         if isinstance(error, ConfigError):

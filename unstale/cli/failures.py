@@ -1,10 +1,30 @@
 """The failure of a run, and the exit of a command with an error message."""
 
+import errno
+import resource
 import sys
 from typing import NoReturn
 
 from rich.console import Console
 from rich.markup import escape
+
+OUT_OF_FILES, OUT_OF_MEMORY, OUT_OF_THREADS = "files", "memory", "threads"
+_ERRNOS = {
+    errno.EMFILE: OUT_OF_FILES,
+    errno.ENFILE: OUT_OF_FILES,
+    errno.ENOMEM: OUT_OF_MEMORY,
+    errno.EAGAIN: OUT_OF_THREADS,
+}
+_TEXTS = {
+    "Too many open files": OUT_OF_FILES,
+    "can't start new thread": OUT_OF_THREADS,
+    "Resource temporarily unavailable": OUT_OF_THREADS,
+    "allocate memory": OUT_OF_MEMORY,
+    "Cannot allocate": OUT_OF_MEMORY,
+    "out of memory": OUT_OF_MEMORY,
+    "error return without exception set": OUT_OF_MEMORY,
+}
+"""Texts of errors without a number: of libraries that do not load, of torch and of threads."""
 
 
 class RunFailed(RuntimeError):
@@ -16,3 +36,32 @@ def exit_after(title: str, error: object, *, code: int) -> NoReturn:
     text = f"[bold red]{title}:[/] {escape(str(error))}"
     Console(stderr=True, soft_wrap=True).print(text, highlight=False)
     sys.exit(code)
+
+
+def exhausted(error: BaseException) -> str:
+    """Return one sentence if files, memory or threads ran out, with what helps. Otherwise "".
+
+    >>> exhausted(RuntimeError("can't start new thread")).partition(":")[0]
+    'no new thread or process can be started'
+    >>> exhausted(FileNotFoundError(2, "No such file or directory"))
+    ''
+    """
+    kind = OUT_OF_MEMORY if isinstance(error, MemoryError) else None
+    if isinstance(error, OSError):
+        kind = kind or _ERRNOS.get(error.errno or 0)
+    kind = kind or next((kind for text, kind in _TEXTS.items() if text in str(error)), None)
+    if kind == OUT_OF_FILES:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return f"no more files can be opened: the limit is {limit}. Raise it with `ulimit -n 4096`"
+    if kind == OUT_OF_THREADS:
+        return (
+            "no new thread or process can be started: raise the limit of processes (`ulimit -u`, "
+            "or that of the container), or end other programs"
+        )
+    if kind == OUT_OF_MEMORY:
+        return (
+            "memory is used up: end other programs, raise the limit (`ulimit -v`, or that of the "
+            "container), or choose a smaller model, trainer.max_tokens_per_microbatch or "
+            "engine.max_running"
+        )
+    return ""

@@ -5,8 +5,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from unstale.cli.failures import RunFailed, exit_after
-from unstale.cli.recipe_options import option_names, options_help, refuse_unknown, split_options
+from unstale import __version__
+from unstale.cli.failures import RunFailed, exhausted, exit_after
+from unstale.cli.recipe_options import (
+    option_names,
+    options_help,
+    refuse_unknown,
+    split_options,
+    take_file,
+)
 from unstale.cli.verbs import VERBS
 from unstale.config import ConfigError, nearest
 
@@ -27,6 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         exit_after("the run failed", error, code=1)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    except (OSError, MemoryError, RuntimeError, SystemError, ImportError) as error:
+        if reason := exhausted(error):
+            exit_after("the system has too few resources", reason, code=1)
+        raise
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -35,7 +46,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     `values` are the options of the recipe by name, and `given` all words of the command. Raises
     `ConfigError` for a word that the verb does not take.
     """
-    parser, verbs = _make_parser()
+    parser, verbs = make_parser()
     words = list(arguments)
     values: dict[str, Any] = {}
     verb = verbs.get(words[0]) if words else None
@@ -50,6 +61,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         refuse_unknown(unknown[0], verb.option_strings if verb else ())
     chosen.given = list(arguments)
     chosen.values = values
+    if verb is not None and verb.get_default("takes_options"):
+        take_file(chosen)
     return chosen
 
 
@@ -74,11 +87,12 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def _make_parser() -> tuple[_Parser, dict[str, _Parser]]:
+def make_parser() -> tuple[_Parser, dict[str, _Parser]]:
     """Return the parser of the command line, and the parser of each verb by name."""
     parser = _Parser(
         prog="unstale", description="Asynchronous reinforcement learning for LLM agents."
     )
+    parser.add_argument("--version", action="version", version=f"unstale {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, parser_class=_Parser, metavar="VERB")
     for name in sorted(VERBS):
         VERBS[name](verbs)

@@ -1,7 +1,9 @@
-"""Settings of the whole process: threads and garbage collection."""
+"""Settings of the whole process: threads, signals and garbage collection."""
 
 import gc
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -43,3 +45,23 @@ def rare_garbage_collection() -> Iterator[None]:
         gc.set_threshold(*thresholds)
         if not was_frozen:  # objects frozen by the host program stay frozen
             gc.unfreeze()
+
+
+@contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """Treat SIGTERM like Ctrl-C in the block. A background job of a shell ignores neither then.
+
+    Only the main thread can do so; in another thread nothing is changed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {name: signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGINT)}
+    if before[signal.SIGINT] is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(name, handler)

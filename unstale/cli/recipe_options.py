@@ -1,19 +1,36 @@
-"""The options of a recipe: `--section.option value`, and `--config run.toml`."""
+"""The options of a recipe: `--section.option value`, or a file of them."""
 
 import argparse
 import inspect
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
 
+from rich.console import Console
+
 from unstale.config import ConfigError, RunConfig, nearest
-from unstale.config.options import Option, field_docs, options, override, read_toml, sections
+from unstale.config.options import (
+    Option,
+    field_docs,
+    options,
+    override,
+    read_file,
+    sections,
+)
 from unstale.config.renamed import refuse_renamed
-from unstale.recipes import RECIPES
+from unstale.durability.run_folder import dumps
+from unstale.recipes import RECIPES, make_recipe
+
+SHORT = {"reward": "task.reward"}
+"""Short name of an option on the command line -> its name."""
+FILES = (".toml", ".json")
+"""Suffixes of a file of options. A recipe's place may name one."""
 
 
 def option_names() -> list[str]:
-    return [name for name in options() if name != "recipe"]
+    """Return the options that a command line may set, with the short names."""
+    return [*SHORT, *(name for name in options() if name != "recipe")]
 
 
 def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
@@ -38,7 +55,8 @@ def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
             text = next(remaining, "--")
             if text.startswith("--"):
                 raise ConfigError(f"--{name} needs a value")
-        values[name] = options()[name].parse(text)
+        option = options()[SHORT.get(name, name)]
+        values[option.name] = option.parse(text)
     return rest, values
 
 
@@ -50,9 +68,21 @@ def refuse_unknown(word: str, known: Sequence[str] = ()) -> NoReturn:
     raise ConfigError(f"unknown argument {word}{nearest(name, known)}")
 
 
+def take_file(chosen: argparse.Namespace) -> None:
+    """Move a file of options that stands in the recipe's place to `config`.
+
+    Raises `ConfigError` if `--config` names another.
+    """
+    if not (chosen.recipe or "").endswith(FILES):
+        return
+    if chosen.config is not None:
+        raise ConfigError(f"give one file of options, {chosen.recipe} or --config {chosen.config}")
+    chosen.config, chosen.recipe = Path(chosen.recipe), None
+
+
 def file_values(chosen: argparse.Namespace) -> dict[str, Any]:
-    """Return the options, by name, of the TOML file and the command line. The latter wins."""
-    from_file = read_toml(chosen.config) if chosen.config else {}
+    """Return the options, by name, of the file and of the command line. The latter wins."""
+    from_file = read_file(chosen.config) if chosen.config else {}
     return {**from_file, **chosen.values}
 
 
@@ -64,20 +94,29 @@ def configure(chosen: argparse.Namespace) -> RunConfig:
 def configure_recipe(recipe: str | None, values: Mapping[str, Any]) -> RunConfig:
     """Return a recipe's configuration with other values of some options, by name.
 
-    `values` may name the recipe too, as a TOML file does.
+    `values` may name the recipe too, as a file does. A file with every option, such as
+    `config.json` of a run, needs no recipe to begin with.
     """
     name = recipe or values.get("recipe")
     if name is None:
-        raise ConfigError(f"no recipe is given; there are: {', '.join(RECIPES)}")
-    if name not in RECIPES:
-        raise ConfigError(f"unknown recipe {name!r}{nearest(name, list(RECIPES))}")
-    return override(RECIPES[name](), {**values, "recipe": name})
+        raise ConfigError(f"no recipe is given; there are: {', '.join(RECIPES)}, MODULE:FUNCTION")
+    values = {**values, "recipe": name}
+    if recipe is None:
+        config = override(RunConfig(recipe=name), values)
+        if all(option.name in values for option in options().values() if option.is_in(config)):
+            return config
+    return override(make_recipe(name), values)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON on standard output. Non-finite numbers become null."""
+    Console(soft_wrap=True).print_json(dumps(value))
 
 
 def options_help(words: Sequence[str], values: dict[str, Any]) -> str:
     """Return the help of the options that a recipe reads, by section, with their values now."""
     recipe = next((word for word in words if word in RECIPES), None)
-    config = override(RECIPES[recipe]() if recipe else RunConfig(recipe=""), values)
+    config = override(make_recipe(recipe) if recipe else RunConfig(recipe=""), values)
     lines = [f"options of {recipe or 'a recipe'}:"]
     num_hidden = 0
     for section, cls in sections().items():
@@ -107,4 +146,5 @@ def _option_help(option: Option, config: RunConfig) -> list[str]:
         subsequent_indent=indent,
         break_on_hyphens=False,
     )
-    return [f"  --{option.name} {option.values}", about]
+    names = [option.name, *(short for short, name in SHORT.items() if name == option.name)]
+    return [f"  {', '.join(f'--{name}' for name in names)} {option.values}", about]

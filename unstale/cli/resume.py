@@ -1,11 +1,14 @@
 """Load the configuration of a run to resume, and check the options that are changed."""
 
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from unstale.config import ConfigError, RunConfig
+from unstale.config import ConfigError, RunConfig, TaskConfig
 from unstale.config.options import changed_options, stored_config
 from unstale.durability.run_folder import CONFIG, RunFolder
+from unstale.envs.registry import find_spec
 
 FIXED = {
     "policy": "the weights come from the checkpoint",
@@ -61,24 +64,49 @@ def config_changes(before: RunConfig, now: RunConfig) -> list[str]:
     return changed
 
 
-def load_config(run: Path, *, named_env: str) -> RunConfig:
+def load_config(run: Path, *, named: Mapping[str, Any]) -> RunConfig:
     """Return the configuration of the run in a folder.
 
-    `named_env` is the value of `--task.env` in the resuming command. A task set `module:factory`
-    is code, which a run folder alone must not choose: the command must name it again.
+    `named` has the options that the command gives. A task set or a reward `module:function` is
+    code, which a run folder alone must not choose: the command must name it again.
     """
     folder = RunFolder(run)
     if links := sorted(path.name for path in run.iterdir() if path.is_symlink()):
-        raise ConfigError(
-            f"{run} holds links ({', '.join(links)}). Replace them by files to resume"
-        )
+        raise ConfigError(f"{run} holds links ({', '.join(links)}). Replace them by files to go on")
     row = folder.config()
     if folder.gaps:
-        raise ConfigError(f"{run} cannot be resumed: {'; '.join(folder.gaps)}")
+        raise ConfigError(f"{run} cannot be resumed or evaluated: {'; '.join(folder.gaps)}")
     config = stored_config(row)
-    if ":" in config.task.env and named_env != config.task.env:
-        raise ConfigError(
-            f"{run / CONFIG} names your own code as its task set. To resume, add --task.env "
-            f"{config.task.env}"
-        )
+    unnamed = [f"--{name} {value}" for name, value in _code(config.task) if name not in named]
+    if unnamed and named.get("task.env", config.task.env) == config.task.env:
+        raise ConfigError(f"{run / CONFIG} names your own code. To run it, add {' '.join(unnamed)}")
     return replace(config, runs=run.parent, name=run.name)
+
+
+def _code(task: TaskConfig) -> Iterator[tuple[str, str]]:
+    """Yield the options of a task, with their values, that name code outside of this package."""
+    if find_spec(task.env) is None:
+        yield "task.env", task.env
+    reward = getattr(task, "reward", "")
+    if reward and not reward.startswith("unstale."):
+        yield "task.reward", reward
+
+
+def require_same_task(run: Path, config: RunConfig, *, told: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if a configuration has another task than the run in a folder.
+
+    Options in `told` may differ: the command gives them.
+    """
+    stored = asdict(stored_config(RunFolder(run).config()).task)
+    now = asdict(config.task)
+    different = [
+        name
+        for name in stored.keys() | now.keys()
+        if stored.get(name) != now.get(name) and not {f"task.{name}", "task.env"} & told.keys()
+    ]
+    if different:
+        name = "env" if "env" in different else min(different)
+        raise ConfigError(
+            f"{run} was trained with task.{name} {stored.get(name)}, and {config.recipe} has "
+            f"{now.get(name)}. Leave out the recipe, or add --task.{name} {now.get(name)}"
+        )

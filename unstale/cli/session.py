@@ -4,7 +4,7 @@ import asyncio
 import time
 import traceback
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from rich.markup import escape
 from unstale import loop
 from unstale.build import Components, build, build_checkpoints, build_machine
 from unstale.cli.evaluate import POLICY
-from unstale.cli.failures import RunFailed
-from unstale.cli.process import limit_threads, rare_garbage_collection
+from unstale.cli.failures import RunFailed, exhausted
+from unstale.cli.process import limit_threads, rare_garbage_collection, sigterm_as_ctrl_c
 from unstale.cli.resume import config_changes, load_config
 from unstale.cli.survivors import write_survivors
 from unstale.config import ConfigError, RunConfig
@@ -34,6 +34,12 @@ from unstale.rollout.timeouts import first_error
 from unstale.trainer.failed_batch import save_failed_batch
 from unstale.trainer.records import NOT_FINITE
 from unstale.weights.child_process import cores
+
+FAILURES = (
+    *(ExceptionGroup, JournalError, CheckpointError),
+    *(OSError, MemoryError, RuntimeError, SystemError, ImportError),
+)
+"""Errors that end a run with one line. The second row is what exhausted resources raise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +71,8 @@ def train(config: RunConfig, *, console: Console | None = None, command: str = "
     console = console or Console(soft_wrap=True)
     _check(config, console)
     machine = build_machine(config)
-    name = config.name or f"{config.recipe}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    recipe = config.recipe.rpartition(":")[2]
+    name = config.name or f"{recipe}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = config.runs / name
     if (folder / JOURNAL).exists():
         raise ConfigError(
@@ -88,7 +95,8 @@ def resume(folder: Path, config: RunConfig, *, console: Console | None = None) -
     Raises `ConfigError` if the folder has no run, or a finished one.
     """
     console = console or Console(soft_wrap=True)
-    changes = config_changes(load_config(folder, named_env=config.task.env), config)
+    named = {f"task.{name}": value for name, value in asdict(config.task).items()}
+    changes = config_changes(load_config(folder, named=named), config)
     _check(config, console)
     for change in changes:
         console.print(f"[yellow]changed:[/] {escape(change)}", highlight=False)
@@ -144,19 +152,22 @@ def _run_to_end(session: "RunSession", log: RunLog, console: Console) -> Run:
     folder = log.path
     reason = "failed"
     try:
-        with LiveDisplay(session.config, console=console) as display, rare_garbage_collection():
+        with (
+            sigterm_as_ctrl_c(),
+            LiveDisplay(session.config, console=console) as display,
+            rare_garbage_collection(),
+        ):
             while not session.run_segment(display):
                 pass
         reason = "finished"
-    except (ExceptionGroup, JournalError, CheckpointError, OSError) as failures:
+    except FAILURES as failures:
         error = first_error(failures)
         with suppress(OSError):  # the disk may be the cause
             log.failed("".join(traceback.format_exception(error)))
         if isinstance(error, NOT_FINITE) and session.machine:
             console.print(save_failed_batch(session.machine.trainer, folder), highlight=False)
-        raise RunFailed(
-            f"{type(error).__name__}: {error} (traceback in {folder / 'error.txt'})"
-        ) from error
+        text = exhausted(error) or f"{type(error).__name__}: {error}"
+        raise RunFailed(f"{text} (traceback in {folder / 'error.txt'})") from error
     except KeyboardInterrupt:
         reason = "Ctrl-C"
         console.print(f"[yellow]stopping; to continue: unstale train --resume {folder}[/]")
@@ -227,7 +238,7 @@ class RunSession:
     def close(self) -> None:
         """Close the engine, which is still open after a failure between two segments."""
         if self.machine and self.config.deterministic:
-            asyncio.run(self.machine.generator.engine.close())
+            virtual_clock.run(self.machine.generator.engine.close())
 
 
 async def _supervise(parts: RunComponents) -> bool:

@@ -6,6 +6,7 @@ A verb returns its exit code. Modules that import torch are imported when a verb
 
 import argparse
 import inspect
+import json
 import os
 import shlex
 import sys
@@ -18,13 +19,14 @@ from rich.console import Console
 from rich.table import Table
 
 from unstale.cli.failures import exit_after
-from unstale.cli.recipe_options import configure, file_values
+from unstale.cli.recipe_options import configure, file_values, print_json
 from unstale.config import ConfigError, install
 from unstale.config.options import override
 from unstale.planner import plan_command, simulate_command
 from unstale.recipes import RECIPES
 
-if TYPE_CHECKING:  # the journal imports torch
+if TYPE_CHECKING:  # these import torch
+    from unstale.config import RunConfig
     from unstale.durability.journal import JournalReader
 
 Argument = tuple[tuple[str, ...], dict[str, Any]]
@@ -61,16 +63,24 @@ def verb(name: str, about: str, *arguments: Argument) -> Callable[[Act], Act]:
 RUN = argument("run", type=Path, help="a run folder")
 OPEN_RUN = argument("run", type=Path, help="a run folder; the run may be in progress")
 TRAINED = argument("trained", type=Path, metavar="folder", help="a run folder or model folder")
-RECIPE_HELP = f"one of: {', '.join(RECIPES)}"
+RECIPE_HELP = f"{', '.join(RECIPES)}, MODULE:FUNCTION, or a .toml or .json file of options"
 RECIPE = argument("recipe", help=RECIPE_HELP)
 OPTIONAL_RECIPE = argument("recipe", nargs="?", help=RECIPE_HELP)
+OWN_RECIPE = argument("recipe", nargs="?", help=f"{RECIPE_HELP}; default: the run's own")
+JSON = argument("--json", action="store_true", help="print JSON")
 CONFIG = argument(
     "--config",
     type=Path,
     metavar="FILE",
-    help="a TOML file with the options below, one table per section; the command line wins",
+    help="a file with the options below, one table per section; the command line wins. "
+    "It may also stand in the recipe's place",
 )
 """A verb with this argument also takes the options of a recipe."""
+
+
+def _console(chosen: argparse.Namespace) -> Console:
+    """Return the console for progress and tables. With `--json` it is not standard output."""
+    return Console(stderr=chosen.json, soft_wrap=True)
 
 
 @verb(
@@ -85,11 +95,14 @@ CONFIG = argument(
         default=[0.5],
         help="constant weights of interp_prox_* (default: 0.5)",
     ),
+    JSON,
 )
 def _audit(chosen: argparse.Namespace) -> int:
     from unstale.cli.audit import audit
 
-    audit(chosen.run, routes=chosen.routes, alphas=chosen.alpha)
+    result = audit(chosen.run, routes=chosen.routes, alphas=chosen.alpha, console=_console(chosen))
+    if chosen.json:
+        print_json(result)
     return 0
 
 
@@ -127,28 +140,50 @@ def _check_template(chosen: argparse.Namespace) -> int:
     argument("--seeds", type=int, default=3, metavar="N", help="runs per variant (default: 3)"),
     argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)"),
     argument("--report", type=Path, metavar="FOLDER", help="only write the page again"),
+    JSON,
 )
 def _compare(chosen: argparse.Namespace) -> int:
     from unstale.cli.compare import Arm, compare, plan
-    from unstale.observe.report.compare_page import write_comparison
+    from unstale.observe.report.compare_page import RESULTS, write_comparison
 
+    console = _console(chosen)
     if chosen.report:
-        Console(soft_wrap=True).print(str(write_comparison(chosen.report)), highlight=False)
-        return 0
-    if not chosen.recipe:
-        raise ConfigError("compare needs a recipe, or --report and the folder of a comparison")
-
-    arms = [*map(Arm.of_route, chosen.routes), *map(Arm.parse, chosen.arms)]
-    planned = plan(arms, chosen.seeds, recipe=chosen.recipe, values=file_values(chosen))
-    compare(planned, jobs=chosen.jobs, command=shlex.join(["unstale", *chosen.given]))
+        page = write_comparison(chosen.report)
+        console.print(str(page), highlight=False)
+    else:
+        values = file_values(chosen)
+        recipe = chosen.recipe or values.get("recipe")
+        if not recipe:
+            raise ConfigError("compare needs a recipe, or --report and the folder of a comparison")
+        arms = [*map(Arm.of_route, chosen.routes), *map(Arm.parse, chosen.arms)]
+        planned = plan(arms, chosen.seeds, recipe=recipe, values=values)
+        command = shlex.join(["unstale", *chosen.given])
+        page = compare(planned, jobs=chosen.jobs, command=command, console=console)
+    if chosen.json:
+        print_json(json.loads(page.with_name(RESULTS).read_text("utf-8")))
     return 0
+
+
+def _configure_trained(chosen: argparse.Namespace) -> "RunConfig":
+    """Return the configuration for a run folder or model folder that is evaluated or served."""
+    from unstale.cli.evaluate import is_run
+    from unstale.cli.resume import load_config, require_same_task
+
+    if not is_run(chosen.trained):
+        return configure(chosen)
+    values = file_values(chosen)
+    if chosen.recipe is None and "recipe" not in values:
+        return override(load_config(chosen.trained, named=values), values)
+    config = configure(chosen)
+    require_same_task(chosen.trained, config, told=chosen.values)
+    return config
 
 
 @verb(
     "eval",
     "measure a policy's success on held-out tasks",
     TRAINED,
-    RECIPE,
+    OWN_RECIPE,
     CONFIG,
     argument(
         "--k", nargs="+", type=int, default=[1], metavar="K", help="report pass@k (default: 1)"
@@ -156,19 +191,23 @@ def _compare(chosen: argparse.Namespace) -> int:
     argument(
         "--attempts", type=int, metavar="N", help="attempts per task (default: the largest k)"
     ),
+    JSON,
 )
 def _eval(chosen: argparse.Namespace) -> int:
-    config = configure(chosen)
+    config = _configure_trained(chosen)
     attempts = max(chosen.k) if chosen.attempts is None else chosen.attempts
     if min(chosen.k) < 1 or max(chosen.k) > attempts:
         words = " ".join(map(str, chosen.k))
         raise ConfigError(f"--k must be between 1 and --attempts ({attempts}), got {words}")
     from unstale.cli.evaluate import evaluate
 
-    result = evaluate(chosen.trained, config, attempts=attempts)
+    result = evaluate(chosen.trained, config, attempts=attempts, console=_console(chosen))
     rows = {f"avg@{attempts}": result.average}
     for k in sorted(set(chosen.k) - {1}):
         rows[f"pass@{k}"] = result.passed(k)
+    if chosen.json:
+        print_json({"task": config.task.env, "result": result, **rows})
+        return 0
     table = Table("", "held-out success", "95% interval", "", title=str(result))
     for name, estimate in rows.items():
         interval = f"{estimate.low:.1%} to {estimate.high:.1%}"
@@ -231,25 +270,46 @@ def _export_trajectories(chosen: argparse.Namespace) -> int:
     return 0
 
 
-@verb("journal", "check and summarize a run's journal", OPEN_RUN)
+@verb("journal", "check and summarize a run's journal", OPEN_RUN, JSON)
 def _journal(chosen: argparse.Namespace) -> int:
-    from unstale.durability.journal import check, page, survivors
+    from unstale.durability.journal import check, content, page, survivors
     from unstale.observe.report.survivors import terminal_table
 
     with _open_journal(chosen.run) as journal:
         problems = check(journal)
+        if chosen.json:
+            row = {"content": content(journal), "survivors": survivors(journal)}
+            print_json({"problems": problems, **row})
+            return 1 if problems else 0
         Console().print(page(journal, problems), highlight=False)
         Console().print(terminal_table(survivors(journal)), highlight=False)
     return 1 if problems else 0
 
 
-@verb("lint", "explain a recipe's ratios and find wrong settings", RECIPE, CONFIG)
+@verb("lint", "explain a recipe's ratios and find wrong settings", RECIPE, CONFIG, JSON)
 def _lint(chosen: argparse.Namespace) -> int:
     from unstale.lint import check, page
 
     verdict = check(configure(chosen))
-    Console().print(page(verdict), highlight=False)
+    if chosen.json:
+        print_json(verdict)
+    else:
+        Console().print(page(verdict), highlight=False)
     return 2 if verdict.refusals else 0
+
+
+@verb(
+    "completion",
+    "print the completion script of a shell",
+    argument(
+        "shell", choices=("bash", "zsh", "tcsh"), help='as in: eval "$(unstale completion bash)"'
+    ),
+)
+def _completion(chosen: argparse.Namespace) -> int:
+    from unstale.cli.completion import completion
+
+    sys.stdout.write(completion(chosen.shell) + "\n")
+    return 0
 
 
 @verb("recipes", "list the recipes")
@@ -277,13 +337,18 @@ def _replay(chosen: argparse.Namespace) -> int:
     return 0 if replay(chosen.run, chosen.batch) else 1
 
 
-@verb("report", "write the report of a run", RUN)
+@verb("report", "write the report of a run", RUN, JSON)
 def _report(chosen: argparse.Namespace) -> int:
     from unstale.cli.survivors import write_survivors
     from unstale.observe.report.page import write_and_summarize
 
     write_survivors(chosen.run)
-    Console(soft_wrap=True).print(write_and_summarize(chosen.run), highlight=False, markup=False)
+    text = write_and_summarize(chosen.run)
+    if chosen.json:
+        path, *sentences = text.splitlines()
+        print_json({"report": path, "summary": sentences})
+    else:
+        Console(soft_wrap=True).print(text, highlight=False, markup=False)
     return 0
 
 
@@ -315,7 +380,7 @@ def _same(chosen: argparse.Namespace) -> int:
     "serve",
     "serve a policy behind an OpenAI-compatible endpoint",
     TRAINED,
-    RECIPE,
+    OWN_RECIPE,
     CONFIG,
     argument(
         "--port", type=int, default=0, metavar="N", help="port on loopback; 0 takes a free one"
@@ -326,7 +391,7 @@ def _same(chosen: argparse.Namespace) -> int:
     ),
 )
 def _serve(chosen: argparse.Namespace) -> int:
-    config = configure(chosen)
+    config = _configure_trained(chosen)
     try:
         from unstale.cli.serve import serve
     except ModuleNotFoundError as error:
@@ -348,7 +413,8 @@ def _train(chosen: argparse.Namespace) -> int:
         return _resume(chosen)
     if chosen.recipe is None and chosen.config is None:
         raise ConfigError(
-            f"train needs a recipe ({', '.join(RECIPES)}), or --resume and the folder of a run"
+            f"train needs a recipe ({', '.join(RECIPES)}, MODULE:FUNCTION), a .toml or .json file, "
+            "or --resume and the folder of a run"
         )
     config = configure(chosen)
     from unstale.cli.session import train
@@ -366,7 +432,7 @@ def _resume(chosen: argparse.Namespace) -> int:
     from unstale.cli.session import resume
 
     values = file_values(chosen)
-    config = load_config(chosen.resume, named_env=values.get("task.env", ""))
+    config = load_config(chosen.resume, named=values)
     values.pop("recipe", None)
     resume(chosen.resume, override(config, values))
     return 0

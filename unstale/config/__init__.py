@@ -4,6 +4,13 @@ Sections are frozen dataclasses. An option's type holds its choices or range, an
 under it is its help. A recipe is a function that returns a `RunConfig`.
 """
 
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from importlib.metadata import requires
+from pathlib import Path
+
 from unstale.config.algorithm import AdvantageConfig as AdvantageConfig
 from unstale.config.algorithm import AuditConfig as AuditConfig
 from unstale.config.algorithm import CorrectionConfig as CorrectionConfig
@@ -29,10 +36,30 @@ from unstale.config.training import TrainerConfig as TrainerConfig
 
 
 def install(extra: str) -> str:
-    """Return the command that installs an extra into a checkout.
+    """Return the command that installs an extra.
 
-    The `unstale` of package registries may be another project, so the command names the folder.
+    In a checkout it names the folder, because the `unstale` of package registries may be another
+    project. Without a checkout, as with a wheel, it names the packages of the extra.
     """
+    if not (Path(__file__).parents[2] / "pyproject.toml").is_file():
+        return shlex.join([sys.executable, "-m", "pip", "install", *packages_of(extra)])
     adapters = extra in ("openenv", "verifiers")
     constraints = "constraints-adapters.txt" if adapters else "constraints.txt"
     return f".venv/bin/pip install -c {constraints} -e '.[{extra}]'"
+
+
+def packages_of(extra: str) -> Iterator[str]:
+    """Yield the requirements of an extra of the installed package, with those of nested extras.
+
+    >>> list(packages_of("tensorboard"))
+    ['tensorboard']
+    """
+    for line in requires("unstale") or ():
+        package, _, marker = line.partition(";")
+        if not re.search(rf"extra == ['\"]{extra}['\"]", marker):
+            continue
+        nested = re.fullmatch(r"unstale\[([\w,-]+)\]", package.strip())
+        for name in nested[1].split(",") if nested else ():
+            yield from packages_of(name)
+        if not nested:
+            yield package.strip()

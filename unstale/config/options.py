@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import math
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -60,6 +61,10 @@ class Option:
         """Return the option's value in a configuration; None if its section lacks the option."""
         section = getattr(config, self.section) if self.section else config
         return getattr(section, self.field, None)
+
+    def is_in(self, config: RunConfig) -> bool:
+        """Return True if the option's section has it. Another route or task may lack it."""
+        return hasattr(getattr(config, self.section) if self.section else config, self.field)
 
     def parse(self, text: str) -> Any:
         """Return the value of a command-line word. Raises `ConfigError` for another type."""
@@ -173,14 +178,16 @@ def _leaves(row: Any, source: str) -> Iterator[tuple[str, Any]]:
             raise ConfigError(f"{source}, {name} is not a table of options")
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Return the options of a TOML file by name. A `ConfigError` gives file and option."""
+def read_file(path: Path) -> dict[str, Any]:
+    """Return the options of a TOML or JSON file by name. A `ConfigError` gives file and option."""
+    is_json = path.suffix == ".json"
     try:
-        row = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        row = json.loads(text) if is_json else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid {'JSON' if is_json else 'TOML'}: {error}") from None
     return read_values(row, str(path))
 
 

@@ -1,6 +1,5 @@
 """Resume a run from its newest sound checkpoint and the episodes in its journal."""
 
-import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from unstale.config import ConfigError, RunConfig
+from unstale.durability import virtual_clock
 from unstale.durability.checkpoint import Checkpoint, CheckpointError, Checkpoints, Progress
 from unstale.durability.journal import JOURNAL, CheckpointRow, Journal, JournalError
 from unstale.model.policy import Policy
@@ -160,7 +160,7 @@ def init_run(run: Path, checkpoints: Checkpoints, policy: Policy) -> ResumeState
 def _save(run: Path, checkpoints: Checkpoints, progress: Progress, policy: Policy) -> None:
     with Journal(run / JOURNAL) as journal:
         name = checkpoints.save(progress, policy)
-        asyncio.run(journal.checkpoint(name, step=progress.step, version=policy.version))
+        virtual_clock.run(journal.checkpoint(name, step=progress.step, version=policy.version))
 
 
 def _version_gaps(rows: Sequence[CheckpointRow]) -> tuple[tuple[int, int], ...]:

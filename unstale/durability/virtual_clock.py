@@ -86,7 +86,16 @@ class _JumpingSelector(selectors.SelectSelector):
         return ready
 
 
-def run(main: Coroutine[Any, Any, T], *, virtual: bool) -> T:
-    """Run a coroutine as `asyncio.run` does, in virtual time if `virtual`."""
-    with asyncio.Runner(loop_factory=VirtualLoop if virtual else None) as runner:
-        return runner.run(main)
+def run(main: Coroutine[Any, Any, T], *, virtual: bool = False) -> T:
+    """Run a coroutine as `asyncio.run` does, in virtual time if `virtual`.
+
+    A loop that runs in this thread already, such as Jupyter's, stands still meanwhile.
+    """
+    outer = asyncio.events._get_running_loop()
+    asyncio.events._set_running_loop(None)
+    try:
+        make_loop = VirtualLoop if virtual else asyncio.new_event_loop
+        with asyncio.Runner(loop_factory=make_loop) as runner:
+            return runner.run(main)
+    finally:
+        asyncio.events._set_running_loop(outer)

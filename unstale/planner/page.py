@@ -8,6 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from unstale.config import SHIPPED_POLICY
 from unstale.observe.report.words import KEEPS_PACE
 from unstale.planner.suggest import (
     AVERAGE,
@@ -142,7 +143,7 @@ def _cost_of_exactness(suggestion: Suggestion) -> Iterator[str]:
 
 
 def command(candidate: Candidate) -> str:
-    """Return the command that trains with a candidate. Its recipe `retail` is a placeholder."""
+    """Return the command that trains with a candidate, on the user's model with recipe `llm`."""
     schedule = candidate.schedule
     setup = candidate.costs.setup
     options: Row = {
@@ -154,19 +155,21 @@ def command(candidate: Candidate) -> str:
         "engine.max_running": candidate.max_running,
         "engine.max_context": max(16, round(setup.episodes.longest)),
     }
-    if not setup.device.is_core:
-        options["trainer.dtype"] = "bfloat16"
+    options["trainer.dtype"] = "float32" if setup.device.is_core else "bfloat16"
     options["trainer.lr"] = setup.lr
     options["trainer.gradient_checkpointing"] = str(setup.gradient_checkpointing).lower()
+    policy = "base" if setup.model.name == SHIPPED_POLICY.name else "FOLDER"
     words = " ".join(f"--{name} {value}" for name, value in options.items())
-    return f"unstale train retail {words}"
+    return f"unstale train llm --policy {policy} {words}"
 
 
 def missing(candidate: Candidate) -> Iterator[str]:
     """Yield the steps that the user must add to `command`."""
     placement = candidate.placement
     setup = candidate.costs.setup
-    yield f"replace retail by your recipe, and add --policy with the folder of {setup.model.name}"
+    if setup.model.name != SHIPPED_POLICY.name:
+        yield f"FOLDER is the folder of {setup.model.name}"
+    yield "name your task by --task.env, and its reward by --reward (docs/your-own-data.md)"
     if not setup.device.is_core:
         servers = "1 server" if placement.engines == 1 else f"{placement.engines} servers"
         yield (

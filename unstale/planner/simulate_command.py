@@ -1,6 +1,7 @@
 """The verb `simulate`. Imports no torch before the simulation."""
 
 import argparse
+import json
 from dataclasses import replace
 from pathlib import Path
 from textwrap import fill
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from unstale.config import ConfigError, OldLogpsConfig, ScheduleConfig
+from unstale.durability.run_folder import plain
 from unstale.planner.assignments import parse_assignments, value_kinds
 from unstale.planner.costs import LinearCosts
 from unstale.planner.workload import Fleet, Workload
@@ -76,6 +78,7 @@ def add(verbs: Any) -> None:
         help="simulated steps. Now: 20 after the queue is full",
     )
     add("--seed", type=int, default=0, metavar="N", help="seed of the random draws. Now: 0")
+    add("--json", action="store_true", help="print JSON")
 
 
 def _simulate(chosen: argparse.Namespace) -> int:
@@ -92,7 +95,12 @@ def _simulate(chosen: argparse.Namespace) -> int:
         needs=setup.needs,
     )
     console = Console(soft_wrap=True, highlight=False)
-    console.print(table(result), result.bottleneck, sep="\n")
+    if chosen.json:
+        derived = ("mean_step_s", "groups_per_s", "staleness_mean", "staleness_max", "bottleneck")
+        row = plain(result) | {name: getattr(result, name) for name in derived}
+        console.print_json(json.dumps(row))
+    else:
+        console.print(table(result), result.bottleneck, sep="\n")
     return 0
 
 

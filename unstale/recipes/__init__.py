@@ -1,15 +1,17 @@
 """Recipes: functions that return a `RunConfig`.
 
 A module of this package lists its recipes in `RECIPES`. A recipe's name is what the command line
-takes, and the first line of its docstring is what `unstale recipes` shows.
+takes, and the first line of its docstring is what `unstale recipes` shows. A recipe of your own
+needs no entry: it is named `module:function`.
 """
 
 import pkgutil
 from collections.abc import Callable
 from importlib import import_module
 
-from unstale.config import RunConfig
+from unstale.config import ConfigError, RunConfig, nearest
 from unstale.recipes.calculator import calculator
+from unstale.recipes.llm import llm
 from unstale.recipes.retail import retail
 
 
@@ -24,4 +26,24 @@ def find_recipes() -> dict[str, Callable[..., RunConfig]]:
 
 RECIPES = find_recipes()
 
-__all__ = ["RECIPES", "calculator", "retail"]
+
+def make_recipe(name: str) -> RunConfig:
+    """Return the configuration of a recipe: one of `RECIPES`, or `module:function` of any module.
+
+    Raises `ConfigError` if there is none.
+    """
+    module, colon, function = name.partition(":")
+    if not colon and name not in RECIPES:
+        raise ConfigError(f"unknown recipe {name!r}{nearest(name, list(RECIPES))}")
+    if not colon:
+        return RECIPES[name]()
+    try:
+        config = getattr(import_module(module), function)()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"the recipe {name!r} cannot be used: {error}") from error
+    if not isinstance(config, RunConfig):
+        raise ConfigError(f"the recipe {name!r} returned a {type(config).__name__}, no RunConfig")
+    return config
+
+
+__all__ = ["RECIPES", "calculator", "llm", "make_recipe", "retail"]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from unstale.durability import virtual_clock
 from unstale.engines import REQUIRED_COUNTERS, Engine, EngineDied, Reply, SamplingParams
 
 _TIMEOUT_S = 120.0
@@ -23,7 +24,7 @@ def check_engine(
     after which a thousand more tokens fit. A reply of two tokens must end before one of a thousand
     that started at the same time.
     """
-    asyncio.run(_check_engine(make(), update, list(prompt)))
+    virtual_clock.run(_check_engine(make(), update, list(prompt)))
 
 
 async def _check_engine(engine: Engine, update: Mapping[str, Tensor], prompt: list[int]) -> None:

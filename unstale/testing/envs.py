@@ -1,9 +1,9 @@
 """A conformance test for task sets."""
 
-import asyncio
 import math
 from itertools import islice
 
+from unstale.durability import virtual_clock
 from unstale.envs import Closable, Message, Taskset, ToolCall, Turn, combine_rewards
 from unstale.records import Task
 
@@ -42,7 +42,9 @@ def check_env(taskset: Taskset, *, episodes: int = 20, max_turns: int = 30) -> N
             f"a tool without function.name, as chat templates need it: {tool}"
         )
     for number, task in enumerate(drawn[:episodes]):
-        first, again = (asyncio.run(_play(taskset, task, number, max_turns)) for _ in range(2))
+        first, again = (
+            virtual_clock.run(_play(taskset, task, number, max_turns)) for _ in range(2)
+        )
         assert first == again, (
             f"{task.key} with seed {number} went differently the second time: seed all randomness"
         )

@@ -5,7 +5,7 @@ else within `WINDOW_S`. A reader sees one moment of the journal and never blocks
 and guarantees: docs/journal.md.
 """
 
-from unstale.durability.journal.check import check, page
+from unstale.durability.journal.check import check, content, page
 from unstale.durability.journal.conversations import conversation, trained_episodes
 from unstale.durability.journal.export import export_rows, write_jsonl, write_parquet
 from unstale.durability.journal.reader import (
@@ -29,6 +29,7 @@ __all__ = [
     "JournalReader",
     "StoredEpisode",
     "check",
+    "content",
     "conversation",
     "export_rows",
     "page",

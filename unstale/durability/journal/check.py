@@ -9,6 +9,7 @@ from rich.table import Table
 
 from unstale.durability.journal.reader import JournalReader
 from unstale.durability.journal.tables import ATTEMPTS, JournalError
+from unstale.durability.run_folder import Row
 
 MAX_LISTED = 20
 """Problems of one kind that are listed."""
@@ -77,8 +78,8 @@ def check(journal: JournalReader) -> list[str]:
     return problems
 
 
-def page(journal: JournalReader, problems: Sequence[str]) -> RenderableType:
-    """Return a table of the journal's content, and its problems."""
+def content(journal: JournalReader) -> Row:
+    """Return the numbers of groups, episodes, tokens, checkpoints and versions in a journal."""
     groups = journal.groups()
     ends: Counter[str] = Counter(group.ended for group in groups)
     ((pieces, tokens, sampled),) = journal.rows(
@@ -88,23 +89,46 @@ def page(journal: JournalReader, problems: Sequence[str]) -> RenderableType:
     ((restarts,),) = journal.rows("SELECT count(*) FROM restarts")
     versions = journal.versions()
     checkpoints = journal.checkpoints()
-    last = f"{len(checkpoints)}, the last at step {checkpoints[-1].step}" if checkpoints else "none"
+    return {
+        "groups": len(groups),
+        "groups_trained": ends["consumed"],
+        "groups_waiting": ends["finished"],
+        "groups_open": ends["open"],
+        "groups_failed": ends["failed"],
+        "failed_attempts": sum(group.num_failures for group in groups),
+        "restarted_attempts": restarts,
+        "trajectories": sum(group.num_trajectories for group in groups),
+        "pieces": pieces,
+        "tokens": tokens,
+        "sampled_tokens": sampled,
+        "checkpoints": len(checkpoints),
+        "last_checkpoint_step": checkpoints[-1].step if checkpoints else None,
+        "versions": [versions[0], versions[-1]] if versions else [],
+        "bytes": journal.num_bytes,
+    }
+
+
+def page(journal: JournalReader, problems: Sequence[str]) -> RenderableType:
+    """Return a table of the journal's content, and its problems."""
+    found = content(journal)
+    last = f", the last at step {found['last_checkpoint_step']}" if found["checkpoints"] else ""
+    sampled = found["sampled_tokens"]
     rows = {
-        "groups started": f"{len(groups):,}",
-        "  trained on": f"{ends['consumed']:,}",
-        "  finished, waiting to be trained on": f"{ends['finished']:,}",
-        "  open": f"{ends['open']:,}",
-        "  failed: no episode finished": f"{ends['failed']:,}",
-        "failed attempts at episodes": f"{sum(group.num_failures for group in groups):,}",
-        "restarted attempts": f"{restarts:,}",
-        "trajectories": f"{sum(group.num_trajectories for group in groups):,}",
-        "pieces": f"{pieces:,}",
-        "tokens": f"{tokens:,}",
-        "  sampled": f"{sampled:,}",
-        "checkpoints": last,
-        "versions": f"{versions[0]} to {versions[-1]}" if versions else "none",
-        "bytes on disk": f"{journal.num_bytes:,}",
-        "  per sampled token": f"{journal.num_bytes / sampled:.1f}" if sampled else "-",
+        "groups started": f"{found['groups']:,}",
+        "  trained on": f"{found['groups_trained']:,}",
+        "  finished, waiting to be trained on": f"{found['groups_waiting']:,}",
+        "  open": f"{found['groups_open']:,}",
+        "  failed: no episode finished": f"{found['groups_failed']:,}",
+        "failed attempts at episodes": f"{found['failed_attempts']:,}",
+        "restarted attempts": f"{found['restarted_attempts']:,}",
+        "trajectories": f"{found['trajectories']:,}",
+        "pieces": f"{found['pieces']:,}",
+        "tokens": f"{found['tokens']:,}",
+        "  sampled": f"{found['sampled_tokens']:,}",
+        "checkpoints": f"{found['checkpoints'] or 'none'}{last}",
+        "versions": " to ".join(map(str, found["versions"])) or "none",
+        "bytes on disk": f"{found['bytes']:,}",
+        "  per sampled token": f"{found['bytes'] / sampled:.1f}" if sampled else "-",
     }
     title = escape(str(journal.path))
     table = Table(title=title, title_justify="left", title_style="bold", show_header=False)

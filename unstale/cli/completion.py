@@ -1,0 +1,27 @@
+"""The completion script of a shell: verbs, recipes, and every option of a run with its choices."""
+
+from pathlib import Path
+
+import shtab
+
+from unstale.cli.main import make_parser
+from unstale.cli.recipe_options import SHORT, option_names
+from unstale.config.options import options
+from unstale.recipes import RECIPES
+
+
+def completion(shell: str) -> str:
+    """Return the script that completes the command line in a shell."""
+    parser, verbs = make_parser()
+    for verb in verbs.values():
+        for action in list(verb._actions):
+            if action.dest == "recipe":
+                action.choices = list(RECIPES)
+            elif action.type is Path:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+        if verb.get_default("takes_options"):
+            for name in option_names():
+                option = options()[SHORT.get(name, name)]
+                choices = option.choices or (("true", "false") if bool in option.kinds else None)
+                verb.add_argument(f"--{name}", choices=choices)
+    return shtab.complete(parser, shell)

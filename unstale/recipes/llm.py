@@ -1,0 +1,44 @@
+"""A neutral start for a model and a task of one's own."""
+
+from dataclasses import replace
+from typing import Any
+
+from unstale.config import (
+    CheckpointConfig,
+    EngineConfig,
+    EvalConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainerConfig,
+)
+from unstale.envs.dataset import DatasetConfig
+
+
+def llm(**changes: Any) -> RunConfig:
+    """A Hugging Face model on your own task: lr 1e-6, bfloat16, long replies, no time limit.
+
+    Give `--policy` and `--task.env`. Without them it is Qwen3-0.6B on GSM8K. No result was
+    measured: model, task and hardware decide it. `unstale plan` suggests sizes for your hardware.
+    """
+    config = RunConfig(
+        recipe="llm",
+        policy="Qwen/Qwen3-0.6B",
+        steps=200,
+        task=DatasetConfig(
+            env="dataset:openai/gsm8k",
+            subset="main",
+            prompt_column="question",
+            reward="unstale.rewards:numeric_answer",
+        ),
+        schedule=ScheduleConfig(max_staleness=2, groups_per_step=16, group_size=8),
+        engine=EngineConfig(max_completion_tokens=2048, max_context=4096),
+        trainer=TrainerConfig(
+            dtype="bfloat16", lr=1e-6, warmup_steps=5, gradient_checkpointing=True
+        ),
+        checkpoint=CheckpointConfig(every=20),
+        eval=EvalConfig(tasks=128, every=20),
+    )
+    return replace(config, **changes)
+
+
+RECIPES = (llm,)
