@@ -23,7 +23,7 @@ from unstale.engines.scripted import ScriptedEngine
 from unstale.envs.calculator import TOOL
 from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
-from unstale.rollout.endpoint import server
+from unstale.rollout.endpoint import connections, server
 from unstale.rollout.endpoint.agents import AgentRollout
 from unstale.rollout.endpoint.server import RecordingEndpoint
 from unstale.rollout.endpoint.session import AgentSession
@@ -73,6 +73,22 @@ TEMPLATES: Sequence[tuple[str, Any]] = (
         {"prompt": "one", "stop": "x", "logprobs": 0, "max_tokens": 3, "top_p": 1, "stream": False},
     ),
     ("/completions", {"prompt": [[5, 6]], "n": 3, "stream": True}),
+    ("/responses", {"input": "one", "instructions": "two", "stream": True}),
+    (
+        "/responses",
+        {
+            "input": [
+                {"role": "developer", "content": "s"},
+                {"role": "user", "content": [{"type": "input_text", "text": "u"}]},
+                {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+                {"type": "function_call", "call_id": "1", "name": "calculate", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "1", "output": "1"},
+            ],
+            "tools": [{"type": "function", "name": "calculate", "parameters": {}}],
+            "max_output_tokens": 4,
+            "include": ["message.output_text.logprobs"],
+        },
+    ),
 )
 ONLY_IN_WORDS = (
     "at most one system message",
@@ -80,6 +96,7 @@ ONLY_IN_WORDS = (
     "the chat template cannot write these messages",
     "that are not in the vocabulary",
     "is not a JSON object",
+    "is not an item of type",
     "temperature must be the run's",
     "no reply fits",
 )
@@ -124,6 +141,7 @@ class _World:
         self.bodies: dict[str, Any] = {}
         self._up = threading.Event()
         server.REQUEST_TIMEOUT_S, server.MAX_BODY_BYTES = BODY_S, MAX_BODY
+        connections.HEAD_TIMEOUT_S = BODY_S
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         require(self._up.wait(60), f"the endpoint does not open: {self.failed}")
@@ -380,10 +398,14 @@ def _check_sound(at: _World, path: str, body: Any, result: tuple[int, bytes, boo
             allowed, f"{path} refuses what its description allows: {words}: {as_json(body)[:600]}"
         )
     elif body.get("stream"):
-        require(
-            answer.endswith(b"data: [DONE]\n\n") and b'data: {"error"' not in answer,
-            f"a stream that broke: {answer!r}",
-        )
+        whole = answer.endswith(b"data: [DONE]\n\n") and b'data: {"error"' not in answer
+        if path.endswith("/responses"):
+            whole = answer.rpartition(b"event: ")[2].startswith(
+                (b"response.completed", b"response.incomplete")
+            )
+        require(whole, f"a stream that broke: {answer!r}")
+    elif path.endswith("/responses"):
+        require(len(json.loads(answer)["output"]) > 0, f"no output: {answer[:300]!r}")
     else:
         require(
             len(json.loads(answer)["choices"]) == int(body.get("n") or 1),

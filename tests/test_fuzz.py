@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fuzz import asks, run
 from fuzz.targets import TARGETS
-from unstale.rollout.endpoint import server
+from unstale.rollout.endpoint import connections, server
 
 EXAMPLES = {
     "config_file": 300, "config_knobs": 400, "journal": 150,
@@ -39,8 +39,12 @@ def close_endpoint() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_no_input_breaks_a_promise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit in ("REQUEST_TIMEOUT_S", "MAX_BODY_BYTES"):  # the targets lower them
-        monkeypatch.setattr(server, limit, getattr(server, limit))
+    for module, limit in (  # the targets lower them
+        (server, "REQUEST_TIMEOUT_S"),
+        (server, "MAX_BODY_BYTES"),
+        (connections, "HEAD_TIMEOUT_S"),
+    ):
+        monkeypatch.setattr(module, limit, getattr(module, limit))
     limits = settings(
         derandomize=True,
         database=None,

@@ -355,9 +355,11 @@ def build_rollout(
     try:
         from unstale.rollout.endpoint.agents import AgentRollout
         from unstale.rollout.endpoint.server import RecordingEndpoint
+
+        endpoint = RecordingEndpoint(config.endpoint)
     except ModuleNotFoundError as error:
         raise ConfigError(f"an ExternalAgent needs {error.name}: {install('endpoint')}") from error
-    return partial(AgentRollout, endpoint=RecordingEndpoint(), on_event=on_event)
+    return partial(AgentRollout, endpoint=endpoint, on_event=on_event)
 
 
 def build_old_logps(config: OldLogpsConfig, scorer: Scorer, *, lockstep: bool = False) -> OldLogps:

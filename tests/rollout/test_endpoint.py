@@ -29,8 +29,8 @@ from unstale.envs.calculator import TOOL
 from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
 from unstale.records import Piece, Provenance, Sampled, Trajectory
+from unstale.rollout.endpoint import connections, schemas, server, wire
 from unstale.rollout.endpoint import conversation as conversation_room
-from unstale.rollout.endpoint import schemas, server, wire
 from unstale.rollout.endpoint.answers import ChatFormat
 from unstale.rollout.endpoint.conversation import (
     Branch,
@@ -1050,7 +1050,7 @@ def test_the_endpoint_describes_itself_from_what_it_checks() -> None:
         assert set(described["paths"]) == {
             before + path
             for before in ("/v1", "/e/{episode}/v1")
-            for path in ("/chat/completions", "/completions", "/models", "/record")
+            for path in ("/chat/completions", "/responses", "/completions", "/models", "/record")
         }
         chat = described["components"]["schemas"]["chat_completions"]["properties"]
         assert set(chat) == set(schemas.CHAT["properties"])
@@ -1079,6 +1079,7 @@ def test_requests_that_are_no_http_never_end_or_lie_are_refused_like_all_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(server, "REQUEST_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 0.2)
 
     async def act(client: httpx.AsyncClient, world: World) -> None:
         path = f"{client.base_url.path}chat/completions"

@@ -75,7 +75,7 @@ def serve(
             asyncio.TaskGroup() as calls,
         ):
             endpoint = RecordingEndpoint(
-                token=token, port=port, find=lambda key: sessions.find(key)
+                config.endpoint, token=token, port=port, find=lambda key: sessions.find(key)
             )
             rollout = AgentRollout(running, taskset, config.rollout, endpoint=endpoint)
             sessions = SessionPool(rollout, calls, config.seed)

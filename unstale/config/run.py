@@ -13,6 +13,7 @@ from unstale.config.algorithm import (
 from unstale.config.checks import ConfigError, NonNegative, PositiveInt, Range, Section
 from unstale.config.routes import OldLogpsConfig
 from unstale.config.sampling import (
+    EndpointConfig,
     EngineConfig,
     RolloutConfig,
     ScheduleConfig,
@@ -53,6 +54,7 @@ class RunConfig(Section):
     task: TaskConfig = field(default_factory=make_task)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     old_logps: OldLogpsConfig = field(default_factory=OldLogpsConfig)

@@ -175,6 +175,16 @@ class RolloutConfig(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointConfig(Section):
+    """The endpoint that external agents call. Other episodes do not read these options."""
+
+    lenient: bool = False
+    """Answer calls that ask for another sampling as if they did not, and count them."""
+    format_retries: Count = 2
+    """Further replies, with `lenient`, if one does not have the requested `response_format`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig(Section):
     """The batch size and how stale its tokens may be. See docs/staleness.md."""
 

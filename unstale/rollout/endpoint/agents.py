@@ -79,7 +79,11 @@ def _trajectory(session: AgentSession, task: Task, turn: Turn, *, stop: Stop) ->
             task=task,
             seed=transcript.seed,
             episode=transcript.episode,
-            facts={**turn.facts, "branches": float(num_with_reply - 1)},
+            facts={
+                **turn.facts,
+                **{name: float(count) for name, count in session.facts.items()},
+                "branches": float(num_with_reply - 1),
+            },
             branches=branches,
         )
         transcript.write_outcome(trajectory)

@@ -4,7 +4,8 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
@@ -40,18 +41,66 @@ class AnswerFormat:
     opening: ClassVar[Fields] = {}
     """The first part of a streamed choice; empty for none."""
     logprobs_of = staticmethod(wire.text_logprobs)
+    last = "[DONE]"
+    """The data of the last event of a stream; empty for none."""
 
     def __init__(self, model: str, chat: Chat) -> None:
         self._chat = chat
-        self._head = {
-            "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
-            "created": int(time.time()),
-            "model": model,
-        }
+        self.id = f"{self.id_prefix}-{secrets.token_hex(12)}"
+        self.created = int(time.time())
+        self.model = model
+        self._sent: defaultdict[int, dict[str, str]] = defaultdict(dict)
+        """The streamed text of each field of each choice."""
 
-    def message(self, choices: list[Fields], *, streamed: bool, **others: Any) -> Fields:
-        """Return a whole answer, or a message of a stream."""
-        return {**self._head, "object": self.kinds[streamed], "choices": choices, **others}
+    def whole(self, choices: list[Choice], request: CompletionRequest) -> Fields:
+        """Return an answer that is not streamed."""
+        return self._message(
+            [
+                self.choice(
+                    index,
+                    self.content_of(choice),
+                    self.end_of(choice, logprobs=request.logprobs),
+                    streamed=False,
+                )
+                for index, choice in enumerate(choices)
+            ],
+            streamed=False,
+            usage=wire.usage(choices),
+        )
+
+    def begin(self, request: CompletionRequest) -> Iterator[Fields]:
+        """Yield the first events of a stream."""
+        for index in range(request.choices if self.opening else 0):
+            yield self._part(index, self.opening)
+
+    def grow(self, index: int, text: str, request: CompletionRequest) -> Iterator[Fields]:
+        """Yield an event for each content field of a choice of which more is known."""
+        sent = self._sent[index]
+        for name, known in self.final_text(text, request).items():
+            num_sent = len(sent.get(name, ""))
+            if len(known) > num_sent:
+                yield self._part(index, {name: known[num_sent:]})
+                sent[name] = known
+
+    def end(self, choices: list[Choice], request: CompletionRequest) -> Iterator[Fields]:
+        """Yield the last events of a stream."""
+        for index, choice in enumerate(choices):
+            for part in _unsent(self.content_of(choice), self._sent[index]):
+                yield self._part(index, part)
+            yield self._part(index, {}, self.end_of(choice, logprobs=request.logprobs))
+        if request.usage:
+            yield self._message([], streamed=True, usage=wire.usage(choices))
+
+    def fail(self, refused: Refused) -> Fields:
+        """Return the event of a stream that cannot be completed."""
+        return refused.body()
+
+    def _part(self, index: int, content: Fields, end: Fields | None = None) -> Fields:
+        return self._message([self.choice(index, content, end, streamed=True)], streamed=True)
+
+    def _message(self, choices: list[Fields], *, streamed: bool, **others: Any) -> Fields:
+        head = {"id": self.id, "created": self.created, "model": self.model}
+        return {**head, "object": self.kinds[streamed], "choices": choices, **others}
 
     def choice(
         self, index: int, content: Fields, end: Fields | None = None, *, streamed: bool
@@ -98,7 +147,7 @@ class ChatFormat(AnswerFormat):
         }
 
     def content_of(self, choice: Choice) -> Fields:
-        return wire.message(choice.message, partial(_call_id, choice))
+        return wire.message(choice.message, partial(call_id, choice))
 
     def final_text(self, text: str, request: CompletionRequest) -> dict[str, str]:
         text = _without_open_end(text, request)
@@ -146,17 +195,7 @@ class AnswerResponse(Response):
     def _whole(self, result: list[Choice] | Refused) -> Response:
         if isinstance(result, Refused):
             return json_response(result.body(), result.status)
-        form = self._format
-        choices = [
-            form.choice(
-                index,
-                form.content_of(choice),
-                form.end_of(choice, logprobs=self._request.logprobs),
-                streamed=False,
-            )
-            for index, choice in enumerate(result)
-        ]
-        return json_response(form.message(choices, streamed=False, usage=wire.usage(result)))
+        return json_response(self._format.whole(result, self._request))
 
     async def _stream(
         self, texts: Texts, first: tuple[int, str] | None, answer: Answer, send: Send
@@ -165,36 +204,22 @@ class AnswerResponse(Response):
         form = self._format
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
 
-        async def send_event(record: Fields) -> None:
-            await _send_event(send, json.dumps(record))
+        async def send_events(events: Iterable[Fields]) -> None:
+            for event in events:
+                name = f"event: {event['type']}\n" if "type" in event else ""
+                await _send_text(send, f"{name}data: {json.dumps(event)}\n\n")
 
-        async def send_part(index: int, content: Fields, end: Fields | None = None) -> None:
-            part = form.choice(index, content, end, streamed=True)
-            await send_event(form.message([part], streamed=True))
-
-        sent: list[dict[str, str]] = [{} for _ in range(self._request.choices)]
-        for index in range(len(sent) if form.opening else 0):
-            await send_part(index, form.opening)
+        await send_events(form.begin(self._request))
         item = first
         while item is not None:
-            index, text = item
-            for name, known in form.final_text(text, self._request).items():
-                num_sent = len(sent[index].get(name, ""))
-                if len(known) > num_sent:
-                    await send_part(index, {name: known[num_sent:]})
-                    sent[index][name] = known
+            await send_events(form.grow(*item, self._request))
             item = await texts.get()
         result = _result(answer)
         if isinstance(result, Refused):
-            await send_event(result.body())
+            await send_events([form.fail(result)])
         else:
-            for index, choice in enumerate(result):
-                for part in _unsent(form.content_of(choice), sent[index]):
-                    await send_part(index, part)
-                await send_part(index, {}, form.end_of(choice, logprobs=self._request.logprobs))
-            if self._request.usage:
-                await send_event(form.message([], streamed=True, usage=wire.usage(result)))
-        await _send_event(send, "[DONE]", last=True)
+            await send_events(form.end(result, self._request))
+        await _send_text(send, f"data: {form.last}\n\n" * bool(form.last), last=True)
 
 
 _STREAM_HEADERS = [
@@ -203,9 +228,8 @@ _STREAM_HEADERS = [
 ]
 
 
-async def _send_event(send: Send, data: str, *, last: bool = False) -> None:
-    body = f"data: {data}\n\n".encode()
-    await send({"type": "http.response.body", "body": body, "more_body": not last})
+async def _send_text(send: Send, text: str, *, last: bool = False) -> None:
+    await send({"type": "http.response.body", "body": text.encode(), "more_body": not last})
 
 
 def _result(answer: Answer) -> list[Choice] | Refused:
@@ -230,7 +254,7 @@ def _unsent(content: Fields, sent: Mapping[str, str]) -> list[Fields]:
     return parts
 
 
-def _call_id(choice: Choice, index: int) -> str:
+def call_id(choice: Choice, index: int) -> str:
     """Return an id that is the same in a replay: some agents repeat it in their next prompt."""
     return f"call_{choice.branch}_{choice.num_prompt_tokens}_{index}"
 

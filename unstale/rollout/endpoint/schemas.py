@@ -15,9 +15,11 @@ Schema = Mapping[str, Any]
 """A JSON Schema of keywords that `require` checks. A refusal quotes its `description`."""
 
 _ANY: Schema = {}
-_SUPPORT = "it would truncate the support, and the trainer's softmax cannot follow"
-_CONSTRAINED = "constrained sampling has another distribution than the trainer's"
-_PENALTY = "it changes the sampling distribution, and the trainer does not know it"
+_LENIENT = "omit it, or set endpoint.lenient to override it"
+_SUPPORT = f"it would truncate the support, and the trainer's softmax cannot follow; {_LENIENT}"
+_CONSTRAINED = f"constrained sampling has another distribution than the trainer's; {_LENIENT}"
+_EFFORT = f"the policy itself decides how much it reasons; {_LENIENT}"
+_PENALTY = f"it changes the sampling distribution, and the trainer does not know it; {_LENIENT}"
 _RECORDED = "only the sampled token's log-probability is recorded"
 
 
@@ -101,7 +103,7 @@ _COMMON: Mapping[str, Schema] = {
     "presence_penalty": _only(_PENALTY, 0),
     "frequency_penalty": _only(_PENALTY, 0),
     "logit_bias": _only(_PENALTY, {}),
-    "seed": _only("the episode has its own noise, so that it can be resumed", None),
+    "seed": _only(f"the episode has its own noise, so that it can be resumed; {_LENIENT}", None),
     "user": _ANY,
     "metadata": _ANY,
     "store": _ANY,
@@ -149,13 +151,16 @@ CHAT = _object(
     others=False,
     messages=_list({"oneOf": [*MESSAGES.values()]}, "a list of at least one message", minItems=1),
     tools=_list(_TOOL, "a list of tools"),
-    tool_choice=_only(f"{_CONSTRAINED}; omit it, or omit the tools", "auto", "none"),
-    parallel_tool_calls=_only("the number of calls in a reply cannot be forced", True),
-    response_format=_only(f"{_CONSTRAINED}; ask for the format in words", {"type": "text"}),
+    tool_choice=_only(_CONSTRAINED, "auto", "none"),
+    parallel_tool_calls=_only(f"the number of calls in a reply cannot be forced; {_LENIENT}", True),
+    response_format=_only(
+        f"{_CONSTRAINED} by retries; or ask for the format in words", {"type": "text"}
+    ),
     modalities=_only("only text is sampled", ["text"]),
     logprobs=_BOOLEAN,
     top_logprobs=_only(_RECORDED, 0),
     max_completion_tokens=_integer(1, 1 << 31),
+    reasoning_effort=_only(_EFFORT, None),
     **_COMMON,
 )
 """The schema of a body of `/v1/chat/completions`."""
@@ -176,6 +181,116 @@ COMPLETION = _object(
     **_COMMON,
 )
 """The schema of a body of `/v1/completions`."""
+
+_EMPTY = _only("the endpoint has no use for this field", None, [], "")
+_SENT_PART = _object(
+    ("type", "text"),
+    type=_only("only text is supported", "input_text", "output_text", "text"),
+    text=_STRING,
+)
+_SENT_TEXT = _any_of("a string or a list of parts with text", _STRING, _list(_SENT_PART, "parts"))
+_THOUGHTS = _list(_object(("text",), text=_STRING), "a list of parts with text")
+
+
+def _item(kind: str, *required: str, **properties: Schema) -> Schema:
+    of_message = kind == "message"
+    return _object(
+        required if of_message else ("type", *required),
+        others=_EMPTY,
+        type=_only("there is no such item", kind),
+        id=_ANY,
+        status=_ANY,
+        **properties,
+    )
+
+
+ITEMS: Mapping[str, Schema] = {
+    "message": _item(
+        "message",
+        "role",
+        "content",
+        role=_only("there is no such role", "system", "developer", "user", "assistant"),
+        content=_SENT_TEXT,
+        phase=_ANY,
+    ),
+    "reasoning": _item("reasoning", summary=_THOUGHTS, content=_THOUGHTS, encrypted_content=_ANY),
+    "function_call": _item(
+        "function_call", "name", "arguments", name=_STRING, arguments=_STRING, call_id=_ANY
+    ),
+    "function_call_output": _item(
+        "function_call_output", "output", output=_SENT_TEXT, call_id=_ANY
+    ),
+}
+"""The schema of an item of the input of `/v1/responses` by its type."""
+
+_SHARED = ("model", "stream", "stream_options", "temperature", "top_p", "user", "metadata", "store")
+_STATELESS = "the endpoint keeps no responses: send the whole input"
+
+RESPONSE = _object(
+    ("input",),
+    others=False,
+    input=_any_of(
+        "a string, not empty, or a list of at least one item",
+        _NOT_EMPTY,
+        _list({"oneOf": [*ITEMS.values()]}, "items", minItems=1),
+    ),
+    instructions=_STRING,
+    tools=_list(
+        _object(
+            ("type", "name"),
+            type=_only("only functions can be called", "function"),
+            name=_NOT_EMPTY,
+        ),
+        "a list of functions",
+    ),
+    tool_choice=CHAT["properties"]["tool_choice"],
+    parallel_tool_calls=CHAT["properties"]["parallel_tool_calls"],
+    text=_object(
+        (),
+        others=False,
+        format=CHAT["properties"]["response_format"],
+        verbosity=_only(f"the policy itself decides how much it writes; {_LENIENT}", "medium"),
+    ),
+    reasoning=_object((), others=_EMPTY, effort=_only(_EFFORT, None), summary=_ANY),
+    max_output_tokens=_integer(1, 1 << 31),
+    top_logprobs=_only(_RECORDED, 0),
+    include=_list(_STRING, "a list of strings"),
+    previous_response_id=_only(_STATELESS, None),
+    conversation=_only(_STATELESS, None),
+    prompt=_only(_STATELESS, None),
+    background=_only("an answer is sent to the client that waits for it", False),
+    truncation=_only("a context is never cut", "disabled"),
+    max_tool_calls=_ANY,
+    service_tier=_ANY,
+    safety_identifier=_ANY,
+    prompt_cache_key=_ANY,
+    prompt_cache_retention=_ANY,
+    **{name: _COMMON[name] for name in _SHARED},
+)
+"""The schema of a body of `/v1/responses`."""
+
+OVERRIDABLE = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+    "tool_choice",
+    "parallel_tool_calls",
+    "reasoning_effort",
+    "reasoning",
+    "text",
+)
+"""Options of the sampling that `endpoint.lenient` replaces by the run's. So is `temperature`."""
+
+JSON_FORMATS: Mapping[str, Schema] = {
+    "json_object": _object((), type=_STRING),
+    "json_schema": _object(("json_schema",), json_schema=_object(("schema",), schema=_object(()))),
+}
+"""The schema of a `response_format` by its type."""
+
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
@@ -201,6 +316,24 @@ def require(value: Any, schema: Schema, path: str) -> None:
             require(item, schema["items"], f"{path}[{index}]")
     if isinstance(value, dict):
         _require_fields(value, schema, path)
+
+
+def is_json_format(requested: Any) -> bool:
+    """Return True if a `response_format` asks for JSON, of a schema or any."""
+    kind = requested.get("type") if isinstance(requested, dict) else None
+    return isinstance(kind, str) and kind in JSON_FORMATS
+
+
+def mismatched(body: Mapping[str, Any], schema: Schema) -> tuple[str, ...]:
+    """Return the names of the `OVERRIDABLE` options of a request that do not match."""
+    properties = schema["properties"]
+    return tuple(
+        name
+        for name in OVERRIDABLE
+        if name in properties
+        and body.get(name) is not None
+        and not _matches_deeply(body[name], properties[name])
+    )
 
 
 def _require_fields(value: Mapping[str, Any], schema: Schema, path: str) -> None:

@@ -1,31 +1,28 @@
 """The endpoint over HTTP: starlette on uvicorn, on loopback, for clients with the token.
 
-Routes: `/e/<episode>/v1/` with `chat/completions`, `completions`, `models`, and `record` for all
-tokens so far, with version, log-probability and provenance; `/v1/` with the same for the episode
-that the header X-Episode names; `/openapi.json`, which describes them; `/healthz`, which needs no
-token.
+Routes: `/e/<episode>/v1/` with `chat/completions`, `responses`, `completions`, `models`, and
+`record` for all tokens so far, with version, log-probability and provenance; `/v1/` with the same
+for the episode that the header X-Episode names; `/openapi.json`, which describes them; `/healthz`,
+which needs no token.
 """
 
 import asyncio
-import hmac
-import json
 import logging
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
-import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from unstale.config import EndpointConfig
 from unstale.rollout.endpoint import wire
 from unstale.rollout.endpoint.answers import (
     AnswerFormat,
@@ -33,16 +30,19 @@ from unstale.rollout.endpoint.answers import (
     ChatFormat,
     json_response,
 )
+from unstale.rollout.endpoint.connections import Protocol, bears
 from unstale.rollout.endpoint.openapi import describe
-from unstale.rollout.endpoint.schemas import CHAT, COMPLETION, Refused
+from unstale.rollout.endpoint.responses import ResponseFormat, read_response
+from unstale.rollout.endpoint.schemas import CHAT, COMPLETION, RESPONSE, Refused
 from unstale.rollout.endpoint.session import AgentSession
 
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 2 << 20
 REQUEST_TIMEOUT_S = 30.0
-"""Seconds for the head of a request, and again for its body."""
+"""Seconds for the body of a request."""
 PATHS = {
     "/chat/completions": CHAT,
+    "/responses": RESPONSE,
     "/completions": COMPLETION,
     "/models": None,
     "/record": None,
@@ -50,6 +50,10 @@ PATHS = {
 """The paths of an episode, with the schema of the body of a POST request."""
 MODEL = "policy"
 """The model's name in answers to requests without one."""
+
+BACKLOG = 512
+ACCEPTED_AT_ONCE = 8
+"""Connections accepted before any is counted. asyncio would accept its whole backlog."""
 
 FindSession = Callable[[str], AgentSession]
 """Returns the session of an episode by its name. Raises `Refused`."""
@@ -62,8 +66,16 @@ class RecordingEndpoint:
     """
 
     def __init__(
-        self, *, token: str | None = None, port: int = 0, find: FindSession | None = None
+        self,
+        config: EndpointConfig | None = None,
+        *,
+        token: str | None = None,
+        port: int = 0,
+        find: FindSession | None = None,
     ) -> None:
+        self.config = config or EndpointConfig()
+        if self.config.lenient:
+            import jsonschema  # noqa: F401 - checks replies; its absence is reported before the run
         self.token = token or secrets.token_urlsafe(24)
         self._port = port
         self._find = find or refuse_unknown
@@ -87,22 +99,11 @@ class RecordingEndpoint:
 
     async def __aenter__(self) -> Self:
         """Start to serve. Raises OSError if the port is in use."""
-        listening = socket.create_server((HOST, self._port), backlog=512)
+        listening = socket.create_server((HOST, self._port), backlog=BACKLOG)
         # Connections inherit it; without it, an answer waits 40 ms.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._port = listening.getsockname()[1]
-        config = uvicorn.Config(
-            self._app(),
-            lifespan="off",
-            log_config=None,
-            log_level=logging.ERROR,
-            access_log=False,
-            timeout_graceful_shutdown=1,
-            ws="none",
-            timeout_keep_alive=75,
-            http=_Protocol,
-        )
-        self._server = _Server(config)
+        self._server = _Server(self._app(), self.token)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
         return self
 
@@ -125,6 +126,7 @@ class RecordingEndpoint:
     def _app(self) -> Starlette:
         handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/chat/completions": partial(self._answer, wire.read_chat, ChatFormat),
+            "/responses": partial(self._answer, read_response, ResponseFormat),
             "/completions": partial(self._answer, wire.read_completion, AnswerFormat),
             "/models": self._models,
             "/record": self._record,
@@ -167,14 +169,12 @@ class RecordingEndpoint:
         request: Request,
     ) -> Response:
         session, body = await self._receive(request)
-        completion = read(body, temperature=session.temperature)
+        completion = read(body, temperature=session.temperature, config=self.config)
         answer_format = make_format(str(body.get("model") or MODEL), session.chat)
         return AnswerResponse(session, completion, answer_format)
 
     def _require_token(self, request: Request) -> None:
-        kind, _, token = request.headers.get("authorization", "").partition(" ")
-        is_ours = hmac.compare_digest(token.strip().encode(), self.token.encode())
-        if kind.lower() != "bearer" or not is_ours:
+        if not bears(request.headers.get("authorization", ""), self.token):
             raise Refused(
                 "the bearer token is missing or wrong", status=401, code="invalid_api_key"
             )
@@ -198,62 +198,28 @@ class RecordingEndpoint:
         return session, wire.load(bytes(data))
 
 
-class _Protocol(H11Protocol):
-    """uvicorn's HTTP protocol, with a time limit for a request's head, and with errors as JSON."""
-
-    _timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)  # type: ignore[arg-type]
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._watch()
-
-    def _watch(self) -> None:
-        """Run a timer while the head of a request is incomplete. When it ends, refuse."""
-        waiting = self.conn.their_state is h11.IDLE and not self.transport.is_closing()
-        if waiting and self._timer is None:
-            self._timer = self.loop.call_later(
-                REQUEST_TIMEOUT_S,
-                self._refuse,
-                408,
-                "timeout",
-                "the request did not arrive in time",
-            )
-        elif not waiting and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "invalid_http", msg)
-
-    def _refuse(self, status: int, code: str, message: str) -> None:
-        body = json.dumps(Refused(message, status=status, code=code).body()).encode()
-        headers = [
-            ("content-type", "application/json"),
-            ("content-length", str(len(body))),
-            ("connection", "close"),
-        ]
-        with suppress(h11.LocalProtocolError):  # an answer has begun already
-            for event in (
-                h11.Response(status_code=status, headers=headers),
-                h11.Data(data=body),
-                h11.EndOfMessage(),
-            ):
-                self.transport.write(self.conn.send(event) or b"")
-        if self.cycle is not None:
-            self.cycle.disconnected = True
-        self.transport.close()
-
-
 class _Server(uvicorn.Server):
     """A server that leaves signals to the program."""
+
+    def __init__(self, app: Starlette, token: str) -> None:
+        config = uvicorn.Config(
+            app,
+            lifespan="off",
+            log_config=None,
+            log_level=logging.ERROR,
+            access_log=False,
+            timeout_graceful_shutdown=1,
+            ws="none",
+            timeout_keep_alive=75,
+            http=partial(Protocol, token, {}),  # type: ignore[arg-type]
+            backlog=ACCEPTED_AT_ONCE,
+        )
+        super().__init__(config)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(BACKLOG)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

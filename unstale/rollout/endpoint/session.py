@@ -2,9 +2,10 @@
 
 import asyncio
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from jinja2 import TemplateError
@@ -52,6 +53,8 @@ class AgentSession:
     """The reason why a resumed episode cannot continue; empty if it can."""
     closed: bool = False
     num_replies: int = 0
+    facts: Counter[str] = field(default_factory=Counter)
+    """Counts of overridden options, and of replies repeated for their format."""
     _unclaimed: list[Transcript] = field(init=False)
     _transcripts: dict[int, Transcript] = field(default_factory=dict)
     _conversation: Conversation = field(init=False)
@@ -85,6 +88,7 @@ class AgentSession:
             raise Refused("this episode is over", status=410, code="episode_over")
         if self.broken:
             raise self._cannot_continue()
+        self.facts.update(f"overridden_{name}" for name in request.overridden)
         task = self.calls.create_task(self._answer(request, on_text))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -110,7 +114,7 @@ class AgentSession:
             places = self._place_all(request)
             async with asyncio.TaskGroup() as choices:
                 tasks = [
-                    choices.create_task(self._generate(place, request, partial(on_text, index)))
+                    choices.create_task(self._reply(place, request, partial(on_text, index)))
                     for index, place in enumerate(places)
                 ]
             results = [task.result() for task in tasks]
@@ -227,6 +231,31 @@ class AgentSession:
         self._transcripts[place.branch.number] = transcript
         place.branch.pieces = transcript.pieces
         return transcript
+
+    async def _reply(
+        self, place: Continuation, request: CompletionRequest, on_text: Callable[[str], None]
+    ) -> Choice | Refused:
+        """Sample a reply, and again in a new branch while it does not have the requested format."""
+        wanted = request.format
+        if wanted is None:
+            return await self._generate(place, request, on_text)
+        for num_left in range(wanted.retries, -1, -1):
+            choice = await self._generate(place, request, lambda text: None)
+            try:
+                if isinstance(choice, Refused) or wanted.accepts(choice.message.message):
+                    return choice
+                self.facts["format_retries"] += num_left > 0
+                if num_left:
+                    (place,) = self._place_all(replace(request, choices=1))
+            except Refused as error:
+                return error
+        self.stop = "max_turns"
+        return Refused(
+            f"none of {wanted.retries + 1} replies has the requested response_format "
+            f"(endpoint.format_retries = {wanted.retries})",
+            code="invalid_format",
+            param="response_format",
+        )
 
     async def _generate(
         self, place: Continuation, request: CompletionRequest, on_text: Callable[[str], None]

@@ -4,18 +4,59 @@ import json
 import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+from unstale.config import EndpointConfig
 from unstale.envs import Message, ToolCall
 from unstale.envs.strict_json import refuse_constant
 from unstale.records import Piece, Sampled
+from unstale.rewards import json_schema
 from unstale.rollout.endpoint.conversation import Call, HistoryMessage
-from unstale.rollout.endpoint.schemas import CHAT, COMPLETION, MESSAGES, Refused, require
+from unstale.rollout.endpoint.schemas import (
+    CHAT,
+    COMPLETION,
+    JSON_FORMATS,
+    MESSAGES,
+    Refused,
+    Schema,
+    is_json_format,
+    mismatched,
+    require,
+)
 
 LOGP_FLOOR = -9999.0
 """The value for -infinity, which JSON lacks, as in OpenAI's answers."""
+
+
+STRICT = EndpointConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyFormat:
+    """The JSON Schema that a reply without tool calls satisfies, by validation and retries."""
+
+    schema: Mapping[str, Any]
+    retries: int
+    """Number of further replies."""
+
+    def accepts(self, message: Message) -> bool:
+        """Raises `Refused` for a schema that refers to another one."""
+        try:
+            return bool(message.tool_calls) or json_schema(message.content, self.schema) > 0
+        except ValueError as error:
+            raise Refused(f"response_format: {error}", param="response_format") from None
+
+    def instruct(self, history: Sequence[HistoryMessage]) -> tuple[HistoryMessage, ...]:
+        """Return a history whose system message describes the format."""
+        schema = json.dumps(self.schema)
+        text = f"Write the final reply as JSON only. It must satisfy this JSON Schema:\n{schema}"
+        if not history or history[0].message.role != "system":
+            return (HistoryMessage(Message("system", text)), *history)
+        system = history[0].message
+        system = replace(system, content=f"{system.content}\n\n{text}".lstrip())
+        return (replace(history[0], message=system), *history[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +73,9 @@ class CompletionRequest:
     """True if a stream ends with the token counts."""
     calls: bool
     """True if text in the form of a tool call is returned as one."""
+    format: ReplyFormat | None = None
+    overridden: tuple[str, ...] = ()
+    """The options of the request that the run's replace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,32 +100,88 @@ def load(data: bytes) -> dict[str, Any]:
     return body
 
 
-def read_chat(body: Mapping[str, Any], *, temperature: float) -> CompletionRequest:
-    """Check and read a chat request. Raises `Refused`, also for another temperature."""
+def read_chat(
+    body: Mapping[str, Any], *, temperature: float, config: EndpointConfig = STRICT
+) -> CompletionRequest:
+    """Check and read a chat request.
+
+    Raises `Refused`, also for another sampling than the run's unless `endpoint.lenient`.
+    """
+    overridden = overridden_options(body, CHAT, temperature, config)
+    body = without(body, *overridden)
+    reply_format = None
+    if config.lenient and is_json_format(body.get("response_format")):
+        reply_format = _read_format(body["response_format"], config)
+        body = without(body, "response_format")
     require(body, CHAT, "")
     history = tuple(
         _read_message(record, f"messages[{index}]") for index, record in enumerate(body["messages"])
     )
-    for index, each in enumerate(history):
-        if index and each.message.role == "system":
-            raise Refused(
-                "there is at most one system message, and it comes first",
-                param=f"messages[{index}]",
-            )
+    late = [index for index, each in enumerate(history) if index and each.message.role == "system"]
+    if late and not config.lenient:
+        raise Refused(
+            "there is at most one system message, and it comes first; with endpoint.lenient, "
+            "others are the user's",
+            param=f"messages[{late[0]}]",
+        )
+    if late:
+        overridden = (*overridden, "system_message")
+        history = (history[0], *map(_as_user, history[1:]))
+    if reply_format:
+        history = reply_format.instruct(history)
     call = Call(history, tuple(map(dict, body.get("tools") or ())))
     calls = bool(call.tools) and body.get("tool_choice") != "none"
-    return _request(body, call, temperature, logprobs=bool(body.get("logprobs")), calls=calls)
+    logprobs = bool(body.get("logprobs"))
+    request = _request(body, call, temperature, logprobs=logprobs, calls=calls)
+    return replace(request, format=reply_format, overridden=overridden)
 
 
-def read_completion(body: Mapping[str, Any], *, temperature: float) -> CompletionRequest:
+def read_completion(
+    body: Mapping[str, Any], *, temperature: float, config: EndpointConfig = STRICT
+) -> CompletionRequest:
     """Check and read a request to continue a text. Raises `Refused` like `read_chat`."""
+    overridden = overridden_options(body, COMPLETION, temperature, config)
+    body = without(body, *overridden)
     require(body, COMPLETION, "")
     prompt = body["prompt"]
     if isinstance(prompt, list) and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     call = Call(prompt if isinstance(prompt, str) else tuple(map(int, prompt)))
     logprobs = body.get("logprobs") is not None
-    return _request(body, call, temperature, logprobs=logprobs, calls=False)
+    request = _request(body, call, temperature, logprobs=logprobs, calls=False)
+    return replace(request, overridden=overridden)
+
+
+def _as_user(each: HistoryMessage) -> HistoryMessage:
+    """Return a system message as the user's: chat templates write a system message first only."""
+    if each.message.role != "system":
+        return each
+    return replace(each, message=replace(each.message, role="user"))
+
+
+def without(body: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    """Return a request without some fields."""
+    return {name: value for name, value in body.items() if name not in names}
+
+
+def _read_format(requested: Mapping[str, Any], config: EndpointConfig) -> ReplyFormat:
+    kind = requested["type"]
+    require(requested, JSON_FORMATS[kind], "response_format")
+    schema = requested["json_schema"]["schema"] if kind == "json_schema" else {"type": "object"}
+    reply_format = ReplyFormat(schema, config.format_retries)
+    reply_format.accepts(Message("assistant", "null"))  # refuses what is no schema
+    return reply_format
+
+
+def overridden_options(
+    body: Mapping[str, Any], schema: Schema, temperature: float, config: EndpointConfig
+) -> tuple[str, ...]:
+    """Return the names of the options that the run's replace: none unless `endpoint.lenient`."""
+    if not config.lenient:
+        return ()
+    requested = body.get("temperature")
+    is_other = isinstance(requested, int | float) and requested != temperature
+    return (*mismatched(body, schema), *["temperature"] * is_other)
 
 
 def _request(
@@ -91,7 +191,8 @@ def _request(
     if requested is not None and requested != temperature:
         raise Refused(
             f"temperature must be the run's, {temperature:g} (engine.temperature), got "
-            f"{reprlib.repr(requested)}: it is part of the policy that is trained. Leave it out",
+            f"{reprlib.repr(requested)}: it is part of the policy that is trained. Leave it out, "
+            "or set endpoint.lenient",
             param="temperature",
         )
     stop = body.get("stop") or ()

@@ -1,0 +1,227 @@
+"""Test the Responses API of the endpoint, and options that the endpoint overrides.
+
+An item that is sent back is the recorded answer. A stream has the items of the whole answer.
+Without `endpoint.lenient` another sampling is refused, with it the option is counted.
+"""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import pytest
+
+from tests.envs.test_chat import QWEN
+from tests.rollout.test_endpoint import ASK, THINKING, chat_of, rest_of, visit
+from tests.rollout.test_external import CALL, CHAT, SUMS, TASK, World, says, whole
+from unstale.config import EndpointConfig
+from unstale.durability.journal import Journal
+from unstale.engines import SamplingParams
+from unstale.envs.calculator import TOOL, calculate
+from unstale.envs.external import ExternalAgent
+from unstale.records import GroupRequest
+from unstale.rollout.endpoint import wire
+from unstale.rollout.endpoint.responses import ResponseFormat, read_response
+from unstale.rollout.endpoint.server import RecordingEndpoint
+from unstale.rollout.metrics import describe
+
+FUNCTION = {"type": "function", **TOOL["function"]}
+LENIENT = EndpointConfig(lenient=True)
+
+
+async def with_responses(base_url: str, task: str, seed: int, api_key: str) -> float:
+    """Solve a sum with the Responses API and a tool."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        items: list[Any] = [{"role": "user", "content": f"What is {task}?"}]
+        for _ in range(4):
+            response = await client.responses.create(
+                model="policy", instructions="Use the tool.", input=items, tools=[FUNCTION]
+            )
+            items += response.output
+            calls = [item for item in response.output if item.type == "function_call"]
+            if not calls:
+                return float(response.output_text == "It is 30.")
+            for call in calls:
+                result = str(calculate(json.loads(call.arguments)["expression"]))
+                items.append(
+                    {"type": "function_call_output", "call_id": call.call_id, "output": result}
+                )
+    return 0.0
+
+
+def test_an_agent_of_the_responses_api_is_recorded_as_one_of_chats() -> None:
+    world = World()
+    trajectory = whole(world.play(with_responses))
+    (first, call, _), (_, answer, _) = world.sampled
+    assert (trajectory.reward, trajectory.num_turns, trajectory.branches) == (1, 2, ())
+    assert trajectory.tokens == (*first, *call, *trajectory.pieces[2].tokens, *answer)
+    assert not world.events, "items that are sent back are the recorded answer"
+
+
+def test_a_stream_has_the_items_of_the_whole_answer() -> None:
+    def say(tokens: Sequence[int], params: SamplingParams) -> list[int]:
+        return rest_of(
+            f"So. It is a sum. {CALL}" if "calculate" in CHAT.text(tokens) else "One.", tokens
+        )
+
+    async def act(client: httpx.AsyncClient, world: World) -> None:
+        sdk = openai.AsyncOpenAI(
+            base_url=str(client.base_url), api_key=world.endpoint.token, max_retries=0
+        )
+        for fields in ({"input": "calculate", "tools": [FUNCTION]}, {"input": "one"}):
+            plain = await sdk.responses.create(model="m", **fields)
+            events = [
+                event
+                async for event in await sdk.responses.create(model="m", stream=True, **fields)
+            ]
+            assert [event.sequence_number for event in events] == list(range(len(events)))
+            done = events[-1].response
+            closed = [e.item for e in events if e.type == "response.output_item.done"]
+            assert closed == done.output
+            assert done.usage == plain.usage and done.status == plain.status == "completed"
+            deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
+            assert "".join(deltas) == done.output_text == plain.output_text
+            parts = [
+                [item.model_dump(exclude={"id", "call_id"}) for item in each.output]
+                for each in (plain, done)
+            ]
+            assert parts[0] == parts[1]
+            async with sdk.responses.stream(model="m", **fields) as stream:
+                assert (await stream.get_final_response()).output_text == plain.output_text
+        cut = await sdk.responses.create(model="m", input="one", max_output_tokens=1)
+        assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        told = await sdk.responses.create(
+            model="m", input="one", include=["message.output_text.logprobs"]
+        )
+        assert told.output[0].content[0].logprobs[0].logprob == -0.5
+        await sdk.close()
+
+    visit(World(say, max_turns=99), act)
+
+
+@pytest.mark.parametrize("text", ["Hm.\n</think>\n\nYes.", f"Hm.\n</think>\n\n{CALL}", "Yes."])
+def test_thoughts_text_and_calls_of_a_reply_are_read_back_as_one_message(text: str) -> None:
+    chat = chat_of(THINKING if "</think>" in text else QWEN)
+    answer = wire.Choice(wire.HistoryMessage(*reversed(chat.parse_text(text))), "stop", (), 1, 0)
+    request = read_response({"input": "one", "tools": [FUNCTION]}, temperature=1.0)
+    whole_answer = ResponseFormat("policy", chat).whole([answer], request)
+    items = [{"role": "user", "content": "one"}, *whole_answer["output"]]
+    again = read_response({"input": items}, temperature=1.0).call.history
+    assert [each.key for each in again[1:]] == [answer.message.key]
+    assert (again[1].thoughts or None) == answer.message.thoughts
+    form = ResponseFormat("policy", chat)
+    events = [
+        *form.begin(request),
+        *(event for end in range(len(text)) for event in form.grow(0, text[:end], request)),
+        *form.end([answer], request),
+    ]
+    kinds = [item["type"] for item in whole_answer["output"]]
+    assert [e["item"]["type"] for e in events if e["type"].endswith("item.added")] == kinds
+    streamed = [key for key, _ in groupby(e["output_index"] for e in events if "output_index" in e)]
+    assert streamed == list(range(len(kinds)))
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole input"),
+    ({"background": True}, "background", "the client that waits for it"),
+    ({"reasoning": {"effort": "low"}}, "reasoning.effort", "endpoint.lenient"),
+    ({"text": {"format": {"type": "json_object"}}}, "text.format", "endpoint.lenient"),
+    ({"temperature": 0}, "temperature", "endpoint.lenient"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].name", "is missing"),
+    ({"input": []}, "input", "at least one item"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "is not an item of type"),
+    ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "no such role"),
+    (
+        {"input": [{"type": "function_call", "name": "f", "arguments": "{"}]},
+        "input",
+        "not a JSON object",
+    ),
+    ({"n": 2}, "n", "unknown field"),
+]
+
+
+def test_what_cannot_be_done_is_refused_in_words() -> None:
+    async def act(client: httpx.AsyncClient, world: World) -> None:
+        for change, param, words in REFUSED:
+            answer = await client.post("responses", json={"input": "one", **change})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, param), (change, error)
+            assert words in error["message"], (change, error["message"])
+        neutral = {"temperature": None, "store": True, "reasoning": {"effort": None}, "top_p": 1}
+        assert (await client.post("responses", json={"input": "x", **neutral})).status_code == 200
+
+    visit(World(lambda tokens, params: says("so")), act)
+
+
+OVERRIDDEN: dict[str, Any] = {
+    "seed": 3,
+    "temperature": 0.0,
+    "top_p": 0.9,
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+    "reasoning_effort": "low",
+}
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_another_sampling_is_refused_or_with_lenient_counted(name: str, tmp_path: Path) -> None:
+    codes = []
+
+    async def agent(base_url: str, task: str, seed: int, api_key: str) -> float:
+        key = {"Authorization": f"Bearer {api_key}"}
+        async with httpx.AsyncClient(headers=key, timeout=20) as client:
+            for change in ({name: OVERRIDDEN[name]}, {}):
+                body = {**ASK, "tools": [TOOL], **change}
+                answer = await client.post(f"{base_url}/chat/completions", json=body)
+                codes.append(answer.status_code)
+        return 1.0
+
+    strict = whole(World().play(agent))
+    assert codes == [400, 200] and f"overridden_{name}" not in strict.facts
+    world = World()
+    world.endpoint = RecordingEndpoint(LENIENT)
+
+    async def main() -> Any:
+        with Journal(tmp_path / "journal.sqlite") as journal:
+            async with world.open():
+                rollout = world.rollout(ExternalAgent(agent, SUMS, name="sums"))
+                journal.add_request(GroupRequest(0, TASK, 0, 0))
+                await journal.publishing(0)
+                group = await rollout.group(
+                    GroupRequest(0, TASK, 0, 0), size=2, open_writer=journal.begin
+                )
+                await journal.finish(group)
+                return group
+
+    group = asyncio.run(main())
+    assert codes[2:] == [200] * 4
+    assert describe([group])[f"env/overridden_{name}_mean"] == 1
+    with Journal.read(tmp_path) as reader:
+        assert [each.facts[f"overridden_{name}"] for each in reader.group(0).trajectories] == [1, 1]
+    assert 3 not in {seed for _, _, seed in world.sampled}, "the run's own noise is used"
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "nothing"}, "not a JSON schema"),
+        ({"$ref": "https://example.com/x"}, "it does not define"),
+        ("x", "must be an object"),
+    ],
+)
+def test_a_format_that_cannot_be_checked_is_refused(schema: Any, words: str) -> None:
+    async def act(client: httpx.AsyncClient, world: World) -> None:
+        response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        answer = await client.post(
+            "chat/completions", json={**ASK, "response_format": response_format}
+        )
+        assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+        assert (await client.post("chat/completions", json=ASK)).status_code == 200
+
+    world = World(lambda tokens, params: says("so"))
+    world.endpoint = RecordingEndpoint(LENIENT)
+    visit(world, act)

@@ -1,0 +1,119 @@
+"""The endpoint's connections: their number, and the time that a request may take to arrive.
+
+A connection without a valid token is a stranger's. Strangers are few and short, so that they cannot
+use up the process's file descriptors: a run needs them for its journal, engines and checkpoints.
+"""
+
+import asyncio
+import hmac
+import json
+import resource
+from contextlib import suppress
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from unstale.rollout.endpoint.schemas import Refused
+
+HEAD_TIMEOUT_S = 10.0
+"""Seconds until the head of a request is complete, and until a connection has sent the token."""
+MAX_CONNECTIONS = 4096
+MAX_STRANGERS = 256
+RESERVED_DESCRIPTORS = 256
+"""File descriptors that are left to the run. Of a low limit, a quarter is."""
+
+
+def bears(authorization: str, token: str) -> bool:
+    """Return True if the value of an `Authorization` header has the token."""
+    kind, _, given = authorization.partition(" ")
+    is_ours = hmac.compare_digest(given.strip().encode(), token.encode())
+    return is_ours and kind.lower() == "bearer"
+
+
+class Protocol(H11Protocol):
+    """uvicorn's HTTP protocol with bounds on connections and heads, and with errors as JSON.
+
+    `strangers` holds the connections that have not sent the token, the oldest first.
+    """
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, token: str, strangers: "dict[Protocol, None]", **options: Any) -> None:
+        super().__init__(**options)
+        self._token = token
+        self._strangers = strangers
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self._strangers[self] = None
+        limit = _descriptor_limit()
+        descriptor = transport.get_extra_info("socket").fileno()
+        # The lowest free number is taken, so a high one means that few are left.
+        is_full = descriptor >= limit - min(RESERVED_DESCRIPTORS, limit // 4)
+        is_full = is_full or len(self.connections) > MAX_CONNECTIONS
+        if is_full or len(self._strangers) > min(MAX_STRANGERS, limit // 4):
+            next(iter(self._strangers)).refuse(
+                503,
+                "too_many_connections",
+                "too many connections; the oldest one without a valid token is closed. "
+                "If they are all yours, raise the limit of open files (ulimit -n)",
+            )
+        self._watch()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self in self._strangers and self.scope is not None:
+            given = (value for name, value in self.scope["headers"] if name == b"authorization")
+            if bears(next(given, b"").decode("latin-1"), self._token):
+                del self._strangers[self]
+                self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._strangers.pop(self, None)
+        super().connection_lost(exc)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Run a timer for a stranger, and while the head of a request is incomplete."""
+        waiting = self in self._strangers or self.conn.their_state is h11.IDLE
+        waiting = waiting and not self.transport.is_closing()
+        if waiting and self._timer is None:
+            self._timer = self.loop.call_later(
+                HEAD_TIMEOUT_S, self.refuse, 408, "timeout", "the request did not arrive in time"
+            )
+        elif not waiting and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def send_400_response(self, msg: str) -> None:
+        self.refuse(400, "invalid_http", msg)
+
+    def refuse(self, status: int, code: str, message: str) -> None:
+        """Answer with an error, unless an answer has begun, and close the connection."""
+        self._strangers.pop(self, None)
+        body = json.dumps(Refused(message, status=status, code=code).body()).encode()
+        headers = [
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+        ]
+        with suppress(h11.LocalProtocolError):  # an answer has begun already
+            for event in (
+                h11.Response(status_code=status, headers=headers),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+        self.transport.close()
+
+
+def _descriptor_limit() -> int:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 1 << 30 if limit == resource.RLIM_INFINITY else limit
