@@ -655,7 +655,9 @@ def test_a_run_trains_on_it(tmp_path: Path, tasks: str) -> None:
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "your-own-agent.md").read_text()
-SDK, SMOL, CHECKED = [block.split("```")[0] for block in PAGE.split("```python\n")[1:]]
+SDK, SMOL, CHECKED, OPENAI_AGENTS = [
+    block.split("```")[0] for block in PAGE.split("```python\n")[1:]
+]
 
 
 def run_python(code: str, folder: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.rollout.test_external import CALL, CHAT, World, says, whole
+from tests.rollout.test_external import CALL, CHAT, OPENAI_AGENTS, World, says, whole
 from unstale.config import EndpointConfig
 from unstale.engines import SamplingParams
 from unstale.envs.calculator import calculate
@@ -140,6 +140,13 @@ def test_openai_agents_run_by_default_through_the_responses_api(streamed: bool) 
     trajectory = play(lenient(CALL, "It is 30."), agent)
     assert trajectory.num_turns == 2 and not trajectory.branches
     assert {"overridden_reasoning", "overridden_text"} <= set(trajectory.facts)
+
+
+def test_the_openai_agents_example_of_the_docs_runs() -> None:
+    pytest.importorskip("agents")
+    example: dict[str, Any] = {}
+    exec(OPENAI_AGENTS, example)
+    assert play(lenient(CALL, "It is 30."), example["agent"]).num_turns == 2
 
 
 def test_openai_agents_get_their_output_type() -> None:
