@@ -183,6 +183,9 @@ class EndpointConfig(Section):
     format_retries: Count = 2
     """Further replies, with `lenient`, if one does not have the requested `response_format`."""
 
+    def applies(self, option: str) -> bool:
+        return option == "lenient" or self.lenient
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig(Section):
