@@ -2,24 +2,35 @@
 proxy.
 
 Nothing is sampled. Vocabulary 4, length 3: all 64 sequences are enumerated in float64, and
-expectations are sums. The engine's policy mu is, token by token, a perturbed version; the schedule
-of versions does not look at the tokens. Everything under test goes through the public functions;
-only the true gradients are written out here.
+expectations are sums. The engine's policy mu is, token by token, a perturbed version. Everything
+under test goes through the public functions; only the true gradients are written out here.
 
 - (a) the product over the sequence times the sequence's score is unbiased, whatever stands in for
   `old_logp`;
 - (b) so are prefix products for step rewards;
 - (c) token-level ratios have the gradient of another quantity, which is asserted, and it is not
   grad J unless pi = mu;
-- without D, (a) fails.
+- without D, (a) fails, unless `old_logp` is the engine's, whose D is 1;
+- a version may depend on the tokens before it; throwing replies away because of their tokens is
+  biased;
+- the denominators: `constant` has the gradient of J, `sequence_mean` that of reward / length;
+- the estimators: `rloo` has the gradient of J, `grpo_no_std` (n - 1) / n of it, others neither.
 """
 
 import itertools
+import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
+from unstale.algorithms.advantages import (
+    batch_advantage,
+    grpo_advantage,
+    opo_advantage,
+    rloo_advantage,
+)
 from unstale.algorithms.corrections import (
     aggregate,
     keep_all,
@@ -147,6 +158,16 @@ def assert_close(ours: Tensor, truth: Tensor) -> None:
     torch.testing.assert_close(ours, truth, rtol=1e-10, atol=1e-13)
 
 
+def turn(ours: Tensor, truth: Tensor) -> float:
+    """Return the distance of two directions."""
+    return float((ours / ours.norm() - truth / truth.norm()).norm())
+
+
+def assert_turned(ours: Tensor, truth: Tensor, *, least: float = 0.05) -> None:
+    """Assert that `ours` is no multiple of `truth`."""
+    assert turn(ours, truth) > least
+
+
 def assert_apart(ours: Tensor, truth: Tensor) -> None:
     assert (ours - truth).norm() > 0.05 * truth.norm()
 
@@ -208,6 +229,153 @@ def test_without_the_discrepancy_it_is_biased(name: str, schedule: tuple[int, ..
     old_logp, behavior = setting(schedule, name)
     ours = expected_gradient(old_logp, behavior, reward=per_token(ADVANTAGE), correct=False)
     assert_apart(ours, true_gradient(ADVANTAGE))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_without_the_discrepancy_the_engines_own_log_probabilities_are_enough(
+    schedule: tuple[int, ...],
+) -> None:
+    """The route `rollout`: D is 1, and S is the whole ratio."""
+    old_logp, behavior = setting(schedule, "behavior")
+    ours = expected_gradient(old_logp, behavior, reward=per_token(ADVANTAGE), correct=False)
+    assert_close(ours, true_gradient(ADVANTAGE))
+
+
+@pytest.mark.parametrize("name", PROXIES)
+def test_a_switch_may_depend_on_the_tokens_before_it(name: str) -> None:
+    """The second token has version 1 after an odd token; the third moves on after a 3."""
+    first = SEQUENCES[:, 0] % 2
+    version = torch.stack([first * 0, first, first + (SEQUENCES[:, 1] == 3)], 1)
+    behavior, exact = (
+        torch.stack([logps(each) for each in policies]).gather(0, version[None])[0]
+        for policies in (ENGINES, VERSIONS)
+    )
+    assert behavior.sum(1).exp().sum().item() == pytest.approx(1)
+    old_logp = proxy(name, behavior=behavior, exact=exact, now=logps(NOW))
+    ours = expected_gradient(old_logp, behavior, reward=per_token(ADVANTAGE))
+    assert_close(ours, true_gradient(ADVANTAGE))
+
+
+def test_replies_thrown_away_because_of_their_tokens_bias_the_rest() -> None:
+    """A reply of version 0 that begins with token 0 is dropped and sampled again by version 1."""
+    first, second = (logps(engine) for engine in ENGINES[:2])
+    begins_with_0 = SEQUENCES[:, 0] == 0
+    again = first.sum(1).exp()[begins_with_0].sum()
+    kept = torch.where(begins_with_0, 0.0, ADVANTAGE)
+    ours = expected_gradient(first, first, reward=per_token(kept))
+    ours = ours + again * expected_gradient(second, second, reward=per_token(ADVANTAGE))
+    assert_turned(ours, true_gradient(ADVANTAGE))
+
+
+# --- denominators
+# ------------------------------------------------------------------------------------------------
+
+SIZE = torch.where((SEQUENCES == 0).any(1), (SEQUENCES == 0).int().argmax(1) + 1, LENGTH)
+"""Action tokens of a sequence that ends with its first token 0."""
+TEXT = torch.where(torch.arange(LENGTH) < SIZE[:, None], SEQUENCES, 0)
+REWARD = 1 + noise(901, len(SEQUENCES))[TEXT @ VOCABULARY ** torch.arange(LENGTH)]
+"""A reward of the tokens up to the end."""
+
+
+def mean_gradient(how: str, *, batch: int = 1) -> Tensor:
+    """Return minus the mean gradient of the loss of `batch` sequences, drawn from the policy.
+
+    Each sequence's score counts reward * norm, with the norm of its batch. Batches of equal lengths
+    have equal norms, so that the lengths of the other sequences are enough.
+    """
+    theta = leaves()
+    score = torch.where(torch.arange(LENGTH) < SIZE[:, None], logps(theta), 0.0).sum(1)
+    chance = logps(NOW).sum(1).exp()
+    of_size = [float(chance[size == SIZE].sum()) for size in range(1, LENGTH + 1)]
+    weight = torch.zeros(len(SEQUENCES), dtype=torch.float64)
+    for sizes in itertools.product(range(1, LENGTH + 1), repeat=batch):
+        rows = torch.arange(batch).repeat_interleave(torch.tensor(sizes))
+        everything = torch.ones_like(rows, dtype=torch.bool)
+        norm = token_norm(everything, everything, sequence=rows, how=how, constant=7.0)  # type: ignore[arg-type]
+        others = math.prod(of_size[size - 1] for size in sizes[1:])
+        weight += torch.where(sizes[0] == SIZE, batch * others * norm[0], 0.0)
+    return gradient((chance * weight * REWARD * score).sum(), theta)
+
+
+def test_a_constant_denominator_has_the_gradient_of_the_reward() -> None:
+    for batch in (1, 3):
+        assert_close(7 * mean_gradient("constant", batch=batch), true_gradient(REWARD))
+
+
+def test_the_mean_over_a_sequence_trains_on_reward_over_length() -> None:
+    for batch in (1, 3):
+        ours = mean_gradient("sequence_mean", batch=batch)
+        assert_close(ours, true_gradient(REWARD / SIZE))
+        assert_turned(ours, true_gradient(REWARD))
+
+
+def test_the_bias_of_a_random_count_of_tokens_falls_with_the_batch() -> None:
+    truth = true_gradient(REWARD)
+    small, large = (turn(mean_gradient("action_tokens", batch=size), truth) for size in (1, 5))
+    assert small > 0.05 and large < 0.35 * small
+    assert_close(mean_gradient("action_tokens", batch=1), mean_gradient("sequence_mean", batch=1))
+
+
+# --- advantage estimators
+# ------------------------------------------------------------------------------------------------
+
+CHOICE = noise(902, 4)
+"""Logits of a policy that chooses one of four replies."""
+REWARDS = torch.tensor([1.0, 0.0, 0.3, -0.5], dtype=torch.float64)
+LENGTHS = torch.tensor([5.0, 1.0, 2.0, 9.0], dtype=torch.float64)
+"""Tokens of the four replies, for estimators that weigh them."""
+ESTIMATES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "grpo": lambda rewards, group, lengths: grpo_advantage(rewards, group),
+    "grpo_no_std": lambda rewards, group, lengths: grpo_advantage(rewards, group, std=False),
+    "rloo": lambda rewards, group, lengths: rloo_advantage(rewards, group),
+    "opo": lambda rewards, group, lengths: opo_advantage(rewards, group, lengths=lengths),
+    "reinforce_batch": lambda rewards, group, lengths: batch_advantage(rewards, group),
+}
+
+
+def estimated_gradient(
+    name: str, siblings: int, *, groups: int = 1, lengths: Tensor = LENGTHS
+) -> Tensor:
+    """Return the mean of advantage * score over all batches of groups drawn from the policy."""
+    theta = CHOICE.clone().requires_grad_()
+    logp = torch.log_softmax(theta, 0)
+    group = torch.arange(groups).repeat_interleave(siblings)
+    total = torch.zeros((), dtype=torch.float64)
+    for drawn in itertools.product(range(4), repeat=siblings * groups):
+        picked = torch.tensor(drawn)
+        advantage = ESTIMATES[name](REWARDS[picked], group, lengths[picked])
+        chance = logp.detach()[picked].sum().exp()
+        total = total + chance * (advantage * logp[picked]).mean()
+    return torch.autograd.grad(total, theta)[0]
+
+
+def best_gradient() -> Tensor:
+    theta = CHOICE.clone().requires_grad_()
+    return torch.autograd.grad((torch.softmax(theta, 0) * REWARDS).sum(), theta)[0]
+
+
+@pytest.mark.parametrize("siblings", [2, 3, 4])
+def test_leaving_a_sibling_out_of_its_baseline_is_unbiased(siblings: int) -> None:
+    assert_close(estimated_gradient("rloo", siblings), best_gradient())
+
+
+@pytest.mark.parametrize("siblings", [2, 3, 4])
+def test_a_baseline_that_holds_the_reward_itself_shortens_the_gradient(siblings: int) -> None:
+    ours = estimated_gradient("grpo_no_std", siblings)
+    assert_close(ours, (siblings - 1) / siblings * best_gradient())
+    assert_close(estimated_gradient("opo", siblings, lengths=LENGTHS * 0 + 5), ours)
+
+
+@pytest.mark.parametrize("name", ["grpo", "opo"])
+@pytest.mark.parametrize("siblings", [2, 3])
+def test_division_by_the_deviation_and_weights_by_length_turn_the_gradient(
+    name: str, siblings: int
+) -> None:
+    assert_turned(estimated_gradient(name, siblings), best_gradient())
+
+
+def test_normalization_over_the_batch_turns_the_gradient() -> None:
+    assert_turned(estimated_gradient("reinforce_batch", 2, groups=2), best_gradient(), least=0.01)
 
 
 def test_a_cap_on_the_weight_is_biased() -> None:
