@@ -8,6 +8,9 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from tests.rewards.test_judge import Model, model
 from unstale.config import install
@@ -108,6 +111,27 @@ def test_the_examples_for_other_trainers_run() -> None:
     old, fresh = -math.exp(0.1) / 4, math.exp(0.1) / 4
     expected = [round(value, 4) for value in (old, old, -fresh, fresh)]
     assert done[1] == f"loss {old * 2:.4f}, gradient {expected}\n"
+
+
+def test_the_padded_example_ignores_what_is_off_the_mask() -> None:
+    """A third row is padding alone, and everything off the mask is NaN."""
+    example: dict[str, Any] = {}
+    exec(blocks("docs/other-trainers.md", "python")[0], example)
+    padding = torch.zeros(1, 4, dtype=torch.bool)
+    mask = torch.cat([example["mask"], padding])
+    version = torch.cat([example["version"], padding.long() - 1])
+    inputs = {}
+    for name in ("behavior_logp", "old_logp", "logp"):
+        values = torch.cat([example[name].detach(), torch.zeros(1, 4)])
+        inputs[name] = torch.where(mask, values, math.nan).requires_grad_(name == "logp")
+    advantage = torch.tensor([1.0, -1.0, math.nan])
+    loss, figures = example["padded_loss"](
+        **inputs, version=version, mask=mask, advantage=advantage
+    )
+    loss.backward()
+    assert loss.item() == example["loss"].item() and figures == example["figures"]
+    gradient = inputs["logp"].grad
+    assert torch.equal(gradient[:2], example["logp"].grad) and not gradient[2].any()
 
 
 def test_the_reward_examples_run(model: Model, tmp_path: Path) -> None:

@@ -24,7 +24,9 @@ from unstale.algorithms.corrections import (
     NonFinite,
     aggregate,
     bounded_exp,
+    cap_ratio,
     check_finite,
+    clamp,
     divergence,
     has_behavior,
     keep_all,
@@ -99,6 +101,9 @@ def test_units_of_a_batch_without_action_tokens() -> None:
         ("turn", "sum", [0, 0.3, 0.3, 0.3, 0, -0.7, 0, 0.2]),
         ("sequence", "mean", [0, -0.1, -0.1, -0.1, 0, -0.1, 0, 0.2]),
         ("sequence", "sum", [0, -0.4, -0.4, -0.4, 0, -0.4, 0, 0.2]),
+        ("token", "max", [0, 0.1, -0.3, 0.5, 0, -0.7, 0, 0.2]),
+        ("turn", "max", [0, 0.5, 0.5, 0.5, 0, -0.7, 0, 0.2]),
+        ("sequence", "max", [0, -0.7, -0.7, -0.7, 0, -0.7, 0, 0.2]),
     ],
 )
 def test_aggregation(unit: str, how: Any, expected: list[float]) -> None:
@@ -143,7 +148,7 @@ def test_unknown_words_are_refused() -> None:
     with pytest.raises(ValueError, match="unit must be"):
         unwrap(unit_ids)("step", sequence=SEQUENCE, turn=TURN, version=VERSION, sampled=SAMPLED)
     with pytest.raises(ValueError, match="how must be"):
-        unwrap(aggregate)(LOG_D, SEQUENCE, sampled=SAMPLED, how="max")
+        unwrap(aggregate)(LOG_D, SEQUENCE, sampled=SAMPLED, how="median")
 
 
 def test_shapes_are_checked_in_tests() -> None:
@@ -275,6 +280,49 @@ def test_truncate() -> None:
     assert kept(control) == SAMPLED.int().tolist()
 
 
+def test_clamp_is_truncate_with_a_lower_bound() -> None:
+    control = clamp(LOG, keep_all(SAMPLED), low=0.8, high=1.2)
+    assert control.factor.tolist() == pytest.approx([0, D[1], 0.8, 1.2, 0, 0.8, 0, 1.2])
+    assert kept(control) == SAMPLED.int().tolist()
+
+
+def test_normalized_weights_have_the_mean_one_over_kept_tokens() -> None:
+    """Of the five tokens, the veto drops sequence 0; a band drops D[3] and D[5]."""
+    everything = truncate(LOG, keep_all(SAMPLED), high=1.2, normalize=True)
+    weights = [D[1], D[2], 1.2, D[5], 1.2]
+    assert everything.factor[SAMPLED].tolist() == pytest.approx(
+        [weight * 5 / sum(weights) for weight in weights]
+    )
+    vetoed = veto(LOG, keep_all(SAMPLED), sequence=SEQUENCE, below=0.6)
+    assert truncate(LOG, vetoed, high=9.0, normalize=True).factor.tolist() == [0] * 7 + [1]
+    low, high = math.exp(-0.4), math.exp(0.4)
+    inside = mask_weight(LOG, keep_all(SAMPLED), low=low, high=high, normalize=True)
+    total = D[1] + D[2] + D[7]
+    assert inside.factor[inside.keep].tolist() == pytest.approx(
+        [weight * 3 / total for weight in (D[1], D[2], D[7])]
+    )
+    nothing = truncate(LOG, keep_all(SAMPLED & False), high=1.2, normalize=True)
+    assert nothing.factor.tolist() == [0] * 8
+
+
+def test_a_cap_holds_the_whole_ratio_however_it_is_divided() -> None:
+    """pi / mu = 1.5, 3 and 0.5: with a cap of 2, D S times the factor is 1.5, 2 and 0.5."""
+    behavior = torch.zeros(3, dtype=torch.float64)
+    now = tensor([1.5, 3.0, 0.5], dtype=torch.float64).log().requires_grad_()
+    everywhere = torch.ones(3, dtype=torch.bool)
+    factor = cap_ratio(now, behavior, sampled=everywhere, high=2.0)
+    assert factor.tolist() == pytest.approx([1, 2 / 3, 1]) and not factor.requires_grad
+    for old in (behavior, now.detach(), tensor([-0.4, 0.3, 0.9], dtype=torch.float64)):
+        log_d = log_discrepancy(old, behavior, sampled=everywhere)
+        weight = truncate(log_d, keep_all(everywhere), high=INF).factor
+        log_s = log_staleness(now, old, unit=torch.arange(3), sampled=everywhere)
+        assert (weight * bounded_exp(log_s) * factor).tolist() == pytest.approx([1.5, 2, 0.5])
+    off = cap_ratio(
+        tensor([NAN, 9.0]), tensor([0.0, NAN]), sampled=everywhere[:2] & False, high=2.0
+    )
+    assert off.tolist() == [1, 1]
+
+
 def test_mask_weight() -> None:
     control = mask_weight(LOG, keep_all(SAMPLED), low=math.exp(-0.4), high=math.exp(0.4))
     assert control.factor.tolist() == pytest.approx([0, D[1], D[2], 0, 0, 0, 0, D[7]])
@@ -325,6 +373,10 @@ def test_an_impossible_band_is_refused(low: float, high: float) -> None:
 def test_impossible_bounds_are_refused() -> None:
     with pytest.raises(ValueError, match="high must be > 0"):
         truncate(LOG, keep_all(SAMPLED), high=0.0)
+    with pytest.raises(ValueError, match=r"0 <= low <= high and high > 0, got 3.0 \.\. 2.0"):
+        clamp(LOG, keep_all(SAMPLED), low=3.0, high=2.0)
+    with pytest.raises(ValueError, match="high must be > 0, got 0"):
+        cap_ratio(LOG, LOG, sampled=SAMPLED, high=0.0)
     with pytest.raises(ValueError, match="below must be"):
         veto(LOG, keep_all(SAMPLED), sequence=SEQUENCE, below=1.5)
 

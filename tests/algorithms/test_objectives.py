@@ -34,6 +34,7 @@ from unstale.algorithms.corrections import (
 from unstale.algorithms.objectives import (
     Surrogate,
     cispo,
+    dro,
     dual_clip,
     entropy,
     gspo,
@@ -42,6 +43,7 @@ from unstale.algorithms.objectives import (
     ppo_clip,
     reference_kl,
     sampled_entropy,
+    sapo,
     token_norm,
 )
 
@@ -51,7 +53,9 @@ OBJECTIVES: dict[str, Callable[[Tensor, Tensor], Surrogate]] = {
     "dual_clip": dual_clip,
     "gspo": gspo,
     "cispo": cispo,
+    "sapo": sapo,
     "kl_penalty": kl_penalty,
+    "dro": dro,
     "none": none,
 }
 UNITS: list[Any] = ["token", "segment", "turn", "sequence"]
@@ -139,6 +143,45 @@ def test_kl_penalty_still_pulls_beyond_the_bound_of_exp() -> None:
     log_s = tensor([30.0], dtype=torch.float64, requires_grad=True)
     kl_penalty(log_s, torch.zeros(1, dtype=torch.float64)).loss.sum().backward()
     assert log_s.grad is not None and log_s.grad.item() == 30.0
+
+
+@pytest.mark.parametrize("advantage", [2.0, -0.5])
+@pytest.mark.parametrize("ratio", [0.2, 0.9, 1.0, 1.7, 30.0])
+def test_sapo_is_a_gate_whose_slope_fades_away_from_one(ratio: float, advantage: float) -> None:
+    """By hand: with p = 1 / (1 + exp(-tau (S - 1))) the loss is -4 p A / tau, and its derivative by
+    log pi is -4 p (1 - p) S A (arXiv 2511.20347)."""
+    tau = 0.7 if advantage > 0 else 3.0
+    gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+    expected = (-4 / tau * gate * advantage, -4 * gate * (1 - gate) * ratio * advantage, False)
+    found = one(partial(sapo, tau_pos=0.7, tau_neg=3.0), ratio, advantage)
+    assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_sapo_refuses_a_gate_without_slope() -> None:
+    with pytest.raises(ValueError, match=r"must be > 0, got 0\.0 and 1\.05"):
+        sapo(torch.zeros(1), torch.ones(1), tau_pos=0.0)
+
+
+def test_dro_pulls_back_without_a_weight() -> None:
+    log_ratio = math.log(2.0)
+    expected = (0.2 * log_ratio**2 - 3.0 * log_ratio, 0.4 * log_ratio - 3.0, False)
+    assert one(partial(dro, dro_beta=0.4), 2.0, 3.0) == pytest.approx(expected)
+
+
+def test_dro_over_a_sequence_is_the_regression_of_the_paper() -> None:
+    """Its gradient is that of (A - beta log pi(x) / mu(x))^2 / (2 beta), summed over sequences."""
+    now = torch.linspace(-2.0, -0.1, 8, dtype=torch.float64).requires_grad_()
+    behavior = torch.linspace(-0.3, -1.5, 8, dtype=torch.float64)
+    log_s = log_staleness(now, behavior, unit=ids("sequence"), sampled=SAMPLED, how="sum")
+    reward = torch.where(SEQUENCE == 0, 1.5, -2.0).double()
+    surrogate = dro(log_s, reward, sampled=SAMPLED, dro_beta=0.3)
+    (ours,) = torch.autograd.grad(surrogate.loss.sum(), now)
+    loss = torch.zeros(())
+    for sequence, wanted in ((0, 1.5), (1, -2.0)):
+        own = SAMPLED & (sequence == SEQUENCE)
+        loss = loss + (wanted - 0.3 * (now - behavior)[own].sum()).square() / 0.6
+    (expected,) = torch.autograd.grad(loss, now)
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_none_weighs_and_bounds_nothing() -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from unstale.algorithms import advantages
 from unstale.algorithms.corrections import (
     aggregate,
+    clamp,
     divergence,
     keep_all,
     log_discrepancy,
@@ -190,6 +191,40 @@ def test_sequence_k3_mask_bounds_a_mean() -> None:
     mean = aggregate(k3, UNITS["sequence"], sampled=SAMPLED)
     kept = mask(mean, keep_all(SAMPLED), low=0.0, high=math.exp(float(expected["threshold"]))).keep
     assert kept.int().tolist() == expected["values"]
+
+
+def test_sequence_max_mask_drops_a_sequence_by_its_worst_token() -> None:
+    """verl's `seq_max_k2`: keep a sequence while the greatest (log D)^2 / 2 is at most a bound."""
+    worst = [
+        max(abs(old - mu) for old, mu, own in zip(*row, strict=True) if own)
+        for row in zip(OLD.tolist(), BEHAVIOR.tolist(), SAMPLED.tolist(), strict=True)
+    ]
+    bound = sorted(worst)[2] ** 2 / 2  # three of the six sequences stay
+    band = math.exp(math.sqrt(2 * bound) * (1 + 1e-12))
+    log_d = aggregate(LOG_D, UNITS["sequence"], sampled=SAMPLED, how="max")
+    kept = mask(log_d, keep_all(SAMPLED), low=1 / band, high=band).keep
+    expected = torch.tensor([size**2 / 2 <= bound for size in worst])
+    assert expected.sum() == 3 and torch.equal(kept, SAMPLED & expected[:, None])
+
+
+def test_normalized_and_clamped_weights_against_loops() -> None:
+    """verl's `rollout_is_batch_normalize` on token weights, slime's `tis_clip_low`."""
+    ratios = [
+        math.exp(old - mu)
+        for old, mu, own in zip(
+            OLD.flatten().tolist(),
+            BEHAVIOR.flatten().tolist(),
+            SAMPLED.flatten().tolist(),
+            strict=True,
+        )
+        if own
+    ]
+    held = [min(ratio, 1.05) for ratio in ratios]
+    mean = sum(held) / len(held)
+    ours = truncate(LOG_D, keep_all(SAMPLED), high=1.05, normalize=True).factor[SAMPLED]
+    assert ours.tolist() == pytest.approx([weight / mean for weight in held], rel=1e-12)
+    both = clamp(LOG_D, keep_all(SAMPLED), low=0.95, high=1.05).factor[SAMPLED]
+    assert both.tolist() == pytest.approx([min(max(ratio, 0.95), 1.05) for ratio in ratios])
 
 
 def test_offpolicy_metrics() -> None:

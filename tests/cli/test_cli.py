@@ -184,7 +184,7 @@ def test_help_hides_options_that_the_choices_do_not_read(
         ("--trainer.lora_rank=4", "--trainer.lora_alpha"),
     ):
         assert option not in shown() and option in shown(choice)
-    assert len(re.findall(r"^  --", shown(), re.MULTILINE)) < 75
+    assert int(re.findall(r"(\d+) more options", shown())[0]) > 20
 
 
 def test_a_file_sets_options_and_the_command_line_wins(tmp_path: Path) -> None:

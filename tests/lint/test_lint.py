@@ -152,6 +152,13 @@ REFUSED = [
         "--old_logps.route rollout --correction.control none --correction.token_veto_threshold 0.1",
         "D is identically 1, token_veto_threshold can never act",
     ),
+    ("--old_logps.route current_recompute --objective.kind sapo", "sapo can never act"),
+    ("--old_logps.route current_recompute --objective.kind dro", "dro can never act"),
+    (
+        "--old_logps.route interp_prox_loglinear --correction.normalize true",
+        "the mean weight of the batch is not known in time",
+    ),
+    ("--old_logps.route rollout --correction.control clamp", "a weight on D (clamp) beside a loss"),
     ("--old_logps.route rollout", "a weight on D (mask_weight) beside a loss"),
     ("--old_logps.route rollout --correction.control truncate", "a weight on D (truncate) beside"),
     (
@@ -279,6 +286,7 @@ WARNED = [
     (f"--trainer.dtype bfloat16 --correction.unit sequence {NARROW}", "D at 0.005"),
     (f"--trainer.dtype bfloat16 {GSPO}", "S at 0.0004"),
     (NARROW, "narrower than the noise"),
+    (f"{NARROW} --correction.unit sequence --correction.aggregate max", "D at 0.005"),
     ("--trainer.lora_rank 8 --trainer.lr 1e-5", "adapters at a learning rate of 1e-05"),
 ]
 
@@ -356,6 +364,33 @@ def test_bounds_and_versions_are_told_with_their_numbers() -> None:
     assert verdict.facts["unbounded"] == "nothing"
 
 
+def test_bounds_of_every_control_and_objective_are_told() -> None:
+    knobs = (
+        "--correction.control clamp --correction.normalize true --correction.unit sequence "
+        "--correction.aggregate max --objective.kind sapo --objective.tau_neg 2 "
+        "--objective.ratio_cap 5"
+    )
+    d, s = check(configured(knobs)).factors
+    assert d.bound == (
+        "clamp: a weight held within [0.5, 2], the ratio farthest from 1 over a sequence; "
+        "divided by the mean weight of the batch"
+    )
+    assert s.bound == (
+        "sapo: a gradient that fades as S leaves 1 (tau 1 where A > 0, else 2), per token; "
+        "pi / mu at most 5"
+    )
+    _, s = check(configured("--objective.kind dro --objective.dro_beta 0.1")).factors
+    assert s.bound == "dro: pulled back by 0.05 (log S)^2, per token; no weight S"
+
+
+def test_an_option_that_the_choice_does_not_read_is_refused() -> None:
+    says = r"correction\.normalize is an option of truncate, clamp, mask_weight; .* is mask"
+    with pytest.raises(ConfigError, match=says):
+        configured("--correction.control mask --correction.normalize true")
+    with pytest.raises(ConfigError, match=r"objective\.tau_pos is an option of sapo"):
+        configured("--objective.tau_pos 2")
+
+
 @pytest.mark.parametrize(
     "knobs, loose",
     [
@@ -363,6 +398,10 @@ def test_bounds_and_versions_are_told_with_their_numbers() -> None:
         ("--objective.kind none", "S"),
         ("--objective.kind kl_penalty", "S is pulled back, not cut"),
         ("--objective.kind cispo", "nothing"),
+        ("--objective.kind sapo", "nothing"),
+        ("--objective.kind dro", "S is pulled back, not cut"),
+        ("--objective.ratio_cap 3", "nothing"),
+        ("--objective.ratio_cap 3 --correction.control mask", "S from above where A < 0"),
         ("--old_logps.route current_recompute --old_logps.baseline true", "nothing"),
     ],
 )

@@ -8,6 +8,7 @@ bfloat16 training keeps float32 weights. A restored trainer continues exactly.
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,6 +95,47 @@ def learn(trainer: LocalTrainer, batch: Batch) -> Mapping[str, float]:
         trainer.backward(part)
         trainer.step()
     return trainer.metrics()
+
+
+def test_a_cap_on_the_whole_ratio_holds_what_a_token_counts() -> None:
+    """The loss is -sum min(pi / mu, cap) A / N, from unpacked forward passes."""
+    policy, batch = tiny_policy(), a_batch()
+    trainer = make(policy, objective=ObjectiveConfig(kind="none", ratio_cap=1.5))
+    total, capped = 0.0, 0
+    for start, end in batch.spans():
+        now = plain_logps(policy, batch.tokens[start:end].tolist())
+        for at in batch.sampled[start:end].nonzero().squeeze(1).tolist():
+            ratio = math.exp(float(now[at] - batch.behavior_logp[start + at]))
+            capped += ratio > 1.5
+            total -= min(ratio, 1.5) * float(batch.advantage[start + at])
+    (part,) = trainer.prepare(batch)
+    trainer.backward(part)
+    assert 0 < capped < 29
+    assert trainer.metrics()["objective/loss"] == pytest.approx(total / 29, rel=1e-4)
+
+
+def test_normalized_weights_have_the_mean_one_over_the_batch() -> None:
+    correction = CorrectionConfig(control="truncate", high=2.0, normalize=True)
+    trainer = make(tiny_policy(), correction=correction, minibatches_per_batch=2)
+    factors = [part.factor[part.batch.sampled] for part in trainer.prepare(a_batch())]
+    assert torch.cat(factors).mean().item() == pytest.approx(1.0)
+    assert abs(factors[0].mean().item() - 1) > 0.01
+
+
+@pytest.mark.parametrize("kind", ["sapo", "dro"])
+def test_a_step_on_fresh_data_is_that_of_the_other_objectives(kind: str) -> None:
+    steps = []
+    for each in ("none", kind):
+        policy = tiny_policy(dtype="float64")
+        trainer = make(policy, route="rollout", objective=ObjectiveConfig(kind=each))
+        batch = a_batch()
+        logp = trainer.policy.score(
+            batch, batch.sampled, temperature=1.0, max_tokens_per_microbatch=64
+        ).logp
+        (part,) = trainer.prepare(replace(batch, behavior_logp=logp))
+        trainer.backward(part)
+        steps.append(gradient(trainer))
+    torch.testing.assert_close(steps[1], steps[0], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("minibatches_per_batch", [1, 2])

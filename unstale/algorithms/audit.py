@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from unstale.algorithms.corrections import renumber
+
 MIN_TOKENS = 100
 """Fewest tokens for a fit of the leaks."""
 SIGNAL = 10.0
@@ -206,8 +208,9 @@ def join(parts: Sequence[Tokens]) -> Tokens:
     flats, first = [], 0
     for part in parts:
         flat = part.flat()
-        flats.append(replace(flat, sequence=flat.sequence + first))
-        first += int(flat.sequence.max()) + 1 if len(flat) else 0
+        index, count = renumber(flat.sequence)
+        flats.append(replace(flat, sequence=index + first))
+        first += count
     return Tokens(
         *(torch.cat([getattr(flat, field.name) for flat in flats]) for field in fields(Tokens))
     )
@@ -227,8 +230,8 @@ def _ratio(above: Tensor, below: Tensor, sequence: Tensor) -> Estimate | None:
 
 def _by_sequence(rows: Tensor, sequence: Tensor) -> Tensor:
     """Return the sum of the rows of each sequence."""
-    sequences, place = sequence.unique(return_inverse=True)
-    return rows.new_zeros(len(sequences), rows.shape[1]).index_add(0, place, rows)
+    index, count = renumber(sequence)
+    return rows.new_zeros(count, rows.shape[1]).index_add(0, index, rows)
 
 
 def _constant(values: Tensor, noise: float) -> bool:

@@ -4,13 +4,14 @@
 
 Functions take tensors of any one shape: packed `[T]` with ids per token, or padded `[B, T]` with a
 mask. `sampled` is True on action tokens; other tokens are ignored, whatever their values. Ids
-(`unit`, `sequence`) are integers >= 0 on action tokens. D is always detached: it repairs a
-numerical defect, and no policy should learn from it. D contains numerical differences alone only if
+(`unit`, `sequence`) are any integers, such as hashes. D is always detached: it repairs a numerical
+defect, and no policy should learn from it. D contains numerical differences alone only if
 `old_logp` is exact; behind an approximation it contains staleness, too.
 
 Order of use: `log_discrepancy`, `aggregate`, `keep_all`, then any of `veto`, `mask`, `truncate`,
-`mask_weight`; each receives the `Control` of the one before. A function with `@control` is a value
-of the option `correction.control`, and its keyword-only parameters are options of that section.
+`clamp`, `mask_weight`; each receives the `Control` of the one before. A function with `@control` is
+a value of the option `correction.control`, and its keyword-only parameters are options of that
+section.
 """
 
 import math
@@ -112,6 +113,16 @@ def unit_ids(
     return ids.reshape(sampled.shape)
 
 
+def renumber(ids: Int[Tensor, "*shape"]) -> tuple[Int[Tensor, "n"], int]:
+    """Return the ids, flattened and renumbered 0, 1, ... in their order, and how many there are.
+
+    >>> renumber(torch.tensor([-7, 2**60, -7]))
+    (tensor([0, 1, 0]), 2)
+    """
+    values, index = ids.unique(return_inverse=True)
+    return index.flatten(), len(values)
+
+
 def aggregate(
     log_ratio: Float[Tensor, "*shape"],
     unit: Int[Tensor, "*shape"],
@@ -123,17 +134,24 @@ def aggregate(
 
     It is 0 for tokens that are not action tokens.
 
-    `mean` is the log of the geometric-mean ratio, `sum` the log of the product. Synchronizes with
-    the device once.
+    `mean` is the log of the geometric-mean ratio, `sum` the log of the product, `max` the log-ratio
+    farthest from 0. Synchronizes with the device once.
     """
-    if how not in ("mean", "sum"):
-        raise ValueError(f"how must be mean or sum, got {how!r}")
-    index = torch.where(sampled, unit, 0).flatten()
+    index, size = renumber(torch.where(sampled, unit, 0))
     values = torch.where(sampled, widen(log_ratio), 0.0).flatten()
-    total = values.new_zeros(int(index.max()) + 1 if len(index) else 0)
-    result = total.index_add(0, index, values)
-    if how == "mean":
-        result = result / total.index_add(0, index, sampled.flatten().to(values.dtype)).clamp(min=1)
+    zeros = values.new_zeros(size)
+    match how:
+        case "sum":
+            result = zeros.index_add(0, index, values)
+        case "mean":
+            count = zeros.index_add(0, index, sampled.flatten().to(values.dtype))
+            result = zeros.index_add(0, index, values) / count.clamp(min=1)
+        case "max":
+            high = zeros.scatter_reduce(0, index, values, "amax")
+            low = zeros.scatter_reduce(0, index, values, "amin")
+            result = torch.where(high >= -low, high, low)
+        case _:
+            raise ValueError(f"how must be mean, sum or max, got {how!r}")
     return torch.where(sampled, result[index].reshape(sampled.shape), 0.0)
 
 
@@ -222,25 +240,57 @@ def mask(
 
 
 @control
-def truncate(log_discrepancy: Float[Tensor, "*shape"], before: Control, *, high: float) -> Control:
+def truncate(
+    log_discrepancy: Float[Tensor, "*shape"],
+    before: Control,
+    *,
+    high: float,
+    normalize: bool = False,
+) -> Control:
     """Weight a token by `min(D, high)`: truncated importance sampling.
 
     IMPALA's rho-bar (arXiv 1802.01561); called TIS in LLM training. `high = inf` is the plain
-    weight D.
+    weight D. `normalize` divides the weights by their mean over kept tokens, which must then be
+    those of the whole batch: self-normalized importance sampling.
     """
     if not high > 0:
         raise ValueError(f"high must be > 0, got {high}")
-    return _add_weight(before, bounded_exp(log_discrepancy.detach()).clamp(max=high))
+    return clamp(log_discrepancy, before, low=0.0, high=high, normalize=normalize)
+
+
+@control
+def clamp(
+    log_discrepancy: Float[Tensor, "*shape"],
+    before: Control,
+    *,
+    low: float,
+    high: float,
+    normalize: bool = False,
+) -> Control:
+    """Weight a token by `min(max(D, low), high)`: `truncate` with a lower bound."""
+    if not (0 <= low <= high and high > 0):
+        raise ValueError(f"clamp needs 0 <= low <= high and high > 0, got {low} .. {high}")
+    weight = bounded_exp(log_discrepancy.detach()).clamp(min=low, max=high)
+    return _add_weight(before, weight, normalize=normalize)
 
 
 @control
 def mask_weight(
-    log_discrepancy: Float[Tensor, "*shape"], before: Control, *, low: float, high: float
+    log_discrepancy: Float[Tensor, "*shape"],
+    before: Control,
+    *,
+    low: float,
+    high: float,
+    normalize: bool = False,
 ) -> Control:
-    """Weight a token by D inside the band; drop it outside (IcePop or MIS, arXiv 2510.18855)."""
+    """Weight a token by D inside the band; drop it outside (IcePop or MIS, arXiv 2510.18855).
+
+    `normalize` is that of `truncate`. Dropped tokens do not count in the mean.
+    """
     inside = _inside(log_discrepancy, low=low, high=high)
     weight = torch.where(inside, bounded_exp(log_discrepancy.detach()), 0.0)
-    return replace(_add_weight(before, weight), keep=before.keep & inside)
+    kept = replace(before, keep=before.keep & inside)
+    return _add_weight(kept, weight, normalize=normalize)
 
 
 def veto(
@@ -259,12 +309,28 @@ def veto(
     if not 0 <= below <= 1:
         raise ValueError(f"below must be between 0 and 1, got {below}")
     impossible = (log_discrepancy < _log(below)).flatten()  # never off the mask, where log D is 0
-    index = sequence.clamp(min=0).flatten()
-    count = torch.zeros(
-        int(index.max()) + 1 if len(index) else 0, dtype=torch.long, device=index.device
-    )
-    count = count.index_add(0, index, impossible.long())
+    index, size = renumber(sequence)
+    count = index.new_zeros(size).index_add(0, index, impossible.long())
     return replace(before, keep=before.keep & (count[index] == 0).reshape(before.keep.shape))
+
+
+def cap_ratio(
+    logp: Float[Tensor, "*shape"],
+    behavior_logp: Float[Tensor, "*shape"],
+    *,
+    sampled: Bool[Tensor, "*shape"],
+    high: float,
+) -> Float[Tensor, "*shape"]:
+    """Return the factor on a token's loss that limits pi / mu to `high`: min(1, high mu / pi).
+
+    With a weight D and a surrogate that is S A, the token then counts `min(D S, high)` times:
+    V-trace's rho-bar on the whole ratio (arXiv 1802.01561), however it divides into D and S.
+    Detached; 1 for other tokens.
+    """
+    if not high > 0:
+        raise ValueError(f"high must be > 0, got {high}")
+    log_ratio = log_discrepancy(logp, behavior_logp, sampled=sampled)
+    return torch.where(sampled, (math.log(high) - log_ratio).clamp(max=0).exp(), 1.0)
 
 
 def summary(
@@ -313,20 +379,18 @@ def divergence(
     if not sampled.any():
         return {}
     log_d = log_discrepancy(old_logp.double(), behavior_logp.double(), sampled=sampled)
-    rows = sequence[sampled]
-    size = int(rows.max()) + 1
-    count = torch.bincount(rows, minlength=size).double()
+    rows, size = renumber(sequence[sampled])
+    count = torch.bincount(rows).double()
     total = count.new_zeros(size).index_add(0, rows, log_d[sampled])
     behavior = count.new_zeros(size).index_add(0, rows, behavior_logp[sampled].detach().double())
-    seen = count > 0
-    gap = -(total[seen] / count[seen])
-    perplexity = -(behavior[seen] / count[seen])
+    gap = -(total / count)
+    perplexity = -(behavior / count)
     tokens = log_d[sampled]
     return {
         "correction/kl_k1": -tokens.mean().item(),
         "correction/kl_k3": (bounded_exp(tokens) - 1 - tokens).mean().item(),
         "correction/chi2_token": bounded_exp(tokens).square().mean().item() - 1,
-        "correction/chi2_sequence": bounded_exp(total[seen]).square().mean().item() - 1,
+        "correction/chi2_sequence": bounded_exp(total).square().mean().item() - 1,
         "correction/behavior_log_ppl_mean": perplexity.mean().item(),
         "correction/old_log_ppl_mean": (perplexity + gap).mean().item(),
         "correction/log_ppl_diff_mean": gap.mean().item(),
@@ -351,9 +415,11 @@ def _inside(log_ratio: Tensor, *, low: float, high: float) -> Tensor:
     return (log_ratio >= _log(low)) & (log_ratio <= _log(high))
 
 
-def _add_weight(before: Control, weight: Tensor) -> Control:
+def _add_weight(before: Control, weight: Tensor, *, normalize: bool) -> Control:
     if before.weighted:
         raise ValueError(
             "the tokens already carry a weight D; a second control would count it twice, use mask"
         )
+    if normalize and before.keep.any():
+        weight = weight / weight[before.keep].mean()
     return replace(before, weight=weight, weighted=True)

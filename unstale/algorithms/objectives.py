@@ -4,12 +4,13 @@
 
 Functions take tensors of any one shape: packed `[T]` or padded `[B, T]`. An objective receives log
 S as `corrections.log_staleness` returns it (log S of a unit, gradient 1 for the token's own
-log-probability) and the advantage of each token. Weights, masks and `norm` carry no gradient.
-Compute `norm` once on the whole batch: the losses of its micro-batches then sum to the loss of the
-batch.
+log-probability) and the advantage of each token. With `sampled`, the mask of action tokens, the
+advantage of other tokens may be anything, also NaN; without it, it must be finite. Weights, masks
+and `norm` carry no gradient. Compute `norm` once on the whole batch: the losses of its
+micro-batches then sum to the loss of the batch.
 
 A function with `@objective` is a value of the option `objective.kind`, and its keyword-only
-parameters are options of that section.
+parameters but `sampled` are options of that section.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from unstale.algorithms.corrections import bounded_exp, widen
+from unstale.algorithms.corrections import bounded_exp, renumber, widen
 from unstale.config.algorithm import LossAggregation
 
 
@@ -71,6 +72,7 @@ def ppo_clip(
     log_staleness: Float[Tensor, "*shape"],
     advantage: Float[Tensor, "*shape"],
     *,
+    sampled: Bool[Tensor, "*shape"] | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.28,
 ) -> Surrogate:
@@ -79,6 +81,7 @@ def ppo_clip(
     arXiv 1707.06347, eq. 7; unequal bounds are from arXiv 2503.14476. Clipped tokens have no
     gradient.
     """
+    advantage = _of_actions(advantage, sampled)
     ratio = bounded_exp(log_staleness)
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -torch.minimum(ratio * advantage, bounded * advantage)
@@ -89,10 +92,11 @@ def ppo_clip(
 
 
 @objective()
-def dual_clip(
+def dual_clip(  # noqa: PLR0913 - two clips
     log_staleness: Float[Tensor, "*shape"],
     advantage: Float[Tensor, "*shape"],
     *,
+    sampled: Bool[Tensor, "*shape"] | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.28,
     dual_clip: float = 3.0,
@@ -104,6 +108,7 @@ def dual_clip(
     """
     if not dual_clip > 1:
         raise ValueError(f"dual_clip must be > 1 (1 stops fresh tokens too), got {dual_clip}")
+    advantage = _of_actions(advantage, sampled)
     loss, too_low, too_high = ppo_clip(
         log_staleness, advantage, clip_low=clip_low, clip_high=clip_high
     )
@@ -117,6 +122,7 @@ def gspo(
     log_staleness: Float[Tensor, "*shape"],
     advantage: Float[Tensor, "*shape"],
     *,
+    sampled: Bool[Tensor, "*shape"] | None = None,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> Surrogate:
@@ -125,7 +131,9 @@ def gspo(
     `log_staleness` must be aggregated over `sequence` by `mean`. The paper's denominator is
     `sequence_mean`.
     """
-    return ppo_clip(log_staleness, advantage, clip_low=clip_low, clip_high=clip_high)
+    return ppo_clip(
+        log_staleness, advantage, sampled=sampled, clip_low=clip_low, clip_high=clip_high
+    )
 
 
 @objective()
@@ -133,6 +141,7 @@ def cispo(
     log_staleness: Float[Tensor, "*shape"],
     advantage: Float[Tensor, "*shape"],
     *,
+    sampled: Bool[Tensor, "*shape"] | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.28,
 ) -> Surrogate:
@@ -142,9 +151,53 @@ def cispo(
     the gradient is the same, and the loss is 0 on fresh tokens. The paper has `clip_low = 1`, which
     is no lower bound.
     """
+    advantage = _of_actions(advantage, sampled)
     ratio = bounded_exp(log_staleness.detach())
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     return Surrogate(-weight * advantage * log_staleness, ratio < weight, ratio > weight)
+
+
+@objective()
+def sapo(
+    log_staleness: Float[Tensor, "*shape"],
+    advantage: Float[Tensor, "*shape"],
+    *,
+    sampled: Bool[Tensor, "*shape"] | None = None,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+) -> Surrogate:
+    """SAPO: a soft gate in place of a clip, -4 / tau * sigmoid(tau (S - 1)) A.
+
+    arXiv 2511.20347 (soft adaptive policy optimization); tau is `tau_pos` where A > 0, else
+    `tau_neg`. At S = 1 the gradient is that of -S A; it fades on both sides of 1, faster for a
+    greater tau. Raises ValueError for a tau that is not > 0. The paper's denominator is
+    `sequence_mean`.
+    """
+    if not (tau_pos > 0 and tau_neg > 0):
+        raise ValueError(f"tau_pos and tau_neg must be > 0, got {tau_pos} and {tau_neg}")
+    advantage = _of_actions(advantage, sampled)
+    tau = torch.full_like(log_staleness, tau_neg).masked_fill(advantage > 0, tau_pos)
+    gate = 4 / tau * torch.sigmoid(tau * (bounded_exp(log_staleness) - 1))
+    return _unclipped(-gate * advantage)
+
+
+@objective(trains_zero_advantage=True)
+def dro(
+    log_staleness: Float[Tensor, "*shape"],
+    advantage: Float[Tensor, "*shape"],
+    *,
+    sampled: Bool[Tensor, "*shape"] | None = None,
+    dro_beta: float = 0.05,
+) -> Surrogate:
+    """DRO: a regression of `dro_beta` log S on the advantage, -(A log S - dro_beta / 2 (log S)^2).
+
+    arXiv 2405.19107 (direct reward optimization) and arXiv 2501.12599. Plus A^2 / (2
+    dro_beta) it is (A - dro_beta log S)^2 / (2 dro_beta). It needs no importance weight: the
+    gradient of a token is its score times `dro_beta log S - A`. The papers' S is that of a sequence
+    (unit `sequence`, aggregated by `sum`).
+    """
+    advantage = _of_actions(advantage, sampled)
+    return _unclipped(dro_beta / 2 * log_staleness.square() - log_staleness * advantage)
 
 
 @objective(trains_zero_advantage=True)
@@ -152,20 +205,31 @@ def kl_penalty(
     log_staleness: Float[Tensor, "*shape"],
     advantage: Float[Tensor, "*shape"],
     *,
+    sampled: Bool[Tensor, "*shape"] | None = None,
     kl_penalty: float = 1.0,
 ) -> Surrogate:
     """A soft trust region: -(S A - kl_penalty / 2 (log S)^2).
 
     arXiv 1707.06347, section 4, with the k2 estimator of the KL.
     """
-    gain = bounded_exp(log_staleness) * advantage
+    gain = bounded_exp(log_staleness) * _of_actions(advantage, sampled)
     return _unclipped(kl_penalty / 2 * log_staleness.square() - gain)
 
 
 @objective()
-def none(log_staleness: Float[Tensor, "*shape"], advantage: Float[Tensor, "*shape"]) -> Surrogate:
+def none(
+    log_staleness: Float[Tensor, "*shape"],
+    advantage: Float[Tensor, "*shape"],
+    *,
+    sampled: Bool[Tensor, "*shape"] | None = None,
+) -> Surrogate:
     """Importance-weighted REINFORCE without a trust region: -S A."""
-    return _unclipped(-bounded_exp(log_staleness) * advantage)
+    return _unclipped(-bounded_exp(log_staleness) * _of_actions(advantage, sampled))
+
+
+def _of_actions(advantage: Tensor, sampled: Tensor | None) -> Tensor:
+    """Return the advantage with 0 for tokens that are not action tokens."""
+    return advantage if sampled is None else torch.where(sampled, advantage, 0.0)
 
 
 def _unclipped(loss: Tensor) -> Surrogate:
@@ -187,14 +251,16 @@ def token_norm(
       gradients as they are.
     - `kept`: 1 / tokens that the correction kept.
     - `sequence_mean`: the mean over a sequence's action tokens before masking, then over sequences.
+      A sequence's reward then counts 1 / length.
     - `constant`: 1 / (sequences * constant), independent of length (Dr. GRPO, arXiv 2503.20783).
 
     Only sequences with an action token count. Compute it on the whole batch, across all ranks. The
     result is float64. Raises ValueError for `constant <= 0`.
     """
     counted = keep if how == "kept" else sampled
-    rows = torch.where(sampled, sequence, 0)
-    tokens = torch.bincount(rows[sampled], minlength=1)
+    index, num_rows = renumber(torch.where(sampled, sequence, 0))
+    rows = index.reshape(sampled.shape)
+    tokens = torch.bincount(rows[sampled], minlength=num_rows)
     num_sequences = tokens.count_nonzero().clamp(min=1).double()
     match how:
         case "action_tokens" | "kept":

@@ -2,12 +2,15 @@
 
 Below, mu is the engine's policy when it sampled the token, pi the current policy, and prox the
 approximation of the old one. docs/old-logps.md describes the error that each approximation makes in
-D = prox / mu and S = pi / prox. All tensors have one shape, packed `[T]` or padded `[B, T]`.
+D = prox / mu and S = pi / prox. All tensors have one shape, packed `[T]` or padded `[B, T]`. They
+are computed in float32, or in float64 if they have it.
 """
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from unstale.algorithms.corrections import widen
 
 
 def weight_of_now(lag: Int[Tensor, "*shape"], *, fresh: float = 1.0) -> Float[Tensor, "*shape"]:
@@ -36,8 +39,8 @@ def loglinear(
     Both are powers of one ratio: a limit on either is a limit on r, so the two effects are not
     separated (arXiv 2605.12070, Proposition 1).
     """
-    mu = behavior_logp.detach()
-    pi = logp.detach()
+    mu = widen(behavior_logp.detach())
+    pi = widen(logp.detach())
     return torch.where(sampled, mu + alpha * (pi - mu), 0.0)
 
 
@@ -56,10 +59,10 @@ def linear(
     >>> linear(mu.log(), pi.log(), 0.5, sampled=one).exp()
     tensor([0.4000])
     """
-    weight = torch.as_tensor(alpha, dtype=logp.dtype, device=logp.device)
-    mixed = torch.logaddexp(
-        (1 - weight).log() + behavior_logp.detach(), weight.log() + logp.detach()
-    )
+    mu = widen(behavior_logp.detach())
+    pi = widen(logp.detach())
+    weight = torch.as_tensor(alpha, dtype=pi.dtype, device=pi.device)
+    mixed = torch.logaddexp((1 - weight).log() + mu, weight.log() + pi)
     return torch.where(sampled, mixed, 0.0)
 
 

@@ -4,7 +4,15 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Annotated, ClassVar, Literal
 
-from unstale.config.checks import ConfigError, NonNegative, OneOf, Range, Section, Share
+from unstale.config.checks import (
+    ConfigError,
+    NonNegative,
+    OneOf,
+    Positive,
+    Range,
+    Section,
+    Share,
+)
 from unstale.config.declared import choices
 
 Estimator = Annotated[str, OneOf(partial(choices, "advantages", "estimator"))]
@@ -12,7 +20,7 @@ CorrectionControl = Annotated[str, OneOf(partial(choices, "corrections", "contro
 ObjectiveKind = Annotated[str, OneOf(partial(choices, "objectives", "objective"))]
 
 Unit = Literal["token", "turn", "segment", "sequence"]
-Aggregate = Literal["mean", "sum"]
+Aggregate = Literal["mean", "sum", "max"]
 LossAggregation = Literal["action_tokens", "kept", "sequence_mean", "constant"]
 
 
@@ -30,13 +38,7 @@ class AdvantageConfig(Section):
     """`reinforce_batch`: subtract the mean of each group first."""
 
     def check_combination(self) -> None:
-        for option in fields(self):
-            if not self.applies(option.name) and getattr(self, option.name) != option.default:
-                raise ConfigError(
-                    f"advantage.{option.name} is an option of "
-                    f"{', '.join(self.readers(option.name))}; "
-                    f"advantage.estimator is {self.estimator}"
-                )
+        self.refuse_unread([option.name for option in fields(self)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +63,17 @@ class CorrectionConfig(Section):
     """Lower end of the band on D."""
     high: Annotated[float, Range(1)] = 2.0
     """Upper end of the band on D."""
+    normalize: bool = False
+    """Divide the weights by their mean over the batch's kept tokens."""
     unit: Unit = "token"
     """Tokens over which D is aggregated."""
     aggregate: Aggregate = "mean"
-    """Geometric mean of the ratios in a unit, or their product."""
+    """Geometric mean of the ratios in a unit, their product, or the ratio farthest from 1."""
     token_veto_threshold: Share = 0.0
     """Drop a whole sequence if D of any of its tokens is below this; 0 never does."""
+
+    def check_combination(self) -> None:
+        self.refuse_unread(["normalize"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +92,18 @@ class ObjectiveConfig(Section):
     """`dual_clip`: bound on the loss of a negative advantage, in multiples of it."""
     kl_penalty: NonNegative = 1.0
     """`kl_penalty`: the coefficient c of S A - c / 2 (log S)^2."""
+    tau_pos: Positive = 1.0
+    """`sapo`: how fast the gradient of a positive advantage fades as S leaves 1."""
+    tau_neg: Positive = 1.05
+    """`sapo`: how fast the gradient of a negative advantage fades as S leaves 1."""
+    dro_beta: Positive = 0.05
+    """`dro`: the coefficient c of A log S - c / 2 (log S)^2."""
+    ratio_cap: NonNegative = 0.0
+    """Limit of pi / mu = D S as a weight on a token's loss; 0 sets none."""
     unit: Unit = "token"
     """Tokens over which S is aggregated."""
     aggregate: Aggregate = "mean"
-    """Geometric mean of the ratios in a unit, or their product."""
+    """Geometric mean of the ratios in a unit, their product, or the ratio farthest from 1."""
     loss_aggregation: LossAggregation = "action_tokens"
     """The denominator of the loss; `action_tokens` counts them before masking."""
     constant: Annotated[float, Range(1)] = 1000.0
@@ -103,6 +118,7 @@ class ObjectiveConfig(Section):
             raise ConfigError(
                 f"objective.dual_clip must be > 1 (1 stops fresh tokens too), got {self.dual_clip}"
             )
+        self.refuse_unread(["tau_pos", "tau_neg", "dro_beta"])
 
     def applies(self, option: str) -> bool:
         if option == "constant":

@@ -79,6 +79,17 @@ class Section:
     def check_combination(self) -> None:
         """Raise `ConfigError` for values that are allowed one by one, but not together."""
 
+    def refuse_unread(self, names: Sequence[str]) -> None:
+        """Raise `ConfigError` if an option is set that the value of the selector does not read."""
+        defaults = {field.name: field.default for field in fields(self)}
+        for name in names:
+            if not self.applies(name) and getattr(self, name) != defaults[name]:
+                section = section_name(type(self))
+                raise ConfigError(
+                    f"{section}.{name} is an option of {', '.join(self.readers(name))}; "
+                    f"{section}.{self.selector} is {getattr(self, self.selector)}"
+                )
+
     @classmethod
     def classes(cls) -> "Sequence[type[Section]]":
         """Return the classes that declare options of this section."""

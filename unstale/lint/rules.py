@@ -80,7 +80,7 @@ def _idle_control(config: RunConfig) -> Finding | None:
 
 def _double_count(config: RunConfig) -> Finding | None:
     control = config.correction.control
-    if control not in ("truncate", "mask_weight"):
+    if control not in ("truncate", "clamp", "mask_weight"):
         return None
     if not d_is_one(config) or config.old_logps.baseline:
         return None
@@ -166,11 +166,21 @@ def _inline_kept(config: RunConfig) -> Finding | None:
     return Finding("the number of kept tokens is not known in time", why, fix)
 
 
+def _inline_normalized(config: RunConfig) -> Finding | None:
+    if not config.correction.normalize or not config.old_logps.needs.inline:
+        return None
+    why = (
+        f"{config.old_logps.route} computes D in the training passes, each for a part of the batch"
+    )
+    fix = f"--correction.normalize false, or {_EXACT_ROUTE}"
+    return Finding("the mean weight of the batch is not known in time", why, fix)
+
+
 def _idle_reset(config: RunConfig) -> Finding | None:
     rule = config.correction
     if not config.old_logps.resets or rule.token_veto_threshold:
         return None
-    if rule.control not in ("none", "truncate"):
+    if rule.control not in ("none", "truncate", "clamp"):
         return None
     why = f"correction.control {rule.control} keeps every token, so the kept share never falls"
     fix = "--correction.control mask_weight, or --old_logps.reset_below 0"
@@ -232,7 +242,7 @@ def _mixed_cache(config: RunConfig) -> Finding | None:
 def _narrow_threshold(config: RunConfig) -> Finding | None:
     trainer = config.trainer.dtype == "bfloat16"
     engine = config.engine.dtype == "bfloat16"
-    is_mean = config.correction.unit != "token" and config.correction.aggregate != "sum"
+    is_mean = config.correction.unit != "token" and config.correction.aggregate == "mean"
     noisy = {"D": trainer or (engine and not is_mean), "S": trainer}  # a mean cancels the noise
     narrow = [
         f"{name} at {size:.2g}"
@@ -298,6 +308,7 @@ REFUSALS: Sequence[Rule] = (
     _too_few_copies,
     _idle_window,
     _inline_kept,
+    _inline_normalized,
     _idle_reset,
     _gspo_unit,
     _timed,

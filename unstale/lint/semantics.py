@@ -77,7 +77,8 @@ def over(unit: Unit, aggregate: str) -> str:
     """
     if unit == "token":
         return "per token"
-    return f"{'geometric mean' if aggregate == 'mean' else 'product'} over a {unit}"
+    words = {"mean": "geometric mean", "sum": "product", "max": "the ratio farthest from 1"}
+    return f"{words[aggregate]} over a {unit}"
 
 
 def _bound_on_d(config: RunConfig) -> str:
@@ -88,8 +89,11 @@ def _bound_on_d(config: RunConfig) -> str:
         "none": "nothing: it has no part in the loss",
         "mask": f"mask: dropped outside {band}, {of}",
         "truncate": f"truncate: a weight of at most {rule.high:g}, {of}",
+        "clamp": f"clamp: a weight held within {band}, {of}",
         "mask_weight": f"mask_weight: a weight inside {band}, dropped outside, {of}",
     }[rule.control]
+    if rule.normalize:
+        words += "; divided by the mean weight of the batch"
     if rule.token_veto_threshold:
         words += f"; a sequence with a token under {rule.token_veto_threshold:g} is dropped"
     idle = d_is_one(config) and words != "nothing: it has no part in the loss"
@@ -106,10 +110,15 @@ def _bound_on_s(config: RunConfig) -> str:
         "dual_clip": f"{clip}; where A < 0 the loss is at most {rule.dual_clip:g} |A|",
         "gspo": clip,
         "cispo": f"cispo: a weight held within {band}, {of}",
+        "sapo": f"sapo: a gradient that fades as S leaves 1 (tau {rule.tau_pos:g} where A > 0, "
+        f"else {rule.tau_neg:g}), {of}",
         "kl_penalty": f"kl_penalty: pulled back by {rule.kl_penalty / 2:g} (log S)^2, {of}",
+        "dro": f"dro: pulled back by {rule.dro_beta / 2:g} (log S)^2, {of}; no weight S",
         "none": "nothing",
     }[rule.kind]
-    return f"idle: {words}" if s_is_one(config) and bounds_s(config) else words
+    if s_is_one(config) and bounds_s(config):
+        words = f"idle: {words}"
+    return f"{words}; pi / mu at most {rule.ratio_cap:g}" if rule.ratio_cap else words
 
 
 def _unbounded(config: RunConfig) -> str:
@@ -119,14 +128,20 @@ def _unbounded(config: RunConfig) -> str:
     if not s_is_one(config):
         if not bounds_s(config):
             loose.append("S")
-        elif config.objective.kind == "kl_penalty":
+        elif config.objective.kind in ("kl_penalty", "dro"):
             loose.append("S is pulled back, not cut")
-        elif config.objective.kind in ("ppo_clip", "gspo"):
+        elif config.objective.kind in ("ppo_clip", "gspo") and not _caps_ratio(config):
             loose.append(
                 "S from above where A < 0: the loss of a token that became likelier has no limit "
                 "(dual_clip sets one)"
             )
     return "; ".join(loose) or "nothing"
+
+
+def _caps_ratio(config: RunConfig) -> bool:
+    """Return True if `ratio_cap` limits what a token counts, which is then D S."""
+    weighted = config.correction.control not in ("none", "mask") or d_is_one(config)
+    return weighted and config.objective.ratio_cap > 0
 
 
 def _versions(config: RunConfig) -> str:

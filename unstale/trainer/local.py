@@ -69,6 +69,15 @@ class Rules:
         )
         return spec.surrogate(log_s, batch.advantage, **config.selected_options())
 
+    def cap(self, factor: Tensor, logp: Tensor, batch: Batch) -> Tensor:
+        """Return the factors of the tokens' losses with the limit on pi / mu."""
+        high = self.objective.ratio_cap
+        if not high:
+            return factor
+        return factor * corrections.cap_ratio(
+            logp, batch.behavior_logp, sampled=batch.sampled, high=high
+        )
+
     def norm(self, batch: Batch, keep: Tensor) -> Tensor:
         """Return 1 / denominator of each token's loss, for the sequences of one optimizer step."""
         return objectives.token_norm(
@@ -361,6 +370,7 @@ class LocalTrainer:
         else:
             old_logp, factor = minibatch.old_logp[index], minibatch.factor[index]
         surrogate = self.rules.surrogate(logp, old_logp, microbatch)
+        factor = self.rules.cap(factor, current_logp, microbatch)
         loss = (factor * norm * surrogate.loss).sum()
         if objective.kl_coef:
             reference_logp = minibatch.reference_logp[index]

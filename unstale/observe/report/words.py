@@ -393,6 +393,8 @@ def _control_words(setting: Any) -> str:
             return f"Tokens with {ratio} outside {band} are dropped."
         case "truncate":
             return f"Tokens are weighted by {ratio}, truncated at {high}."
+        case "clamp":
+            return f"Tokens are weighted by {ratio}, held within {band}."
         case "mask_weight":
             return f"Tokens are weighted by {ratio} inside {band} and dropped outside."
     return "Not known."
@@ -411,6 +413,11 @@ def _objective_words(setting: Any) -> str:
         case "kl_penalty":
             penalty = setting("objective.kl_penalty")
             return f"A quadratic penalty with coefficient {penalty} bounds {ratio}."
+        case "dro":
+            beta = setting("objective.dro_beta")
+            return f"dro: a quadratic penalty on log S with coefficient {beta}, without a weight S."
+        case "sapo":
+            return f"sapo: the gradient of a token fades as {ratio} leaves 1."
         case None:
             return "Not known."
     low = number(setting("objective.clip_low"))
