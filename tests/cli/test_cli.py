@@ -181,6 +181,7 @@ def test_help_hides_options_that_the_choices_do_not_read(
         ("--old_logps.route=ppo_ewma_async", "--old_logps.averages"),
         ("--advantage.estimator=turn_level", "--advantage.discount"),
         ("--objective.kind=dual_clip", "--objective.dual_clip "),
+        ("--objective.kind=sapo", "--objective.tau_pos"),
         ("--trainer.lora_rank=4", "--trainer.lora_alpha"),
     ):
         assert option not in shown() and option in shown(choice)
