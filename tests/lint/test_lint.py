@@ -379,6 +379,8 @@ def test_bounds_of_every_control_and_objective_are_told() -> None:
         "sapo: a gradient that fades as S leaves 1 (tau 1 where A > 0, else 2), per token; "
         "pi / mu at most 5"
     )
+    facts = check(configured("--objective.loss_aggregation sequence_mean")).facts
+    assert facts["loss"].endswith("then over sequences: it trains on reward / length")
     _, s = check(configured("--objective.kind dro --objective.dro_beta 0.1")).factors
     assert s.bound == "dro: pulled back by 0.05 (log S)^2, per token; no weight S"
 

@@ -183,6 +183,7 @@ def _denominator(config: RunConfig) -> str:
         "action_tokens": "divided by the action tokens before masking: a dropped one does not "
         "inflate the others",
         "kept": "divided by the tokens that the controls kept: a dropped one inflates the others",
-        "sequence_mean": "the mean over each sequence's action tokens, then over sequences",
+        "sequence_mean": "the mean over each sequence's action tokens, then over sequences: it "
+        "trains on reward / length",
         "constant": f"divided by {constant:g} for each sequence of any length",
     }[config.objective.loss_aggregation]
