@@ -6,10 +6,12 @@ sampled token is recorded.
 
 import asyncio
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.rollout import test_external
 from tests.rollout.test_external import CALL, CHAT, OPENAI_AGENTS, World, says, whole
 from unstale.config import EndpointConfig
 from unstale.engines import SamplingParams
@@ -222,8 +224,7 @@ def test_a_format_that_no_reply_has_ends_the_episode_without_reward() -> None:
     assert trajectory.facts["format_retries"] == 2 and len(trajectory.branches) == 2
 
 
-def test_a_resumed_format_retry_repeats_what_was_recorded() -> None:
-    """A client that disconnects during a retry gets the rest of the retried reply."""
+def test_a_client_that_disconnects_during_a_retry_gets_the_rest_of_that_reply() -> None:
     openai = pytest.importorskip("openai")
     asked = asyncio.Event()
     hung = asyncio.Event()
@@ -259,3 +260,23 @@ def test_a_resumed_format_retry_repeats_what_was_recorded() -> None:
     world.endpoint = RecordingEndpoint(EndpointConfig(lenient=True))
     trajectory = whole(world.play(agent))
     assert trajectory.reward == 1 and len(trajectory.branches) == 1
+
+
+@pytest.mark.parametrize("after", [1, 3, 5])
+def test_a_killed_run_repeats_the_retries_that_it_recorded(
+    after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        test_external, "RecordingEndpoint", lambda: RecordingEndpoint(EndpointConfig(lenient=True))
+    )
+
+    async def agent(base_url: str, task: str, seed: int, api_key: str) -> float:
+        ask = test_external.asker(base_url, api_key)
+        messages = [{"role": "user", "content": "one"}]
+        await ask(messages, response_format={"type": "json_object"})
+        return 1.0
+
+    group, first, second = test_external.halves(tmp_path, agent, after=after)
+    assert len(group.trajectories) == 2 and not group.failures
+    assert [each.facts["format_retries"] for each in group.trajectories] == [2, 2]
+    assert len(first.sampled) + len(second.sampled) == 6, "what was recorded is not sampled again"
