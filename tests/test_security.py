@@ -148,13 +148,14 @@ def test_torchs_checkpoints_are_read_and_written_in_safetensors() -> None:
 
 
 def test_code_is_imported_by_name_in_few_places() -> None:
-    """The package's own public names, and `task.env`, which is imported only to run tasks."""
+    """The package's own names, and `task.env` and `task.reward`, imported only to run tasks."""
     places = {path for path, name, _ in calls() if name.endswith("import_module")}
     assert places == {
         "__init__.py",
         "config/routes.py",
         "config/sampling.py",
         "engines/registry.py",
+        "envs/dataset.py",
         "envs/registry.py",
         "recipes/__init__.py",
     }
@@ -178,6 +179,7 @@ def test_nothing_listens_and_the_only_sockets_are_pairs() -> None:
     heard = {(path, name) for path, name, _ in calls() if name.split(".")[-1] in verbs}
     assert {name for path, name in heard if path != "rollout/endpoint/server.py"} <= {
         "child.listen",
+        "inspect.signature(reward).bind",
         "self._child.listen",
     }
     served = [(name, call) for path, name, call in calls() if path == "rollout/endpoint/server.py"]
@@ -245,7 +247,7 @@ def test_weights_in_a_pickle_are_refused(model_folder: Path, canary: Path) -> No
             torch.save(weights, pickled)
         with pytest.raises(ConfigError, match=r"the model in .* cannot be read"):
             Policy.load(model_folder)
-        with pytest.raises(OSError, match="safetensors"):
+        with pytest.raises(ConfigError, match="safetensors"):
             TransformersRunner(model_folder, dtype=torch.float32, max_slots=2, max_context=32)
     assert not canary.exists()
 
