@@ -72,9 +72,11 @@ def write_model(kind: str, folder: Path, *, short: bool) -> None:
         Qwen3Config,
         Qwen3ForCausalLM,
     )
+    from transformers.utils import logging
 
     from unstale.config import SHIPPED_POLICY
 
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED_POLICY)
     sizes: dict[str, Any] = {
         "vocab_size": len(tokenizer),

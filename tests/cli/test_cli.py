@@ -20,6 +20,7 @@ from tests.support.fake_run import fake_run
 from unstale.cli import evaluate, main, recipe_options
 from unstale.cli.grades import EvalResult
 from unstale.config import (
+    SHIPPED_POLICY,
     EngineConfig,
     OldLogpsConfig,
     RunConfig,
@@ -419,6 +420,7 @@ def test_eval_imports_code_that_a_run_names_only_if_it_is_named_again(
     [
         (("lint", "retail"), "refusals"),
         (("report", "RUN"), "report"),
+        (("check-template", str(SHIPPED_POLICY), "--conversations", "3"), "checks"),
         (("journal", "RUN"), "content"),
         (
             ("simulate", "--set", "costs.decode=0.01", "costs.train_token=1e-4", "--steps", "4"),

@@ -231,6 +231,8 @@ def test_a_dead_engine_ends_the_run_within_seconds(tmp_path: Path) -> None:
 def test_ctrl_c_and_sigterm_save_and_say_where_to_look(tmp_path: Path, by: signal.Signals) -> None:
     with started(tmp_path, steps=100_000) as process:
         wait_for_steps(tmp_path, 2, process)
+        for child in children(process.pid):  # a cluster ends all processes of a job
+            os.kill(child, by)
         process.send_signal(by)
         output, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors

@@ -7,7 +7,7 @@ import json
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
 from os.path import commonprefix
@@ -85,10 +85,29 @@ class CheckResult:
         return any(not problem.harmless for problem, _ in self.problems.values())
 
 
+@dataclass(frozen=True, slots=True)
+class TemplateResult:
+    """The results of all checks. It is true if the template is usable."""
+
+    checks: Sequence[CheckResult] = ()
+    error: str = ""
+    """The reason why nothing could be checked."""
+
+    def __bool__(self) -> bool:
+        return not self.error and not any(check.broken for check in self.checks)
+
+    def as_json(self) -> dict[str, Any]:
+        checks = [
+            {"name": check.name, "passed": check.num_passed, "problems": list(check.problems)}
+            for check in self.checks
+        ]
+        return {"usable": bool(self), "error": self.error, "checks": checks}
+
+
 def check_template(
     folder: Path, *, conversations: int = 1000, console: Console | None = None
-) -> bool:
-    """Check the tokenizer of a model folder and print the results. Return True if it is usable.
+) -> TemplateResult:
+    """Check the tokenizer of a model folder, and print and return the results.
 
     Raises `ConfigError` for a folder without a tokenizer or a template.
     """
@@ -106,10 +125,10 @@ def check_template(
         chat = chat.with_tools(TOOLS)
     except _TEMPLATE_ERRORS as error:
         console.print(f"[bold red]breaks:[/] {escape(str(error))}", highlight=False)
-        return False
+        return TemplateResult(error=str(error))
     results = run_checks(chat, conversations)
     _print_results(results, console)
-    return not any(result.broken for result in results)
+    return TemplateResult(results)
 
 
 def _print_results(results: list[CheckResult], console: Console) -> None:

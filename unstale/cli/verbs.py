@@ -117,11 +117,16 @@ def _audit(chosen: argparse.Namespace) -> int:
         metavar="N",
         help="conversations to try (default: 1000)",
     ),
+    JSON,
 )
 def _check_template(chosen: argparse.Namespace) -> int:
     from unstale.cli.check_template import check_template
 
-    return 0 if check_template(chosen.folder, conversations=chosen.conversations) else 1
+    console = _console(chosen)
+    result = check_template(chosen.folder, conversations=chosen.conversations, console=console)
+    if chosen.json:
+        print_json(result.as_json())
+    return 0 if result else 1
 
 
 @verb(

@@ -36,6 +36,7 @@ The caller may be the event loop, which stands still meanwhile. Ending takes les
 _PROGRAM = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.set_wakeup_fd(int(sys.argv[2]), warn_on_full_buffer=False)
 signal.signal(signal.SIGALRM, lambda *_: None)
 signal.siginterrupt(signal.SIGALRM, False)
@@ -93,8 +94,9 @@ class Frames:
 class Child:
     """A process that runs `main(descriptor, options)` of a module, with a `socket` to it.
 
-    It ignores Ctrl-C. It ends by `kill`, or when this process ends and so closes the socket. It
-    sends a heartbeat every `BEAT_S` seconds, also while it computes; `check` reads them.
+    It ignores Ctrl-C and SIGTERM, which a cluster sends to every process. It ends by `kill`, or
+    when this process ends and so closes the socket. It sends a heartbeat every `BEAT_S` seconds,
+    also while it computes; `check` reads them.
     """
 
     def __init__(self, name: str, module: str, options: Header, *, threads: int) -> None:
