@@ -136,7 +136,7 @@ def test_eval_shows_a_table(
 ) -> None:
     asked: list[tuple[Path, int]] = []
 
-    def grade(trained: Path, config: object, *, attempts: int) -> EvalResult:
+    def grade(trained: Path, config: object, *, attempts: int, console: object) -> EvalResult:
         asked.append((trained, attempts))
         return EvalResult((4, 1, 0, 0), attempts, failed=3)
 
