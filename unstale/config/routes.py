@@ -46,7 +46,7 @@ class Needs:
     closing: bool = False
     """Before an optimizer step that ends a version, generation is paused for a `closing` call."""
     idle: bool = False
-    """`idle` is called while the trainer waits for episodes."""
+    """True if the route's method `idle` must be called while the trainer waits for episodes."""
     own_process: bool = False
     """The route's models and forward passes are in another process."""
     forwards: Forwards = "none"

@@ -43,9 +43,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Executor | None, func: Callable[..., T], *args: Any
     ) -> "asyncio.Future[T]":
-        """Run `func` in a thread, and wait.
+        """Run `func` in a thread and block the loop until it ends.
 
-        Its result is available `WORK_S` virtual seconds later.
+        The result is delivered `WORK_S` virtual seconds later, however long `func` really took.
         """
         work = (executor or self._thread).submit(func, *args)
         wait_for([work])

@@ -33,8 +33,9 @@ from unstale.records import Batch
 class Policy:
     """A causal language model with its tokenizer and version number.
 
-    `version` counts published weights. `at_version` is True until an optimizer step changes the
-    weights of `version`: only then does a forward pass return log-probabilities of that version.
+    `version` counts published weights. `at_version` is True while the weights are still those of
+    `version`, that is, until the next optimizer step. While it is True, a forward pass returns the
+    log-probabilities of that version.
     The model is in eval mode, so a log-probability depends only on weights and tokens. With `lora`
     the weights are those of the adapters, and `base` is the checksum of the frozen model.
     """

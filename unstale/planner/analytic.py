@@ -213,7 +213,8 @@ class AnalyticCosts:
     def step_s(self, replies: int, context: int) -> float:
         """Return the seconds of one decoding step.
 
-        It takes the longer of reading memory (weights, keys, values) and computing, and overheads.
+        That is the longer of two times, plus overheads: of memory reads (weights, keys, values)
+        and of computation.
         """
         setup = self.setup
         model = setup.model

@@ -47,7 +47,10 @@ class SimulatedClock:
         self._set_timer()
 
     def _set_timer(self) -> None:
-        """Set a timer for the next event, unless a future is still to be resolved."""
+        """Set a timer for the next simulated event.
+
+        Time must not advance before the futures of earlier events are resolved, so none is set
+        while one is pending."""
         if self._unresolved or not self._events:
             return
         due = self._events[0][0]

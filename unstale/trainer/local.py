@@ -336,7 +336,10 @@ class LocalTrainer:
         )
 
     def _norm(self, batch: Batch, steps: list[list[int]], keep: Tensor) -> Tensor:
-        """Return one over the denominator of the step that each token belongs to, `[T]`."""
+        """Return the weight of each token's loss, `[T]`.
+
+        That is one over the loss's denominator in the token's optimizer step. A batch is divided
+        into several steps if `minibatches_per_batch` is above 1."""
         indices = []
         norms = []
         for sequences in steps:

@@ -58,7 +58,10 @@ class GroupRow:
 
     @property
     def ended(self) -> GroupEnd:
-        """The end of the group: "failed" if no episode finished, even if the group was consumed."""
+        """How the group ended.
+
+        "failed" if no episode finished, even if the trainer has taken the group.
+        """
         if self.finished is None:
             return "open"
         if not self.num_trajectories:

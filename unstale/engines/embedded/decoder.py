@@ -136,7 +136,10 @@ class _Masks:
     rows: Tensor
     """`[pages, 1, PAGE]`, for sequences that sample one token."""
     blocks: Tensor
-    """`[blocks, 1, rep * BLOCK, reach * PAGE]`, for chunks; `rep` is query heads per key head."""
+    """Attention masks of prompt chunks, `[blocks, 1, rep * BLOCK, reach * PAGE]`.
+
+        One block is BLOCK query tokens against the `reach` cache pages that they may attend to.
+        `rep` is the number of query heads per key head."""
 
 
 class Qwen3Runner:

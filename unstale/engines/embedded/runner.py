@@ -63,7 +63,10 @@ class Runner(Protocol):
     vocab_size: int
 
     def forward(self, step: Step) -> Tensor:
-        """Return float32 logits `[R + C, V]` after the last token of each row and chunk.
+        """Return float32 logits of the next token, `[R + C, V]`.
+
+        They are of R rows, which decode one token each, then of C chunks of prompts, after the
+        last token of each chunk.
 
         Keys and values of all tokens are added to the cache.
         """

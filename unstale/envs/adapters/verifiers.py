@@ -18,7 +18,9 @@ from unstale.envs import EnvError
 from unstale.envs.external import ExternalAgent
 
 KEY = "UNSTALE_API_KEY"
-"""Environment variable of the endpoint's key. verifiers hides `*API_KEY*` from its programs."""
+"""Name of the environment variable that holds the endpoint's key.
+
+It has no `API_KEY` in it: verifiers hides such variables from the programs that it starts."""
 
 
 class VerifiersTasks(ExternalAgent):

@@ -113,7 +113,8 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """The branch in which a call is answered, and the context to append before the answer."""
+    """Where the answer to a request goes: the branch of the conversation that it extends, and the
+    context tokens to append to that branch before the answer."""
 
     branch: Branch
     context: tuple[ContextPiece, ...]
