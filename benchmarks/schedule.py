@@ -55,6 +55,7 @@ class NumberChat:
     """A chat template with constant tokens for all messages."""
 
     stop_tokens = (1,)
+    longest_token = 1
 
     def encode_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return tuple(range(1000, 1000 + OPENING))

@@ -59,6 +59,7 @@ REPLY = 6
 
 class NumberChat:
     stop_tokens = (1,)
+    longest_token = 1
 
     def encode_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return (5, 2 + int(messages[0].content) % 7)

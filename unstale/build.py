@@ -32,7 +32,7 @@ from unstale.engines.registry import EngineOptions, engine_spec
 from unstale.envs import Taskset
 from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
-from unstale.envs.registry import build_taskset
+from unstale.envs.registry import build_taskset, check_taskset, held_out_tasks
 from unstale.loop import RunComponents
 from unstale.model.forward import ForwardOptions
 from unstale.model.loading import DTYPES
@@ -93,6 +93,8 @@ def build_sampler(
     """Return the policy, the task set and the generator. Raises `ConfigError` for wrong options."""
     policy = load_policy(config)
     taskset = build_taskset(config.task)
+    check_taskset(taskset, config.seed, config.steps * config.schedule.groups_per_step)
+    held_out_tasks(taskset, config.eval.tasks)
     build_rollout(config, taskset)  # raises ConfigError if a requirement is missing
     return policy, taskset, build_generator(config, policy, taskset, engine)
 
@@ -154,11 +156,15 @@ def build(
         life,
     )
     store = machine.scorer.store
-    held_out = taskset.held_out(config.eval.tasks)
+    held_out = held_out_tasks(taskset, config.eval.tasks)
     evaluation = None
     if held_out:
         evaluation_rollout = make_rollout(
-            generator, taskset, config.rollout, on_failure=recorder.failure
+            generator,
+            taskset,
+            config.rollout,
+            on_failure=recorder.failure,
+            on_blocked=recorder.blocked,
         )
         evaluation = partial(evaluate, evaluation_rollout, held_out, seed=config.seed)
     return RunComponents(
@@ -221,6 +227,7 @@ def _training_rollout(
         on_piece=listeners.on_piece,
         on_failure=listeners.on_failure,
         on_restart=listeners.on_restart,
+        on_blocked=listeners.recorder.blocked,
     )
     rollout.restore(life.episodes, life.quarantined, life.outcomes)
     for request in life.requests:

@@ -115,7 +115,9 @@ def test_own_rewards_may_be_named_async_or_wrong(
 
     assert play_with("named") == {"right": 0.0, "short": 0.5}
     assert play_with("later") == {"reward": 2.0}
-    with pytest.raises(EnvError, match="returned 'good' as reward, not a finite number"):
+    with pytest.raises(
+        EnvError, match="rewards must be a finite number or numbers by name, got 'good'"
+    ):
         play_with("text")
     with pytest.raises(ConfigError, match=r"own_reward:one' cannot be used: too many positional"):
         taskset(path, reward="own_reward:one")

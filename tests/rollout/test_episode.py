@@ -42,6 +42,7 @@ class LetterChat:
     """A chat with one token per letter. A full stop ends a reply."""
 
     stop_tokens = (END,)
+    longest_token = 4
 
     def encode_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return tuple(map(ord, messages[0].content))
@@ -302,7 +303,8 @@ def test_too_many_failures_are_the_machinerys() -> None:
             await rollout.episode(TASK, env_seed=0, noise_seed=0)
 
     with pytest.raises(
-        TooManyFailures, match=r"10 of the last 20 episodes failed.*in begin: EnvError: gone"
+        TooManyFailures,
+        match=r"10 of the last 20 episodes failed.*in begin of toy.train.1: EnvError: gone",
     ):
         asyncio.run(main())
 

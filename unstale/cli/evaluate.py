@@ -16,6 +16,7 @@ from unstale.cli.process import limit_threads, sigterm_as_ctrl_c
 from unstale.config import ConfigError, RunConfig
 from unstale.durability import virtual_clock
 from unstale.engines.pool import Recovery, supervise
+from unstale.envs.registry import held_out_tasks
 from unstale.model.loading import DTYPES
 from unstale.model.policy import Policy
 from unstale.observe.live import LiveDisplay
@@ -57,7 +58,9 @@ def evaluate(
             rollout = build_rollout(config, taskset)(generator, taskset, config.rollout)
             with LiveDisplay(config, console=console or Console()) as display:
                 tasks = [
-                    task for task in taskset.held_out(config.eval.tasks) for _ in range(attempts)
+                    task
+                    for task in held_out_tasks(taskset, config.eval.tasks)
+                    for _ in range(attempts)
                 ]
                 async with rollout.resources:
                     return await evaluation.evaluate(

@@ -1,8 +1,11 @@
 """The failure of a run, and the exit of a command with an error message."""
 
 import errno
+import os
 import resource
 import sys
+import threading
+import time
 from typing import NoReturn
 
 from rich.console import Console
@@ -26,6 +29,9 @@ _TEXTS = {
 }
 """Texts of errors without a number: of libraries that do not load, of torch and of threads."""
 
+EXIT_S = 10.0
+"""Seconds that Python waits at the end of the process for threads that user code started."""
+
 
 class RunFailed(RuntimeError):
     """A component of a run failed. `__cause__` is the first error."""
@@ -33,9 +39,14 @@ class RunFailed(RuntimeError):
 
 def exit_after(title: str, error: object, *, code: int) -> NoReturn:
     """Print an error in one line on stderr, and exit with a code."""
+    print_failure(title, error)
+    sys.exit(code)
+
+
+def print_failure(title: str, error: object) -> None:
+    """Print an error in one line on stderr."""
     text = f"[bold red]{title}:[/] {escape(str(error))}"
     Console(stderr=True, soft_wrap=True).print(text, highlight=False)
-    sys.exit(code)
 
 
 def exhausted(error: BaseException) -> str:
@@ -65,3 +76,31 @@ def exhausted(error: BaseException) -> str:
             "engine.max_running"
         )
     return ""
+
+
+def end_despite_threads() -> None:
+    """End the process `EXIT_S` seconds from now, with the code of the current SystemExit.
+
+    Python waits without limit for threads that are no daemons. Called while the process exits; does
+    nothing if there are no such threads.
+    """
+    error = sys.exception()
+    code = error.code if isinstance(error, SystemExit) else 1
+
+    def end() -> None:
+        time.sleep(EXIT_S)
+        if names := _waiting_for():
+            print_failure("unstale", f"threads of user code never end: {', '.join(names)}")
+            os._exit(code if isinstance(code, int) else 1 if code else 0)
+
+    if _waiting_for():
+        threading.Thread(target=end, name="exit", daemon=True).start()
+
+
+def _waiting_for() -> list[str]:
+    """Return the names of the threads, apart from the main one, that Python waits for."""
+    return [
+        thread.name
+        for thread in threading.enumerate()
+        if not thread.daemon and thread is not threading.main_thread()
+    ]

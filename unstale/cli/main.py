@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from unstale import __version__
-from unstale.cli.failures import RunFailed, exhausted, exit_after
+from unstale.cli.failures import RunFailed, end_despite_threads, exhausted, exit_after
 from unstale.cli.recipe_options import (
     option_names,
     options_help,
@@ -38,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if reason := exhausted(error):
             exit_after("the system has too few resources", reason, code=1)
         raise
+    finally:
+        if arguments is None:  # a process of its own
+            end_despite_threads()
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

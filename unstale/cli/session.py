@@ -14,7 +14,7 @@ from rich.markup import escape
 from unstale import loop
 from unstale.build import Components, build, build_checkpoints, build_machine
 from unstale.cli.evaluate import POLICY
-from unstale.cli.failures import RunFailed, exhausted
+from unstale.cli.failures import RunFailed, exhausted, print_failure
 from unstale.cli.process import limit_threads, rare_garbage_collection, sigterm_as_ctrl_c
 from unstale.cli.resume import config_changes, load_config
 from unstale.cli.survivors import write_survivors
@@ -25,6 +25,7 @@ from unstale.durability.journal import JOURNAL, CheckpointRow, Journal, JournalE
 from unstale.durability.machine import lock_folder
 from unstale.durability.resume import init_run, load_resume_state, restore
 from unstale.durability.run_folder import EVENTS, TOKENIZER, BrokenFile, RunFolder, RunLog
+from unstale.envs.guard import OCCUPANCY
 from unstale.lint import check
 from unstale.loop import RunComponents
 from unstale.model.policy import Policy
@@ -168,6 +169,9 @@ def _run_to_end(session: "RunSession", log: RunLog, console: Console) -> Run:
             console.print(save_failed_batch(session.machine.trainer, folder), highlight=False)
         text = exhausted(error) or f"{type(error).__name__}: {error}"
         raise RunFailed(f"{text} (traceback in {folder / 'error.txt'})") from error
+    except asyncio.CancelledError:
+        culprit = OCCUPANCY.canceller or "some code"
+        raise RunFailed(f"{culprit} cancelled the tasks of the run") from None
     except KeyboardInterrupt:
         reason = "Ctrl-C"
         console.print(f"[yellow]stopping; to continue: unstale train --resume {folder}[/]")
@@ -233,7 +237,15 @@ class RunSession:
                 self._log.rewind(stored.metrics)
             self.machine = machine
         parts = build(config, self.machine, self._log, display, state)
-        return virtual_clock.run(_supervise(parts), virtual=config.deterministic)
+        return virtual_clock.run(
+            _supervise(parts), virtual=config.deterministic, on_stuck=self._end_stuck
+        )
+
+    def _end_stuck(self, reason: str) -> None:
+        """Log the end of a run whose event loop is blocked for ever, in another thread."""
+        self._log.failed(reason)
+        self._log.event("stopped", reason="failed")
+        print_failure("the run failed", reason)
 
     def close(self) -> None:
         """Close the engine, which is still open after a failure between two segments."""

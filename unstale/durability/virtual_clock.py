@@ -8,9 +8,12 @@ trainer's work, in the same order in every run. Sockets do not work on this loop
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from concurrent.futures import wait as wait_for
 from typing import Any, TypeVar
+
+from unstale.envs import EnvError
+from unstale.envs.guard import OCCUPANCY, UnjoinedThreads, Watchdog, end_leftovers, watch_tasks
 
 T = TypeVar("T")
 
@@ -22,7 +25,16 @@ class Stalled(RuntimeError):
     """A deadlock: every task waits and no timer is set."""
 
 
-class VirtualLoop(asyncio.SelectorEventLoop):
+class RunLoop(asyncio.SelectorEventLoop):
+    """The event loop of a run. User code cannot stop it."""
+
+    def stop(self) -> None:
+        if OCCUPANCY.current:
+            raise EnvError("it stops the event loop of the run")
+        super().stop()
+
+
+class VirtualLoop(RunLoop):
     """An event loop whose virtual clock starts at 0.
 
     >>> async def nap() -> float:
@@ -34,7 +46,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="virtual")
+        self._thread = UnjoinedThreads(1, thread_name_prefix="virtual")
         super().__init__(_JumpingSelector(self._jump))
 
     def time(self) -> float:
@@ -48,7 +60,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         The result is delivered `WORK_S` virtual seconds later, however long `func` really took.
         """
         work = (executor or self._thread).submit(func, *args)
-        wait_for([work])
+        with OCCUPANCY.waiting_for_thread():
+            wait_for([work])
         result: asyncio.Future[T] = self.create_future()
         self.call_later(WORK_S, _set_result, work, result)
         return result
@@ -86,16 +99,30 @@ class _JumpingSelector(selectors.SelectSelector):
         return ready
 
 
-def run(main: Coroutine[Any, Any, T], *, virtual: bool = False) -> T:
+def run(
+    main: Coroutine[Any, Any, T],
+    *,
+    virtual: bool = False,
+    on_stuck: Callable[[str], None] = lambda message: None,
+) -> T:
     """Run a coroutine as `asyncio.run` does, in virtual time if `virtual`.
 
     A loop that runs in this thread already, such as Jupyter's, stands still meanwhile.
+
+    User code that blocks the event loop is interrupted. If that is impossible, `on_stuck` is called
+    with a message and the process ends. At the end, nothing waits for user code that never ends.
     """
     outer = asyncio.events._get_running_loop()
     asyncio.events._set_running_loop(None)
     try:
-        make_loop = VirtualLoop if virtual else asyncio.new_event_loop
-        with asyncio.Runner(loop_factory=make_loop) as runner:
-            return runner.run(main)
+        make_loop = VirtualLoop if virtual else RunLoop
+        with Watchdog(on_stuck), asyncio.Runner(loop_factory=make_loop) as runner:
+            loop = runner.get_loop()
+            loop.set_default_executor(UnjoinedThreads(thread_name_prefix="asyncio"))
+            loop.set_task_factory(watch_tasks)
+            try:
+                return runner.run(main)
+            finally:
+                runner.run(end_leftovers())
     finally:
         asyncio.events._set_running_loop(outer)

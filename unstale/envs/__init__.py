@@ -3,10 +3,14 @@
 `chat.py` converts messages to tokens.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
+from numbers import Real
 from random import Random
+from reprlib import repr as short_repr
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from unstale.records import Task
@@ -44,32 +48,86 @@ class Message:
     """Reasoning of the assistant, if the chat template supports it."""
 
 
+class EnvError(Exception):
+    """A fault of the environment. The episode is retried, then counted as failed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """An environment's answer to a reply: new messages, and rewards if the episode is `done`."""
+    """An environment's answer to a reply: new messages, and rewards if the episode is `done`.
+
+    Numbers may be NumPy or torch scalars. Raises `EnvError`, which names the field, for anything
+    that is not a finite number.
+
+    >>> Turn((), done=True, rewards={"right": True}).rewards
+    {'right': 1.0}
+    """
 
     messages: tuple[Message, ...]
     done: bool = False
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """Rewards by name, if `done`. The episode's reward is their sum, or the result of `combine`."""
+    """Rewards by name, if `done`. The episode's reward is their sum, or the result of `combine`.
+
+    One number becomes `{"reward": number}`."""
     reward: float = 0.0
     """Reward of the last reply alone, used only by the advantage estimator `turn_level`."""
     facts: Mapping[str, float] = field(default_factory=dict)
     """Numbers to log."""
 
+    def __post_init__(self) -> None:
+        set_field = partial(object.__setattr__, self)
+        set_field("messages", _messages(self.messages))
+        if isinstance(self.rewards, Mapping):
+            set_field("rewards", _numbers("rewards", self.rewards))
+        else:
+            set_field(
+                "rewards", {"reward": _number("rewards", self.rewards, " or numbers by name")}
+            )
+        set_field("reward", _number("reward", self.reward))
+        set_field("facts", _numbers("facts", self.facts))
 
-class EnvError(Exception):
-    """A fault of the environment. The episode is retried, then counted as failed."""
+
+def _messages(messages: Any) -> tuple[Message, ...]:
+    found = tuple(messages) if isinstance(messages, list | tuple) else (messages,)
+    for message in found:
+        if not isinstance(message, Message) or not isinstance(message.content, str):
+            raise EnvError(
+                "Turn.messages must be a tuple of Message(role, content) with content as text, "
+                f"got {short_repr(message)}"
+            )
+    return found
+
+
+def _numbers(name: str, values: Any) -> dict[str, float]:
+    if not isinstance(values, Mapping):
+        raise EnvError(f"Turn.{name} must be numbers by name, got {short_repr(values)}")
+    return {str(key): _number(f"{name}[{short_repr(key)}]", value) for key, value in values.items()}
+
+
+def _number(name: str, value: Any, or_else: str = "") -> float:
+    """Return a number or a scalar of NumPy or torch as float. Raises `EnvError`."""
+    if type(value) is float and math.isfinite(value):
+        return value
+    try:
+        number = value if isinstance(value, Real) else value.item()
+        if isinstance(number, Real) and math.isfinite(number):
+            return float(number)
+    except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError):
+        pass
+    raise EnvError(f"Turn.{name} must be a finite number{or_else}, got {short_repr(value)}")
 
 
 class Env(Protocol):
-    """One episode, seeded and used once. Both methods may raise `EnvError`."""
+    """One episode, seeded and used once. Both methods may raise `EnvError`.
 
-    async def begin(self) -> Turn:
+    A method that is no coroutine runs in a thread.
+    """
+
+    def begin(self) -> Awaitable[Turn] | Turn:
         """Return the first messages (system, user)."""
         ...
 
-    async def step(self, reply: Message) -> Turn:
+    def step(self, reply: Message) -> Awaitable[Turn] | Turn:
         """Answer a reply of the policy. `reply.role` is "assistant"."""
         ...
 
@@ -102,8 +160,8 @@ class HasSimulatedDelays(Protocol):
 class Closable(Protocol):
     """An environment with resources to release at the end of an episode, failed or not."""
 
-    async def close(self) -> None:
-        """Release the resources within a few seconds. Must not raise."""
+    def close(self) -> Awaitable[None] | None:
+        """Release the resources within a few seconds. An error fails the episode."""
         ...
 
 
@@ -187,6 +245,6 @@ def combine_rewards(taskset: Taskset, turn: Turn) -> Turn:
     """
     if not (turn.done and turn.rewards and isinstance(taskset, RewardCombiner)):
         return turn
-    parts = {f"reward/{name}": float(value) for name, value in turn.rewards.items()}
-    rewards = {"reward": float(taskset.combine(turn.rewards))}
+    parts = {f"reward/{name}": value for name, value in turn.rewards.items()}
+    rewards = {"reward": taskset.combine(turn.rewards)}
     return replace(turn, rewards=rewards, facts={**turn.facts, **parts})

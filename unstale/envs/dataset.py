@@ -3,23 +3,20 @@
 A row has a prompt and any other columns. The reward is a function of the reply and the row.
 """
 
-import asyncio
 import hashlib
 import inspect
 import json
-import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from itertools import islice
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from unstale.config import ConfigError, TaskConfig, install, nearest
 from unstale.config.checks import Share
-from unstale.envs import EnvError, ListedTasks, Message, Turn
+from unstale.envs import ListedTasks, Message, Turn
+from unstale.envs.guard import call
 from unstale.envs.registry import EnvSpec
 from unstale.envs.strict_json import refuse_constant
 from unstale.records import Task
@@ -91,7 +88,8 @@ class DatasetTasks(ListedTasks):
         return RowEnv(
             _opening(row, self._options),
             _follow_ups(row, self._options),
-            partial(_rewards_of, self._reward, row),
+            self._reward,
+            row,
         )
 
 
@@ -102,11 +100,15 @@ class RowEnv:
         self,
         opening: tuple[Message, ...],
         follow_ups: Sequence[str],
-        reward: Callable[[str], Awaitable[Mapping[str, float]]],
+        reward: RewardFunction,
+        row: Row,
     ) -> None:
         self._opening = opening
         self._follow_ups = iter(follow_ups)
         self._reward = reward
+        self._row = row
+        self.code_name = f"the reward function {getattr(reward, '__qualname__', reward)}"
+        """The user code of this environment, for messages."""
 
     async def begin(self) -> Turn:
         return Turn(self._opening)
@@ -114,20 +116,8 @@ class RowEnv:
     async def step(self, reply: Message) -> Turn:
         for text in self._follow_ups:
             return Turn((Message("user", text),))
-        return Turn((), done=True, rewards=await self._reward(reply.content))
-
-
-async def _rewards_of(reward: RewardFunction, row: Row, reply: str) -> Mapping[str, float]:
-    """Call a reward function. Raises `EnvError` if it returns no finite numbers."""
-    if inspect.iscoroutinefunction(reward):
-        result = await reward(reply, row)
-    else:
-        result = await asyncio.to_thread(reward, reply, row)
-    named = result if isinstance(result, Mapping) else {"reward": result}
-    for name, value in named.items():
-        if not isinstance(value, Real) or not math.isfinite(value):
-            raise EnvError(f"the reward function returned {value!r} as {name}, not a finite number")
-    return {str(name): float(value) for name, value in named.items()}
+        rewards = await call(self._reward, reply.content, self._row)
+        return Turn((), done=True, rewards=rewards)
 
 
 def _opening(row: Row, options: DatasetConfig) -> tuple[Message, ...]:

@@ -1,16 +1,12 @@
 """Tasks of an external agent: a function that calls an endpoint and returns a reward."""
 
 import asyncio
-import inspect
-import math
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
-from unstale.envs import EnvError, ListedTasks, Turn
+from unstale.envs import ListedTasks, Turn
+from unstale.envs.guard import call
 from unstale.records import Task
 
 Rewards = float | Mapping[str, float]
@@ -65,52 +61,9 @@ class ExternalEnv:
     timeout_s: float
 
     async def drive(self, base_url: str, api_key: str) -> Turn:
-        """Run the agent to its end."""
-        arguments = (base_url, self.task, self.seed, api_key)
-        call = type(self.agent).__call__
-        if inspect.iscoroutinefunction(self.agent) or inspect.iscoroutinefunction(call):
-            result = self.agent(*arguments)
-        else:
-            result = await _in_thread(self.agent, *arguments)
-        if inspect.isawaitable(result):
-            result = await result
-        return Turn((), done=True, rewards=_named(result))
+        """Run the agent to its end.
 
-
-async def _in_thread(agent: Agent, *arguments: Any) -> Any:
-    """Run a plain function in a new thread.
-
-    A thread cannot be stopped. After a time-out it runs on, but the endpoint refuses its calls.
-    """
-    outcome = _Outcome()
-    outcome.set_running_or_notify_cancel()  # cancelling the waiting task leaves it settable
-
-    def work() -> None:
-        with outcome:
-            outcome.set_result(agent(*arguments))
-
-    threading.Thread(target=work, name="agent", daemon=True).start()
-    return await asyncio.wrap_future(outcome)
-
-
-class _Outcome(Future[Any]):
-    """A future that takes an error raised in its context."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> bool:
-        if isinstance(error, Exception):
-            self.set_exception(error)
-        elif error:  # SystemExit would end the event loop
-            self.set_exception(EnvError(f"the agent raised {error!r}"))
-        return True
-
-
-def _named(result: Any) -> Mapping[str, float]:
-    rewards = result if isinstance(result, Mapping) else {"reward": result}
-    for name, value in rewards.items():
-        if not isinstance(value, Real) or not math.isfinite(value):
-            raise EnvError(
-                f"an agent returns a number, or numbers by name; got {value!r} as {name}"
-            )
-    return {str(name): float(value) for name, value in rewards.items()}
+        A thread cannot be stopped. After a time-out it runs on, but the endpoint refuses its calls.
+        """
+        rewards = await call(self.agent, base_url, self.task, self.seed, api_key)
+        return Turn((), done=True, rewards=rewards)

@@ -8,15 +8,25 @@
 """
 
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from reprlib import repr as short_repr
+from traceback import extract_tb
 from typing import Any
 
 from unstale import envs
 from unstale.config import ConfigError, TaskConfig, install, nearest
 from unstale.envs import Taskset, adapters
+from unstale.envs.guard import describe
+from unstale.records import Task
+
+MAX_CHECKED = 1000
+"""Training tasks that are drawn before a run to check them, at most. Takes about 1 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,5 +93,59 @@ def build_taskset(config: TaskConfig) -> Taskset:
         is_missing = adapter and isinstance(error, ModuleNotFoundError)
         hint = f" ({install(module)})" if is_missing else ""
         raise ConfigError(f"task.env {config.env!r} cannot be made: {error}{hint}") from error
-    taskset: Taskset = factory(name) if adapter else factory()
+    with user_code(f"task.env {config.env!r} cannot be made"):
+        taskset: Taskset = factory(name) if adapter else factory()
     return taskset
+
+
+@contextmanager
+def user_code(problem: str) -> Iterator[None]:
+    """Turn any error of a task set's code into `ConfigError`, with the place of the error."""
+    try:
+        yield
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        place = extract_tb(error.__traceback__)[-1]
+        where = f"{Path(place.filename).name}, line {place.lineno}"
+        raise ConfigError(f"{problem}: {describe(error)} ({where})") from error
+
+
+def check_taskset(taskset: Taskset, seed: int, num_tasks: int) -> None:
+    """Raise `ConfigError` for wrong tools, or fewer training tasks than a run takes."""
+    name = getattr(taskset, "name", type(taskset).__name__)
+    with user_code(f"the tools of {name} cannot be read"):
+        tools = tuple(taskset.tools)
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ConfigError(
+                f"a tool of {name} has no schema: {short_repr(tool)}; "
+                "write it with unstale.envs.tool_schema(name, description, properties)"
+            )
+    wanted = min(num_tasks, MAX_CHECKED)
+    with user_code(f"train({seed}) of {name} failed"):
+        drawn = [
+            _task(task, f"train({seed})", name) for task in islice(taskset.train(seed), wanted)
+        ]
+    if len(drawn) < wanted:
+        raise ConfigError(
+            f"train({seed}) of {name} ended after {len(drawn)} tasks; it must be endless: repeat "
+            "the tasks with new numbers, as unstale.envs.ListedTasks does"
+        )
+
+
+def held_out_tasks(taskset: Taskset, count: int) -> list[Task]:
+    """Return the held-out tasks. Raises `ConfigError` if the task set cannot list them."""
+    name = getattr(taskset, "name", type(taskset).__name__)
+    with user_code(f"held_out({count}) of {name} failed"):
+        return [_task(task, f"held_out({count})", name) for task in taskset.held_out(count)]
+
+
+def _task(task: Any, method: str, name: str) -> Task:
+    if not isinstance(task, Task):
+        raise ConfigError(
+            f"{method} of {name} gave {short_repr(task)}; it must give "
+            f"unstale.records.Task({name!r}, split, number)"
+        )
+    return task

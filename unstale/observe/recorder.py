@@ -82,6 +82,14 @@ class Recorder:
             f"episode {episode} of {failure.task.key} failed in {failure.stage}: {failure.error}"
         )
 
+    def blocked(self, name: str, seconds: float) -> None:
+        """Log user code that blocked the event loop. Not in the journal: runs differ in it."""
+        self._log.event("loop_blocked", by=name, duration_s=round(seconds, 3))
+        self._watcher.note(
+            f"{name} blocked all episodes for {seconds:.1f} s: make it a plain function, "
+            "which runs in a thread, or await"
+        )
+
     def restarted(self, episode: int, failure: "Failure") -> None:
         """Log an episode that restarts, because replaying it after a resume gave another text."""
         self.event("episode_restarted", episode=episode, **_describe(failure))

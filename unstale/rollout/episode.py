@@ -8,21 +8,30 @@ failed. Any other error ends the run.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, nullcontext
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
+from dataclasses import dataclass, field
 from functools import partial
+from reprlib import repr as short_repr
 from typing import Any
 
 from unstale.config import RolloutConfig
 from unstale.engines import Stopwatch
 from unstale.envs import (
     Closable,
-    Env,
+    EnvError,
     HasSimulatedDelays,
     Resumable,
     Taskset,
     Turn,
     combine_rewards,
 )
+from unstale.envs.guard import OwnThread, Watched, call, describe
 from unstale.records import (
     ContextPiece,
     EpisodeRecord,
@@ -39,7 +48,7 @@ from unstale.records import (
 )
 from unstale.rollout.generator import Generator
 from unstale.rollout.seeds import derive_seed
-from unstale.rollout.timeouts import PersistentTimeout
+from unstale.rollout.timeouts import Attempt, PersistentTimeout
 from unstale.rollout.transcript import NotReplayed, NullWriter, OpenWriter, Transcript
 
 FAILURE_WINDOW = 100
@@ -55,6 +64,15 @@ OnRestart = Callable[[int, Failure], None]
 The episode then starts again from its beginning."""
 
 
+OnBlocked = Callable[[str, float], None]
+"""`(name, seconds)`: called when the user code `name` blocked the event loop.
+
+Called again for the same code when it blocks for twice as long."""
+
+CLOSE_S = 5.0
+"""Seconds for `close` of an environment."""
+
+
 class EpisodeFailed(Exception):
     """An error of an environment: its text names the stage, and `__cause__` is the error."""
 
@@ -65,24 +83,43 @@ class TooManyFailures(RuntimeError):
 
 @contextmanager
 def stage(name: str, timeout_s: float) -> Iterator[None]:
-    """Turn any exception or time-out of environment code into `EpisodeFailed(name)`."""
+    """Turn any error or time-out of environment code into `EpisodeFailed(name)`.
+
+    Also SystemExit and the like: only a cancellation of the episode passes.
+    """
     timeout = PersistentTimeout(timeout_s)
+    task = timeout.task
+    if isinstance(task, Attempt):
+        task.stage = name
     try:
         with timeout:
             yield
-    except Exception as error:
-        raise EpisodeFailed(name) from error
-    except asyncio.CancelledError as error:
-        if timeout.task.cancelling():
+    except EpisodeFailed:
+        raise  # an inner stage has named the place
+    except BaseException as error:
+        if isinstance(error, asyncio.CancelledError) and task.cancelling():
             raise
-        # Something inside the environment was cancelled, not this episode.
+        if isinstance(error, GeneratorExit) and not _is_current(task):
+            raise  # the event loop ends and closes the coroutine
+        # A CancelledError here is of something inside the environment, not of this episode.
         raise EpisodeFailed(name) from error
+    else:
+        if isinstance(task, Attempt) and task.ending:
+            raise asyncio.CancelledError("the environment ignored an earlier cancellation")
+    finally:
+        del task, timeout  # the task holds the error, whose traceback refers to this frame
+
+
+def _is_current(task: asyncio.Task[Any]) -> bool:
+    with suppress(RuntimeError):  # no event loop runs
+        return asyncio.current_task() is task
+    return False
 
 
 class Rollout:
     """A runner of episodes. `on_piece` is called with each piece as soon as it is sampled."""
 
-    def __init__(  # noqa: PLR0913 - three of them are callbacks
+    def __init__(  # noqa: PLR0913 - four of them are callbacks
         self,
         generator: Generator,
         taskset: Taskset,
@@ -91,6 +128,7 @@ class Rollout:
         on_piece: Callable[[PendingPiece], None] = lambda piece: None,
         on_failure: OnFailure = lambda episode, failure, final: None,
         on_restart: OnRestart = lambda episode, failure: None,
+        on_blocked: OnBlocked = lambda name, seconds: None,
     ) -> None:
         self.generator = generator
         self.taskset = taskset
@@ -98,6 +136,8 @@ class Rollout:
         self.on_piece = on_piece
         self.on_failure = on_failure
         self.on_restart = on_restart
+        self._on_blocked = on_blocked
+        self._longest_blocked: dict[str, float] = {}
         self.wait_times = Stopwatch("generation_wait", "tool_wait")
         self.resources: AbstractAsyncContextManager[Any] = nullcontext()
         """A context that has to be open while episodes run."""
@@ -172,7 +212,7 @@ class Rollout:
             )
             record = None
             try:
-                trajectory = await self.attempt(transcript, task, env_seed)
+                trajectory = await _outcome(Attempt(self.attempt(transcript, task, env_seed)))
             except (EpisodeFailed, NotReplayed) as error:
                 failure = failure_of(error, task, transcript.all_pieces)
             else:
@@ -201,16 +241,16 @@ class Rollout:
         async with AsyncExitStack() as cleanup:
             with stage("begin", self.config.timeout_s):
                 env = self.taskset.env(task, env_seed)
-                if isinstance(env, Closable):
-                    cleanup.push_async_callback(env.close)
-                turn, turn_rewards = await self._begin(transcript, env)
+                caller = self.caller(env, task)
+                cleanup.push_async_exit(partial(self._close, caller))
+                turn, turn_rewards = await self._begin(transcript, caller)
             if self.generator.reply_budget(len(transcript.tokens)) < 1:
                 raise ValueError(
                     f"the opening prompt of {task.key} has {len(transcript.tokens)} tokens, "
                     f"engine.max_context is {self.generator.config.max_context}: no reply fits; "
                     "raise engine.max_context"
                 )
-            turn, stop = await self._take_turns(transcript, env, turn, turn_rewards)
+            turn, stop = await self._take_turns(transcript, caller, turn, turn_rewards)
         transcript.require_replayed()
         return Trajectory(
             pieces=tuple(transcript.pieces),
@@ -223,23 +263,37 @@ class Rollout:
             facts=dict(turn.facts),
         )
 
-    async def _begin(self, transcript: Transcript, env: Env) -> tuple[Turn, list[float]]:
-        resumable = env if isinstance(env, Resumable) else None
+    def caller(self, env: Any, task: Task) -> "EnvCaller":
+        """Return the way to call an environment. Its user must close the thread."""
+        code = getattr(env, "code_name", "the environment")
+
+        def on_blocked(seconds: float) -> None:
+            name = f"{code} of {task.env}"
+            if seconds > 2 * self._longest_blocked.get(name, 0):
+                self._longest_blocked[name] = seconds
+                self._on_blocked(name, seconds)
+
+        return EnvCaller(env, f"{code} of {task.key}", on_blocked)
+
+    async def _begin(self, transcript: Transcript, caller: "EnvCaller") -> tuple[Turn, list[float]]:
+        resumable = caller.env if isinstance(caller.env, Resumable) else None
         if resumable:
             turn_rewards = await transcript.restore_snapshot(resumable)
             if turn_rewards is not None:
                 return Turn(()), turn_rewards
-        turn = await env.begin()
+        turn = await caller.turn(caller.env.begin)
+        self._check_size(turn)
         transcript.add_context(ContextPiece(self.generator.chat.encode_prompt(turn.messages)))
         if resumable:
             transcript.save_snapshot(resumable, ())
         return turn, []
 
     async def _take_turns(
-        self, transcript: Transcript, env: Env, turn: Turn, turn_rewards: list[float]
+        self, transcript: Transcript, caller: "EnvCaller", turn: Turn, turn_rewards: list[float]
     ) -> tuple[Turn, Stop]:
         """Alternate replies and environment steps. Return the last turn and the reason to stop."""
         chat = self.generator.chat
+        env = caller.env
         # Once per attempt: these checks take half as long as a turn of a fast environment.
         resumable = env if isinstance(env, Resumable) else None
         simulated = env if isinstance(env, HasSimulatedDelays) else None
@@ -254,15 +308,50 @@ class Rollout:
             if simulated:
                 simulated.replaying = transcript.replaying
             with stage(f"step {len(turn_rewards) + 1}", self.config.timeout_s):
-                step = env.step(chat.parse(reply))
+                step = caller.turn(env.step, chat.parse(reply))
                 turn = combine_rewards(self.taskset, await self.wait_times.on("tool_wait", step))
                 turn_rewards.append(turn.reward)
                 if not turn.done:
+                    self._check_size(turn)
                     text = chat.encode_continuation(turn.messages, ended=ended)
+                    self._check_size(turn, len(text))
                     transcript.add_context(ContextPiece(text))
                     if resumable:
                         transcript.save_snapshot(resumable, turn_rewards)
         return turn, "done"
+
+    def _check_size(self, turn: Turn, num_tokens: int = 0) -> None:
+        """Raise `EnvError` for messages that alone exceed the context.
+
+        Before encoding, which would block the event loop, only a safe bound is known.
+        """
+        limit = self.generator.config.max_context
+        characters = sum(len(message.content) for message in turn.messages)
+        at_least = max(
+            num_tokens,
+            len(turn.messages),
+            characters // self.generator.chat.longest_token,
+        )
+        if at_least > limit:
+            raise EnvError(
+                f"Turn.messages has {len(turn.messages):,} messages with {characters:,} characters,"
+                f" at least {at_least:,} tokens; engine.max_context is {limit}: shorten the "
+                "messages, or raise engine.max_context"
+            )
+
+    async def _close(
+        self, caller: "EnvCaller", kind: object, error: BaseException | None, _: object
+    ) -> None:
+        """Close an environment. Its error is the episode's failure, unless that failed already."""
+        try:
+            if isinstance(caller.env, Closable):
+                with stage("close", CLOSE_S):
+                    await caller(caller.env.close)
+        except EpisodeFailed:
+            if error is None:
+                raise
+        finally:
+            caller.thread.close()
 
     def _count_failure(self, failure: Failure) -> None:
         """Raise `TooManyFailures` if the share of failed episodes is too high."""
@@ -273,8 +362,41 @@ class Rollout:
             raise TooManyFailures(
                 f"{failed} of the last {total} episodes failed, more than "
                 f"rollout.max_failed_share = {self.config.max_failed_share:g} allows; "
-                f"the last one in {failure.stage}: {failure.error}"
+                f"the last one in {failure.stage} of {failure.task.key}: {failure.error}"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class EnvCaller:
+    """The way to call one environment: its coroutines are watched, plain methods run in a thread.
+
+    All its plain methods run in one thread, because a library may require that.
+    """
+
+    env: Any
+    name: str
+    on_blocked: Callable[[float], None]
+    thread: OwnThread = field(default_factory=OwnThread)
+
+    def __call__(self, method: Callable[..., Any], *arguments: Any) -> Watched[Any]:
+        work = call(method, *arguments, thread=self.thread)
+        return Watched(work, self.name, self.on_blocked)
+
+    async def turn(self, method: Callable[..., Any], *arguments: Any) -> Turn:
+        """Call `begin` or `step`. Raises `EnvError` if it does not return a `Turn`."""
+        turn = await self(method, *arguments)
+        if not isinstance(turn, Turn):
+            raise EnvError(f"{method.__name__}() must return a Turn, got {short_repr(turn)}")
+        return turn
+
+
+async def _outcome(attempt: Attempt) -> Trajectory:
+    """Return the trajectory of an attempt."""
+    try:
+        trajectory: Trajectory = await attempt.outcome()
+    except EnvError as error:
+        raise EpisodeFailed(attempt.stage) from error
+    return trajectory
 
 
 def require_finished(groups: Sequence[Group]) -> Sequence[Group]:
@@ -283,7 +405,7 @@ def require_finished(groups: Sequence[Group]) -> Sequence[Group]:
     if failures and not any(group.trajectories for group in groups):
         raise TooManyFailures(
             f"all {len(failures)} episodes of a batch failed; the last one in "
-            f"{failures[-1].stage}: {failures[-1].error}"
+            f"{failures[-1].stage} of {failures[-1].task.key}: {failures[-1].error}"
         )
     return groups
 
@@ -305,7 +427,7 @@ def failure_of(error: EpisodeFailed | NotReplayed, task: Task, pieces: Sequence[
     return Failure(
         task=task,
         stage=str(error) if replayed else "replay",
-        error=f"{type(cause).__name__}: {cause}",
+        error=describe(cause or error),
         turns=count_turns(pieces),
         sampled_tokens=sum(len(piece.tokens) for piece in sampled),
     )

@@ -4,10 +4,80 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from unstale.envs import EnvError
+from unstale.envs.guard import CANCEL_INTERVAL_S, MAX_CANCELS, OCCUPANCY, abandon
+
 _T = TypeVar("_T")
 
-CANCEL_INTERVAL_S = 1.0
-"""Seconds between two cancellations of a task."""
+END_S = 4.0
+"""Seconds that an environment has to release its resources after the first cancellation."""
+
+
+class Attempt(asyncio.Task[None]):
+    """A task that runs code of an environment. Nothing waits for it once it is abandoned."""
+
+    def __init__(self, work: Coroutine[Any, Any, Any]) -> None:
+        loop = asyncio.get_running_loop()
+        self.stage = ""
+        """The call of the environment that runs, or ran last."""
+        self.ending = False
+        """True if the owner has cancelled the task."""
+        self._outcome: asyncio.Future[Any] = loop.create_future()
+        super().__init__(_settle(work, self._outcome), loop=loop)
+
+    async def outcome(self) -> Any:
+        """Wait for the work and return its result, or raise its error.
+
+        Raises `EnvError` if its code cancelled this task or ignores cancellation.
+        """
+        try:
+            return await self._outcome
+        except asyncio.CancelledError:
+            await self._end()
+            raise
+        finally:
+            del self._outcome  # its error's traceback may refer to this task: a reference cycle
+
+    def cancel(self, msg: Any = None) -> bool:
+        running = OCCUPANCY.current
+        if running and asyncio.current_task() is self:
+            OCCUPANCY.canceller = running.name
+        return super().cancel(msg)
+
+    def abandon(self) -> None:
+        """Stop waiting for the task, whose code ignores cancellation."""
+        self.ending = True
+        abandon(self)
+        if not self._outcome.done():
+            self._outcome.set_exception(EnvError("it ignores cancellation"))
+
+    async def _end(self) -> None:
+        """Cancel the task and wait for its end, for `END_S` and a few further cancellations."""
+        self.ending = True
+        for seconds in (END_S, *[CANCEL_INTERVAL_S] * (MAX_CANCELS - 1)):
+            self.cancel()
+            await asyncio.wait((self,), timeout=seconds)
+            if self.done():
+                return
+        abandon(self)
+
+
+async def _settle(work: Coroutine[Any, Any, Any], outcome: asyncio.Future[Any]) -> None:
+    """Set the outcome of the work, unless nothing waits for it any more."""
+    try:
+        result = await work
+    except asyncio.CancelledError:
+        if not outcome.done():
+            outcome.set_exception(EnvError("it cancelled its own task"))
+        raise
+    except Exception as error:  # noqa: BLE001 - the owner raises it
+        if not outcome.done():
+            outcome.set_exception(error)
+    else:
+        if not outcome.done():
+            outcome.set_result(result)
+    finally:
+        del outcome  # its error's traceback refers to this frame: a reference cycle
 
 
 class PersistentTimeout:
@@ -17,7 +87,7 @@ class PersistentTimeout:
     It leaves no reference cycle for the garbage collector.
     """
 
-    __slots__ = ("_loop", "_num_cancelled", "_timer", "task")
+    __slots__ = ("_loop", "_num_cancelled", "_timeout_s", "_timer", "task")
 
     def __init__(self, timeout_s: float) -> None:
         task = asyncio.current_task()
@@ -25,9 +95,13 @@ class PersistentTimeout:
         self.task = task
         self._loop = asyncio.get_running_loop()
         self._num_cancelled = 0
+        self._timeout_s = timeout_s
         self._timer = self._loop.call_later(timeout_s, self._cancel)
 
     def _cancel(self) -> None:
+        if self._num_cancelled == MAX_CANCELS and isinstance(self.task, Attempt):
+            self.task.abandon()
+            return
         self.task.cancel()
         self._num_cancelled += 1
         self._timer = self._loop.call_later(CANCEL_INTERVAL_S, self._cancel)
@@ -39,9 +113,10 @@ class PersistentTimeout:
         self._timer.cancel()
         for _ in range(self._num_cancelled):
             self.task.uncancel()
-        cancelled = isinstance(error, asyncio.CancelledError)
-        if self._num_cancelled and cancelled and not self.task.cancelling():
-            raise TimeoutError from error
+        cancelled = isinstance(error, asyncio.CancelledError) and not self.task.cancelling()
+        del self.task  # it holds the error, whose traceback refers to this frame
+        if self._num_cancelled and cancelled:
+            raise TimeoutError(f"no answer within {self._timeout_s:g} s") from error
 
 
 async def run_to_completion(work: Coroutine[Any, Any, _T]) -> _T:

@@ -1,10 +1,10 @@
 """A conformance test for task sets."""
 
-import math
 from itertools import islice
 
 from unstale.durability import virtual_clock
 from unstale.envs import Closable, Message, Taskset, ToolCall, Turn, combine_rewards
+from unstale.envs.guard import call
 from unstale.records import Task
 
 NOISE = (
@@ -52,16 +52,17 @@ def check_env(taskset: Taskset, *, episodes: int = 20, max_turns: int = 30) -> N
 
 async def _play(taskset: Taskset, task: Task, seed: int, max_turns: int) -> list[Turn]:
     env = taskset.env(task, seed)
-    turns = [await env.begin()]
+    turns = [await call(env.begin)]
     assert turns[0].messages and not turns[0].done, (
         f"{task.key} begins with nothing to answer: begin() poses the task"
     )
     for number in range(max_turns):
         if turns[-1].done:
             break
-        turns.append(combine_rewards(taskset, await env.step(NOISE[(seed + number) % len(NOISE)])))
+        reply = NOISE[(seed + number) % len(NOISE)]
+        turns.append(combine_rewards(taskset, await call(env.step, reply)))
     if isinstance(env, Closable):
-        await env.close()
+        await call(env.close)
     for turn in turns:
         assert turn.done or turn.messages, (
             f"{task.key}: a turn without messages that is not done leaves nothing to answer"
@@ -69,9 +70,6 @@ async def _play(taskset: Taskset, task: Task, seed: int, max_turns: int) -> list
         roles = {message.role for message in turn.messages}
         assert roles <= {"system", "user", "tool"}, (
             f"{task.key}: an environment cannot speak as {roles}"
-        )
-        assert all(map(math.isfinite, (turn.reward, *turn.rewards.values()))), (
-            f"{task.key}: rewards must be finite"
         )
         assert not turn.rewards or turn.done, (
             f"{task.key}: rewards count only with done=True; use reward for one reply"

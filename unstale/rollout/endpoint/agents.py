@@ -34,7 +34,9 @@ class AgentRollout(Rollout):
 
     async def attempt(self, transcript: Transcript, task: Task, env_seed: int) -> Trajectory:
         """Run the agent to its end. Return its calls as a trajectory with branches."""
-        env = cast(ExternalEnv, self.taskset.env(task, env_seed))
+        with stage("begin", self.config.timeout_s):
+            env = cast(ExternalEnv, self.taskset.env(task, env_seed))
+        caller = self.caller(env, task)
         failed = None
         turn = Turn(())
         async with env.slot, asyncio.TaskGroup() as calls:
@@ -42,7 +44,7 @@ class AgentRollout(Rollout):
             try:
                 with stage("agent", env.timeout_s), self.endpoint.opened(session) as address:
                     async with session.watched():
-                        turn = await env.drive(address, self.endpoint.token)
+                        turn = await caller.turn(env.drive, address, self.endpoint.token)
                         turn = combine_rewards(self.taskset, turn)
             except EpisodeFailed as error:
                 failed = error

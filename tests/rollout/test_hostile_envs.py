@@ -1,0 +1,492 @@
+"""Test environments that do harm, each with its expected end.
+
+Whatever `begin`, `step` and `close` raise, return or do to the event loop, the episode fails with
+one bounded line, and the next episode works. Code that blocks the event loop is named. A task set
+that cannot be used is refused with one line before the run starts.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from tests.cli.test_run import quiet, small
+from unstale.cli import session
+from unstale.cli.failures import RunFailed
+from unstale.config import ConfigError, EngineConfig, RolloutConfig, TaskConfig
+from unstale.durability import virtual_clock
+from unstale.engines import SamplingParams
+from unstale.engines.scripted import ScriptedEngine
+from unstale.envs import EnvError, Message, NumberedTasks, Turn, guard, tool_schema
+from unstale.envs.registry import build_taskset, check_taskset, held_out_tasks
+from unstale.records import Failure, Task, Trajectory
+from unstale.rollout import episode, timeouts
+from unstale.rollout.episode import Rollout
+from unstale.rollout.generator import Generator
+
+TASK = Task("toy", "train", 1)
+
+
+class LetterChat:
+    """A chat with one token per letter. A full stop ends a reply."""
+
+    stop_tokens = (ord("."),)
+    longest_token = 1
+
+    def encode_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return tuple(ord(letter) for message in messages for letter in message.content)
+
+    def encode_continuation(self, messages: Sequence[Message], *, ended: bool) -> tuple[int, ...]:
+        return self.encode_prompt(messages)
+
+    def parse(self, tokens: Sequence[int]) -> Message:
+        return Message("assistant", "".join(map(chr, tokens)))
+
+
+class Env:
+    """A good environment: one question, one reply."""
+
+    async def begin(self) -> Turn:
+        return Turn((Message("user", "hi"),))
+
+    async def step(self, reply: Message) -> Turn:
+        return Turn((), done=True, rewards={"right": 1.0})
+
+
+class Tasks:
+    """A task set with one hostile environment, then good ones."""
+
+    name = "toy"
+    tools = ()
+
+    def __init__(self, *hostile: Any) -> None:
+        self.made = [*hostile]
+
+    def env(self, task: Task, seed: int) -> Any:
+        return self.made.pop(0)() if self.made else Env()
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the seconds after which user code is interrupted or abandoned."""
+    monkeypatch.setattr(guard, "HELD_S", 0.6)
+    monkeypatch.setattr(guard, "_TICK_S", 0.1)
+    monkeypatch.setattr(episode, "CLOSE_S", 0.3)
+    for module in (guard, timeouts):
+        monkeypatch.setattr(module, "CANCEL_INTERVAL_S", 0.05)
+    monkeypatch.setattr(timeouts, "END_S", 0.2)
+
+
+def play(
+    *hostile: Any, timeout_s: float = 0.4, virtual: bool = False
+) -> tuple[Failure | Trajectory, list[str]]:
+    """Run an episode of each environment, then a good one. Return the first one's outcome.
+
+    Also returns the code that was reported to block the event loop.
+    """
+    blocked: list[str] = []
+
+    def say(tokens: Sequence[int], params: SamplingParams) -> Sequence[int]:
+        return list(map(ord, "ab."))
+
+    async def main() -> Failure | Trajectory:
+        engine = ScriptedEngine(say)
+        await engine.start()
+        await engine.load({}, version=0)
+        await engine.resume()
+        generator: Any = Generator(engine, LetterChat(), EngineConfig(max_context=64))  # type: ignore[arg-type]
+        config = RolloutConfig(timeout_s=timeout_s, retries=0)
+        tasks: Any = Tasks(*hostile)
+        rollout = Rollout(
+            generator, tasks, config, on_blocked=lambda name, seconds: blocked.append(name)
+        )
+        first, *_, last = [
+            await rollout.episode(TASK, env_seed=7, noise_seed=8) for _ in (*hostile, Env)
+        ]
+        assert isinstance(last, Trajectory) and last.reward == 1.0
+        return first
+
+    return virtual_clock.run(main(), virtual=virtual), blocked
+
+
+def failure(hostile: type[Env]) -> Failure:
+    outcome, _ = play(hostile)
+    assert isinstance(outcome, Failure) and outcome.task == TASK
+    assert len(outcome.error) < 500 and outcome.error.isprintable()
+    return outcome
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (SystemExit(3), "SystemExit: 3"),
+        (KeyboardInterrupt(), "KeyboardInterrupt: "),
+        (GeneratorExit(), "GeneratorExit: "),
+        (BaseException("base"), "BaseException: base"),
+        (asyncio.CancelledError(), "CancelledError: "),
+        (StopAsyncIteration(), "StopAsyncIteration: "),
+        (MemoryError(), "MemoryError: "),
+        (RecursionError("deep"), "RecursionError: deep"),
+        (ExceptionGroup("two", [ValueError("one")]), "ExceptionGroup: two (1 sub-exception)"),
+        (ValueError("x" * 5_000_000), "... (5,000,000 characters)"),
+        (ValueError("a\n\nb\x1b]0;title"), r"ValueError: a b\x1b]0;title"),
+        (Unprintable(), "Unprintable: (its text cannot be shown"),
+    ],
+)
+@pytest.mark.parametrize("place", ["env", "begin", "step", "plain_step", "close"])
+def test_any_error_fails_the_episode_with_one_line(
+    error: BaseException, message: str, place: str
+) -> None:
+    class Hostile(Env):
+        def __init__(self) -> None:
+            self.raise_in("env")
+
+        def raise_in(self, here: str) -> None:
+            if here == place:
+                raise error
+
+        async def begin(self) -> Turn:
+            self.raise_in("begin")
+            return await super().begin()
+
+        async def step(self, reply: Message) -> Turn:
+            self.raise_in("step")
+            return await super().step(reply)
+
+        async def close(self) -> None:
+            self.raise_in("close")
+
+    if place == "plain_step":
+        Hostile.step = lambda self, reply: self.raise_in("plain_step")  # type: ignore[method-assign, assignment, return-value]
+    failed = failure(Hostile)
+    assert message.strip() in failed.error
+    stages = {"env": "begin", "step": "step 1", "plain_step": "step 1"}
+    assert failed.stage == stages.get(place, place)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "shown"),
+    [
+        ("rewards", None, "a finite number or numbers by name, got None"),
+        ("rewards", "good", "got 'good'"),
+        ("rewards", {"right": None}, "Turn.rewards['right'] must be a finite number, got None"),
+        ("rewards", {"right": float("nan")}, "got nan"),
+        ("rewards", {"right": numpy.ones(2)}, "got array([1., 1.])"),
+        ("rewards", {"right": 10**400}, "Turn.rewards['right'] must be a finite number, got 1000"),
+        ("reward", "1", "Turn.reward must be a finite number, got '1'"),
+        ("facts", 3.0, "Turn.facts must be numbers by name, got 3.0"),
+        ("facts", {"calls": "two"}, "Turn.facts['calls'] must be a finite number, got 'two'"),
+        ("messages", "hello", "Turn.messages must be a tuple of Message(role, content)"),
+        ("messages", ({"role": "user"},), "got {'role': 'user'}"),
+        ("messages", (Message("user", None),), "with content as text"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_fields_of_a_turn_are_named(field: str, value: Any, shown: str) -> None:
+    with pytest.raises(EnvError) as error:
+        Turn(**{"messages": (), "done": True, field: value})
+    assert shown in str(error.value) and f"Turn.{field}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1, True, 1.0, numpy.float32(1), numpy.int64(1), numpy.array(1.0), torch.tensor(1.0)],
+)
+def test_scalars_of_any_library_are_numbers(value: Any) -> None:
+    turn = Turn((), done=True, rewards=value, reward=value, facts={"f": value})
+    assert turn == Turn((), done=True, rewards={"reward": 1.0}, reward=1.0, facts={"f": 1.0})
+    assert {type(number) for number in (turn.reward, *turn.rewards.values())} == {float}
+
+
+class ReturnsNothing(Env):
+    async def step(self, reply: Message) -> Turn:
+        return None  # type: ignore[return-value]
+
+
+class LongText(Env):
+    async def step(self, reply: Message) -> Turn:
+        return Turn((Message("user", "x" * 100_000_000),))
+
+
+class ManyMessages(Env):
+    async def begin(self) -> Turn:
+        return Turn((Message("user", ""),) * 100_000)
+
+
+class SwallowsCancellation(Env):
+    async def step(self, reply: Message) -> Turn:
+        while True:
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+
+class AwaitsATaskThatSwallows(Env):
+    async def step(self, reply: Message) -> Turn:
+        return await asyncio.create_task(SwallowsCancellation().step(reply))
+
+
+class CancelsItself(Env):
+    async def step(self, reply: Message) -> Turn:
+        task = asyncio.current_task()
+        assert task
+        task.cancel()
+        await asyncio.sleep(0)
+        return await super().step(reply)
+
+
+class StopsTheLoop(Env):
+    async def step(self, reply: Message) -> Turn:
+        asyncio.get_running_loop().stop()
+        return await super().step(reply)
+
+
+class ClosesTheLoop(Env):
+    async def step(self, reply: Message) -> Turn:
+        asyncio.get_running_loop().close()
+        return await super().step(reply)
+
+
+class NeverCloses(Env):
+    async def close(self) -> None:
+        while True:
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+
+class Sleeps(Env):
+    async def step(self, reply: Message) -> Turn:
+        time.sleep(3600)  # noqa: ASYNC251 - it blocks the event loop
+        return await super().step(reply)
+
+
+class Spins(Env):
+    async def begin(self) -> Turn:
+        while True:
+            with suppress(Exception):
+                sum(range(1000))
+
+
+class SpinsInATask(Env):
+    async def step(self, reply: Message) -> Turn:
+        async def spin() -> Turn:
+            while True:
+                pass
+
+        return await asyncio.create_task(spin())
+
+
+class PlainAndEndless(Env):
+    def step(self, reply: Message) -> Turn:  # type: ignore[override]
+        threading.Event().wait()
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("hostile", "stage", "message"),
+    [
+        (ReturnsNothing, "step 1", "step() must return a Turn, got None"),
+        (LongText, "step 1", "100,000,000 characters, at least 100,000,000 tokens; engine.max_con"),
+        (ManyMessages, "begin", "Turn.messages has 100,000 messages"),
+        (SwallowsCancellation, "step 1", "it ignores cancellation"),
+        (AwaitsATaskThatSwallows, "step 1", "it ignores cancellation"),
+        (CancelsItself, "step 1", "it cancelled its own task"),
+        (StopsTheLoop, "step 1", "it stops the event loop of the run"),
+        (ClosesTheLoop, "step 1", "Cannot close a running event loop"),
+        (NeverCloses, "close", "it ignores cancellation"),
+        (Sleeps, "step 1", "EventLoopBlocked: it blocked the event loop for more than 0.6 s"),
+        (Spins, "begin", "EventLoopBlocked: it blocked the event loop for more than 0.6 s"),
+        (SpinsInATask, "step 1", "EventLoopBlocked"),
+        (PlainAndEndless, "step 1", "TimeoutError: no answer within 0.4 s"),
+    ],
+)
+def test_an_environment_that_holds_the_run_fails_alone(
+    hostile: type[Env], stage: str, message: str
+) -> None:
+    failed = failure(hostile)
+    assert (failed.stage, message in failed.error) == (stage, True), failed
+
+
+def test_leaked_tasks_and_threads_do_not_hold_the_end() -> None:
+    never = threading.Event()
+
+    class Leaks(Env):
+        async def step(self, reply: Message) -> Turn:
+            self.left = [
+                asyncio.create_task(SwallowsCancellation().step(reply)),
+                asyncio.create_task(asyncio.to_thread(never.wait)),
+            ]
+            await asyncio.sleep(0.05)
+            return await super().step(reply)
+
+    outcome, _ = play(Leaks)
+    assert isinstance(outcome, Trajectory)
+    never.set()  # the interpreter waits for threads of a pool
+
+
+def test_blocking_code_is_reported_once_by_name() -> None:
+    class Blocks(Env):
+        async def step(self, reply: Message) -> Turn:
+            time.sleep(0.25)  # noqa: ASYNC251 - it blocks the event loop
+            return await super().step(reply)
+
+    class Rewards(Blocks):
+        code_name = "the reward function slow"
+
+    outcome, blocked = play(Blocks, Blocks, Rewards)
+    assert isinstance(outcome, Trajectory)
+    assert blocked == ["the environment of toy", "the reward function slow of toy"]
+
+
+@pytest.mark.parametrize("virtual", [False, True])
+def test_plain_methods_run_in_one_thread_of_their_own(virtual: bool) -> None:
+    threads: list[threading.Thread] = []
+
+    class Plain:
+        def begin(self) -> Turn:
+            threads.append(threading.current_thread())
+            time.sleep(0.25)
+            return Turn((Message("user", "hi"),))
+
+        def step(self, reply: Message) -> Turn:
+            threads.append(threading.current_thread())
+            return Turn((), done=True, rewards=1.0)  # type: ignore[arg-type]
+
+        def close(self) -> None:
+            threads.append(threading.current_thread())
+
+    outcome, blocked = play(Plain, virtual=virtual, timeout_s=60)
+    assert isinstance(outcome, Trajectory) and not blocked
+    assert len(threads) == 3 and len(set(threads)) == 1
+    assert threads[0] is not threading.main_thread() and threads[0].daemon
+
+
+class Listed(NumberedTasks):
+    """A task set with `changes` to its attributes."""
+
+    name = "listed"
+    tools = (tool_schema("add", "Add.", {}),)
+
+    def __init__(self, **changes: Any) -> None:
+        vars(self).update(changes)
+
+    def env(self, task: Task, seed: int) -> Env:
+        return Env()
+
+
+def broken(*_: Any) -> Iterator[Task]:
+    raise SystemExit("no data")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tools": (print,)}, "a tool of listed has no schema: <built-in function print>"),
+        ({"tools": ({"name": "add"},)}, "a tool of listed has no schema: {'name': 'add'}"),
+        ({"tools": 3}, "the tools of listed cannot be read: TypeError"),
+        ({"train": lambda seed: iter([TASK] * 3)}, "ended after 3 tasks; it must be endless"),
+        ({"train": lambda seed: [{"index": 1}]}, "gave {'index': 1}; it must give unstale"),
+        ({"train": broken}, r"train\(0\) of listed failed: SystemExit: no data \(test_hostile"),
+        ({"held_out": broken}, r"held_out\(4\) of listed failed: SystemExit: no data"),
+        ({"held_out": lambda count: [1]}, r"held_out\(4\) of listed gave 1; it must give"),
+    ],
+)
+def test_a_task_set_that_cannot_be_used_is_refused(changes: dict[str, Any], message: str) -> None:
+    check_taskset(Listed(), 0, 50)
+    with pytest.raises(ConfigError, match=message):
+        check_taskset(Listed(**changes), 0, 50)
+        held_out_tasks(Listed(**changes), 4)
+
+
+def test_a_factory_that_raises_is_refused_with_its_place() -> None:
+    with pytest.raises(
+        ConfigError, match=r"cannot be made: SystemExit: no data \(test_hostile.*\d"
+    ):
+        build_taskset(TaskConfig(env=f"{__name__}:broken"))
+
+
+class CancelsEverything(Env):
+    async def step(self, reply: Message) -> Turn:
+        for task in asyncio.all_tasks():
+            task.cancel()
+        return await super().step(reply)
+
+
+def hostile_tasks() -> Listed:
+    return Listed(env=lambda task, seed: CancelsEverything())
+
+
+def test_a_run_whose_tasks_are_all_cancelled_names_the_environment(tmp_path: Path) -> None:
+    config = small(tmp_path, task=TaskConfig(env=f"{__name__}:hostile_tasks"))
+    with pytest.raises(
+        RunFailed, match=r"^the environment of listed/.* cancelled the tasks of the"
+    ):
+        session.train(config, console=quiet())
+
+
+IGNORES_ALL = """
+import time
+from unstale.durability import virtual_clock
+from unstale.envs import guard
+
+guard.HELD_S, guard.IGNORED_S, guard._TICK_S = 0.5, 0.5, 0.1
+
+async def step():
+    while True:
+        try:
+            time.sleep(3600)
+        except BaseException:
+            pass
+
+async def main():
+    await guard.Watched(step(), "the environment of toy/train/1", print)
+
+virtual_clock.run(main(), on_stuck=print)
+"""
+
+
+def run_python(program: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+
+
+def test_code_that_ignores_interruptions_ends_the_process_by_name() -> None:
+    result = run_python(IGNORES_ALL)
+    assert result.returncode == 1 and result.stderr == ""
+    assert "the environment of toy/train/1 has blocked the event loop" in result.stdout
+    assert "ignores interruptions, so the process ends" in result.stdout
+
+
+LEAKS_A_THREAD = """
+import sys, threading
+from unstale.cli import failures, main
+
+failures.EXIT_S = 0.2
+threading.Thread(target=threading.Event().wait, name="leaked").start()
+sys.argv = ["unstale", "trian"]
+main.main()
+"""
+
+
+def test_a_leaked_thread_does_not_keep_the_process() -> None:
+    result = run_python(LEAKS_A_THREAD)
+    assert result.returncode == 2 and "unknown verb 'trian'" in result.stderr
+    assert "threads of user code never end: leaked" in result.stderr
