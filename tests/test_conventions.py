@@ -27,14 +27,19 @@ def is_broad(handler: ast.ExceptHandler) -> bool:
     return isinstance(handler.type, ast.Name) and handler.type.id in ("Exception", "BaseException")
 
 
-def test_only_one_place_catches_every_exception() -> None:
-    """Environments are user code."""
+def test_only_the_callers_of_user_code_catch_every_exception() -> None:
+    """Environments are user code. Everything else may only catch errors that it names."""
     broad = []
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ExceptHandler) and is_broad(node):
                 broad.append(path.relative_to(ROOT / "unstale").as_posix())
-    assert sorted(broad) == ["rollout/episode.py"]
+    assert sorted(broad) == [
+        "envs/guard.py",
+        "envs/registry.py",
+        "rollout/episode.py",
+        "rollout/timeouts.py",
+    ]
 
 
 def test_scheduling_code_does_not_poll() -> None:
