@@ -101,7 +101,7 @@ class OldLogpsConfig(Section):
     route: Annotated[str, OneOf(_own_options)] = "snapshot_old"
     """Route by name. Exact: `snapshot_old`, `old_logit_model`, `interrupt_sync`."""
     baseline: bool = False
-    """Allow settings that the linter refuses because a ratio is always 1, as a baseline."""
+    """Allow, as a baseline, a ratio that is always 1 or a clip that acts later than it says."""
 
     makes: ClassVar[Any]
     """The class of the route, made from a scorer."""
@@ -112,8 +112,8 @@ class OldLogpsConfig(Section):
     """Options of the route in its recipe."""
     fixed: ClassVar[Mapping[str, str]] = {}
     """Options of the route that cannot change when a run is resumed, and why."""
-    to_free_s: ClassVar[str] = ""
-    """Options, as command-line words, with which S is not always 1. The linter suggests them."""
+    to_free_s: ClassVar[Mapping[str, Any]] = {}
+    """Options, by full name, with which S is not always 1. The linter suggests them."""
     exactness: ClassVar[str] = "no: a stand-in (--audit.share 0.05 measures how wrong)"
     """Answer to "is it exact?" in the linter's page, if the answer is not a plain yes."""
 
@@ -187,6 +187,13 @@ class OldLogpsConfig(Section):
         """
         return None
 
+    def s_of(self, ratio: float, run: "RunConfig") -> float:
+        """Return S of a token of the largest lag, from pi / mu.
+
+        By default all of it, as for a route whose D contains no staleness.
+        """
+        return ratio
+
     def meaning(self, run: "RunConfig") -> Meaning:
         raise NotImplementedError
 
@@ -211,8 +218,23 @@ class OldLogpsConfig(Section):
         }
 
     def with_options(self, **changes: Any) -> Any:
-        """Return these settings with other values. `route` may change too."""
-        return OldLogpsConfig(**{"route": self.route, **self.changed(), **changes})
+        """Return these settings with other values. `route` may change too.
+
+        An option that the route lacks is ignored if it has its default: this resets it.
+        """
+        values = {"route": self.route, **self.changed(), **changes}
+        defaults = {
+            (field.name, field.default) for spec in routes().values() for field in fields(spec)
+        }
+        spec = routes().get(values["route"], OldLogpsConfig)
+        known = {field.name for field in fields(spec)}
+        return OldLogpsConfig(
+            **{
+                name: value
+                for name, value in values.items()
+                if name in known or (name, value) not in defaults
+            }
+        )
 
     def __str__(self) -> str:
         """Return the route and the options that differ from their defaults.

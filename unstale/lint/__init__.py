@@ -1,4 +1,4 @@
-"""The linter: it explains a configuration, and refuses settings that cannot have an effect.
+"""The linter: it explains a configuration, and refuses settings that cannot work.
 
     pi / mu  =  D * S,    D = prox / mu,    S = pi / prox
 
@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from unstale.config import ConfigError, RunConfig
-from unstale.lint.rules import REFUSALS, WARNINGS, Finding
+from unstale.lint.finding import Finding, find
+from unstale.lint.rules import REFUSALS, WARNINGS
 from unstale.lint.semantics import Factor, factors, facts
 
 __all__ = ["Factor", "Finding", "Verdict", "check", "page"]
@@ -46,12 +47,13 @@ def check(config: RunConfig) -> Verdict:
     >>> [factor.denominator for factor in check(RunConfig(recipe="mine")).factors]
     ['mu', 'pi_v']
     """
+    found = find(config, REFUSALS, WARNINGS)
     return Verdict(
         recipe=config.recipe,
         factors=factors(config),
         facts=facts(config),
-        refusals=tuple(filter(None, (rule(config) for rule in REFUSALS))),
-        warnings=tuple(filter(None, (rule(config) for rule in WARNINGS))),
+        refusals=tuple(found[rule] for rule in REFUSALS if rule in found),
+        warnings=tuple(found[rule] for rule in WARNINGS if rule in found),
     )
 
 

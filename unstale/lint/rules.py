@@ -4,14 +4,13 @@ D = prox / mu and S = pi / prox are the ratios that `unstale.lint` defines.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-
-from safetensors import safe_open
+from collections.abc import Iterator, Sequence
 
 from unstale.config import RunConfig
 from unstale.config.routes import age_of_average, live_versions
+from unstale.lint import learning
+from unstale.lint.finding import Finding, Fix, Rule, use_route
+from unstale.lint.policy_files import num_weights
 from unstale.lint.semantics import bounds_s, d_is_one, over, s_is_one
 
 NOISE = 0.02
@@ -19,31 +18,42 @@ NOISE = 0.02
 
 The passes have equal weights, but pack the sequences differently.
 """
+ROUNDING = 1e-5
+"""The same in float32."""
+UNIT = 10
+"""Factor of the noise in a product over a unit, and divisor in a mean, for about 100 tokens."""
+FARTHEST = 3
+"""The largest noise among about 100 tokens, over the typical one, if it is Gaussian."""
+RARE = 10
+"""The largest noise among the tokens of a batch, over the typical one: its tails are heavy."""
 GSPO_CLIP = 0.02
-"""Widest useful clip range of `gspo`, because mean ratios hardly leave it.
+"""Widest useful clip range of a sequence's mean ratio, which hardly leaves it.
 
 The paper of GSPO uses 3e-4 and 4e-4.
 """
-LORA_RATE = 1e-5
-"""A usual learning rate for training all weights. LoRA adapters need about ten times as much.
-
-Source: Schulman, LoRA Without Regret, 2025.
-"""
-_EXACT_ROUTE = "--old_logps.route snapshot_old"
+MIN_CLIP = 1e-3
+"""Narrowest useful clip of a token's ratio. Learning moves tokens further in one step."""
+PRODUCT_CLIP = 0.5
+"""Narrowest useful clip range of the product of a sequence's ratios."""
+WIDEST_BAND = 10.0
+"""Widest band on D that still bounds staleness."""
 _MIXED_CACHE = "tokens sampled with keys and values of older weights belong to no version's policy"
+_BASELINE: Fix = {"old_logps.baseline": True}
+_BAND: Fix = {"correction.low": 0.5, "correction.high": 2.0}
+_TOKEN_CLIP: Fix = {"objective.clip_low": 0.2, "objective.clip_high": 0.28}
+_TOKEN_RATIO: Fix = {"objective.kind": "ppo_clip", "objective.unit": "token", **_TOKEN_CLIP}
+_SEQUENCE_RATIO: Fix = {
+    "objective.unit": "sequence",
+    "objective.aggregate": "mean",
+    "objective.clip_low": 3e-4,
+    "objective.clip_high": 4e-4,
+    "objective.loss_aggregation": "sequence_mean",
+}
+"""The settings of GSPO's paper."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A setting that has no effect, or a wrong one."""
-
-    wrong: str
-    why: str
-    fix: str
-    """Options for the command line that remove the finding. Alternatives follow `, or`."""
-
-    def __str__(self) -> str:
-        return f"{self.wrong}: {self.why}. Fix: {self.fix}"
+def _exact_route(config: RunConfig) -> Fix:
+    return use_route(config, "snapshot_old")
 
 
 def _idle_clip(config: RunConfig) -> Finding | None:
@@ -56,9 +66,8 @@ def _idle_clip(config: RunConfig) -> Finding | None:
         )
     else:
         why = "one optimizer step per batch: pi is still pi_now; staleness is in D alone"
-    baseline = "--old_logps.baseline true for a baseline to compare with"
-    fix = ", or ".join(filter(None, [config.old_logps.to_free_s, _EXACT_ROUTE, baseline]))
-    return Finding(f"S is identically 1, {kind} can never act", why, fix)
+    fixes = (config.old_logps.to_free_s, _exact_route(config), _BASELINE)
+    return Finding(f"S is identically 1, {kind} can never act", why, fixes)
 
 
 def _idle_control(config: RunConfig) -> Finding | None:
@@ -71,11 +80,9 @@ def _idle_control(config: RunConfig) -> Finding | None:
     if not idle or not d_is_one(config) or config.old_logps.baseline:
         return None
     why = "the proxy is mu itself, so the discrepancy is in S, where the trust region sees it"
-    fix = (
-        "--correction.control none --correction.token_veto_threshold 0, "
-        f"or {_EXACT_ROUTE}, or --old_logps.baseline true"
-    )
-    return Finding(f"D is identically 1, {' and '.join(idle)} can never act", why, fix)
+    off: Fix = {"correction.control": "none", "correction.token_veto_threshold": 0.0}
+    fixes = (off, _exact_route(config), _BASELINE)
+    return Finding(f"D is identically 1, {' and '.join(idle)} can never act", why, fixes)
 
 
 def _double_count(config: RunConfig) -> Finding | None:
@@ -85,8 +92,8 @@ def _double_count(config: RunConfig) -> Finding | None:
     if not d_is_one(config) or config.old_logps.baseline:
         return None
     why = "S = pi / mu is the whole ratio, so with this proxy the weight D is 1"
-    fix = f"--correction.control none, or {_EXACT_ROUTE}, or --old_logps.baseline true"
-    return Finding(f"a weight on D ({control}) beside a loss that is anchored on mu", why, fix)
+    fixes = ({"correction.control": "none"}, _exact_route(config), _BASELINE)
+    return Finding(f"a weight on D ({control}) beside a loss that is anchored on mu", why, fixes)
 
 
 def _missing_half(config: RunConfig) -> Finding | None:
@@ -100,16 +107,16 @@ def _missing_half(config: RunConfig) -> Finding | None:
         else "is neither bounded nor weighted"
     )
     why = f"{config.old_logps.route} leaves staleness in D, which {config.objective.kind} ignores"
-    fix = f"--correction.control mask_weight, or {_EXACT_ROUTE}"
-    return Finding(f"half of pi / mu is missing: D {half}", why, fix)
+    fixes = ({"correction.control": "mask_weight"}, _exact_route(config))
+    return Finding(f"half of pi / mu is missing: D {half}", why, fixes)
 
 
 def _kept_cache(config: RunConfig) -> Finding | None:
     if not config.engine.keep_cache or not config.old_logps.partly_exact:
         return None
     why = f"{_MIXED_CACHE}, so no route is exact for them"
-    fix = "--engine.keep_cache false, or an approximate route: --old_logps.route ppo_ewma_async"
-    return Finding(f"{config.old_logps.route} is exact, and the engine keeps its cache", why, fix)
+    fixes = ({"engine.keep_cache": False}, use_route(config, "ppo_ewma_async"))
+    return Finding(f"{config.old_logps.route} is exact, and the engine keeps its cache", why, fixes)
 
 
 def _too_few_copies(config: RunConfig) -> Finding | None:
@@ -133,18 +140,8 @@ def _too_few_copies(config: RunConfig) -> Finding | None:
         f"and the store has memory for {int(limit_gb / copy_gb)}"
     )
     needed_gb = math.ceil(needed * copy_gb * 1000) / 1000
-    fix = f"--old_logps.memory_gb {needed_gb:g}, or --old_logps.storage delta"
-    return Finding("the staleness bound can outrun the versions that are kept", why, fix)
-
-
-def num_weights(folder: Path) -> int:
-    """Return the number of weights in a model folder's safetensors files, from their headers."""
-    total = 0
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="np") as file:
-            names = file.keys()
-            total += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
-    return total
+    fixes = ({"old_logps.memory_gb": needed_gb}, {"old_logps.storage": "delta"})
+    return Finding("the staleness bound can outrun the versions that are kept", why, fixes)
 
 
 def _idle_window(config: RunConfig) -> Finding | None:
@@ -152,18 +149,17 @@ def _idle_window(config: RunConfig) -> Finding | None:
     if schedule.lookahead_window == 1 or schedule.max_staleness > 0:
         return None
     why = "with max_staleness 0 no group beyond the batch is started"
-    fix = "--schedule.lookahead_window 1, or --schedule.max_staleness 1"
-    return Finding(
-        f"a window of {schedule.lookahead_window} positions has nothing to look ahead at", why, fix
-    )
+    fixes = ({"schedule.lookahead_window": 1}, {"schedule.max_staleness": 1})
+    window = schedule.lookahead_window
+    return Finding(f"a window of {window} positions has nothing to look ahead at", why, fixes)
 
 
 def _inline_kept(config: RunConfig) -> Finding | None:
     if not config.old_logps.needs.inline or config.objective.loss_aggregation != "kept":
         return None
     why = f"{config.old_logps.route} computes its proxy in the training passes, after that number"
-    fix = "--objective.loss_aggregation action_tokens"
-    return Finding("the number of kept tokens is not known in time", why, fix)
+    fixes = ({"objective.loss_aggregation": "action_tokens"},)
+    return Finding("the number of kept tokens is not known in time", why, fixes)
 
 
 def _inline_normalized(config: RunConfig) -> Finding | None:
@@ -172,8 +168,8 @@ def _inline_normalized(config: RunConfig) -> Finding | None:
     why = (
         f"{config.old_logps.route} computes D in the training passes, each for a part of the batch"
     )
-    fix = f"--correction.normalize false, or {_EXACT_ROUTE}"
-    return Finding("the mean weight of the batch is not known in time", why, fix)
+    fixes = ({"correction.normalize": False}, _exact_route(config))
+    return Finding("the mean weight of the batch is not known in time", why, fixes)
 
 
 def _idle_reset(config: RunConfig) -> Finding | None:
@@ -183,8 +179,8 @@ def _idle_reset(config: RunConfig) -> Finding | None:
     if rule.control not in ("none", "truncate", "clamp"):
         return None
     why = f"correction.control {rule.control} keeps every token, so the kept share never falls"
-    fix = "--correction.control mask_weight, or --old_logps.reset_below 0"
-    return Finding("the average can never be reset", why, fix)
+    fixes = ({"correction.control": "mask_weight"}, {"old_logps.reset_below": 0.0})
+    return Finding("the average can never be reset", why, fixes)
 
 
 def _gspo_unit(config: RunConfig) -> Finding | None:
@@ -192,18 +188,42 @@ def _gspo_unit(config: RunConfig) -> Finding | None:
     if rule.kind != "gspo" or (rule.unit in ("token", "sequence") and rule.aggregate == "mean"):
         return None
     why = "gspo is the clip on the mean over a sequence"
-    fix = "--objective.unit sequence --objective.aggregate mean, or --objective.kind ppo_clip"
-    return Finding(f"gspo cannot take S as the {over(rule.unit, rule.aggregate)}", why, fix)
+    fixes = (_SEQUENCE_RATIO, _TOKEN_RATIO)
+    return Finding(f"gspo cannot take S as the {over(rule.unit, rule.aggregate)}", why, fixes)
 
 
-def _wide_gspo(config: RunConfig) -> Finding | None:
+def _clip_of_a_token(config: RunConfig) -> Finding | None:
+    """Warn of a clip whose size suits one token's ratio, on the ratio of a whole sequence."""
     rule = config.objective
-    if rule.kind != "gspo" or max(rule.clip_low, rule.clip_high) <= GSPO_CLIP:
+    widest = max(rule.clip_low, rule.clip_high)
+    if not _is_per_sequence(config) or rule.kind not in CLIPPED:
+        return None
+    if rule.aggregate == "max" and rule.kind != "gspo":
+        return None  # the ratio of one token
+    product = rule.aggregate == "sum" and rule.kind != "gspo"
+    if widest >= PRODUCT_CLIP if product else widest <= GSPO_CLIP:
         return None
     why = "the mean ratio of a sequence hardly ever leaves it"
-    fix = "--objective.clip_low 3e-4 --objective.clip_high 4e-4"
+    if product:
+        why = "the product of a sequence's ratios leaves it at the first small changes"
+    what = f"{rule.kind} with the band of a single token ({rule.clip_low:g}, {rule.clip_high:g})"
+    of = over("sequence", "sum" if product else "mean")
+    return Finding(f"{what} on the {of}", why, (_SEQUENCE_RATIO, _TOKEN_RATIO))
+
+
+def _is_per_sequence(config: RunConfig) -> bool:
+    """Return True if S is the ratio of a whole sequence."""
+    return config.objective.kind == "gspo" or config.objective.unit == "sequence"
+
+
+def _token_mean_of_sequences(config: RunConfig) -> Finding | None:
+    rule = config.objective
+    if not _is_per_sequence(config) or rule.loss_aggregation not in ("action_tokens", "kept"):
+        return None
     return Finding(
-        f"gspo with the band of a single token ({rule.clip_low:g}, {rule.clip_high:g})", why, fix
+        f"a ratio per sequence, and a mean over tokens (loss_aggregation {rule.loss_aggregation})",
+        "a sequence then counts as often as it has tokens, and long ones outweigh the others",
+        ({"objective.loss_aggregation": "sequence_mean"}, _TOKEN_RATIO),
     )
 
 
@@ -212,7 +232,7 @@ def _free_staleness(config: RunConfig) -> Finding | None:
     if bounds_s(config) or s_is_one(config) or bound == 0:
         return None
     why = f"data is up to {bound} versions old, and nothing keeps pi near the sampling policy"
-    return Finding("nothing bounds S", why, "--objective.kind ppo_clip")
+    return Finding("nothing bounds S", why, ({"objective.kind": "ppo_clip"}, _TOKEN_RATIO))
 
 
 def _wrong_age(config: RunConfig) -> Finding | None:
@@ -223,46 +243,74 @@ def _wrong_age(config: RunConfig) -> Finding | None:
     age = age_of_average(old, config)
     if bound / 2 <= age <= bound:
         return None
-    wanted = max(1, 3 * bound / 4) * old.updates_per_version(
-        config
-    )  # about the mean staleness with a full queue
+    # The mean staleness with a full queue is about 3/4 of the bound.
+    wanted = 3 * bound / 4 * old.updates_per_version(config)
     why = "D gets the difference in age, with a negative sign where the average is older"
-    beta = wanted / (wanted + 1)
-    fix = f"--old_logps.beta {beta:.3g}, or --old_logps.route ppo_ewma_async, or {_EXACT_ROUTE}"
-    return Finding(f"the average is {age:.2g} versions old, the tokens 0 to {bound}", why, fix)
+    beta = round(wanted / (wanted + 1), 4)
+    adaptive = use_route(config, "ppo_ewma_async")
+    fixes = ({"old_logps.beta": beta}, adaptive, _exact_route(config))
+    return Finding(f"the average is {age:.2g} versions old, the tokens 0 to {bound}", why, fixes)
 
 
 def _mixed_cache(config: RunConfig) -> Finding | None:
     if not config.engine.keep_cache or _kept_cache(config):
         return None
     why = f"{_MIXED_CACHE}, and D includes the difference"
-    return Finding("the engine keeps its cache", why, "--engine.keep_cache false")
+    return Finding("the engine keeps its cache", why, ({"engine.keep_cache": False},))
+
+
+def _noise_of_d(config: RunConfig) -> float:
+    """Return the typical size of log D of a token that is no defect."""
+    stale = not config.old_logps.exact and config.schedule.staleness_bound > 0
+    bfloat16 = "bfloat16" in (config.trainer.dtype, config.engine.dtype)
+    return NOISE if bfloat16 or stale else ROUNDING
+
+
+def _noise(config: RunConfig, ratio: str) -> float:
+    """Return the typical size of log D or log S of a unit that is no defect and no learning."""
+    bfloat16 = config.trainer.dtype == "bfloat16"
+    rule = config.correction if ratio == "D" else config.objective
+    noise = _noise_of_d(config) if ratio == "D" else (NOISE if bfloat16 else ROUNDING)
+    if ratio == "S" and not _is_per_sequence(config):
+        noise = max(noise, MIN_CLIP)
+    aggregate = rule.aggregate
+    if ratio == "S" and config.objective.kind == "gspo":
+        aggregate = "mean"
+    elif rule.unit == "token":
+        return noise
+    if aggregate == "mean" and bfloat16:
+        return noise  # a mean cancels the noise of the engine alone
+    return noise * {"mean": 1 / UNIT, "sum": UNIT, "max": FARTHEST}[aggregate]
 
 
 def _narrow_threshold(config: RunConfig) -> Finding | None:
-    trainer = config.trainer.dtype == "bfloat16"
-    engine = config.engine.dtype == "bfloat16"
-    is_mean = config.correction.unit != "token" and config.correction.aggregate == "mean"
-    noisy = {"D": trainer or (engine and not is_mean), "S": trainer}  # a mean cancels the noise
-    narrow = [
-        f"{name} at {size:.2g}"
+    narrow = {
+        f"{name} at {size:.2g}": name
         for name, size in _thresholds(config)
-        if noisy[name] and size < NOISE
-    ]
+        if size < _noise(config, name)
+    }
     if not narrow:
         return None
-    pair = "two passes of the trainer" if trainer else "engine and trainer"
-    why = (
-        f"in bfloat16, log-probabilities of {pair} with the same weights differ by about {NOISE:g} "
-        "(audit/logp_noise_rms)"
-    )
-    fix = (
-        "wider thresholds, or --trainer.dtype float32 --engine.dtype float32, "
-        "or a mean over a sequence for D"
+    noise = max(_noise(config, name) for name in narrow.values())
+    why = f"log ratios of about {noise:.2g} occur without any defect (audit/logp_noise_rms)"
+    band = _BAND if "D" in narrow.values() else {}
+    clip: Fix = _TOKEN_CLIP if "S" in narrow.values() else {}
+    if clip and config.objective.kind == "dual_clip":
+        clip = {**clip, "objective.dual_clip": 3.0}
+    fixes: tuple[Fix, ...] = (
+        {"engine.dtype": "float32"},
+        {"trainer.dtype": "float32", "engine.dtype": "float32"},
+        {**band, **clip},
+        {**band, **_TOKEN_RATIO, **clip} if clip else band,
+        {"correction.unit": "sequence", "correction.aggregate": "mean"},
     )
     return Finding(
-        f"a threshold is narrower than the noise (log ratio: {', '.join(narrow)})", why, fix
+        f"a threshold is narrower than the noise (log ratio: {', '.join(narrow)})", why, fixes
     )
+
+
+CLIPPED = ("ppo_clip", "dual_clip", "gspo", "cispo")
+"""Objectives with a clip range."""
 
 
 def _thresholds(config: RunConfig) -> Iterator[tuple[str, float]]:
@@ -273,30 +321,105 @@ def _thresholds(config: RunConfig) -> Iterator[tuple[str, float]]:
         yield "D", math.log(d.high)
         if d.control != "truncate" and d.low:
             yield "D", -math.log(d.low)
-    if s.kind in ("ppo_clip", "dual_clip", "gspo", "cispo") and not s_is_one(config):
+    if s.kind in CLIPPED and not s_is_one(config):
         yield "S", math.log1p(s.clip_high)
         if s.clip_low < 1:
             yield "S", -math.log1p(-s.clip_low)
+    if s.kind == "dual_clip":
+        yield "S", math.log(s.dual_clip)
+    if s.kind == "sapo":
+        yield "S", math.log1p(4 / max(s.tau_pos, s.tau_neg))  # there 7% of the gradient are left
+
+
+def _certain_veto(config: RunConfig) -> Finding | None:
+    return _veto(config, 0.0, 1.0, "token_veto_threshold {} drops nearly every sequence")
+
+
+def _noisy_veto(config: RunConfig) -> Finding | None:
+    return _veto(config, 1.0, RARE, "token_veto_threshold {} drops sequences for mere noise")
+
+
+def _veto(config: RunConfig, low: float, high: float, wrong: str) -> Finding | None:
+    """Return a finding if the veto's log ratio, over the noise, is above `low` up to `high`."""
+    threshold = config.correction.token_veto_threshold
+    if not threshold or d_is_one(config):
+        return None
+    noise = _noise_of_d(config)
+    size = -math.log(threshold) / noise
+    if not (low < size <= high or size == low == 0):
+        return None
+    why = f"log D of a token is {noise:g} in size without any defect, and far more in the tails"
+    fixes: tuple[Fix, ...] = (
+        {"correction.token_veto_threshold": 0.01},
+        {"trainer.dtype": "float32", "engine.dtype": "float32"},
+    )
+    return Finding(wrong.format(f"{threshold:g}"), why, fixes)
+
+
+def _wide_reach(config: RunConfig) -> Finding | None:
+    """Warn if tokens pass the clip on S although their pi / mu is beyond it."""
+    rule = config.objective
+    old = config.old_logps
+    if rule.kind not in CLIPPED or old.baseline or s_is_one(config):
+        return None
+    ends = {1 + rule.clip_high: 1.01} | ({1 - rule.clip_low: 1 / 1.01} if rule.clip_low < 1 else {})
+    for clip, factor in ends.items():
+        if clip == 1 or not _passes(config, clip**1.2, clip):
+            continue
+        ratio = clip
+        while 1e-3 < ratio < 1e3 and not _beyond(old.s_of(ratio, config), clip):
+            ratio *= factor
+        reach = f"only at pi / mu = {ratio:.2g}" if 1e-3 < ratio < 1e3 else "at no pi / mu"
+        lag = config.schedule.staleness_bound
+        fixes: tuple[Fix, ...] = (
+            _exact_route(config),
+            {"schedule.max_staleness": 1, "schedule.lookahead_window": 1},
+            _BASELINE,
+        )
+        return Finding(
+            f"the clip at {clip:g} acts {reach} for a token of lag {lag}",
+            f"{old.route} leaves only a part of pi / mu in S, and the rest in D",
+            fixes,
+        )
+    return None
+
+
+def _passes(config: RunConfig, ratio: float, clip: float) -> bool:
+    """Return True if a token of the largest lag with this pi / mu is neither clipped nor masked."""
+    s = config.old_logps.s_of(ratio, config)
+    rule = config.correction
+    masks = rule.control in ("mask", "mask_weight") and rule.unit == "token"
+    return not _beyond(s, clip) and not (masks and not rule.low <= ratio / s <= rule.high)
+
+
+def _beyond(s: float, clip: float) -> bool:
+    """Return True if S is at the clip or further from 1."""
+    return s >= clip if clip > 1 else s <= clip
+
+
+def _bandless(config: RunConfig) -> Finding | None:
+    """Warn if all staleness is in D, and D has no band."""
+    rule = config.correction
+    stale = config.schedule.staleness_bound > 0 and config.old_logps.weight_of_now(config) == 1
+    if not stale or rule.control == "none":
+        return None
+    bounded_above = rule.control != "truncate" and rule.high <= WIDEST_BAND
+    bounded_below = rule.control != "mask" or rule.low >= 1 / WIDEST_BAND
+    if bounded_above and bounded_below:
+        return None
+    return Finding(
+        f"{config.old_logps.route} without a band on D",
+        "all staleness is in D, which no clip on S can see, so nothing keeps pi near mu",
+        ({"correction.control": "mask_weight", **_BAND}, _exact_route(config)),
+    )
 
 
 def _timed(config: RunConfig) -> Finding | None:
     if not config.deterministic or not config.minutes:
         return None
     why = "the number of steps would depend on the machine, so two runs would differ"
-    return Finding(
-        "a deterministic run that ends by the clock", why, "--minutes 0, or --deterministic false"
-    )
-
-
-def _slow_adapters(config: RunConfig) -> Finding | None:
-    if not config.trainer.lora_rank or config.trainer.lr > LORA_RATE:
-        return None
-    rate = config.trainer.lr
-    why = "this is a rate for all weights; adapters learn best at about ten times that"
-    return Finding(f"adapters at a learning rate of {rate:g}", why, f"--trainer.lr {10 * rate:g}")
-
-
-Rule = Callable[[RunConfig], Finding | None]
+    fixes = ({"minutes": 0.0}, {"deterministic": False})
+    return Finding("a deterministic run that ends by the clock", why, fixes)
 
 
 REFUSALS: Sequence[Rule] = (
@@ -312,12 +435,28 @@ REFUSALS: Sequence[Rule] = (
     _idle_reset,
     _gspo_unit,
     _timed,
+    _certain_veto,
+    learning.no_comparison,
+    learning.infinite,
 )
 WARNINGS: Sequence[Rule] = (
-    _wide_gspo,
+    _clip_of_a_token,
+    _token_mean_of_sequences,
     _free_staleness,
     _wrong_age,
     _mixed_cache,
     _narrow_threshold,
-    _slow_adapters,
+    _noisy_veto,
+    _wide_reach,
+    _bandless,
+    learning.far_bound,
+    learning.slow_adapters,
+    learning.wide_adapters,
+    learning.wrong_rate,
+    learning.faint_gradient,
+    learning.low_cap,
+    learning.large_constant,
+    learning.odd_temperature,
+    learning.strong_decay,
+    learning.long_warmup,
 )

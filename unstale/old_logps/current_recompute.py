@@ -57,7 +57,7 @@ class CurrentRecomputeSpec(OldLogpsConfig):
 
     exactness: ClassVar = "for tokens of lag 0"
     requires: ClassVar = {"old_logps.baseline": True}  # at one step per batch S is always 1
-    to_free_s: ClassVar = "--trainer.minibatches_per_batch 2"
+    to_free_s: ClassVar = {"trainer.minibatches_per_batch": 2}
     docs: ClassVar = RouteDocs(
         policy="the trainer at the start of the step",
         exact="at lag 0",

@@ -73,7 +73,8 @@ class InterpProxSpec(OldLogpsConfig):
     """`interp_prox_*` at lag 0: the log-probability of the trainer, or that of the engine."""
 
     makes: ClassVar[type[OldLogps]] = InterpProx
-    to_free_s: ClassVar = "--old_logps.alpha 0.5"
+    to_free_s: ClassVar = {"old_logps.alpha": 0.5}
+    recipe: ClassVar = {"baseline": True}  # the clip acts later than it says
     scale: ClassVar[str]
     """The function of `unstale.algorithms.proximal` that forms the mean."""
 
@@ -83,6 +84,13 @@ class InterpProxSpec(OldLogpsConfig):
         if self.alpha is None and same_for_all:
             return self._fresh
         return self.alpha
+
+    def oldest_weight(self, run: RunConfig) -> float:
+        """Return the weight of pi for a token of the largest lag."""
+        if self.alpha is not None:
+            return self.alpha
+        bound = run.schedule.staleness_bound
+        return (bound - 1) / bound if bound else self._fresh
 
     @property
     def _fresh(self) -> float:
@@ -134,6 +142,9 @@ class InterpProxLoglinearSpec(InterpProxSpec):
         "staleness.",
     )
 
+    def s_of(self, ratio: float, run: RunConfig) -> float:
+        return ratio ** (1 - self.oldest_weight(run))
+
     def _factors(self, a: str, rest: str) -> tuple[str, str, str]:
         d = f"(pi / mu)^{a}: a power of the whole ratio, nothing is told apart"
         return f"mu^{rest} pi^{a}", d, f"(pi / mu)^{rest}: the other power"
@@ -156,6 +167,10 @@ class InterpProxLinearSpec(InterpProxSpec):
         report="Approximate. A mean of the engine's probability and the current policy's is taken "
         "for that of the weights that sampled, so both factors follow one ratio.",
     )
+
+    def s_of(self, ratio: float, run: RunConfig) -> float:
+        alpha = self.oldest_weight(run)
+        return ratio / (1 - alpha + alpha * ratio)
 
     def _factors(self, a: str, rest: str) -> tuple[str, str, str]:
         d = "a part of pi / mu: nothing is told apart"

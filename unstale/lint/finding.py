@@ -1,0 +1,113 @@
+"""Findings of the linter, and the changes of options that remove them."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from unstale.config import ConfigError, RunConfig
+from unstale.config.options import override
+from unstale.config.routes import routes
+
+Fix = Mapping[str, Any]
+"""Options by name, with values that remove a finding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A setting that has no effect, or a wrong one."""
+
+    wrong: str
+    why: str
+    fixes: tuple[Fix, ...]
+    """Alternatives, the best first."""
+
+    @property
+    def fix(self) -> str:
+        """Options for the command line that remove the finding. Alternatives follow `, or`."""
+        return ", or ".join(map(_words, self.fixes))
+
+    def __str__(self) -> str:
+        return f"{self.wrong}: {self.why}. Fix: {self.fix}"
+
+
+Rule = Callable[[RunConfig], Finding | None]
+
+
+def find(
+    config: RunConfig, refusals: Collection[Rule], warnings: Collection[Rule]
+) -> dict[Rule, Finding]:
+    """Return the findings of all rules, by rule, with the fixes that were tried and work.
+
+    A fix must be a valid configuration without the finding. Fixes that cause a new refusal are
+    left out if others cause none, and fixes that cause new warnings come last.
+    """
+    found = {rule: finding for rule in (*refusals, *warnings) if (finding := rule(config))}
+    severe = [rule for rule in refusals if rule not in found]
+    mild = [rule for rule in warnings if rule not in found]
+    tested = {}
+    for rule, finding in found.items():
+        working: list[tuple[tuple[int, int], Fix]] = []
+        for fix in (_complete(config, each) for each in finding.fixes):
+            changed = _apply(config, fix)
+            if changed and not rule(changed):
+                side_effects = tuple(sum(map(_fires(changed), rules)) for rules in (severe, mild))
+                working.append(((side_effects[0], side_effects[1]), fix))
+        working.sort(key=lambda each: each[0])
+        fewest = working[0][0][0] if working else 0
+        fixes = tuple(fix for (refused, _), fix in working if refused == fewest)
+        tested[rule] = replace(finding, fixes=fixes)
+    return tested
+
+
+def use_route(config: RunConfig, route: str) -> Fix:
+    """Return the options that select a route, and reset those that it lacks or that change it."""
+    defaults = {field.name: field.default for field in fields(config.old_logps)}
+    reset = {f"old_logps.{name}": defaults[name] for name in config.old_logps.changed()}
+    shared = {f"old_logps.{field.name}" for field in fields(routes()[route])} - {"old_logps.beta"}
+    return {
+        **{name: value for name, value in reset.items() if name not in shared},
+        "old_logps.route": route,
+    }
+
+
+def _complete(config: RunConfig, fix: Fix) -> Fix:
+    """Return a fix that also resets the options that a newly selected choice does not read."""
+    resets = {}
+    for name, choice in fix.items():
+        section, _, option = name.partition(".")
+        options = getattr(config, section) if option else config
+        if option != options.selector or section == "old_logps":
+            continue
+        for field in fields(options):
+            readers = options.readers(field.name)
+            is_default = getattr(options, field.name) == field.default
+            if readers and choice not in readers and not is_default:
+                resets[f"{section}.{field.name}"] = field.default
+    return {**resets, **fix}
+
+
+def _apply(config: RunConfig, fix: Fix) -> RunConfig | None:
+    """Return the configuration with a fix, or None if it is not valid."""
+    try:
+        return override(config, fix)
+    except ConfigError:
+        return None
+
+
+def _fires(config: RunConfig) -> Callable[[Rule], bool]:
+    return lambda rule: rule(config) is not None
+
+
+def _words(fix: Fix) -> str:
+    """Return a fix as words of the command line.
+
+    >>> _words({"trainer.lr": 3e-4, "old_logps.baseline": True})
+    '--trainer.lr 0.0003 --old_logps.baseline true'
+    """
+    return " ".join(f"--{name} {_word(value)}" for name, value in fix.items())
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    return f"{value!r}".removesuffix(".0") if isinstance(value, float) else str(value)

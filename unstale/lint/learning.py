@@ -1,0 +1,261 @@
+"""Rules that find runs that cannot learn, because no gradient is left or because it destroys.
+
+Each is a function that returns a finding, or None if nothing is wrong.
+"""
+
+import math
+from dataclasses import fields
+
+from unstale.config import RunConfig
+from unstale.config.options import options
+from unstale.lint.finding import Finding, Fix
+from unstale.lint.policy_files import num_weights, width
+
+MAX_BOUND = 16
+"""Largest staleness bound without a warning. No published result goes beyond it."""
+LORA_RATE = 1e-5
+"""A usual learning rate for training all weights. LoRA adapters need about ten times as much.
+
+Source: Schulman, LoRA Without Regret, 2025.
+"""
+RATE_TIMES_WEIGHTS = 1e4
+"""The largest sensible learning rate of Adam, times the number of weights.
+
+It is 20 times the usual rate: 5e-4 for a million weights, and 1e-6 for a billion and more.
+"""
+MIN_LARGEST_RATE = 2e-5
+"""The largest sensible learning rate of Adam for very large models."""
+RATE_RANGE = 1e4
+"""With the largest sensible rate over this, no effect is seen in a run of usual length."""
+ROUNDING = 1e-8
+"""Typical size of a float32 weight's rounding, and the epsilon of Adam."""
+TEMPERATURES = (0.01, 50.0)
+"""Below, siblings of a group are equal. Above, replies are noise that hardly depends on weights."""
+
+NO_LIMIT = (
+    "correction.high",
+    "minutes",
+    "objective.clip_high",
+    "objective.dual_clip",
+    "objective.ratio_cap",
+    "old_logps.memory_gb",
+    "rollout.timeout_s",
+    "trainer.grad_clip",
+)
+"""Options for which infinity means that there is no limit."""
+
+
+def no_comparison(config: RunConfig) -> Finding | None:
+    """Refuse an estimator that gives the advantage 0 to every episode in groups of this size."""
+    schedule = config.schedule
+    if schedule.group_size > 1 or _compares(config):
+        return None
+    name = config.advantage.estimator
+    batch = {"advantage.estimator": "reinforce_batch", "advantage.group_baseline": False}
+    what = f"groups of {schedule.group_size}"
+    if schedule.groups_per_step == 1:
+        what = "batches of one episode"
+    return Finding(
+        f"{name} gives every episode the advantage 0 in {what}",
+        "it compares an episode with the others of its group or batch, and there are none",
+        ({"schedule.group_size": 8}, batch),
+    )
+
+
+def _compares(config: RunConfig) -> bool:
+    """Return True if the estimator tells two different episodes apart that have no siblings."""
+    from unstale.algorithms.advantages import ESTIMATORS
+    from unstale.records import ContextPiece, Group, Sampled, Task, Trajectory
+
+    groups = []
+    for number in range(min(config.schedule.groups_per_step, 2)):
+        task = Task("probe", "train", number)
+        pieces = (ContextPiece((0,)), Sampled((0,), (0.0,), version=0))
+        reward = {"reward": float(number + 1)}
+        groups.append(Group(task, (Trajectory(pieces, reward, "done", task, seed=0),)))
+    estimate = ESTIMATORS[config.advantage.estimator]
+    scored = estimate(groups, **config.advantage.selected_options())
+    return any(any(item.advantage) for item in scored)
+
+
+def infinite(config: RunConfig) -> Finding | None:
+    """Refuse an infinite value of an option whose infinity is not simply "no limit"."""
+    for name, option in options().items():
+        value = option.of(config)
+        if name in NO_LIMIT or not isinstance(value, float) or math.isfinite(value):
+            continue
+        default = {field.name: field.default for field in fields(option.owner)}[option.field]
+        return Finding(
+            f"{name} is infinite", "the first step would give weights NaN", ({name: default},)
+        )
+    return None
+
+
+def far_bound(config: RunConfig) -> Finding | None:
+    schedule = config.schedule
+    bound = schedule.staleness_bound
+    if bound <= MAX_BOUND:
+        return None
+    window = (MAX_BOUND - schedule.max_staleness) * schedule.groups_per_step + 1
+    fixes: list[Fix] = [{"schedule.max_staleness": 2, "schedule.lookahead_window": 1}]
+    what = f"max_staleness {schedule.max_staleness}"
+    if schedule.lookahead_window > 1:
+        what += f" and a window of {schedule.lookahead_window} positions"
+    if window > 1:
+        fixes.insert(0, {"schedule.lookahead_window": window})
+    return Finding(
+        f"{what} let tokens be {bound} versions old",
+        f"more than {MAX_BOUND} leave little that the trust region lets pass",
+        tuple(fixes),
+    )
+
+
+def slow_adapters(config: RunConfig) -> Finding | None:
+    if not config.trainer.lora_rank or config.trainer.lr > LORA_RATE:
+        return None
+    rate = config.trainer.lr
+    return Finding(
+        f"adapters at a learning rate of {rate:g}",
+        "this is a rate for all weights; adapters learn best at about ten times that",
+        ({"trainer.lr": _usual_rate(config)},),
+    )
+
+
+def wide_adapters(config: RunConfig) -> Finding | None:
+    rank = config.trainer.lora_rank
+    size = width(config.policy_folder)
+    if size is None or rank <= size:
+        return None
+    return Finding(
+        f"adapters of rank {rank} on a model of width {size}",
+        "they have more weights than the layers, and can express no more",
+        ({"trainer.lora_rank": min(16, size)},),
+    )
+
+
+def wrong_rate(config: RunConfig) -> Finding | None:
+    """Warn of a learning rate that destroys a model of this size, or never changes it."""
+    rate = config.trainer.lr
+    if not math.isfinite(rate):
+        return None
+    size = num_weights(config.policy_folder)
+    model = f"{size / 1e6:.3g}M weights" if size else "this model"
+    usual: Fix = {"trainer.lr": _usual_rate(config)}
+    if rate > _largest_rate(config):
+        why = f"steps of this size destroy {model}: usual is about {usual['trainer.lr']:g}"
+        return Finding(f"a learning rate of {rate:g}", why, (usual,))
+    if not config.trainer.lora_rank and rate < _smallest_rate(config):
+        why = f"it hardly changes {model} in any run: usual is about {usual['trainer.lr']:g}"
+        fixes = (usual, {**usual, "trainer.grad_clip": 1.0})
+        return Finding(f"a learning rate of {rate:g}", why, fixes)
+    return None
+
+
+def _is_adam(config: RunConfig) -> bool:
+    """Return True if steps have the size of the learning rate, whatever the gradient's."""
+    return any(name in config.trainer.optimizer for name in ("Adam", "RMSprop", "Rprop"))
+
+
+def _rate_of_adam(config: RunConfig) -> float:
+    """Return the usual learning rate of Adam, with one digit."""
+    lora = bool(config.trainer.lora_rank)
+    usual = _largest_rate_of_adam(config) / 20
+    if not num_weights(config.policy_folder):
+        usual = MIN_LARGEST_RATE / 20
+    return float(f"{max(usual, 10 * LORA_RATE if lora else 0):.0e}")
+
+
+def _usual_rate(config: RunConfig) -> float:
+    return _rate_of_adam(config) if _is_adam(config) else 0.1
+
+
+def _largest_rate_of_adam(config: RunConfig) -> float:
+    size = max(1, num_weights(config.policy_folder))
+    largest = min(0.1, max(MIN_LARGEST_RATE, RATE_TIMES_WEIGHTS / size))
+    return largest * (10 if config.trainer.lora_rank else 1)
+
+
+def _largest_rate(config: RunConfig) -> float:
+    return _largest_rate_of_adam(config) if _is_adam(config) else 1.0
+
+
+def _smallest_rate(config: RunConfig) -> float:
+    """Return the smallest sensible rate. Without Adam, a step must exceed the rounding."""
+    if _is_adam(config):
+        is_known = num_weights(config.policy_folder) > 0
+        return _largest_rate_of_adam(config) / RATE_RANGE if is_known else 0.0
+    return _rounding_norm(config) / min(1.0, config.trainer.grad_clip)
+
+
+def _rounding_norm(config: RunConfig) -> float:
+    """Return the norm of a change of all weights by their rounding."""
+    return ROUNDING * math.sqrt(max(1, num_weights(config.policy_folder)))
+
+
+def faint_gradient(config: RunConfig) -> Finding | None:
+    limit = config.trainer.grad_clip
+    if limit >= _rounding_norm(config):
+        return None
+    return Finding(
+        f"the gradient is scaled down to a norm of {limit:g}",
+        "a weight's share of it is below the rounding of float32 and the epsilon of Adam",
+        ({"trainer.grad_clip": 1.0},),
+    )
+
+
+def low_cap(config: RunConfig) -> Finding | None:
+    cap = config.objective.ratio_cap
+    if not 0 < cap < 1:
+        return None
+    return Finding(
+        f"pi / mu is limited to {cap:g}",
+        "the ratio of a fresh token is 1, so this scales down every token",
+        ({"objective.ratio_cap": 3.0}, {"objective.ratio_cap": 0.0}),
+    )
+
+
+def large_constant(config: RunConfig) -> Finding | None:
+    rule = config.objective
+    most = config.engine.max_context
+    if rule.loss_aggregation != "constant" or rule.constant <= 1000 * most:
+        return None
+    return Finding(
+        f"the loss of each sequence is divided by {rule.constant:g}",
+        f"a sequence has at most {most} tokens (engine.max_context), so the loss is about 0",
+        ({"objective.constant": float(most)},),
+    )
+
+
+def odd_temperature(config: RunConfig) -> Finding | None:
+    lowest, highest = TEMPERATURES
+    value = config.engine.temperature
+    if lowest <= value <= highest:
+        return None
+    why = "replies are random and hardly depend on the weights"
+    if value < lowest:
+        why = "sampling is greedy: the episodes of a group are equal, and have no advantage"
+    return Finding(f"a sampling temperature of {value:g}", why, ({"engine.temperature": 1.0},))
+
+
+def strong_decay(config: RunConfig) -> Finding | None:
+    options = config.trainer
+    share = options.lr * options.weight_decay
+    if not share >= 1:
+        return None  # NaN belongs to `infinite`
+    return Finding(
+        f"weight decay takes {share:.3g} of every weight in each step",
+        "trainer.lr * trainer.weight_decay must be far below 1",
+        ({"trainer.weight_decay": 0.0}, {"trainer.lr": _usual_rate(config)}),
+    )
+
+
+def long_warmup(config: RunConfig) -> Finding | None:
+    warmup = config.trainer.warmup_steps
+    total = config.steps * config.trainer.minibatches_per_batch
+    if warmup <= total:
+        return None
+    return Finding(
+        f"a warm-up of {warmup} optimizer steps, in a run of {total}",
+        f"the learning rate never exceeds {total / warmup:.2g} of trainer.lr",
+        ({"trainer.warmup_steps": total // 20},),
+    )
