@@ -4,6 +4,8 @@ Every setting with which a run cannot learn, or learns something else than it se
 or warned of. Every sound one is silent. Every fix that a finding names removes it.
 """
 
+from functools import cache
+
 import pytest
 
 from tests.lint.test_lint import ALLOWED, REFUSED, WARNED, configured
@@ -206,6 +208,7 @@ def test_other_settings_keep_their_answer(knobs: str, expected: str) -> None:
     assert answer(knobs) == expected
 
 
+@cache
 def rules_that_fire(knobs: str, recipe: str) -> dict[Rule, str]:
     config = configured(knobs, recipe=recipe)
     return {rule: each.fix for rule, each in find(config, REFUSALS, WARNINGS).items()}
