@@ -403,7 +403,7 @@ def _bandless(config: RunConfig) -> Finding | None:
     stale = config.schedule.staleness_bound > 0 and config.old_logps.weight_of_now(config) == 1
     if not stale or rule.control == "none":
         return None
-    bounded_above = rule.control != "truncate" and rule.high <= WIDEST_BAND
+    bounded_above = rule.control not in ("truncate", "clamp") and rule.high <= WIDEST_BAND
     bounded_below = rule.control != "mask" or rule.low >= 1 / WIDEST_BAND
     if bounded_above and bounded_below:
         return None
