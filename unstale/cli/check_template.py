@@ -22,7 +22,7 @@ from rich.table import Table
 
 from unstale.config import ConfigError
 from unstale.envs import Message, ToolCall
-from unstale.envs.chat import DAY, Chat
+from unstale.envs.chat import DAY, STAND_IN, Chat
 from unstale.model.loading import load_tokenizer
 from unstale.records import Sampled
 from unstale.rollout.endpoint import wire
@@ -33,7 +33,15 @@ TOOLS: tuple[dict[str, Any], ...] = (
         "type": "function",
         "function": {
             "name": "look_up",
-            "parameters": {"type": "object", "properties": {"key": {}}},
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "key": {},
+                    "text": {"type": "string"},
+                    "count": {"type": "integer"},
+                    "flag": {"type": "boolean"},
+                },
+            },
         },
     },
 )
@@ -41,6 +49,7 @@ _ARGUMENTS: tuple[dict[str, Any], ...] = (
     {},
     {"key": "x"},
     {"é": [1.5, None, True], "n": {"b": '"\\\n', "a": -2}},
+    {"text": "5\n", "count": 3, "flag": True},
 )
 _TEXTS = (
     "x",
@@ -275,7 +284,7 @@ def _refusal(messages: Messages, error: Exception) -> Problem:
 def _prompts(chat: Chat, messages: Messages) -> Problem | None:
     before = chat.render(messages, add_generation_prompt=False)
     prompt = chat.render(messages)
-    if prompt == before:
+    if prompt == before and not _begins_reply(chat, messages, prompt):
         return Problem(
             "add_generation_prompt has no effect: the policy would have to open its own turn",
             before[-_EXCERPT:],
@@ -285,6 +294,13 @@ def _prompts(chat: Chat, messages: Messages) -> Problem | None:
             "add_generation_prompt changes the text before it", _divergence(before, prompt)
         )
     return None
+
+
+def _begins_reply(chat: Chat, messages: Messages, prompt: str) -> bool:
+    """Return True if a reply follows the prompt at once, so that no turn has to be opened."""
+    reply = Message("assistant", STAND_IN)
+    whole = chat.render([*messages, reply], add_generation_prompt=False)
+    return whole.startswith(prompt) and whole[len(prompt) :].lstrip().startswith(STAND_IN)
 
 
 def _keeps_earlier(chat: Chat, messages: Messages) -> Problem | None:
@@ -315,7 +331,7 @@ def _appends(chat: Chat, messages: Messages) -> Problem | None:
     if not end:
         return None
     whole = chat.encode_prompt(messages)
-    appended = (chat.stop_tokens[0], *chat.encode_continuation(messages[end:], ended=True))
+    appended = chat.encode_continuation(messages[end:], ended=False)
     rendered = whole[len(whole) - len(appended) :]
     if rendered == appended:
         return None
@@ -362,7 +378,8 @@ def _reply_tokens(chat: Chat, reply: Message) -> tuple[int, ...]:
     whole = chat.encode_prompt([_QUESTION, reply], add_generation_prompt=False)
     if whole[: len(prompt)] != prompt:
         raise ValueError("a rendered reply does not begin with the generation prompt")
-    return whole[len(prompt) : whole.index(chat.stop_tokens[0], len(prompt)) + 1]
+    written = takewhile(lambda token: token not in chat.stop_tokens, whole[len(prompt) :])
+    return (*written, chat.stop_tokens[0])
 
 
 def _keeps_text(chat: Chat, messages: Messages) -> Problem | None:

@@ -1,4 +1,4 @@
-"""Conversion of messages to tokens and back, for chat templates that write tool calls as JSON.
+"""Conversion of messages to tokens and back. `calls.py` has the formats of tool calls.
 
 A conversation grows by appending tokens; none is encoded twice. `encode_prompt` renders the prompt
 once. `encode_continuation` renders a placeholder reply and encodes only the text that the template
@@ -9,19 +9,21 @@ Control tokens come only from the template, never from the content of messages. 
 can end a turn or write in another role.
 """
 
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
 from os.path import commonprefix
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError
 
 from unstale.envs import Message, ToolCall, tool_schema
-from unstale.envs.strict_json import refuse_constant, unique_names
+from unstale.envs.calls import PROBE, CallForm, JsonCalls, call_id, find_form, schemas_of
 
 STAND_IN = "@@reply@@"
 """Placeholder for the policy's reply."""
@@ -35,43 +37,31 @@ _FIXED_DATE = f"""{{% macro strftime_now(form) %}}{{{{ form {
 } }}}}{{% endmacro %}}{{{{ '' }}}}"""
 _QUESTION = Message("user", "?")
 _REPLY = Message("assistant", STAND_IN)
-_CALL = ToolCall("a_tool", {"an_argument": "x"})
 _THOUGHT = "<think>"
 _END_OF_THOUGHT = "</think>"
-_BARE = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:')
-"""The start of a call without a tag."""
-_SEPARATOR = re.compile(r"[\s;,]*")
+_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)
 _MAX_CACHED = 64
 """Maximum number of `Chat` objects with other tools that a `Chat` keeps."""
 _SEAM = "\ue000"
 """A character put into content that looks like a control token, to encode it in two parts."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallForm:
-    """The format of tool calls: a JSON object with a name and, under `key`, arguments.
-
-    Empty tags stand for calls without tags.
-    """
-
-    opens: str = "<tool_call>"
-    closes: str = "</tool_call>"
-    key: str = "arguments"
-
-    def __str__(self) -> str:
-        return f'{self.opens}{{"name": ..., "{self.key}": {{...}}}}{self.closes}'
-
-
 class Chat:
     """A conversation format: a tokenizer's chat template with a set of tools."""
 
     def __init__(
-        self, tokenizer: Any, tools: Sequence[Mapping[str, Any]], *, ends: Sequence[int] = ()
+        self,
+        tokenizer: Any,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        ends: Sequence[int] = (),
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """`ends` are further end tokens, from the model's generation config.
 
-        Ends that are no control tokens are ignored. Raises `ValueError` if the template writes
-        calls in an unknown format, or if nothing can be appended to a conversation.
+        `template_kwargs` are variables of the template, such as `enable_thinking`. Ends that are no
+        control tokens are ignored. Raises `ValueError` if the template does not read a variable,
+        writes calls in an unknown format, or if nothing can be appended to a conversation.
         """
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
@@ -82,6 +72,8 @@ class Chat:
         self._tokenizer = tokenizer
         self._tools = [dict(tool) for tool in tools]
         template = tokenizer.get_chat_template(None, self._tools or None)
+        self._template_kwargs = dict(template_kwargs)
+        _check_variables(tokenizer, template, self._template_kwargs)
         self.dated = "strftime_now" in template
         self._template = _FIXED_DATE + template if self.dated else template
         self.control_texts = _control_texts(tokenizer, template)
@@ -94,15 +86,18 @@ class Chat:
         self._leading_marks = re.compile(rf"\s*(?:(?:{any_mark})\s*)*")
         self._other_chats: dict[str, Chat] = {}
         self._tools_json = json.dumps(self._tools, default=str, ensure_ascii=False)
-        self._end = self._find_end()
-        known = [tokenizer.convert_tokens_to_ids(self._end), tokenizer.eos_token_id]
+        self._schemas = schemas_of(self._tools)
+        self._ends = self._find_ends()
+        known = [*map(tokenizer.convert_tokens_to_ids, self._ends), tokenizer.eos_token_id]
         added = tokenizer.added_tokens_decoder
         self.control_tokens = {token: mark.content for token, mark in added.items()}
         """Texts of control tokens and tags by token id."""
         known += [token for token in ends if token in added and added[token].special]
         self.stop_tokens: tuple[int, ...] = tuple(dict.fromkeys(known))
-        """End tokens of a reply. The template writes the first one."""
-        self._begins_thinking = self.render([_QUESTION]).rstrip().endswith(_THOUGHT)
+        """End tokens of a reply. The template writes the first one before a user's message."""
+        reply_start = self.render([_QUESTION]).rstrip()
+        self._begins_thinking = reply_start.endswith(_THOUGHT)
+        self._replies_think = self.thinks and not reply_start.endswith(_END_OF_THOUGHT)
         self.call_form = self._find_call_form()
 
     def encode_prompt(
@@ -133,11 +128,13 @@ class Chat:
         """
         text, seam = self._render([_QUESTION, _REPLY, *messages])
         _, placeholder, after = text.partition(STAND_IN)
-        if not placeholder or not after.startswith(self._end):
+        end = next(filter(after.startswith, self._ends), None)
+        if not placeholder or end is None:
+            ends = " or ".join(map(repr, self._ends))
             raise ValueError(
-                f"the chat template writes {after[:40]!r} after this reply instead of {self._end!r}"
+                f"the chat template writes {after[:40]!r} after this reply instead of {ends}"
             )
-        return self._encode(after[len(self._end) :] if ended else after, seam)
+        return self._encode(after[len(end) :] if ended else after, seam)
 
     def parse(self, tokens: Sequence[int]) -> Message:
         """Return a reply as a message. A malformed call becomes a `ToolCall` with an `error`."""
@@ -159,9 +156,11 @@ class Chat:
         With `calls=False` the message keeps tool calls as text. Calls in thoughts are ignored.
         """
         thoughts = None
-        if self.thinks and _END_OF_THOUGHT in text:
+        if self._replies_think and _END_OF_THOUGHT in text:
             thoughts, text = _split_thoughts(text)
-        elif self.thinks and (self._begins_thinking or text.startswith(_THOUGHT)):
+        elif self._replies_think and (
+            self._begins_thinking or text.lstrip("\n").startswith(_THOUGHT)
+        ):
             calls = False
         return thoughts, self.parse_content(text) if calls else Message("assistant", text)
 
@@ -169,7 +168,7 @@ class Chat:
         """Return the thoughts and content of an unfinished reply that later text cannot change."""
         thoughts = ""
         form = self.call_form
-        if self.thinks:
+        if self._replies_think:
             if _END_OF_THOUGHT not in text:  # the thoughts may still turn out to be content
                 return "", ""
             thoughts, text = _split_thoughts(text)
@@ -183,7 +182,8 @@ class Chat:
             tag_started = next((n for n in lengths if text.endswith(form.opens[:n])), 0)
             text = text[: len(text) - tag_started]
         elif form and any(
-            mark.startswith(text[: len(mark)]) for mark in ("{", *self.control_texts)
+            mark.startswith(text[: len(mark)])
+            for mark in (form.first_character, *self.control_texts)
         ):
             return thoughts, ""
         return thoughts, text.rstrip()
@@ -193,38 +193,13 @@ class Chat:
         form = self.call_form
         if form is None:
             return Message("assistant", text.strip())
-        if not form.opens:
-            return self._read_bare(text.strip(), form)
-        close = (
-            f"(?:{re.escape(form.closes)}|$)" if form.closes else f"(?={re.escape(form.opens)}|$)"
-        )
-        pattern = re.compile(f"{re.escape(form.opens)}(.*?){close}", re.DOTALL)
-        calls = tuple(
-            _read_call(m.group(1), form, m.group().endswith(form.closes))
-            for m in pattern.finditer(text)
-        )
-        return Message("assistant", pattern.sub("", text).strip(), calls)
-
-    def _read_bare(self, text: str, form: CallForm) -> Message:
-        """Parse calls without tags. A control token in front marks the text as calls."""
+        if form.opens:
+            content, calls = form.read_all(text, self._schemas)
+            return Message("assistant", content, calls)
+        text = text.strip()
         leading = self._leading_marks.match(text)
-        at = leading.end() if leading else 0
-        is_marked = bool(at)
-        calls: list[ToolCall] = []
-        if not is_marked and not _BARE.match(text):
-            return Message("assistant", text)
-        while at < len(text) or not calls:
-            try:
-                record, at = _DECODER.raw_decode(text, at)
-            except (ValueError, RecursionError) as error:
-                calls.append(_malformed(f"the call is not JSON: {error}"))
-                break
-            if not is_marked and not calls and not {form.key, "arguments"} & set(record):
-                return Message("assistant", text)
-            calls.append(_to_call(record, form))
-            if separator := _SEPARATOR.match(text, at):
-                at = separator.end()
-        return Message("assistant", "", tuple(calls))
+        bare = form.read_bare(text, leading.end() if leading else 0)
+        return Message("assistant", text) if bare is None else Message("assistant", "", bare)
 
     @property
     def thinks(self) -> bool:
@@ -244,10 +219,11 @@ class Chat:
     def renders_tools(self) -> bool:
         """True if the template writes the descriptions of tools."""
         text = self._tokenizer.apply_chat_template(
-            [_as_dict(_QUESTION)],
+            _as_dicts([_QUESTION]),
             [tool_schema("f", STAND_IN, {})],
             chat_template=self._template,
             tokenize=False,
+            **self._template_kwargs,
         )
         return STAND_IN in str(text)
 
@@ -256,30 +232,49 @@ class Chat:
         """The length of the longest token, in characters."""
         return max(map(len, self._tokenizer.get_vocab()))
 
-    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "Chat":
-        """Return the same format with other tools."""
+    def with_tools(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> "Chat":
+        """Return the same format with other tools, and with more variables of the template."""
         wanted = [dict(tool) for tool in tools]
-        key = json.dumps(wanted)
-        if key == json.dumps(self._tools, default=str):
+        variables = self._template_kwargs | dict(template_kwargs)
+        key = json.dumps([wanted, variables])
+        if key == json.dumps([self._tools, self._template_kwargs], default=str):
             return self
         if key not in self._other_chats:
             if len(self._other_chats) == _MAX_CACHED:
                 self._other_chats.clear()
-            self._other_chats[key] = Chat(self._tokenizer, wanted, ends=self.stop_tokens)
+            self._other_chats[key] = Chat(
+                self._tokenizer, wanted, ends=self.stop_tokens, template_kwargs=variables
+            )
         return self._other_chats[key]
 
-    def _find_end(self) -> str:
-        """Return the control token that the template writes after a reply."""
-        text, _ = self._render([_QUESTION, _REPLY, _QUESTION])
-        before, placeholder, after = text.partition(STAND_IN)
-        ends = [mark for mark in self.control_texts if after.startswith(mark)]
-        if not placeholder or not ends:
-            raise ValueError(
-                "the chat template does not write a reply followed by a control token, so a "
-                "conversation cannot be continued without tokenising it again; it wrote "
-                f"{after[:40]!r} after {before[-40:]!r}"
-            )
-        return max(ends, key=len)
+    def _find_ends(self) -> tuple[str, ...]:
+        """Return the control tokens that the template writes after a reply.
+
+        They can differ before a user's message, which gives the first one, and a tool's.
+        """
+        found: list[str] = []
+        for following in (_QUESTION, Message("tool", "?")):
+            try:
+                text, _ = self._render([_QUESTION, _REPLY, following])
+            except _TEMPLATE_ERRORS:
+                if not found:
+                    raise
+                break  # a template without tools
+            before, placeholder, after = text.partition(STAND_IN)
+            ends = [mark for mark in self.control_texts if after.startswith(mark)]
+            if placeholder and ends:
+                found.append(max(ends, key=len))
+            elif not found:
+                raise ValueError(
+                    "the chat template does not write a reply followed by a control token, so a "
+                    "conversation cannot be continued without tokenising it again; it wrote "
+                    f"{after[:40]!r} after {before[-40:]!r}"
+                )
+        return tuple(dict.fromkeys(found))
 
     def _find_call_form(self) -> CallForm | None:
         """Return the format in which the template writes calls.
@@ -288,32 +283,34 @@ class Chat:
         raises `ValueError` if there are tools.
         """
         try:
-            with_call, with_text, empty = (
-                self._render([_QUESTION, reply, _QUESTION])[0]
-                for reply in (Message("assistant", "", (_CALL,)), _REPLY, Message("assistant", ""))
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            why = f"cannot write a call: {error}"
-        else:
-            if with_call == empty:
-                return CallForm()
-            shared = len(commonprefix([with_call, with_text]))  # noqa: RUF071 - by character
-            written = with_call[shared:]
-            if form := _form_of(written, self._end):
+            with_text = self._render([_QUESTION, _REPLY, _QUESTION])[0]
+            if self._written_calls([PROBE], with_text) == self._written_calls([], with_text):
+                return JsonCalls()
+            if form := find_form(lambda calls: self._written_calls(calls, with_text)):
                 return form
-            why = f"writes a call as {written.partition(self._end)[0][-80:]!r}"
+            why = f"writes a call as {self._written_calls([PROBE], with_text)[-80:]!r}"
+        except _TEMPLATE_ERRORS as error:
+            why = f"cannot write a call: {error}"
         if self._tools:
             raise ValueError(
-                f"the chat template {why}. Calls that can be read back are JSON objects with a "
-                "name and arguments, in tags or alone: use such a template, or no tools"
+                f"the chat template {why}. Calls that can be read back are JSON, with a name and "
+                "arguments in tags or alone, tags for each argument, or Python calls in a list: "
+                "use such a template, or no tools"
             )
         return None
+
+    def _written_calls(self, calls: Sequence[ToolCall], with_text: str) -> str:
+        """Return what the template writes for calls in the place of a reply's text."""
+        reply = Message("assistant", "", tuple(calls))
+        text, _ = self._render([_QUESTION, reply, _QUESTION])
+        text = text[len(commonprefix([text, with_text])) :]  # noqa: RUF071 - by character
+        return min((text.partition(end)[0] for end in self._ends), key=len).strip()
 
     def _render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True
     ) -> tuple[str, str]:
         """Return the conversation as text, and the separator put into control tokens of content."""
-        record = json.dumps([_as_dict(message) for message in messages], ensure_ascii=False)
+        record = json.dumps(_as_dicts(messages), ensure_ascii=False)
         all_text = f"{record}{self._tools_json}{self._template}"
         seam = _SEAM * (1 + max(map(len, re.findall(f"{_SEAM}+", all_text)), default=0))
         tools = self._tools
@@ -325,6 +322,7 @@ class Chat:
             chat_template=self._template,
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
+            **self._template_kwargs,
         )
         return str(text), seam
 
@@ -336,7 +334,7 @@ class Chat:
 def _split_thoughts(text: str) -> tuple[str, str]:
     """Return the thoughts before the tag that ends them, and the text after it."""
     thoughts, _, rest = text.partition(_END_OF_THOUGHT)
-    return thoughts.removeprefix(_THOUGHT).strip("\n"), rest.lstrip("\n")
+    return thoughts.lstrip("\n").removeprefix(_THOUGHT).strip("\n"), rest.lstrip("\n")
 
 
 def _control_texts(tokenizer: Any, template: str) -> list[str]:
@@ -346,61 +344,35 @@ def _control_texts(tokenizer: Any, template: str) -> list[str]:
     return sorted({tokenizer.eos_token, *texts})
 
 
-def _form_of(written: str, end: str) -> CallForm | None:
-    """Return the tags around a rendered call and the key of its arguments."""
-    start = max(written.find("{"), 0)
-    try:
-        record, after = json.JSONDecoder().raw_decode(written, start)
-    except ValueError:
-        return None
-    opens = written[:start].strip()
-    closes = written[after:].partition(end)[0].strip()
-    keys = (
-        [key for key, value in record.items() if value == _CALL.arguments]
-        if isinstance(record, dict)
-        else []
-    )
-    if not keys or record.get("name") != _CALL.name or (closes and not opens):
-        return None
-    return CallForm(opens, closes, keys[0])
+def _check_variables(tokenizer: Any, template: str, variables: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for a variable that the template does not read, or that is not free."""
+    taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+    for name in variables:
+        if name in taken:
+            raise ValueError(f"chat_template_kwargs cannot set {name!r}: the library sets it")
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise ValueError(f"chat_template_kwargs: the chat template does not read {name!r}")
 
 
-def _as_dict(message: Message) -> dict[str, Any]:
-    record: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.thoughts:
-        record["reasoning_content"] = message.thoughts
-    if message.tool_calls:
-        record["tool_calls"] = [
-            {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
-            for call in message.tool_calls
-        ]
-    return record
-
-
-def _read_call(text: str, form: CallForm, closed: bool) -> ToolCall:
-    """Parse the text between two tags."""
-    if not closed:
-        return _malformed(f"the call is not closed by {form.closes}")
-    try:
-        return _to_call(_DECODER.decode(text), form)
-    except (ValueError, RecursionError) as error:
-        return _malformed(f"the call is not JSON: {error}")
-
-
-def _to_call(record: Any, form: CallForm) -> ToolCall:
-    if not isinstance(record, dict):
-        return _malformed("the call is not a JSON object")
-    name = record.get("name")
-    arguments = record.get(form.key, record.get("arguments", {}))
-    if not isinstance(name, str) or not name:
-        return _malformed('the call has no "name"')
-    if not isinstance(arguments, dict):
-        return _malformed(f'"{form.key}" is not a JSON object')
-    return ToolCall(name, arguments)
-
-
-def _malformed(reason: str) -> ToolCall:
-    return ToolCall("", {}, error=reason)
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=unique_names, parse_constant=refuse_constant)
+def _as_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages as templates expect them. Ids count the calls of one reply."""
+    records: list[dict[str, Any]] = []
+    num_answers = 0
+    for message in messages:
+        record: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.thoughts:
+            record["reasoning_content"] = message.thoughts
+        if message.tool_calls:
+            record["tool_calls"] = [
+                {
+                    "id": call_id(index),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": dict(call.arguments)},
+                }
+                for index, call in enumerate(message.tool_calls)
+            ]
+        if message.role == "tool":
+            record["tool_call_id"] = call_id(num_answers)
+        num_answers = num_answers + 1 if message.role == "tool" else 0
+        records.append(record)
+    return records

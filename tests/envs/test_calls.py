@@ -1,0 +1,250 @@
+"""Test the formats of tool calls.
+
+A format is found from the template and reads what it writes. Values in tags have the types of the
+tool's schema. A malformed call says why, and no text makes parsing fail. A stream never sends text
+that becomes part of a call.
+"""
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.support.templates import DIALECTS, GLM, MISTRAL, ends_of, tokenizer_of
+from unstale.envs import Message, ToolCall
+from unstale.envs.calls import call_id, typed_value
+from unstale.envs.chat import Chat
+
+PROPERTIES: dict[str, Any] = {
+    "text": {"type": "string"},
+    "count": {"type": "integer"},
+    "ratio": {"type": "number"},
+    "flag": {"type": "boolean"},
+    "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    "items": {"type": "array"},
+    "any": {},
+}
+TOOL = {"type": "function", "function": {"name": "do", "parameters": {"properties": PROPERTIES}}}
+ALL = {
+    "text": "5\n",
+    "count": 3,
+    "ratio": 0.5,
+    "flag": True,
+    "maybe": None,
+    "items": ["</b>", {"a": None}],
+    "any": {"x": "y"},
+}
+FORMS = {
+    "qwen3-coder": "<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function>"
+    "</tool_call>",
+    "glm": "<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>",
+    "mistral": "[TOOL_CALLS]NAME[ARGS]{...}",
+    "mistral-ids": "[TOOL_CALLS]NAME[CALL_ID]ID[ARGS]{...}",
+    "mistral-v3": '[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]',
+    "llama-function": "<function=NAME>{...}</function>",
+    "llama-pythonic": "[NAME(KEY=VALUE, ...), ...]",
+}
+
+
+def chat_of(dialect: str, template: str = "") -> Chat:
+    tokenizer = tokenizer_of(dialect, template)
+    return Chat(tokenizer, [TOOL], ends=ends_of(tokenizer))
+
+
+def written(chat: Chat, *calls: ToolCall) -> str:
+    """Return a reply with calls as the template writes it."""
+    messages = [Message("user", "?"), Message("assistant", "", calls)]
+    text = chat.render(messages, add_generation_prompt=False)
+    return text[len(chat.render(messages[:1])) :]
+
+
+@pytest.mark.parametrize("dialect", FORMS)
+def test_a_form_is_found_and_reads_what_the_template_writes(dialect: str) -> None:
+    chat = chat_of(dialect)
+    assert str(chat.call_form) == FORMS[dialect]
+    for call in (ToolCall("do", ALL), ToolCall("do", {}), ToolCall("do", {"any": "some text"})):
+        assert chat.parse(chat.encode(written(chat, call))).tool_calls == (call,)
+
+
+READ = [
+    ("qwen3-coder", "<tool_call><function=do></function></tool_call>", [{}]),
+    (
+        "qwen3-coder",
+        "Now.\n<tool_call>\n<function=do>\n<parameter=text>\n\n <parameter=\n\n</parameter>\n"
+        "<parameter=count>7</parameter>\n</function>\n</tool_call>",
+        [{"text": "\n <parameter=\n", "count": 7}],
+    ),
+    ("glm", "<tool_call>do</tool_call>\n<tool_call>do\n</tool_call>", [{}, {}]),
+    (
+        "glm",
+        "<tool_call>do <arg_key>ratio</arg_key><arg_value> 1</arg_value>"
+        "<arg_key>new</arg_key><arg_value>[1]</arg_value></tool_call>",
+        [{"ratio": 1, "new": [1]}],
+    ),
+    ("mistral", '[TOOL_CALLS]do[ARGS]{"count": 1}[TOOL_CALLS] do [ARGS] {}', [{"count": 1}, {}]),
+    ("mistral-ids", '[TOOL_CALLS]do[CALL_ID]a1B2c3D4e[ARGS]{"a": "[ARGS]"}', [{"a": "[ARGS]"}]),
+    (
+        "mistral-v3",
+        '[TOOL_CALLS] [{"arguments": {"x": 1}, "name": "do", "id": "abc"}, {"name": "do"}]',
+        [{"x": 1}, {}],
+    ),
+    ("mistral-v3", '[TOOL_CALLS] {"name": "do"}', [{}]),
+    ("llama-function", '<function=do>{"a": "<b>"}</function>', [{"a": "<b>"}]),
+    ("llama-pythonic", "[do(a=[1, None], b=True), do(c='x', d=null)]", None),
+]
+
+
+@pytest.mark.parametrize(("dialect", "text", "arguments"), READ)
+def test_calls_are_read_as_models_write_them(dialect: str, text: str, arguments: Any) -> None:
+    calls = chat_of(dialect).parse_text(text)[1].tool_calls
+    arguments = arguments or [{"a": [1, None], "b": True}, {"c": "x", "d": None}]
+    assert calls == tuple(ToolCall("do", each) for each in arguments)
+
+
+def tagged(body: str) -> str:
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+MALFORMED = [
+    ("qwen3-coder", tagged("<function=do>")[:-4], "the call is not closed by </tool_call>"),
+    ("qwen3-coder", tagged('{"name": "do"}'), "the call has no name: "),
+    ("qwen3-coder", tagged("<function=do>"), "<parameter=...</parameter></function> is wanted"),
+    ("qwen3-coder", tagged("<function=do>x</function>"), "<parameter=...</parameter></function>"),
+    (
+        "qwen3-coder",
+        tagged("<function=do>" + "<parameter=a>1</parameter>" * 2 + "</function>"),
+        "the argument 'a' is given twice",
+    ),
+    ("glm", tagged(""), "the call has no name"),
+    ("glm", tagged("do\n<arg_key>a</arg_key>\n<arg_value>1"), "<arg_key>...</arg_value> is wanted"),
+    ("mistral", "[TOOL_CALLS]do", "the call is not NAME[ARGS]{...}: 'do'"),
+    ("mistral", "[TOOL_CALLS]do[ARGS]{", "the arguments are not JSON"),
+    ("mistral", "[TOOL_CALLS]do[ARGS][1]", "the arguments are not a JSON object"),
+    ("mistral-v3", "[TOOL_CALLS] [1]", "the call is not a JSON object"),
+    ("mistral-v3", '[TOOL_CALLS] [{"name": "do"}', "the call is not JSON"),
+    ("llama-pythonic", "[do(a=b)]", "the call is not [NAME(KEY=VALUE, ...), ...]: "),
+    ("llama-pythonic", "[do(1)]", "the call is not [NAME(KEY=VALUE, ...), ...]: "),
+    ("llama-pythonic", "[do(**{'a': 1})]", "the call is not [NAME(KEY=VALUE, ...), ...]: "),
+    ("llama-pythonic", "[do(a=1, a=2)]", "the call is not [NAME(KEY=VALUE, ...), ...]: "),
+    ("llama-pythonic", "[do(a={1})]", "the call is not [NAME(KEY=VALUE, ...), ...]: "),
+    ("llama-pythonic", "[do(a=1e999)]", "the call is not [NAME(KEY=VALUE, ...), ...]: "),
+    ("llama-pythonic", f"[do(a={'(' * 9000}", "the call is not [NAME(KEY=VALUE, ...), ...]: "),
+]
+
+
+@pytest.mark.parametrize(("dialect", "text", "reason"), MALFORMED)
+def test_malformed_calls_say_why(dialect: str, text: str, reason: str) -> None:
+    (call,) = chat_of(dialect).parse_text(text)[1].tool_calls
+    assert (call.name, dict(call.arguments)) == ("", {})
+    assert call.error.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("5", {"type": "string"}, "5"),
+        ("5", {"type": "integer"}, 5),
+        ("5.0", {"type": "integer"}, 5),
+        ("5.5", {"type": "integer"}, "5.5"),
+        ("many", {"type": "integer"}, "many"),
+        ("NaN", {"type": "number"}, "NaN"),
+        ("true", {"type": "boolean"}, True),
+        ("True", {"type": "boolean"}, True),
+        ("True", {}, "True"),
+        ("1", {"type": "boolean"}, "1"),
+        ("null", {"type": ["string", "null"]}, None),
+        ("5", {"type": ["string", "null"]}, "5"),
+        ("None", {"type": "string", "nullable": True}, None),
+        ('{"a": 1}', {"type": "object"}, {"a": 1}),
+        ('{"a": 1, "a": 2}', {"type": "object"}, '{"a": 1, "a": 2}'),
+        ("5", {"enum": ["5", "6"]}, "5"),
+        ("[5]", None, [5]),
+        ("words", None, "words"),
+    ],
+)
+def test_values_in_tags_have_the_types_of_the_schema(text: str, schema: Any, value: Any) -> None:
+    found = typed_value(text, schema)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_stream_sends_no_text_that_becomes_a_call(dialect: str) -> None:
+    chat = chat_of(dialect)
+    call = ToolCall("do", {"text": "x"})
+    tags = "" if dialect.startswith(("llama3.", "llama-pythonic")) else "Let me see."
+    whole = tags + chat.text(chat.encode(written(chat, call)))
+    for size in range(len(whole) + 1):
+        _, sent = chat.parse_partial(whole[:size])
+        assert chat.parse_text(whole)[1].content.startswith(sent)
+    if tags and not chat.thinks:
+        assert sent == tags
+
+
+@pytest.mark.parametrize("dialect", FORMS)
+def test_no_text_makes_parsing_fail(dialect: str) -> None:
+    chat = chat_of(dialect)
+    draw = random.Random(0)
+    whole = written(chat, ToolCall("do", ALL))
+    pieces = [whole[at : at + 3] for at in range(0, len(whole), 3)]
+    for _ in range(200):
+        text = "".join(draw.choice(pieces) for _ in range(draw.randrange(30)))
+        cut = draw.randrange(len(whole))
+        for each in (text, whole[:cut] + text, whole[:cut] + whole[cut + draw.randrange(9) :]):
+            assert chat.parse_text(each)[1].role == "assistant"
+            chat.parse_partial(each)
+
+
+def test_an_answer_that_looks_like_a_list_is_no_python_call() -> None:
+    chat = chat_of("llama-pythonic")
+    for text in ("[1, 2]", "[see (1)]", "[a link](there)"):
+        assert chat.parse_text(text)[1] == Message("assistant", text)
+
+
+def test_replies_of_glm_end_with_the_header_of_the_next_turn() -> None:
+    chat = chat_of("glm")
+    user, tool = (
+        chat.encode_continuation([Message(role, "x")], ended=True)  # type: ignore[arg-type]
+        for role in ("user", "tool")
+    )
+    assert chat.text(user, whole=True) == "\nx<|assistant|>"
+    assert chat.text(tool, whole=True).startswith("\n<tool_response>\nx")
+    cut = chat.encode_continuation([Message("tool", "x")], ended=False)
+    assert chat.text(cut, whole=True).startswith("<|observation|>\n<tool_response>")
+
+
+def test_results_carry_the_ids_of_their_calls() -> None:
+    chat = chat_of("mistral-ids")
+    call = ToolCall("do", {})
+    history = [Message("user", "?"), Message("assistant", "", (call, call))]
+    results = [Message("tool", "a"), Message("tool", "b")]
+    text = chat.render([*history, *results])
+    assert text.index(f"[CALL_ID]{call_id(1)}") < text.index(f"[TOOL_RESULTS]{call_id(0)}")
+    appended = chat.encode_continuation(results, ended=True)
+    assert text.endswith(chat.text(appended, whole=True)) and call_id(1) in text
+
+
+def test_variables_reach_the_template_and_unknown_ones_are_refused() -> None:
+    tokenizer = tokenizer_of("glm")
+    question = [Message("user", "?")]
+    chat = Chat(tokenizer, [TOOL], template_kwargs={"enable_thinking": False})
+    assert chat.render(question).endswith("<|assistant|>\n<think></think>")
+    assert chat.parse_partial("\nHello")[1] == "" and chat.parse_partial("Hello")[1] == "Hello"
+    assert chat.parse_text("Hello </think>") == (None, Message("assistant", "Hello </think>"))
+    thinking = Chat(tokenizer, [TOOL])
+    assert thinking.render(question).endswith("<|assistant|>")
+    assert thinking.with_tools([TOOL], {"enable_thinking": False}).render(question) == chat.render(
+        question
+    )
+    with pytest.raises(ValueError, match="the chat template does not read 'enable_thinkin'"):
+        Chat(tokenizer, [], template_kwargs={"enable_thinkin": False})
+    with pytest.raises(ValueError, match="cannot set 'tokenize'"):
+        Chat(tokenizer_of("glm", GLM + "{# tokenize #}"), [], template_kwargs={"tokenize": True})
+
+
+def test_a_template_that_loses_arguments_has_no_known_form() -> None:
+    lossy = MISTRAL.replace(
+        "(call.function.arguments | tojson)",
+        "((call.function.arguments if call.function.arguments | length == 1 else {}) | tojson)",
+    )
+    with pytest.raises(ValueError, match=r"writes a call as '\[TOOL_CALLS\]a_tool"):
+        chat_of("mistral", lossy)

@@ -1,0 +1,451 @@
+"""The formats of tool calls in chat templates, found from what a template writes.
+
+`find_form` compares renderings of a few calls, so no format is bound to the name of a model:
+
+- JSON objects in tags or alone, or a JSON list (Hermes, Qwen2.5, Qwen3, Llama 3, Mistral v3);
+- a name, then its arguments as JSON (Mistral v11 and later, Llama 3.1's `<function=NAME>`);
+- a tag for each argument (Qwen3-Coder, GLM-4.5);
+- Python calls in a list (Llama 3.2 and 4 with pythonic templates).
+"""
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from os.path import commonprefix
+from typing import Any
+
+from jinja2 import TemplateError
+
+from unstale.envs import ToolCall
+from unstale.envs.strict_json import refuse_constant, unique_names
+
+PROBE = ToolCall("a_tool", {"an_argument": "a_value"})
+"""The call that a template writes first, to reveal its format."""
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""Name of a tool -> schemas of its arguments by name."""
+Write = Callable[[Sequence[ToolCall]], str]
+"""A function that returns what a template writes for the calls of one reply."""
+
+_TWO_ARGUMENTS = ToolCall(PROBE.name, {**PROBE.arguments, "another": "more"})
+_BARE = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:')
+"""The start of a JSON call without a tag."""
+_SEPARATOR = re.compile(r"[\s;,]*")
+_BARE_PYTHON = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
+_JSON_WORDS = {"true": True, "false": False, "null": None}
+_EXCERPT = 40
+"""Characters of a malformed call in the error message."""
+
+
+def call_id(index: int) -> str:
+    """Return the id of a message's call by its position. Mistral's templates want 9 characters."""
+    return f"{index:09d}"
+
+
+def schemas_of(tools: Iterable[Mapping[str, Any]]) -> Schemas:
+    """Return the schemas of the arguments of each tool. Missing ones are left out."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for tool in tools:
+        function = _mapping(tool.get("function", tool))
+        properties = _mapping(function.get("parameters")).get("properties")
+        found[str(function.get("name"))] = _mapping(properties)
+    return found
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """A format of tool calls. Empty tags stand for calls without tags."""
+
+    opens: str = "<tool_call>"
+    closes: str = "</tool_call>"
+
+    def __str__(self) -> str:
+        return re.sub(r">\s+<", "><", f"{self.opens}{self.body}{self.closes}")
+
+    @property
+    def body(self) -> str:
+        """The text between the tags, with names for what differs."""
+        raise NotImplementedError
+
+    @property
+    def first_character(self) -> str:
+        """The first character of a call without tags."""
+        return "{"
+
+    def read_all(self, text: str, schemas: Schemas) -> tuple[str, tuple[ToolCall, ...]]:
+        """Return the text outside of the tags of a reply, and its calls."""
+        opens, closes = re.escape(self.opens), re.escape(self.closes)
+        end = f"(?:{closes}|$)" if closes else f"(?={opens}|$)"
+        pattern = re.compile(f"{opens}(.*?){end}", re.DOTALL)
+        calls: list[ToolCall] = []
+        for found in pattern.finditer(text):
+            if found.group().endswith(self.closes):
+                calls += self.read(found[1], schemas)
+            else:
+                calls.append(_malformed(f"the call is not closed by {self.closes}"))
+        return pattern.sub("", text).strip(), tuple(calls)
+
+    def read(self, text: str, schemas: Schemas) -> tuple[ToolCall, ...]:
+        """Return the calls in the text between two tags. A malformed one has an `error`."""
+        raise NotImplementedError
+
+    def read_bare(self, text: str, at: int) -> tuple[ToolCall, ...] | None:
+        """Return the calls in a reply from position `at` on, or None if it is an answer.
+
+        Only for calls without tags. `at` is not 0 after a control token, which marks calls.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class JsonCalls(CallForm):
+    """JSON objects with a name and, under `key`, arguments; in one list if `is_list`."""
+
+    key: str = "arguments"
+    is_list: bool = False
+
+    @property
+    def body(self) -> str:
+        call = f'{{"name": ..., "{self.key}": {{...}}}}'
+        return f"[{call}, ...]" if self.is_list else call
+
+    def read(self, text: str, schemas: Schemas) -> tuple[ToolCall, ...]:
+        try:
+            record = _DECODER.decode(text)
+        except (ValueError, RecursionError) as error:
+            return (_malformed(f"the call is not JSON: {error}"),)
+        records = record if self.is_list and isinstance(record, list) else [record]
+        return tuple(self._to_call(each) for each in records)
+
+    def read_bare(self, text: str, at: int) -> tuple[ToolCall, ...] | None:
+        is_marked = bool(at)
+        calls: list[ToolCall] = []
+        if not is_marked and not _BARE.match(text):
+            return None
+        while at < len(text) or not calls:
+            try:
+                record, at = _DECODER.raw_decode(text, at)
+            except (ValueError, RecursionError) as error:
+                calls.append(_malformed(f"the call is not JSON: {error}"))
+                break
+            if not is_marked and not calls and not {self.key, "arguments"} & set(record):
+                return None
+            calls.append(self._to_call(record))
+            if separator := _SEPARATOR.match(text, at):
+                at = separator.end()
+        return tuple(calls)
+
+    def _to_call(self, record: Any) -> ToolCall:
+        if not isinstance(record, dict):
+            return _malformed("the call is not a JSON object")
+        name = record.get("name")
+        arguments = record.get(self.key, record.get("arguments", {}))
+        if not isinstance(name, str) or not name:
+            return _malformed('the call has no "name"')
+        if not isinstance(arguments, dict):
+            return _malformed(f'"{self.key}" is not a JSON object')
+        return ToolCall(name, arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedCalls(CallForm):
+    """A name, the text `between`, and the arguments as JSON."""
+
+    _: KW_ONLY
+    between: str
+    """May hold the id of a call, `call_id(0)`, which stands for any id."""
+
+    @property
+    def body(self) -> str:
+        return f"NAME{self.between.replace(call_id(0), 'ID')}{{...}}"
+
+    def read(self, text: str, schemas: Schemas) -> tuple[ToolCall, ...]:
+        between = r"\s*[^\s\[\]<>{}]*?\s*".join(map(_spaced, self.between.split(call_id(0))))
+        found = re.match(rf"\s*([^\s<>{{}}\[\]]+?)\s*{between}(.*)", text, re.DOTALL)
+        if not found:
+            return (_malformed(f"the call is not {self.body}: {text[:_EXCERPT]!r}"),)
+        try:
+            arguments = _DECODER.decode(found[2])
+        except (ValueError, RecursionError) as error:
+            return (_malformed(f"the arguments are not JSON: {error}"),)
+        if not isinstance(arguments, dict):
+            return (_malformed("the arguments are not a JSON object"),)
+        return (ToolCall(found[1], arguments),)
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedCalls(CallForm):
+    """A tag for each argument. Values are text; the tools' schemas give their types."""
+
+    _: KW_ONLY
+    name: tuple[str, str]
+    """Texts before and after the tool's name, which may be empty."""
+    key: tuple[str, str]
+    """Texts before and after an argument's name. The value follows the second."""
+    value_closes: str
+    body_closes: str
+    """Text before `closes`, or empty."""
+    padded: bool
+    """True if a value has lines of its own."""
+
+    @property
+    def body(self) -> str:
+        name, key = "NAME".join(self.name), "KEY".join(self.key)
+        return f"{name}{key}VALUE{self.value_closes}{self.body_closes}"
+
+    def read(self, text: str, schemas: Schemas) -> tuple[ToolCall, ...]:
+        before, after = map(_spaced, self.name)
+        head = re.match(rf"\s*{before}\s*([^\s<>]+)\s*{after}", text)
+        if not head:
+            return (_malformed(f"the call has no name: {text[:_EXCERPT]!r}"),)
+        name, at = head[1], head.end()
+        opens, closes = map(_spaced, self.key)
+        ends = _spaced(self.body_closes) or r"\Z"
+        argument = re.compile(
+            rf"\s*{opens}([^<>]+?){closes}(.*?){_spaced(self.value_closes)}(?=\s*(?:{opens}|{ends}))",
+            re.DOTALL,
+        )
+        arguments: dict[str, Any] = {}
+        while found := argument.match(text, at):
+            key, at = found[1].strip(), found.end()
+            if key in arguments:
+                return (_malformed(f"the argument {key!r} is given twice"),)
+            value = found[2]
+            if self.padded:
+                value = value.removeprefix("\n").removesuffix("\n")
+            arguments[key] = typed_value(value, schemas.get(name, {}).get(key))
+        if not re.fullmatch(rf"\s*{_spaced(self.body_closes)}\s*", text[at:]):
+            rest = text[at:].strip()[:_EXCERPT]
+            wanted = f"{self.key[0]}...{self.value_closes}{self.body_closes}"
+            return (_malformed(f"{wanted} is wanted in the call, not {rest!r}"),)
+        return (ToolCall(name, arguments),)
+
+
+@dataclass(frozen=True, slots=True)
+class PythonCalls(CallForm):
+    """A list of Python calls with keyword arguments that are literals. JSON's words count too."""
+
+    @property
+    def body(self) -> str:
+        return "[NAME(KEY=VALUE, ...), ...]"
+
+    @property
+    def first_character(self) -> str:
+        return "["
+
+    def read(self, text: str, schemas: Schemas) -> tuple[ToolCall, ...]:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # for escapes in the policy's strings
+                listed = ast.parse(text.strip(), mode="eval").body
+            elements = listed.elts if isinstance(listed, ast.List) else [listed]
+            return tuple(map(self._to_call, elements))
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            return (_malformed(f"the call is not {self.body}: {error}"),)
+
+    def read_bare(self, text: str, at: int) -> tuple[ToolCall, ...] | None:
+        if not at and not _BARE_PYTHON.match(text):
+            return None
+        return self.read(text[at:], {})
+
+    def _to_call(self, node: ast.expr) -> ToolCall:
+        """Return a call, of literals only. Raises `ValueError`."""
+        if not isinstance(node, ast.Call) or node.args:
+            raise ValueError("an element is not a call with keyword arguments")
+        keys = [keyword.arg for keyword in node.keywords]
+        if None in keys or len(set(keys)) < len(keys):
+            raise ValueError("each argument must be given once, by its name")
+        name = ast.unparse(node.func)
+        if not re.fullmatch(r"[\w.]+", name):
+            raise ValueError(f"{name[:_EXCERPT]!r} is no name")
+        words = _JsonWords()
+        arguments = {
+            str(each.arg): ast.literal_eval(words.visit(each.value)) for each in node.keywords
+        }
+        try:
+            return ToolCall(name, json.loads(json.dumps(arguments, allow_nan=False)))
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+
+
+class _JsonWords(ast.NodeTransformer):
+    """Replaces `true`, `false` and `null` by Python's words."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_WORDS[node.id]) if node.id in _JSON_WORDS else node
+
+
+def typed_value(text: str, schema: Any) -> Any:
+    """Return the value of a tagged argument as its schema's type. Other text stays text.
+
+    Without a type, text that is JSON becomes its value.
+
+    >>> typed_value("5", {"type": "integer"}), typed_value("5", {"type": "string"})
+    (5, '5')
+    >>> typed_value("True", {"type": "boolean"}), typed_value("None", {"type": ["string", "null"]})
+    (True, None)
+    """
+    types = _types(schema)
+    if types == {"string"}:
+        return text
+    word = text.strip()
+    if "boolean" in types and word in ("True", "False"):
+        return word == "True"
+    if "null" in types and word == "None":
+        return None
+    try:
+        value = _DECODER.decode(word)
+    except (ValueError, RecursionError):
+        return text
+    if "integer" in types and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if _type_of(value) & types or not types else text
+
+
+def _types(schema: Any) -> set[str]:
+    """Return the types that a schema names. It is empty if any type is allowed."""
+    schema = _mapping(schema)
+    named = schema.get("type", ())
+    types = {named} if isinstance(named, str) else {each for each in named if type(each) is str}
+    for word in ("anyOf", "oneOf"):
+        for choice in schema.get(word) or ():
+            types |= _types(choice)
+    for value in schema.get("enum") or ():
+        types |= _type_of(value) if not named else set()
+    return types | ({"null"} if schema.get("nullable") else set())
+
+
+def _type_of(value: Any) -> set[str]:
+    match value:
+        case None:
+            return {"null"}
+        case bool():
+            return {"boolean"}
+        case int():
+            return {"integer", "number"}
+        case float():
+            return {"number"}
+        case str():
+            return {"string"}
+    return {"array"} if isinstance(value, list) else {"object"}
+
+
+def find_form(write: Write) -> CallForm | None:
+    """Return the format in which a template writes calls, or None if it is unknown.
+
+    Raises what `write` raises.
+    """
+    text = write([PROBE])
+    form = _json_form(text)
+    if form is not None:
+        return form
+    forms = (_named_form(text), _python_form(text), _tagged_form(write([_TWO_ARGUMENTS])))
+    return next((each for each in forms if each and _reads_back(each, write)), None)
+
+
+def _reads_back(form: CallForm, write: Write) -> bool:
+    """Return True if calls with one, two and no arguments are read as they were written."""
+    empty = ToolCall(PROBE.name, {})
+    for calls in ((PROBE,), (empty,), (_TWO_ARGUMENTS, empty)):
+        try:
+            text = write(calls)
+        except TemplateError:
+            if len(calls) == 1:
+                raise
+            continue  # a template may refuse several calls in one reply
+        if (form.read_all(text, {})[1] if form.opens else form.read_bare(text, 0)) != calls:
+            return False
+    return True
+
+
+def _json_form(text: str) -> JsonCalls | None:
+    """Return the tags around a call in JSON and the key of its arguments."""
+    start = max(text.find("{"), 0)
+    try:
+        record, after = json.JSONDecoder().raw_decode(text, start)
+    except ValueError:
+        return None
+    opens, closes = text[:start].strip(), text[after:].strip()
+    keys = (
+        [key for key, value in record.items() if value == PROBE.arguments]
+        if isinstance(record, dict)
+        else []
+    )
+    if not keys or record.get("name") != PROBE.name:
+        return None
+    is_list = opens.endswith("[") and closes.startswith("]")
+    if is_list:
+        opens, closes = opens[:-1].strip(), closes[1:].strip()
+    if not opens and (closes or is_list):
+        return None
+    return JsonCalls(opens, closes, keys[0], is_list)
+
+
+def _named_form(text: str) -> NamedCalls | None:
+    """Return the texts around a name and the JSON that follows it."""
+    opens, _, rest = text.partition(PROBE.name)
+    start = max(rest.find("{"), 0)
+    try:
+        arguments, after = json.JSONDecoder().raw_decode(rest, start)
+    except ValueError:
+        return None
+    between = rest[:start].strip()
+    if arguments != PROBE.arguments or not opens.strip() or not between or '"' in between:
+        return None
+    return NamedCalls(opens.strip(), rest[after:].strip(), between=between)
+
+
+def _python_form(text: str) -> PythonCalls | None:
+    """Return the tags around a list of Python calls."""
+    opens, bracket, rest = text.partition(f"[{PROBE.name}(")
+    _, end, closes = rest.rpartition("]")
+    return PythonCalls(opens.strip(), closes.strip()) if bracket and end else None
+
+
+def _tagged_form(text: str) -> TaggedCalls | None:
+    """Return the tags of a call with two arguments, around its name, its keys and its values.
+
+    The text before the first key and the text between the arguments end with the same tag.
+    """
+    words = [_TWO_ARGUMENTS.name, *sum(_TWO_ARGUMENTS.arguments.items(), ())]
+    found = re.fullmatch(f"(.*?){'(.*?)'.join(words)}(.*)", text, re.DOTALL)
+    if not found:
+        return None
+    head, to_key, to_value, separator, to_other_value, tail = found.groups()
+    shared = commonprefix([to_key[::-1], separator[::-1]])[::-1]  # noqa: RUF071 - by character
+    key_opens = shared[shared.find("<") :].strip()
+    if not key_opens.startswith("<") or to_value != to_other_value:
+        return None
+    value_closes = separator.rstrip().removesuffix(key_opens).strip()
+    body_closes, tag, closes = tail.strip().removeprefix(value_closes).strip().rpartition("<")
+    outer = re.match(r"(<[^<>\s]*>)?\s*(.*)", head.strip(), re.DOTALL)
+    if not outer or not tag or not value_closes or not head.strip():
+        return None
+    return TaggedCalls(
+        outer[1] or outer[2],
+        tag + closes,
+        name=(outer[2] if outer[1] else "", to_key.rstrip().removesuffix(key_opens).strip()),
+        key=(key_opens, to_value.strip()),
+        value_closes=value_closes,
+        body_closes=body_closes.strip(),
+        padded=to_value.endswith("\n") and separator.startswith("\n"),
+    )
+
+
+def _spaced(literal: str) -> str:
+    """Return a pattern for a text, with any white space where it has some."""
+    return r"\s*".join(map(re.escape, literal.split()))
+
+
+def _malformed(reason: str) -> ToolCall:
+    return ToolCall("", {}, error=reason)
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=unique_names, parse_constant=refuse_constant)
