@@ -29,7 +29,7 @@ from unstale.durability.run_folder import RunLog
 from unstale.engines import Engine
 from unstale.engines.pool import EnginePool, Recovery, supervise
 from unstale.engines.registry import EngineOptions, engine_spec
-from unstale.envs import Taskset
+from unstale.envs import Taskset, sandbox
 from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
 from unstale.envs.registry import build_taskset, check_taskset, held_out_tasks
@@ -91,10 +91,12 @@ def build_sampler(
     config: RunConfig, engine: Engine | None = None
 ) -> tuple[Policy, Taskset, Generator]:
     """Return the policy, the task set and the generator. Raises `ConfigError` for wrong options."""
-    policy = load_policy(config)
+    if config.allow_weak_sandbox:
+        sandbox.allow_weak()
     taskset = build_taskset(config.task)
     check_taskset(taskset, config.seed, config.steps * config.schedule.groups_per_step)
     held_out_tasks(taskset, config.eval.tasks)
+    policy = load_policy(config)
     build_rollout(config, taskset)  # raises ConfigError if a requirement is missing
     return policy, taskset, build_generator(config, policy, taskset, engine)
 
@@ -313,7 +315,12 @@ def build_generator(
     """Return the engine with the chat format of the policy's tokenizer and the task set's tools."""
     try:
         engine = engine or build_engine(config, policy.merging)
-        chat = Chat(policy.tokenizer, taskset.tools, ends=policy.ends)
+        chat = Chat(
+            policy.tokenizer,
+            taskset.tools,
+            ends=policy.ends,
+            template_kwargs=config.template_kwargs,
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return Generator(engine, chat, config.engine)

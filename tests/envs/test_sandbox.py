@@ -20,9 +20,12 @@ from pathlib import Path
 import pytest
 
 from tests.test_docs import blocks
+from unstale.cli.recipe_options import split_options
+from unstale.config import ConfigError, TaskConfig
 from unstale.durability.virtual_clock import run as run_loop
 from unstale.envs import EnvError, Message, ToolCall, Turn, python_tool, sandbox
 from unstale.envs.python_tool import PythonTasks
+from unstale.envs.registry import build_taskset
 from unstale.envs.sandbox import Limits, ProgramResult, SandboxError, _Way
 from unstale.records import Task
 
@@ -206,6 +209,84 @@ def test_environment_variables_stay_outside(way: _Way, marker: str) -> None:
     assert told[0] == "False"
     weak = not (shut_in(way) or way.own_user)
     assert (told[1] == "True") == weak == ("your user's other processes" in sandbox.weaknesses())
+
+
+NAMESPACES = """
+import ctypes, platform, subprocess, threading
+libc = ctypes.CDLL(None, use_errno=True)
+clone = {"x86_64": 56, "aarch64": 220}[platform.machine()]
+for flag in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):
+    print(libc.unshare(flag), ctypes.get_errno(), libc.syscall(clone, flag | 17, 0, 0, 0, 0))
+print(libc.syscall(435, 0, 0), ctypes.get_errno())
+print(libc.mount(b"none", b"/tmp", b"tmpfs", 0, None), libc.syscall(428, -100, b"/", 1))
+thread = threading.Thread(target=print, args=("thread",))
+thread.start()
+thread.join()
+print(subprocess.run(["echo", "child"], capture_output=True, text=True).stdout, end="")
+"""
+
+
+def test_a_program_can_make_no_namespaces_and_no_mounts(way: _Way) -> None:
+    done = execute(NAMESPACES)
+    assert done.stdout.splitlines() == [
+        *["-1 1 -1"] * 7,
+        "-1 38",
+        "-1 -1",
+        "thread",
+        "child",
+    ], done.stderr
+    assert "namespaces" not in sandbox.weaknesses()
+
+
+def test_root_without_bubblewrap_is_refused_unless_it_is_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(sandbox.ALLOW_WEAK)
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    monkeypatch.setattr(sandbox, "_way", lambda: _Way("limits", isolated=True))
+    for refused in (lambda: execute("print(1)"), lambda: build_taskset(TaskConfig(env="python"))):
+        with pytest.raises(ConfigError, match=r"as root without bubblewrap.*--allow-weak-sandbox"):
+            refused()
+    monkeypatch.setattr(sandbox, "_way", lambda: _Way("bubblewrap"))
+    build_taskset(TaskConfig(env="python"))
+    monkeypatch.setattr(sandbox, "_way", lambda: _Way("limits", isolated=True))
+    monkeypatch.setenv(sandbox.ALLOW_WEAK, "")  # restored after the test
+    (_, values) = split_options(["--allow-weak-sandbox", "--steps", "1"])
+    assert values == {"allow_weak_sandbox": True, "steps": 1}
+    sandbox.allow_weak()
+    build_taskset(TaskConfig(env="python"))
+
+
+def test_folders_of_killed_callers_are_removed(way: _Way, tmp_path: Path) -> None:
+    script = (
+        "import asyncio, sys\nfrom unstale.envs import sandbox\n"
+        "asyncio.run(sandbox.run(sys.argv[1], limits=sandbox.Limits(seconds=60)))"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    tmp_path.chmod(0o755)
+
+    def left() -> set[Path]:
+        return set(tmp_path.glob("unstale-sandbox-*"))
+
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen([*command, FOREVER], cwd=ROOT, env=environment) as caller:
+        until(lambda: any(path.glob("work") for path in left()))
+        caller.kill()
+    assert left()
+    subprocess.run([*command, "print(1)"], cwd=ROOT, env=environment, check=True)
+    assert not left()
+
+
+def test_what_a_user_of_its_own_leaves_is_removed(way: _Way) -> None:
+    if not way.own_user or way.kind == "bubblewrap":
+        pytest.skip("files outside stay with a user of this process, or cannot be made")
+    name = f"/tmp/left-{uuid.uuid4().hex}"
+    code = (
+        f"import os, subprocess, sys\nos.mkdir({name!r})\nopen({name + '/x'!r}, 'w')\n"
+        f"subprocess.Popen([sys.executable, '-c', {FOREVER!r}, {name!r}], start_new_session=True)"
+    )
+    assert execute(code).code == 0
+    assert not Path(name).exists() and not alive(name)
 
 
 def test_other_processes_cannot_be_ended(way: _Way) -> None:

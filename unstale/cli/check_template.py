@@ -7,11 +7,12 @@ import json
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
 from os.path import commonprefix
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError
@@ -114,7 +115,11 @@ class TemplateResult:
 
 
 def check_template(
-    folder: Path, *, conversations: int = 1000, console: Console | None = None
+    folder: Path,
+    *,
+    conversations: int = 1000,
+    template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    console: Console | None = None,
 ) -> TemplateResult:
     """Check the tokenizer of a model folder, and print and return the results.
 
@@ -126,7 +131,8 @@ def check_template(
     tokenizer = load_tokenizer(folder)
     tokenizer.model_max_length = sys.maxsize  # otherwise it warns
     try:
-        chat = Chat(tokenizer, (), ends=stop_tokens_of(folder))
+        ends = stop_tokens_of(folder)
+        chat = Chat(tokenizer, (), ends=ends, template_kwargs=template_kwargs)
         facts = Table(show_header=False, box=None)
         for name, fact in _facts(chat):
             facts.add_row(f"[bold]{name}[/]", escape(fact))

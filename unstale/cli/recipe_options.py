@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
@@ -27,6 +28,9 @@ SHORT = {"reward": "task.reward"}
 FILES = (".toml", ".json")
 """Suffixes of a file of options. A recipe's place may name one."""
 
+SWITCH = ("true", "false")
+"""Values of an option that is on or off. Without a value it is on."""
+
 
 def option_names() -> list[str]:
     """Return the options that a command line may set, with the short names."""
@@ -44,15 +48,19 @@ def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     rest: list[str] = []
     values: dict[str, Any] = {}
     known = option_names()
-    remaining = iter(words)
-    for word in remaining:
+    remaining = deque(words)
+    while remaining:
+        word = remaining.popleft()
         name, has_value, text = word.partition("=")
         name = name.removeprefix("--").replace("-", "_")
         if not word.startswith("--") or name not in known:
             rest.append(word)
             continue
-        if not has_value:
-            text = next(remaining, "--")
+        is_switch = bool in options()[name].kinds
+        if not has_value and is_switch and (not remaining or remaining[0] not in SWITCH):
+            text = "true"
+        elif not has_value:
+            text = remaining.popleft() if remaining else "--"
             if text.startswith("--"):
                 raise ConfigError(f"--{name} needs a value")
         option = options()[SHORT.get(name, name)]

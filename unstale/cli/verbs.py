@@ -21,6 +21,7 @@ from rich.table import Table
 from unstale.cli.failures import exit_after
 from unstale.cli.recipe_options import configure, file_values, print_json
 from unstale.config import ConfigError, install
+from unstale.config.checks import JsonObject
 from unstale.config.options import override
 from unstale.planner import plan_command, simulate_command
 from unstale.recipes import RECIPES
@@ -118,12 +119,23 @@ def _audit(chosen: argparse.Namespace) -> int:
         help="conversations to try (default: 1000)",
     ),
     JSON,
+    argument(
+        "--chat-template-kwargs",
+        default="",
+        metavar="JSON",
+        help='variables of the template, such as {"enable_thinking": false}',
+    ),
 )
 def _check_template(chosen: argparse.Namespace) -> int:
     from unstale.cli.check_template import check_template
 
-    console = _console(chosen)
-    result = check_template(chosen.folder, conversations=chosen.conversations, console=console)
+    JsonObject().check("--chat-template-kwargs", chosen.chat_template_kwargs)
+    result = check_template(
+        chosen.folder,
+        conversations=chosen.conversations,
+        template_kwargs=json.loads(chosen.chat_template_kwargs or "{}"),
+        console=_console(chosen),
+    )
     if chosen.json:
         print_json(result.as_json())
     return 0 if result else 1

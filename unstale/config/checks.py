@@ -1,5 +1,6 @@
 """Check options. An option's type holds the values that it may have."""
 
+import json
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -50,6 +51,19 @@ class OneOf:
     def readers(self, option: str) -> list[str]:
         """Return the names in the table that read an option of the section; empty if all do."""
         return [name for name, options in self.table().items() if option in options]
+
+
+@dataclass(frozen=True, slots=True)
+class JsonObject:
+    """A rule in an option's type: its value is a JSON object as text, or empty."""
+
+    def check(self, name: str, value: str) -> None:
+        try:
+            is_object = not value or isinstance(json.loads(value), dict)
+        except (ValueError, RecursionError):
+            is_object = False
+        if not is_object:
+            raise ConfigError(f'{name} must be a JSON object such as {{"a": 1}}, got {value!r}')
 
 
 Count = Annotated[int, Range(0)]

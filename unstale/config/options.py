@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from unstale.config import OldLogpsConfig, RunConfig, TaskConfig
-from unstale.config.checks import ConfigError, OneOf, nearest, option_types
+from unstale.config.checks import ConfigError, JsonObject, OneOf, nearest, option_types
 from unstale.config.renamed import refuse_renamed
 from unstale.config.sampling import make_task
 
@@ -87,13 +87,15 @@ class Option:
     def read(self, value: Any, where: str) -> Any:
         """Return a value of a JSON or TOML file as the option's type.
 
-        A path is a string, null is infinity, and 1 is allowed for 1.0. Raises `ConfigError`
-        for another type.
+        A path is a string, null is infinity, 1 is allowed for 1.0, and a table for JSON as text.
+        Raises `ConfigError` for another type.
         """
         if self.kinds == (float,) and value is None:
             return math.inf
         if Path in self.kinds and type(value) is str:
             return Path(value)
+        if type(value) is dict and JsonObject() in getattr(self.kind, "__metadata__", ()):
+            return json.dumps(value)
         is_exact = type(value) is int and float in self.kinds and abs(value) <= MAX_EXACT_INT
         if type(value) in self.kinds or is_exact:
             return value

@@ -1,8 +1,9 @@
 """The configuration of a run: all sections, and the options of the run itself."""
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from unstale.config.algorithm import (
     AdvantageConfig,
@@ -10,7 +11,7 @@ from unstale.config.algorithm import (
     CorrectionConfig,
     ObjectiveConfig,
 )
-from unstale.config.checks import ConfigError, NonNegative, PositiveInt, Range, Section
+from unstale.config.checks import ConfigError, JsonObject, NonNegative, PositiveInt, Range, Section
 from unstale.config.routes import OldLogpsConfig
 from unstale.config.sampling import (
     EndpointConfig,
@@ -37,6 +38,10 @@ class RunConfig(Section):
     """Name of the recipe."""
     policy: str = "base"
     """A Hugging Face model folder; `base` is the small model in the package."""
+    chat_template_kwargs: Annotated[str, JsonObject()] = ""
+    """Variables of the chat template as a JSON object, such as {"enable_thinking": false}."""
+    allow_weak_sandbox: bool = False
+    """Run a model's programs as root without bubblewrap: they can write your files."""
     runs: Path = Path("runs")
     """Folder in which the run folder is made."""
     name: str = ""
@@ -69,6 +74,12 @@ class RunConfig(Section):
     def policy_folder(self) -> Path:
         """The model folder of the initial policy."""
         return SHIPPED_POLICY if self.policy == "base" else Path(self.policy)
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """The variables of the chat template."""
+        variables: dict[str, Any] = json.loads(self.chat_template_kwargs or "{}")
+        return variables
 
     def check_combination(self) -> None:
         engine = self.engine

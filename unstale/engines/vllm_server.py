@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from unstale.engines import NOT_STARTED
-from unstale.engines.embedded.leftovers import hold_lock, remove_leftovers
 from unstale.engines.registry import EngineOptions
+from unstale.weights.leftovers import hold_lock, remove_leftovers
 
 EXTENSION = "unstale.engines.vllm_worker.Extension"
 _PREFIX = "unstale-vllm-"

@@ -74,4 +74,9 @@ async def _run(code: str) -> str:
     return done.stdout.strip() or "The program printed nothing."
 
 
-ENV = EnvSpec("python", lambda options: PythonTasks())
+def _make(options: object) -> PythonTasks:
+    sandbox.check_allowed()
+    return PythonTasks()
+
+
+ENV = EnvSpec("python", _make)

@@ -14,21 +14,25 @@ import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import TemporaryFile
 from types import MappingProxyType
 from typing import Literal
 
+from unstale.config import ConfigError
 from unstale.envs import EnvError
+from unstale.weights.leftovers import hold_lock, remove_leftovers
 
 Kind = Literal["bubblewrap", "limits"]
 Ended = Literal["exited", "timeout", "output"]
@@ -44,8 +48,16 @@ _ENTER = (
 _POOL = ThreadPoolExecutor(max(2, os.cpu_count() or 1), thread_name_prefix="sandbox")
 """One program per core. A program dies with the thread that started it, so threads are kept."""
 
-_UIDS = itertools.cycle(range(61_184 + os.getpid() % 4_096, 65_520))
+_UIDS = itertools.cycle(range(61_184, 65_520))
 """Unused user ids: if this process is root, each program gets a new user."""
+
+ALLOW_WEAK = "UNSTALE_ALLOW_WEAK_SANDBOX"
+"""Environment variable that allows `limits` to root. Child processes inherit it."""
+_PREFIX = "unstale-sandbox-"
+_KILL_ROUNDS = 50
+"""Attempts to kill all processes of a user. Zombies that nobody reaps stay."""
+_SHARED_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+"""Folders in which every user can write."""
 
 _INSIDE = "/tmp/work"
 """Working directory of a program in bubblewrap. It starts empty."""
@@ -140,8 +152,8 @@ async def run(
 ) -> ProgramResult:
     """Run Python code (a string) or a command in a new folder with `files`.
 
-    Environment variables are not passed on. Cancelling the caller kills the program. Raises
-    `ValueError` for `require="bubblewrap"` on a machine without it.
+    Environment variables are not passed on. Cancelling the caller kills the program. Without
+    bubblewrap, raises `ConfigError` for root (see `check_allowed`) and for `require="bubblewrap"`.
     """
     for name in files:
         if name in ("", ".", "..") or "/" in name:
@@ -151,8 +163,9 @@ async def run(
     loop = asyncio.get_running_loop()
     try:
         way = await loop.run_in_executor(_POOL, _way)
+        check_allowed()
         if require == "bubblewrap" != way.kind:
-            raise ValueError(
+            raise ConfigError(
                 "bubblewrap is required, but bwrap is not installed or does not work here"
             )
         return await loop.run_in_executor(
@@ -160,6 +173,24 @@ async def run(
         )
     finally:
         stop.set()
+
+
+def check_allowed() -> None:
+    """Raise `ConfigError` if this process is root and bubblewrap does not work here.
+
+    A program could then write files outside of its folder. `allow_weak` allows it.
+    """
+    if os.getuid() == 0 and os.environ.get(ALLOW_WEAK) != "1" and _way().kind != "bubblewrap":
+        raise ConfigError(
+            "a model's programs would run as root without bubblewrap, and could write to /proc/sys "
+            "and to your files: install bubblewrap, run as another user, or allow it with "
+            "--allow-weak-sandbox"
+        )
+
+
+def allow_weak() -> None:
+    """Allow programs as root without bubblewrap, in this process and in its children."""
+    os.environ[ALLOW_WEAK] = "1"
 
 
 def kind() -> Kind:
@@ -186,15 +217,26 @@ def weaknesses() -> str:
             risks.append("reading your user's other processes and ending them")
     if not way.counts_processes:
         risks.append("any number of processes while it runs")
+    if not _is_filtered(way):
+        risks.append("namespaces of its own, in which more of the kernel can be reached")
     return f"not stopped with {way.kind}: {'; '.join(risks)}"
 
 
 @cache
+def _is_filtered(way: _Way) -> bool:
+    """Return True if a program cannot make a user namespace."""
+    code = "import ctypes; raise SystemExit(ctypes.CDLL(None).unshare(0x10000000) == 0)"
+    result = _run(way, _Job([sys.executable, "-c", code], "", {}, Limits()), threading.Event())
+    return not result.code
+
+
+@cache
 def _way() -> _Way:
-    """Try all methods and return the strongest that works here.
+    """Try all methods and return the strongest that works here. Remove folders of killed runs.
 
     Without isolation, programs of root must run as another user.
     """
+    remove_leftovers(Path(tempfile.gettempdir()), _PREFIX)
     ways = [_Way("bubblewrap", own_user=True), _Way("bubblewrap")] if shutil.which("bwrap") else []
     ways += [_Way("limits", True, True), _Way("limits", True), _Way("limits", own_user=True)]
     if os.getuid():
@@ -216,8 +258,14 @@ def _way() -> _Way:
 
 def _run(way: _Way, job: _Job, stop: threading.Event) -> ProgramResult:
     """Run a job until it ends, its time is over, or `stop` is set."""
+    with _own_folder() as folder, _user(way) as user:
+        return _run_in(folder, user, way, job, stop)
+
+
+def _run_in(
+    folder: Path, user: int | None, way: _Way, job: _Job, stop: threading.Event
+) -> ProgramResult:
     limits = job.limits
-    user = next(_UIDS) if way.own_user else None
     outer = _bubblewrap(way, limits) if way.kind == "bubblewrap" else []
     note = asdict(limits) | {
         "argv": job.argv,
@@ -230,7 +278,6 @@ def _run(way: _Way, job: _Job, stop: threading.Event) -> ProgramResult:
         "inside": bool(outer),
     }
     with (
-        TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as folder,
         TemporaryFile() as note_file,
         TemporaryFile() as stdin,
         TemporaryFile() as stdout,
@@ -249,7 +296,7 @@ def _run(way: _Way, job: _Job, stop: threading.Event) -> ProgramResult:
             pass_fds=[note_file.fileno()],
             start_new_session=True,
             cwd=folder,
-            env=_ENVIRONMENT | dict.fromkeys(("HOME", "TMPDIR"), _INSIDE if outer else folder),
+            env=_ENVIRONMENT | dict.fromkeys(("HOME", "TMPDIR"), _INSIDE if outer else str(folder)),
         )
         try:
             is_over = not _ends(process.pid, time.monotonic() + limits.seconds, stop)
@@ -269,6 +316,68 @@ def _run(way: _Way, job: _Job, stop: threading.Event) -> ProgramResult:
     is_cut = max(map(len, outputs)) > max_bytes
     ended: Ended = "timeout" if is_over else "output" if is_cut else "exited"
     return ProgramResult(shown[0], shown[1], code if code >= 0 else 128 - code, ended)
+
+
+@contextmanager
+def _own_folder() -> Iterator[Path]:
+    """Yield an empty folder. It is removed afterwards, or by a later process."""
+    parent = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    try:
+        parent.chmod(0o711)  # so that a user of its own can reach its folder
+        with hold_lock(parent):
+            (parent / "work").mkdir()
+            yield parent / "work"
+    finally:
+        shutil.rmtree(parent, ignore_errors=True)
+
+
+@contextmanager
+def _user(way: _Way) -> Iterator[int | None]:
+    """Yield a user id that no other sandbox uses, or None to keep this process's user.
+
+    What the user leaves behind is removed: processes, and files in folders that all users share.
+    """
+    if not way.own_user:
+        yield None
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claim:
+        for user in _UIDS:
+            with suppress(OSError):
+                claim.bind(f"\0{_PREFIX}{user}")  # one process at a time can hold this name
+                break
+        try:
+            yield user
+        finally:
+            if way.kind == "limits":
+                _remove_traces(user)
+
+
+def _remove_traces(user: int) -> None:
+    """Kill a user's processes, and remove its files in shared folders."""
+    for _ in range(_KILL_ROUNDS):
+        if not (processes := _owned(Path("/proc"), user)):
+            break
+        for process in processes:
+            with suppress(OSError, ValueError):
+                os.kill(int(process.name), signal.SIGKILL)
+        time.sleep(0.01)
+    for folder in {*_SHARED_FOLDERS, tempfile.gettempdir()}:
+        for path in _owned(Path(folder), user):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _owned(folder: Path, user: int) -> list[Path]:
+    """Return what a user owns in a folder."""
+    found = []
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(OSError):
+                if entry.stat(follow_symlinks=False).st_uid == user:
+                    found.append(Path(entry.path))
+    return found
 
 
 def _ends(pid: int, deadline: float, stop: threading.Event) -> bool:
@@ -294,7 +403,13 @@ def _bubblewrap(way: _Way, limits: Limits) -> list[str]:
     The program sees a read-only system, one small writable folder, no network and no other process.
     It is killed when this process ends.
     """
-    command = ["bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    command = [
+        shutil.which("bwrap") or "bwrap",
+        "--unshare-ipc",
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-uts",
+    ]
     command += ["--unshare-cgroup-try", "--die-with-parent", "--new-session"]
     if os.getuid():
         command.append("--unshare-user")

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from unstale.engines.embedded.leftovers import hold_lock, remove_leftovers
+from unstale.weights.leftovers import hold_lock, remove_leftovers
 
 WEIGHTS = "model.safetensors"
 MEMORY = Path("/dev/shm")

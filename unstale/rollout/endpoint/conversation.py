@@ -49,12 +49,19 @@ class Call:
 
     history: History
     tools: tuple[Mapping[str, Any], ...] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, in addition to the run's `chat_template_kwargs`."""
 
     @cached_property
     def form(self) -> str:
         """A text that names the tools or the type of prompt. A branch has calls of one form."""
         first = self.history[0] if self.history else ""
-        return json.dumps(self.tools) if self.is_chat else type(first).__name__
+        variables = json.dumps(self.template_kwargs) if self.template_kwargs else ""
+        return json.dumps(self.tools) + variables if self.is_chat else type(first).__name__
+
+    def chat(self, base: Chat) -> Chat:
+        """Return the chat format with the tools and variables of this call."""
+        return base.with_tools(self.tools, self.template_kwargs) if self.is_chat else base
 
     def num_characters(self, *, tools: bool) -> int:
         """Return a lower bound of the rendered length. Templates may omit blanks and thoughts."""
@@ -218,7 +225,7 @@ class Conversation:
         return tuple(pieces)
 
     def _write(self, call: Call, messages: Sequence[Message], ended: bool | None) -> ContextPiece:
-        chat = self._chat.with_tools(call.tools)
+        chat = call.chat(self._chat)
         tokens = (
             chat.encode_prompt(messages)
             if ended is None
@@ -239,7 +246,12 @@ def _as_context(pieces: Sequence[Piece]) -> tuple[ContextPiece, ...]:
 
 def _match(branch: Branch, call: Call) -> Match:
     if branch.form != call.form:
-        return Match(branch, 0, 0, "other tools" if call.is_chat else "another kind of prompt")
+        return Match(
+            branch,
+            0,
+            0,
+            "other tools or template variables" if call.is_chat else "another kind of prompt",
+        )
     history = call.history
     at = 0
     for number, exchange in enumerate(branch.exchanges):

@@ -157,6 +157,7 @@ CHAT = _object(
         f"{_CONSTRAINED} by retries; or ask for the format in words", {"type": "text"}
     ),
     modalities=_only("only text is sampled", ["text"]),
+    chat_template_kwargs=_object(()),
     logprobs=_BOOLEAN,
     top_logprobs=_only(_RECORDED, 0),
     max_completion_tokens=_integer(1, 1 << 31),

@@ -276,8 +276,8 @@ class AgentSession:
         self, branch: Branch, request: CompletionRequest, tokens: list[int], *, ended: bool
     ) -> Choice:
         """Return the answer, and record the form in which later histories may contain it."""
-        chat = self.chat
         call = request.call
+        chat = call.chat(self.chat)
         text = chat.text(tokens)
         cut = min((text.index(stop) for stop in request.stops if stop in text), default=None)
         message = parse_reply(chat, text[:cut], tools=request.calls, plain=not call.is_chat)

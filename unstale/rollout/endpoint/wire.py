@@ -129,7 +129,8 @@ def read_chat(
         history = (history[0], *map(_as_user, history[1:]))
     if reply_format:
         history = reply_format.instruct(history)
-    call = Call(history, tuple(map(dict, body.get("tools") or ())))
+    tools = tuple(map(dict, body.get("tools") or ()))
+    call = Call(history, tools, body.get("chat_template_kwargs") or {})
     calls = bool(call.tools) and body.get("tool_choice") != "none"
     logprobs = bool(body.get("logprobs"))
     request = _request(body, call, temperature, logprobs=logprobs, calls=calls)
