@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from unstale import recipes
     from unstale.cli.evaluate import evaluate
     from unstale.cli.failures import RunFailed
+    from unstale.cli.push import push_to_hub
     from unstale.cli.session import Run, train
     from unstale.config import ConfigError, RunConfig
     from unstale.envs.external import ExternalAgent
@@ -46,6 +47,7 @@ _HOMES = {
     "RunConfig": "unstale.config",
     "RunFailed": "unstale.cli.failures",
     "evaluate": "unstale.cli.evaluate",
+    "push_to_hub": "unstale.cli.push",
     "train": "unstale.cli.session",
 }
 """Public name -> module. Names that are not listed are in `unstale.records`."""
@@ -67,6 +69,7 @@ __all__ = [
     "Trajectory",
     "collate",
     "evaluate",
+    "push_to_hub",
     "recipes",
     "train",
 ]

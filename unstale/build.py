@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import shlex
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -29,10 +30,12 @@ from unstale.durability.run_folder import RunLog
 from unstale.engines import Engine
 from unstale.engines.pool import EnginePool, Recovery, supervise
 from unstale.engines.registry import EngineOptions, engine_spec
+from unstale.engines.vllm_server import gpu_share
 from unstale.envs import Taskset, sandbox
 from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
 from unstale.envs.registry import build_taskset, check_taskset, held_out_tasks
+from unstale.lint.rules import num_weights
 from unstale.loop import RunComponents
 from unstale.model.forward import ForwardOptions
 from unstale.model.loading import DTYPES
@@ -340,6 +343,8 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
             EngineOptions(
                 config.policy_folder,
                 url=url,
+                args=tuple(shlex.split(options.args)),
+                gpu_memory_utilization=gpu_memory_utilization(config),
                 dtype=cast(Dtype, options.dtype),
                 threads=options.threads,
                 max_running=max_running,
@@ -353,6 +358,28 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
         for url in urls
     ]
     return EnginePool(engines, max_running=max_running, keep_cache=options.keep_cache)
+
+
+def gpu_memory_utilization(config: RunConfig) -> float:
+    """Return the share of the GPU's memory for a server that the run starts.
+
+    Without an option it is what the trainer leaves; 0 if the run starts no server on its GPU.
+    Raises `ValueError` if trainer and engine do not fit.
+    """
+    options = config.engine
+    is_started = options.backend == "vllm" and not options.urls and torch.cuda.is_available()
+    if options.gpu_memory_utilization or not is_started:
+        return options.gpu_memory_utilization
+    sizes = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+    model = sizes[config.trainer.dtype]
+    optimizer = 0 if config.trainer.lora_rank else 16  # float32: weights, gradient, two moments
+    copies = 1 + config.old_logps.needs.own_process
+    return gpu_share(
+        num_weights(config.policy_folder),
+        total=torch.cuda.mem_get_info()[1],
+        trainer_bytes=optimizer + copies * model,
+        engine_bytes=sizes[options.dtype],
+    )
 
 
 def build_rollout(

@@ -4,18 +4,30 @@ It leaves no unused folder and takes the user's environment variables except tho
 its parent dies it is terminated, then killed with all its children.
 """
 
+import importlib.util
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from rich.console import Console
 
+from unstale.build import gpu_memory_utilization
+from unstale.cli.session import train
+from unstale.config import SHIPPED_POLICY, ConfigError, EngineConfig, RunConfig
 from unstale.engines.registry import EngineOptions
-from unstale.engines.vllm_server import VllmServer, server_environment
+from unstale.engines.vllm_server import VllmServer, gpu_share, server_environment
+from unstale.lint.rules import num_weights
+from unstale.recipes import RECIPES
+from unstale.testing import tiny_policy
 
 
 def made(folder: Path) -> VllmServer:
@@ -29,6 +41,73 @@ def test_a_server_that_is_never_begun_leaves_nothing(
     made(tmp_path).close()
     never_closed = made(tmp_path)
     assert not never_closed.alive and not list(tmp_path.iterdir())
+
+
+def test_flags_of_the_user_are_passed_on_and_those_of_the_run_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--max-num-batched-tokens", "8192", "-O3", "--no-enable-chunked-prefill")
+    options = EngineOptions(tmp_path, args=flags, gpu_memory_utilization=0.4)
+    started: list[list[str]] = []
+
+    def popen(command: list[str], **_: Any) -> None:
+        started.append(command)
+        raise OSError("not in this test")
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    server = VllmServer(options)
+    with pytest.raises(OSError, match="not in this test"):
+        server.start()
+    server.close()
+    (command,) = started
+    assert command[-4:] == list(flags) and "--gpu-memory-utilization=0.4" in command
+    for flag in ("--model=x", "--max_model_len", "--mod", "--gpu-memory-utilization=1", "--uds"):
+        with pytest.raises(ValueError, match=f"engine.args cannot set {flag}"):
+            VllmServer(EngineOptions(tmp_path, args=(flag,)))
+
+
+def test_without_vllm_the_run_ends_before_anything_starts(tmp_path: Path) -> None:
+    if importlib.util.find_spec("vllm"):
+        pytest.skip("vLLM is installed")
+    tiny_policy().save(tmp_path / "model")
+    config = replace(
+        RECIPES["retail"](),
+        policy=str(tmp_path / "model"),
+        runs=tmp_path / "runs",
+        engine=EngineConfig(backend="vllm"),
+    )
+    with pytest.raises(ConfigError, match=r"engine\.backend = vllm needs vLLM"):
+        train(config, console=Console(file=StringIO()))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_servers_share_of_a_gpu_is_what_the_trainer_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = {"total": 80 * 10**9, "trainer_bytes": 18, "engine_bytes": 2}
+    assert gpu_share(10**9, **options) == 0.62  # 1 - 0.15 - 18 / 80, rounded down
+    assert gpu_share(10**6, **options) == 0.84
+    with pytest.raises(ValueError, match=r"80 GB hold no engine \(8 GB.* trainer \(72 GB"):
+        gpu_share(4 * 10**9, **options)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 10**9))
+    weights = num_weights(SHIPPED_POLICY)
+
+    def share(**engine: Any) -> float:
+        return gpu_memory_utilization(RunConfig(recipe="x", engine=EngineConfig(**engine)))
+
+    assert share(backend="vllm") == pytest.approx(0.85 - weights * 20 / 10**9, abs=0.01)
+    assert share(backend="vllm", gpu_memory_utilization=0.3) == 0.3
+    assert share(backend="vllm", urls="http://127.0.0.1:1") == share() == 0
+
+
+def test_options_of_a_started_server_need_one() -> None:
+    for wrong in ({"args": "-O3"}, {"backend": "vllm", "urls": "http://x", "args": "-O3"}):
+        with pytest.raises(ConfigError, match="for a vLLM server that the run starts"):
+            EngineConfig(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="No closing quotation"):
+        EngineConfig(backend="vllm", args='"')
 
 
 _RUN = """

@@ -329,6 +329,22 @@ def _completion(chosen: argparse.Namespace) -> int:
     return 0
 
 
+@verb(
+    "push-to-hub",
+    "export a run's policy with a model card",
+    RUN,
+    argument("--folder", type=Path, metavar="OUT", help="a new folder for the model"),
+    argument("--repo", default="", metavar="ORG/NAME", help="a repository on the Hugging Face hub"),
+    argument("--public", action="store_true", help="make a new repository public"),
+)
+def _push_to_hub(chosen: argparse.Namespace) -> int:
+    from unstale.cli.push import push_to_hub
+
+    pushed = push_to_hub(chosen.run, chosen.folder, repo=chosen.repo, public=chosen.public)
+    Console(soft_wrap=True).print(pushed, highlight=False, markup=False)
+    return 0
+
+
 @verb("recipes", "list the recipes")
 def _recipes(chosen: argparse.Namespace) -> int:
     table = Table.grid(padding=(0, 2))

@@ -12,6 +12,7 @@ from unstale.config.algorithm import (
     ObjectiveConfig,
 )
 from unstale.config.checks import ConfigError, JsonObject, NonNegative, PositiveInt, Range, Section
+from unstale.config.hub import model_folder
 from unstale.config.routes import OldLogpsConfig
 from unstale.config.sampling import (
     EndpointConfig,
@@ -37,7 +38,9 @@ class RunConfig(Section):
     recipe: str
     """Name of the recipe."""
     policy: str = "base"
-    """A Hugging Face model folder; `base` is the small model in the package."""
+    """A Hugging Face model folder or `org/name` in the local cache; `base` is in the package."""
+    policy_download: bool = False
+    """Download the policy from the Hugging Face hub if the local cache lacks it."""
     chat_template_kwargs: Annotated[str, JsonObject()] = ""
     """Variables of the chat template as a JSON object, such as {"enable_thinking": false}."""
     allow_weak_sandbox: bool = False
@@ -73,7 +76,9 @@ class RunConfig(Section):
     @property
     def policy_folder(self) -> Path:
         """The model folder of the initial policy."""
-        return SHIPPED_POLICY if self.policy == "base" else Path(self.policy)
+        if self.policy == "base":
+            return SHIPPED_POLICY
+        return model_folder(self.policy, download=self.policy_download)
 
     @property
     def template_kwargs(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
@@ -103,7 +104,8 @@ def backends() -> dict[str, Sequence[str]]:
     """
     folder = Path(__file__).parents[1] / "engines" / "servers"
     servers = sorted(module.name for module in iter_modules([str(folder)]))
-    return {"embedded": ("processes",), **dict.fromkeys(servers, ("urls",))}
+    options = {"embedded": ("processes",), **dict.fromkeys(servers, ("urls",))}
+    return options | {"vllm": ("urls", "args", "gpu_memory_utilization")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +118,10 @@ class EngineConfig(Section):
     """The embedded engine, or a server behind HTTP. See docs/engines.md."""
     urls: str = ""
     """Servers on this host to attach to, separated by spaces; without any, `vllm` starts one."""
+    args: str = ""
+    """More flags for the vLLM server that the run starts, as on a command line."""
+    gpu_memory_utilization: Share = 0.0
+    """Share of the GPU's memory for the vLLM server that the run starts; 0 computes it."""
     dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"
     """Precision of generation; `auto` picks the faster one on this machine."""
     threads: PositiveInt = 1
@@ -148,6 +154,15 @@ class EngineConfig(Section):
             )
         if self.backend == "embedded" and self.urls:
             raise ConfigError("engine.urls needs a server backend: set engine.backend too")
+        if (self.args or self.gpu_memory_utilization) and (self.backend != "vllm" or self.urls):
+            raise ConfigError(
+                "engine.args and engine.gpu_memory_utilization are for a vLLM server that the run "
+                "starts: set engine.backend = vllm and no engine.urls"
+            )
+        try:
+            shlex.split(self.args)
+        except ValueError as error:
+            raise ConfigError(f"engine.args cannot be {self.args!r}: {error}") from None
         if self.backend != "embedded" and self.processes > 1:
             raise ConfigError(
                 "engine.processes is an option of engine.backend = embedded; "

@@ -22,6 +22,10 @@ class EngineOptions:
     _: KW_ONLY
     url: str = ""
     """The server to attach to; empty to start a process."""
+    args: tuple[str, ...] = ()
+    """More flags for the process. Those that the run sets itself are refused."""
+    gpu_memory_utilization: float = 0.0
+    """Share of the GPU's memory for the process; 0 leaves the server's default."""
     dtype: Dtype = "bfloat16"
     """Precision of generation. Weights are cast when they are loaded."""
     threads: int = 1

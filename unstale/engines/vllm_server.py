@@ -1,6 +1,7 @@
 """vLLM's server as a child process, on a Unix socket in a folder that only this user can open."""
 
 import contextlib
+import math
 import os
 import secrets
 import shutil
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -20,6 +22,8 @@ EXTENSION = "unstale.engines.vllm_worker.Extension"
 _PREFIX = "unstale-vllm-"
 _LOG_TAIL_BYTES = 4000
 _TERMINATE_S = 10.0
+ACTIVATIONS_SHARE = 0.15
+"""Share of the GPU's memory that is left to the trainer's activations and caches."""
 
 
 class VllmServer:
@@ -53,6 +57,10 @@ class VllmServer:
         ]
         if not torch.cuda.is_available():
             self._arguments.append("--enforce-eager")
+        elif options.gpu_memory_utilization:
+            share = f"--gpu-memory-utilization={options.gpu_memory_utilization}"
+            self._arguments.append(share)
+        self._arguments += _checked_flags(options.args, self._arguments)
 
     @property
     def alive(self) -> bool:
@@ -118,6 +126,40 @@ class VllmServer:
                 self._process.stdin.close()
             self._process.wait()
             self._process = None
+
+
+def _checked_flags(flags: Sequence[str], own: Sequence[str]) -> Sequence[str]:
+    """Return the user's flags. Raises `ValueError` for one that the run sets itself.
+
+    vLLM also accepts the beginning of a flag's name.
+    """
+    taken = [each.partition("=")[0] for each in own] + ["--gpu-memory-utilization"]
+    for flag in flags:
+        name = flag.partition("=")[0].replace("_", "-")
+        if name.startswith("--") and any(each.startswith(name) for each in taken):
+            raise ValueError(f"engine.args cannot set {flag}: an option of the run sets it")
+    return flags
+
+
+def gpu_share(weights: int, *, total: int, trainer_bytes: int, engine_bytes: int) -> float:
+    """Return the share of one GPU's memory that a server may take beside the trainer.
+
+    `trainer_bytes` and `engine_bytes` are per weight of the model, `total` is the GPU's memory. The
+    trainer keeps 15% more, for activations. Raises `ValueError` if not both fit.
+
+    >>> gpu_share(4_000_000_000, total=140_000_000_000, trainer_bytes=18, engine_bytes=2)
+    0.33
+    """
+    trainer, engine = weights * trainer_bytes, weights * engine_bytes
+    share = min(0.9, math.floor(100 * (1 - ACTIVATIONS_SHARE - trainer / total)) / 100)
+    if share * total < engine * 1.1:
+        raise ValueError(
+            f"the GPU's {total / 1e9:.0f} GB hold no engine ({engine / 1e9:.0f} GB and its cache) "
+            f"beside the trainer ({trainer / 1e9:.0f} GB and activations): use adapters "
+            "(trainer.lora_rank), a smaller model or engine.urls of servers on other GPUs, or set "
+            "engine.gpu_memory_utilization"
+        )
+    return share
 
 
 def server_environment(folder: Path, *, threads: int) -> dict[str, str]:

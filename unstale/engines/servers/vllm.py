@@ -1,6 +1,7 @@
 """The backend for vLLM: a server process of the run, or a server that already runs on this host."""
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,11 @@ class VllmEngine(RemoteEngine):
     MIN_TEMPERATURE = 0.01
 
     def __init__(self, options: EngineOptions, *, extension: str = EXTENSION) -> None:
+        if not options.url and find_spec("vllm") is None:
+            raise ValueError(
+                "engine.backend = vllm needs vLLM, which this Python does not have: install it, or "
+                "give the engine.urls of servers that already run"
+            )
         super().__init__(options, None if options.url else VllmServer(options, extension))
 
     async def _handshake(self) -> int:

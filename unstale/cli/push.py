@@ -1,0 +1,132 @@
+"""The `push-to-hub` command: the policy of a run with a model card, in a folder or on the hub."""
+
+import re
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from huggingface_hub import HfApi, ModelCardData
+
+from unstale.cli.evaluate import POLICY
+from unstale.config import ConfigError
+from unstale.durability.machine import commit, versions
+from unstale.observe.report.gather import Gathered, HeldOutSuccess, gather
+
+CARD = "README.md"
+
+
+def push_to_hub(
+    run: Path | str, folder: Path | str | None = None, *, repo: str = "", public: bool = False
+) -> str:
+    """Export a run's policy and its model card. Return the folder, or the address on the hub.
+
+    The model goes to a new or empty `folder`, to the repository `repo` (`org/name`) of the Hugging
+    Face hub, or to both. Raises `ConfigError` for a run without a policy, a folder with files, or
+    an answer of the hub that is not a success.
+    """
+    run = Path(run)
+    if not folder and not repo:
+        raise ConfigError("push-to-hub needs --folder, --repo, or both")
+    if not (run / POLICY / "config.json").is_file():
+        raise ConfigError(f"{run} has no {POLICY} folder: a run saves its policy when it ends")
+    if (
+        folder
+        and Path(folder).exists()
+        and (not Path(folder).is_dir() or any(Path(folder).iterdir()))
+    ):
+        raise ConfigError(f"{folder} is not an empty folder")
+    with TemporaryDirectory() as made:
+        whole = Path(folder) if folder else Path(made)
+        shutil.copytree(run / POLICY, whole, dirs_exist_ok=True)
+        (whole / CARD).write_text(model_card(run, repo), encoding="utf-8")
+        return _upload(whole, repo, private=not public) if repo else str(whole)
+
+
+def _upload(folder: Path, repo: str, *, private: bool) -> str:
+    api = HfApi()
+    try:
+        address = api.create_repo(repo, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload the policy")
+    except (OSError, ValueError) as error:
+        reason = re.sub(r"\s+", " ", str(error))[:200]
+        raise ConfigError(f"{repo} cannot be written on the hub: {reason}") from error
+    return str(address)
+
+
+def model_card(run: Path, repo: str = "") -> str:
+    """Return the model card of a run's policy, with metadata for the hub."""
+    gathered = gather(run)
+    base = str(gathered.setting("policy", "base"))
+    is_on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", base) and not Path(base).exists()
+    data = ModelCardData(
+        base_model=base.partition("@")[0] if is_on_hub else None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["reinforcement-learning", "unstale"],
+    )
+    parts = [
+        f"---\n{data.to_yaml()}\n---",
+        f"# {repo.rpartition('/')[2] or gathered.name}",
+        "This policy was trained with reinforcement learning by unstale.",
+        _table(
+            ("setting", "value"),
+            {
+                "base model": _base_words(base),
+                "task": gathered.setting("task.env"),
+                "steps": _steps(gathered),
+                "advantage": gathered.setting("advantage.estimator"),
+                "objective": gathered.setting("objective.kind"),
+                "old log-probabilities": gathered.route,
+                "episodes per task": gathered.setting("schedule.group_size"),
+                "tasks per step": gathered.setting("schedule.groups_per_step"),
+                "largest allowed staleness": gathered.setting("schedule.max_staleness"),
+                "learning rate": gathered.setting("trainer.lr"),
+                "LoRA rank": gathered.setting("trainer.lora_rank") or "none: all weights",
+                "seed": gathered.setting("seed"),
+            },
+        ),
+        "## Figures",
+        _table(("figure", "value"), _figures(gathered)),
+        "## Versions",
+        f"unstale {version('unstale')}{f' at {commit()}' if commit() else ''}, {versions()}.",
+    ]
+    if command := gathered.started.get("command"):
+        parts += ["## Command", f"```sh\n{command}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def _base_words(base: str) -> str:
+    return "the small model of the package (`base`)" if base == "base" else base
+
+
+def _steps(run: Gathered) -> str:
+    is_whole = run.stopped.get("reason") == "finished"
+    return f"{run.steps}" if is_whole else f"{run.steps} of {run.planned}: the run did not finish"
+
+
+def _figures(run: Gathered) -> dict[str, object]:
+    """Return held-out success and mean reward, at the start and at the end."""
+    figures: dict[str, object] = {}
+    if run.evaluations:
+        figures["held-out success before training"] = _success(run.evaluations[0])
+        figures["held-out success after training"] = _success(run.evaluations[-1])
+    if rewards := run.series("reward/mean"):
+        figures[f"mean reward at step {rewards[0][0]}"] = f"{rewards[0][1]:.3g}"
+        figures[f"mean reward at step {rewards[-1][0]}"] = f"{rewards[-1][1]:.3g}"
+    if run.seconds:
+        figures["hours of training"] = f"{run.seconds / 3600:.2g}"
+    return figures
+
+
+def _success(measured: HeldOutSuccess) -> str:
+    low, high = measured.interval
+    tasks = f" on {measured.tasks} tasks" if measured.tasks else ""
+    interval = f"(95% interval {low:.1%} to {high:.1%})"
+    return f"{measured.success:.1%} {interval}{tasks}, step {measured.step}"
+
+
+def _table(head: tuple[str, str], rows: dict[str, object]) -> str:
+    lines = [f"| {head[0]} | {head[1]} |", "|---|---|"]
+    cells = {name: str(value).replace("|", r"\|") for name, value in rows.items()}
+    return "\n".join(lines + [f"| {name} | {value} |" for name, value in cells.items()])
