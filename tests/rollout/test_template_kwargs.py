@@ -15,7 +15,7 @@ from tests.support.templates import tokenizer_of
 from unstale.build import build_generator
 from unstale.cli.resume import config_changes
 from unstale.config import ConfigError, RunConfig
-from unstale.config.options import read_toml, stored_config
+from unstale.config.options import read_file, stored_config
 from unstale.durability.run_folder import plain
 from unstale.engines.scripted import ScriptedEngine
 from unstale.envs import Message
@@ -34,7 +34,7 @@ def test_the_configuration_sets_and_records_them(tmp_path: Path) -> None:
     assert stored_config(json.loads(json.dumps(plain(config)))) == config
     file = tmp_path / "run.toml"
     file.write_text("[chat_template_kwargs]\nenable_thinking = false\n")
-    assert read_toml(file) == {"chat_template_kwargs": OFF}
+    assert read_file(file) == {"chat_template_kwargs": OFF}
     with pytest.raises(ConfigError, match=r"cannot change .* begun with them"):
         config_changes(config, RunConfig(recipe="x"))
     for wrong in ("enable_thinking", "[1]", "{"):

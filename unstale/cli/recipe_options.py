@@ -28,9 +28,6 @@ SHORT = {"reward": "task.reward"}
 FILES = (".toml", ".json")
 """Suffixes of a file of options. A recipe's place may name one."""
 
-SWITCH = ("true", "false")
-"""Values of an option that is on or off. Without a value it is on."""
-
 
 def option_names() -> list[str]:
     """Return the options that a command line may set, with the short names."""
@@ -40,7 +37,7 @@ def option_names() -> list[str]:
 def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Split a command into the options of its recipe, by name, and all other words.
 
-    Returns the other words first.
+    Returns the other words first. An option that is true or false is true without a value.
 
     >>> split_options(["train", "retail", "--trainer.lr=1e-5", "--steps", "3"])
     (['train', 'retail'], {'trainer.lr': 1e-05, 'steps': 3})
@@ -56,14 +53,12 @@ def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         if not word.startswith("--") or name not in known:
             rest.append(word)
             continue
-        is_switch = bool in options()[name].kinds
-        if not has_value and is_switch and (not remaining or remaining[0] not in SWITCH):
-            text = "true"
-        elif not has_value:
-            text = remaining.popleft() if remaining else "--"
-            if text.startswith("--"):
-                raise ConfigError(f"--{name} needs a value")
         option = options()[SHORT.get(name, name)]
+        if not has_value:
+            is_last = not remaining or remaining[0].startswith("--")
+            if is_last and bool not in option.kinds:
+                raise ConfigError(f"--{name} needs a value")
+            text = "true" if is_last else remaining.popleft()
         values[option.name] = option.parse(text)
     return rest, values
 

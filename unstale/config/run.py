@@ -86,6 +86,9 @@ class RunConfig(Section):
         variables: dict[str, Any] = json.loads(self.chat_template_kwargs or "{}")
         return variables
 
+    def applies(self, option: str) -> bool:
+        return option not in ("policy_download", "chat_template_kwargs") or self.policy != "base"
+
     def check_combination(self) -> None:
         engine = self.engine
         if self.deterministic and (engine.backend, engine.processes) != ("embedded", 1):
