@@ -35,7 +35,7 @@ from unstale.envs import Taskset, sandbox
 from unstale.envs.chat import Chat
 from unstale.envs.external import ExternalAgent
 from unstale.envs.registry import build_taskset, check_taskset, held_out_tasks
-from unstale.lint.rules import num_weights
+from unstale.lint.policy_files import num_weights
 from unstale.loop import RunComponents
 from unstale.model.forward import ForwardOptions
 from unstale.model.loading import DTYPES

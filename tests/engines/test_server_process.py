@@ -25,7 +25,7 @@ from unstale.cli.session import train
 from unstale.config import SHIPPED_POLICY, ConfigError, EngineConfig, RunConfig
 from unstale.engines.registry import EngineOptions
 from unstale.engines.vllm_server import VllmServer, gpu_share, server_environment
-from unstale.lint.rules import num_weights
+from unstale.lint.policy_files import num_weights
 from unstale.recipes import RECIPES
 from unstale.testing import tiny_policy
 
