@@ -76,7 +76,7 @@ def test_the_demo_runs_from_an_installed_wheel(installed: Path, tmp_path: Path) 
 def test_hints_name_packages_where_there_is_no_checkout(installed: Path, tmp_path: Path) -> None:
     hide = "import sys; sys.modules['tensorboard'] = None\n"
     code = f"{hide}from unstale.cli.main import main; main()"
-    words = ("train", "retail", "--tensorboard=true", *SHORT)
+    words = ("train", "retail", "--trackers=tensorboard", *SHORT)
     done = run(installed / "python", "-c", code, *words, cwd=tmp_path, check=False)
     assert done.returncode == 2
     assert done.stderr.strip().endswith(f"{installed / 'python'} -m pip install tensorboard")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from unstale.config import ConfigError, RunConfig
     from unstale.envs.external import ExternalAgent
     from unstale.model.policy import Policy
+    from unstale.observe.trackers import Sink, TrackedRun
     from unstale.records import (
         Batch,
         ContextPiece,
@@ -46,6 +47,8 @@ _HOMES = {
     "Run": "unstale.cli.session",
     "RunConfig": "unstale.config",
     "RunFailed": "unstale.cli.failures",
+    "Sink": "unstale.observe.trackers",
+    "TrackedRun": "unstale.observe.trackers",
     "evaluate": "unstale.cli.evaluate",
     "push_to_hub": "unstale.cli.push",
     "train": "unstale.cli.session",
@@ -65,7 +68,9 @@ __all__ = [
     "RunFailed",
     "Sampled",
     "ScoredTrajectory",
+    "Sink",
     "Task",
+    "TrackedRun",
     "Trajectory",
     "collate",
     "evaluate",

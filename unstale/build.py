@@ -26,7 +26,7 @@ from unstale.config import (
 from unstale.durability.checkpoint import Checkpoints, Stateful
 from unstale.durability.journal import JOURNAL, Journal
 from unstale.durability.resume import ResumeState
-from unstale.durability.run_folder import RunLog
+from unstale.durability.run_folder import RunLog, plain
 from unstale.engines import Engine
 from unstale.engines.pool import EnginePool, Recovery, supervise
 from unstale.engines.registry import EngineOptions, engine_spec
@@ -41,8 +41,8 @@ from unstale.model.forward import ForwardOptions
 from unstale.model.loading import DTYPES
 from unstale.model.lora import Lora, Merging
 from unstale.model.policy import Policy
-from unstale.observe.metrics import Sink, TensorBoardSink, require_tensorboard
 from unstale.observe.recorder import Recorder, Watcher
+from unstale.observe.trackers import TrackedRun, Trackers, find_trackers
 from unstale.old_logps import OldLogps
 from unstale.old_logps.scoring.local_scorer import LocalScorer
 from unstale.old_logps.scoring.scorer import Scorer
@@ -82,11 +82,10 @@ def build_machine(config: RunConfig, engine: Engine | None = None) -> Components
 
     Raises `ConfigError` for every mistake that can be found without starting the engine.
     """
+    find_trackers(config.trackers)  # raises ConfigError if one cannot be used
     policy, taskset, generator = build_sampler(config, engine)
     scorer = build_scorer(config, policy)
     trainer, auditor = build_trainer(config, policy, scorer)
-    if config.tensorboard:
-        require_tensorboard()
     return Components(policy, taskset, generator, scorer, trainer.old, auditor, trainer)
 
 
@@ -144,10 +143,8 @@ def build(
     piece_arrived = asyncio.Event()
     journal = Journal(log.path / JOURNAL)
     checkpoints = build_checkpoints(config, machine, log.path)
-    sinks: list[Sink] = [journal]
-    if config.tensorboard:
-        sinks.append(TensorBoardSink(log.path / "tensorboard"))
-    recorder = Recorder(log, watcher, sinks=sinks, on_event=journal.event)
+    trackers = open_trackers(config, log.path, policy)
+    recorder = Recorder(log, watcher, journal=journal, trackers=trackers)
     if config.audit.record:
         machine.auditor.recording = Recording(log.path / RECORDED, base=policy.base)
     recovery = Recovery(checkpoints.weights, config.engine.restarts, recorder.event)
@@ -199,6 +196,13 @@ def build(
         io_thread=LocalThread("io"),
         piece_arrived=piece_arrived,
     )
+
+
+def open_trackers(config: RunConfig, folder: Path, policy: Policy) -> Trackers:
+    """Return the trackers of a run, opened. Raises `ConfigError` if one cannot be."""
+    run = TrackedRun(folder, plain(config))
+    sinks = {name: make(run) for name, make in find_trackers(config.trackers).items()}
+    return Trackers(sinks, lambda tokens: str(policy.tokenizer.decode(tokens)))
 
 
 @dataclass(frozen=True, slots=True)

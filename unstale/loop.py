@@ -155,6 +155,7 @@ async def take_step(run: RunComponents, step: int, publication: "Publication") -
         groups = require_finished(await take_groups(run))
     wait_s = time.monotonic() - began
 
+    run.log.sample(step, groups)
     scored = run.advantage(groups)
     batch = collate(scored)
     lag = run.trainer.lag(batch.version)

@@ -68,8 +68,8 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ),
         (("train", "retail", "--engine.top_p", "0.9"), "truncated support"),
         (
-            ("train", "retail", "--tensorboard", "perhaps"),
-            "--tensorboard must be true or false, got 'perhaps'",
+            ("train", "retail", "--deterministic", "perhaps"),
+            "--deterministic must be true or false, got 'perhaps'",
         ),
         (
             ("train", "retail", "--old_logps.route", "rollout"),
@@ -86,6 +86,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             ("train", "retail", "--credit.estimator=rloo"),
             "credit.estimator is now advantage.estimator",
         ),
+        (("train", "retail", "--tensorboard", "true"), "tensorboard is now trackers"),
         (("train", "retail", "--steps"), "--steps needs a value"),
         (("report", "runs/x", "--seed", "3"), "unknown argument --seed"),
         (("report", "no-such-run"), "no-such-run is not a run folder"),
@@ -144,17 +145,20 @@ def test_knobs_reach_the_config() -> None:
         "--trainer.lr",
         "1e-5",
         "--seed=3",
-        "--tensorboard",
+        "--trackers",
+        "wandb, mlflow",
+        "--deterministic",
         "true",
         "--runs",
         "elsewhere",
     )
-    assert (config.trainer.lr, config.seed, config.tensorboard, config.runs) == (
+    assert (config.trainer.lr, config.seed, config.trackers, config.runs) == (
         1e-5,
         3,
-        True,
+        "wandb, mlflow",
         Path("elsewhere"),
     )
+    assert config.deterministic
     assert config.trainer.grad_clip == RECIPES["retail"]().trainer.grad_clip
 
 

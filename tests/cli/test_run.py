@@ -162,6 +162,37 @@ def test_too_many_failures_end_the_run_with_the_reason(tmp_path: Path) -> None:
     assert "TooManyFailures" in (tmp_path / "run" / "error.txt").read_text()
 
 
+def test_a_run_without_rewards_says_so(tmp_path: Path) -> None:
+    console = Console(file=StringIO(), soft_wrap=True)
+    run = session.train(
+        small(tmp_path, task=TaskConfig(env="tests.support.toy:NoRewardTasks")), console=console
+    )
+    assert isinstance(console.file, StringIO)
+    lines = console.file.getvalue().splitlines()
+    warnings = [line.split("warning: ")[1] for line in lines if "warning: " in line]
+    assert [warning.split(".")[0] for warning in warnings] == [
+        "since step 1, 100% of the episodes ended without a reward, which counts as 0",
+        "since step 1, no token had an advantage, so nothing was learned: the rewards of every "
+        "group were equal",
+        "since step 1, every reward was 0",
+    ]
+    assert lines[-1] == "finished: all 3 steps are done"
+    text = run.report.read_text()
+    assert "ended without a reward" in text and "Ended: finished: all 3 steps are done" in text
+    with Journal.read(run.folder) as journal:
+        checks = [row["check"] for row in journal.events() if row["kind"] == "health"]
+    assert checks == ["missing_rewards", "no_advantage", "constant_rewards"]
+
+
+def test_a_run_that_its_time_limit_ends_says_so(tmp_path: Path) -> None:
+    console = Console(file=StringIO(), soft_wrap=True)
+    session.train(small(tmp_path, minutes=1e-6), console=console)
+    assert isinstance(console.file, StringIO)
+    assert console.file.getvalue().splitlines()[-1] == (
+        "finished: the time limit of 1e-06 minutes (--minutes) was reached after step 1 of 3"
+    )
+
+
 @contextmanager
 def started(folder: Path, steps: int, *knobs: str) -> Iterator[subprocess.Popen[str]]:
     """Start a run in a process that is killed at the end of the test."""
@@ -239,6 +270,23 @@ def test_ctrl_c_and_sigterm_save_and_say_where_to_look(tmp_path: Path, by: signa
     assert "Traceback" not in errors
     assert (tmp_path / "run" / "policy" / "model.safetensors").exists()
     assert str(tmp_path / "run" / "report.html") in output.replace("\n", "")
+    reason = f"Ctrl-C: to continue: unstale train --resume {tmp_path / 'run'}"
+    assert output.splitlines()[-1] == reason
+    assert reason in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_control_characters_of_an_environment_are_shown_and_never_sent(tmp_path: Path) -> None:
+    with started(tmp_path, 5, "--task.env", "tests.support.toy:HostileTasks") as process:
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    shown = r"\x1b]0;title\x07\x1b[2J\x9b2J\u202e\x7fno task"
+    assert shown in output and shown in errors.splitlines()[-1]
+    run = tmp_path / "run"
+    for name in ("error.txt", "report.html"):
+        assert shown in (run / name).read_text("utf-8", errors="strict").replace("&#39;", "'")
+    texts = [run.joinpath(name).read_text("utf-8") for name in ("error.txt", "events.jsonl")]
+    for text in (output, errors, (run / "report.html").read_text("utf-8"), *texts):
+        assert not set("\x1b\x07\x9b\u202e\r\x7f") & set(text)
 
 
 @pytest.mark.parametrize("route, threads", [("snapshot_old", 3), ("old_logit_model", 2)])

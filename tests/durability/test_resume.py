@@ -622,8 +622,8 @@ def test_an_option_of_the_task_set_cannot_change() -> None:
         ),
         ({"checkpoint__keep": 3}, ["checkpoint.keep is 3, it was 2: takes effect from here on"]),
         (
-            {"tensorboard": True, "eval__every": 2},
-            ["tensorboard is True", "eval.every is 2, it was 0: takes effect from here on"],
+            {"trackers": "wandb", "eval__every": 2},
+            ["trackers is wandb", "eval.every is 2, it was 0: takes effect from here on"],
         ),
     ],
 )

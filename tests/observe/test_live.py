@@ -2,6 +2,8 @@
 
 - Without a terminal: one plain line per step and phase, without escape sequences or markup, at
   least every `quiet_s` seconds.
+- Control characters in a text are shown and never sent.
+- Held-out success is green only once it is above its first value.
 - On a terminal: a panel that fits 80 columns and 24 lines and shows what waits for what.
 - The ratios of an approximate route are always marked as approximate.
 """
@@ -70,7 +72,7 @@ def test_nothing_is_read_as_markup() -> None:
     console, out = plain_console()
     with LiveDisplay(fake_config(), console=console, quiet_s=1e6) as display:
         display.note("episode 3 failed: [bold]red[/] :smile: \x1b[2J\nsecond line")
-    assert out.getvalue().endswith("episode 3 failed: [bold]red[/] :smile: [2J second line\n")
+    assert out.getvalue().endswith("episode 3 failed: [bold]red[/] :smile: \\x1b[2J second line\n")
 
 
 def test_a_phase_is_said_when_it_begins_when_it_ends_and_now_and_then() -> None:
@@ -132,6 +134,30 @@ def test_the_panel_says_what_matters() -> None:
         "2 episodes failed",
     ):
         assert words in text, words
+
+
+@pytest.mark.parametrize(
+    "color, shares", [(True, (0.4, 0.5)), (False, (0.0, 0.0)), (False, (0.4,))]
+)
+def test_held_out_is_green_only_if_it_rose(color: bool, shares: tuple[float, ...]) -> None:
+    display = LiveDisplay(fake_config(), console=plain_console()[0])
+    for step, share in enumerate(shares):
+        display.update({"step": step, "eval/success_rate": share})
+    out = io.StringIO()
+    Console(file=out, width=100, height=50, force_terminal=True).print(display.panel())
+    (line,) = [line for line in out.getvalue().splitlines() if "held-out" in line]
+    assert ("\x1b[1;32m" in line) is color
+
+
+def test_control_characters_are_shown_on_a_terminal_too() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100, height=40)
+    with LiveDisplay(fake_config(), console=console) as display:
+        display.note("failed: \x1b]0;title\x07 \x9b2J")
+        display.phase("working on \x1b]0;title\x07")
+        display.console.print(display.panel())
+    assert "\x1b]" not in out.getvalue() and "\x9b" not in out.getvalue()
+    assert "failed: \\x1b]0;title\\x07 \\x9b2J" in out.getvalue()
 
 
 def test_an_approximate_route_is_marked() -> None:

@@ -2,12 +2,12 @@
 
 - Files are valid JSON: non-finite numbers are null, numpy and torch scalars are numbers.
 - A line is on disk when the call returns. A file cut at any byte is read up to its last whole line.
+- Control characters are escaped in every file, so that showing it cannot steer a terminal.
 - A folder that already holds a run is refused and unchanged.
 - Reading, live display and report do not import torch.
 """
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,9 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.fake_run import FakeClock, fake_config
-from unstale.config import ConfigError, install
+from unstale.config import ConfigError
 from unstale.durability.run_folder import BrokenFile, RunFolder, RunLog, dumps, read_jsonl
-from unstale.observe.metrics import TensorBoardSink
 
 
 def test_non_finite_numbers_are_null() -> None:
@@ -159,35 +158,21 @@ def test_what_is_no_run_folder_is_refused(tmp_path: Path) -> None:
         RunFolder(tmp_path)
 
 
-def test_tensorboard_events(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    sink = TensorBoardSink(tmp_path)
-    sink.write(
-        1,
-        {
-            "step": 1,
-            "rollout/success_rate": 0.5,
-            "gap": None,
-            "bins": {"0": 1},
-            "bad": float("nan"),
-        },
-    )
-    sink.close()
-    (file,) = tmp_path.iterdir()
-    data = file.read_bytes()
-    assert b"rollout/success_rate" in data
-    assert b"bins" not in data
-
-
-def test_tensorboard_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match=re.escape(install("tensorboard"))):
-        TensorBoardSink(tmp_path)
+def test_control_characters_are_escaped_in_every_file(tmp_path: Path) -> None:
+    text = "\x1b[2J\x9b2J\x7f\u202e"
+    with RunLog.create(tmp_path / "run", {"name": text}) as log:
+        log.event("failed", error=text)
+        log.failed(f"ValueError: {text}\n")
+    for file in (tmp_path / "run").iterdir():
+        content = file.read_text("utf-8")
+        assert not set(text) - set("[2J") & set(content), file
+    assert next(RunFolder(tmp_path / "run").rows("events.jsonl"))["error"] == text
+    assert RunFolder(tmp_path / "run").error() == r"ValueError: \x1b[2J\x9b2J\x7f\u202e"
 
 
 def test_watching_needs_no_torch() -> None:
     code = (
-        "import sys, unstale.observe.metrics, unstale.observe.live, unstale.observe.report.page, "
+        "import sys, unstale.observe.trackers, unstale.observe.live, unstale.observe.report.page, "
         "unstale.observe.recorder; "
         "sys.exit('torch' in sys.modules)"
     )

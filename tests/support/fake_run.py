@@ -167,7 +167,7 @@ def fake_run(  # noqa: PLR0913
         RunLog.create(path, fake_config(route, planned, seed), clock=clock) as log,
         Journal(path / JOURNAL) as journal,
     ):
-        recorder = Recorder(log, NoDisplay(), on_event=journal.event)
+        recorder = Recorder(log, NoDisplay(), journal=journal)
         episodes = FakeEpisodes(path, journal, prefix)
         log.event(
             "started", command=f"unstale train retail --seed {seed}", unstale="0.1.0", cores=2

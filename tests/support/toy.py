@@ -17,7 +17,7 @@ class ToyEnv:
 
     async def begin(self) -> Turn:
         if self.tasks.broken and self.task.index % self.tasks.broken == 0:
-            raise ValueError(f"no task {self.task.index}")
+            raise ValueError(f"{self.tasks.error} {self.task.index}")
         return Turn((Message("user", "say yes"),))
 
     async def step(self, reply: Message) -> Turn:
@@ -26,6 +26,8 @@ class ToyEnv:
             await asyncio.Event().wait()
         if self.turns < self.tasks.turns:
             return Turn((Message("user", "again"),), reward=float("yes" in reply.content))
+        if not self.tasks.pays:
+            return Turn((), done=True)
         said = "yes" in reply.content
         return Turn((), done=True, rewards={"yes": float(said)}, facts={"turns": self.turns})
 
@@ -36,7 +38,10 @@ class ToyTasks:
     turns = 2
     broken = 0
     """Every so manieth task raises in `begin`; 0 is none."""
+    error = "no task"
     hangs = False
+    pays = True
+    """False ends episodes without a reward."""
 
     def train(self, seed: int) -> Iterator[Task]:
         return (Task("toy", "train", index) for index in count(seed * 10**6 + 1))
@@ -50,6 +55,16 @@ class ToyTasks:
 
 class BrokenTasks(ToyTasks):
     broken = 1
+
+
+class HostileTasks(BrokenTasks):
+    """The errors try to change the terminal's title, clear it and turn the text around."""
+
+    error = "\x1b]0;title\x07\x1b[2J\x9b2J\u202e\x7fno task"
+
+
+class NoRewardTasks(ToyTasks):
+    pays = False
 
 
 class HalfBrokenTasks(ToyTasks):

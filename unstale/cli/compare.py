@@ -24,9 +24,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
 from rich.text import Text
 
+from unstale.cli.failures import literal
 from unstale.cli.recipe_options import configure_recipe, refuse_unknown, split_options
 from unstale.config import ConfigError, RunConfig
 from unstale.config.options import changed_options, stored_config
@@ -221,7 +221,7 @@ def compare(
             f"{len(plan.runs)} runs in {plan.folder}, {finished} of them already finished"
         )
         for warning in grouped(plan.warnings):
-            console.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False)
+            console.print(f"[yellow]warning:[/] {literal(warning)}", highlight=False)
         # A background job of a shell ignores SIGINT, and so would its runs.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
@@ -344,7 +344,8 @@ class _Launcher:
             if state == "finished":
                 result = _success(run)
             else:
-                result = f"[red]{state}[/]: {error or f'exit code {code}, see {run.log}'}"
+                reason = literal(error or f"exit code {code}, see {run.log}")
+                result = f"[red]{state}[/]: {reason}"
             self._console.print(
                 f"{run.folder.name}: {result} in {duration(self._took[-1])}; "
                 f"{self._left} runs left, {self._eta()}",

@@ -11,6 +11,8 @@ from typing import NoReturn
 from rich.console import Console
 from rich.markup import escape
 
+from unstale.durability.run_folder import show_controls
+
 OUT_OF_FILES, OUT_OF_MEMORY, OUT_OF_THREADS = "files", "memory", "threads"
 _ERRNOS = {
     errno.EMFILE: OUT_OF_FILES,
@@ -37,15 +39,20 @@ class RunFailed(RuntimeError):
     """A component of a run failed. `__cause__` is the first error."""
 
 
+def literal(text: object) -> str:
+    """Return text as rich prints it literally: markup escaped, control characters shown."""
+    return escape(show_controls(str(text)))
+
+
 def exit_after(title: str, error: object, *, code: int) -> NoReturn:
-    """Print an error in one line on stderr, and exit with a code."""
+    """Print an error on stderr, and exit with a code."""
     print_failure(title, error)
     sys.exit(code)
 
 
 def print_failure(title: str, error: object) -> None:
-    """Print an error in one line on stderr."""
-    text = f"[bold red]{title}:[/] {escape(str(error))}"
+    """Print an error on stderr."""
+    text = f"[bold red]{title}:[/] {literal(error)}"
     Console(stderr=True, soft_wrap=True).print(text, highlight=False)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from unstale.algorithms.corrections import check_finite
 from unstale.build import build_scorer, build_trainer, load_policy
+from unstale.cli.failures import literal
 from unstale.config import AuditConfig, ConfigError, RunConfig
 from unstale.config.options import stored_config
 from unstale.durability.run_folder import RunFolder
@@ -34,7 +35,7 @@ def replay(run: Path, batch: Path | None = None, *, console: Console | None = No
     try:
         _again(config, wrong)
     except NOT_FINITE as error:
-        console.print(f"it went wrong again: {error}", markup=False, highlight=False)
+        console.print(f"it went wrong again: {literal(error)}", highlight=False)
         return True
     console.print(
         "it did not go wrong again: every number of this batch is finite here", highlight=False

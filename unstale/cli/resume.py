@@ -1,5 +1,6 @@
 """Load the configuration of a run to resume, and check the options that are changed."""
 
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -82,6 +83,18 @@ def load_config(run: Path, *, named: Mapping[str, Any]) -> RunConfig:
     if unnamed and named.get("task.env", config.task.env) == config.task.env:
         raise ConfigError(f"{run / CONFIG} names your own code. To run it, add {' '.join(unnamed)}")
     return replace(config, runs=run.parent, name=run.name)
+
+
+def require_named_trackers(config: RunConfig, named: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if a tracker is the user's own code that the command does not name.
+
+    `config` is that of the run folder, and `named` has the options that the command gives.
+    """
+    if ":" in config.trackers and "trackers" not in named:
+        raise ConfigError(
+            f"{config.runs / config.name / CONFIG} names your own code as a tracker. To run it, "
+            f"add --trackers {shlex.quote(config.trackers)}; or give other trackers"
+        )
 
 
 def _code(task: TaskConfig) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from unstale.build import build_sampler
 from unstale.cli.evaluate import POLICY, is_run, run_until_complete, running_generator
+from unstale.cli.failures import literal
 from unstale.cli.process import limit_threads
 from unstale.config import ConfigError, RunConfig
 from unstale.rollout.endpoint.agents import AgentRollout
@@ -67,7 +68,7 @@ def serve(
 
     def on_engine_event(kind: str, *, cause: str = "", **_: Any) -> None:
         if kind == "engine_restarted":
-            console.print(f"restarting the engine: {cause}", markup=False, highlight=False)
+            console.print(f"restarting the engine: {literal(cause)}", highlight=False)
 
     async def work() -> None:
         async with (

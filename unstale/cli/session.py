@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
 from unstale import loop
 from unstale.build import Components, build, build_checkpoints, build_machine
 from unstale.cli.evaluate import POLICY
-from unstale.cli.failures import RunFailed, exhausted, print_failure
+from unstale.cli.failures import RunFailed, exhausted, literal, print_failure
 from unstale.cli.process import limit_threads, rare_garbage_collection, sigterm_as_ctrl_c
 from unstale.cli.resume import config_changes, load_config
 from unstale.cli.survivors import write_survivors
@@ -100,7 +99,7 @@ def resume(folder: Path, config: RunConfig, *, console: Console | None = None) -
     changes = config_changes(load_config(folder, named=named), config)
     _check(config, console)
     for change in changes:
-        console.print(f"[yellow]changed:[/] {escape(change)}", highlight=False)
+        console.print(f"[yellow]changed:[/] {literal(change)}", highlight=False)
     with lock_folder(folder):
         checkpoints, last_step = _read_progress(folder)
         if last_step >= config.steps and _is_finished(folder):
@@ -144,14 +143,14 @@ def _check(config: RunConfig, console: Console) -> None:
     verdict = check(config)
     verdict.require()
     for warning in verdict.warnings:
-        console.print(f"[yellow]warning:[/] {escape(str(warning))}", highlight=False)
+        console.print(f"[yellow]warning:[/] {literal(warning)}", highlight=False)
     limit_threads()
 
 
 def _run_to_end(session: "RunSession", log: RunLog, console: Console) -> Run:
     """Run all segments. Then write the report, and save the policy unless the run failed."""
     folder = log.path
-    reason = "failed"
+    reason, detail = "failed", "the program has an error, which is printed below"
     try:
         with (
             sigterm_as_ctrl_c(),
@@ -160,33 +159,43 @@ def _run_to_end(session: "RunSession", log: RunLog, console: Console) -> Run:
         ):
             while not session.run_segment(display):
                 pass
-        reason = "finished"
+        reason, detail = "finished", _why_finished(session.config, folder)
     except FAILURES as failures:
         error = first_error(failures)
         with suppress(OSError):  # the disk may be the cause
             log.failed("".join(traceback.format_exception(error)))
         if isinstance(error, NOT_FINITE) and session.machine:
             console.print(save_failed_batch(session.machine.trainer, folder), highlight=False)
-        text = exhausted(error) or f"{type(error).__name__}: {error}"
-        raise RunFailed(f"{text} (traceback in {folder / 'error.txt'})") from error
+        detail = exhausted(error) or f"{type(error).__name__}: {error}"
+        raise RunFailed(f"{detail} (traceback in {folder / 'error.txt'})") from error
     except asyncio.CancelledError:
-        culprit = OCCUPANCY.canceller or "some code"
-        raise RunFailed(f"{culprit} cancelled the tasks of the run") from None
+        detail = f"{OCCUPANCY.canceller or 'some code'} cancelled the tasks of the run"
+        raise RunFailed(detail) from None
     except KeyboardInterrupt:
-        reason = "Ctrl-C"
-        console.print(f"[yellow]stopping; to continue: unstale train --resume {folder}[/]")
+        reason, detail = "Ctrl-C", f"to continue: unstale train --resume {folder}"
+        console.print("[yellow]stopping[/]")
         raise
     finally:
         session.close()
         if reason != "failed" and session.machine:
             session.machine.policy.save(folder / POLICY)
         with suppress(OSError) if reason == "failed" else nullcontext():
-            log.event("stopped", reason=reason)
+            log.event("stopped", reason=reason, detail=detail)
             log.close()
             write_survivors(folder)
             report = write_report(folder)
             console.print(f"run folder {folder}\nreport     {report}", highlight=False)
+            if reason != "failed":  # the error of a failed run is printed by the caller, as last
+                console.print(literal(f"{reason}: {detail}"), highlight=False)
     return Run(folder, report)
+
+
+def _why_finished(config: RunConfig, folder: Path) -> str:
+    step = max((row["step"] for row in RunFolder(folder).metrics()), default=0)
+    if step >= config.steps:
+        return f"all {config.steps} steps are done"
+    limit = f"{config.minutes:g} minutes (--minutes)"
+    return f"the time limit of {limit} was reached after step {step} of {config.steps}"
 
 
 class RunSession:

@@ -461,11 +461,12 @@ def _resume(chosen: argparse.Namespace) -> int:
         raise ConfigError(
             f"a run resumes with its own recipe: leave out {chosen.recipe} or --resume"
         )
-    from unstale.cli.resume import load_config
+    from unstale.cli.resume import load_config, require_named_trackers
     from unstale.cli.session import resume
 
     values = file_values(chosen)
     config = load_config(chosen.resume, named=values)
+    require_named_trackers(config, values)
     values.pop("recipe", None)
     resume(chosen.resume, override(config, values))
     return 0

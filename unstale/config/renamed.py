@@ -12,6 +12,7 @@ RENAMED = {
     "objective.normalise": "objective.loss_aggregation",
     "objective.reference_kl": "objective.kl_coef",
     "schedule.window": "schedule.lookahead_window",
+    "tensorboard": "trackers",
     "trainer.micro_tokens": "trainer.max_tokens_per_microbatch",
     "trainer.recompute": "trainer.gradient_checkpointing",
     "trainer.steps_per_batch": "trainer.minibatches_per_batch",

@@ -55,8 +55,8 @@ class RunConfig(Section):
     """Batches to train on."""
     minutes: NonNegative = 0.0
     """Stop after this many minutes, if earlier than `steps`; 0 never does."""
-    tensorboard: bool = False
-    """Also write TensorBoard events into the run folder."""
+    trackers: str = ""
+    """Trackers that get metrics and texts, such as `wandb,tensorboard` (docs/trackers.md)."""
     deterministic: bool = False
     """Make two runs bitwise equal: a virtual clock, one thread, the engine in lockstep."""
     task: TaskConfig = field(default_factory=make_task)

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -56,9 +57,32 @@ def plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be written as JSON: {value!r}")
 
 
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, lone surrogates and marks that change the reading direction.
+
+Tab and line feed are not in it.
+"""
+
+
+def show_controls(text: str) -> str:
+    r"""Return text with control characters as escapes, so that it cannot steer a terminal.
+
+    Tabs and line feeds stay.
+
+    >>> show_controls("\x1b[2J\rx\n")
+    '\\x1b[2J\\rx\n'
+    """
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+_STEERING = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""The characters of `_CONTROL` that JSON may hold unescaped. Surrogates are replaced in a file."""
+
+
 def dumps(value: Any, indent: int | None = None) -> str:
-    """Return valid JSON, also for NaN and infinity."""
-    return json.dumps(plain(value), allow_nan=False, ensure_ascii=False, indent=indent)
+    """Return valid JSON, also for NaN and infinity. Control characters are escaped."""
+    text = json.dumps(plain(value), allow_nan=False, ensure_ascii=False, indent=indent)
+    return _STEERING.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -148,7 +172,7 @@ class RunLog:
 
     def failed(self, error: str) -> None:
         """Write the error that ended the run."""
-        (self.path / ERROR).write_text(error.rstrip() + "\n", encoding="utf-8", errors="replace")
+        (self.path / ERROR).write_text(show_controls(error.rstrip()) + "\n", encoding="utf-8")
 
     def close(self) -> None:
         for file in self._files.values():

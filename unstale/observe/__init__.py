@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:  # records import torch
+    from unstale.records import Group
 
 
 class RunRecorder(Protocol):
@@ -12,6 +15,10 @@ class RunRecorder(Protocol):
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the metrics row of a step."""
+        ...
+
+    def sample(self, step: int, groups: "Sequence[Group]") -> None:
+        """Offer the episodes of a batch to the trackers, which show one of them as text."""
         ...
 
     def event(self, kind: str, **fields: Any) -> None: ...

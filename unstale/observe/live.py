@@ -15,6 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from unstale.config import RunConfig
+from unstale.durability.run_folder import show_controls
 from unstale.observe.report.words import NONE, amount, duration, number, percent, waiting
 
 HISTORY = 400
@@ -169,7 +170,7 @@ class LiveDisplay:
 
     def _phase_row(self) -> RenderableType:
         _, done, total = self._phase
-        self._spinner.update(text=Text(self._phase_text()))
+        self._spinner.update(text=Text(_one_line(self._phase_text())))
         if not total:
             return self._spinner
         row = Table.grid(Column(no_wrap=True), Column(ratio=1), padding=(0, 2), expand=True)
@@ -201,10 +202,8 @@ class LiveDisplay:
 
 
 def _one_line(text: str) -> str:
-    """Replace line ends by spaces and remove control codes, which could alter the terminal."""
-    return "".join(
-        " " if char in "\r\n\t" else char for char in text if char.isprintable() or char in "\r\n\t"
-    )
+    """Return text in one line. Control characters, which could alter the terminal, are shown."""
+    return show_controls(text).replace("\n", " ").replace("\t", " ")
 
 
 def _title(config: RunConfig) -> str:
@@ -280,21 +279,26 @@ def _learning(
     table = _block("Learning")
     if evals:
         shares = [share for _, share in evals]
-        note = Text.assemble((f"{sparkline(shares, 10, 0, 1)} " if len(evals) > 2 else "", GOOD))
+        style = GOOD if shares[-1] > shares[0] else "default"
+        note = Text.assemble((f"{sparkline(shares, 10, 0, 1)} " if len(evals) > 2 else "", style))
         note.append(
             f"was {percent(shares[0], 1)} · step {evals[-1][0]}"
             if len(evals) > 1
             else "before training",
             QUIET,
         )
-        table.add_row("held-out", Text(percent(shares[-1], 1), style=f"bold {GOOD}"), note)
+        table.add_row("held-out", Text(percent(shares[-1], 1), style=f"bold {style}"), note)
     rollout = sparkline(_series(rows, "rollout/success_rate"), 22, 0, 1)
     table.add_row(
-        "rollout", percent(_recent(rows, "rollout/success_rate"), 1), Text(rollout, style=GOOD)
+        "rollout",
+        percent(_recent(rows, "rollout/success_rate"), 1),
+        Text(rollout, style=GENERATION),
     )
     reward = _recent(rows, "reward/mean")
     rewards = sparkline(_series(rows, "reward/mean"), 22)
-    table.add_row("reward", NONE if reward is None else f"{reward:.2f}", Text(rewards, style=GOOD))
+    table.add_row(
+        "reward", NONE if reward is None else f"{reward:.2f}", Text(rewards, style=GENERATION)
+    )
     turns = _recent(rows, "rollout/turns_mean")
     failed = int(sum(_series(rows, "rollout/failed_episodes")))
     note = Text(f"{failed} episode{'s' if failed > 1 else ''} failed" if failed else "", style=WARN)

@@ -1,14 +1,15 @@
-"""The log of the training loop. It writes to run folder, journal, terminal and TensorBoard."""
+"""The log of the training loop. It writes to run folder, journal, terminal and trackers."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from unstale.durability.run_folder import RunLog
-from unstale.observe.metrics import Sink
+from unstale.durability.run_folder import METRICS, RunLog, read_jsonl
+from unstale.observe.health import examine
+from unstale.observe.trackers import Trackers
 
 if TYPE_CHECKING:  # records import torch, which a report does not need
-    from unstale.records import Failure
+    from unstale.records import Failure, Group
 
 
 class Watcher(Protocol):
@@ -21,36 +22,63 @@ class Watcher(Protocol):
     def note(self, text: str) -> None: ...
 
 
+class EventLog(Protocol):
+    """The part of the journal that the recorder calls."""
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+
+    def event(self, kind: str, **fields: Any) -> None: ...
+
+
 class Recorder:
-    """The log of the training loop. The journal gets every event but spans through `on_event`."""
+    """The log of the training loop. The journal gets every event but spans."""
 
     def __init__(
         self,
         log: RunLog,
         watcher: Watcher,
         *,
-        sinks: Sequence[Sink] = (),
-        on_event: Callable[..., None] = lambda kind, **fields: None,
+        journal: EventLog | None = None,
+        trackers: Trackers | None = None,
     ) -> None:
+        """The checks of training health continue from the metrics in the run folder."""
         self._log = log
         self._watcher = watcher
-        self._sinks = sinks
-        self._on_event = on_event
+        self._journal = journal
+        self._trackers = trackers or Trackers()
+        self._health = examine(read_jsonl(log.path / METRICS))
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         row = {"time_s": round(self._log.seconds, 3), **metrics}
-        for sink in (self._log, *self._sinks):
-            sink.write(step, row)
+        self._log.write(step, row)
+        if self._journal:
+            self._journal.write(step, row)
+        self._trackers.write(step, row)
         self._watcher.update({"step": step, **row})
+        for found in self._health.update({"step": step, **row}):
+            self.event("health", step=found.step, check=found.name, text=found.text)
+            self._watcher.note(f"warning: since step {found.step}, {found.text}")
+        self._report_failed_trackers()
+
+    def sample(self, step: int, groups: "Sequence[Group]") -> None:
+        """Send an episode of a batch to the trackers as text, at some steps."""
+        self._trackers.sample(step, groups)
 
     def close(self) -> None:
-        """Close the sinks. The caller that opened the run folder closes it."""
-        for sink in self._sinks:
-            sink.close()
+        """Close the trackers. The caller that opened journal and run folder closes these."""
+        self._trackers.close()
+        self._report_failed_trackers()
+
+    def _report_failed_trackers(self) -> None:
+        for name, error in self._trackers.failures():
+            text = f"{type(error).__name__}: {error}"
+            self._log.event("tracker_failed", tracker=name, error=text)
+            self._watcher.note(f"warning: {name} gets no more metrics, it failed: {text}")
 
     def event(self, kind: str, **fields: Any) -> None:
         self._log.event(kind, **fields)
-        self._on_event(kind, **fields)
+        if self._journal:
+            self._journal.event(kind, **fields)
 
     def phase(self, text: str, *, done: int = 0, total: int = 0) -> None:
         """Show the current activity on the live display."""
@@ -69,9 +97,9 @@ class Recorder:
         points = list(points)
         tokens = [point for point in points if "true_log_d" not in point]
         audited = [point for point in points if "true_log_d" in point]
-        if points:
+        if points and self._journal:
             columns = {"tokens": _to_columns(tokens), "audited": _to_columns(audited)}
-            self._on_event("token_samples", step=step, **columns)
+            self._journal.event("token_samples", step=step, **columns)
         for event in events:
             self.event(step=step, **event)
 

@@ -27,6 +27,9 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
         "reward/mean": _mean(rewards),
         "reward/std": stdev(rewards) if len(rewards) > 1 else math.nan,
         "reward/zero_std_group_share": _mean(uniform),
+        "reward/missing_share": _mean(
+            each.stop == "done" and not each.rewards for each in finished
+        ),
         "completion/truncated_share": _mean(stop != "done" for stop in stops),
         "completion/max_turns_share": _mean(stop == "max_turns" for stop in stops),
         "completion/max_tokens_share": _mean(stop == "max_tokens" for stop in stops),

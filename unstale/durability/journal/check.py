@@ -9,7 +9,7 @@ from rich.table import Table
 
 from unstale.durability.journal.reader import JournalReader
 from unstale.durability.journal.tables import ATTEMPTS, JournalError
-from unstale.durability.run_folder import Row
+from unstale.durability.run_folder import Row, show_controls
 
 MAX_LISTED = 20
 """Problems of one kind that are listed."""
@@ -136,5 +136,5 @@ def page(journal: JournalReader, problems: Sequence[str]) -> RenderableType:
     table.add_column(justify="right")
     for name, value in rows.items():
         table.add_row(name, value)
-    verdict = [f"[bold red]wrong:[/] {escape(text)}" for text in problems]
+    verdict = [f"[bold red]wrong:[/] {escape(show_controls(text))}" for text in problems]
     return Group(table, *(verdict or ["[green]no problems found[/]"]))

@@ -103,7 +103,7 @@ def learning(run: Gathered) -> Markup:
         lines.append(
             Series(
                 name="held-out",
-                colour="good",
+                colour="good" if run.improved else "wait",
                 points=[(float(e.step), e.success) for e in run.evaluations],
                 intervals=[e.interval for e in run.evaluations] if counted else [],
                 dots=True,
@@ -119,6 +119,64 @@ def learning(run: Gathered) -> Markup:
     about += "never trained on."
     keys = [(line.colour, line.key) for line in lines]
     return figure(title, about, plot, keys=keys, class_="full")
+
+
+_CURVES = (
+    ("Reward", "Mean reward of the finished episodes.", {"mean": "reward/mean"}),
+    (
+        "Groups without an advantage",
+        "Share of the groups whose episodes all have the same advantage: they teach nothing.",
+        {"share": "advantage/zero_spread_group_share"},
+    ),
+    (
+        "Completion length",
+        "Sampled tokens of an episode.",
+        {
+            "mean": "completion/tokens_mean",
+            "90th percentile": "completion/tokens_p90",
+            "max": "completion/tokens_max",
+        },
+    ),
+    (
+        "Entropy",
+        "Mean entropy of the policy's next-token distribution, in nats.",
+        {"entropy": "policy/entropy_mean"},
+    ),
+    (
+        "KL divergence",
+        "Estimate k3, in nats per token: from the policy that sampled to the current one, and from "
+        "the current one to the reference policy, if there is one.",
+        {"sampling": "policy/kl_behavior_k3", "reference": "policy/kl_reference_k3"},
+    ),
+    ("Loss", "All terms, mean over the optimizer steps.", {"loss": "objective/loss"}),
+    ("Gradient norm", "Before clipping.", {"norm": "trainer/grad_norm"}),
+    ("Learning rate", "Of the last optimizer step.", {"rate": "trainer/lr"}),
+)
+"""Title, explanation, and metrics by the name of their line."""
+
+
+def curves(run: Gathered) -> list[Markup]:
+    """Return the plots of the figures that every trainer has, such as loss and reward."""
+    plots = []
+    for title, about, metrics in _CURVES:
+        lines = [
+            Series(name=name, colour=colour, points=thin(run.series(metric)))
+            for (name, metric), colour in zip(
+                metrics.items(), ("engine", "trainer", "s"), strict=False
+            )
+        ]
+        values = [value for line in lines for _, value in line.points]
+        missing = f"{' and '.join(metrics.values())}: not recorded."
+        y = _fitted_axis(values) if values else None
+        plots.append(over_steps(run, title, about, lines, missing=missing, y=y))
+    return plots
+
+
+def _fitted_axis(values: Sequence[float]) -> Axis:
+    """Return an axis that holds the values and 0."""
+    low, high = min(0.0, *values), max(0.0, *values)
+    space = 0.08 * (high - low) or 1e-9
+    return Axis(label="", low=low - space * (low < 0), high=high + space * (high > 0))
 
 
 def total_lags(run: Gathered) -> dict[int, float]:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from unstale.config import ConfigError
 from unstale.config.renamed import RENAMED
 from unstale.durability.run_folder import AUDIT, EVENTS, METRICS, SURVIVORS, Row, RunFolder
+from unstale.observe.health import TrainingHealth, examine
 from unstale.observe.report.words import is_exact, mapping, number
 from unstale.observe.statistics import wilson
 
@@ -92,6 +93,7 @@ class Gathered:
     survivors: Row
     """Outcomes of groups and attempts from `survivors.json`, or empty."""
     conversations: list[Chosen]
+    health: TrainingHealth
     failures: list[Row]
     num_failures: int
     forks: list[Row]
@@ -116,6 +118,13 @@ class Gathered:
         """Return the mean of a metric over the steps with a value."""
         values = [value for _, value in self.series(name)]
         return sum(values) / len(values) if values else None
+
+    @property
+    def improved(self) -> bool:
+        """True if the last held-out success is above the first."""
+        return bool(self.evaluations) and (
+            self.evaluations[-1].success > self.evaluations[0].success
+        )
 
     @property
     def route(self) -> str:
@@ -186,6 +195,7 @@ def gather(path: Path) -> Gathered:
         audit=folder.read_object(AUDIT),
         survivors=folder.read_object(SURVIVORS),
         conversations=conversations,
+        health=examine(trained),
         failures=failures[:MAX_FAILURES],
         num_failures=len(failures),
         forks=events.get("forked", []),
@@ -198,7 +208,8 @@ def gather(path: Path) -> Gathered:
 
 def refuse_old(config: Row, path: Path) -> None:
     """Raise `ConfigError` for a run from before the options and metrics were renamed."""
-    old = next((name for name in (*config, *flatten(config)) if name in RENAMED), None)
+    names = RENAMED.keys() - {"tensorboard"}  # renamed after the metrics were
+    old = next((name for name in (*config, *flatten(config)) if name in names), None)
     if old:
         raise ConfigError(
             f"{path} is from an older version of unstale ({old} is now {RENAMED[old]}). "

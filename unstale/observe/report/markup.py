@@ -1,6 +1,5 @@
 """Fill the HTML templates of the reports. Text of a run is escaped."""
 
-import re
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from typing import Any
@@ -8,24 +7,21 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
-_UNPRINTABLE = re.compile(
-    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]"
-)
-"""Control characters, lone surrogates and marks that change the reading direction."""
+from unstale.durability.run_folder import show_controls
 
 
 def printed(value: Any) -> Any:
-    """Return a value as templates print it: floats short, None empty, text without control codes.
+    """Return a value as templates print it: floats short, None empty, control characters shown.
 
-    >>> printed(1 / 3), printed(None), printed("a" + chr(0))
-    ('0.333333', '', 'a\ufffd')
+    >>> printed(1 / 3), printed(None), printed("a" + chr(7))
+    ('0.333333', '', 'a\\\\x07')
     """
     if value is None:
         return ""
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, str) and not isinstance(value, Markup):
-        return _UNPRINTABLE.sub("\ufffd", value)
+        return show_controls(value)
     return value
 
 

@@ -16,6 +16,7 @@ from markupsafe import Markup
 from unstale.config import RunConfig
 from unstale.config.routes import exact_routes
 from unstale.durability.run_folder import REPORT, Row, plain, write_whole
+from unstale.observe.health import CHECKS
 from unstale.observe.report import figures, timeline
 from unstale.observe.report.audited import audit
 from unstale.observe.report.gather import Gathered, HeldOutSuccess, flatten, gather
@@ -67,6 +68,8 @@ def _page(run: Gathered) -> str:
         run=run,
         status=status,
         outcome=_outcome(run),
+        end=_end(run),
+        sound=[check.title for check in CHECKS if check.name not in run.health.findings],
         facts=_facts(run),
         tiles=_tiles(run, total),
         figures=figures,
@@ -113,15 +116,24 @@ def document(template: str, title: str, **values: Any) -> Markup:
 
 
 def status(run: Gathered) -> tuple[str, str]:
-    """Return the state of a run in words, and its colour."""
+    """Return the state of a run in words, and its colour: green only if nothing is wrong."""
     reason = run.stopped.get("reason", "no reason given")
     if run.error:
         return "failed", "bad"
     if (run.planned and run.steps >= run.planned) or reason == "finished":
-        return "finished", "good"
+        wrong = run.health.findings or (len(run.evaluations) > 1 and not run.improved)
+        return "finished", "plain" if wrong else "good"
     if run.stopped:
         return f"stopped: {str(reason)[:120]}", "plain"
     return "not finished: still running, or killed", "plain"
+
+
+def _end(run: Gathered) -> str:
+    """Return the reason why the run ended, or an empty string if it is not known."""
+    if not run.stopped:
+        return ""
+    words = [str(run.stopped.get(name, ""))[:300] for name in ("reason", "detail")]
+    return ": ".join(filter(None, words))
 
 
 def _outcome(run: Gathered) -> Mapping[str, Any] | None:
@@ -133,18 +145,19 @@ def _outcome(run: Gathered) -> Mapping[str, Any] | None:
         first, last = run.evaluations[0], run.evaluations[-1]
         if first is last:
             note = f"success on held-out tasks after {first.step} steps (one evaluation)"
-            return {"shares": [_share(first)], "note": note}
+            return {"shares": [_share(first)], "note": note, "better": False}
         tasks = f"{last.tasks} held-out tasks" if last.tasks else "held-out tasks"
         begin = f"after {first.step} steps" if first.step else "before training"
         note = f"success on {tasks}, {begin} and after {last.step} steps"
-        return {"shares": [_share(first), _share(last)], "note": note}
+        return {"shares": [_share(first), _share(last)], "note": note, "better": run.improved}
     rollout = [value for _, value in run.series("rollout/success_rate")]
     if len(rollout) < 2:
         return None
     few = max(1, min(5, len(rollout) // 2))
     means = [sum(values) / few for values in (rollout[:few], rollout[-few:])]
     note = f"rollout success, mean of the first and of the last {few} steps (no evaluation)"
-    return {"shares": [(percent(mean, 1), "") for mean in means], "note": note}
+    shares = [(percent(mean, 1), "") for mean in means]
+    return {"shares": shares, "note": note, "better": means[1] > means[0]}
 
 
 def _share(evaluation: HeldOutSuccess) -> tuple[str, str]:

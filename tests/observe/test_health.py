@@ -1,0 +1,137 @@
+"""Test the checks of training health.
+
+- Every sign that a run cannot learn is found, with its first step, the number of steps and what to
+  do. A run that learns has no finding.
+- Signs that a small batch may show by chance count after three steps in a row.
+- A finding is an event and a line in the display, once, also across a resume.
+- The report lists all checks. A run with a finding, or without better held-out success, is not
+  green.
+"""
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.fake_run import NoDisplay, fake_metrics, fake_run
+from unstale.durability.run_folder import RunFolder, RunLog, dumps
+from unstale.observe.health import CHECKS, examine
+from unstale.observe.recorder import Recorder
+from unstale.observe.report.page import write_report
+
+HEALTHY = {
+    "trainer/tokens_with_gradient": 100.0,
+    "reward/mean": 0.5,
+    "reward/std": 0.5,
+    "reward/missing_share": 0.0,
+    "policy/entropy_mean": 0.8,
+    "correction/kept_share": 0.99,
+    "completion/truncated_share": 0.5,
+}
+SIGNS = {
+    "no_advantage": ({"trainer/tokens_with_gradient": 0.0}, 3, "schedule.group_size"),
+    "constant_rewards": ({"reward/std": 0.0, "reward/mean": 0.25}, 3, "every reward was 0.25"),
+    "missing_rewards": ({"reward/missing_share": 0.25}, 1, "25% of the episodes"),
+    "entropy_collapse": ({"policy/entropy_mean": 0.05}, 3, "0.05 nats"),
+    "kept_share": ({"correction/kept_share": 0.49}, 1, "kept 49% of the tokens"),
+    "all_truncated": ({"completion/truncated_share": 1.0}, 1, "engine.max_completion_tokens"),
+}
+
+
+def rows(*changes: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"step": step, **HEALTHY, **change} for step, change in enumerate(changes, start=1)]
+
+
+@dataclass
+class Notes(NoDisplay):
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.mark.parametrize("name", SIGNS)
+def test_each_sign_is_found_with_its_steps_and_what_to_do(name: str) -> None:
+    sign, in_a_row, says = SIGNS[name]
+    health = examine(rows({}, {}, {}, *[sign] * (in_a_row + 1), {}, sign))
+    (found,) = health.findings.values()
+    assert (found.name, found.step, found.steps) == (name, 4, in_a_row + 2)
+    assert says in found.text
+
+
+def test_there_is_a_test_of_every_check() -> None:
+    assert [check.name for check in CHECKS] == list(SIGNS)
+
+
+@pytest.mark.parametrize("name", ["no_advantage", "constant_rewards", "entropy_collapse"])
+def test_two_batches_in_a_row_may_be_chance(name: str) -> None:
+    sign = SIGNS[name][0]
+    assert not examine(rows({}, {}, {}, sign, sign, {}, sign, sign)).findings
+
+
+def test_a_policy_without_entropy_from_the_start_is_found() -> None:
+    assert "entropy_collapse" in examine(rows(*[{"policy/entropy_mean": 1e-4}] * 3)).findings
+
+
+def test_a_run_that_learns_and_one_without_metrics_have_no_finding() -> None:
+    rng = random.Random(0)
+    learning = [{"step": step, **fake_metrics(step, 80, rng)} for step in range(1, 81)]
+    assert not examine(learning).findings
+    assert not examine([{"step": step} for step in range(9)]).findings
+    assert not examine([{"step": 0, "completion/truncated_share": 1.0}]).findings
+
+
+def test_a_finding_is_an_event_and_a_line_once_also_after_a_resume(tmp_path: Path) -> None:
+    log = RunLog.create(tmp_path, {})
+    bad = HEALTHY | SIGNS["constant_rewards"][0]
+    shown: list[str] = []
+    for steps in (range(1, 3), range(3, 5), range(5, 7)):
+        display = Notes()
+        recorder = Recorder(log, display)
+        for step in steps:
+            recorder.write(step, bad)
+        recorder.close()
+        log.close()
+        shown += display.notes
+    assert [note.split(". ")[0] for note in shown] == [
+        "warning: since step 1, every reward was 0.25"
+    ]
+    events = [row for row in RunFolder(tmp_path).rows("events.jsonl") if row["kind"] == "health"]
+    assert [(event["step"], event["check"]) for event in events] == [(1, "constant_rewards")]
+
+
+def test_the_report_lists_the_checks(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", steps=20)
+    page = write_report(folder).read_text()
+    section = page.split('id="health"')[1].split("</section>")[0]
+    assert "No sign was found" in section
+    assert "Checked and found sound" in section
+    assert all(check.title in section for check in CHECKS)
+    assert "badge good" in page and "outcome better" in page
+    (folder / "metrics.jsonl").write_text(
+        "".join(dumps(row) + "\n" for row in rows({}, *[SIGNS["all_truncated"][0]] * 5))
+    )
+    page = write_report(folder).read_text()
+    section = page.split('id="health"')[1].split("</section>")[0]
+    assert "5 of 6 steps, first step 2:" in section
+    assert "every episode was cut short by a limit" in section
+    assert "No sign was found" not in section and "badge good" not in page
+
+
+def test_success_that_did_not_rise_is_not_green(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", steps=6)
+    events = [row for row in RunFolder(folder).rows("events.jsonl") if row["kind"] != "eval"]
+    events += [{"kind": "eval", "step": step, "success": 0.0, "tasks": 9} for step in (0, 6)]
+    (folder / "events.jsonl").write_text("".join(dumps(row) + "\n" for row in events))
+    page = write_report(folder).read_text()
+    assert "badge good" not in page and "outcome better" not in page
+    assert "line good" not in page
+
+
+def test_the_reason_of_the_end_is_in_the_report(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", steps=6)
+    with RunLog(folder) as log:
+        log.event("stopped", reason="finished", detail="all 6 steps are done")
+    assert "Ended: finished: all 6 steps are done" in write_report(folder).read_text()

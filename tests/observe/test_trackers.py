@@ -1,0 +1,205 @@
+"""Test the trackers, offline and against the real libraries.
+
+- Metrics arrive with their step, texts letter by letter, and options where the tracker keeps them.
+- A tracker opened again for the same run folder continues its run.
+- A tracker that fails is dropped with a warning, and the run continues.
+- An unknown name or a missing package is one line before anything starts.
+- Your own tracker is `module:factory`; a run folder alone cannot choose it.
+"""
+
+import json
+import re
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.test_run import quiet, small
+from tests.observe.test_health import HEALTHY, Notes
+from tests.support.tracker import OPENED, Memory
+from unstale import Sink, TrackedRun
+from unstale.cli import session
+from unstale.cli.resume import load_config, require_named_trackers
+from unstale.config import ConfigError, install
+from unstale.durability.run_folder import RunFolder, RunLog
+from unstale.observe.recorder import Recorder
+from unstale.observe.trackers import Trackers, find_trackers, tracker_names
+
+TEXT = "<b>one</b>\n* two \N{GREEK SMALL LETTER PI}"
+OPTIONS = {"seed": 3, "trainer": {"lr": 1e-6}}
+
+
+def open_tracker(name: str, folder: Path) -> Sink:
+    folder.mkdir(exist_ok=True)
+    return find_trackers(name)[name](TrackedRun(folder, OPTIONS))
+
+
+def write_twice(name: str, folder: Path) -> None:
+    """Write steps 1 and 2 and a text, then open the tracker again and write steps 2 and 3."""
+    sink = open_tracker(name, folder)
+    sink.write(1, {"reward/mean": 0.25, "trainer/lr": 1e-6})
+    sink.text(1, "sample", TEXT)
+    sink.write(2, {"reward/mean": 0.5})
+    sink.close()
+    sink = open_tracker(name, folder)
+    sink.write(2, {"reward/mean": 0.5})
+    sink.write(3, {"reward/mean": 0.75})
+    sink.close()
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write_twice("tensorboard", tmp_path / "run")
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert {event.step: event.value for event in events.Scalars("reward/mean")} == {
+        1: 0.25,
+        2: 0.5,
+        3: 0.75,
+    }
+    (sample,) = events.Tensors("sample/text_summary")
+    assert sample.tensor_proto.string_val[0].decode() == (
+        "    <b>one</b>\n    * two \N{GREEK SMALL LETTER PI}"
+    )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    write_twice("mlflow", tmp_path / "run")
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("unstale")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+    assert run.data.params == {"seed": "3", "trainer.lr": "1e-06"}
+    history = client.get_metric_history(run.info.run_id, "reward/mean")
+    assert {each.step: each.value for each in history} == {1: 0.25, 2: 0.5, 3: 0.75}
+    assert client.get_metric_history(run.info.run_id, "trainer/lr")[0].value == 1e-6
+    sample = client.download_artifacts(run.info.run_id, "sample/step000001.txt", str(tmp_path))
+    assert Path(sample).read_text("utf-8") == TEXT
+
+
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    write_twice("wandb", tmp_path / "run")
+    wandb.teardown()  # ends the process that writes the files
+    rows, configs, ids = [], {}, set()
+    for record in wandb_records(tmp_path / "run"):
+        if record.HasField("run"):
+            ids.add(record.run.run_id)
+            configs |= {each.key: json.loads(each.value_json) for each in record.run.config.update}
+        if record.HasField("history"):
+            items = record.history.item
+            rows.append({"/".join(each.nested_key) or each.key: each.value_json for each in items})
+    values = {(int(row["step"]), float(row["reward/mean"])) for row in rows if "reward/mean" in row}
+    assert values == {(1, 0.25), (2, 0.5), (3, 0.75)}
+    assert ids == {(tmp_path / "run" / "wandb.id").read_text().strip()}
+    assert (configs["seed"], configs["trainer"]) == (3, {"lr": 1e-6})
+    (page,) = (tmp_path / "run").rglob("sample*.html")
+    assert "&lt;b&gt;one&lt;/b&gt;\n* two \N{GREEK SMALL LETTER PI}" in page.read_text("utf-8")
+
+
+def wandb_records(folder: Path) -> list[Any]:
+    """Return the records that an offline run wrote, to be sent later."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    return [
+        Record.FromString(data)
+        for file in sorted(folder.rglob("run-*.wandb"))
+        for data in leveldb_records(file.read_bytes())
+    ]
+
+
+def leveldb_records(log: bytes) -> Iterator[bytes]:
+    """Yield the records of a LevelDB log, which begins with 7 bytes of wandb's.
+
+    Blocks have 32 KiB. A chunk has a checksum (4 bytes), its length (2) and its type: 1 is a whole
+    record, 2 to 4 are the first, a middle and the last part of one.
+    """
+    at, record = 7, b""
+    while at + 7 <= len(log):
+        left = -at % 32768
+        if 0 < left < 7:  # too little for a chunk: filled with zeros
+            at += left
+            continue
+        length, kind = struct.unpack_from("<HB", log, at + 4)
+        record += log[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield record
+            record = b""
+
+
+def test_a_run_sends_metrics_and_a_text_to_your_own_tracker(tmp_path: Path) -> None:
+    config = small(tmp_path, trackers="tests.support.tracker:make_memory")
+    run = session.train(config, console=quiet())
+    memory = OPENED.pop()
+    assert [step for step, _ in memory.rows] == [0, 1, 2, 3] and memory.closed
+    for (step, sent), row in zip(memory.rows, run.metrics, strict=True):
+        numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+        assert {"step": step, **sent} == numbers
+    ((step, name, text),) = memory.texts
+    assert (step, name) == (1, "sample") and text.startswith("task toy")
+    assert "say yes" in text
+    stored = load_config(run.folder, named={"task.env": config.task.env})
+    with pytest.raises(ConfigError, match=r"names your own code as a tracker.* --trackers tests\."):
+        require_named_trackers(stored, {})
+    require_named_trackers(stored, {"trackers": ""})
+
+
+def test_only_finite_numbers_are_sent() -> None:
+    memory = Memory()
+    trackers = Trackers({"memory": memory})
+    trackers.write(1, {"step": 1, "a": 2, "gap": None, "bins": {"0": 1}, "nan": float("nan")})
+    trackers.close()
+    assert memory.rows == [(1, {"a": 2.0})]
+
+
+def test_a_tracker_that_fails_is_dropped_with_a_warning(tmp_path: Path) -> None:
+    log, display = RunLog.create(tmp_path, {}), Notes()
+    broken, memory = Memory(fails=True), Memory()
+    recorder = Recorder(log, display, trackers=Trackers({"broken": broken, "memory": memory}))
+    for step in range(1, 4):
+        recorder.write(step, HEALTHY)
+    recorder.close()
+    log.close()
+    assert len(memory.rows) == 3
+    assert display.notes == [
+        "warning: broken gets no more metrics, it failed: OSError: no route to \x1b[2Jhost"
+    ]
+    (event,) = RunFolder(tmp_path).rows("events.jsonl")
+    assert (event["kind"], event["tracker"]) == ("tracker_failed", "broken")
+
+
+@pytest.mark.parametrize(
+    "option, says",
+    [
+        ("wandbb", r"trackers cannot hold 'wandbb'; did you mean wandb\?"),
+        ("tensorboard,x", r"cannot hold 'x'; there are: mlflow, tensorboard, wandb, MODULE:FACT"),
+        ("no_module:x", "no_module:x cannot be imported: No module named 'no_module'"),
+        ("json:x", "json:x cannot be imported: module 'json' has no attribute 'x'"),
+    ],
+)
+def test_an_unknown_tracker_is_refused_before_anything_starts(
+    tmp_path: Path, option: str, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        session.train(small(tmp_path, trackers=option), console=quiet())
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", tracker_names())
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = "torch.utils.tensorboard" if name == "tensorboard" else name
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=re.escape(install(name))):
+        find_trackers(name)

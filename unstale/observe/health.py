@@ -1,0 +1,154 @@
+"""Find signs in the metrics that a run cannot learn, such as batches without an advantage."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from unstale.observe.report.words import amount, number, percent
+
+IN_A_ROW = 3
+"""Batches after which a sign counts that a single small batch may show by chance."""
+
+COLLAPSED, NO_ENTROPY = 0.1, 1e-3
+"""Entropy has collapsed below this share of its first value, or below this many nats per token."""
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A sign that a batch teaches nothing or too little."""
+
+    name: str
+    title: str
+    """What is sound if the check does not fail."""
+    holds: Callable[[Row, float], bool]
+    """Returns True for the row of a batch with the sign; the second argument is `first_entropy`."""
+    text: str
+    """What was found, and what to do. Metrics are filled in by `_fill`."""
+    in_a_row: int = IN_A_ROW
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A check that failed in a run."""
+
+    name: str
+    text: str
+    step: int
+    """The first step of the batches that made the check fail."""
+    steps: int
+    """Number of steps with the sign, over the whole run."""
+
+
+def _value(row: Row, name: str) -> float:
+    """Return a metric, or NaN, which no comparison below accepts."""
+    value = number(row.get(name))
+    return math.nan if value is None else value
+
+
+CHECKS = (
+    Check(
+        "no_advantage",
+        "batches have an advantage",
+        lambda row, _: _value(row, "trainer/tokens_with_gradient") == 0,
+        "no token had an advantage, so nothing was learned: the rewards of every group were equal. "
+        "Use tasks that the policy sometimes solves, a finer reward or a larger "
+        "schedule.group_size.",
+    ),
+    Check(
+        "constant_rewards",
+        "rewards differ",
+        lambda row, _: _value(row, "reward/std") == 0,
+        "every reward was {reward/mean}. Check the reward function on a good and on a bad answer, "
+        "and that the task is neither too hard nor too easy.",
+    ),
+    Check(
+        "missing_rewards",
+        "every finished episode has a reward",
+        lambda row, _: _value(row, "reward/missing_share") > 0,
+        "{reward/missing_share} of the episodes ended without a reward, which counts as 0. The "
+        "last Turn of an episode (done) must have rewards.",
+        in_a_row=1,
+    ),
+    Check(
+        "entropy_collapse",
+        "the policy keeps its entropy",
+        lambda row, first: _value(row, "policy/entropy_mean") < max(NO_ENTROPY, COLLAPSED * first),
+        "the entropy fell to {policy/entropy_mean} nats per token: replies hardly vary, so groups "
+        "have no differences to learn from. Lower trainer.lr, or set objective.entropy_coef or "
+        "objective.kl_coef.",
+    ),
+    Check(
+        "kept_share",
+        "the correction keeps most tokens",
+        lambda row, _: _value(row, "correction/kept_share") < 0.5,
+        "the correction kept {correction/kept_share} of the tokens. Engine and trainer disagree: "
+        "compare engine.dtype with trainer.dtype, lower schedule.max_staleness or widen the band "
+        "(correction.low, correction.high).",
+        in_a_row=1,
+    ),
+    Check(
+        "all_truncated",
+        "episodes reach their end",
+        lambda row, _: _value(row, "completion/truncated_share") == 1,
+        "every episode was cut short by a limit, so none got its reward. Raise "
+        "engine.max_completion_tokens, engine.max_context or rollout.max_turns.",
+        in_a_row=1,
+    ),
+)
+
+
+@dataclass(slots=True)
+class TrainingHealth:
+    """The checks of a run, updated with the metrics of each step in turn."""
+
+    findings: dict[str, Finding] = field(default_factory=dict)
+    """The checks that failed, by name, in the order in which they did."""
+    first_entropy: float = math.nan
+    """Mean entropy of the first steps; NaN until they are known."""
+    _entropies: list[float] = field(default_factory=list)
+    _streaks: dict[str, int] = field(default_factory=dict)
+
+    def update(self, row: Row) -> list[Finding]:
+        """Add the metrics of a step. Return the checks that fail for the first time."""
+        step = int(number(row.get("step")) or 0)
+        if step < 1:
+            return []
+        new = []
+        for check in CHECKS:
+            holds = check.holds(row, self.first_entropy)
+            streak = self._streaks[check.name] = holds * (self._streaks.get(check.name, 0) + 1)
+            if found := self.findings.get(check.name):
+                self.findings[check.name] = replace(found, steps=found.steps + holds)
+            elif streak == check.in_a_row:
+                first = step - streak + 1
+                found = Finding(check.name, _fill(check.text, row), first, streak)
+                self.findings[check.name] = found
+                new.append(found)
+        self._add_entropy(_value(row, "policy/entropy_mean"))
+        return new
+
+    def _add_entropy(self, entropy: float) -> None:
+        if len(self._entropies) < IN_A_ROW and math.isfinite(entropy):
+            self._entropies.append(entropy)
+            if len(self._entropies) == IN_A_ROW:
+                self.first_entropy = sum(self._entropies) / IN_A_ROW
+
+
+def examine(rows: Iterable[Row]) -> TrainingHealth:
+    """Return the health of a run from its metrics, one row per step in order."""
+    health = TrainingHealth()
+    for row in rows:
+        health.update(row)
+    return health
+
+
+def _fill(text: str, row: Row) -> str:
+    """Fill in the metrics that a text names in braces. Shares become percentages."""
+    for name, value in row.items():
+        if f"{{{name}}}" in text:
+            shown = percent(number(value)) if name.endswith("_share") else amount(number(value))
+            text = text.replace(f"{{{name}}}", shown)
+    return text

@@ -1,0 +1,150 @@
+"""Send the metrics and sample texts of a run to trackers, such as Weights & Biases.
+
+Each tracker is a file of this folder with
+
+    PACKAGE = "wandb"                                        # the module that it needs
+    def open_sink(package: Any, run: TrackedRun) -> Sink: ...  # gets that module
+
+Its name is that of the file, and of the extra that installs the package. `module:factory` in the
+option `trackers` calls your own `factory(run: TrackedRun) -> Sink`.
+"""
+
+import math
+import pkgutil
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from unstale.config import ConfigError, install, nearest
+
+if TYPE_CHECKING:  # records import torch
+    from unstale.records import Group
+
+TEXT_EVERY = 10
+"""Steps from one sample text to the next. The first is of step 1."""
+
+
+class Sink(Protocol):
+    """A destination for the metrics and sample texts of a run.
+
+    All calls come from one thread of the run's own, so they may wait. If a call raises, the sink is
+    not called again; the run continues with a warning. A resumed run writes the steps after its
+    last checkpoint again.
+    """
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of a step (docs/metrics.md). All values are finite."""
+        ...
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Write a text under a name, such as a sampled conversation."""
+        ...
+
+    def close(self) -> None:
+        """Flush and close. Nothing is written afterwards."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedRun:
+    """The run that a tracker shows."""
+
+    folder: Path
+    """The run folder. Its name is the run's name."""
+    config: Mapping[str, Any]
+    """All options, as in `config.json`."""
+
+    def stored_id(self, tracker: str) -> str:
+        """Return the tracker's identifier of this run, or "" if the run is new to it."""
+        path = self.folder / f"{tracker}.id"
+        return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+
+    def store_id(self, tracker: str, identifier: str) -> None:
+        """Keep the tracker's identifier, with which a resumed run continues its charts."""
+        (self.folder / f"{tracker}.id").write_text(identifier + "\n", encoding="utf-8")
+
+
+def tracker_names() -> list[str]:
+    return [module.name for module in pkgutil.iter_modules(__path__)]
+
+
+def find_trackers(option: str) -> dict[str, Callable[[TrackedRun], Sink]]:
+    """Return the factories of the trackers in the option `trackers`, by name.
+
+    Raises `ConfigError` for an unknown name or a package that is not installed.
+    """
+    return {name: _find(name) for name in re.split(r"[,\s]+", option) if name}
+
+
+def _find(name: str) -> Callable[[TrackedRun], Sink]:
+    module, _, factory = name.partition(":")
+    if factory:
+        try:
+            return getattr(import_module(module), factory)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"trackers: {name} cannot be imported: {error}") from error
+    if name not in tracker_names():
+        known = [*tracker_names(), "MODULE:FACTORY"]
+        raise ConfigError(f"trackers cannot hold {name!r}{nearest(name, known)}")
+    tracker = import_module(f"{__name__}.{name}")
+    try:
+        package = import_module(tracker.PACKAGE)
+    except ImportError as error:
+        raise ConfigError(f"trackers: {name} needs the package {name}: {install(name)}") from error
+    return partial(tracker.open_sink, package)
+
+
+@dataclass(slots=True)
+class Trackers:
+    """The open trackers of a run. One thread writes to them, so a slow server delays no step."""
+
+    sinks: dict[str, Sink] = field(default_factory=dict)
+    decode: Callable[[list[int]], str] = str
+    """Turns tokens into text."""
+    _thread: ThreadPoolExecutor = field(
+        default_factory=partial(ThreadPoolExecutor, 1, "trackers"), init=False
+    )
+    _calls: deque[tuple[str, Future[None]]] = field(default_factory=deque, init=False)
+    """Calls whose outcome is not known yet."""
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Send the metrics of a step that are finite numbers."""
+        numbers = {
+            name: float(value)
+            for name, value in metrics.items()
+            if isinstance(value, int | float) and name != "step" and math.isfinite(value)
+        }
+        self._call(lambda sink: sink.write(step, numbers))
+
+    def sample(self, step: int, groups: "Sequence[Group]") -> None:
+        """Send an episode of the batch as text, at every `TEXT_EVERY`th step."""
+        episodes = [episode for group in groups for episode in group.trajectories]
+        if not self.sinks or not episodes or step % TEXT_EVERY != 1:
+            return
+        episode = episodes[0]
+        about = f"task {episode.task.key}, reward {episode.reward:g}, stop: {episode.stop}"
+        text = f"{about}\n\n{self.decode(list(episode.tokens))}"
+        self._call(lambda sink: sink.text(step, "sample", text))
+
+    def failures(self) -> Iterator[tuple[str, BaseException]]:
+        """Yield each tracker that failed since the last call, with its error. It is dropped."""
+        while self._calls and self._calls[0][1].done():
+            name, call = self._calls.popleft()
+            error = call.exception()
+            if error and self.sinks.pop(name, None):
+                yield name, error
+
+    def close(self) -> None:
+        """Close the trackers after all that was sent is written."""
+        self._call(lambda sink: sink.close())
+        self._thread.shutdown()
+
+    def _call(self, action: Callable[[Sink], None]) -> None:
+        for name, sink in self.sinks.items():
+            self._calls.append((name, self._thread.submit(action, sink)))

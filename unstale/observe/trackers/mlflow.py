@@ -1,0 +1,64 @@
+"""MLflow. MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME apply.
+
+Without a tracking URI, runs are in the database `mlflow.db` beside the run folder.
+"""
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from unstale.observe.report.gather import flatten
+from unstale.observe.trackers import Sink, TrackedRun
+
+PACKAGE = "mlflow"
+MAX_VALUE = 500
+"""Characters of a parameter that every server accepts."""
+MAX_PARAMETERS = 100
+"""Parameters that a server accepts in one request."""
+
+
+def open_sink(package: Any, run: TrackedRun) -> Sink:
+    """Begin the run, or continue it after a resume."""
+    folder = run.folder.parent.resolve()
+    server = os.environ.get("MLFLOW_TRACKING_URI")
+    client = package.MlflowClient(server or f"sqlite:///{folder / 'mlflow.db'}")
+    identifier = run.stored_id("mlflow")
+    if not identifier:
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "unstale")
+        experiment = client.get_experiment_by_name(name)
+        if experiment:
+            number = experiment.experiment_id
+        else:  # a server chooses itself where files are kept
+            files = None if server else (folder / "mlflow-files").as_uri()
+            number = client.create_experiment(name, artifact_location=files)
+        identifier = client.create_run(number, run_name=run.folder.name).info.run_id
+        parameters = [
+            package.entities.Param(name, str(value)[:MAX_VALUE])
+            for name, value in flatten(run.config).items()
+        ]
+        for start in range(0, len(parameters), MAX_PARAMETERS):
+            client.log_batch(identifier, params=parameters[start : start + MAX_PARAMETERS])
+        run.store_id("mlflow", identifier)
+    return _MLflow(package, client, identifier)
+
+
+@dataclass(frozen=True, slots=True)
+class _MLflow:
+    package: Any
+    client: Any
+    identifier: str
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = int(1000 * time.time())
+        values = [
+            self.package.entities.Metric(name, value, now, step) for name, value in metrics.items()
+        ]
+        self.client.log_batch(self.identifier, metrics=values)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self.client.log_text(self.identifier, text, f"{name}/step{step:06d}.txt")
+
+    def close(self) -> None:
+        self.client.set_terminated(self.identifier)

@@ -1,0 +1,30 @@
+"""TensorBoard: event files in the folder `tensorboard` of the run."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from unstale.observe.trackers import Sink, TrackedRun
+
+PACKAGE = "torch.utils.tensorboard"
+
+
+def open_sink(package: Any, run: TrackedRun) -> Sink:
+    return _TensorBoard(package.SummaryWriter(str(run.folder / "tensorboard")))
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorBoard:
+    writer: Any
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def text(self, step: int, name: str, text: str) -> None:
+        # The page shows Markdown. Indented lines are shown as they are.
+        self.writer.add_text(name, "\n".join(f"    {line}" for line in text.splitlines()), step)
+
+    def close(self) -> None:
+        self.writer.close()
