@@ -60,12 +60,13 @@ def test_its_episodes_are_streamed_and_recorded_as_they_were_sampled(
     from unstale.rollout.endpoint import answers
 
     seen: list[bool] = []
-    head = answers.ChatFormat.head
-    monkeypatch.setattr(
-        answers.ChatFormat,
-        "head",
-        lambda self, *, streamed: seen.append(streamed) or head(self, streamed=streamed),
-    )
+    choice = answers.ChatFormat.choice
+
+    def spy(self: answers.ChatFormat, *values: Any, streamed: bool) -> answers.Fields:
+        seen.append(streamed)
+        return choice(self, *values, streamed=streamed)
+
+    monkeypatch.setattr(answers.ChatFormat, "choice", spy)
     world, outcomes = play(adder)
     assert len(outcomes) == 2
     for outcome in outcomes:
