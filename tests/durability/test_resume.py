@@ -85,9 +85,7 @@ def played(toy: Toy) -> Iterator[Toy]:
     run = virtual_clock.run
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "build_machine", toy.machine)
-        patch.setattr(
-            session.virtual_clock, "run", lambda main, *, virtual: run(main, virtual=True)
-        )
+        patch.setattr(session.virtual_clock, "run", lambda main, **_: run(main, virtual=True))
         yield toy
 
 

@@ -9,7 +9,7 @@ from dataclasses import fields
 from unstale.config import RunConfig
 from unstale.config.options import options
 from unstale.lint.finding import Finding, Fix
-from unstale.lint.policy_files import num_weights, width
+from unstale.lint.policy_files import local_folder, num_weights, width
 
 MAX_BOUND = 16
 """Largest staleness bound without a warning. No published result goes beyond it."""
@@ -123,7 +123,7 @@ def slow_adapters(config: RunConfig) -> Finding | None:
 
 def wide_adapters(config: RunConfig) -> Finding | None:
     rank = config.trainer.lora_rank
-    size = width(config.policy_folder)
+    size = width(local_folder(config))
     if size is None or rank <= size:
         return None
     return Finding(
@@ -138,7 +138,7 @@ def wrong_rate(config: RunConfig) -> Finding | None:
     rate = config.trainer.lr
     if not math.isfinite(rate):
         return None
-    size = num_weights(config.policy_folder)
+    size = num_weights(local_folder(config))
     model = f"{size / 1e6:.3g}M weights" if size else "this model"
     usual: Fix = {"trainer.lr": _usual_rate(config)}
     if rate > _largest_rate(config):
@@ -160,7 +160,7 @@ def _rate_of_adam(config: RunConfig) -> float:
     """Return the usual learning rate of Adam, with one digit."""
     lora = bool(config.trainer.lora_rank)
     usual = _largest_rate_of_adam(config) / 20
-    if not num_weights(config.policy_folder):
+    if not num_weights(local_folder(config)):
         usual = MIN_LARGEST_RATE / 20
     return float(f"{max(usual, 10 * LORA_RATE if lora else 0):.0e}")
 
@@ -170,7 +170,7 @@ def _usual_rate(config: RunConfig) -> float:
 
 
 def _largest_rate_of_adam(config: RunConfig) -> float:
-    size = max(1, num_weights(config.policy_folder))
+    size = max(1, num_weights(local_folder(config)))
     largest = min(0.1, max(MIN_LARGEST_RATE, RATE_TIMES_WEIGHTS / size))
     return largest * (10 if config.trainer.lora_rank else 1)
 
@@ -182,14 +182,14 @@ def _largest_rate(config: RunConfig) -> float:
 def _smallest_rate(config: RunConfig) -> float:
     """Return the smallest sensible rate. Without Adam, a step must exceed the rounding."""
     if _is_adam(config):
-        is_known = num_weights(config.policy_folder) > 0
+        is_known = num_weights(local_folder(config)) > 0
         return _largest_rate_of_adam(config) / RATE_RANGE if is_known else 0.0
     return _rounding_norm(config) / min(1.0, config.trainer.grad_clip)
 
 
 def _rounding_norm(config: RunConfig) -> float:
     """Return the norm of a change of all weights by their rounding."""
-    return ROUNDING * math.sqrt(max(1, num_weights(config.policy_folder)))
+    return ROUNDING * math.sqrt(max(1, num_weights(local_folder(config))))
 
 
 def faint_gradient(config: RunConfig) -> Finding | None:

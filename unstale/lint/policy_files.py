@@ -2,9 +2,23 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from safetensors import safe_open
+
+from unstale.config import ConfigError, RunConfig
+
+
+def local_folder(config: RunConfig) -> Path:
+    """Return the folder of the initial policy; nothing is downloaded.
+
+    If the policy is not on this machine, the path has no files, so its size is not known.
+    """
+    try:
+        return replace(config, policy_download=False).policy_folder
+    except ConfigError:
+        return Path(config.policy)
 
 
 def num_weights(folder: Path) -> int:

@@ -10,7 +10,7 @@ from unstale.config import RunConfig
 from unstale.config.routes import age_of_average, live_versions
 from unstale.lint import learning
 from unstale.lint.finding import Finding, Fix, Rule, use_route
-from unstale.lint.policy_files import num_weights
+from unstale.lint.policy_files import local_folder, num_weights
 from unstale.lint.semantics import bounds_s, d_is_one, over, s_is_one
 
 NOISE = 0.02
@@ -131,7 +131,7 @@ def _too_few_copies(config: RunConfig) -> Finding | None:
     if config.trainer.lora_rank:
         return None  # adapters are small, and their size is unknown before the model is loaded
     bytes_per_weight = 2 if config.trainer.dtype == "bfloat16" else 4
-    copy_gb = num_weights(config.policy_folder) * bytes_per_weight / 1e9
+    copy_gb = num_weights(local_folder(config)) * bytes_per_weight / 1e9
     needed = max(2, live_versions(config))  # the newest is kept until the next one is stored
     if needed * copy_gb <= limit_gb:
         return None
