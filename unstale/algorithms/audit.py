@@ -149,15 +149,24 @@ def leaks(tokens: Tokens, *, noise: float = 0.0) -> Leaks:
     columns = {name: column for name, column in columns.items() if not _constant(column, noise)}
     if len(old) < MIN_TOKENS or not columns or abs(_correlation(*columns.values())) > ALIKE:
         return Leaks(None, None)
-    regressors = torch.stack([torch.ones_like(old.error), *columns.values()], 1)
-    fit = torch.linalg.lstsq(regressors, old.error[:, None]).solution[:, 0]
-    scores = _by_sequence(regressors * (old.error - regressors @ fit)[:, None], old.sequence)
-    bread = torch.linalg.inv(regressors.T @ regressors)
-    spread = (bread @ scores.T @ scores @ bread).diagonal().clamp(min=0).sqrt()
-    has_error = len(scores) > len(fit)  # more sequences than fitted coefficients
+    # Centred columns need no intercept. Sums, unlike products of large matrices, have the same bits
+    # in every process, however many threads the library finds free.
+    centred = torch.stack([column - column.mean() for column in columns.values()], 1)
+    scale = centred.square().mean(0).sqrt()
+    regressors = centred / scale
+    gram = (regressors[:, :, None] * regressors[:, None, :]).sum(0)
+    error = old.error - old.error.mean()
+    fit = torch.linalg.solve(gram, (regressors * error[:, None]).sum(0))
+    residual = error - (regressors * fit).sum(1)
+    scores = _by_sequence(regressors * residual[:, None], old.sequence)
+    bread = torch.linalg.inv(gram)
+    middle = (scores[:, :, None] * scores[:, None, :]).sum(0)
+    spread = (bread @ middle @ bread).diagonal().clamp(min=0).sqrt() / scale
+    slopes = fit / scale
+    has_error = len(scores) > len(fit) + 1  # more sequences than slopes and the intercept
     estimates = {
-        name: Estimate(fit[i].item(), spread[i].item() if has_error else None, len(old))
-        for i, name in enumerate(columns, start=1)
+        name: Estimate(slopes[i].item(), spread[i].item() if has_error else None, len(old))
+        for i, name in enumerate(columns)
     }
     return Leaks(estimates.get("staleness"), estimates.get("discrepancy"))
 
