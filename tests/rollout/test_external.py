@@ -30,7 +30,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.cli.test_run import quiet, small
-from tests.support.agents import SUMS, in_a_process, patient, with_sdk
+from tests.support.scripted_agents import SUMS, in_a_process, patient, with_sdk
 from unstale.algorithms import advantages
 from unstale.build import build_rollout
 from unstale.cli import session
@@ -628,7 +628,7 @@ def test_tasks_come_in_every_order_and_never_under_the_same_name() -> None:
 
 def test_what_an_agent_cannot_be_trained_with_is_refused(tmp_path: Path) -> None:
     config = small(
-        tmp_path, task=TaskConfig(env="tests.support.agents:sdk_tasks"), deterministic=True
+        tmp_path, task=TaskConfig(env="tests.support.scripted_agents:sdk_tasks"), deterministic=True
     )
     with pytest.raises(ConfigError, match="deterministic must be false with an ExternalAgent"):
         build_rollout(config, build_taskset(config.task))
@@ -637,7 +637,9 @@ def test_what_an_agent_cannot_be_trained_with_is_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize("tasks", ["sdk_tasks", "forking_tasks"])
 def test_a_run_trains_on_it(tmp_path: Path, tasks: str) -> None:
     engine = EngineConfig(max_completion_tokens=24, max_context=256, max_running=8)
-    config = small(tmp_path, task=TaskConfig(env=f"tests.support.agents:{tasks}"), engine=engine)
+    config = small(
+        tmp_path, task=TaskConfig(env=f"tests.support.scripted_agents:{tasks}"), engine=engine
+    )
     run = session.train(config, console=quiet())
     assert len(run.metrics) >= 3 and run.report.exists()
     with Journal.read(run.folder) as reader:
