@@ -142,7 +142,9 @@ def test_mistakes_name_file_and_line(tmp_path: Path, text: str, message: str) ->
         taskset(tmp_path / "bad.jsonl")
 
 
-def test_missing_files_and_rewards_are_refused(tmp_path: Path) -> None:
+def test_missing_files_and_rewards_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match=r"there is no file .*gone\.jsonl"):
         taskset(tmp_path / "gone.jsonl")
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
@@ -152,7 +154,9 @@ def test_missing_files_and_rewards_are_refused(tmp_path: Path) -> None:
         taskset(path, reward="nowhere:f")
     with pytest.raises(ConfigError, match=r"task\.env cannot be 'dataset'"):
         make_task("dataset")
-    pytest.importorskip("datasets")
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="the data set nobody/nothing cannot be loaded"):
         load_rows("nobody/nothing")
 
