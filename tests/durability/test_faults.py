@@ -313,7 +313,9 @@ def test_an_environment_that_swallows_its_cancellation_is_cancelled_again(tmp_pa
         train(named(tmp_path, patient(0, 1.0)))
     with Journal.read(tmp_path / "run") as reader:
         errors = {error for (error,) in reader.rows("SELECT error FROM failures")}
-        assert errors == {"TimeoutError: no answer within 5 s"} and reader.steps()[-1]["step"] == STEPS
+        assert (
+            errors == {"TimeoutError: no answer within 5 s"} and reader.steps()[-1]["step"] == STEPS
+        )
 
 
 def test_out_of_tasks_is_an_error_that_says_so(tmp_path: Path) -> None:
