@@ -5,7 +5,9 @@ sampled token is recorded.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,15 @@ pydantic = pytest.importorskip("pydantic")
 
 BEGIN = "<|im_start|>assistant\n"
 ADA = '{"name": "Ada", "age": 36}'
+
+
+@pytest.fixture(autouse=True)
+def collect_open_clients() -> Iterator[None]:
+    """Collect the HTTP clients that a library leaves open now, not during another test."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 class Person(pydantic.BaseModel):  # type: ignore[misc, name-defined]
