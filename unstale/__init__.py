@@ -1,8 +1,8 @@
 """Asynchronous RL for language-model agents, with exact log-probabilities of stale tokens.
 
 `unstale.train(unstale.recipes.retail())` trains the demo. The training loop is in
-`unstale/loop.py`. Names are imported when first used, so that `import unstale` and the command
-line's `--help` are quick.
+`unstale/loop.py`. Public names are imported when they are first used. So `import unstale` and
+`unstale --help` do not load torch.
 """
 
 import os
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# Set before torch loads. OpenMP threads that spin while they wait slow the threads of another
-# process down 15 to 30 times, and by default they spin longer than most products take.
+# Set these before torch loads. OpenMP threads spin while they wait, by default for longer than most
+# matrix products take. Spinning threads slow down other processes 15 to 30 times.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-# Use pages of 2 MB for large tensors: page faults of small ones took a good part of each pass.
+# Use pages of 2 MB for large tensors. With small pages, page faults took much of each forward pass.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ _HOMES = {
     "push_to_hub": "unstale.cli.push",
     "train": "unstale.cli.session",
 }
-"""Public name -> module. Names that are not listed are in `unstale.records`."""
+"""The module of each public name. A name that is not listed here is in `unstale.records`."""
 
 __all__ = [
     "Batch",

@@ -1,4 +1,4 @@
-"""Build the objects of a run from its configuration."""
+"""Create the objects of a run, such as model, engine, trainer and queue, from its `RunConfig`."""
 
 import asyncio
 import math
@@ -60,29 +60,32 @@ from unstale.weights.recording import RECORDED, Recording
 from unstale.weights.store import VersionStore
 
 MAX_SKIPPED = 100_000
-"""Tasks skipped in a row after which no usable task is assumed to be left."""
+"""Number of skipped tasks in a row at which the run stops. No usable task is then assumed to be
+left. A task is skipped if its episodes failed or were refused before.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """The components of a run that sample and train. They do not need a run folder."""
+    """The components of a run that sample and train. None of them needs a run folder."""
 
     policy: Policy
     taskset: Taskset
     generator: Generator
     scorer: Scorer
-    """The scorer that the route uses."""
+    """Computes log-probabilities for the old-logit route. The audit has a second scorer."""
     old: OldLogps
     auditor: Auditor
     trainer: LocalTrainer
 
 
 def build_machine(config: RunConfig, engine: Engine | None = None) -> Components:
-    """Return the components of a run. `engine` is used instead of the configured one if given.
+    """Return the components that sample and train, as `config` describes them.
 
-    Raises `ConfigError` for every mistake that can be found without starting the engine.
+    If `engine` is given, it replaces the engine that `config` describes. Raises `ConfigError` for
+    every mistake that can be found before the engine starts.
     """
-    find_trackers(config.trackers)  # raises ConfigError if one cannot be used
+    find_trackers(config.trackers)  # raises ConfigError for an unknown or missing tracker
     policy, taskset, generator = build_sampler(config, engine)
     scorer = build_scorer(config, policy)
     trainer, auditor = build_trainer(config, policy, scorer)
@@ -92,21 +95,28 @@ def build_machine(config: RunConfig, engine: Engine | None = None) -> Components
 def build_sampler(
     config: RunConfig, engine: Engine | None = None
 ) -> tuple[Policy, Taskset, Generator]:
-    """Return the policy, the task set and the generator. Raises `ConfigError` for wrong options."""
+    """Return the policy, the task set, and the engine with its chat format.
+
+    If `engine` is given, it replaces the engine that `config` describes. Raises `ConfigError` for
+    invalid options.
+    """
     if config.allow_weak_sandbox:
         sandbox.allow_weak()
     taskset = build_taskset(config.task)
     check_taskset(taskset, config.seed, config.steps * config.schedule.groups_per_step)
     held_out_tasks(taskset, config.eval.tasks)
     policy = load_policy(config)
-    build_rollout(config, taskset)  # raises ConfigError if a requirement is missing
+    build_rollout(config, taskset)  # raises ConfigError if a package for the task set is missing
     return policy, taskset, build_generator(config, policy, taskset, engine)
 
 
 def build_trainer(
     config: RunConfig, policy: Policy, scorer: Scorer
 ) -> tuple[LocalTrainer, Auditor]:
-    """Return the trainer and its audit. The caller must close the route, `trainer.old`."""
+    """Return the trainer, and the auditor that measures the errors of its old log-probabilities.
+
+    The trainer's `old` is the old-logit route, which may have a process. The caller must close it.
+    """
     old = build_old_logps(config.old_logps, scorer, lockstep=config.deterministic)
     rules = Rules(config.correction, config.objective)
     auditor = Auditor(build_scorer(config, policy), old, rules, share=config.audit.share)
@@ -114,17 +124,24 @@ def build_trainer(
 
 
 def build_advantage(config: AdvantageConfig) -> Callable[[Sequence[Group]], list[ScoredTrajectory]]:
-    """Return the advantage estimator, a function of the groups of one batch."""
+    """Return the configured advantage estimator.
+
+    It is a function from the groups of one batch to the trajectories with their advantages.
+    """
     return partial(ESTIMATORS[config.estimator], **config.selected_options())
 
 
 def build_scorer(config: RunConfig, policy: Policy) -> Scorer:
-    """Return a scorer of the policy. It has state: route and audit need one each."""
+    """Return a new scorer: it computes log-probabilities by the current or past weights.
+
+    A scorer keeps past weights for one user. So the old-logit route and the audit each need a
+    scorer.
+    """
     return LocalScorer(policy, config.engine.temperature, config.trainer.max_tokens_per_microbatch)
 
 
 def load_policy(config: RunConfig) -> Policy:
-    """Return the initial policy of a run."""
+    """Load the model that a run starts from, with adapters if the run trains LoRA."""
     options = config.trainer
     lora = None
     if options.lora_rank:
@@ -137,7 +154,7 @@ def load_policy(config: RunConfig) -> Policy:
 def build(
     config: RunConfig, machine: Components, log: RunLog, watcher: Watcher, life: ResumeState
 ) -> RunComponents:
-    """Return the components of the loop, with the state of a resumed run."""
+    """Connect all components of a run for the training loop. Restore the state of a resumed run."""
     policy, taskset, old = machine.policy, machine.taskset, machine.old
     pending = PendingPieces()
     piece_arrived = asyncio.Event()
@@ -199,7 +216,10 @@ def build(
 
 
 def open_trackers(config: RunConfig, folder: Path, policy: Policy) -> Trackers:
-    """Return the trackers of a run, opened. Raises `ConfigError` if one cannot be."""
+    """Open the experiment trackers that `config.trackers` names, such as wandb, for a run folder.
+
+    Raises `ConfigError` if a tracker cannot be opened.
+    """
     run = TrackedRun(folder, plain(config))
     sinks = {name: make(run) for name, make in find_trackers(config.trackers).items()}
     return Trackers(sinks, lambda tokens: str(policy.tokenizer.decode(tokens)))
@@ -207,7 +227,10 @@ def open_trackers(config: RunConfig, folder: Path, policy: Policy) -> Trackers:
 
 @dataclass(frozen=True, slots=True)
 class _Listeners:
-    """The objects that are notified of new tokens and of failed or restarted episodes."""
+    """Callbacks of the rollout. They pass on sampled tokens, and failed or restarted episodes.
+
+    The receivers are the old-logit route, the list of tokens not yet trained on, and the run's log.
+    """
 
     old: OldLogps
     pending: PendingPieces
@@ -231,7 +254,10 @@ class _Listeners:
 def _training_rollout(
     make_rollout: Callable[..., Rollout], listeners: _Listeners, life: ResumeState
 ) -> Rollout:
-    """Return the rollout of training episodes, with the state of a resumed run."""
+    """Return the object that runs training episodes.
+
+    Give it the episodes that a resumed run had begun.
+    """
     rollout = make_rollout(
         on_piece=listeners.on_piece,
         on_failure=listeners.on_failure,
@@ -248,7 +274,8 @@ def _training_rollout(
 def trainer_threads(config: RunConfig) -> int:
     """Return the number of CPU threads of the trainer.
 
-    All processes of a run share the cores: with more threads than cores, all are many times slower.
+    All processes of a run share the cores. If together they have more threads than cores, every
+    process becomes many times slower.
     """
     if config.trainer.threads:
         return config.trainer.threads
@@ -259,17 +286,17 @@ def trainer_threads(config: RunConfig) -> int:
 
 
 def _own_threads(count: int) -> None:
-    """Set the number of torch threads for this thread alone.
+    """Set the number of torch threads of the calling thread, and 1 for threads that start later.
 
-    Threads that start later inherit the last value that any thread has set.
+    A new thread takes the number that was set last in any thread of the process.
     """
     torch.set_num_threads(count)
-    torch.get_num_threads()  # applies the value to this thread
+    torch.get_num_threads()  # makes the setting take effect in this thread
     ThreadPoolExecutor(1).submit(torch.set_num_threads, 1).result()
 
 
 def build_checkpoints(config: RunConfig, machine: Components, run: Path) -> Checkpoints:
-    """Return the checkpoints, which store every component with state."""
+    """Return the writer of checkpoints of the trainer, the old-logit route and the auditor."""
     parts: dict[str, Stateful] = {
         "trainer": machine.trainer,
         "old": machine.old,
@@ -279,7 +306,10 @@ def build_checkpoints(config: RunConfig, machine: Components, run: Path) -> Chec
 
 
 def build_queue(config: ScheduleConfig, life: ResumeState) -> StalenessQueue:
-    """Return the queue. In a resumed run it holds the groups that were unfinished."""
+    """Return the staleness queue: it limits the groups in flight and sorts finished ones.
+
+    In a resumed run it contains the groups that were not trained on before the resume.
+    """
     queue = StalenessQueue(
         max_staleness=config.max_staleness,
         groups_per_step=config.groups_per_step,
@@ -292,11 +322,10 @@ def build_queue(config: ScheduleConfig, life: ResumeState) -> StalenessQueue:
 def training_requests(
     taskset: Taskset, seed: int, life: ResumeState, *, skipped: Collection[str]
 ) -> Iterator[GroupRequest]:
-    """Yield requests for groups of episodes, one for each training task that is not `skipped`.
+    """Yield one request for a group of episodes for each training task.
 
-    A resumed run continues where it stopped.
-
-    Stops after `MAX_SKIPPED` skipped tasks in a row.
+    Tasks whose key is in `skipped` get no request. A resumed run continues after its last task. The
+    requests end after `MAX_SKIPPED` skipped tasks in a row.
     """
     number = life.admitted
     num_skipped = 0
@@ -311,7 +340,11 @@ def training_requests(
 
 
 def shares_deltas(config: RunConfig) -> bool:
-    """Return True if engines can load the weight deltas that the route keeps for itself."""
+    """Return True if the route's weight differences can also be sent to the engines.
+
+    A delta is the lossless difference of the weights of two versions. It is then computed only
+    once.
+    """
     same_precision = config.engine.dtype == config.trainer.dtype
     return config.old_logps.shares_deltas and (same_precision or config.trainer.lora_rank > 0)
 
@@ -319,7 +352,10 @@ def shares_deltas(config: RunConfig) -> bool:
 def build_generator(
     config: RunConfig, policy: Policy, taskset: Taskset, engine: Engine | None = None
 ) -> Generator:
-    """Return the engine with the chat format of the policy's tokenizer and the task set's tools."""
+    """Return the engine with the chat format: the model's template and the task set's tools.
+
+    Raises `ConfigError` if the model's tokenizer or template cannot be used.
+    """
     try:
         engine = engine or build_engine(config, policy.merging)
         chat = Chat(
@@ -334,7 +370,12 @@ def build_generator(
 
 
 def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
-    """Return a pool of the configured engines. With `merging`, they load LoRA adapters."""
+    """Return the configured engines as one pool.
+
+    `merging` describes LoRA adapters, if the run has any.
+
+    Raises `ConfigError` if the engine needs `engine.urls` and none is given.
+    """
     options = config.engine
     spec = engine_spec(options.backend)
     if spec.needs_urls and not options.urls.split():
@@ -365,10 +406,11 @@ def build_engine(config: RunConfig, merging: Merging | None) -> EnginePool:
 
 
 def gpu_memory_utilization(config: RunConfig) -> float:
-    """Return the share of the GPU's memory for a server that the run starts.
+    """Return the share of GPU memory for a vLLM server that this run starts.
 
-    Without an option it is what the trainer leaves; 0 if the run starts no server on its GPU.
-    Raises `ValueError` if trainer and engine do not fit.
+    The option `engine.gpu_memory_utilization` comes first. If it is 0, the server gets what the
+    trainer leaves. The result is 0 if the run starts no server on a GPU. Raises `ValueError` if
+    trainer and engine do not fit together.
     """
     options = config.engine
     is_started = options.backend == "vllm" and not options.urls and torch.cuda.is_available()
@@ -376,7 +418,8 @@ def gpu_memory_utilization(config: RunConfig) -> float:
         return options.gpu_memory_utilization
     sizes = {name: dtype.itemsize for name, dtype in DTYPES.items()}
     model = sizes[config.trainer.dtype]
-    optimizer = 0 if config.trainer.lora_rank else 16  # float32: weights, gradient, two moments
+    # 16 bytes: weights, gradient and two moments in float32
+    optimizer = 0 if config.trainer.lora_rank else 16
     copies = 1 + config.old_logps.needs.own_process
     return gpu_share(
         num_weights(config.policy_folder),
@@ -389,7 +432,11 @@ def gpu_memory_utilization(config: RunConfig) -> float:
 def build_rollout(
     config: RunConfig, taskset: Taskset, *, on_event: Callable[..., None] = lambda kind, **_: None
 ) -> Callable[..., Rollout]:
-    """Return a function that makes rollouts. Those of external agents share one HTTP endpoint."""
+    """Return a function that creates the object that runs episodes.
+
+    For a task set of an external agent (`ExternalAgent`), all such objects share one HTTP endpoint.
+    Raises `ConfigError` if a needed package is missing or the run is deterministic.
+    """
     if not isinstance(taskset, ExternalAgent):
         return Rollout
     if config.deterministic:
@@ -408,9 +455,10 @@ def build_rollout(
 
 
 def build_old_logps(config: OldLogpsConfig, scorer: Scorer, *, lockstep: bool = False) -> OldLogps:
-    """Return the route to old log-probabilities.
+    """Return the configured old-logit route, which computes old log-probabilities.
 
-    `lockstep` waits for the route's own process, so that results do not depend on its speed.
+    With `lockstep` the trainer waits for the route's child process, if it has one. The results then
+    do not depend on the speed of that process.
     """
     route: OldLogps = config.make(scorer, lockstep=lockstep)
     return route

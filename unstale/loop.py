@@ -39,22 +39,22 @@ from unstale.weights.publish import Publisher
 
 @dataclass(frozen=True, slots=True)
 class RunComponents:
-    """The components that the loop connects. `build.py` makes them."""
+    """All components of a run that the training loop connects. `unstale/build.py` creates them."""
 
     config: RunConfig
     progress: Progress
-    """Where the run starts: new, or at a checkpoint."""
+    """The step from which the run starts: 0, or the step of the loaded checkpoint."""
     resumed_requests: Sequence[GroupRequest]
-    """Groups that were started before a resume and not trained on, in order of starting."""
+    """Groups that were started before a resume and not trained on, in the order of their start."""
     requests: Iterator[GroupRequest]
-    """The groups to start next."""
+    """Requests for the next groups of episodes, one for each training task."""
     engine: GenerationControl
     rollout: GroupRollout
     evaluation: Evaluation | None
-    """Runs the held-out tasks. None if there are none."""
+    """Runs the held-out tasks and returns their success. None if the run has no held-out tasks."""
     queue: StalenessQueue
     pending: PendingPieces
-    """Sampled pieces that no batch has contained."""
+    """Sampled pieces (runs of tokens of one version) that no batch has contained yet."""
     advantage: Callable[[Sequence[Group]], list[ScoredTrajectory]]
     old_logps: OldLogps
     auditor: AuditObserver
@@ -65,20 +65,24 @@ class RunComponents:
     log: RunRecorder
     trainer_thread: WorkerThread
     io_thread: WorkerThread
-    """Writes checkpoints. The threads of asyncio's own pool may all be busy with environments."""
+    """Thread that writes checkpoints. The threads of asyncio may all be occupied by environments.
+    """
     piece_arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when an engine returns a piece. `take_groups` clears it."""
+    """Set when an engine returns sampled tokens, cleared by `take_groups`. An old-logit route that
+    scores during idle time waits for this event.
+    """
 
     def close(self) -> None:
-        """Stop the threads after their current work."""
+        """Stop the trainer's thread and the checkpoint thread after their current work."""
         self.trainer_thread.close()
         self.io_thread.close()
 
 
 async def train(run: RunComponents) -> bool:
-    """Train to the last step, or in deterministic mode to the next checkpoint.
+    """Train to the last step. In deterministic mode, train to the next checkpoint.
 
-    Return True if the run is complete. If not, the caller must load the checkpoint and call again.
+    Return True if the run is complete. Otherwise the caller must load the checkpoint and call this
+    function again.
     """
     await run.engine.start()
     complete = run.progress.step >= run.config.steps
@@ -91,16 +95,20 @@ async def train(run: RunComponents) -> bool:
         progress = await take_steps(run, publication)
         if run.config.deterministic:
             await run.engine.interrupt()
-            await asyncio.sleep(0)  # lets the journal record the interrupted replies
+            await asyncio.sleep(0)  # gives the journal time to record the interrupted replies
         producer.cancel()
-    if run.config.deterministic:  # nothing is in flight, so the journal holds every episode
+    if run.config.deterministic:  # no episode is running now, so the journal contains every token
         snapshot = await run.trainer_thread.run(run.checkpoints.snapshot, progress, run.trainer)
         await save_checkpoint(run, snapshot)
     return not run.config.deterministic
 
 
 async def produce(run: RunComponents) -> None:
-    """Start groups without end, each when the staleness queue has a free ticket."""
+    """Start groups of episodes, one for each free ticket of the staleness queue.
+
+    A ticket is the permission to start a group. The function runs until it is cancelled or the
+    tasks end.
+    """
     async with asyncio.TaskGroup() as in_flight:
         for request in run.resumed_requests:
             await run.queue.readmit(request.number, partial(roll, run, request), in_flight)
@@ -113,7 +121,7 @@ async def produce(run: RunComponents) -> None:
 
 
 async def roll(run: RunComponents, request: GroupRequest) -> Group:
-    """Run the episodes of one group. Write its start and its end to the journal."""
+    """Run the episodes of one task. Record the start and the end of the group in the journal."""
     if not request.begun:
         run.journal.add_request(request)
     size = run.config.schedule.group_size
@@ -124,9 +132,10 @@ async def roll(run: RunComponents, request: GroupRequest) -> Group:
 
 
 async def take_steps(run: RunComponents, publication: "Publication") -> Progress:
-    """Train on one batch after the other. Return the progress after the last step.
+    """Train on batches until the last step. Return the progress after it.
 
-    In deterministic mode return when a checkpoint is due, before the new version is published.
+    In deterministic mode, return when a checkpoint is due. The new weights are then not published
+    yet.
     """
     config = run.config
     progress = run.progress
@@ -147,9 +156,9 @@ async def take_steps(run: RunComponents, publication: "Publication") -> Progress
 
 
 async def take_step(run: RunComponents, step: int, publication: "Publication") -> Progress:
-    """Train on one batch. The new weights get a version number but are not published yet."""
+    """Train on the next batch. The new weights get a version number and are published later."""
     if run.config.schedule.max_staleness == 0:
-        await publication.finished()  # its tickets are what the groups of this step wait for
+        await publication.finished()  # frees the tickets that this step's groups need
     began = time.monotonic()
     with run.log.span("wait", f"for the groups of step {step}"):
         groups = require_finished(await take_groups(run))
@@ -178,7 +187,10 @@ async def take_step(run: RunComponents, step: int, publication: "Publication") -
 
 
 async def take_groups(run: RunComponents) -> Sequence[Group]:
-    """Wait for the groups of the next batch. The route may score pieces in the meantime."""
+    """Wait for the groups of the next batch. Return them.
+
+    Some old-logit routes compute log-probabilities of finished tokens during the wait.
+    """
     async with asyncio.TaskGroup() as tasks:
         taking = tasks.create_task(run.queue.take())
         taking.add_done_callback(lambda _: run.piece_arrived.set())
@@ -194,7 +206,8 @@ async def learn(
 ) -> Mapping[str, Any]:
     """Take the optimizer steps of one batch. Return the trainer's metrics.
 
-    A route with `needs.closing` scores all pieces of the current version before the first step.
+    Some old-logit routes must score all tokens of the current version before its weights change.
+    For these (`needs.closing`), generation is paused and `closing` is called before the first step.
     """
     trainer = run.trainer
     needs = run.old_logps.needs
@@ -218,12 +231,12 @@ async def learn(
 
 
 class Publication:
-    """The publication of one version, which runs while the next batch is prepared.
+    """The publication of one version: all engines load the new weights.
 
-    It starts when it is created:
+    It is an asyncio task that starts in the constructor and runs while the next batch is prepared:
 
-        stage    in the trainer's thread: write the version to disk, copy what a checkpoint needs
-        load     interrupt the engines, load the weights, resume
+        stage    in the trainer's thread: write the version to disk, copy the data of a checkpoint
+        load     interrupt generation, load the weights into all engines, resume generation
         then     notify route and auditor, free the batch's tickets, write checkpoint and metrics
     """
 
@@ -236,7 +249,11 @@ class Publication:
         checkpoint: bool = False,
         last: bool = False,
     ) -> None:
-        """`create_task` starts the task, and so decides where its error is raised."""
+        """Start the publication of the trainer's current weights.
+
+        `create_task` starts the asyncio task. Its task group receives an error of the publication.
+        `checkpoint` asks for a checkpoint, `last` for the final evaluation.
+        """
         self._run = run
         self._progress = progress
         self._checkpoint_due = checkpoint
@@ -244,18 +261,22 @@ class Publication:
         evaluation_due = last or progress.step % every == 0
         self._evaluation = run.evaluation if evaluation_due else None
         self.scorers_notified = asyncio.Event()
-        """Set when the route and the auditor can score tokens of this version."""
+        """Set when the route and the auditor can score tokens of the new version."""
         self._task = create_task(self._publish())
 
     async def finished(self) -> None:
-        """Wait until all is done, so that weights may change. Raise the publication's error."""
+        """Wait until the publication is complete. Only then may the weights change again.
+
+        Raises the error of the publication, if there is one.
+        """
         await self._task
 
     @asynccontextmanager
     async def finish_before_errors(self) -> AsyncIterator[None]:
-        """Wait for this publication before an error leaves the context.
+        """Run the body, and wait for this publication before an exception leaves the body.
 
-        So a batch that fails cannot prevent the publication of the step before it.
+        The next batch is trained on in the body. If it fails, the publication of the previous step
+        is still completed.
         """
         try:
             yield
@@ -278,9 +299,9 @@ class Publication:
                 run.log.write(self._progress.step, row)
 
     async def _load_engines(self) -> tuple[Checkpoint | None, dict[str, float]]:
-        """Write the version to disk and load it into every engine.
+        """Write the new version to disk and load it into every engine.
 
-        Return the data of a checkpoint, if one is due, and metrics.
+        Return the data of a checkpoint (None if no checkpoint is due), and metrics.
         """
         run = self._run
         version = run.trainer.version
@@ -297,9 +318,10 @@ class Publication:
         }
 
     def _stage(self, live: Collection[int]) -> tuple[Checkpoint | None, float]:
-        """Do the work that needs the trainer's thread, before the next batch uses it.
+        """Write the weights and copy a checkpoint's data, before the next batch is trained on.
 
-        Return the data of a checkpoint, if one is due, and the seconds.
+        Return the data of a checkpoint (None if no checkpoint is due), and the seconds this took.
+        `live` are the versions whose tokens are still to be trained on.
         """
         run = self._run
         began = time.monotonic()
@@ -311,14 +333,23 @@ class Publication:
         return snapshot, time.monotonic() - began
 
     async def _notify_scorers(self, live: Collection[int]) -> None:
-        """Notify the route and the auditor of the new version, in the trainer's thread."""
+        """Notify the route and the auditor that engines now sample with the new version.
+
+        The calls run in the trainer's thread. `live` are the versions whose tokens are still to be
+        trained on.
+        """
         await self._run.trainer_thread.run(self._run.old_logps.published, live)
         await self._run.trainer_thread.run(self._run.auditor.published, live)
         self.scorers_notified.set()
 
 
 async def save_checkpoint(run: RunComponents, snapshot: Checkpoint) -> dict[str, float]:
-    """Write a checkpoint. The journal then marks the groups that it trained on as consumed."""
+    """Write a checkpoint to disk.
+
+    Then mark the groups that it was trained on as consumed in the journal.
+
+    Return the duration as a metric.
+    """
     began = time.monotonic()
     step = snapshot.progress.step
     with run.log.span("checkpoint", f"step {step}"):
@@ -329,7 +360,10 @@ async def save_checkpoint(run: RunComponents, snapshot: Checkpoint) -> dict[str,
 
 
 async def evaluate(run: RunComponents, evaluation: Evaluation, step: int) -> dict[str, float]:
-    """Measure success on the held-out tasks. Training episodes continue; the next step waits."""
+    """Measure success on the held-out tasks. Return it as metrics.
+
+    Training episodes continue meanwhile. The next optimizer step waits.
+    """
     began = time.monotonic()
     version = run.trainer.version
     with run.log.span("eval", f"step {step}"):

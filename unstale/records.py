@@ -1,9 +1,10 @@
-"""Records of episodes and batches.
+"""Records of episodes and batches: the data that the parts of a run hand to each other.
 
     ContextPiece, Sampled -> Trajectory -> Group -> ScoredTrajectory -> Batch
 
-An episode is a sequence of pieces: runs of tokens from one source and of one version. Each stage of
-the data path returns a wider record, and no field is filled in later.
+An episode is a sequence of pieces. A piece is a run of tokens with one source and, if sampled, one
+version of the weights. Each stage returns a new record with more data. No record is completed
+later.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,40 +13,45 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
-if TYPE_CHECKING:  # environments and the command line import this module without torch
+if TYPE_CHECKING:  # environments and the command line import this module without loading torch
     from torch import Tensor
 
 
 class Provenance(IntEnum):
-    """The origin of a token. Only some origins have a probability for an importance ratio."""
+    """The origin of a token.
+
+    Only tokens that the policy sampled have a probability for an importance ratio.
+    """
 
     ENVIRONMENT = 0
-    """Prompt, tool or user text."""
+    """Text of a prompt, a tool or a user."""
     SAMPLED = 1
-    """Sampled by the engine in exactly this context."""
+    """Sampled by the engine, with exactly the context that the record shows."""
     FORCED = 2
-    """Inserted into the policy's text, not sampled: a hint, for example."""
+    """Text put into the policy's reply instead of being sampled, such as a hint."""
     REWRITTEN = 3
-    """Sampled, but its context was edited afterwards."""
+    """Sampled by the policy, but the context before it was edited afterwards."""
     FOREIGN = 4
-    """Another policy's text."""
+    """Text that another policy wrote."""
     REPLAYED = 5
-    """Sampled, and used again in a later step."""
+    """Sampled by the policy, and trained on again in a later step."""
 
 
 HAS_BEHAVIOR = frozenset({Provenance.SAMPLED, Provenance.REPLAYED})
-"""Origins of tokens that an engine sampled in the context they have now."""
+"""Origins of tokens that an engine sampled in the context that the record shows. Only these have a
+`behavior_logp`.
+"""
 
 NO_VERSION = -1
-"""`version` of a token that no engine sampled."""
+"""Version number of tokens that no engine sampled, such as a prompt."""
 
 Stop = Literal["done", "max_turns", "max_tokens"]
-"""The reason an episode ended: the environment, or a limit."""
+"""The reason why an episode ended: the environment ended it, or a limit was reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContextPiece:
-    """Text that the policy did not choose."""
+    """A run of tokens that the policy did not choose, such as a prompt or a tool's answer."""
 
     tokens: tuple[int, ...]
     provenance: Provenance = Provenance.ENVIRONMENT
@@ -60,12 +66,12 @@ class ContextPiece:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Tokens that one version of the weights sampled in a row.
+    """A run of tokens that one version of the weights sampled.
 
-    `behavior_logp` is the log-probability of each token under the distribution it was sampled from.
-    `clean` is False if the engine changed its weights and kept the KV cache of older ones: then no
-    single version sampled the tokens. A reply that a change of weights interrupts has a piece for
-    each version.
+    `behavior_logp` has the log-probability of each token in the distribution that it was sampled
+    from. If a weight update interrupts a reply, the reply has one such piece for each version.
+    `clean` is False if the engine kept its KV cache over a weight update. Then no single version
+    sampled the tokens.
 
     >>> Sampled((7, 9), (-0.1, -0.7), version=3).version
     3
@@ -91,7 +97,7 @@ Piece = ContextPiece | Sampled
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A task by its key, from which the environment makes the task.
+    """The name of a task: environment, split and number. The environment creates the task from it.
 
     >>> Task("retail", "train", 17).key
     'retail/train/17'
@@ -108,9 +114,9 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A finished episode with its rewards by name.
+    """A finished episode: its pieces, the reason of its end and its rewards by name.
 
-    `turn_rewards` is empty or has one number per turn.
+    `turn_rewards` is empty, or has one reward per turn. A turn is one reply of the policy.
     """
 
     pieces: tuple[Piece, ...]
@@ -119,14 +125,15 @@ class Trajectory:
     task: Task
     seed: int
     episode: int = 0
-    """The episode's number in the run, in the order of starting."""
+    """The number of the episode in its run. Episodes are counted in the order of their start."""
     turn_rewards: tuple[float, ...] = ()
     facts: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    """Numbers from the environment, such as tool errors, for metrics and not for the reward."""
+    """Figures from the environment for metrics, such as the number of tool errors. They do not
+    affect the reward.
+    """
     branches: tuple["Trajectory", ...] = ()
-    """Further conversations of the episode, such as those of subagents.
-
-    They have the episode's reward and advantage.
+    """Further conversations of the episode, such as those of sub-agents. Each gets the episode's
+    reward and advantage.
     """
 
     @property
@@ -135,11 +142,15 @@ class Trajectory:
 
     @property
     def success(self) -> bool:
-        """True if the fact `success`, or else the reward, is at least 1."""
+        """True if the fact `success` is at least 1. Without this fact the reward decides."""
         return self.facts.get("success", self.reward) >= 1
 
     def led(self) -> "Trajectory":
-        """Return the trajectory, or its first branch with the others if it has no sampled token."""
+        """Return the trajectory with a conversation first that has sampled tokens.
+
+        If the main conversation has none, its first branch takes its place and keeps the other
+        branches.
+        """
         if self.sampled or not self.branches:
             return self
         return replace(self.branches[0], branches=self.branches[1:])
@@ -154,7 +165,7 @@ class Trajectory:
 
     @property
     def versions(self) -> frozenset[int]:
-        """The versions that sampled at least one token."""
+        """The versions of the weights that sampled at least one token of the trajectory."""
         return frozenset(piece.version for piece in self.sampled if piece.tokens)
 
     @property
@@ -170,9 +181,11 @@ class Trajectory:
 
 
 def walk(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece, int]]:
-    """Yield `(start, piece, turn)` of every piece with tokens. `turn` is -1 for a ContextPiece.
+    """Yield `(start, piece, turn)` for every piece that has tokens.
 
-    Adjacent Sampled pieces belong to one turn: an interrupted reply and its continuation.
+    `start` is the offset of the piece's first token. `turn` counts the policy's replies from 0, and
+    is -1 for a context piece. Adjacent sampled pieces are one reply that a weight update
+    interrupted.
 
     >>> a, b = Sampled((5,), (-0.1,), 0), Sampled((6,), (-0.2,), 1)
     >>> pieces = [ContextPiece((1, 2)), a, b, ContextPiece((3,)), a]
@@ -193,13 +206,16 @@ def walk(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece, int]]:
 
 
 def count_turns(pieces: Sequence[Piece]) -> int:
-    """Return the number of replies. An interrupted reply has several pieces and counts once."""
+    """Return the number of replies.
+
+    A reply that a weight update cut into several pieces counts once.
+    """
     return max((turn for _, _, turn in walk(pieces)), default=-1) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An episode that failed in its environment. The run continues."""
+    """An episode that ended by an error of its environment. The run continues without it."""
 
     task: Task
     stage: str
@@ -210,18 +226,18 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The trajectories of one task, and its failed episodes."""
+    """All finished trajectories of one task, and the episodes of the task that failed."""
 
     task: Task
     trajectories: tuple[Trajectory, ...]
     failures: tuple[Failure, ...] = ()
     number: int = 0
-    """The group's number in the run, in the order of starting."""
+    """The number of the group in its run. Groups are counted in the order of their start."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredTrajectory:
-    """A trajectory with its advantage: one number, one per turn, or one per token."""
+    """A trajectory with its advantage: one number, one number per turn, or one number per token."""
 
     trajectory: Trajectory
     advantage: tuple[float, ...]
@@ -236,14 +252,16 @@ class ScoredTrajectory:
 
 @dataclass(frozen=True, slots=True)
 class PendingPiece:
-    """A sampled piece that no batch has contained, with the tokens before it in its episode.
+    """A sampled piece that no batch has contained yet, with the tokens before it in its episode.
 
-    `tokens[start:]` are the tokens of the piece.
+    `tokens[start:]` are the piece's own tokens. A route can score the piece from this record alone.
     """
 
     episode: int
     text: Sequence[int]
-    """The episode's tokens, at least to the end of the piece. Pieces may share this list."""
+    """The episode's tokens, at least up to the end of the piece. Several pieces may share this
+    list.
+    """
     start: int
     piece: Sampled
 
@@ -254,24 +272,28 @@ class PendingPiece:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRecord:
-    """An episode as the journal has it at a resume: its last attempt, and how many failed."""
+    """An episode as the journal recorded it before a resume.
+
+    It contains the last attempt at the episode and the number of failed attempts.
+    """
 
     episode: int
     pieces: tuple[Piece, ...]
     outcome: Trajectory | Failure | None
-    """None if the episode is not finished."""
+    """The result of the episode. None if the episode had not ended."""
     failures: int = 0
     snapshot: tuple[int, str] | None = None
-    """The environment's last snapshot, after the number of pieces at which it was taken."""
+    """The environment's last saved state, and the number of pieces before it. None without one."""
     branches: tuple["EpisodeRecord", ...] = ()
-    """Further conversations of the attempt."""
+    """Further conversations of the attempt, such as those of sub-agents."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """A request to run the episodes of one group.
+    """A request to run the episodes of one task, which form a group.
 
-    `number` is the group's number in the run, `place` the task's position among the training tasks.
+    `number` is the number of the group in its run. `place` is the index of the task in the sequence
+    of training tasks.
     """
 
     number: int
@@ -281,11 +303,14 @@ class GroupRequest:
     begun: bool = False
     """True if the group was started before a resume."""
     past: tuple[EpisodeRecord, ...] = ()
-    """The episodes that were started before a resume, in the order of siblings."""
+    """The group's episodes that were started before a resume, in the order of their start."""
     finished: bool = False
 
     def opens(self) -> Iterator[PendingPiece]:
-        """Yield all sampled pieces of the group's earlier episodes, without failed ones."""
+        """Yield the pieces that the group's episodes sampled before a resume.
+
+        Failed episodes are left out.
+        """
         for past in self.past:
             if isinstance(past.outcome, Failure):
                 continue
@@ -300,17 +325,18 @@ class GroupRequest:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Sequences packed end to end; every tensor is `[T]`.
+    """The sequences of one batch, packed end to end. Every tensor is `[T]`.
 
-    Sequence `i` is `offsets[i]:offsets[i + 1]`. Values at `t` belong to `tokens[t]`:
-    `behavior_logp[t]` is its log-probability given the tokens before it in its own sequence. Where
-    `sampled` is False, `behavior_logp` and `advantage` are 0, and `version` and `turn` are -1.
+    Sequence `i` is `offsets[i]:offsets[i + 1]`. Values at `t` belong to `tokens[t]`. For example,
+    `behavior_logp[t]` is its log-probability given the tokens before it in its sequence. Where
+    `sampled` is False, `behavior_logp` and `advantage` are 0, `version` and `turn` are -1.
     """
 
     tokens: "Tensor"
     offsets: tuple[int, ...]
     sampled: "Tensor"
-    """True on action tokens, which the policy chose."""
+    """True for action tokens, which are the tokens that the policy sampled. Only they have a loss.
+    """
     behavior_logp: "Tensor"
     version: "Tensor"
     turn: "Tensor"
@@ -325,7 +351,7 @@ class Batch:
 
     @property
     def sequence(self) -> "Tensor":
-        """The index of each token's sequence, `[T]`."""
+        """The index of each token's sequence in the batch, `[T]`."""
         import torch
 
         lengths = torch.tensor([end - start for start, end in self.spans()])
@@ -335,7 +361,10 @@ class Batch:
         return list(zip(self.offsets[:-1], self.offsets[1:], strict=True))
 
     def select(self, sequences: Sequence[int]) -> "tuple[Batch, Tensor]":
-        """Return some sequences as a batch, and the positions `[T']` of its tokens in this one."""
+        """Return a batch of some of the sequences, by index.
+
+        The second result `[T']` has the position in this batch of each token of the new batch.
+        """
         import torch
 
         spans = self.spans()
@@ -351,7 +380,7 @@ class Batch:
 
 
 def collate(credited: Sequence[ScoredTrajectory]) -> Batch:
-    """Concatenate trajectories with advantages into one batch, without padding."""
+    """Concatenate trajectories with advantages into one batch. No padding is added."""
     import torch
 
     if not credited:

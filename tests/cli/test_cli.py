@@ -169,8 +169,8 @@ def test_help_is_the_docstring_under_the_field(capsys: pytest.CaptureFixture[str
     text = " ".join(capsys.readouterr().out.split())
     assert "--schedule.max_staleness" in text
     assert (
-        "Versions a token may lag behind the policy that trains on it. 0 trains synchronously."
-        in text
+        "Largest number of versions between the weights that sampled a token and those that "
+        "train on it. 0 trains synchronously." in text
     )
 
 

@@ -1,7 +1,8 @@
 """Every option of a run, in sections that follow the data flow. Importing it does not import torch.
 
-Sections are frozen dataclasses. An option's type holds its choices or range, and the docstring
-under it is its help. A recipe is a function that returns a `RunConfig`.
+A section is a frozen dataclass and each of its fields is an option. The type of a field holds the
+allowed values, and the docstring under the field is its help text. A recipe is a function that
+returns a `RunConfig`.
 """
 
 import re
@@ -37,10 +38,10 @@ from unstale.config.training import TrainerConfig as TrainerConfig
 
 
 def install(extra: str) -> str:
-    """Return the command that installs an extra.
+    """Return the command that installs an extra (an optional group of packages), for messages.
 
-    In a checkout it names the folder, because the `unstale` of package registries may be another
-    project. Without a checkout, as with a wheel, it names the packages of the extra.
+    In a checkout the command installs from its folder, because another project may have the name
+    `unstale` in package registries. Without a checkout it lists the packages of the extra.
     """
     if not (Path(__file__).parents[2] / "pyproject.toml").is_file():
         return shlex.join([sys.executable, "-m", "pip", "install", *packages_of(extra)])
@@ -50,7 +51,7 @@ def install(extra: str) -> str:
 
 
 def packages_of(extra: str) -> Iterator[str]:
-    """Yield the requirements of an extra of the installed package, with those of nested extras.
+    """Yield the packages that an extra of the installed project requires, nested extras included.
 
     >>> list(packages_of("tensorboard"))
     ['tensorboard']

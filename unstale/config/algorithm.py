@@ -1,4 +1,4 @@
-"""Options of advantages, the audit, corrections and objectives."""
+"""Options of the algorithm: advantages, the audit, corrections and objectives."""
 
 from dataclasses import dataclass, fields
 from functools import partial
@@ -26,16 +26,16 @@ LossAggregation = Literal["action_tokens", "kept", "sequence_mean", "constant"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageConfig(Section):
-    """The advantage estimator."""
+    """The advantage estimator, which turns the rewards of a task's episodes into advantages."""
 
     selector: ClassVar[str] = "estimator"
 
     estimator: Estimator = "grpo"
-    """The function from the rewards of a task's episodes to advantages."""
+    """The function that computes advantages from the rewards of a task's episodes."""
     discount: Share = 1.0
-    """`turn_level`: factor on the rewards of each later turn."""
+    """Only for `turn_level`: factor by which rewards count less for each later turn."""
     group_baseline: bool = True
-    """`reinforce_batch`: subtract the mean of each group first."""
+    """Only for `reinforce_batch`: first subtract the mean reward of each group."""
 
     def check_combination(self) -> None:
         self.refuse_unread([option.name for option in fields(self)])
@@ -43,34 +43,40 @@ class AdvantageConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditConfig(Section):
-    """The measured error of old log-probabilities, found with full copies of the weights."""
+    """The audit, which measures the error of old log-probabilities with copies of past weights."""
 
     share: Share = 0.0
-    """Share of sequences scored again with the weights that sampled them; 0 keeps no copies."""
+    """Share of sequences that are scored again with the weights that sampled them; 0 keeps no
+    copies.
+    """
     record: bool = False
-    """Keep every version and every batch in the run folder, for `unstale audit`."""
+    """Keep every version of the weights and every batch in the run folder, for `unstale audit`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionConfig(Section):
-    """The correction of the discrepancy D = pi_old / mu: same weights, two programs."""
+    """The correction of D = pi_old / mu: trainer against engine, with the same weights."""
 
     selector: ClassVar[str] = "control"
 
     control: CorrectionControl = "mask_weight"
-    """How D is used: as a weight on tokens, to drop tokens, or not at all."""
+    """Use of D: as a weight on the loss of a token, as a reason to drop a token, or not at all."""
     low: Share = 0.5
-    """Lower end of the band on D."""
+    """Lower limit of D. The control decides what happens to tokens below it."""
     high: Annotated[float, Range(1)] = 2.0
-    """Upper end of the band on D."""
+    """Upper limit of D. The control decides what happens to tokens above it."""
     normalize: bool = False
-    """Divide the weights by their mean over the batch's kept tokens."""
+    """Divide the weights by their mean over the tokens of the batch that the correction kept."""
     unit: Unit = "token"
-    """Tokens over which D is aggregated."""
+    """The tokens over which D is aggregated: one token, a turn, a segment of one version, or a
+    sequence.
+    """
     aggregate: Aggregate = "mean"
-    """Geometric mean of the ratios in a unit, their product, or the ratio farthest from 1."""
+    """The aggregate over a unit: `mean` is the geometric mean of its ratios, `sum` their product,
+    `max` the ratio farthest from 1.
+    """
     token_veto_threshold: Share = 0.0
-    """Drop a whole sequence if D of any of its tokens is below this; 0 never does."""
+    """Drop a whole sequence if D of any of its tokens is below this value; 0 drops none."""
 
     def check_combination(self) -> None:
         self.refuse_unread(["normalize"])
@@ -78,40 +84,55 @@ class CorrectionConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveConfig(Section):
-    """The trust region on staleness S = pi / pi_old (same program, newer weights), and the loss."""
+    """The trust region on the staleness ratio S = pi / pi_old, and the aggregation of the loss."""
 
     selector: ClassVar[str] = "kind"
 
     kind: ObjectiveKind = "ppo_clip"
-    """The trust region."""
+    """The loss of a token, which limits how far S may move from 1."""
     clip_low: Share = 0.2
-    """No gradient for S below 1 - clip_low; `cispo` bounds the weight. `gspo` needs about 3e-4."""
+    """A token has no gradient to lower S below 1 - clip_low. `cispo` limits the weight S instead.
+    `gspo` needs about 3e-4.
+    """
     clip_high: NonNegative = 0.28
-    """No gradient for S above 1 + clip_high; `cispo` bounds the weight. `gspo` needs about 4e-4."""
+    """A token has no gradient to raise S above 1 + clip_high. `cispo` limits the weight S instead.
+    `gspo` needs about 4e-4.
+    """
     dual_clip: float = 3.0
-    """`dual_clip`: bound on the loss of a negative advantage, in multiples of it."""
+    """Only for `dual_clip`: limit of the loss where the advantage A is negative, as a multiple of
+    |A|.
+    """
     kl_penalty: NonNegative = 1.0
-    """`kl_penalty`: the coefficient c of S A - c / 2 (log S)^2."""
+    """Only for `kl_penalty`: the coefficient c of S A - c / 2 (log S)^2, where A is the advantage.
+    """
     tau_pos: Positive = 1.0
-    """`sapo`: how fast the gradient of a positive advantage fades as S leaves 1."""
+    """Only for `sapo`: the rate at which the gradient fades as S leaves 1, for positive advantages.
+    """
     tau_neg: Positive = 1.05
-    """`sapo`: how fast the gradient of a negative advantage fades as S leaves 1."""
+    """Only for `sapo`: the rate at which the gradient fades as S leaves 1, for negative advantages.
+    """
     dro_beta: Positive = 0.05
-    """`dro`: the coefficient c of A log S - c / 2 (log S)^2."""
+    """Only for `dro`: the coefficient c of A log S - c / 2 (log S)^2, where A is the advantage."""
     ratio_cap: NonNegative = 0.0
-    """Limit of pi / mu = D S as a weight on a token's loss; 0 sets none."""
+    """Limit of the whole ratio pi / mu = D S, which weights a token's loss; 0 sets no limit."""
     unit: Unit = "token"
-    """Tokens over which S is aggregated."""
+    """The tokens over which S is aggregated: one token, a turn, a segment of one version, or a
+    sequence.
+    """
     aggregate: Aggregate = "mean"
-    """Geometric mean of the ratios in a unit, their product, or the ratio farthest from 1."""
+    """The aggregate over a unit: `mean` is the geometric mean of its ratios, `sum` their product,
+    `max` the ratio farthest from 1.
+    """
     loss_aggregation: LossAggregation = "action_tokens"
-    """The denominator of the loss; `action_tokens` counts them before masking."""
+    """The number by which the loss of a batch is divided. `action_tokens` counts the tokens that
+    the policy sampled, dropped ones included.
+    """
     constant: Annotated[float, Range(1)] = 1000.0
-    """`loss_aggregation = "constant"`: tokens per sequence in the denominator (Dr. GRPO)."""
+    """Only for `loss_aggregation = "constant"`: tokens per sequence in the divisor (Dr. GRPO)."""
     kl_coef: NonNegative = 0.0
-    """Coefficient of the KL to the policy at the start of the run."""
+    """Coefficient of the KL divergence from the policy at the start of the run; 0 computes none."""
     entropy_coef: NonNegative = 0.0
-    """Coefficient of the entropy bonus."""
+    """Coefficient of the entropy bonus in the loss; 0 computes none."""
 
     def check_combination(self) -> None:
         if not self.dual_clip > 1:

@@ -1,4 +1,4 @@
-"""Check options. An option's type holds the values that it may have."""
+"""Check the values of options. The type of an option holds the values that it may have."""
 
 import json
 import math
@@ -11,12 +11,18 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 
 class ConfigError(ValueError):
-    """A mistake of the user. The message has the option, its value and what is allowed."""
+    """A mistake of the user in an option.
+
+    The message has the option, its value and what is allowed.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A rule in an option's type: from `low` to `high`, both included, and greater than `above`."""
+    """A rule in an option's type: its value is a number in a range.
+
+    The value must be at least `low`, at most `high`, and greater than `above`.
+    """
 
     low: float = -math.inf
     high: float = math.inf
@@ -36,9 +42,10 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """A rule in an option's type: its value is one of the names in a table.
+    """A rule in an option's type: its value is one of several names, such as those of the routes.
 
-    `table()` maps each name to the other options of the section that only some names read.
+    `table()` returns the names. It maps each name to the options that are used only with some
+    names.
     """
 
     table: Callable[[], Mapping[str, Collection[str]]]
@@ -49,7 +56,7 @@ class OneOf:
             raise ConfigError(f"{name} cannot be {value!r}{nearest(value, list(known))}")
 
     def readers(self, option: str) -> list[str]:
-        """Return the names in the table that read an option of the section; empty if all do."""
+        """Return the names with which an option is used. Empty if it is used with all of them."""
         return [name for name, options in self.table().items() if option in options]
 
 
@@ -75,13 +82,16 @@ Share = Annotated[float, Range(0, 1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A group of options. The constructor checks each by its type, then their combination.
+    """A section of the configuration: a group of options, such as `trainer` with `trainer.lr`.
 
-    The section `advantage` is the class `AdvantageConfig`.
+    The constructor checks each option by its type, and then the combination of options. The class
+    of the section `advantage` is `AdvantageConfig`.
     """
 
     selector: ClassVar[str] = ""
-    """The option with a `OneOf` rule, if it decides which other options are read."""
+    """The option that decides which other options of the section are used, such as `route` in
+    `old_logps`. Empty if there is none.
+    """
 
     def __post_init__(self) -> None:
         cls: Any = type(self)
@@ -91,10 +101,16 @@ class Section:
         self.check_combination()
 
     def check_combination(self) -> None:
-        """Raise `ConfigError` for values that are allowed one by one, but not together."""
+        """Raise `ConfigError` if options have values that are not allowed together.
+
+        Sections override it.
+        """
 
     def refuse_unread(self, names: Sequence[str]) -> None:
-        """Raise `ConfigError` if an option is set that the value of the selector does not read."""
+        """Raise `ConfigError` if one of the options `names` is set but not used.
+
+        The value of the selector decides which options are used.
+        """
         defaults = {field.name: field.default for field in fields(self)}
         for name in names:
             if not self.applies(name) and getattr(self, name) != defaults[name]:
@@ -106,42 +122,45 @@ class Section:
 
     @classmethod
     def classes(cls) -> "Sequence[type[Section]]":
-        """Return the classes that declare options of this section."""
+        """Return the classes that declare options of this section. A section may have variants."""
         return (cls,)
 
     def with_options(self, **changes: Any) -> Self:
-        """Return the section with other values of some options."""
+        """Return a copy of the section in which some options have other values."""
         return replace(self, **changes)
 
     @classmethod
     def readers(cls, option: str) -> list[str]:
-        """Return the values of the selector that read an option; empty if all values do."""
+        """Return the values of the selector with which an option is used.
+
+        Empty if it is always used.
+        """
         if not cls.selector:
             return []
         (rule,) = option_types(base_of(cls))[cls.selector].__metadata__
         return list(rule.readers(option))
 
     def applies(self, option: str) -> bool:
-        """Return True if the section has the option and the selector's value reads it."""
+        """Return True if the section has the option and the value of the selector uses it."""
         readers = self.readers(option)
         is_read = not readers or getattr(self, self.selector) in readers
         return is_read and option in {field.name for field in fields(self)}
 
     def selected_options(self) -> dict[str, Any]:
-        """Return the options, by name, that belong to the value of the selector."""
+        """Return the options that the selector's value uses, without those that are always used."""
         chosen = getattr(self, self.selector)
         names = [field.name for field in fields(self) if chosen in self.readers(field.name)]
         return {name: getattr(self, name) for name in names}
 
 
 def base_of(section: type[Section]) -> Any:
-    """Return the class that a section and its variants, such as routes, derive from."""
+    """Return the class of a section. `section` may be a variant, such as a route's options."""
     lineage = section.__mro__
     return lineage[lineage.index(Section) - 1]
 
 
 def section_name(section: type[Section]) -> str:
-    """Return the prefix of a section's options; options of the run itself have none.
+    """Return the prefix of a section's options, or "" for the options of the run itself.
 
     >>> class OldLogpsConfig(Section): ...
     >>> section_name(OldLogpsConfig)
@@ -154,13 +173,13 @@ def section_name(section: type[Section]) -> str:
 
 @cache
 def option_types(section: Any) -> dict[str, Any]:
-    """Return the types of a section's options by name, with their ranges and choices."""
+    """Return the type of each option of a section by name. The type includes its allowed values."""
     types = get_type_hints(section, include_extras=True)
     return {field.name: types[field.name] for field in fields(section)}
 
 
 def check_value(name: str, value: Any, kind: Any) -> None:
-    """Raise `ConfigError` if an option's value is not one that its type allows."""
+    """Raise `ConfigError` if `value` is not allowed by the option's type `kind`."""
     if get_origin(kind) is Literal and value not in get_args(kind):
         raise ConfigError(f"{name} cannot be {value!r}{nearest(str(value), get_args(kind))}")
     for rule in getattr(kind, "__metadata__", ()):
@@ -169,7 +188,7 @@ def check_value(name: str, value: Any, kind: Any) -> None:
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
-    """Return the end of an error message: the known words that resemble `word`, or all.
+    """Return the end of an error message: the known words most like `word`, or all known words.
 
     >>> nearest("snapsht_old", ["rollout", "snapshot_old"])
     '; did you mean snapshot_old?'

@@ -1,8 +1,9 @@
-"""Read the choices of an option from the source of their functions, without importing torch.
+"""Find the choices of an option by reading the source of its functions, without importing torch.
 
-A decorated function of `unstale/algorithms` is a choice: `@estimator` in advantages.py, `@control`
-in corrections.py, `@objective` in objectives.py. Its name is the value of the option, and its
-keyword-only parameters are options of the same section. `add_choice` adds functions of other files.
+Each decorated function of `unstale/algorithms` is one choice: `@estimator` in advantages.py,
+`@control` in corrections.py, `@objective` in objectives.py. The name of the function is the value
+of the option. Its keyword-only parameters are further options of the same section. `add_choice`
+adds functions of other files.
 """
 
 import ast
@@ -16,7 +17,7 @@ ALGORITHMS = Path(__file__).parents[1] / "algorithms"
 
 @cache
 def choices(module: str, decorator: str) -> dict[str, frozenset[str]]:
-    """Return the functions of `algorithms/<module>.py` with a decorator: name -> its options.
+    """Return the decorated functions of a file of `algorithms`: name -> keyword-only parameters.
 
     >>> sorted(choices("advantages", "estimator")["turn_level"])
     ['discount', 'std']
@@ -30,7 +31,7 @@ def choices(module: str, decorator: str) -> dict[str, frozenset[str]]:
 
 
 def add_choice(module: str, decorator: str, function: Callable[..., object]) -> None:
-    """Make a function of any file a choice of an option."""
+    """Make a function from any file a choice of an option. Its decorator calls this."""
     parameters = inspect.signature(function).parameters.values()
     options = frozenset(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
     choices(module, decorator)[function.__name__] = options

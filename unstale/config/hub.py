@@ -9,14 +9,15 @@ from unstale.config.checks import ConfigError
 _NAME = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 _FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.jinja"]
 _IGNORED = ["*/*", "consolidated*"]
-"""Files that a model folder does not need, such as the same weights in another format."""
+"""Patterns of files that are not downloaded, such as the same weights in another format."""
 
 
 def model_folder(policy: str, *, download: bool) -> Path:
-    """Return the folder of a model: a path, or `organisation/name` with or without `@revision`.
+    """Return the local folder of a model.
 
-    Raises `ConfigError` for a name that is neither a folder nor in the cache. With `download` the
-    model is fetched from the hub if the cache lacks it.
+    `policy` is a path, or the hub name `organisation/name` with or without `@revision`. With
+    `download` a model that the local cache lacks is fetched from the hub. Raises `ConfigError` if
+    the model is neither a folder nor in the cache.
     """
     name = _NAME.fullmatch(policy)
     if Path(policy).exists() or not name:

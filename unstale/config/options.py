@@ -1,4 +1,4 @@
-"""Find options by their names, such as `trainer.lr`. Parse, read and change their values."""
+"""Find options by their full names, such as `trainer.lr`. Parse, read and change their values."""
 
 import ast
 import inspect
@@ -18,18 +18,20 @@ from unstale.config.renamed import refuse_renamed
 from unstale.config.sampling import make_task
 
 MAX_EXACT_INT = 1 << 53
-"""Integers up to this size are exact as floats."""
+"""Largest integer up to which every integer has an exact float. A larger number in a file is
+refused where a float is expected.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of `RunConfig`; `section` is "" for options of the run itself."""
+    """One option of `RunConfig`. `section` is "" for options of the run itself, such as `seed`."""
 
     section: str
     field: str
     kind: Any
     owner: type
-    """The class that declares the option. Its source has the help text."""
+    """The class that declares the option as a field. Its source has the help text."""
 
     @property
     def name(self) -> str:
@@ -37,13 +39,13 @@ class Option:
 
     @property
     def kinds(self) -> tuple[Any, ...]:
-        """The types that a value may have."""
+        """The Python types that the option's value may have."""
         kind = get_args(self.kind)[0] if get_origin(self.kind) is Annotated else self.kind
         return (str,) if get_origin(kind) is Literal else get_args(kind) or (kind,)
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The allowed words; empty if there is no fixed list."""
+        """The words that the option allows. Empty if it is not limited to fixed words."""
         if get_origin(self.kind) is Literal:
             return get_args(self.kind)
         rules = getattr(self.kind, "__metadata__", ())
@@ -51,23 +53,29 @@ class Option:
 
     @property
     def values(self) -> str:
-        """The allowed values as help shows them: choices, or the names of types."""
+        """The allowed values as the help shows them: the words, or the names of types."""
         if self.choices:
             return "|".join(self.choices)
         names = ("none" if kind is type(None) else kind.__name__.upper() for kind in self.kinds)
         return "|".join(names)
 
     def of(self, config: RunConfig) -> Any:
-        """Return the option's value in a configuration; None if its section lacks the option."""
+        """Return the value of the option in a configuration.
+
+        None if that configuration lacks the option.
+        """
         section = getattr(config, self.section) if self.section else config
         return getattr(section, self.field, None)
 
     def is_in(self, config: RunConfig) -> bool:
-        """Return True if the option's section has it. Another route or task may lack it."""
+        """Return True if the configuration has the option. Another route or task may lack it."""
         return hasattr(getattr(config, self.section) if self.section else config, self.field)
 
     def parse(self, text: str) -> Any:
-        """Return the value of a command-line word. Raises `ConfigError` for another type."""
+        """Return the option's value from a word of the command line.
+
+        Raises `ConfigError` if the word is not of the option's type.
+        """
         if self.choices:
             if text not in self.choices:
                 raise ConfigError(f"--{self.name} cannot be {text!r}{nearest(text, self.choices)}")
@@ -85,10 +93,10 @@ class Option:
             raise ConfigError(f"--{self.name} must be {expected}, got {text!r}") from None
 
     def read(self, value: Any, where: str) -> Any:
-        """Return a value of a JSON or TOML file as the option's type.
+        """Return the option's value from a value in a JSON or TOML file.
 
-        A path is a string, null is infinity, 1 is allowed for 1.0, and a table for JSON as text.
-        Raises `ConfigError` for another type.
+        A path is written as a string, and infinity as null. A float may be written as an integer,
+        and JSON text as a table. Raises `ConfigError` if the value is not of the option's type.
         """
         if self.kinds == (float,) and value is None:
             return math.inf
@@ -105,7 +113,7 @@ class Option:
 
 @cache
 def sections() -> dict[str, Any]:
-    """Return the sections of `RunConfig` by name; "" has the options of the run itself."""
+    """Return the classes of the sections of `RunConfig` by name. "" is the run itself."""
     types = option_types(RunConfig)
     classes = {name: kind for name, kind in types.items() if is_dataclass(kind)}
     return {"": RunConfig, **classes}
@@ -118,7 +126,7 @@ def options() -> dict[str, Option]:
 
 @cache
 def _options(registered: tuple[Any, ...]) -> dict[str, Option]:
-    """Return all options. `registered` only makes the cache forget when a class is added."""
+    """Return all options by name. `registered` is the key of the cache: the classes known now."""
     options: dict[str, Option] = {}
     for section, cls in sections().items():
         for each in cls.classes():
@@ -130,12 +138,15 @@ def _options(registered: tuple[Any, ...]) -> dict[str, Option]:
 
 
 def _owner(section: type, field: str) -> type:
-    """Return the class that declares a field."""
+    """Return the class that declares a field: the class of the section or one of its bases."""
     return next(base for base in section.__mro__ if field in vars(base).get("__annotations__", {}))
 
 
 def override(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration with other values of some options, by name."""
+    """Return a copy of the configuration with new values for some options.
+
+    `values` maps full names, such as `trainer.lr`, to values.
+    """
     changes: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         option = options()[name]
@@ -152,10 +163,10 @@ def override(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
 
 
 def read_values(row: Any, source: str) -> dict[str, Any]:
-    """Return the options, by name, of a JSON object or TOML table that has a table per section.
+    """Return the options of a JSON object or TOML table, as full name -> value.
 
-    Raises `ConfigError` for an unknown or renamed option, or a value of another type. Its message
-    begins with `source`.
+    The table has one table per section. Raises `ConfigError` for an unknown or renamed option, or a
+    value of another type. The message begins with `source`, such as a file name.
     """
     values = {}
     for name, value in _leaves(row, source):
@@ -181,7 +192,10 @@ def _leaves(row: Any, source: str) -> Iterator[tuple[str, Any]]:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return the options of a TOML or JSON file by name. A `ConfigError` gives file and option."""
+    """Return the options in a TOML or JSON file, as full name -> value.
+
+    Raises `ConfigError`, with the file and the option, for an unknown option or a wrong value.
+    """
     is_json = path.suffix == ".json"
     try:
         text = path.read_text(encoding="utf-8")
@@ -194,9 +208,9 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def stored_config(row: dict[str, Any], source: str = "config.json") -> RunConfig:
-    """Return the configuration in a run folder. Options that the file lacks have their defaults.
+    """Return the configuration that a run folder stores. A missing option gets its default.
 
-    Raises `ConfigError` like `read_values`.
+    Raises `ConfigError` for an unknown option or a value of another type.
     """
     values = read_values(row, source)
     if "recipe" not in values:
@@ -205,14 +219,18 @@ def stored_config(row: dict[str, Any], source: str = "config.json") -> RunConfig
 
 
 def changed_options(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the options that differ: name -> old and new value, None for a missing option."""
+    """Return the options that differ between two configurations.
+
+    The result is full name -> (old value, new value). A value is None if its configuration lacks
+    the option.
+    """
     values = {name: (option.of(before), option.of(now)) for name, option in options().items()}
     return {name: (old, new) for name, (old, new) in values.items() if old != new}
 
 
 @cache
 def field_docs(section: Any) -> dict[str, str]:
-    """Return the docstring under each field of a dataclass.
+    """Return the docstring under each field of a dataclass, by the field's name.
 
     >>> from unstale.config import EvalConfig
     >>> field_docs(EvalConfig)["tasks"]

@@ -1,4 +1,4 @@
-"""Options that were renamed: an old name is refused with an error that gives the new one."""
+"""Options that were renamed. Using an old name is an error whose message gives the new name."""
 
 from unstale.config.checks import ConfigError
 
@@ -17,13 +17,13 @@ RENAMED = {
     "trainer.recompute": "trainer.gradient_checkpointing",
     "trainer.steps_per_batch": "trainer.minibatches_per_batch",
 }
-"""Old name of an option or a section -> its name now."""
+"""The present name of each option or section that had another name before."""
 
 
 def refuse_renamed(name: str, source: str) -> None:
-    """Raise `ConfigError` if `name` is the old name of an option or a section.
+    """Raise `ConfigError` with the new name, if `name` is a former name of an option or section.
 
-    `source` is the place of the option, such as a file name.
+    `source` says where the name was found, such as a file name. It begins the message.
 
     >>> refuse_renamed("trainer.lr", "run.toml")
     >>> refuse_renamed("schedule.window", "run.toml")

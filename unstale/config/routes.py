@@ -1,9 +1,9 @@
-"""The options and declarations of routes. Importing it does not import torch.
+"""The options and declarations of old-logit routes. Importing it does not import torch.
 
-A route is a way to get the trainer's log-probability of each token under the weights that sampled
-it. It is one file of `unstale.old_logps`, with a subclass of `OldLogpsConfig` that declares its
-options, needs, costs and documentation. Help, the linter, the planner, the audit, recipes and docs
-read these declarations.
+A route is a method to obtain `old_logp`: the trainer's log-probability of each token under the
+weights that sampled it. Each route is one file of `unstale/old_logps`. It declares its options,
+needs, costs and documentation in a subclass of `OldLogpsConfig`. The command line's help, the
+linter, the planner, the audit, recipes and docs read these declarations.
 """
 
 import importlib
@@ -28,36 +28,44 @@ WHOLE_RATIO = "the whole ratio: numerics and learning in one"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """The needs and costs of a route."""
+    """What a route needs from the training loop, and what it costs."""
 
     now: bool = False
-    """`logps` reads the argument `now`: a forward pass of the current weights per batch."""
+    """True if `logps` uses its argument `now`, which costs a forward pass of the current weights
+    per batch.
+    """
     inline: bool = False
-    """`logps` needs no other weights than the current ones. It is called in every training pass."""
+    """True if the route needs the current weights alone. Its `logps` is then called in every
+    training pass.
+    """
     snapshots: bool = False
-    """The route keeps the weights of every version that waiting tokens have, as deltas.
-
-    A batch without a token of the newest version may then be scored before that is `published`.
+    """True if the route keeps past versions of the weights, as differences between versions. A
+    batch without tokens of the newest version may then be scored before `published` is called for
+    that version.
     """
     resident_models: int = 0
-    """Additional models in memory."""
+    """Number of additional models that the route holds in memory."""
     averages: int = 0
-    """Float32 copies of the weights."""
+    """Number of float32 copies of the weights that the route holds."""
     closing: bool = False
-    """Before an optimizer step that ends a version, generation is paused for a `closing` call."""
+    """True if generation must be paused and `closing` called before the weights of a version
+    change.
+    """
     idle: bool = False
-    """True if the route's method `idle` must be called while the trainer waits for episodes."""
+    """True if the method `idle` must be called while the trainer waits for episodes."""
     own_process: bool = False
-    """The route's models and forward passes are in another process."""
+    """True if the route's models are in another process, which computes its forward passes."""
     forwards: Forwards = "none"
-    """Forward passes per batch: none, one, or one per version over sequences with its tokens."""
+    """Forward passes per batch that a route needs: none, one, or one for each version in the batch.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """The policy that a route takes for the old policy pi_old, and the meaning of both ratios.
+    """The policy that a route uses as the old policy pi_old, and what the two ratios then contain.
 
-    D is pi_old / mu, where mu sampled the token. S is pi / pi_old, where pi is the policy now.
+    The discrepancy D is pi_old / mu, where mu is the engine's policy that sampled the token. The
+    staleness ratio S is pi / pi_old, where pi is the current policy.
     """
 
     symbol: str
@@ -69,20 +77,20 @@ class Meaning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteDocs:
-    """A row of the table in docs/old-logps.md, and a sentence for reports."""
+    """A description of a route: a row of the table in docs/old-logps.md, a sentence for reports."""
 
     policy: str
-    """The weights or the policy that replace the old policy."""
+    """The policy, or its weights, that the route uses as the old policy."""
     exact: str
     holds: str
     costs: str
     choose: str
-    """When to choose it."""
+    """The situation in which a user should choose the route."""
     report: str
 
 
 def _own_options() -> dict[str, set[str]]:
-    """Return each route by name, with the options that only some routes have."""
+    """Return the names of all routes, each with its options that not every route has."""
     common = {"route", "baseline"}
     return {
         name: {option.name for option in fields(spec)} - common for name, spec in routes().items()
@@ -91,34 +99,39 @@ def _own_options() -> dict[str, set[str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class OldLogpsConfig(Section):
-    """The route to the trainer's log-probability at the sampling version. See docs/old-logps.md.
+    """The method (route) to obtain old log-probabilities. See docs/old-logps.md.
 
-    `OldLogpsConfig(route="ewma_prox", beta=0.75)` makes an instance of that route's class.
+    `OldLogpsConfig(route="ewma_prox", beta=0.75)` returns an instance of that route's class.
     """
 
     selector: ClassVar[str] = "route"
 
     route: Annotated[str, OneOf(_own_options)] = "snapshot_old"
-    """Route by name. Exact: `snapshot_old`, `old_logit_model`, `interrupt_sync`."""
+    """Name of the method. Exact are `snapshot_old`, `old_logit_model`, `interrupt_sync`."""
     baseline: bool = False
-    """Allow, as a baseline, a ratio that is always 1 or a clip that acts later than it says."""
+    """Allow a route that makes a ratio always 1 or delays the clip, for use as a baseline."""
 
     makes: ClassVar[Any]
-    """The class of the route, made from a scorer."""
+    """The class that computes the old log-probabilities. It is called with a scorer."""
     docs: ClassVar[RouteDocs]
     requires: ClassVar[Mapping[str, Any]] = {}
-    """Other options, by full name, that a run with this route needs."""
+    """Options by full name, with the values that a run must have to use this route."""
     recipe: ClassVar[Mapping[str, Any]] = {}
-    """Options of the route in its recipe."""
+    """Options of this route that differ from their defaults in its recipe."""
     fixed: ClassVar[Mapping[str, str]] = {}
-    """Options of the route that cannot change when a run is resumed, and why."""
+    """Options of this route that must not change when a run is resumed: name -> reason."""
     to_free_s: ClassVar[Mapping[str, Any]] = {}
-    """Options, by full name, with which S is not always 1. The linter suggests them."""
+    """Options by full name, with values that let S differ from 1. The linter suggests them where S
+    would always be 1.
+    """
     exactness: ClassVar[str] = "no: a stand-in (--audit.share 0.05 measures how wrong)"
-    """Answer to "is it exact?" in the linter's page, if the answer is not a plain yes."""
+    """The linter's answer to the question whether the route is exact, unless it is a plain yes."""
 
     def __new__(cls, route: str = "", **options: Any) -> "OldLogpsConfig":
-        """Make an instance of the route's class. Raises `ConfigError` for an unknown option."""
+        """Make an instance of the class of the route `route`.
+
+        Raises `ConfigError` for an unknown route or an option that the route lacks.
+        """
         if cls is OldLogpsConfig:
             chosen = route or cls.route
             OneOf(_own_options).check("old_logps.route", chosen)
@@ -146,51 +159,54 @@ class OldLogpsConfig(Section):
 
     @property
     def exact(self) -> bool:
-        """True if every token gets the trainer's log-probability under the weights that sampled it.
+        """True if every value is the trainer's log-probability under the weights that sampled.
 
-        Tokens sampled while weights changed are excepted."""
+        Tokens sampled while the engine kept the cache of older weights are excepted.
+        """
         return False
 
     @property
     def partly_exact(self) -> bool:
-        """True if the route gives exact values to all tokens or to a share of them."""
+        """True if the route gives exact values to all tokens, or to some of them."""
         return self.exact
 
     @property
     def decay(self) -> float | None:
-        """The fixed decay of the route's average. None without an average or if it varies."""
+        """The decay of the route's moving average. None if there is none or its decay varies."""
         return None
 
     @property
     def resets(self) -> bool:
-        """True if the route resets its average when the correction keeps too few tokens."""
+        """True if the route restarts its moving average when the correction keeps few tokens."""
         return False
 
     @property
     def copies_limit_gb(self) -> float:
-        """The memory limit for full copies of versions in GB; 0 has no limit."""
+        """The memory limit, in GB, for full copies of past weights. 0 means no limit."""
         return 0.0
 
     @property
     def shares_deltas(self) -> bool:
-        """True if the route keeps weight deltas that can be published to engines."""
+        """True if the route keeps differences between versions that engines could also load."""
         return False
 
     def updates_per_version(self, run: "RunConfig") -> int:
-        """Return how often the route's average is updated from one version to the next."""
+        """Return how often the route updates its moving average while one version is current."""
         return 1
 
     def weight_of_now(self, run: "RunConfig") -> float | None:
-        """Return the weight of the current policy pi in the route's mixture of pi and mu.
+        """Return the weight of the current policy pi in a route that mixes pi and mu.
 
-        None if it differs between tokens, or if the route does not mix the two.
+        mu is the engine's policy that sampled the token. None if the route does not mix them, or if
+        the weight differs between tokens.
         """
         return None
 
     def s_of(self, ratio: float, run: "RunConfig") -> float:
-        """Return S of a token of the largest lag, from pi / mu.
+        """Return the staleness ratio S of a token of the largest lag.
 
-        By default all of it, as for a route whose D contains no staleness.
+        `ratio` is the token's whole ratio pi / mu = D S. The default is `ratio` itself: all
+        staleness is in S. An approximate route may leave a part of it in D.
         """
         return ratio
 
@@ -198,11 +214,17 @@ class OldLogpsConfig(Section):
         raise NotImplementedError
 
     def variants(self, alphas: Sequence[float]) -> "list[OldLogpsConfig]":
-        """Return further settings of this route for `unstale audit`."""
+        """Return more settings of this route that `unstale audit` compares.
+
+        `alphas` are the weights of the current policy to try, for routes that mix two policies.
+        """
         return []
 
     def make(self, scorer: Any, *, lockstep: bool) -> Any:
-        """Make the route. With `lockstep` nothing depends on the speed of another process."""
+        """Create the object that computes old log-probabilities with a scorer.
+
+        With `lockstep` its results do not depend on the speed of another process.
+        """
         return self.makes(scorer)
 
     @classmethod
@@ -218,9 +240,10 @@ class OldLogpsConfig(Section):
         }
 
     def with_options(self, **changes: Any) -> Any:
-        """Return these settings with other values. `route` may change too.
+        """Return these settings with other values. The route may change, too.
 
-        An option that the route lacks is ignored if it has its default: this resets it.
+        An option that the new route lacks is dropped if it has its default. Otherwise a
+        `ConfigError` is raised.
         """
         values = {"route": self.route, **self.changed(), **changes}
         defaults = {
@@ -237,7 +260,7 @@ class OldLogpsConfig(Section):
         )
 
     def __str__(self) -> str:
-        """Return the route and the options that differ from their defaults.
+        """Return the route's name and the options that differ from their defaults.
 
         >>> print(OldLogpsConfig(route="ewma_prox", beta=0.75))
         ewma_prox beta=0.75
@@ -248,7 +271,7 @@ class OldLogpsConfig(Section):
 
 
 class ExactSpec(OldLogpsConfig):
-    """A route with exact values: log-probabilities under the weights that sampled each token."""
+    """Options of an exact route: values are log-probabilities under the weights that sampled."""
 
     @property
     def exact(self) -> bool:
@@ -270,7 +293,10 @@ class ExactSpec(OldLogpsConfig):
 
 
 def meaning_of_average(run: "RunConfig", *, age: str, averages: int) -> Meaning:
-    """Return the meaning of a route that scores with a moving average of the weights."""
+    """Describe the old policy and both ratios of a route that uses a moving average of weights.
+
+    `age` says in words how old the average is, and `averages` is the number of averages.
+    """
     averaged = "adapters, of A and of B apart" if run.trainer.lora_rank else "weights"
     return Meaning(
         symbol="ewma",
@@ -283,13 +309,13 @@ def meaning_of_average(run: "RunConfig", *, age: str, averages: int) -> Meaning:
 
 
 def age_of_average(spec: OldLogpsConfig, run: "RunConfig") -> float:
-    """Return the age, in versions, that an average with a fixed decay approaches."""
+    """Return the age, in versions, that a moving average with fixed decay tends to."""
     assert spec.decay is not None, spec
     return spec.decay / (1 - spec.decay) / spec.updates_per_version(run)
 
 
 def live_versions(run: "RunConfig") -> int:
-    """Return the maximum number of versions whose tokens wait for training at the same time."""
+    """Return the largest number of versions whose tokens wait for training at the same time."""
     return run.schedule.staleness_bound + 1
 
 
@@ -299,7 +325,7 @@ _registered: dict[str, type[OldLogpsConfig]] = {}
 
 
 def register_route(spec: Spec) -> Spec:
-    """Register a route under the default of its `route` option. Used as a decorator."""
+    """Register the options class of a route under its name. Used as a decorator."""
     name = str(spec.route)
     if _registered.setdefault(name, spec).__module__ != spec.__module__:
         raise ValueError(f"route {name} is registered already, by {_registered[name].__module__}")
@@ -308,13 +334,13 @@ def register_route(spec: Spec) -> Spec:
 
 
 def unregister_route(name: str) -> None:
-    """Undo `register_route`."""
+    """Remove a route from the registry. Undoes `register_route`."""
     del _registered[name]
 
 
 @cache
 def _import_routes() -> None:
-    """Import every module of `unstale.old_logps`, which registers the routes."""
+    """Import every module of `unstale.old_logps`, so that each route is registered."""
     package = importlib.import_module(ROUTES_PACKAGE)
     for module in pkgutil.iter_modules(package.__path__):
         if not module.ispkg:
@@ -322,7 +348,7 @@ def _import_routes() -> None:
 
 
 def routes() -> dict[str, type[OldLogpsConfig]]:
-    """Return the class of every route by name: exact ones first, then in alphabetical order."""
+    """Return the options class of every route, by name: exact routes first, then alphabetically."""
     _import_routes()
     exact = {name for name, spec in _registered.items() if issubclass(spec, ExactSpec)}
     return {
@@ -331,7 +357,7 @@ def routes() -> dict[str, type[OldLogpsConfig]]:
 
 
 def exact_routes() -> list[str]:
-    """Return the names of the routes that are exact whatever their options."""
+    """Return the names of the routes that are exact with all settings of their options."""
     return [
         name for name, spec in routes().items() if spec().exact and not hasattr(spec, "fallback")
     ]

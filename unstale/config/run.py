@@ -25,40 +25,50 @@ from unstale.config.sampling import (
 from unstale.config.training import CheckpointConfig, EvalConfig, TrainerConfig
 
 SHIPPED_POLICY = Path(__file__).parents[1] / "recipes" / "base_policy"
-"""The folder of the small model in the package: `policy = "base"`."""
+"""The folder of the small model that comes with the package. The option `policy = "base"` selects
+it.
+"""
 
 MAX_SEED = 9e9
-"""Each seed has 10^9 task numbers, and a task number has 63 bits."""
+"""Largest seed. A task number has 63 bits and each seed has 10^9 of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig(Section):
-    """A run: its model, length and folder."""
+    """Options of the run as a whole: its model, its length and its folder."""
 
     recipe: str
-    """Name of the recipe."""
+    """Name of the recipe that made this configuration."""
     policy: str = "base"
-    """A Hugging Face model folder or `org/name` in the local cache; `base` is in the package."""
+    """A Hugging Face model folder, or `org/name` in the local cache. `base` is the small model of
+    the package.
+    """
     policy_download: bool = False
     """Download the policy from the Hugging Face hub if the local cache lacks it."""
     chat_template_kwargs: Annotated[str, JsonObject()] = ""
     """Variables of the chat template as a JSON object, such as {"enable_thinking": false}."""
     allow_weak_sandbox: bool = False
-    """Run a model's programs as root without bubblewrap: they can write your files."""
+    """Allow programs of a model to run as root without the sandbox bubblewrap; they can then write
+    your files.
+    """
     runs: Path = Path("runs")
     """Folder in which the run folder is made."""
     name: str = ""
     """Name of the run folder; empty makes one from recipe, seed and time."""
     seed: Annotated[int, Range(0, MAX_SEED)] = 0
-    """Seed of tasks, episodes and sampling noise."""
+    """Seed of the tasks, the episodes and the random numbers of sampling."""
     steps: PositiveInt = 80
-    """Batches to train on."""
+    """Number of batches to train on."""
     minutes: NonNegative = 0.0
-    """Stop after this many minutes, if earlier than `steps`; 0 never does."""
+    """Stop after this many minutes if `steps` is not reached before; 0 sets no limit."""
     trackers: str = ""
-    """Trackers that get metrics and texts, such as `wandb,tensorboard` (docs/trackers.md)."""
+    """Experiment trackers that receive metrics and texts, such as `wandb,tensorboard`
+    (docs/trackers.md).
+    """
     deterministic: bool = False
-    """Make two runs bitwise equal: a virtual clock, one thread, the engine in lockstep."""
+    """Make two runs of the same configuration bitwise equal. It uses a virtual clock and one
+    thread, and the engine waits for the trainer.
+    """
     task: TaskConfig = field(default_factory=make_task)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -75,14 +85,14 @@ class RunConfig(Section):
 
     @property
     def policy_folder(self) -> Path:
-        """The model folder of the initial policy."""
+        """The folder of the model from which the run starts."""
         if self.policy == "base":
             return SHIPPED_POLICY
         return model_folder(self.policy, download=self.policy_download)
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """The variables of the chat template."""
+        """The extra variables of the chat template."""
         variables: dict[str, Any] = json.loads(self.chat_template_kwargs or "{}")
         return variables
 

@@ -1,4 +1,4 @@
-"""Options of tasks, engines, episodes and their schedule."""
+"""Options of what samples: tasks, engines, episodes and their schedule."""
 
 import math
 import os
@@ -26,9 +26,10 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 def staleness_bound(max_staleness: int, groups_per_step: int, lookahead_window: int) -> int:
-    """Return the largest staleness, in versions, that a token can have when its batch is taken.
+    """Return the largest staleness, in versions, that a token can have when its batch is formed.
 
-    One version is published per batch. docs/staleness.md has the derivation.
+    The staleness of a token is the number of versions published since it was sampled. One version
+    is published per batch. docs/staleness.md has the derivation.
 
     >>> staleness_bound(2, 16, lookahead_window=1)
     2
@@ -36,12 +37,12 @@ def staleness_bound(max_staleness: int, groups_per_step: int, lookahead_window: 
     3
     """
     if max_staleness == 0:
-        return 0  # at most one batch is in flight, so no group can be left behind
+        return 0  # at most one batch is in flight, so no group is left behind by later ones
     return max_staleness + math.ceil((lookahead_window - 1) / groups_per_step)
 
 
 def fast_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> Dtype:
-    """Return bfloat16 if there is a GPU, or a CPU with bfloat16 products; otherwise float32."""
+    """Return bfloat16 on a GPU or a CPU with bfloat16 units, otherwise float32: the faster one."""
     flags = cpuinfo.read_text() if cpuinfo.exists() else ""
     has_driver = Path("/proc/driver/nvidia").exists()
     has_gpu = has_driver and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
@@ -53,11 +54,14 @@ def fast_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> Dtype:
 class TaskConfig(Section):
     """The tasks that the agent trains on.
 
-    An environment with additional options has a subclass (`envs.registry.EnvSpec.options`).
+    An environment with options of its own declares them in a subclass
+    (`envs.registry.EnvSpec.options`).
     """
 
     env: str
-    """A shipped environment, `library:name` (docs/libraries.md) or `module:factory`."""
+    """Name of the environment: a shipped one, `library:name` (docs/libraries.md), or
+    `module:factory` for your own.
+    """
 
     def check_combination(self) -> None:
         expected = task_class(self.env)
@@ -66,23 +70,27 @@ class TaskConfig(Section):
 
     @classmethod
     def classes(cls) -> "Sequence[type[TaskConfig]]":
-        """Return `TaskConfig` and the classes with options of shipped environments."""
+        """Return `TaskConfig` and its subclasses with the options of shipped environments."""
         registry = import_module("unstale.envs.registry")
         specs = registry.shipped_envs().values()
         return list(dict.fromkeys([TaskConfig, *(spec.options for spec in specs)]))
 
 
 def task_class(env: str) -> type[TaskConfig]:
-    """Return the options class of an environment. Raises `ConfigError` for an unknown one."""
-    registry = import_module("unstale.envs.registry")  # a plain import would be circular
+    """Return the class with the options of an environment.
+
+    Raises `ConfigError` for an unknown environment.
+    """
+    # an import at the top of the file would be circular
+    registry = import_module("unstale.envs.registry")
     options: type[TaskConfig] = registry.task_options(env)
     return options
 
 
 def make_task(env: str = "retail", **values: Any) -> TaskConfig:
-    """Return the options of an environment.
+    """Return the options of an environment, with new values for some.
 
-    Raises `ConfigError` for a changed option that only another environment has.
+    Raises `ConfigError` if an option is set that only another environment has.
     """
     cls = task_class(env)
     known = {field.name for field in fields(cls)}
@@ -98,9 +106,10 @@ def make_task(env: str = "retail", **values: Any) -> TaskConfig:
 
 @cache
 def backends() -> dict[str, Sequence[str]]:
-    """Return the backends and the options that only they read.
+    """Return the names of the engine backends, each with the options that only it uses.
 
-    There is one for each file in `engines/servers/`, which is not imported: it needs torch.
+    Each file in `engines/servers/` declares one backend. The files are read, not imported, because
+    importing them loads torch.
     """
     folder = Path(__file__).parents[1] / "engines" / "servers"
     servers = sorted(module.name for module in iter_modules([str(folder)]))
@@ -110,42 +119,56 @@ def backends() -> dict[str, Sequence[str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(Section):
-    """The engine that samples tokens."""
+    """The engine that samples the replies of the policy."""
 
     selector: ClassVar[str] = "backend"
 
     backend: Annotated[str, OneOf(backends)] = "embedded"
-    """The embedded engine, or a server behind HTTP. See docs/engines.md."""
+    """`embedded` is the engine of this package; the others are servers reached over HTTP. See
+    docs/engines.md.
+    """
     urls: str = ""
-    """Servers on this host to attach to, separated by spaces; without any, `vllm` starts one."""
+    """URLs of running servers on this host, separated by spaces. Empty lets `vllm` start a server.
+    """
     args: str = ""
-    """More flags for the vLLM server that the run starts, as on a command line."""
+    """More command-line flags for the vLLM server that the run starts."""
     gpu_memory_utilization: Share = 0.0
-    """Share of the GPU's memory for the vLLM server that the run starts; 0 computes it."""
+    """Share of GPU memory for the vLLM server that the run starts; 0 computes it from the model
+    sizes.
+    """
     dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"
-    """Precision of generation; `auto` picks the faster one on this machine."""
+    """Precision of generation. `auto` picks the faster one on this machine."""
     threads: PositiveInt = 1
-    """CPU threads of an engine process; the trainer takes the others."""
+    """CPU threads of each engine process; the trainer uses the other cores."""
     processes: PositiveInt = 1
-    """Embedded engine processes. For a small model, more processes beat more threads."""
+    """Number of embedded engine processes. For a small model, more processes are faster than more
+    threads.
+    """
     max_running: PositiveInt = 128
-    """Replies generated at the same time, by all embedded processes together or by each server."""
+    """Largest number of replies generated at the same time, by all embedded processes together or
+    by each server.
+    """
     max_context: Annotated[int, Range(16)] = 1024
-    """Tokens of an episode, prompt and replies together."""
+    """Largest number of tokens in an episode, with prompts and replies."""
     temperature: Positive = 1.0
-    """Sampling temperature. The trainer applies it too."""
+    """Sampling temperature. The trainer divides its logits by it too."""
     top_p: float = 1.0
-    """Must be 1: the truncated support would be needed for exact log-probabilities."""
+    """Must be 1. With less, exact log-probabilities would need the set of allowed tokens at each
+    position.
+    """
     max_completion_tokens: PositiveInt = 96
-    """Tokens of one reply."""
+    """Largest number of tokens in one reply."""
     keep_cache: bool = False
-    """Keep the KV cache when weights change. Faster, but such tokens have no version's policy."""
+    """Keep the KV cache when weights change. This is faster, but no single version then samples the
+    tokens.
+    """
     restarts: Count = 2
-    """Restarts of a crashed engine before the run stops; replies continue from their tokens."""
+    """How often a crashed engine is restarted before the run stops. Interrupted replies continue.
+    """
 
     def check_combination(self) -> None:
         if self.dtype == "auto":
-            # The run folder records the precision that was used.
+            # The chosen precision replaces `auto`, so that the run folder records it.
             object.__setattr__(self, "dtype", fast_dtype())
         if self.max_running < self.processes:
             raise ConfigError(
@@ -180,23 +203,29 @@ class RolloutConfig(Section):
     """The limits of an episode."""
 
     max_turns: PositiveInt = 10
-    """Replies per episode; after that many the episode ends."""
+    """Largest number of replies in an episode."""
     timeout_s: Positive = 60.0
-    """Time limit for one answer of an environment."""
+    """Seconds in which an environment must answer each call."""
     retries: Count = 1
-    """Times a failed episode is restarted with the same seed."""
+    """How often a failed episode is started again, with the same seed."""
     max_failed_share: Share = 0.2
-    """Stop the run above this share of failed episodes among the last 100 (from the 20th on)."""
+    """Stop the run if a larger share of the last 100 episodes failed. Checked from the 20th episode
+    on.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointConfig(Section):
-    """The endpoint that external agents call. Other episodes do not read these options."""
+    """The HTTP endpoint that external agents call. Other agents do not use these options."""
 
     lenient: bool = False
-    """Answer calls that ask for another sampling as if they did not, and count them."""
+    """Ignore sampling parameters that the endpoint does not support, and count such calls, instead
+    of refusing them.
+    """
     format_retries: Count = 2
-    """Further replies, with `lenient`, if one does not have the requested `response_format`."""
+    """With `lenient`: how often a reply is sampled again if it lacks the requested
+    `response_format`.
+    """
 
     def applies(self, option: str) -> bool:
         return option == "lenient" or self.lenient
@@ -204,18 +233,22 @@ class EndpointConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig(Section):
-    """The batch size and how stale its tokens may be. See docs/staleness.md."""
+    """The size of a batch, and how stale its tokens may be. See docs/staleness.md."""
 
     max_staleness: Count = 2
-    """Versions a token may lag behind the policy that trains on it. 0 trains synchronously."""
+    """Largest number of versions between the weights that sampled a token and those that train on
+    it. 0 trains synchronously.
+    """
     groups_per_step: PositiveInt = 16
-    """Tasks per batch."""
+    """Number of tasks in a batch."""
     group_size: PositiveInt = 8
-    """Episodes per task."""
+    """Number of episodes of each task."""
     lookahead_window: PositiveInt = 1
-    """Take each group of a batch from this many of the oldest groups. 1 is strict order."""
+    """A finished group may be taken out of turn if it is among this many of the oldest groups. 1 is
+    strict order.
+    """
 
     @property
     def staleness_bound(self) -> int:
-        """The largest staleness, in versions, of a token when its batch is taken."""
+        """The largest staleness, in versions, that a token can have when its batch is formed."""
         return staleness_bound(self.max_staleness, self.groups_per_step, self.lookahead_window)

@@ -1,4 +1,4 @@
-"""Options of the trainer, its checkpoints and its evaluation."""
+"""Options of the trainer, its evaluation and its checkpoints."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -20,37 +20,44 @@ class TrainerConfig(Section):
     """The trainer and its optimizer."""
 
     dtype: Dtype = "float32"
-    """Precision of the forward pass; the optimizer's weights are always float32."""
+    """Precision of the forward pass. The weights that the optimizer updates are always float32."""
     optimizer: str = "AdamW"
-    """Name of a class in torch.optim."""
+    """Name of an optimizer class in torch.optim."""
     lr: Positive = 3e-4
-    """Learning rate after warm-up."""
+    """Learning rate after the warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay of the learning rate over the run's steps."""
     warmup_steps: Count = 0
     """Steps over which the learning rate rises from 0."""
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay, for optimizers that have it."""
+    """Decoupled weight decay, for optimizers that have this option."""
     grad_clip: Positive = 1.0
-    """Largest norm of the gradient; a larger one is scaled down."""
+    """Largest norm of the gradient. A gradient with a larger norm is scaled down to it."""
     minibatches_per_batch: PositiveInt = 1
-    """Optimizer steps per batch; each takes an equal share of its sequences."""
+    """Optimizer steps per batch. Each step uses an equal share of the batch's sequences."""
     lora_rank: Count = 0
-    """Train adapters of this rank; 0 trains all weights. See docs/lora.md."""
+    """Rank of LoRA adapters, which are trained instead of all weights; 0 trains all weights. See
+    docs/lora.md.
+    """
     lora_alpha: Positive = 32.0
-    """Scale of the adapters: their output is multiplied by alpha / rank."""
+    """Scale of the LoRA adapters: their output is multiplied by lora_alpha / lora_rank."""
     lora_targets: str = "all-linear"
-    """Layers with an adapter: all linear ones but the head, or ends of module names."""
+    """Layers that get a LoRA adapter: `all-linear` (without the output head), or ends of module
+    names.
+    """
     max_tokens_per_microbatch: PositiveInt = 4096
-    """Tokens per forward and backward pass."""
+    """Largest number of tokens in one forward and backward pass."""
     share_prompts: bool = True
-    """Compute a common prefix of sequences once per pass. The gradient is the same."""
+    """Compute a prefix that several sequences share only once per pass. The gradient is the same.
+    """
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
+    """Compute activations again in the backward pass. This needs less memory and more time."""
     compile: bool = False
-    """Compile the model with torch.compile: half a minute at the start, then faster passes."""
+    """Compile the model with torch.compile. The start takes half a minute longer, later passes are
+    faster.
+    """
     threads: Count = 0
-    """CPU threads; 0 takes all cores that engine processes leave."""
+    """CPU threads of the trainer; 0 takes all cores that the engine processes leave."""
 
     def check_combination(self) -> None:
         if not self.lora_targets.split():
@@ -66,19 +73,23 @@ class TrainerConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig(Section):
-    """The evaluation on held-out tasks, sampled by the engine at the run's temperature."""
+    """The evaluation on held-out tasks. The engine samples at the run's temperature."""
 
     tasks: Count = 256
-    """Held-out tasks; 0 never evaluates."""
+    """Number of held-out tasks; 0 turns the evaluation off."""
     every: Count = 0
-    """Steps between evaluations; 0 evaluates before the first step and after the last."""
+    """Optimizer steps between evaluations; 0 evaluates only before the first step and after the
+    last.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig(Section):
-    """The checkpoints that a killed run resumes from. See docs/durability.md."""
+    """The checkpoints from which a killed run resumes. See docs/durability.md."""
 
     every: PositiveInt = 5
-    """Steps between checkpoints; one is made before the first step and after the last."""
+    """Steps between checkpoints. There is also one before the first step and one after the last."""
     keep: Annotated[int, Range(2)] = 2
-    """Checkpoints to keep. Tokens of an older version may arrive while the newest is written."""
+    """Number of checkpoints to keep: at least 2, because tokens of an older version may arrive
+    while the newest is written.
+    """

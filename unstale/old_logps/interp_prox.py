@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from unstale.config.checks import Range
@@ -74,7 +75,7 @@ class InterpProxSpec(OldLogpsConfig):
 
     makes: ClassVar[type[OldLogps]] = InterpProx
     to_free_s: ClassVar = {"old_logps.alpha": 0.5}
-    recipe: ClassVar = {"baseline": True}  # the clip acts later than it says
+    recipe: ClassVar = {"baseline": True}  # the clip acts later than its limits say
     scale: ClassVar[str]
     """The function of `unstale.algorithms.proximal` that forms the mean."""
 
@@ -123,6 +124,9 @@ class InterpProxSpec(OldLogpsConfig):
         return [type(self)(alpha=alpha) for alpha in alphas]
 
 
+_docs = partial(RouteDocs, exact="no", holds="nothing", costs="nothing")
+
+
 @register_route
 @dataclass(frozen=True, kw_only=True)
 class InterpProxLoglinearSpec(InterpProxSpec):
@@ -131,11 +135,8 @@ class InterpProxLoglinearSpec(InterpProxSpec):
     route: str = "interp_prox_loglinear"
     scale: ClassVar = "loglinear"
 
-    docs: ClassVar = RouteDocs(
+    docs: ClassVar = _docs(
         policy="a weighted mean of log mu and log pi",
-        exact="no",
-        holds="nothing",
-        costs="nothing",
         choose="only if no forward pass is affordable",
         report="Approximate. A point between the engine's log-probability and the current policy's "
         "is taken as old_logp, so at one lag D and S are powers of one ratio and mix numerics with "
@@ -146,8 +147,8 @@ class InterpProxLoglinearSpec(InterpProxSpec):
         return ratio ** (1 - self.oldest_weight(run))
 
     def _factors(self, a: str, rest: str) -> tuple[str, str, str]:
-        d = f"(pi / mu)^{a}: a power of the whole ratio, nothing is told apart"
-        return f"mu^{rest} pi^{a}", d, f"(pi / mu)^{rest}: the other power"
+        d = f"(pi / mu)^{a}: a power of the whole ratio; staleness and numerics are mixed"
+        return f"mu^{rest} pi^{a}", d, f"(pi / mu)^{rest}: the rest of the ratio"
 
 
 @register_route
@@ -158,11 +159,8 @@ class InterpProxLinearSpec(InterpProxSpec):
     route: str = "interp_prox_linear"
     scale: ClassVar = "linear"
 
-    docs: ClassVar = RouteDocs(
+    docs: ClassVar = _docs(
         policy="an average of the probabilities mu and pi",
-        exact="no",
-        holds="nothing",
-        costs="nothing",
         choose="only if no forward pass is affordable; its error is below the log-linear one's",
         report="Approximate. A mean of the engine's probability and the current policy's is taken "
         "for that of the weights that sampled, so both factors follow one ratio.",
@@ -173,5 +171,5 @@ class InterpProxLinearSpec(InterpProxSpec):
         return ratio / (1 - alpha + alpha * ratio)
 
     def _factors(self, a: str, rest: str) -> tuple[str, str, str]:
-        d = "a part of pi / mu: nothing is told apart"
-        return f"{rest} mu + {a} pi", d, "the other part of pi / mu"
+        d = "a part of pi / mu; staleness and numerics are mixed"
+        return f"{rest} mu + {a} pi", d, "the rest of pi / mu"

@@ -1,8 +1,8 @@
-"""Recipes: functions that return a `RunConfig`.
+"""Recipes: functions that return the configuration of a run (`RunConfig`).
 
-A module of this package lists its recipes in `RECIPES`. A recipe's name is what the command line
-takes, and the first line of its docstring is what `unstale recipes` shows. A recipe of your own
-needs no entry: it is named `module:function`.
+Each module of this package lists its recipes in `RECIPES`. The command line takes a recipe by its
+name. `unstale recipes` shows the first line of its docstring. A recipe outside this package is
+given as `module:function` and needs no entry.
 """
 
 import pkgutil
@@ -16,7 +16,7 @@ from unstale.recipes.retail import retail
 
 
 def find_recipes() -> dict[str, Callable[..., RunConfig]]:
-    """Return the recipes of all modules of this package by name."""
+    """Return the recipes of all modules of this package, by name."""
     recipes = {}
     for module in pkgutil.iter_modules(__path__):
         for recipe in import_module(f"{__name__}.{module.name}").RECIPES:
@@ -28,9 +28,10 @@ RECIPES = find_recipes()
 
 
 def make_recipe(name: str) -> RunConfig:
-    """Return the configuration of a recipe: one of `RECIPES`, or `module:function` of any module.
+    """Return the configuration that a recipe makes.
 
-    Raises `ConfigError` if there is none.
+    `name` is a key of `RECIPES`, or `module:function` of any importable module. Raises
+    `ConfigError` if there is no such recipe.
     """
     module, colon, function = name.partition(":")
     if not colon and name not in RECIPES:

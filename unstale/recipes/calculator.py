@@ -1,4 +1,4 @@
-"""A small second task: one tool, one number to report."""
+"""The recipe `calculator`: arithmetic with one tool, as a quick check of a second environment."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,11 +7,11 @@ from unstale.config import AuditConfig, EvalConfig, RunConfig, ScheduleConfig, T
 
 
 def calculator(**changes: Any) -> RunConfig:
-    """The calculator environment, as a smoke test of a second environment.
+    """Arithmetic with a calculator tool: a quick check that a second environment runs.
 
-    Expected result: a success rate of 0, since the shipped policy was made for the retail desk and
-    5 steps teach it nothing. It takes about 15 seconds on two CPU cores. Give `--policy` and more
-    `--steps` to train a model.
+    Expected result: a success rate of 0. The shipped model was made for the retail desk, and 5
+    steps do not teach it arithmetic. The run takes about 15 seconds on two CPU cores. Give
+    `--policy` and more `--steps` to train a model.
     """
     config = RunConfig(
         recipe="calculator",

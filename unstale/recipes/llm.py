@@ -1,4 +1,4 @@
-"""A neutral start for a model and a task of one's own."""
+"""The recipe `llm`: neutral settings for a model and a task of the user."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""The demo: a small model at a customer-service desk with tools."""
+"""The recipe `retail`, which is the demo: a small model with tools at a customer-service desk."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,11 +14,11 @@ from unstale.envs.retail import RetailConfig
 
 
 def retail(**changes: Any) -> RunConfig:
-    """The retail desk at its easiest level: asynchronous, 2 versions stale, an exact route.
+    """A customer-service desk, easiest level: asynchronous, up to 2 versions stale, exact route.
 
     Expected result: success on held-out tasks rises from 36% to about 88% in 5 to 7 minutes on two
-    CPU cores (`make bench-demo`). Tool calls take 0.6 s on average, so episodes outlast weight
-    updates.
+    CPU cores (`make bench-demo`). Tool calls take 0.6 s on average, so episodes last longer than
+    the time between two weight updates.
     """
     config = RunConfig(
         recipe="retail",

@@ -1,4 +1,8 @@
-"""One recipe per route. They differ only in the route, at a staleness that lowers the reward."""
+"""One recipe for each old-logit route, to compare them.
+
+The recipes differ only in the route. Their tokens are so stale that an unsuitable route lowers the
+reward.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +23,7 @@ from unstale.envs.retail import RetailConfig
 
 
 def route_recipe(name: str) -> Callable[..., RunConfig]:
-    """Return the recipe of a route: the retail desk with tokens up to 6 versions old."""
+    """Return the recipe of a route: the customer-service desk with tokens up to 6 versions old."""
     route = routes()[name]
 
     def recipe(**changes: Any) -> RunConfig:
@@ -37,7 +41,7 @@ def route_recipe(name: str) -> Callable[..., RunConfig]:
         return replace(override(config, route.requires), **changes)
 
     recipe.__name__ = f"route_{name}"
-    recipe.__doc__ = f"Stale retail under `{name}`: pi_old comes from {route.docs.policy}."
+    recipe.__doc__ = f"Stale tokens, with the route `{name}`. Old policy: {route.docs.policy}."
     return recipe
 
 
